@@ -1,0 +1,45 @@
+"""The error tree: every error a user can cause carries the exit code the command line ends with.
+
+| class | exit | meaning |
+|---|---|---|
+| `GateError` | 1 | the work ran, and a gate (accuracy, strict precision, verification) failed |
+| `InputError` | 2 | wrong usage or input: a file, a value, a name |
+| `UnavailableError` | 3 | right input, but this machine cannot do it (no GPU, library missing) |
+
+A message is one short paragraph: the cause, the valid values, the next command.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Fp4DeployError(Exception):
+    """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 2
+
+
+class GateError(Fp4DeployError):
+    """A gate failed: accuracy dropped, a layer fell back, an export does not match its model."""
+
+    exit_code = 1
+
+
+class InputError(Fp4DeployError):
+    """Wrong usage or input."""
+
+    exit_code = 2
+
+
+class UnavailableError(Fp4DeployError):
+    """This machine cannot do it: hardware or a library is missing."""
+
+    exit_code = 3
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the nearest of `valid`, or "" where none is near."""
+    near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,63 @@
+"""E2M1, the 4-bit element: sign, 2 exponent bits, 1 mantissa bit.
+
+    code   0   1   2    3   4   5   6   7        code + 8 = the same value, negative
+    value  0  .5   1  1.5   2   3   4   6
+
+Rounding is to nearest, ties to the even code: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4.
+The values are the multiples of .5 below 2, of 1 below 4, of 2 up to 6, so that adding and subtracting 1.5 * 2^23 steps
+in fp32 lets the hardware's own rounding do the work. A nonzero negative that rounds to zero keeps its sign (code 8); an
+input of -0.0 is code 0.
+
+Two codes share a byte, the even element in the low nibble: the layout of torch's `float4_e2m1fn_x2` and of ONNX's
+FLOAT4E2M1.
+
+Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", v1.0, section 5.3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+
+_EXPONENT_BITS = 0x7F800000
+_HALF_STEP_ROUNDER = 1.5 * 2**22
+
+
+def round_e2m1(u: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest E2M1 value, ties to even, saturating at 6.
+
+    Args:
+        u: float32, any shape; NaN stays NaN.
+
+    Returns:
+        float32 of the same shape, each element one of ±`E2M1_VALUES`.
+    """
+    u = u.clamp(-E2M1_MAX, E2M1_MAX)
+    binade = u.abs().clamp_(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT_BITS).view(torch.float32)
+    rounder = binade.mul_(_HALF_STEP_ROUNDER)
+    return u.add_(rounder).sub_(rounder)
+
+
+def encode_e2m1(u: torch.Tensor) -> torch.Tensor:
+    """Round float32 `u` to E2M1 codes 0..15 (uint8, same shape)."""
+    q = round_e2m1(u).abs_()
+    code = torch.minimum(torch.minimum(2 * q, q + 2), q / 2 + 4).to(torch.uint8)
+    return code + 8 * (u < 0).to(torch.uint8)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Map codes 0..15 (uint8, any shape) to their float32 values."""
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
+    return table[codes.to(torch.int64)]
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes [..., K], K even, two a byte: uint8 [..., K/2], the even element in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
+    """Undo `pack_codes`: uint8 [..., K/2] -> uint8 [..., K]."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)

@@ -1,0 +1,63 @@
+"""Accuracy: mean intersection over union, from torchmetrics' confusion matrix.
+
+IoU of a class = true positives / (true positives + false positives + false negatives), over the whole split rather
+than averaged over images. A class that occurs neither in the truth nor in the prediction has no IoU and is left out of
+the mean; pixels labelled 255 (crowd, void) count nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+IGNORE = 255
+
+
+@dataclass(frozen=True)
+class Scores:
+    """mIoU and pixel accuracy in [0, 1]; `per_class` holds None for a class that never occurred."""
+
+    miou: float
+    per_class: dict[str, float | None]
+    pixel_accuracy: float
+
+
+class SegmentationScore:
+    """Accumulates predictions [N, H, W] (or logits [N, C, H, W]) against targets [N, H, W]."""
+
+    def __init__(self, num_classes: int, class_names: Sequence[str], ignore_index: int = IGNORE) -> None:
+        self.class_names = tuple(class_names)
+        self.confusion = MulticlassConfusionMatrix(
+            num_classes=num_classes, ignore_index=ignore_index, validate_args=False
+        )
+
+    def update(self, prediction: torch.Tensor, target: torch.Tensor) -> None:
+        """Add a batch."""
+        if prediction.ndim == 4:
+            prediction = prediction.argmax(dim=1)
+        self.confusion = self.confusion.to(target.device)
+        self.confusion.update(prediction.to(target.device), target.long())
+
+    def matrix(self) -> torch.Tensor:
+        """Confusion counts [truth, prediction], summed over processes where there are several."""
+        return self.confusion.compute().double().cpu()
+
+    def compute(self) -> Scores:
+        """Scores of everything seen so far; NaN mIoU when no labelled pixel was seen."""
+        counts = self.matrix()
+        hit = counts.diag()
+        union = counts.sum(0) + counts.sum(1) - hit
+        seen = union > 0
+        iou = hit / union.clamp(min=1)
+        total = counts.sum()
+        return Scores(
+            miou=float(iou[seen].mean()) if seen.any() else float("nan"),
+            per_class={
+                name: float(value) if occurs else None
+                for name, value, occurs in zip(self.class_names, iou, seen, strict=True)
+            },
+            pixel_accuracy=float(hit.sum() / total) if total else float("nan"),
+        )

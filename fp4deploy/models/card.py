@@ -1,0 +1,54 @@
+"""The model card: what any runtime must know to feed a model and read its answer.
+
+It travels inside every artefact (safetensors metadata, ONNX metadata, engine ledger), so that a file on its own can be
+evaluated without the run that made it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from fp4deploy.errors import InputError
+
+CARD_KEY = "fp4deploy.card"
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Architecture, precision and input contract of one model.
+
+    `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
+    for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks).
+    """
+
+    precision: str
+    scale: float
+    class_names: tuple[str, ...]
+    height: int
+    width: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    background: bool
+    recipe: str | None = None
+    architecture: str = "unet"
+
+    def to_json(self) -> str:
+        """Serialise; `from_json` gives the same card back."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelCard:
+        """Parse what `to_json` wrote.
+
+        Raises:
+            InputError: the text is not a card.
+        """
+        try:
+            fields = json.loads(text)
+            for name in ("class_names", "mean", "std"):
+                fields[name] = tuple(fields[name])
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"The model card cannot be read ({error}); export the model again.") from error

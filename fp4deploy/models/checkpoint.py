@@ -1,0 +1,86 @@
+"""Checkpoints: safetensors with the model card in the metadata; loading one never runs code from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.runs import atomic_write
+
+QUANTIZER_BUFFERS = (".input_amax",)
+
+
+def save_checkpoint(path: Path, model: nn.Module, card: ModelCard, extra: dict[str, str] | None = None) -> None:
+    """Write the state dict of `model` with its card, atomically.
+
+    Raises:
+        InputError: the disk is full or the folder is not writable; an older file at `path` survives.
+    """
+    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    with atomic_write(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={CARD_KEY: card.to_json(), **(extra or {})})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+
+
+def read_card(path: Path) -> ModelCard:
+    """Read the model card of a checkpoint.
+
+    Raises:
+        InputError: the file is missing, is not safetensors, or carries no card.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"There is no checkpoint at {path}. Train one with: fp4deploy train")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a readable safetensors file ({error}). Train the model again.") from error
+    if CARD_KEY not in metadata:
+        raise InputError(f"{path} carries no fp4deploy model card: it was written by another program.")
+    return ModelCard.from_json(metadata[CARD_KEY])
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a checkpoint into `model`, name by name.
+
+    An FP16 checkpoint fits an NVFP4 model and the reverse: only quantiser state may differ.
+
+    Raises:
+        InputError: names or shapes differ (another scale, classes or architecture), or a value is not finite.
+    """
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a readable safetensors file ({error}).") from error
+    wanted = model.state_dict()
+    differing = [
+        f"{name} {list(tensors[name].shape)} instead of {list(value.shape)}"
+        for name, value in wanted.items()
+        if name in tensors and tensors[name].shape != value.shape
+    ]
+    missing = [name for name in wanted if name not in tensors and not name.endswith(QUANTIZER_BUFFERS)]
+    unknown = [name for name in tensors if name not in wanted and not name.endswith(QUANTIZER_BUFFERS)]
+    if differing or missing or unknown:
+        raise InputError(f"{path} does not fit this model: {_summary(differing, missing, unknown)}")
+    broken = [name for name, value in tensors.items() if not torch.isfinite(value).all()]
+    if broken:
+        raise InputError(f"{path} holds NaN or Inf in {', '.join(broken[:3])}; take an earlier checkpoint.")
+    model.load_state_dict({name: value for name, value in tensors.items() if name in wanted}, strict=False)
+
+
+def _summary(differing: list[str], missing: list[str], unknown: list[str]) -> str:
+    if differing:
+        count, first = len(differing), differing[0]
+        return f"{count} tensors differ in shape, first {first}. Use the scale and classes it was trained with."
+    names = [f"{len(missing)} tensors are missing (first {missing[0]})"] if missing else []
+    names += [f"{len(unknown)} are unknown (first {unknown[0]})"] if unknown else []
+    return " and ".join(names) + ". It belongs to another model."

@@ -1,0 +1,97 @@
+"""The UNet that every precision shares.
+
+    level   0     1     2     3     4          channels = int(scale * {64, 128, 256, 512, 1024})
+    encoder B  -> B  -> B  -> B  -> B          B = (conv 3x3, GroupNorm 8, ReLU) twice, max pooling 2x2 between levels
+    decoder B <-  B <-  B <-  B <--'           <- = transposed convolution 2x2 stride 2, then [skip, up] concatenated
+    head    conv 1x1 -> logits
+
+One class serves FP16 and NVFP4: `qat.prepare` changes layers in place and keeps every parameter's name, so that an FP16
+checkpoint loads into the NVFP4 model name by name. GroupNorm rather than BatchNorm: no running statistics to
+re-estimate after quantisation, and the same arithmetic in training and in the engine.
+
+Source of the architecture: Ronneberger, Fischer, Brox, "U-Net: Convolutional Networks for Biomedical Image
+Segmentation", 2015 (padding kept "same" here, so that the logits have the size of the image).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+
+WIDTHS = (64, 128, 256, 512, 1024)
+GROUPS = 8
+STRIDE = 2 ** (len(WIDTHS) - 1)
+
+
+class Block(nn.Module):
+    """(conv 3x3, GroupNorm, ReLU) twice; [N, in, H, W] -> [N, out, H, W]."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.norm1 = nn.GroupNorm(GROUPS, out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.norm2 = nn.GroupNorm(GROUPS, out_channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(x)))
+
+
+class UNet(nn.Module):
+    """Semantic segmentation UNet: image [N, in_channels, H, W] -> logits [N, classes, H, W].
+
+    H and W must be multiples of 16 (four poolings).
+
+    Raises:
+        InputError: `scale` gives a width that GroupNorm's 8 groups do not divide.
+    """
+
+    def __init__(self, classes: int, scale: float = 1.0, in_channels: int = 3) -> None:
+        super().__init__()
+        widths = channel_widths(scale)
+        self.classes, self.scale = classes, scale
+        self.encoder = nn.ModuleList(
+            Block(before, after) for before, after in zip((in_channels, *widths[:-1]), widths, strict=True)
+        )
+        self.pool = nn.MaxPool2d(2)
+        downwards = list(reversed(widths))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(deep, shallow, 2, stride=2) for deep, shallow in pairwise(downwards))
+        self.decoder = nn.ModuleList(Block(2 * width, width) for width in downwards[1:])
+        self.head = nn.Conv2d(widths[0], classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips: list[torch.Tensor] = []
+        for level, block in enumerate(self.encoder):
+            x = block(self.pool(x) if level else x)
+            skips.append(x)
+        x = skips.pop()
+        for up, block in zip(self.up, self.decoder, strict=True):
+            x = block(torch.cat([skips.pop(), up(x)], dim=1))
+        return self.head(x)
+
+
+def channel_widths(scale: float) -> tuple[int, ...]:
+    """Channels of the five levels, int(scale * {64, ..., 1024}).
+
+    Raises:
+        InputError: a width is not a positive multiple of GroupNorm's 8 groups.
+    """
+    widths = tuple(int(scale * width) for width in WIDTHS)
+    if any(width < GROUPS or width % GROUPS for width in widths):
+        raise InputError(
+            f"A UNet of scale {scale:g} would have {', '.join(map(str, widths))} channels, and GroupNorm needs "
+            f"multiples of {GROUPS}. Valid scales are multiples of 0.125: 0.125, 0.25, 0.5, 1.0, ..."
+        )
+    return widths
+
+
+def build_unet(classes: int, scale: float = 1.0) -> UNet:
+    """Build a freshly initialised UNet for RGB images."""
+    if classes < 1:
+        raise InputError(f"A model needs at least one class, not {classes}.")
+    return UNet(classes, scale)

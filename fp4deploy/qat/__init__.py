@@ -1,0 +1,23 @@
+"""Quantisation-aware training: recipes, straight-through functions, layers, and `prepare`."""
+
+from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantLinear
+from fp4deploy.qat.load import load_model, round_to_deployed
+from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers
+from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
+
+__all__ = [
+    "RECIPES",
+    "LayerPlan",
+    "QuantConv2d",
+    "QuantConvTranspose2d",
+    "QuantLinear",
+    "QuantSpec",
+    "Recipe",
+    "calibrate",
+    "find_recipe",
+    "layer_plan",
+    "load_model",
+    "prepare",
+    "quantized_layers",
+    "round_to_deployed",
+]

@@ -1,0 +1,58 @@
+"""Load a checkpoint as the model that ships.
+
+Training keeps FP32 master weights; engines hold FP16 for whatever is not FP4. Evaluating the masters would compare
+every runtime with weights that none of them has, so `load_model` rounds those parameters to FP16 values (and keeps
+computing in FP32). The quantised weights are left alone: their codes are made from the masters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
+from fp4deploy.qat.prepare import prepare, quantized_layers
+
+FP16_MAX = 65504.0
+
+
+def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Module, ModelCard]:
+    """Build the network that the checkpoint's card describes, with its weights as deployed, in evaluation mode.
+
+    Raises:
+        InputError: not a checkpoint, another model's weights, an uncalibrated activation, a value FP16 cannot hold.
+    """
+    card = read_card(path)
+    model: nn.Module = build_unet(len(card.class_names), card.scale)
+    if card.precision == "nvfp4":
+        prepare(model, card.recipe or "nvfp4_qat")
+    load_weights(model, path)
+    idle = [name for name, layer in quantized_layers(model).items() if not layer.input_amax > 0]
+    if idle:
+        raise InputError(
+            f"{path}: the activations of {len(idle)} layers were never calibrated (first {idle[0]}). "
+            "Train it with: fp4deploy train --models nvfp4"
+        )
+    round_to_deployed(model)
+    return model.to(device).eval(), card
+
+
+@torch.no_grad()
+def round_to_deployed(model: nn.Module) -> None:
+    """Round, in place, every parameter that an engine keeps in FP16 to its nearest FP16 value.
+
+    Raises:
+        InputError: a parameter is beyond FP16's range, naming it.
+    """
+    quantized = {f"{name}.weight" for name in quantized_layers(model)}
+    for name, parameter in model.named_parameters():
+        if name in quantized:
+            continue
+        if not parameter.abs().le(FP16_MAX).all():
+            raise InputError(
+                f"{name} holds a value beyond FP16's largest, {FP16_MAX:g}; it cannot be deployed in FP16."
+            )
+        parameter.copy_(parameter.half())

@@ -1,0 +1,181 @@
+"""Decide layer by layer what runs in FP4, say why, and turn the chosen layers into quantised ones in place.
+
+Kept in high precision by default: the first layer with weights (it reads the image: three channels would leave 13 of
+every block's 16 elements empty), the last one (its error goes straight into the logits, with no normalisation after
+it), and everything that is not a product (normalisation, pooling, activation functions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import BLOCK
+from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
+from fp4deploy.qat.recipes import Recipe, find_recipe
+
+Selection = Sequence[str] | Callable[[str, nn.Module], bool] | None
+
+NORMS = (nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d, nn.LayerNorm)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer computes in, and why. `precision` is "FP4" or "FP16"; `kind` the torch class name."""
+
+    name: str
+    kind: str
+    precision: str
+    reason: str
+
+
+def layer_plan(
+    model: nn.Module,
+    recipe: str | Recipe | None = "nvfp4_qat",
+    include: Selection = None,
+    exclude: Selection = None,
+) -> list[LayerPlan]:
+    """Plan every layer with weights, in the model's order. A prepared model is described as it is.
+
+    Args:
+        recipe: None plans a model that stays in FP16.
+        include: glob patterns or predicate(name, module); given, exactly these layers are quantised.
+        exclude: likewise; these stay in high precision.
+
+    Raises:
+        InputError: unknown recipe, or a pattern that matches no layer.
+    """
+    layers = _layers_with_weights(model)
+    if recipe is None:
+        return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
+    find_recipe(recipe)
+    products = [name for name, layer in layers if _is_product(layer)]
+    _check_patterns(include, products)
+    _check_patterns(exclude, products)
+    prepared = any(isinstance(layer, QuantizedLayer) for _, layer in layers)
+    plans = []
+    for name, layer in layers:
+        kept = _reason_to_keep(name, layer, products, include, exclude)
+        if prepared and isinstance(layer, QuantizedLayer):
+            kept = None
+        elif prepared and kept is None:
+            kept = "excluded when the model was prepared"
+        plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else "FP4", kept or _quantized_reason(layer)))
+    return plans
+
+
+def prepare(
+    model: nn.Module,
+    recipe: str | Recipe = "nvfp4_qat",
+    include: Selection = None,
+    exclude: Selection = None,
+) -> nn.Module:
+    """Fake-quantise the layers that `layer_plan` chooses, in place; parameters, names, biases and hooks stay.
+
+    Raises:
+        InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
+    """
+    chosen = find_recipe(recipe)
+    plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude)}
+    names = [name for name, plan in plans.items() if plan.precision == "FP4"]
+    if not names:
+        raise InputError("This model has no layer that FP4 could compute: it needs Conv2d, ConvTranspose2d or Linear.")
+    for name in names:
+        layer = model.get_submodule(name)
+        if not isinstance(layer, QuantizedLayer):
+            layer.__class__ = QUANTIZED[type(layer)]
+            layer.attach(chosen)  # type: ignore[operator]
+    return model
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """The quantised layers of a prepared model by name, in the model's order."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, batches: Iterable[torch.Tensor]) -> None:
+    """Set every `input_amax` to the largest magnitude its layer sees over `batches`, quantisers switched off.
+
+    Args:
+        batches: model inputs, each [N, 3, H, W], on the model's device.
+    """
+    layers = quantized_layers(model).values()
+    was_training = model.training
+    model.eval()
+    try:
+        for layer in layers:
+            layer.observing = True
+        for images in batches:
+            model(images)
+    finally:
+        for layer in layers:
+            layer.observing = False
+        model.train(was_training)
+
+
+def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, layer) for name, layer in model.named_modules() if _is_product(layer) or isinstance(layer, NORMS)]
+
+
+def _is_product(layer: nn.Module) -> bool:
+    return type(layer) in QUANTIZED or isinstance(layer, QuantizedLayer)
+
+
+def _kind(layer: nn.Module) -> str:
+    return type(layer).__name__.removeprefix("Quant")
+
+
+def _reason_to_keep(
+    name: str, layer: nn.Module, products: list[str], include: Selection, exclude: Selection
+) -> str | None:
+    if isinstance(layer, NORMS):
+        return "normalisation: sums over many values and few parameters, kept in high precision"
+    channels, groups = _input_channels(layer)
+    if groups > 1 and channels % BLOCK:
+        return f"{groups} groups of {channels} input channels: a block of {BLOCK} would cross groups"
+    if _selected(exclude, name, layer):
+        return "excluded by name"
+    if include is not None:
+        return None if _selected(include, name, layer) else "not in the layers to include"
+    if name == products[0]:
+        return f"first layer: reads the image ({channels} input channels, a block has {BLOCK})"
+    if name == products[-1]:
+        return "output layer: its error goes straight into the logits"
+    return None
+
+
+def _quantized_reason(layer: nn.Module) -> str:
+    channels, _ = _input_channels(layer)
+    padding = -channels % BLOCK
+    tail = f", the last block padded with {padding} zeros" if padding else ""
+    return f"blocks of {BLOCK} along {channels} input channels{tail}"
+
+
+def _input_channels(layer: nn.Module) -> tuple[int, int]:
+    """(input channels of one group, groups)."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, 1
+    assert isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)
+    return layer.in_channels // layer.groups, layer.groups
+
+
+def _selected(selection: Selection, name: str, layer: nn.Module) -> bool:
+    if selection is None:
+        return False
+    if callable(selection):
+        return selection(name, layer)
+    return any(fnmatchcase(name, pattern) for pattern in selection)
+
+
+def _check_patterns(selection: Selection, names: list[str]) -> None:
+    if selection is None or callable(selection):
+        return
+    idle = [pattern for pattern in selection if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle:
+        raise InputError(f"No layer matches {', '.join(map(repr, idle))}. Layers: {', '.join(names)}.")

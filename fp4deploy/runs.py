@@ -1,0 +1,123 @@
+"""Run folders: where training, export, build and bench find each other's files.
+
+    runs/NAME/
+      config.yaml                     resolved configuration
+      <model>/best.safetensors        checkpoint with the best validation mIoU
+      <model>/metrics.jsonl           one line an epoch
+      <model>/state/                  everything an exact resume needs
+      export/unet.onnx                the NVFP4 model; the FP16 baseline is unet-fp16.onnx
+      engines/unet.plan               and unet.ledger.json beside it
+      report.{json,md,html}
+
+A run never overwrites another, and every file is written beside its final name and renamed, so that a full disk or
+Ctrl-C leaves the previous version whole.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fp4deploy.errors import InputError
+
+MODELS = ("fp16", "nvfp4", "fp16_control")
+RUNS = Path("runs")
+
+
+class Run:
+    """The folder of one run; only names paths, creates nothing by itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.export_dir = self.path / "export"
+        self.engine_dir = self.path / "engines"
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def model_dir(self, model: str) -> Path:
+        """Folder of one trained model."""
+        return self.path / model
+
+    def checkpoint(self, model: str) -> Path:
+        """Best checkpoint of one trained model (it may not exist yet)."""
+        return self.model_dir(model) / "best.safetensors"
+
+    def models(self) -> list[str]:
+        """Names of the models that have a checkpoint, FP16 first."""
+        return [model for model in MODELS if self.checkpoint(model).is_file()]
+
+
+def artifact_stem(model: str) -> str:
+    """File stem of a model's exported artefacts: the NVFP4 model is the product, plain "unet"."""
+    return "unet" if model == "nvfp4" else f"unet-{model}"
+
+
+def create_run(out: Path | None = None, *, root: Path = RUNS) -> Run:
+    """Create the folder of a new run: `out`, or `root`/<time>.
+
+    Raises:
+        InputError: `out` exists and is not an empty folder.
+    """
+    if out is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        names = [stamp, *(f"{stamp}-{number}" for number in range(2, 100))]
+        out = next(root / name for name in names if not (root / name).exists())
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(
+            f"{out} exists already, and a run never overwrites another. "
+            "Give another --out, or continue that run with --resume."
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    return Run(out)
+
+
+def open_run(path: Path) -> Run:
+    """Open an existing run.
+
+    Raises:
+        InputError: `path` is not the folder of a run.
+    """
+    run = Run(Path(path))
+    if not run.config_path.is_file():
+        raise InputError(f"{path} is not a run: it holds no config.yaml. Train one with: fp4deploy train")
+    return run
+
+
+def latest_run(root: Path = RUNS) -> Run:
+    """Open the run whose configuration was written last.
+
+    Raises:
+        InputError: there is no run under `root`.
+    """
+    configs = sorted(root.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime_ns)
+    if not configs:
+        raise InputError(f"There is no run under {root}/ yet. Train one with: fp4deploy train")
+    return Run(configs[-1].parent)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it there on success, remove it on any failure.
+
+    Raises:
+        InputError: the disk is full or the folder cannot be written; `path` keeps its previous content.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(
+            f"{path} could not be written: {error.strerror or error}. Nothing was replaced; "
+            "free some space or choose another --out."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
