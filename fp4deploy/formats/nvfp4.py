@@ -9,8 +9,8 @@ With A the global amax, a the amax of a block and E = 448 the largest E4M3 value
     x' = ((d8 * A) * fp32(1 / 6E)) * q  decodes
 
 A may be static (calibrated) instead of the tensor's own; blocks beyond it saturate. Blocks are 1-D (16 elements along
-the contraction axis, finer) or 2-D (16 x 16, so that a matrix and its transpose quantise alike). A contraction axis that
-is not a multiple of 16 is padded with zeros.
+the contraction axis, finer) or 2-D (16 x 16, so that a matrix and its transpose quantise alike). A contraction axis
+that is not a multiple of 16 is padded with zeros.
 
 A block with a NaN or an Inf gets the NaN scale 0x7F and zero codes, so that it decodes to NaN and the damage shows;
 A is taken over the finite elements, so that other blocks are unaffected.

@@ -202,7 +202,7 @@ def test_fake_quantise_along_channels_equals_packed(
     fake, inside = fake_quantize_nvfp4(x, (1,), amax)
     packed = quantize_nvfp4(x.permute(0, 2, 3, 1), amax=amax).dequantize().permute(0, 3, 1, 2)
     assert torch.equal(fake, packed)
-    assert (x.abs() > fake.abs())[~inside].all()
+    assert (x.abs() >= fake.abs() * (1 - 1e-6))[~inside].all()
     if amax is not None:
         assert not inside[x.abs() > 1.6].any()
 
