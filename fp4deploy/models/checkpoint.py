@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,10 +23,19 @@ def save_checkpoint(path: Path, model: nn.Module, card: ModelCard, extra: dict[s
     Raises:
         InputError: the disk is full or the folder is not writable; an older file at `path` survives.
     """
-    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    write_tensors(path, model.state_dict(), {CARD_KEY: card.to_json(), **(extra or {})})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors from any device as safetensors, atomically.
+
+    Raises:
+        InputError: the disk is full or the folder is not writable; an older file at `path` survives.
+    """
+    host = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic_write(path) as temporary:
         try:
-            save_file(tensors, temporary, metadata={CARD_KEY: card.to_json(), **(extra or {})})
+            save_file(host, temporary, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 

@@ -1,0 +1,209 @@
+"""The configuration: defaults, a YAML file, and `--set section.key=value`, in that order, later ones winning.
+
+The defaults train the demo: generated shapes, a UNet of scale 0.25, minutes on two CPU cores. Everything that can be
+wrong with a configuration is reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fp4deploy.errors import Fp4DeployError, InputError
+from fp4deploy.models.unet import STRIDE, channel_widths
+from fp4deploy.qat import find_recipe
+from fp4deploy.runs import atomic_write
+
+
+class Section(BaseModel):
+    """A group of settings; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """scale: width of the UNet, channels int(scale * {64, ..., 1024})."""
+
+    scale: float = 0.25
+
+    @field_validator("scale")
+    @classmethod
+    def _has_whole_groups(cls, value: float) -> float:
+        return _checked(value, channel_widths)
+
+
+class DataSection(Section):
+    """root: dataset folder; classes: the classes to learn (None: all); height, width: model input in pixels.
+
+    workers: loader processes; cache_gib: a set that needs no more memory than this when decoded is decoded once.
+    """
+
+    root: str | None = None
+    classes: list[str] | None = None
+    height: int = Field(96, gt=0, multiple_of=STRIDE)
+    width: int = Field(96, gt=0, multiple_of=STRIDE)
+    workers: int = Field(0, ge=0)
+    cache_gib: float = Field(1.0, ge=0)
+
+
+class TrainSection(Section):
+    """How long and how fast; the fine-tuning values serve nvfp4 and fp16_control.
+
+    warmup: share of the steps with a rising learning rate; clip: largest gradient norm; dice, cross_entropy: weights
+    of the two losses; zoom: range of the random scale; jitter: strength of the colour augmentation; calibration:
+    batches that set the first activation scales; evaluate_every: epochs between validations.
+    """
+
+    epochs: int = Field(12, ge=1)
+    finetune_epochs: int = Field(4, ge=1)
+    batch_size: int = Field(16, ge=1)
+    lr: float = Field(3e-3, gt=0)
+    finetune_lr: float = Field(5e-4, gt=0)
+    weight_decay: float = Field(1e-4, ge=0)
+    warmup: float = Field(0.05, ge=0, lt=1)
+    clip: float = Field(1.0, gt=0)
+    dice: float = Field(1.0, ge=0)
+    cross_entropy: float = Field(1.0, ge=0)
+    zoom: tuple[float, float] = (0.75, 1.75)
+    jitter: float = Field(0.3, ge=0, lt=1)
+    calibration: int = Field(4, ge=1)
+    evaluate_every: int = Field(1, ge=1)
+    channels_last: bool = False
+    compile: bool = False
+    from_scratch: bool = False
+    init_checkpoint: str | None = None
+
+    @field_validator("zoom")
+    @classmethod
+    def _is_a_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < value[0] <= value[1]:
+            raise ValueError("give the smaller zoom first, both above 0, such as [0.75, 1.75]")
+        return value
+
+
+class Config(Section):
+    """A whole training; `seed` fixes initial weights, shuffling and augmentation."""
+
+    seed: int = Field(0, ge=0)
+    recipe: str = "nvfp4_qat"
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+
+    @field_validator("recipe")
+    @classmethod
+    def _exists(cls, value: str) -> str:
+        return _checked(value, find_recipe)
+
+
+def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
+    """Read a YAML file over the defaults, then apply settings such as "train.lr=0.001".
+
+    Raises:
+        InputError: the file is missing or not YAML, or listing every unknown or invalid setting.
+    """
+    tree = _read(Path(file)) if file is not None else {}
+    for setting in sets:
+        _apply(tree, setting)
+    return _validate(tree, str(file) if file is not None else "The configuration")
+
+
+def with_settings(config: Config, sets: Sequence[str]) -> Config:
+    """A copy of `config` with settings applied."""
+    tree = config.model_dump(mode="json")
+    for setting in sets:
+        _apply(tree, setting)
+    return _validate(tree, "The configuration")
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write `config` as YAML; `load_config` reads the same configuration back."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def changed_settings(old: Config, new: Config) -> list[str]:
+    """Settings that differ and would change what a resumed training computes, as "key: old -> new"."""
+    harmless = {"data.workers", "data.cache_gib", "data.root"}
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    return [
+        f"{key}: {before[key]} -> {after[key]}" for key in before if before[key] != after[key] and key not in harmless
+    ]
+
+
+def _checked(value: Any, check: Any) -> Any:
+    try:
+        check(value)
+    except Fp4DeployError as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise InputError(f"There is no configuration file {file}.")
+    try:
+        tree = yaml.safe_load(file.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{file} holds no settings: it must be a mapping such as 'train: {{epochs: 20}}'.")
+    return tree
+
+
+def _apply(tree: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise InputError(f"--set takes section.key=value, such as train.epochs=20, not '{setting}'.")
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise InputError(f"'{section}' in --set {setting} is not a section.")
+    try:
+        tree[last] = yaml.safe_load(text) if text else None
+    except yaml.YAMLError:
+        tree[last] = text
+    if isinstance(tree[last], str) and _is_number(tree[last]):  # YAML 1.1 reads 1e-3 as text
+        tree[last] = float(tree[last])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _validate(tree: dict[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = "; ".join(_problem(entry) for entry in error.errors())
+        raise InputError(f"{source} is not valid: {problems}.") from error
+
+
+def _problem(entry: Any) -> str:
+    path = [str(part) for part in entry["loc"]]
+    key = ".".join(path)
+    if entry["type"] == "extra_forbidden":
+        valid = list(_flat(Config().model_dump(mode="json")))
+        near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+        if near:
+            return f"unknown setting {key}, did you mean {near[0]}?"
+        return f"unknown setting {key}, valid are {', '.join(valid)}"
+    message = entry["msg"].removeprefix("Value error, ").rstrip(".")
+    return f"{key} = {entry['input']}: {message[0].lower() + message[1:]}"
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

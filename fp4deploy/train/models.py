@@ -1,0 +1,174 @@
+"""The models of a run and where each starts.
+
+| model | starts from | length | learning rate |
+|---|---|---|---|
+| fp16 | random weights | epochs | lr |
+| nvfp4 | the fp16 checkpoint, activation scales calibrated on training batches | finetune_epochs | finetune_lr |
+| nvfp4, from scratch | random weights | epochs | lr |
+| fp16_control | the fp16 checkpoint | as nvfp4 | as nvfp4 |
+
+Fine-tuning alone improves a model, so that comparing NVFP4 with the checkpoint it started from flatters it:
+`fp16_control` is trained as long, from the same weights, on the same batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp4deploy.data import (
+    IMAGE_MEAN,
+    IMAGE_STD,
+    EpochLoader,
+    EvalTransform,
+    SegmentationDataset,
+    TrainTransform,
+    cache_dataset,
+    eval_loader,
+    open_dataset,
+    train_loader,
+)
+from fp4deploy.errors import InputError, suggest
+from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
+from fp4deploy.qat import calibrate, prepare
+from fp4deploy.runs import MODELS, Run
+from fp4deploy.train.config import Config, changed_settings, load_config, save_config
+from fp4deploy.train.loop import Plan, Trainer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Outcome of one model: best validation mIoU in [0, 1], epochs trained, seconds spent, files."""
+
+    best_miou: float
+    epochs: int
+    seconds: float
+    checkpoint: Path
+    per_class: dict[str, float | None]
+
+
+def train_models(
+    config: Config,
+    run: Run,
+    models: Sequence[str] = ("fp16", "nvfp4"),
+    from_scratch: bool = False,
+    resume: bool = False,
+) -> dict[str, TrainResult]:
+    """Train `models` one after the other into `run`.
+
+    Ctrl-C leaves the state of the last whole epoch; calling again with `resume` gives, on the same machine, bit for bit
+    what an uninterrupted training would have given.
+
+    Raises:
+        InputError: unknown model, no data, a configuration that changed since the run began, an unwritable disk.
+        GateError: the training diverged.
+    """
+    for model in models:
+        if model not in MODELS:
+            raise InputError(f"Unknown model '{model}'.{suggest(model, MODELS)} Valid models: {', '.join(MODELS)}.")
+    if from_scratch:
+        config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
+    if config.data.root is None:
+        raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
+    train_data, val_data = (open_dataset(Path(config.data.root), split, config.data.classes) for split in TRAIN_VAL)
+    _keep_config(config, run, resume)
+    budget = int(config.data.cache_gib * 2**30)
+    loaders = _loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
+    return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
+
+
+TRAIN_VAL = ("train", "val")
+
+
+def _train(
+    config: Config,
+    run: Run,
+    model: str,
+    data: SegmentationDataset,
+    loaders: tuple[EpochLoader, EpochLoader],
+    resume: bool,
+) -> TrainResult:
+    fine_tuned = model == "fp16_control" or (model == "nvfp4" and not config.train.from_scratch)
+    plan = Plan(
+        model,
+        config.train.finetune_epochs if fine_tuned else config.train.epochs,
+        config.train.finetune_lr if fine_tuned else config.train.lr,
+        run.model_dir(model),
+    )
+    torch.manual_seed(config.seed)
+    network: nn.Module = build_unet(len(data.class_names), config.model.scale)
+    if fine_tuned:
+        load_weights(network, _starting_point(config, run, model))
+    if model == "nvfp4":
+        prepare(network, config.recipe)
+        if fine_tuned and not (resume and plan.state_path.is_file()):
+            _calibrate(network, loaders[0], config.train.calibration)
+    trainer = Trainer(plan, network, _card(config, model, data), config.train, loaders)
+    progress = trainer.run(resume)
+    return TrainResult(progress.best_miou, progress.epoch, progress.seconds, plan.checkpoint, dict(progress.per_class))
+
+
+def _starting_point(config: Config, run: Run, model: str) -> Path:
+    given = config.train.init_checkpoint
+    path = Path(given) if given else run.checkpoint("fp16")
+    if not path.is_file():
+        raise InputError(
+            f"{model} is fine-tuned from an FP16 checkpoint, and there is none at {path}. Train both with "
+            "--models fp16,nvfp4, name one with --set train.init_checkpoint=FILE, or train --from-scratch."
+        )
+    scale = read_card(path).scale
+    if scale != config.model.scale:
+        raise InputError(
+            f"{path} is a UNet of scale {scale:g}, and this run has scale {config.model.scale:g}. "
+            f"Set --set model.scale={scale:g}, or choose another checkpoint."
+        )
+    return path
+
+
+def _calibrate(network: nn.Module, loader: EpochLoader, batches: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loader.set_epoch(0)
+    network.to(device)
+    calibrate(network, (images.to(device) for images, _ in itertools.islice(loader, batches)))
+
+
+def _card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
+    quantized = model == "nvfp4"
+    return ModelCard(
+        precision="nvfp4" if quantized else "fp16",
+        scale=config.model.scale,
+        class_names=data.class_names,
+        height=config.data.height,
+        width=config.data.width,
+        mean=IMAGE_MEAN,
+        std=IMAGE_STD,
+        background=data.background,
+        recipe=config.recipe if quantized else None,
+    )
+
+
+def _loaders(config: Config, train: SegmentationDataset, val: SegmentationDataset) -> tuple[EpochLoader, EpochLoader]:
+    size = (config.data.height, config.data.width)
+    augment = TrainTransform(*size, seed=config.seed, zoom=config.train.zoom, jitter=config.train.jitter)
+    batch, workers = config.train.batch_size, config.data.workers
+    return (
+        train_loader(train, augment, batch, workers, config.seed),
+        eval_loader(val, EvalTransform(*size), batch, workers),
+    )
+
+
+def _keep_config(config: Config, run: Run, resume: bool) -> None:
+    """Write config.yaml; a resumed run must have the one it began with."""
+    if resume and run.config_path.is_file():
+        changed = changed_settings(load_config(run.config_path), config)
+        if changed:
+            raise InputError(
+                f"{run.path} began with other settings ({'; '.join(changed)}). "
+                "Resume it without them, or start a new run without --resume."
+            )
+    save_config(config, run.config_path)

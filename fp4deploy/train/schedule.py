@@ -1,0 +1,33 @@
+"""Optimiser and learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW; biases and normalisation parameters (one axis) are not decayed."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
+    """Linear warm-up over the first `warmup` share of `steps`, then half a cosine down to 0.
+
+    A pure function of the step, so that a resumed training needs no scheduler state.
+    """
+    rising = max(1, round(steps * warmup)) if warmup else 0
+    if step < rising:
+        return peak * (step + 1) / rising
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

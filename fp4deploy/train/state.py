@@ -1,0 +1,94 @@
+"""Everything an exact resume needs, in one safetensors file, replaced by one rename.
+
+Tensors: the model (quantiser state included), both Adam moments of every parameter, the random number states. The
+metadata holds the counters and the loss scaler as JSON. The learning rate is a function of the step, the order and the
+augmentation of the data are functions of (seed, epoch), so neither needs saving. One file means that a crash, a full
+disk or Ctrl-C leaves either the old state or the new one, never half of each; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.models.checkpoint import write_tensors
+
+PROGRESS_KEY = "fp4deploy.progress"
+
+
+@dataclass
+class Progress:
+    """Counters of one training; `per_class` belongs to the best epoch, `seconds` counts training time only."""
+
+    epoch: int = 0
+    step: int = 0
+    best_miou: float = -1.0
+    seconds: float = 0.0
+    per_class: dict[str, float | None] = field(default_factory=dict)
+    skipped: int = 0
+
+
+def save_state(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any | None, progress: Progress
+) -> None:
+    """Write the state after an epoch, atomically.
+
+    Raises:
+        InputError: the disk is full; the state of the epoch before survives.
+    """
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in moments.items()}
+    tensors["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    scale = scaler.state_dict() if scaler is not None else None
+    write_tensors(path, tensors, {PROGRESS_KEY: json.dumps({"progress": asdict(progress), "scaler": scale})})
+
+
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any | None) -> Progress:
+    """Put everything back as `save_state` found it.
+
+    Raises:
+        InputError: the file is damaged or belongs to another model.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = json.loads((file.metadata() or {})[PROGRESS_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        model.load_state_dict(_below(tensors, "model."))
+        optimizer.load_state_dict({"state": _moments(tensors), "param_groups": optimizer.state_dict()["param_groups"]})
+        progress = Progress(**meta["progress"])
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be resumed from ({error}). Start a new run without --resume.") from error
+    if scaler is not None and meta["scaler"]:
+        scaler.load_state_dict(meta["scaler"])
+    torch.set_rng_state(tensors["random.cpu"])
+    if torch.cuda.is_available() and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+    return progress
+
+
+def read_progress(path: Path) -> Progress:
+    """Only the counters of a saved state."""
+    with safe_open(path, framework="pt") as file:
+        return Progress(**json.loads((file.metadata() or {})[PROGRESS_KEY])["progress"])
+
+
+def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _moments(tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, value in _below(tensors, "optimizer.").items():
+        index, _, moment = name.partition(".")
+        state.setdefault(int(index), {})[moment] = value
+    return state
