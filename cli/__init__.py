@@ -1,0 +1,1 @@
+"""The `fp4deploy` command: one small file a command; each parses, calls one function and prints."""

@@ -1,0 +1,52 @@
+"""Where output goes: results on stdout, progress and notes on stderr, JSON alone on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 160  # columns of a table that goes to a file or pipe, so that no path is cut
+
+
+def results() -> Console:
+    """Console for what the command was asked for (stdout)."""
+    return _console(sys.stdout)
+
+
+def notes() -> Console:
+    """Console for progress, headings and remarks (stderr)."""
+    return _console(sys.stderr)
+
+
+def _console(stream: TextIO) -> Console:
+    from rich.console import Console
+
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
+
+
+def note(text: str) -> None:
+    """One remark on stderr; `text` is printed as it is, without markup."""
+    notes().print(text, markup=False, soft_wrap=True)
+
+
+def done(text: str) -> None:
+    """One line of result on stdout, never wrapped, so that a path can be copied."""
+    results().print(text, markup=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Write `value` as JSON to stdout, and nothing else."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def shown(path: Path) -> str:
+    """`path` as a person writes it: relative to the current folder where it lies inside."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

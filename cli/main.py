@@ -1,0 +1,127 @@
+"""The Typer app, and the one place where an error becomes a message and an exit code.
+
+| exit | when |
+|---|---|
+| 0 | done |
+| 1 | a gate failed (accuracy, verification, strict precision), or a defect of fp4deploy itself |
+| 2 | wrong usage or input |
+| 3 | this machine cannot do it |
+| 130 | Ctrl-C |
+
+Nothing here, nor in the command files at import time, may import torch, onnx, numpy or matplotlib, so that
+`fp4deploy --help` answers in under half a second; a test enforces it.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from fp4deploy import __version__
+from fp4deploy.errors import Fp4DeployError
+
+from . import bench, build, check, data, doctor, export, inspect, run, train
+
+DEBUG = "--debug"
+
+
+class CommandGroup(TyperGroup):
+    """Takes `--debug` anywhere on the line, and ends every error with one paragraph and its exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Note `--debug` and hand on the other arguments."""
+        ctx.obj = {"debug": DEBUG in args}
+        return super().parse_args(ctx, [argument for argument in args if argument != DEBUG])
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; map what it raises to a message on stderr and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except KeyboardInterrupt:
+            _say("Interrupted.", _resume_hint(ctx))
+            raise typer.Exit(130) from None
+        except Fp4DeployError as error:
+            _traceback(ctx)
+            _say("Error:", str(error))
+            raise typer.Exit(error.exit_code) from None
+        except Exception as error:
+            if hasattr(error, "format_message"):  # Typer's own usage errors: it prints them, exit 2
+                raise
+            _traceback(ctx)
+            _say("Error:", f"{_first_line(error)} This is a defect of fp4deploy; run again with --debug to see where.")
+            raise typer.Exit(1) from None
+
+
+def _say(head: str, text: str) -> None:
+    typer.echo(f"{typer.style(head, fg='red', bold=True)} {text}", err=True)
+
+
+def _traceback(ctx: Any) -> None:
+    if ctx.obj["debug"]:
+        traceback.print_exc(file=sys.stderr)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _resume_hint(ctx: Any) -> str:
+    if ctx.invoked_subcommand == "train":
+        return "Finished epochs are kept; continue with: fp4deploy train --resume"
+    if ctx.invoked_subcommand == "run":
+        return "Finished stages are kept; continue training with: fp4deploy train --resume"
+    return "Nothing half-written is left."
+
+
+app = typer.Typer(
+    cls=CommandGroup,
+    name="fp4deploy",
+    help="NVFP4 for segmentation UNets: train, export, build and bench, with a proof at every stage.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"fp4deploy {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option(DEBUG, help="Show the traceback of an error (allowed anywhere on the line).")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("run")(run.run)
+app.command("train")(train.train)
+app.command("export")(export.export)
+app.command("build")(build.build)
+app.command("bench")(bench.bench)
+app.command("check")(check.check)
+app.command("inspect")(inspect.inspect)
+app.command("doctor")(doctor.doctor)
+app.add_typer(data.app, name="data")
+
+
+def main() -> None:
+    """Entry point of the `fp4deploy` command."""
+    app(prog_name="fp4deploy")

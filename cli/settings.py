@@ -1,0 +1,110 @@
+"""Shared by train and run: their common options, flags to settings, names to models, the data a run trains on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp4deploy.errors import InputError, suggest
+from fp4deploy.runs import MODELS, Run, create_run
+
+from .console import note, shown
+
+if TYPE_CHECKING:
+    from fp4deploy.train import Config
+
+DataOption = Annotated[Path | None, typer.Option("--data", help="Dataset folder.", show_default="generated shapes")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder to create.", show_default="runs/<time>")]
+ModelsOption = Annotated[str, typer.Option("--models", help="Any of fp16, nvfp4, fp16_control, in order.")]
+RecipeOption = Annotated[str | None, typer.Option("--recipe", help="Quantisation recipe.", show_default="nvfp4_qat")]
+ClassesOption = Annotated[str | None, typer.Option("--classes", help="Classes to learn: a,b,c.", show_default="all")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML settings.", show_default="built in")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Setting such as train.epochs=20; repeatable.", show_default="none"),
+]
+ScratchOption = Annotated[bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")]
+
+SHAPES = {"train": 400, "val": 100, "size": 128, "seed": 0}  # scenes and pixels
+
+
+def parse_models(text: str) -> tuple[str, ...]:
+    """Split a list such as "fp16,nvfp4" and check the names.
+
+    Raises:
+        InputError: a name is unknown or repeated, or there is none.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in MODELS:
+            raise InputError(f"Unknown model '{name}'.{suggest(name, MODELS)} Valid models: {', '.join(MODELS)}.")
+    if not names or len(set(names)) != len(names):
+        raise InputError(f"--models takes a comma-separated list of distinct models out of: {', '.join(MODELS)}.")
+    return names
+
+
+def settings(
+    config: Path | None,
+    sets: list[str] | None,
+    *,
+    data: Path | None = None,
+    classes: str | None = None,
+    recipe: str | None = None,
+) -> Config:
+    """Read the configuration; flags are settings like any `--set`, and later ones win.
+
+    Raises:
+        InputError: listing every wrong setting at once.
+    """
+    from fp4deploy.train import load_config
+
+    flags = []
+    if data is not None:
+        flags.append(f"data.root={data}")
+    if classes is not None:
+        names = ", ".join(f'"{name.strip()}"' for name in classes.split(",") if name.strip())
+        flags.append(f"data.classes=[{names}]")
+    if recipe is not None:
+        flags.append(f"recipe={recipe}")
+    return load_config(config, [*flags, *(sets or [])])
+
+
+def start_run(config: Config, out: Path | None) -> tuple[Run, Config]:
+    """Create the run's folder; where the configuration names no data, generate shapes into it.
+
+    Raises:
+        InputError: the folder exists, or cannot be written.
+    """
+    run = create_run(out)
+    note(f"Run folder: {shown(run.path)}")
+    if config.data.root is not None:
+        return run, config
+    folder = run.path / "data"
+    with tidy_on_failure(run):
+        generate(folder)
+    return run, config.model_copy(update={"data": config.data.model_copy(update={"root": folder})})
+
+
+def generate(folder: Path) -> None:
+    """Write the shapes that training uses when it is given no data."""
+    from fp4deploy.data import generate_shapes
+
+    note(f"No --data given: generating {SHAPES['train']} training and {SHAPES['val']} validation scenes of shapes.")
+    generate_shapes(folder, **SHAPES)
+
+
+@contextmanager
+def tidy_on_failure(run: Run) -> Iterator[None]:
+    """Remove a run's folder, created just now, when it fails before it holds anything worth keeping."""
+    try:
+        yield
+    except BaseException as error:
+        resumable = isinstance(error, KeyboardInterrupt) and run.config_path.is_file()
+        if not resumable and not any(run.path.glob("*/*.safetensors")) and not any(run.path.glob("*/state/*")):
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise

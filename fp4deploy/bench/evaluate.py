@@ -1,0 +1,71 @@
+"""Accuracy of a runtime on a dataset's validation split.
+
+The images go through the loader and the transform that training validates with, sized and normalised as the model card
+says, so that a difference between two rows of a table is a difference between two artefacts and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fp4deploy.bench.runtimes import Runtime
+from fp4deploy.data import EvalTransform, SegmentationDataset, eval_loader, open_dataset
+from fp4deploy.errors import InputError
+from fp4deploy.metrics import Scores, SegmentationScore
+from fp4deploy.models.card import ModelCard
+
+BATCH = 8
+Progress = Callable[[int, int], None]  # images done, images in all
+
+
+def validation_set(card: ModelCard, data: Path) -> SegmentationDataset:
+    """Open the validation split with the classes a model knows, in the model's order.
+
+    Raises:
+        InputError: the data lacks one of the classes, or has no validation split.
+    """
+    named = card.class_names[1:] if card.background else card.class_names
+    dataset = open_dataset(data, "val", classes=named or None)
+    if card.class_names and dataset.class_names != card.class_names:
+        raise InputError(
+            f"The model knows the classes {_listed(card.class_names)}; {data} gives {_listed(dataset.class_names)}. "
+            "Give the --data it was trained on."
+        )
+    if not len(dataset):
+        raise InputError(
+            f"The validation split of {data} holds no images. Look at it with: fp4deploy data check {data}"
+        )
+    return dataset
+
+
+def evaluate(runtime: Runtime, data: Path, batch: int = BATCH, progress: Progress | None = None) -> Scores:
+    """mIoU, IoU per class and pixel accuracy of a runtime over the validation split.
+
+    Raises:
+        InputError: the data does not fit the model, or cannot be read.
+    """
+    card = runtime.card
+    dataset = validation_set(card, data)
+    score = SegmentationScore(len(dataset.class_names), dataset.class_names)
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    seen = 0
+    for images, masks in eval_loader(dataset, transform, batch, 0):
+        logits = torch.from_numpy(runtime.infer(images.numpy()))
+        if logits.shape[1] != len(dataset.class_names):
+            raise InputError(
+                f"The model answers {logits.shape[1]} classes, and {data} has {len(dataset.class_names)}. "
+                "Give the --data it was trained on."
+            )
+        score.update(logits, masks)
+        seen += len(images)
+        if progress:
+            progress(seen, len(dataset))
+    return score.compute()
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown

@@ -1,0 +1,57 @@
+"""The ledgers of a run's engines, in the form the report shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.export.ledger import COLUMNS, Ledger, ledger_path, load_ledger
+from fp4deploy.runs import Run, artifact_stem
+
+TITLES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+
+
+def ledger_beside(plan: Path) -> Ledger | None:
+    """Ledger of a plan; None where the plan has none.
+
+    Raises:
+        InputError: the ledger is broken.
+    """
+    path = ledger_path(plan)
+    return load_ledger(path) if path.is_file() else None
+
+
+def built_by(ledger: Ledger) -> str:
+    """Builder and target, such as "TensorRT-RTX 1.7.1 for SM120"."""
+    return f"{TITLES.get(ledger.backend, ledger.backend)} {ledger.backend_version} for {ledger.arch.upper()}"
+
+
+def engines(run: Run) -> list[dict[str, Any]]:
+    """One entry for every engine of a run that has a ledger, as JSON values."""
+    found = []
+    for model in run.models():
+        plan = run.engine_dir / f"{artifact_stem(model)}.plan"
+        ledger = ledger_beside(plan) if plan.is_file() else None
+        if ledger is not None:
+            found.append(_entry(model, plan, ledger))
+    return found
+
+
+def _entry(model: str, plan: Path, ledger: Ledger) -> dict[str, Any]:
+    totals = ledger.totals()
+    return {
+        "engine": plan.name,
+        "model": model,
+        "built": built_by(ledger),
+        "statement": ledger.statement,
+        "summary": ledger.summary(),
+        "fp4_mac_share": totals.fp4_mac_share,
+        "counts": {
+            "FP4 matrix products": totals.fp4_gemms,
+            "FP16 layers, FP4 weights": totals.fp16_with_fp4_weights,
+            "FP16 layers": totals.fp16,
+            "fallbacks": totals.fell_back,
+        },
+        "columns": list(COLUMNS),
+        "layers": [list(row.values()) for row in ledger.rows()],
+    }

@@ -1,0 +1,97 @@
+"""Finding what the user means: an artefact by its bare name, the run a file belongs to, the data a run was made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp4deploy.bench.runtimes import RUNTIMES
+from fp4deploy.errors import InputError, suggest
+from fp4deploy.runs import RUNS, Run, artifact_stem, latest_run, open_run
+
+
+def run_artifacts(run: Run) -> dict[str, Path]:
+    """Every artefact of a run by file name, checkpoints as "fp16.safetensors"; canonical ONNX before portable."""
+    found = {f"{model}.safetensors": run.checkpoint(model) for model in run.models()}
+    for folder, pattern in ((run.export_dir, "*.onnx"), (run.engine_dir, "*.plan")):
+        found |= {path.name: path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")}
+    return found
+
+
+def find_artifact(name: Path, root: Path = RUNS) -> Path:
+    """Return `name` where it is a file, else the latest run's artefact of that name ("unet.plan", "fp16").
+
+    Raises:
+        InputError: neither exists; the message lists what the latest run has.
+    """
+    if name.is_file():
+        return name
+    if name.is_dir():
+        raise InputError(f"{name} is a folder; --engine takes a file: {', '.join(RUNTIMES)}.")
+    if name.suffix not in ("", *RUNTIMES) or name.name != str(name):
+        raise _missing(name, root)
+    try:
+        artifacts = run_artifacts(latest_run(root))
+    except InputError:
+        raise _missing(name, root) from None
+    for key in (name.name, f"{name.name}.safetensors"):
+        if key in artifacts:
+            return artifacts[key]
+    raise _missing(name, root)
+
+
+def _missing(name: Path, root: Path) -> InputError:
+    suffixes = f"bench takes {', '.join(RUNTIMES)}"
+    try:
+        run = latest_run(root)
+    except InputError:
+        return InputError(
+            f"There is no file {name}, and no run under {root}/ to look in; {suffixes}. Start with: fp4deploy train"
+        )
+    artifacts = run_artifacts(run)
+    if not artifacts:
+        return InputError(
+            f"There is no file {name}, and {run.path} has no artefacts yet. Continue with: fp4deploy train"
+        )
+    return InputError(
+        f"There is no file {name}.{suggest(name.name, artifacts)} {run.path} has: {', '.join(artifacts)}. "
+        "Make an engine with: fp4deploy build"
+    )
+
+
+def run_of(path: Path) -> Run | None:
+    """The run whose folder holds `path`, or None."""
+    for folder in Path(path).resolve().parents:
+        if (folder / "config.yaml").is_file():
+            return open_run(folder)
+    return None
+
+
+def model_of(path: Path, run: Run | None) -> str | None:
+    """Name of the model an artefact was made of, by where it lies in its run; None outside one."""
+    if run is None:
+        return None
+    path = Path(path).resolve()
+    stem = path.name.partition(".")[0]
+    for model in run.models():
+        if path == run.checkpoint(model).resolve() or stem == artifact_stem(model):
+            return model
+    return None
+
+
+def data_of(path: Path, root: Path = RUNS) -> Path:
+    """The dataset of the run that holds `path`, or of the latest run.
+
+    Raises:
+        InputError: there is no run to take it from, or its data is gone.
+    """
+    from fp4deploy.train import load_config
+
+    try:
+        run = run_of(path) or latest_run(root)
+    except InputError:
+        raise InputError(f"{path} belongs to no run, so give the data to measure on: --data DIR") from None
+    root_of_data = load_config(run.config_path, []).data.root
+    for data in (root_of_data, run.path / "data"):
+        if data is not None and Path(data).is_dir():
+            return Path(data)
+    raise InputError(f"The data of {run.path} is not there any more ({root_of_data}). Give it with: --data DIR")

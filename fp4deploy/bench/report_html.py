@@ -1,0 +1,191 @@
+"""report.html: one file with style, curves and pictures inside it; it needs no network and runs no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from fp4deploy.bench import tables
+from fp4deploy.bench.overlays import Overlay, colours
+from fp4deploy.bench.report_style import CSS
+
+TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control"}
+CHIPS = {"ok": "ok", "built, not run": "idle"}
+EMULATED = (
+    "Latency compares rows of one backend on one machine. On a CPU NVFP4 is emulated with ordinary arithmetic, bit for "
+    "bit but slowly: those rows show accuracy, and say nothing about the speed of a Blackwell GPU."
+)
+
+
+def render_html(facts: dict[str, Any], curves: str | None, overlays: Sequence[Overlay]) -> str:
+    """The whole page."""
+    sections = [
+        _header(facts),
+        _tiles(facts),
+        _artifacts(facts),
+        _engines(facts["ledgers"]),
+        f"<h2>Training</h2><figure>{curves}</figure>" if curves else "",
+        _samples(facts, overlays),
+        _per_class(facts["models"]),
+        _environment(facts),
+    ]
+    title = escape(f"{facts['run']} · fp4deploy")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>\n'
+        f"<body><main>\n{''.join(f'{section}{chr(10)}' for section in sections if section)}</main></body></html>\n"
+    )
+
+
+def _header(facts: dict[str, Any]) -> str:
+    model = next(iter(facts["models"].values()), None)
+    what = f"UNet of scale {model['scale']:g}, {model['width']} x {model['height']} pixels · " if model else ""
+    first, *others = [escape(sentence) for sentence in facts["summary"]] or [""]
+    listed = f"<ul>{''.join(f'<li>{sentence}</li>' for sentence in others)}</ul>" if others else ""
+    created = facts["created"].replace("T", " ").removesuffix("+00:00")
+    return (
+        "<h1>FP16 and NVFP4, side by side</h1>"
+        f'<p class="sub">{escape(facts["run"])} · {what}data {escape(facts["data"])} · {created} UTC</p>'
+        f'<p class="lead">{first}</p>{listed}'
+    )
+
+
+def _tiles(facts: dict[str, Any]) -> str:
+    models = facts["models"]
+    reference = (tables.baseline_of(facts["artifacts"]) or {}).get("miou")
+    tiles = []
+    for name, model in models.items():
+        tail = f"drop {tables.drop(model['miou'], reference)} points" if name == "nvfp4" else "validation, points"
+        tiles.append(_tile(f"mIoU, {TITLES.get(name, name)}", tables.points(model["miou"]), tail))
+    if ".onnx" in facts["sizes"]:
+        small, large = facts["sizes"][".onnx"]
+        tail = f"{tables.size(small)} against {tables.size(large)}"
+        tiles.append(_tile("ONNX file, of FP16's", f"{small / large:.2f} x", tail))
+    for ledger in facts["ledgers"]:
+        if ledger["model"] == "nvfp4":
+            counts = ledger["counts"]
+            tail = f"matrix products; {counts['FP16 layers, FP4 weights']} convolutions with FP4 weights"
+            tiles.append(_tile("FP4 kernels in the engine", f"{counts['FP4 matrix products']}", tail))
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _tile(name: str, value: str, tail: str) -> str:
+    name, value, tail = escape(name), escape(value), escape(tail)
+    return f'<div class="tile"><span class="name">{name}</span><b>{value}</b><span>{tail}</span></div>'
+
+
+def _artifacts(facts: dict[str, Any]) -> str:
+    entries = facts["artifacts"]
+    body = []
+    for entry, cells in zip(entries, tables.rows(entries), strict=True):
+        shown = [escape(cell) for cell in cells]
+        shown[0] = (
+            f'<span class="chip {escape(str(entry["model"]))}">{escape(TITLES.get(entry["model"], cells[0]))}</span>'
+        )
+        shown[1] = f"<code>{shown[1]}</code>"
+        shown[-1] = f'<span class="chip {CHIPS.get(entry["status"], "bad")}">{shown[-1]}</span>'
+        body.append(shown)
+    found = tables.baseline_of(entries)
+    against = f" Drop is against {escape(found['path'])}." if found else ""
+    reasons = "".join(f"<li>{escape(entry['reason'])}</li>" for entry in entries if entry["reason"])
+    remarks = "".join(f"<li>{escape(remark)}</li>" for remark in facts["remarks"])
+    listed = f'<ul class="note">{reasons}{remarks}</ul>' if reasons or remarks else ""
+    return f'<h2>Artefacts</h2>{_table(tables.HEAD, body)}<p class="note">{EMULATED}{against}</p>{listed}'
+
+
+def _engines(ledgers: Sequence[dict[str, Any]]) -> str:
+    if not ledgers:
+        return ""
+    counts = list(ledgers[0]["counts"])
+    body = [
+        [
+            f"<code>{escape(entry['engine'])}</code>",
+            escape(entry["built"]),
+            *(str(entry["counts"][name]) for name in counts),
+        ]
+        for entry in ledgers
+    ]
+    details = "".join(_layers(entry) for entry in ledgers)
+    return (
+        f"<h2>What the engines compute in</h2>{_table(('engine', 'built by', *counts), body, numeric=counts)}"
+        f'<p class="note">Read from what the compiler lists of each engine, layer by layer.</p>{details}'
+    )
+
+
+def _layers(entry: dict[str, Any]) -> str:
+    body = [[f"<code>{escape(row[0])}</code>", *(escape(cell) for cell in row[1:])] for row in entry["layers"]]
+    if not body:
+        return ""
+    table = _table(entry["columns"], body, numeric=())
+    return f"<details><summary>{escape(entry['engine'])}, layer by layer</summary>{table}</details>"
+
+
+def _samples(facts: dict[str, Any], overlays: Sequence[Overlay]) -> str:
+    if not overlays:
+        return ""
+    model = facts["models"]["nvfp4"]
+    names = model["class_names"]
+    palette = colours(len(names), background=names[0] == "background")
+    legend = "".join(
+        f'<span><i style="background:rgb{colour}"></i>{escape(name)}</span>'
+        for name, colour in zip(names, palette, strict=True)
+        if colour
+    )
+    cells = "".join(f'<div class="head">{escape(title)}</div>' for title in overlays[0].pictures)
+    for overlay in overlays:
+        cells += "".join(
+            f'<img src="{uri}" alt="{escape(overlay.name)}, {escape(title)}">'
+            for title, uri in overlay.pictures.items()
+        )
+        worst = "; the most of the images looked at" if overlay.worst else ""
+        told = f"the models differ on {100 * overlay.differing:.2f} % of pixels{worst}"
+        cells += f'<div class="caption">{escape(overlay.name)}: {told}</div>'
+    return f'<h2>Samples</h2><div class="legend">{legend}</div><div class="samples">{cells}</div>'
+
+
+def _per_class(models: dict[str, Any]) -> str:
+    names = next((list(model["per_class"]) for model in models.values() if model["per_class"]), [])
+    if not names:
+        return ""
+    body = []
+    for name in names:
+        values = {key: model["per_class"].get(name) for key, model in models.items()}
+        bars = "".join(
+            f'<div class="bar"><i class="{escape(key)}" style="width:{100 * (value or 0):.1f}%"></i></div>'
+            for key, value in values.items()
+        )
+        lost = tables.drop(values.get("nvfp4"), values.get("fp16_control", values.get("fp16")))
+        body.append([escape(name), *(tables.points(value) for value in values.values()), lost, bars])
+    titles = [TITLES.get(key, key) for key in models]
+    return f"<h2>IoU per class</h2>{_table(('class', *titles, 'drop', ''), body, numeric=(*titles, 'drop'))}"
+
+
+def _environment(facts: dict[str, Any]) -> str:
+    machine = facts["environment"]
+    gpus = ", ".join(f"{gpu['name']} ({gpu['arch']})" for gpu in machine["gpus"]) or "none"
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    stages = ", ".join(f"{stage['stage']} {tables.duration(stage['seconds'])}" for stage in facts["stages"])
+    pairs = [
+        ("CPU", f"{machine['cpu']}, {machine['cores']} cores"),
+        ("GPU", gpus),
+        ("system", f"{machine['platform']}, Python {machine['python']}"),
+        ("packages", packages),
+    ]
+    pairs += [("time", stages)] if stages else []
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
+    commands = "\n".join(escape(command) for command in facts["commands"])
+    again = f"<h2>To repeat it</h2><pre><code>{commands}</code></pre>" if commands else ""
+    return f"<h2>Measured on</h2><dl>{listed}</dl>{again}"
+
+
+def _table(head: Iterable[str], body: Iterable[Sequence[str]], numeric: Iterable[str] = tables.NUMERIC) -> str:
+    """A table of ready HTML cells; `head` is plain text."""
+    names, right = list(head), set(numeric)
+    kinds = [' class="n"' if name in right else "" for name in names]
+    top = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, names, strict=True))
+    rows = "".join(
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        for row in body
+    )
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>'

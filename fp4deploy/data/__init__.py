@@ -1,0 +1,29 @@
+"""Datasets: reading COCO annotations and PNG masks, joint augmentation, generated scenes, checking."""
+
+from fp4deploy.data.cache import CachedDataset, cache_dataset
+from fp4deploy.data.check import check_dataset
+from fp4deploy.data.coco_json import Defect
+from fp4deploy.data.dataset import open_dataset
+from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
+from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, Sample, SegmentationDataset
+from fp4deploy.data.shapes import generate_shapes
+from fp4deploy.data.transforms import EvalTransform, TrainTransform
+
+__all__ = [
+    "IGNORE",
+    "IMAGE_MEAN",
+    "IMAGE_STD",
+    "CachedDataset",
+    "Defect",
+    "EpochLoader",
+    "EvalTransform",
+    "Sample",
+    "SegmentationDataset",
+    "TrainTransform",
+    "cache_dataset",
+    "check_dataset",
+    "eval_loader",
+    "generate_shapes",
+    "open_dataset",
+    "train_loader",
+]

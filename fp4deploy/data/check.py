@@ -1,0 +1,160 @@
+"""Every defect of a dataset folder, for `fp4deploy data check`.
+
+Opening a dataset stops at the first thing it cannot work with; this lists all of them, and also what loading tolerates:
+polygons of two points, boxes outside the image, repeated annotation ids. Values of a mask without a class are void, not
+a defect.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fp4deploy.data.coco_json import Annotation, CocoFile, Defect, ImageRecord, find_annotations, find_images, parse
+from fp4deploy.data.dataset import has_masks, require_folder
+from fp4deploy.data.images import ImageError, read_class_ids, read_image
+from fp4deploy.data.masks import class_values, image_files, mask_files
+from fp4deploy.data.regions import MIN_COORDINATES, RegionError, encode, pixel_count
+from fp4deploy.data.sample import SPLITS
+from fp4deploy.errors import InputError
+
+_BOX_TOLERANCE = 1.0  # pixels; COCO's own boxes are rounded to hundredths
+
+
+def check_dataset(root: Path) -> list[Defect]:
+    """List the defects of both splits; an empty list means that training can read everything.
+
+    Raises:
+        InputError: `root` is not a dataset folder at all. Defects of its content never raise.
+    """
+    root = Path(root)
+    require_folder(root)
+    defects: list[Defect] = []
+    masks = has_masks(root)
+    parsed = {split: parse(path) for split in SPLITS if (path := find_annotations(root, split))}
+    for split in SPLITS:
+        if masks:
+            defects += _check_masks(root, split)
+        if split in parsed:
+            defects += _check_annotations(root, split, parsed[split], read_images=not masks)
+        elif not masks:
+            defects.append(Defect(f"annotations/instances_{split}2017.json", None, "missing-file", "does not exist."))
+    if len(parsed) == 2 and parsed["train"].categories != parsed["val"].categories:
+        parsed["val"].report("different-categories", f"lists other categories than {parsed['train'].path.name}.")
+        defects.append(parsed["val"].defects[-1])
+    if masks:
+        try:
+            class_values(root)
+        except InputError as error:
+            defects.append(Defect("masks", None, "no-classes", str(error)))
+    return defects
+
+
+def _check_annotations(root: Path, split: str, parsed: CocoFile, read_images: bool) -> Iterator[Defect]:
+    yield from parsed.defects
+    file = f"annotations/{parsed.path.name}"
+    if not parsed.images and not parsed.defects:
+        yield Defect(file, None, "no-images", "lists no image.")
+    folder = find_images(root, split)
+    if folder is None:
+        yield Defect(f"{split}2017", None, "missing-folder", "does not exist.")
+    else:
+        paths = [(folder / record.file_name, record) for record in parsed.images.values()]
+        if read_images:
+            yield from _check_images(root, [(path, (record.height, record.width)) for path, record in paths])
+        else:
+            for path, _ in paths:
+                if not path.is_file():
+                    yield Defect(_relative(root, path), None, "missing-image", "does not exist.")
+    for annotation in parsed.annotations:
+        for kind, cause in _region_defects(annotation, parsed.images[annotation.image_id]):
+            yield Defect(file, annotation.id, kind, f"annotation {annotation.id} {cause}.")
+
+
+def _check_images(root: Path, images: Sequence[tuple[Path, tuple[int, int] | None]]) -> Iterator[Defect]:
+    """Decode every image, on all processors (decoding releases Python's lock)."""
+
+    def check(item: tuple[Path, tuple[int, int] | None]) -> Defect | None:
+        path, size = item
+        try:
+            read_image(path, size)
+        except ImageError as error:
+            return Defect(_relative(root, path), None, _image_kind(path, str(error)), str(error))
+        return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from filter(None, pool.map(check, images))
+
+
+def _image_kind(path: Path, cause: str) -> str:
+    if not path.exists():
+        return "missing-image"
+    return "size-mismatch" if "pixels (width x height)" in cause else "unreadable-image"
+
+
+def _region_defects(annotation: Annotation, image: ImageRecord) -> Iterator[tuple[str, str]]:
+    segmentation = annotation.segmentation
+    if not segmentation:
+        yield "no-segmentation", "has no segmentation, only a box"
+    if isinstance(segmentation, list):
+        short = sum(points.size < MIN_COORDINATES for points in segmentation)
+        odd = sum(points.size % 2 for points in segmentation)
+        if short:
+            yield "degenerate-polygon", f"has {short} polygon(s) of fewer than three points"
+        if odd:
+            yield "degenerate-polygon", f"has {odd} polygon(s) with an odd number of coordinates"
+    try:
+        rle = encode(segmentation, image.height, image.width)
+        if rle is not None and pixel_count(rle) == 0:
+            yield "zero-area", "covers no pixel"
+    except RegionError as error:
+        yield "broken-segmentation", str(error)
+    yield from _box_defects(annotation.box, image)
+
+
+def _box_defects(box: object, image: ImageRecord) -> Iterator[tuple[str, str]]:
+    if box is None:
+        return
+    if not isinstance(box, list) or len(box) != 4 or not all(type(value) in (int, float) for value in box):
+        yield "broken-box", "has a bbox that is not [x, y, width, height]"
+        return
+    x, y, width, height = box
+    inside = min(x, y) >= -_BOX_TOLERANCE and width >= 0 and height >= 0
+    if not (inside and x + width <= image.width + _BOX_TOLERANCE and y + height <= image.height + _BOX_TOLERANCE):
+        yield "box-outside", f"has the bbox {box}, outside its image of {image.width}x{image.height} pixels"
+
+
+def _check_masks(root: Path, split: str) -> Iterator[Defect]:
+    folder, masks = find_images(root, split), mask_files(root, split)
+    if not masks:
+        yield Defect(f"masks/{split}", None, "missing-file", "holds no mask.")
+    if folder is None:
+        yield Defect(split, None, "missing-folder", "does not exist.")
+        return
+    images = image_files(folder)
+    for stem in sorted(masks.keys() - images.keys()):
+        yield Defect(_relative(root, masks[stem]), None, "missing-image", "has no image.")
+    for stem in sorted(images.keys() - masks.keys()):
+        yield Defect(_relative(root, images[stem]), None, "missing-mask", "has no mask.")
+    pairs: list[tuple[Path, tuple[int, int] | None]] = [(images[stem], None) for stem in images.keys() - masks.keys()]
+    for stem in sorted(masks.keys() & images.keys()):
+        try:
+            values = read_class_ids(masks[stem])
+            pairs.append((images[stem], (values.shape[0], values.shape[1])))
+        except ImageError as error:
+            yield Defect(_relative(root, masks[stem]), None, "unreadable-mask", str(error))
+    yield from _check_images(root, pairs)
+
+
+def _relative(root: Path, path: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def count_by_kind(defects: Iterable[Defect]) -> dict[str, int]:
+    """Number of defects of every kind, the most frequent first."""
+    counts: dict[str, int] = {}
+    for defect in defects:
+        counts[defect.kind] = counts.get(defect.kind, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,0 +1,182 @@
+"""The annotation file of a COCO-format dataset: where it lies, and reading it into checked records.
+
+    DIR/annotations/instances_{train,val}2017.json    DIR/{train,val}2017/*.jpg
+    DIR/annotations/instances_{train,val}.json        DIR/{train,val}/*.jpg
+
+`parse` yields records and the defects of those that cannot be used, so that opening a dataset (stop at the first
+defect) and `fp4deploy data check` (list them all) agree on what a defect is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.data.regions import Polygons, RegionError, Rle, parse_segmentation
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One thing wrong with a dataset; `file` is relative to its folder, `annotation_id` None where none is meant."""
+
+    file: str
+    annotation_id: int | None
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """One image of the annotation file."""
+
+    id: int
+    file_name: str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """One annotated region; `box` is the unchecked "bbox", [x, y, width, height] in pixels."""
+
+    id: int
+    image_id: int
+    category_id: int
+    crowd: bool
+    segmentation: Polygons | Rle
+    box: object
+
+
+@dataclass
+class CocoFile:
+    """A parsed annotation file; `categories` maps ids to names in the file's order."""
+
+    path: Path
+    categories: dict[int, str] = field(default_factory=dict)
+    mask_values: dict[int, str] = field(default_factory=dict)
+    images: dict[int, ImageRecord] = field(default_factory=dict)
+    annotations: list[Annotation] = field(default_factory=list)
+    defects: list[Defect] = field(default_factory=list)
+
+    def report(self, kind: str, message: str, annotation_id: int | None = None) -> None:
+        """Add a defect of this file."""
+        self.defects.append(Defect(f"annotations/{self.path.name}", annotation_id, kind, message))
+
+
+def find_annotations(root: Path, split: str) -> Path | None:
+    """Path of the split's annotation file, if there is one."""
+    paths = [root / "annotations" / f"instances_{split}{suffix}.json" for suffix in ("2017", "")]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def find_images(root: Path, split: str) -> Path | None:
+    """Folder of the split's images, if there is one."""
+    folders = [root / f"{split}{suffix}" for suffix in ("2017", "")]
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def parse(path: Path) -> CocoFile:
+    """Read an annotation file; what is wrong with it is in `.defects`, the rest is usable. Never raises."""
+    parsed = CocoFile(path)
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        parsed.report("broken-json", f"cannot be read as JSON: {error}.")
+        return parsed
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            parsed.report("broken-json", f"is not a COCO annotation file: it has no list '{key}'.")
+            return parsed
+    _parse_categories(parsed, content["categories"])
+    _parse_images(parsed, content["images"])
+    _parse_annotations(parsed, content["annotations"])
+    return parsed
+
+
+def _whole(record: object, *keys: str) -> bool:
+    """Whether `record` is an object with whole numbers under all `keys`."""
+    return isinstance(record, dict) and all(type(record.get(key)) is int for key in keys)
+
+
+def _parse_categories(parsed: CocoFile, records: list[Any]) -> None:
+    for record in records:
+        if not _whole(record, "id") or not isinstance(record.get("name"), str):
+            parsed.report("broken-category", f"holds a category without 'id' and 'name': {_short(record)}.")
+        elif record["id"] in parsed.categories or record["name"] in parsed.categories.values():
+            parsed.report("duplicate-category", f"lists the category {record['id']} '{record['name']}' twice.")
+        else:
+            parsed.categories[record["id"]] = record["name"]
+            if _whole(record, "mask_value"):
+                parsed.mask_values[record["mask_value"]] = record["name"]
+
+
+def _parse_images(parsed: CocoFile, records: list[Any]) -> None:
+    for record in records:
+        if not _whole(record, "id", "height", "width") or not isinstance(record.get("file_name"), str):
+            parsed.report(
+                "broken-image", f"holds an image without 'id', 'file_name', 'height', 'width': {_short(record)}."
+            )
+        elif record["id"] in parsed.images:
+            parsed.report("duplicate-image", f"lists the image id {record['id']} twice.")
+        elif record["height"] < 1 or record["width"] < 1:
+            parsed.report("broken-image", f"gives the image {record['file_name']} no pixels.")
+        else:
+            parsed.images[record["id"]] = ImageRecord(
+                id=record["id"], file_name=record["file_name"], height=record["height"], width=record["width"]
+            )
+
+
+def _parse_annotations(parsed: CocoFile, records: list[Any]) -> None:
+    seen: set[int] = set()
+    for record in records:
+        if not _whole(record, "id", "image_id", "category_id"):
+            parsed.report(
+                "broken-annotation",
+                f"holds an annotation without 'id', 'image_id' and 'category_id': {_short(record)}.",
+                record["id"] if _whole(record, "id") else None,
+            )
+            continue
+        number = record["id"]
+        if number in seen:
+            parsed.report("duplicate-annotation", f"lists the annotation id {number} twice.", number)
+        seen.add(number)
+        if record["image_id"] not in parsed.images:
+            cause = f"annotation {number} names the image id {record['image_id']}, which the file does not list."
+            parsed.report("unknown-image", cause, number)
+        elif record["category_id"] not in parsed.categories:
+            cause = (
+                f"annotation {number} names the category id {record['category_id']}, which the file does not list "
+                f"({_listed(list(parsed.categories))})."
+            )
+            parsed.report("unknown-category", cause, number)
+        else:
+            _parse_region(parsed, record)
+
+
+def _parse_region(parsed: CocoFile, record: dict[str, Any]) -> None:
+    try:
+        segmentation = parse_segmentation(record.get("segmentation", []))
+    except RegionError as error:
+        parsed.report("broken-segmentation", f"annotation {record['id']} {error}.", record["id"])
+        return
+    annotation = Annotation(
+        id=record["id"],
+        image_id=record["image_id"],
+        category_id=record["category_id"],
+        crowd=bool(record.get("iscrowd", 0)),
+        segmentation=segmentation,
+        box=record.get("bbox"),
+    )
+    parsed.annotations.append(annotation)
+
+
+def _listed(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:12]))
+    return f"it lists {shown}" + (f" and {len(ids) - 12} more" if len(ids) > 12 else "")
+
+
+def _short(record: object) -> str:
+    text = json.dumps(record)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,94 @@
+"""Decoding image files to RGB pixels, the way annotations expect them.
+
+EXIF rotation: COCO annotations follow the *stored* pixels (pycocotools never reads EXIF), while labelling tools that
+show the photo upright annotate the *rotated* ones. The size written in the annotations tells which: stored size ->
+pixels as stored, size of the upright photo -> rotated upright, neither -> an error. Where both sizes are equal (square
+photos, 180 degrees) the pixels stay as stored.
+
+A file that ends early is an error, never a half grey image.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageFile, ImageOps
+
+from fp4deploy.data.sample import Pixels
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+_EXIF_ORIENTATION = 0x0112
+_TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+
+
+class ImageError(ValueError):
+    """An image that cannot be used; the message is the end of a sentence that starts with the file's name."""
+
+
+def open_image(path: Path) -> Image.Image:
+    """Decode a whole file.
+
+    Raises:
+        ImageError: missing, truncated or not an image.
+    """
+    tolerant = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = False  # another library may have switched it on
+    try:
+        with Image.open(path) as image:
+            image.load()
+        return image
+    except FileNotFoundError:
+        raise ImageError("does not exist.") from None
+    except _UNREADABLE as error:
+        cause = "is not an image" if "cannot identify" in str(error) else f"cannot be decoded ({error})"
+        raise ImageError(f"{cause}; it may be truncated: copy it again.") from error
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = tolerant
+
+
+def read_image(path: Path, size: tuple[int, int] | None = None) -> Pixels:
+    """Decode a file to uint8 [H, W, 3] RGB; greyscale, palette, 16-bit and CMYK files are converted.
+
+    Args:
+        path: the file.
+        size: (height, width) that the annotations have; decides about EXIF rotation as the module says.
+
+    Raises:
+        ImageError: not decodable, or its size is not `size`.
+    """
+    image = open_image(path)
+    if size is not None and (image.height, image.width) != size:
+        turned = image.getexif().get(_EXIF_ORIENTATION) in _TRANSPOSED
+        if not (turned and (image.width, image.height) == size):
+            raise ImageError(
+                f"is {image.width}x{image.height} pixels (width x height), but its annotation says {size[1]}x{size[0]}."
+            )
+        image = ImageOps.exif_transpose(image)
+    return np.array(_to_rgb(image))
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16") or image.mode == "I":  # 16-bit greyscale: keep the upper byte
+        upper = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
+        return Image.fromarray(upper).convert("RGB")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def read_class_ids(path: Path) -> Pixels:
+    """Decode a mask file to uint8 [H, W]; a pixel value *is* the class id, values above 255 become 255.
+
+    Palette files keep their indices: `convert("RGB")` would replace them by colours.
+
+    Raises:
+        ImageError: not decodable, or a colour image.
+    """
+    image = open_image(path)
+    if image.mode not in ("P", "L", "1") and not image.mode.startswith("I"):
+        raise ImageError(f"is a colour image (mode {image.mode}); a mask holds class ids in one channel.")
+    values = np.array(image)
+    return values.astype(np.uint8) if values.dtype == np.bool_ else np.clip(values, 0, 255).astype(np.uint8)

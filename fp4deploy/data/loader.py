@@ -1,0 +1,117 @@
+"""Batches for training and evaluation.
+
+Every item is asked for by (epoch, index), so that whichever worker process answers draws the same random numbers.
+Shuffling is a function of (seed, epoch).
+
+An InputError in a worker process (a truncated JPEG) would reach the user inside two tracebacks: torch sends the
+formatted traceback and calls the exception's type with it. `WorkerInputError` takes the paragraph back out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from fp4deploy.data.sample import SegmentationDataset
+from fp4deploy.data.transforms import Transform
+from fp4deploy.errors import InputError
+
+Batch = tuple[Tensor, Tensor]
+Key = tuple[int, int]  # epoch, index
+_SHUFFLE = 2  # keeps this random stream apart from those that augment
+
+
+class WorkerInputError(InputError):
+    """InputError that keeps its message on the way out of a DataLoader's worker process."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+class EpochSampler(Sampler[Key]):
+    """Yields (epoch, index) for every sample, shuffled by (seed, epoch) or in order."""
+
+    def __init__(self, length: int, seed: int | None = None) -> None:
+        """`seed` None: in order."""
+        self._length, self._seed = length, seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration yields."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Key]:
+        order = np.arange(self._length)
+        if self._seed is not None:
+            order = np.random.default_rng((_SHUFFLE, self._seed, self._epoch)).permutation(self._length)
+        return iter([(self._epoch, int(index)) for index in order])
+
+
+class TransformedDataset(Dataset[Batch]):
+    """Dataset and transform behind torch's interface."""
+
+    def __init__(self, dataset: SegmentationDataset, transform: Transform) -> None:
+        self._dataset, self._transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, key: Key) -> Batch:
+        epoch, index = key
+        try:
+            sample = self._dataset.load(index)
+        except InputError as error:
+            raise WorkerInputError(str(error)) from None
+        return self._transform(sample, epoch, index)
+
+
+class EpochLoader(DataLoader[Batch]):
+    """DataLoader yielding (images float32 [N, 3, H, W], masks int64 [N, H, W])."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order and augmentation the next iteration has."""
+        if not isinstance(self.sampler, EpochSampler):
+            raise TypeError("the sampler of an EpochLoader is an EpochSampler")
+        self.sampler.set_epoch(epoch)
+
+
+def train_loader(
+    dataset: SegmentationDataset, transform: Transform, batch_size: int, workers: int = 0, seed: int = 0
+) -> EpochLoader:
+    """Shuffled batches; a last batch that is not full is left out unless it is the only one.
+
+    Call `set_epoch` before every epoch. The batches are a function of (seed, epoch), whatever `workers` is.
+    """
+    return _loader(dataset, transform, batch_size, workers, seed, drop_last=len(dataset) > batch_size)
+
+
+def eval_loader(dataset: SegmentationDataset, transform: Transform, batch_size: int, workers: int = 0) -> EpochLoader:
+    """Batches of the whole dataset in its order."""
+    return _loader(dataset, transform, batch_size, workers, None, drop_last=False)
+
+
+def _loader(
+    dataset: SegmentationDataset,
+    transform: Transform,
+    batch_size: int,
+    workers: int,
+    seed: int | None,
+    drop_last: bool,
+) -> EpochLoader:
+    return EpochLoader(
+        TransformedDataset(dataset, transform),
+        batch_size=batch_size,
+        sampler=EpochSampler(len(dataset), seed),
+        num_workers=workers,
+        drop_last=drop_last,
+        persistent_workers=workers > 0,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # workers' seeds are drawn here, so the caller's random state is left alone
+    )

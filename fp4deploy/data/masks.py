@@ -1,0 +1,131 @@
+"""Semantic masks as PNG files, one beside every image:
+
+    DIR/masks/{train,val}/NAME.png      one channel (palette or greyscale); the pixel value is the class
+    DIR/{train,val}/NAME.jpg            or .png; {train,val}2017 works too
+
+The classes' names come from the first of these that exists:
+
+1. `annotations/instances_*.json`, the categories that have a "mask_value", ordered by it;
+2. `classes.txt`, one name a line, line n (from 0) for value n;
+3. "class_0", "class_1", ... up to the largest value below 255 in either split (this reads every mask once).
+
+There is no background class here: every class is named by the masks. A value without a class is 255 (ignored), the
+usual meaning of void. With a subset of classes the others become 255 too and not "background": the pixels *are*
+labelled, but as something the model has no class for. Images without a mask are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fp4deploy.data.coco_json import find_annotations, find_images, parse
+from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, read_class_ids, read_image
+from fp4deploy.data.sample import IGNORE, SPLITS, Pixels, Sample, data_error, select_classes
+
+
+class MaskDataset:
+    """One split of a dataset with PNG masks; implements `SegmentationDataset`."""
+
+    layout = "masks"
+    background = False
+
+    def __init__(self, root: Path, split: str, classes: Sequence[str] | None = None) -> None:
+        """Pair masks with images and find the classes.
+
+        Args:
+            root: the dataset's folder.
+            split: "train" or "val".
+            classes: names to learn, in this order; None for all.
+
+        Raises:
+            InputError: no masks, a mask without an image, no class, an unknown class.
+        """
+        self.root = root
+        folder = find_images(root, split)
+        masks = mask_files(root, split)
+        if folder is None or not masks:
+            lacking = f"folder {split}" if folder is None else f"mask in masks/{split}/*.png"
+            raise data_error(root, f"The dataset {root} has no {lacking}, so there is nothing to learn or to measure.")
+        images = image_files(folder)
+        lonely = [path.name for stem, path in masks.items() if stem not in images]
+        if lonely:
+            more = f" And {len(lonely) - 1} more." if len(lonely) > 1 else ""
+            raise data_error(root, f"The mask masks/{split}/{lonely[0]} has no image in {folder}.{more}")
+        self._pairs = [(images[stem], path) for stem, path in masks.items()]
+        values = class_values(root)
+        self.class_names = select_classes(list(values), classes, root)
+        self._class_of = np.full(256, IGNORE, dtype=np.uint8)
+        for number, name in enumerate(self.class_names):
+            self._class_of[values[name]] = number
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def load(self, index: int) -> Sample:
+        """Decode one image and its mask.
+
+        Raises:
+            InputError: one of the two cannot be decoded, or they differ in size.
+        """
+        image_path, mask_path = self._pairs[index]
+        path = mask_path
+        try:
+            values = read_class_ids(mask_path)
+            path = image_path
+            image = read_image(image_path, (values.shape[0], values.shape[1]))
+        except ImageError as error:
+            raise data_error(self.root, f"{path} {error}") from error
+        mask: Pixels = self._class_of[values]
+        return Sample(image, mask, image_path.name)
+
+
+def mask_files(root: Path, split: str) -> dict[str, Path]:
+    """Masks of a split by their stem, sorted."""
+    return {path.stem: path for path in sorted((root / "masks" / split).glob("*.png"))}
+
+
+def image_files(folder: Path) -> dict[str, Path]:
+    """Images of a folder by their stem, sorted."""
+    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in IMAGE_SUFFIXES}
+
+
+def class_values(root: Path) -> dict[str, int]:
+    """Mask value of every class, by name, in the order of the values.
+
+    Raises:
+        InputError: the annotations or `classes.txt` are unusable, or no mask holds a class.
+    """
+    for split in SPLITS:
+        path = find_annotations(root, split)
+        if path is None:
+            continue
+        parsed = parse(path)
+        if any(defect.kind == "broken-json" for defect in parsed.defects):
+            raise data_error(root, f"{path}, which may name the classes of the masks, {parsed.defects[0].message}")
+        named = parsed.mask_values
+        if named:
+            return {named[value]: value for value in sorted(named) if 0 <= value < IGNORE}
+    listing = root / "classes.txt"
+    if listing.is_file():
+        names = [line.strip() for line in listing.read_text(encoding="utf-8", errors="replace").splitlines()]
+        names = names[: max((n for n, name in enumerate(names, start=1) if name), default=0)]
+        if not names or len(set(names)) < len(names) or "" in names or len(names) > IGNORE:
+            raise data_error(root, f"{listing} must hold one class a line: no empty lines, no repeats, at most 255.")
+        return {name: value for value, name in enumerate(names)}
+    return {f"class_{value}": value for value in range(_largest_value(root) + 1)}
+
+
+def _largest_value(root: Path) -> int:
+    largest = -1
+    for path in (path for split in SPLITS for path in mask_files(root, split).values()):
+        try:
+            values = read_class_ids(path)
+        except ImageError as error:
+            raise data_error(root, f"{path} {error}") from error
+        largest = max(largest, int(np.where(values < IGNORE, values.astype(np.int16), -1).max(initial=-1)))
+    if largest < 0:
+        raise data_error(root, f"No mask under {root / 'masks'} holds a class.")
+    return largest

@@ -1,0 +1,81 @@
+"""What every dataset layout gives: an RGB image and a mask of class ids of the same size.
+
+Pixels that must not count, neither in the loss nor in the score, hold `IGNORE`: crowd regions of COCO, void of
+semantic masks, and the border that a crop past the image's edge adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4deploy.errors import InputError, suggest
+
+IGNORE = 255
+MAX_CLASSES = 255  # ids 0..254 fit a uint8 mask beside IGNORE
+SPLITS = ("train", "val")
+IMAGE_MEAN = (0.485, 0.456, 0.406)  # ImageNet, RGB in [0, 1]
+IMAGE_STD = (0.229, 0.224, 0.225)
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One labelled image: `image` uint8 [H, W, 3] RGB, `mask` uint8 [H, W] of class ids or 255, `name` for messages."""
+
+    image: Pixels
+    mask: Pixels
+    name: str
+
+
+class SegmentationDataset(Protocol):
+    """A labelled set of images that can be read in any order, and from several processes at once.
+
+    `background` says that class 0 is everything unlabelled; `layout` is "coco" or "masks".
+    """
+
+    @property
+    def class_names(self) -> tuple[str, ...]: ...
+    @property
+    def background(self) -> bool: ...
+    @property
+    def layout(self) -> str: ...
+    def __len__(self) -> int: ...
+    def load(self, index: int) -> Sample:
+        """Read one sample; raises InputError, naming the file, when it cannot be read."""
+        ...
+
+
+def data_error(root: Path, cause: str) -> InputError:
+    """Make the error of a defect inside a dataset folder; it ends with the command that lists all defects."""
+    return InputError(f"{cause} To list every defect: fp4deploy data check {root}")
+
+
+def select_classes(names: Sequence[str], wanted: Sequence[str] | None, source: Path) -> tuple[str, ...]:
+    """Return the classes to learn, in the caller's order: all of `names` when `wanted` is None or empty.
+
+    Raises:
+        InputError: `wanted` holds an unknown or a repeated name, or there are more classes than a mask can hold.
+    """
+    chosen = tuple(wanted) if wanted else tuple(names)
+    for name in chosen:
+        if name not in names:
+            listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+            raise InputError(
+                f"{source} has no class '{name}'.{suggest(name, names)} Its classes are: {listed}. "
+                "Choose among them with: --classes a,b,c"
+            )
+        if chosen.count(name) > 1:
+            raise InputError(f"The class '{name}' is given twice; give every name once: --classes a,b,c")
+    if len(chosen) >= MAX_CLASSES:
+        raise InputError(
+            f"{source} has {len(chosen)} classes, and at most {MAX_CLASSES - 1} can be learned at once. "
+            "Choose some with: --classes a,b,c"
+        )
+    return chosen

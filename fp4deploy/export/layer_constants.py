@@ -1,0 +1,113 @@
+"""The constants a quantised layer leaves in a file: codes, block scales and two global scales.
+
+The global scale is s = fp32(A / 2688), with A the amax (the weight's own, the input's static one) and 2688 = 6 * 448
+the largest E2M1 times the largest E4M3 value. It stays FP32: in FP16 it would be subnormal. Whoever reads the file takes
+A = fp32(s * 2688); `deployed_amax` says which A that is, at most one ulp away and giving the same s again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.qat.layers import QuantizedLayer
+
+RANGE = np.float32(6 * 448)
+
+
+def global_scale(amax: float | torch.Tensor) -> np.float32:
+    """The scale a canonical file stores for the static amax: fp32(amax / 2688)."""
+    return np.float32(np.float32(float(amax)) / RANGE)
+
+
+def deployed_amax(scale: float | np.float32) -> np.float32:
+    """The amax every runtime derives from a stored global scale: fp32(scale * 2688)."""
+    return np.float32(np.float32(scale) * RANGE)
+
+
+@dataclass(frozen=True)
+class LayerConstants:
+    """What the file holds of one quantised layer.
+
+    codes: uint8 [O, K/2] with K = KH*KW*C, C a multiple of 16, low nibble first.
+    scales: float8_e4m3fn [O, K/16].
+    weight_scale, input_scale: the two fp32 global scales.
+    shape: (O, KH, KW, C) of the dequantised weight, (O, C) of a linear layer.
+    order: permutation from there to the operator's own order.
+    channel_axis: the axis of the input that blocks run along.
+    channels: the input's channels, padded to a multiple of 16 (with groups: those of all groups).
+    """
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[Any]
+    weight_scale: np.float32
+    input_scale: np.float32
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    channel_axis: int
+    channels: int
+
+
+def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants:
+    """Quantise the FP32 weight of one layer exactly as `formats.quantize_nvfp4` does, tap by tap.
+
+    Raises:
+        InputError: the layer was never calibrated, its recipe has no static engine form, or a value is not finite.
+    """
+    recipe = layer.recipe
+    if recipe.weight is None or recipe.activation is None or recipe.activation.scale != "static":
+        raise InputError(
+            f"{name}: recipe '{recipe.name}' does not quantise weights and activations with static global scales, "
+            "and an engine needs both. Train with --recipe nvfp4_qat."
+        )
+    amax = float(layer.input_amax)
+    if not 0 < amax < float("inf"):
+        raise InputError(
+            f"{name}: its activations were never calibrated (input_amax is {amax:g}). "
+            "Train the model first: fp4deploy train --models nvfp4"
+        )
+    weight = layer.weight.detach().to(torch.float32)
+    if not torch.isfinite(weight).all():
+        raise InputError(f"{name}: its weight holds NaN or Inf. Export an earlier checkpoint.")
+    quantized = quantize_nvfp4(_taps_first(layer, weight), block=recipe.weight.block)
+    kernel = tuple(weight.shape[2:])
+    rows, channels = quantized.codes.shape[-2], 2 * quantized.codes.shape[-1]
+    scales = _rows_first(quantized.scales.view(torch.uint8)).view(ml_dtypes.float8_e4m3fn)
+    return LayerConstants(
+        codes=_rows_first(quantized.codes),
+        scales=scales,
+        weight_scale=global_scale(quantized.amax),
+        input_scale=global_scale(amax),
+        shape=(rows, *kernel, channels),
+        order=_operator_order(layer),
+        channel_axis=layer.input_axis,
+        channels=channels * (layer.groups if isinstance(layer, nn.Conv2d) else 1),
+    )
+
+
+def _taps_first(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """[KH, KW, O, C] (a linear layer: [1, 1, O, C])."""
+    if isinstance(layer, nn.ConvTranspose2d):
+        return weight.permute(2, 3, 1, 0)
+    if isinstance(layer, nn.Conv2d):
+        return weight.permute(2, 3, 0, 1)
+    return weight[None, None]
+
+
+def _rows_first(x: torch.Tensor) -> NDArray[np.uint8]:
+    """uint8 [KH, KW, O, J] -> [O, KH*KW*J]."""
+    return cast("NDArray[np.uint8]", x.permute(2, 0, 1, 3).flatten(1).contiguous().numpy())
+
+
+def _operator_order(layer: nn.Module) -> tuple[int, ...]:
+    if isinstance(layer, nn.ConvTranspose2d):
+        return (3, 0, 1, 2)
+    return (0, 3, 1, 2) if isinstance(layer, nn.Conv2d) else (1, 0)

@@ -1,0 +1,117 @@
+"""Read the list of engine layers that TensorRT and TensorRT-RTX print, one line a kernel.
+
+    Name: N, LayerType: gemm, Inputs: [ { Name: x, Dimensions: [-1,256], ..., Datatype: FP4E2M1, ... }], Constants:
+    [...], Outputs: [...], TacticName: T, StreamId: 0, Metadata: [ONNX Layer: a][ONNX Layer: b]
+
+With profiling verbosity DETAILED, TensorRT-RTX writes it into the verbose build log, so it can be had without a GPU;
+the engine inspector of both libraries gives the same lines in its ONELINE format. Lines that do not match are passed
+over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PRECISIONS = {
+    "FP4E2M1": "FP4",
+    "FP4": "FP4",
+    "FP8": "FP8",
+    "FP8E4M3": "FP8",
+    "Half": "FP16",
+    "Float": "FP32",
+    "BFloat16": "BF16",
+    "Int8": "INT8",
+}
+MULTIPLYING = ("gemm", "correlation", "deconv", "conv", "convolution", "matrix_multiply", "fc")
+_LINE = re.compile(r"^\s*Name: (.*?), LayerType: (\w+), (.*)$", re.MULTILINE)
+_TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[([-\d, ]*)\].*?Datatype: (\w+)")
+_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+_FIELDS = ("Inputs: ", "Constants: ", "Outputs: ", "TacticName: ", "Metadata: ")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One operand of an engine layer; `precision` is FP4, FP8, FP16, ... or the engine's own word."""
+
+    name: str
+    shape: tuple[int, ...]
+    precision: str
+
+
+@dataclass(frozen=True)
+class EngineLayer:
+    """One kernel of the engine, as the compiler lists it."""
+
+    name: str
+    type: str
+    inputs: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    onnx_nodes: tuple[str, ...]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether this is a matrix product or convolution rather than generated pointwise code."""
+        return self.type.lower() in MULTIPLYING
+
+    @property
+    def precision(self) -> str:
+        """Precision it computes in: of both operands ("FP4 x FP16" where they differ), else of what it writes."""
+        if not self.multiplies:
+            largest = max(self.outputs, key=lambda tensor: len(tensor.shape), default=None)  # the rest is scratch
+            return largest.precision if largest is not None else ""
+        operands = [tensor.precision for tensor in (*self.inputs[:1], *self._weight())]
+        return " x ".join(dict.fromkeys(operands))
+
+    def _weight(self) -> tuple[Tensor, ...]:
+        """Second operand: an FP4 constant, a tensor that another kernel decoded, or the first large constant.
+
+        An FP4 product also reads its block scales (FP8, more than two dimensions) from inputs and constants.
+        """
+        packed = tuple(tensor for tensor in self.constants if tensor.precision == "FP4")
+        decoded = tuple(tensor for tensor in self.inputs[1:] if len(tensor.shape) >= 2 and tensor.precision != "FP8")
+        large = tuple(tensor for tensor in (*self.constants, *self.inputs[1:]) if len(tensor.shape) >= 2)
+        return (packed or decoded or large)[:1]
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> EngineLayer:
+        """Inverse of `dataclasses.asdict`, as read from JSON."""
+        lists = {
+            name: tuple(Tensor(item["name"], tuple(item["shape"]), item["precision"]) for item in entry[name])
+            for name in ("inputs", "constants", "outputs")
+        }
+        return cls(entry["name"], entry["type"], onnx_nodes=tuple(entry["onnx_nodes"]), **lists)
+
+
+def parse_engine_layers(text: str) -> tuple[EngineLayer, ...]:
+    """All engine layers in a build log or inspector text, in the order they run."""
+    return tuple(_parse(name, kind, rest) for name, kind, rest in _LINE.findall(text))
+
+
+def _parse(name: str, kind: str, rest: str) -> EngineLayer:
+    parts = _split(rest)
+    return EngineLayer(
+        name=name,
+        type=kind,
+        inputs=_tensors(parts.get("Inputs: ", "")),
+        constants=_tensors(parts.get("Constants: ", "")),
+        outputs=_tensors(parts.get("Outputs: ", "")),
+        onnx_nodes=tuple(dict.fromkeys(_NODE.findall(parts.get("Metadata: ", "")))),
+    )
+
+
+def _split(rest: str) -> dict[str, str]:
+    """Cut a line at its field names; a field that the engine does not print is absent."""
+    found = sorted((rest.find(field), field) for field in _FIELDS if field in rest)
+    ends = [start for start, _ in found[1:]] + [len(rest)]
+    return {field: rest[start + len(field) : end] for (start, field), end in zip(found, ends, strict=True)}
+
+
+def _tensors(text: str) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(name, tuple(int(size) for size in sizes.split(",") if size.strip()), PRECISIONS.get(kind, kind))
+        for name, sizes, kind in _TENSOR.findall(text)
+    )

@@ -1,0 +1,91 @@
+"""Names that outlive tracing: nodes and values are called after the torch modules they come from.
+
+The node that does a leaf module's work takes the module's own name ("encoder.1.conv2"), others append their operator
+("encoder.1.relu", "encoder.1.relu_2"); the value a node gives is called like the node. Engine build logs and ledgers
+quote these names. Tracing's own metadata goes: it holds source paths, and the same checkpoint must give the same bytes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+
+import onnx_ir as ir
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_PRODUCTS = {"Conv", "ConvTranspose", "MatMul", "Gemm"}
+
+
+class NameAfterModules(ir.passes.InPlacePass):
+    """Rename nodes and their values; `leaves` are the names of modules without children."""
+
+    def __init__(self, leaves: Collection[str]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        kept = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
+        stand_ins = _stand_ins(graph, self.leaves)
+        taken: set[str | None] = kept | set(self.leaves)
+        named: set[str] = set()
+        for node in graph:
+            scope = _scope(node)
+            if node in stand_ins:
+                name = _free(scope, named if scope not in named and scope not in kept else taken)
+            else:
+                name = _free(f"{scope}.{node.op_type.lower()}".lstrip("."), taken)
+            taken.add(name)
+            named.add(name)
+            node.name = name
+            for index, value in enumerate(node.outputs):
+                if value.name not in kept:
+                    value.name = name if index == 0 else f"{name}.{index}"
+        return ir.passes.PassResult(model, modified=True)
+
+
+class ForgetTracing(ir.passes.InPlacePass):
+    """Drop metadata and documentation of every node and value."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        model.metadata_props.clear()
+        model.doc_string = None
+        graph.metadata_props.clear()
+        graph.doc_string = None
+        for node in graph:
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+        for value in (*graph.inputs, *graph.initializers.values()):
+            value.metadata_props.clear()
+        return ir.passes.PassResult(model, modified=True)
+
+
+def _stand_ins(graph: ir.Graph, leaves: Collection[str]) -> set[ir.Node]:
+    """The nodes that stand for a leaf module: its products, else its last node (a reused module has several)."""
+    nodes: dict[str, list[ir.Node]] = {}
+    for node in graph:
+        if _scope(node) in leaves:
+            nodes.setdefault(_scope(node), []).append(node)
+    chosen: set[ir.Node] = set()
+    for group in nodes.values():
+        products = [node for node in group if node.op_type in _PRODUCTS]
+        alike = group if len({node.op_type for node in group}) == 1 else group[-1:]
+        chosen.update(products or alike)
+    return chosen
+
+
+def _scope(node: ir.Node) -> str:
+    """Name of the innermost module a node was traced in, "" for the model itself."""
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "['', '']"))
+    return str(scopes[-2]) if len(scopes) > 1 else ""
+
+
+def _free(name: str, taken: Collection[str | None]) -> str:
+    number, candidate = 1, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate

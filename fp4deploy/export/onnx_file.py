@@ -1,0 +1,127 @@
+"""Checkpoint -> verified ONNX files, and reading such files back.
+
+The order makes a bad file impossible: trace, quantise, check, make the portable twin, compare it with torch on real
+images, and only then write, each file under a temporary name first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from fp4deploy.errors import InputError
+from fp4deploy.export.graph import export_graph
+from fp4deploy.export.portable import to_portable
+from fp4deploy.export.verify import Agreement, compare_with_torch, require_agreement, validation_images
+from fp4deploy.models.card import ModelCard
+from fp4deploy.qat import load_model, quantized_layers
+from fp4deploy.runs import atomic_write
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What `export_onnx` wrote.
+
+    path, portable_path: the canonical file and its twin (None where none was asked for).
+    size_bytes: of the canonical file. fp4_layers: how many layers it holds in FP4.
+    agreement: share of pixels on which ONNX Runtime and torch agree, 0..1; None where nothing was verified.
+    verification: the numbers behind it.
+    """
+
+    path: Path
+    portable_path: Path | None
+    card: ModelCard
+    size_bytes: int
+    fp4_layers: int
+    agreement: float | None
+    verification: Agreement | None
+
+
+def portable_name(path: Path) -> Path:
+    """Where the twin of a canonical file lies: unet.onnx -> unet.portable.onnx."""
+    return path.with_suffix(f".portable{path.suffix}")
+
+
+def export_onnx(
+    checkpoint: Path,
+    out: Path,
+    portable: bool = False,
+    data: Path | None = None,
+    images: int = 16,
+    verify: bool = True,
+) -> ExportResult:
+    """Export a checkpoint to canonical ONNX, verified against torch on real images before anything is written.
+
+    Args:
+        out: the .onnx file; an existing one is replaced.
+        portable: also write the twin that plain ONNX Runtime runs, beside it as NAME.portable.onnx.
+        data: dataset whose validation split is used to verify.
+        images: how many of its images.
+        verify: False writes without comparing.
+
+    Raises:
+        GateError: ONNX Runtime and torch disagree on more than 0.1 % of the pixels.
+        InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target.
+    """
+    out = Path(out)
+    if out.suffix != ".onnx":
+        raise InputError(f"{out} should end in .onnx.")
+    if verify and data is None:
+        raise InputError(
+            f"Exporting {checkpoint} needs real images to verify the file on, and no data was given. "
+            "Give --data DIR with a validation split."
+        )
+    if images < 1:
+        raise InputError(f"At least one image is needed to verify an export, not {images}.")
+    model, card = load_model(Path(checkpoint))
+    canonical = export_graph(model, (3, card.height, card.width), card)
+    twin = to_portable(canonical)
+    verification = None
+    if verify and data is not None:
+        verification = compare_with_torch(model, twin, validation_images(Path(data), card, images))
+        require_agreement(verification, str(checkpoint))
+    size = _write(canonical, out)
+    if portable:
+        _write(twin, portable_name(out))
+    return ExportResult(
+        path=out,
+        portable_path=portable_name(out) if portable else None,
+        card=card,
+        size_bytes=size,
+        fp4_layers=len(quantized_layers(model)),
+        agreement=verification.share if verification else None,
+        verification=verification,
+    )
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file.
+
+    Raises:
+        InputError: the file is missing, truncated, or not ONNX.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"There is no file {path}. Write one with: fp4deploy export --format onnx")
+    try:
+        model = onnx.load(path)
+        onnx.checker.check_model(model)
+    except (DecodeError, ValueError, OSError, onnx.checker.ValidationError) as error:
+        cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(
+            f"{path} is not a whole ONNX file ({cause[:120]}). Write one with: fp4deploy export --format onnx"
+        ) from error
+    if not model.graph.node:
+        raise InputError(f"{path} is not an ONNX model: it holds no operators. Write one with: fp4deploy export")
+    return model
+
+
+def _write(model: onnx.ModelProto, path: Path) -> int:
+    """Write deterministic bytes; their number."""
+    content = model.SerializeToString(deterministic=True)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+    return len(content)

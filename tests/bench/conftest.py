@@ -1,0 +1,53 @@
+"""A tiny dataset, untrained models of scale 0.125 and their artefacts, made once."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
+from fp4deploy.export import build_engine, export_onnx
+from fp4deploy.models import ModelCard, build_unet, save_checkpoint
+from fp4deploy.qat import calibrate, prepare
+from fp4deploy.runs import Run, artifact_stem
+
+SIZE = 32
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight training and six validation scenes of 32 x 32 pixels."""
+    folder = tmp_path_factory.mktemp("data") / "shapes"
+    generate_shapes(folder, train=8, val=6, size=SIZE, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Run:
+    """A run with an FP16 and an NVFP4 checkpoint of the same random weights, exported without verification."""
+    run = Run(tmp_path_factory.mktemp("runs") / "one")
+    names = open_dataset(shapes, "val").class_names
+    for precision in ("fp16", "nvfp4"):
+        torch.manual_seed(0)
+        model = build_unet(len(names), 0.125)
+        recipe = "nvfp4_qat" if precision == "nvfp4" else None
+        if recipe:
+            prepare(model, recipe)
+            calibrate(model, [torch.randn(2, 3, SIZE, SIZE)])
+        card = ModelCard(precision, 0.125, names, SIZE, SIZE, IMAGE_MEAN, IMAGE_STD, True, recipe)
+        save_checkpoint(run.checkpoint(precision), model, card)
+        target = run.export_dir / f"{artifact_stem(precision)}.onnx"
+        export_onnx(run.checkpoint(precision), target, portable=True, verify=False)
+    return run
+
+
+@pytest.fixture(scope="session")
+def plan(untrained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SM120 engine of the NVFP4 model, with its ledger."""
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
+    out = tmp_path_factory.mktemp("engines") / "unet.plan"
+    return build_engine(untrained.export_dir / "unet.onnx", out).plan

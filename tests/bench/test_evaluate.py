@@ -1,0 +1,109 @@
+"""Accuracy is measured on the validation split, with the classes and size of the model card."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp4deploy.bench.evaluate import evaluate, validation_set
+from fp4deploy.bench.runtimes import open_runtime
+from fp4deploy.data import EvalTransform, open_dataset
+from fp4deploy.errors import InputError
+from fp4deploy.metrics import SegmentationScore
+from fp4deploy.models import ModelCard, read_card
+from fp4deploy.runs import Run
+
+
+class Oracle:
+    """Answers with the truth of the validation split, in its order; with `wrong` for the pixels it is told to miss."""
+
+    name, device, precision = "oracle", "nowhere", "FP32"
+
+    def __init__(self, card: ModelCard, data: Path, shift: int = 0) -> None:
+        self.card = card
+        dataset = open_dataset(data, "val")
+        transform = EvalTransform(card.height, card.width, card.mean, card.std)
+        self.masks = [transform(dataset.load(index))[1].numpy() for index in range(len(dataset))]
+        self.shift, self.place, self.batches = shift, 0, []
+
+    def infer(self, images: np.ndarray) -> np.ndarray:
+        count = len(self.card.class_names)
+        masks = np.stack(self.masks[self.place : self.place + len(images)])
+        self.place += len(images)
+        self.batches.append(len(images))
+        wanted = (np.where(masks == 255, 0, masks) + self.shift) % count
+        return (np.arange(count)[None, :, None, None] == wanted[:, None]).astype(np.float32)
+
+    def time(self, images: np.ndarray, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+        raise AssertionError("not timed here")
+
+
+@pytest.fixture
+def card(untrained: Run) -> ModelCard:
+    return read_card(untrained.checkpoint("fp16"))
+
+
+def test_the_truth_scores_one(card: ModelCard, shapes: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    oracle = Oracle(card, shapes)
+    scores = evaluate(oracle, shapes, batch=4, progress=lambda done, total: seen.append((done, total)))
+    assert scores.miou == pytest.approx(1.0)
+    assert scores.pixel_accuracy == pytest.approx(1.0)
+    assert oracle.batches == [4, 2]
+    assert seen == [(4, 6), (6, 6)]
+
+
+def test_always_wrong_scores_zero(card: ModelCard, shapes: Path) -> None:
+    assert evaluate(Oracle(card, shapes, shift=1), shapes).miou == 0.0
+
+
+def test_same_number_as_torch(untrained: Run, shapes: Path) -> None:
+    """The bench's loop over a runtime gives what a plain loop over the model gives."""
+    import torch
+
+    from fp4deploy.qat import load_model
+
+    model, card = load_model(untrained.checkpoint("fp16"))
+    dataset = open_dataset(shapes, "val")
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    score = SegmentationScore(len(card.class_names), card.class_names)
+    for index in range(len(dataset)):
+        image, mask = transform(dataset.load(index))
+        with torch.inference_mode():
+            score.update(model(image[None]), mask[None])
+    found = evaluate(open_runtime(untrained.checkpoint("fp16")), shapes)
+    assert found.miou == pytest.approx(score.compute().miou, abs=1e-4)
+
+
+def test_classes_of_the_card_are_asked_of_the_data(card: ModelCard, shapes: Path) -> None:
+    some = dataclasses.replace(card, class_names=("background", "star", "circle"))
+    assert validation_set(some, shapes).class_names == ("background", "star", "circle")
+
+
+def test_other_classes_are_refused(card: ModelCard, shapes: Path) -> None:
+    other = dataclasses.replace(card, class_names=("background", "cat"))
+    with pytest.raises(InputError, match="no class 'cat'"):
+        validation_set(other, shapes)
+
+
+def test_no_background_in_the_model(card: ModelCard, shapes: Path) -> None:
+    other = dataclasses.replace(card, class_names=("circle", "star"), background=False)
+    with pytest.raises(InputError, match="Give the --data it was trained on"):
+        validation_set(other, shapes)
+
+
+class Constant(Oracle):
+    """Answers two classes, whatever is asked."""
+
+    def infer(self, images: np.ndarray) -> np.ndarray:
+        return np.zeros((len(images), 2, *images.shape[2:]), np.float32)
+
+
+def test_a_model_without_names_needs_the_right_number_of_classes(card: ModelCard, shapes: Path) -> None:
+    constant = Constant(card, shapes)
+    constant.card = dataclasses.replace(card, class_names=())
+    with pytest.raises(InputError, match=r"answers 2 classes, and .* has 7"):
+        evaluate(constant, shapes)

@@ -1,0 +1,84 @@
+"""Names and files to runs, models and data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fp4deploy.bench.locate import find_artifact, model_of, run_artifacts, run_of
+from fp4deploy.errors import InputError
+from fp4deploy.runs import Run
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs; the first was configured later, so it is the latest."""
+    monkeypatch.chdir(tmp_path)
+    for name, files in (
+        ("a", ("fp16/best.safetensors", "nvfp4/best.safetensors", "export/unet.onnx", "engines/unet.plan")),
+        ("b", ("fp16/best.safetensors", "export/unet-fp16.onnx")),
+    ):
+        for file in ("config.yaml", *files):
+            path = tmp_path / "runs" / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("x")
+    os.utime(tmp_path / "runs" / "b" / "config.yaml", (1, 1))
+    return Path("runs")
+
+
+def test_a_path_that_exists_is_itself(root: Path) -> None:
+    path = root / "b" / "export" / "unet-fp16.onnx"
+    assert find_artifact(path) == path
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("unet.plan", "engines/unet.plan"),
+        ("unet.onnx", "export/unet.onnx"),
+        ("nvfp4", "nvfp4/best.safetensors"),
+        ("fp16.safetensors", "fp16/best.safetensors"),
+    ],
+)
+def test_a_name_is_looked_up_in_the_latest_run(root: Path, name: str, found: str) -> None:
+    assert find_artifact(Path(name)) == root / "a" / found
+
+
+def test_a_name_of_an_older_run_is_not_taken(root: Path) -> None:
+    with pytest.raises(InputError, match=r"runs/a has: .*unet\.plan"):
+        find_artifact(Path("unet-fp16.onnx"))
+
+
+def test_a_misspelled_name_is_answered_with_the_nearest(root: Path) -> None:
+    with pytest.raises(InputError, match=r"Did you mean 'unet\.plan'"):
+        find_artifact(Path("unet.plna"))
+
+
+def test_a_folder_is_refused(root: Path) -> None:
+    with pytest.raises(InputError, match="is a folder"):
+        find_artifact(root / "a")
+
+
+def test_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="Start with: fp4deploy train"):
+        find_artifact(Path("unet.plan"))
+
+
+def test_hidden_partial_files_are_no_artefacts(root: Path) -> None:
+    (root / "a" / "engines" / ".unet.plan.123.partial").write_text("x")
+    (root / "a" / "engines" / ".half.plan").write_text("x")
+    assert ".half.plan" not in run_artifacts(Run(root / "a"))
+
+
+def test_run_and_model_of_a_file(root: Path, tmp_path: Path) -> None:
+    run = run_of(root / "a" / "export" / "unet.onnx")
+    assert run is not None
+    assert run.path == tmp_path / "runs" / "a"
+    assert model_of(root / "a" / "export" / "unet.onnx", run) == "nvfp4"
+    assert model_of(root / "a" / "export" / "unet.portable.onnx", run) == "nvfp4"
+    assert model_of(root / "a" / "fp16" / "best.safetensors", run) == "fp16"
+    assert model_of(root / "a" / "export" / "other.onnx", run) is None
+    assert run_of(tmp_path / "loose.onnx") is None

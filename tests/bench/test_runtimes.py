@@ -1,0 +1,95 @@
+"""Every runtime gives the same answer, and refuses what it cannot read in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from fp4deploy.bench.runtimes import open_runtime
+from fp4deploy.errors import InputError
+from fp4deploy.runs import Run
+
+
+@pytest.fixture
+def images() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((3, 3, 32, 32)).astype(np.float32)
+
+
+@pytest.mark.parametrize("model", ["fp16", "nvfp4"])
+def test_runtimes_agree(untrained: Run, images: np.ndarray, model: str) -> None:
+    stem = "unet" if model == "nvfp4" else "unet-fp16"
+    paths = (
+        untrained.checkpoint(model),
+        untrained.export_dir / f"{stem}.onnx",
+        untrained.export_dir / f"{stem}.portable.onnx",
+    )
+    runtimes = [open_runtime(path) for path in paths]
+    reference, canonical, portable = (runtime.infer(images) for runtime in runtimes)
+    assert reference.shape == (3, 7, 32, 32)
+    assert reference.dtype == canonical.dtype == portable.dtype == np.float32
+    assert np.array_equal(canonical, portable), "the lowering in memory is the portable file"
+    if model == "fp16":
+        assert np.abs(reference - canonical).max() < 1e-4
+    assert np.abs(reference - canonical).mean() < 0.05 * np.abs(reference).mean()
+    assert [runtime.card for runtime in runtimes] == [runtimes[0].card] * 3
+    assert all(runtime.card.precision == model for runtime in runtimes)
+
+
+def test_names_tell_what_runs_where(untrained: Run) -> None:
+    torch_runtime = open_runtime(untrained.checkpoint("nvfp4"))
+    canonical = open_runtime(untrained.export_dir / "unet.onnx")
+    portable = open_runtime(untrained.export_dir / "unet-fp16.portable.onnx")
+    assert torch_runtime.name.startswith("torch ")
+    assert canonical.name.endswith("(CPU, lowered in memory)")
+    assert portable.name.endswith("(CPU)")
+    assert (canonical.precision, portable.precision) == ("NVFP4 (emulated)", "FP16 (run in FP32)")
+
+
+@pytest.mark.parametrize("name", ["unet.onnx", "unet.portable.onnx"])
+def test_runtimes_time_themselves(untrained: Run, images: np.ndarray, name: str) -> None:
+    times = open_runtime(untrained.export_dir / name).time(images, warmup=1, iterations=4, max_seconds=60)
+    assert len(times) == 4
+    assert min(times) > 0
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model", "model.fp4", "model.onnx.txt"])
+def test_unknown_suffix_lists_what_bench_takes(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(InputError, match=r"\.onnx .*\.safetensors .*\.plan"):
+        open_runtime(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".safetensors", ".plan"])
+def test_missing_file(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(InputError, match="There is no file"):
+        open_runtime(tmp_path / f"absent{suffix}")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", bytes(range(256)) * 40])
+@pytest.mark.parametrize("suffix", [".onnx", ".safetensors", ".plan"])
+def test_a_file_of_another_kind_is_an_input_error(tmp_path: Path, content: bytes, suffix: str) -> None:
+    path = tmp_path / f"broken{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="broken"):
+        open_runtime(path)
+
+
+def test_onnx_without_a_card_says_so(tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 8, 8])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 3, 8, 8])
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "f.onnx")
+    with pytest.raises(InputError, match="no fp4deploy model card"):
+        open_runtime(tmp_path / "f.onnx")
+
+
+def test_truncated_checkpoint(untrained: Run, tmp_path: Path) -> None:
+    whole = untrained.checkpoint("fp16").read_bytes()
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="not a readable safetensors file"):
+        open_runtime(path)

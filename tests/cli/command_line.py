@@ -1,0 +1,17 @@
+"""Where the command lives: `fp4deploy.cli` when installed, `cli` in a plain checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLED = importlib.util.find_spec("fp4deploy.cli") is not None
+PACKAGE = "fp4deploy.cli" if INSTALLED else "cli"
+if not INSTALLED and str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+Invoke = Callable[..., Any]

@@ -1,0 +1,198 @@
+"""Bad input: one paragraph with the cause and the next step, the right exit code, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Invoke
+
+SMALL = (
+    "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32",
+    "--set", "train.epochs=1", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
+)  # fmt: skip
+
+
+def refused(result: Any, *causes: str, code: int = 2) -> None:
+    """One paragraph on stderr that ends the output, none of a traceback, and nothing on stdout."""
+    assert result.exit_code == code, result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: "), result.stderr
+    assert "Traceback" not in result.stderr
+    assert "defect of fp4deploy" not in result.stderr
+    for cause in causes:
+        assert cause in last
+    assert result.stdout == ""
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def broken(shapes: Path, tmp_path: Path) -> Path:
+    """A copy of the dataset, to break."""
+    return Path(shutil.copytree(shapes, tmp_path / "broken"))
+
+
+def edit(folder: Path, split: str, change: Any) -> None:
+    path = folder / "annotations" / f"instances_{split}2017.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("command", ["train", "run"])
+class TestData:
+    """What is wrong with the data stops train and run alike, before they leave anything."""
+
+    def run(self, invoke: Invoke, command: str, data: Path, *more: str) -> Any:
+        before = files(Path.cwd())
+        result = invoke(command, "--data", data, *SMALL, *more)
+        assert files(Path.cwd()) == before
+        assert not list(Path("runs").glob("*"))
+        return result
+
+    def test_missing_folder(self, invoke: Invoke, command: str, tmp_path: Path) -> None:
+        refused(self.run(invoke, command, tmp_path / "absent"), "absent does not exist", "fp4deploy data shapes")
+
+    def test_a_folder_of_something_else(self, invoke: Invoke, command: str, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        refused(self.run(invoke, command, tmp_path / "empty"), "is not a dataset folder")
+
+    def test_broken_json(self, invoke: Invoke, command: str, broken: Path) -> None:
+        path = broken / "annotations" / "instances_train2017.json"
+        path.write_text(path.read_text()[:500])
+        refused(self.run(invoke, command, broken), "instances_train2017.json", "fp4deploy data check")
+
+    def test_an_annotation_of_a_missing_image(self, invoke: Invoke, command: str, broken: Path) -> None:
+        edit(broken, "train", lambda content: content["annotations"][2].update(image_id=987654))
+        refused(self.run(invoke, command, broken), "987654", "fp4deploy data check")
+
+    def test_an_annotation_of_a_missing_category(self, invoke: Invoke, command: str, broken: Path) -> None:
+        edit(broken, "train", lambda content: content["annotations"][2].update(category_id=4321))
+        refused(self.run(invoke, command, broken), "4321", "fp4deploy data check")
+
+    def test_a_truncated_jpeg(self, invoke: Invoke, command: str, broken: Path) -> None:
+        image = broken / "train2017" / "000000000003.jpg"
+        image.write_bytes(image.read_bytes()[:400])
+        refused(self.run(invoke, command, broken), "000000000003.jpg", "fp4deploy data check")
+
+    def test_no_images(self, invoke: Invoke, command: str, broken: Path) -> None:
+        edit(broken, "train", lambda content: content.update(images=[], annotations=[]))
+        refused(self.run(invoke, command, broken), "lists no image")
+
+    def test_an_unknown_class(self, invoke: Invoke, command: str, shapes: Path) -> None:
+        refused(self.run(invoke, command, shapes, "--classes", "circle,squre"), "Did you mean 'square'?")
+
+    def test_an_unknown_model(self, invoke: Invoke, command: str, shapes: Path) -> None:
+        refused(self.run(invoke, command, shapes, "--models", "fp16,nvfp"), "Did you mean 'nvfp4'?", "fp16_control")
+
+    def test_an_unknown_recipe(self, invoke: Invoke, command: str, shapes: Path) -> None:
+        refused(self.run(invoke, command, shapes, "--recipe", "nvfp4qat"), "Did you mean 'nvfp4_qat'?")
+
+    def test_an_unknown_setting(self, invoke: Invoke, command: str, shapes: Path) -> None:
+        refused(self.run(invoke, command, shapes, "--set", "train.epoch=3"), "epoch")
+
+    def test_a_missing_config(self, invoke: Invoke, command: str, shapes: Path) -> None:
+        refused(self.run(invoke, command, shapes, "--config", "absent.yaml"), "absent.yaml")
+
+
+def test_an_existing_run_is_not_overwritten(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    refused(invoke("train", "--data", shapes, "--out", "mine", *SMALL), "mine exists already", "--resume")
+    assert files(tmp_path) == {"mine/notes.txt"}
+
+
+def test_demo_takes_no_data(invoke: Invoke, shapes: Path) -> None:
+    refused(invoke("run", "--demo", "--data", shapes), "--demo uses generated shapes")
+
+
+@pytest.mark.parametrize("command", [("export",), ("build",), ("bench",), ("train", "--resume")])
+def test_nothing_to_work_on_names_the_first_step(invoke: Invoke, command: tuple[str, ...]) -> None:
+    refused(invoke(*command), "There is no run under runs/", "fp4deploy train")
+
+
+def test_export_of_something_else(invoke: Invoke, tmp_path: Path, shapes: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    before = files(tmp_path)
+    refused(invoke("export", "absent"), "There is no absent", "fp4deploy train")
+    refused(invoke("export", "folder"), "folder is not a run")
+    refused(invoke("export", "notes.txt", "--data", shapes), "notes.txt")
+    assert files(tmp_path) == before
+
+
+def test_export_without_data_to_verify_on(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:
+    refused(invoke("export", checkpoint, "--out", "x.onnx"), "--data DIR")
+    assert files(tmp_path) == set()
+
+
+def test_a_checkpoint_of_another_scale(invoke: Invoke, checkpoint: Path, tmp_path: Path, shapes: Path) -> None:
+    import dataclasses
+
+    from safetensors.torch import load_file, save_file
+
+    from fp4deploy.models import CARD_KEY, read_card
+
+    card = dataclasses.replace(read_card(checkpoint), scale=0.25)
+    save_file(load_file(checkpoint), tmp_path / "other.safetensors", metadata={CARD_KEY: card.to_json()})
+    for command in (
+        ("export", "other.safetensors", "--data", shapes),
+        ("bench", "--engine", "other.safetensors", "--data", shapes),
+        ("check", "other.safetensors"),
+    ):
+        refused(invoke(*command), "tensors differ in shape", "Use the scale and classes it was trained with")
+    assert files(tmp_path) == {"other.safetensors"}
+
+
+@pytest.mark.parametrize("command", [("build",), ("bench", "--engine"), ("inspect",), ("check",)])
+@pytest.mark.parametrize("content", [b"", b"plain text", bytes(range(256)) * 20])
+def test_a_file_that_is_not_onnx(
+    invoke: Invoke, tmp_path: Path, shapes: Path, command: tuple[str, ...], content: bytes
+) -> None:
+    (tmp_path / "model.onnx").write_bytes(content)
+    more = ("--data", shapes) if command[0] == "bench" else ()
+    refused(invoke(*command, "model.onnx", *more), "model.onnx", "ONNX")
+    assert files(tmp_path) == {"model.onnx"}
+
+
+def test_building_what_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
+    refused(invoke("build", "absent.onnx"), "absent.onnx")
+    assert files(tmp_path) == set()
+
+
+def test_bench_of_an_unknown_kind(invoke: Invoke, tmp_path: Path, shapes: Path) -> None:
+    (tmp_path / "weights.fp4").write_bytes(b"x")
+    refused(invoke("bench", "--engine", "weights.fp4", "--data", shapes), ".onnx", ".safetensors", ".plan")
+
+
+def test_bench_needs_data_outside_a_run(invoke: Invoke, checkpoint: Path) -> None:
+    refused(invoke("bench", "--engine", checkpoint), "belongs to no run", "--data DIR")
+
+
+def test_bench_on_other_classes(invoke: Invoke, checkpoint: Path, broken: Path) -> None:
+    edit(broken, "val", lambda content: content["categories"][0].update(name="ball"))
+    refused(invoke("bench", "--engine", checkpoint, "--data", broken), "circle")
+
+
+def test_a_gate_that_fails_exits_1_and_still_reports(
+    invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "base.json").write_text('{"artifacts": [{"miou": 0.99}]}')
+    result = invoke("bench", "--engine", checkpoint, "--data", shapes, "--baseline", "base.json", "--json", "-")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["baseline_miou"] == 0.99
+    assert "points below the baseline's 99.00" in result.stderr
+
+
+def test_a_json_that_cannot_be_written(invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    result = invoke("bench", "--engine", checkpoint, "--data", shapes, "--json", "file/out.json")
+    assert result.exit_code == 2
+    assert "could not be written" in result.stderr
+    assert files(tmp_path) == {"file"}

@@ -1,0 +1,120 @@
+"""Commands that look without making anything: check, inspect, doctor, data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Invoke
+
+
+def test_check_gives_every_layer_a_reason(invoke: Invoke) -> None:
+    result = invoke("check", "unet:0.25", "--json")
+    layers = json.loads(result.stdout)["layers"]
+    kinds = {layer["name"]: (layer["precision"], layer["reason"]) for layer in layers}
+    assert kinds["encoder.0.conv1"][0] == kinds["head"][0] == kinds["encoder.3.norm1"][0] == "FP16"
+    assert kinds["encoder.0.conv2"][0] == kinds["up.0"][0] == "FP4"
+    assert all(reason for _, reason in kinds.values())
+    assert result.stderr == ""
+
+
+def test_check_table_counts(invoke: Invoke) -> None:
+    result = invoke("check", "unet")
+    assert result.exit_code == 0
+    assert "unet: 21 of 41 layers in FP4." in result.stdout
+
+
+def test_check_reads_checkpoints(invoke: Invoke, checkpoint: Path) -> None:
+    names = [layer["name"] for layer in json.loads(invoke("check", checkpoint, "--json").stdout)["layers"]]
+    assert names == [layer["name"] for layer in json.loads(invoke("check", "unet:0.125", "--json").stdout)["layers"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (("unet:big",), "'big' is not a scale"),
+        (("unet:0.3",), "Valid scales are multiples of 0.125"),
+        (("resnet",), "neither a model nor a file"),
+        (("unet", "--recipe", "nvfp4_qta"), "Did you mean 'nvfp4_qat'?"),
+    ],
+)
+def test_check_refuses(invoke: Invoke, arguments: tuple[str, ...], cause: str) -> None:
+    result = invoke("check", *arguments)
+    assert result.exit_code == 2
+    assert cause in result.stderr
+    assert result.stdout == ""
+
+
+def test_inspect_checkpoint(invoke: Invoke, checkpoint: Path) -> None:
+    result = invoke("inspect", checkpoint, "--json")
+    facts = json.loads(result.stdout)
+    assert (facts["precision"], facts["scale"], facts["height"]) == ("fp16", 0.125, 32)
+    assert {"tensor": "head.weight", "type": "F32", "shape": [7, 8, 1, 1]} in facts["layers"]
+    assert "head.weight" in invoke("inspect", checkpoint).stdout
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.bin", "a"])
+def test_inspect_refuses_other_kinds(invoke: Invoke, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("x")
+    result = invoke("inspect", name)
+    assert result.exit_code == 2
+    assert ".onnx, .plan, .ledger.json, .safetensors" in result.stderr
+
+
+def test_inspect_plan_without_ledger(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "unet.plan").write_bytes(b"vtrt")
+    result = invoke("inspect", "unet.plan")
+    assert result.exit_code == 2
+    assert "no ledger beside it (unet.ledger.json)" in result.stderr
+
+
+def test_doctor_json_is_alone_on_stdout(invoke: Invoke) -> None:
+    result = invoke("doctor", "--json")
+    facts = json.loads(result.stdout)
+    names = [tool["name"] for tool in facts["tools"]]
+    assert names == ["torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "pycuda", "triton", "nvcc"]
+    assert facts["abilities"]["train"]["able"] is True
+    assert result.stderr == ""
+
+
+def test_doctor_says_how_to_add_what_is_missing(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fp4deploy.bench.environment as environment
+
+    monkeypatch.setattr(environment, "working_version", lambda name: None if name == "tensorrt_rtx" else "1.0")
+    monkeypatch.setattr(environment, "gpus", list)
+    text = invoke("doctor").stdout
+    lines = [line for line in text.splitlines() if line.startswith("tensorrt_rtx")]
+    assert "missing" in lines[0]
+    assert "pip install tensorrt-rtx" in lines[0]
+    assert "tensorrt_rtx is missing" in text
+    assert "CUDA GPU: none" in text
+
+
+def test_data_shapes_then_check(invoke: Invoke, tmp_path: Path) -> None:
+    made = invoke("data", "shapes", "set", "--train", 3, "--val", 2, "--size", 32, "--seed", 5)
+    assert made.exit_code == 0
+    assert "set: 3 training and 2 validation scenes" in made.stdout
+    assert len(list((tmp_path / "set" / "train2017").iterdir())) == 3
+    result = invoke("data", "check", "set", "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, {"folder": "set", "defects": []})
+
+
+def test_data_check_lists_every_defect(invoke: Invoke, tmp_path: Path) -> None:
+    invoke("data", "shapes", "set", "--train", 3, "--val", 2, "--size", 32)
+    path = tmp_path / "set" / "annotations" / "instances_train2017.json"
+    content = json.loads(path.read_text())
+    content["annotations"][0]["image_id"] = 99
+    content["annotations"][1]["category_id"] = 77
+    path.write_text(json.dumps(content))
+    image = tmp_path / "set" / "val2017" / "000000000001.jpg"
+    image.write_bytes(image.read_bytes()[:300])
+    result = invoke("data", "check", "set", "--json")
+    assert result.exit_code == 1
+    defects = json.loads(result.stdout)["defects"]
+    assert {defect["annotation_id"] for defect in defects} >= {1, 2}
+    assert any(defect["file"].endswith("000000000001.jpg") for defect in defects)
+    assert f"{len(defects)} defects" in result.stderr
+    text = invoke("data", "check", "set").stdout
+    assert len(text.splitlines()) == len(defects)
+    assert "annotation 1:" in text

@@ -1,0 +1,153 @@
+"""The shell around the commands: speed of --help, exit codes, messages, --debug."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from command_line import PACKAGE, ROOT, Invoke
+
+from fp4deploy.errors import GateError, InputError, UnavailableError
+
+HEAVY = ("torch", "onnx", "onnxruntime", "onnx_ir", "numpy", "yaml", "matplotlib", "accelerate", "torchmetrics", "PIL")
+COMMANDS = ("run", "train", "export", "build", "bench", "check", "inspect", "doctor", "data")
+
+
+def commands(app: Any) -> dict[str, Any]:
+    import typer.main
+
+    group = typer.main.get_command(app)
+    found = dict(group.commands)
+    for name, command in list(found.items()):
+        found |= {f"{name} {inner}": part for inner, part in getattr(command, "commands", {}).items()}
+    return found
+
+
+def test_help_is_fast(process: Invoke) -> None:
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        result = process("--help")
+        times.append(time.perf_counter() - start)
+        assert result.returncode == 0, result.stderr
+    assert all(name in result.stdout for name in COMMANDS)
+    assert min(times) < 0.5
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        f"import sys, json, {PACKAGE}.main as m\n"
+        "from typer.testing import CliRunner\n"
+        "codes = [CliRunner().invoke(m.app, [*c.split(), '--help']).exit_code for c in sys.argv[1:]]\n"
+        "print(json.dumps([codes, sorted({n.partition('.')[0] for n in sys.modules})]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, "", *COMMANDS, "data shapes", "data check"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    codes, loaded = json.loads(result.stdout)
+    assert codes == [0] * 12
+    assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_the_contract_of_commands(app: Any) -> None:
+    assert set(commands(app)) == {*COMMANDS, "data shapes", "data check"}
+
+
+def test_every_option_is_documented(app: Any) -> None:
+    undocumented = [
+        f"{name} {parameter.name}"
+        for name, command in commands(app).items()
+        for parameter in command.params
+        if not getattr(parameter, "help", None)
+    ]
+    assert undocumented == []
+
+
+def test_every_optional_value_shows_its_default(app: Any) -> None:
+    silent = [
+        f"{name} {parameter.name}"
+        for name, command in commands(app).items()
+        for parameter in command.params
+        if parameter.default is None and not parameter.required and not getattr(parameter, "show_default", None)
+    ]
+    assert silent == []
+
+
+def test_version(invoke: Invoke) -> None:
+    from fp4deploy import __version__
+
+    assert invoke("--version").stdout == f"fp4deploy {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("trian",), ("build", "--backend", "tensor"), ("bench", "--no-such"), ("check",), ("bench", "--batch", "0")],
+)
+def test_usage_errors_exit_2(invoke: Invoke, arguments: tuple[str, ...]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Usage: fp4deploy" in result.stderr
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(invoke: Invoke) -> None:
+    assert "Did you mean 'train'?" in invoke("trian").stderr
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make `doctor` raise something."""
+    import fp4deploy.bench.environment as environment
+
+    def arm(error: BaseException) -> None:
+        def fail() -> None:
+            raise error
+
+        monkeypatch.setattr(environment, "tools", fail)
+
+    return arm
+
+
+@pytest.mark.parametrize(("kind", "code"), [(GateError, 1), (InputError, 2), (UnavailableError, 3)])
+def test_the_error_tree_gives_the_exit_code(invoke: Invoke, failing: Any, kind: type[Exception], code: int) -> None:
+    failing(kind("One short paragraph."))
+    result = invoke("doctor")
+    assert result.exit_code == code
+    assert (result.stdout, result.stderr) == ("", "Error: One short paragraph.\n")
+
+
+def test_a_defect_is_named_without_a_traceback(invoke: Invoke, failing: Any) -> None:
+    failing(ZeroDivisionError("division by zero\nsecond line"))
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    told = "This is a defect of fp4deploy; run again with --debug to see where."
+    assert result.stderr == f"Error: ZeroDivisionError: division by zero. {told}\n"
+
+
+@pytest.mark.parametrize("arguments", [("--debug", "doctor"), ("doctor", "--debug")])
+def test_debug_shows_the_traceback_wherever_it_stands(invoke: Invoke, failing: Any, arguments: tuple[str, ...]) -> None:
+    failing(InputError("Wrong."))
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.endswith("Error: Wrong.\n")
+
+
+def test_interruption_is_one_line(invoke: Invoke, failing: Any) -> None:
+    failing(KeyboardInterrupt())
+    result = invoke("doctor")
+    assert result.exit_code == 130
+    assert result.stderr == "Interrupted. Nothing half-written is left.\n"
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m {PACKAGE} check unet:0.125 | head -n 1"
+    result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout.startswith("layer")
+    assert "Traceback" not in result.stderr
+    assert "Error" not in result.stderr

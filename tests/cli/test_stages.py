@@ -1,0 +1,247 @@
+"""Train, export, build, bench one after another with no further arguments, and all of them in one `run`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_line import PACKAGE, ROOT, Invoke
+from typer.testing import CliRunner
+
+from fp4deploy.models import read_card
+
+TINY = (
+    "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
+    "--set", "train.epochs=8", "--set", "train.finetune_epochs=2", "--set", "train.batch_size=4",
+)  # fmt: skip
+RTX = importlib.util.find_spec("tensorrt_rtx") is not None
+NO_GPU = not torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def home(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
+    """A folder in which `fp4deploy train` and `fp4deploy export` ran."""
+    folder = tmp_path_factory.mktemp("home")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for command in (("train", "--data", str(shapes), *TINY), ("export", "--format", "onnx", "--portable")):
+            result = CliRunner().invoke(app, command, prog_name="fp4deploy")
+            assert result.exit_code == 0, result.stderr
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def at_home(home: Path, app: Any, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    monkeypatch.chdir(home)
+    return lambda *arguments: CliRunner().invoke(app, [str(part) for part in arguments], prog_name="fp4deploy")
+
+
+def latest(home: Path) -> Path:
+    return next((home / "runs").iterdir())
+
+
+def test_train_and_export_leave_the_files_of_the_contract(home: Path) -> None:
+    run = latest(home)
+    for name in (
+        "config.yaml",
+        "fp16/best.safetensors",
+        "fp16/metrics.jsonl",
+        "nvfp4/best.safetensors",
+        "nvfp4/metrics.jsonl",
+        "export/unet.onnx",
+        "export/unet.portable.onnx",
+        "export/unet-fp16.onnx",
+        "export/unet-fp16.portable.onnx",
+    ):
+        assert (run / name).is_file(), name
+    assert read_card(run / "nvfp4" / "best.safetensors").recipe == "nvfp4_qat"
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["scale"] == 0.125
+    assert not [path for path in run.rglob("*") if "partial" in path.name]
+
+
+@pytest.mark.parametrize("name", ["unet.onnx", "unet-fp16.portable.onnx", "fp16", "nvfp4.safetensors"])
+def test_bench_finds_names_in_the_latest_run(at_home: Invoke, home: Path, name: str) -> None:
+    result = at_home("bench", "--engine", name, "--iterations", 3, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    (entry,) = json.loads(result.stdout)["artifacts"]
+    assert (home / entry["path"]).is_file()
+    assert entry["status"] == "ok"
+    assert f"{name} is runs/" in result.stderr
+    assert entry["path"] in result.stderr
+
+
+def test_onnx_and_torch_score_alike(at_home: Invoke) -> None:
+    names = ("nvfp4", "unet.onnx", "unet.portable.onnx")
+    arguments = [part for name in names for part in ("--engine", name)]
+    result = at_home("bench", *arguments, "--iterations", 3, "--json", "out.json")
+    assert result.exit_code == 0, result.stderr
+    entries = json.loads(Path("out.json").read_text())["artifacts"]
+    scores = [entry["miou"] for entry in entries]
+    assert max(scores) - min(scores) < 0.005
+    assert [entry["model"] for entry in entries] == ["nvfp4"] * 3
+    again = at_home("bench", "--engine", "unet.onnx", "--iterations", 1, "--baseline", "out.json")
+    assert again.exit_code == 0, again.stderr
+    assert "Within 0.5 points" in again.stderr
+
+
+def test_inspect_and_check_of_the_exported_model(at_home: Invoke) -> None:
+    facts = json.loads(at_home("inspect", "unet.onnx", "--json").stdout)
+    assert facts["card"]["precision"] == "nvfp4"
+    assert facts["opset"] == 23
+    path = f"{next(Path('runs').iterdir())}/export/unet.onnx"
+    planned = json.loads(at_home("check", path, "--json").stdout)["layers"]
+    expected = json.loads(at_home("check", "unet:0.125", "--json").stdout)["layers"]
+    assert [(layer["name"], layer["precision"]) for layer in planned] == [
+        (layer["name"], layer["precision"]) for layer in expected
+    ]
+
+
+@pytest.mark.rtx
+@pytest.mark.skipif(not RTX, reason="TensorRT-RTX is not installed")
+def test_build_then_bench(at_home: Invoke, home: Path) -> None:
+    built = at_home("build")
+    assert built.exit_code == 0, built.stderr
+    run = latest(home)
+    assert {path.name for path in (run / "engines").iterdir()} == {
+        "unet.plan", "unet.ledger.json", "unet-fp16.plan", "unet-fp16.ledger.json"
+    }  # fmt: skip
+    assert "FP4 matrix products" in built.stdout
+    assert "built and inspected, not run" in at_home("inspect", "unet.plan").stdout
+    assert json.loads(at_home("inspect", "unet.ledger.json", "--json").stdout)["arch"] == "sm120"
+    if NO_GPU:
+        result = at_home("bench", "--engine", "unet.plan")
+        assert result.exit_code == 3
+        assert result.stdout == ""
+        assert "SM120" in result.stderr
+        assert "no CUDA GPU" in result.stderr
+        table = at_home("bench", "--engine", "unet.plan", "--engine", "unet.onnx", "--iterations", 1, "--json", "-")
+        assert table.exit_code == 0, table.stderr
+        plan, graph = json.loads(table.stdout)["artifacts"]
+        assert (plan["status"], plan["miou"], plan["latency_ms"]) == ("built, not run", None, None)
+        assert graph["status"] == "ok"
+
+
+def test_a_graph_whose_k_is_no_multiple_of_16(at_home: Invoke, tmp_path: Path) -> None:
+    import onnx
+
+    model = onnx.load(next(Path("runs").glob("*/export/unet.onnx")))
+    codes = next(item for item in model.graph.initializer if item.name == "encoder.2.conv1.weight.codes")
+    codes.dims[1] -= 8
+    codes.raw_data = codes.raw_data[: codes.dims[0] * codes.dims[1] // 2]
+    (tmp_path / "odd.onnx").write_bytes(model.SerializeToString())
+    result = at_home("build", tmp_path / "odd.onnx", "--out", tmp_path / "odd.plan")
+    assert result.exit_code == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "encoder.2.conv1" in result.stderr
+    assert str(codes.dims[1]) in result.stderr
+    assert {item.name for item in tmp_path.iterdir()} == {"odd.onnx"}
+
+
+class Links(HTMLParser):
+    """Everything a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.found += [str(value) for name, value in attrs if name in ("src", "href", "data") and value]
+
+
+def test_run_chains_every_stage(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
+    result = invoke("run", "--data", shapes, "--out", "all", *TINY)
+    assert result.exit_code == 0, result.stderr
+    for heading in ("[1/5] train", "[2/5] export and verify", "[3/5] build engines", "[4/5] bench", "[5/5] report"):
+        assert heading in result.stderr
+    facts = json.loads((tmp_path / "all" / "report.json").read_text())
+    assert list(facts["models"]) == ["fp16", "nvfp4"]
+    rows = {entry["path"]: entry for entry in facts["artifacts"]}
+    assert rows.keys() >= {
+        "fp16/best.safetensors",
+        "nvfp4/best.safetensors",
+        "export/unet.onnx",
+        "export/unet-fp16.onnx",
+    }
+    assert rows["nvfp4/best.safetensors"]["miou"] == facts["models"]["nvfp4"]["miou"] > 0
+    assert abs(rows["export/unet.onnx"]["miou"] - rows["nvfp4/best.safetensors"]["miou"]) < 0.005
+    if RTX and NO_GPU:
+        assert rows["engines/unet.plan"]["status"] == "built, not run"
+        assert rows["engines/unet.plan"]["latency_ms"] is None
+        assert facts["ledgers"][1]["counts"]["FP4 matrix products"] > 0
+    page = Links()
+    page.feed((tmp_path / "all" / "report.html").read_text())
+    assert page.tags >= {"table", "svg", "img", "details"} if RTX else page.tags >= {"table", "svg", "img"}
+    assert "script" not in page.tags
+    assert [link[:40] for link in page.found if not link.startswith(("data:image/png;base64,", "#"))] == []
+    assert "all/report.html" in result.stdout
+    assert "export/unet.onnx" in (tmp_path / "all" / "report.md").read_text()
+
+
+def test_run_without_an_engine_builder_says_so(
+    invoke: Invoke, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp4deploy.bench import chain
+    from fp4deploy.errors import UnavailableError
+
+    def missing(*arguments: object, **options: object) -> None:
+        raise UnavailableError("TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx")
+
+    monkeypatch.setattr(chain, "build_engine", missing)
+    result = invoke("run", "--data", shapes, "--out", "all", "--models", "fp16", *TINY, "--set", "train.epochs=1")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads((tmp_path / "all" / "report.json").read_text())
+    assert facts["remarks"] == [
+        "unet-fp16.plan was not built: TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx"
+    ]
+    assert not [entry for entry in facts["artifacts"] if entry["path"].endswith(".plan")]
+    assert "pip install tensorrt-rtx" in (tmp_path / "all" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_ctrl_c_then_resume(shapes: Path, tmp_path: Path) -> None:
+    """A real interruption of a real process: one line, exit 130, and the epochs done are not done again."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", PACKAGE, "train"]
+    arguments = ["--data", str(shapes), *TINY, "--set", "train.epochs=40", "--models", "fp16"]
+    process = subprocess.Popen(
+        [*command, *arguments], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    lines: list[Path] = []
+    while time.monotonic() < deadline and process.poll() is None:
+        lines = list(tmp_path.glob("runs/*/fp16/metrics.jsonl"))
+        if lines and len(lines[0].read_text().splitlines()) >= 3:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert stderr.strip().splitlines()[-1].endswith("continue with: fp4deploy train --resume")
+    epochs = len(lines[0].read_text().splitlines())
+    assert 3 <= epochs < 40
+    resumed = subprocess.run(
+        [*command, "--resume", "--models", "fp16"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    done = [json.loads(line) for line in lines[0].read_text().splitlines()]
+    assert [entry["epoch"] for entry in done if "epoch" in entry] == sorted({entry["epoch"] for entry in done})
+    assert len(done) == 40
+    assert (lines[0].parent / "best.safetensors").is_file()
