@@ -1,0 +1,76 @@
+"""Configuration files, --set, and every mistake reported at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp4deploy.errors import InputError
+from fp4deploy.train import Config, load_config, save_config, with_settings
+from fp4deploy.train.config import changed_settings
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_are_valid_and_open_with_their_command(path: Path) -> None:
+    load_config(path)
+    assert f"fp4deploy train --config configs/{path.name}" in path.read_text().splitlines()[0]
+
+
+def test_shapes_yaml_writes_out_the_defaults() -> None:
+    assert load_config(next(path for path in CONFIGS if path.name == "shapes.yaml")) == Config()
+
+
+def test_later_settings_win_and_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {epochs: 7, lr: 1e-3}\n")
+    config = load_config(
+        path, ["train.epochs=9", "data.classes=[cat, dog]", "model.scale=0.5", "train.finetune_lr=1e-4"]
+    )
+    assert (config.train.epochs, config.train.lr, config.model.scale) == (9, 1e-3, 0.5)
+    assert config.data.classes == ["cat", "dog"]
+    assert config.train.finetune_lr == 1e-4
+    save_config(config, path)
+    assert load_config(path) == config
+    assert with_settings(config, ["seed=3"]).seed == 3
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        load_config(None, ["train.lrr=1", "model.scale=0.2", "recipe=nvfp4_qta", "data.height=17", "train.epochs=many"])
+    text = str(caught.value)
+    for part in (
+        "train.lrr, did you mean train.lr?",
+        "multiples of 0.125",
+        "Did you mean 'nvfp4_qat'",
+        "data.height = 17",
+    ):
+        assert part in text
+    assert "train.epochs = many" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("train: [", "not valid YAML"), ("- 3", "no settings"), ("b: 1", "unknown setting b")]
+)
+def test_files_that_are_no_configuration(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_config(path)
+
+
+def test_wrong_use_of_set_and_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"section\.key=value"):
+        load_config(None, ["epochs"])
+    with pytest.raises(InputError, match="not a section"):
+        load_config(None, ["seed=1", "seed.a=2"])
+    with pytest.raises(InputError, match="no configuration file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_what_a_resume_may_change() -> None:
+    old = Config()
+    assert changed_settings(old, with_settings(old, ["data.workers=4", "data.root=/elsewhere"])) == []
+    assert changed_settings(old, with_settings(old, ["train.lr=0.5"])) == [f"train.lr: {old.train.lr} -> 0.5"]

@@ -1,0 +1,84 @@
+"""Losses against plain float64 formulas, and on batches with nothing to learn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4deploy.train import SegmentationLoss, dice_loss
+
+
+def sample(classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, classes, 5, 6, generator=generator)
+    target = torch.randint(0, classes - 1, (2, 5, 6), generator=generator)
+    target[0, :2] = 255
+    return logits, target
+
+
+def dice_by_hand(logits: torch.Tensor, target: torch.Tensor) -> float:
+    probability = logits.double().softmax(1)
+    losses = []
+    for c in range(logits.shape[1]):
+        overlap = size = mass = 0.0
+        for n, y, x in (target != 255).nonzero().tolist():
+            p, t = probability[n, c, y, x].item(), float(target[n, y, x] == c)
+            overlap, size, mass = overlap + p * t, size + t, mass + p
+        if size:
+            losses.append(1 - (2 * overlap + 1) / (mass + size + 1))
+    return sum(losses) / len(losses)
+
+
+def test_dice_is_the_formula_over_labelled_pixels_and_present_classes() -> None:
+    logits, target = sample()
+    assert dice_loss(logits, target).item() == pytest.approx(dice_by_hand(logits, target), rel=1e-5)
+
+
+def test_cross_entropy_is_the_mean_over_labelled_pixels() -> None:
+    logits, target = sample()
+    chosen = logits.double().log_softmax(1).gather(1, target.where(target != 255, 0).unsqueeze(1)).squeeze(1)
+    expected = -chosen[target != 255].mean()
+    assert SegmentationLoss(1.0, 0.0)(logits, target).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_parts_are_weighted() -> None:
+    logits, target = sample()
+    entropy, dice = SegmentationLoss(1, 0)(logits, target), SegmentationLoss(0, 1)(logits, target)
+    assert SegmentationLoss(2, 0.5)(logits, target).item() == pytest.approx((2 * entropy + 0.5 * dice).item())
+
+
+def test_ignored_pixels_have_no_gradient() -> None:
+    logits, target = sample()
+    logits.requires_grad_()
+    SegmentationLoss()(logits, target).backward()
+    hidden = (target == 255).unsqueeze(1).expand_as(logits)
+    assert not logits.grad[hidden].any()
+    assert logits.grad[~hidden].any()
+
+
+def test_an_all_ignored_batch_gives_zero_and_zero_gradients() -> None:
+    logits = torch.randn(1, 3, 4, 4, requires_grad=True)
+    loss = SegmentationLoss()(logits, torch.full((1, 4, 4), 255))
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()
+
+
+def test_dice_gradient_agrees_with_finite_differences() -> None:
+    logits, target = sample(3)
+    logits = (logits[:1, :, :2, :3]).clone().requires_grad_()
+    target = target[:1, 2:4, :3]
+    dice_loss(logits, target).backward()
+    for index in [(0, 0, 0, 0), (0, 1, 1, 2), (0, 2, 0, 1)]:
+        moved = logits.detach().clone()
+        moved[index] += 1e-2
+        back = logits.detach().clone()
+        back[index] -= 1e-2
+        slope = (dice_loss(moved, target) - dice_loss(back, target)) / 2e-2
+        assert logits.grad[index].item() == pytest.approx(slope.item(), abs=2e-4)
+
+
+def test_half_precision_logits_are_summed_in_fp32() -> None:
+    logits = torch.zeros(1, 2, 400, 400, dtype=torch.float16)
+    target = torch.zeros(1, 400, 400, dtype=torch.long)
+    assert torch.isfinite(SegmentationLoss()(logits, target))

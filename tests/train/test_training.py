@@ -1,0 +1,261 @@
+"""The loop on tiny generated data: what is written, exact resume, interruption, full disk, divergence, controls."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp4deploy.data import generate_shapes
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.models import checkpoint as checkpoint_module
+from fp4deploy.models import read_card
+from fp4deploy.qat import load_model
+from fp4deploy.runs import Run, create_run
+from fp4deploy.train import Config, load_config, train_models
+from fp4deploy.train.loop import MAX_SKIPPED_IN_A_ROW, Trainer
+from fp4deploy.train.schedule import learning_rate
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes") / "data"
+    generate_shapes(folder, train=8, val=4, size=32, seed=0)
+    return folder
+
+
+@pytest.fixture
+def config(data: Path) -> Config:
+    return load_config(None, [f"data.root={data}", *SMALL])
+
+
+SMALL = [
+    "model.scale=0.125",
+    "data.height=32",
+    "data.width=32",
+    "train.epochs=3",
+    "train.finetune_epochs=2",
+    "train.batch_size=4",
+]
+
+
+def lines(run: Run, model: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.model_dir(model) / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    a, b = load_file(first), load_file(second)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def timeless(run: Run, model: str) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in ("seconds", "images_per_s")} for line in lines(run, model)]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, model: str, step: int, error: BaseException) -> None:
+    """Raise `error` in the middle of the given step of `model`."""
+    original = Trainer._step
+
+    def interrupted(self: Trainer, *batch: torch.Tensor) -> float:
+        if self.plan.model == model and self.progress.step == step:
+            raise error
+        return original(self, *batch)
+
+    monkeypatch.setattr(Trainer, "_step", interrupted)
+
+
+@pytest.fixture(scope="module")
+def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = create_run(tmp_path_factory.mktemp("runs") / "straight")
+    train_models(load_config(None, [f"data.root={data}", *SMALL]), run, ("fp16", "nvfp4", "fp16_control"))
+    return run
+
+
+def test_a_run_leaves_the_files_of_the_contract(straight: Run) -> None:
+    assert straight.models() == ["fp16", "nvfp4", "fp16_control"]
+    for model in straight.models():
+        assert (straight.model_dir(model) / "state" / "last.safetensors").is_file()
+    assert load_config(straight.config_path).train.epochs == 3
+    assert [line["epoch"] for line in lines(straight, "fp16")] == [1, 2, 3]
+    assert lines(straight, "fp16")[0]["per_class"].keys() >= {"background", "circle"}
+    card = read_card(straight.checkpoint("nvfp4"))
+    assert (card.precision, card.recipe, card.background) == ("nvfp4", "nvfp4_qat", True)
+    for model in straight.models():
+        load_model(straight.checkpoint(model))
+
+
+def test_best_checkpoint_is_that_of_the_best_epoch(straight: Run) -> None:
+    from safetensors import safe_open
+
+    for model in straight.models():
+        with safe_open(straight.checkpoint(model), framework="pt") as file:
+            recorded = float(file.metadata()["fp4deploy.miou"])
+        assert recorded == max(line["miou"] for line in lines(straight, model))
+
+
+def test_control_trains_exactly_as_long_as_nvfp4(straight: Run) -> None:
+    control, nvfp4 = lines(straight, "fp16_control"), lines(straight, "nvfp4")
+    assert [(line["epoch"], line["step"], line["lr"]) for line in control] == [
+        (line["epoch"], line["step"], line["lr"]) for line in nvfp4
+    ]
+    assert control[-1]["loss"] != nvfp4[-1]["loss"]
+
+
+def test_same_seed_same_weights(config: Config, straight: Run, tmp_path: Path) -> None:
+    again = create_run(tmp_path / "again")
+    train_models(config, again, ("fp16",))
+    assert same_weights(straight.checkpoint("fp16"), again.checkpoint("fp16"))
+
+
+@pytest.mark.parametrize(("model", "step"), [("fp16", 1), ("fp16", 5), ("nvfp4", 0), ("nvfp4", 3)])
+def test_interrupted_and_resumed_equals_straight(
+    config: Config, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, step: int
+) -> None:
+    run = create_run(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stop_after(patch, model, step, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            train_models(config, run)
+    train_models(config, run, resume=True)
+    for name in ("fp16", "nvfp4"):
+        assert timeless(run, name) == timeless(straight, name)
+        assert same_weights(run.checkpoint(name), straight.checkpoint(name))
+        assert same_weights(
+            run.model_dir(name) / "state" / "last.safetensors", straight.model_dir(name) / "state" / "last.safetensors"
+        )
+
+
+def test_resuming_a_finished_run_trains_nothing(config: Config, straight: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = timeless(straight, "fp16")
+    stop_after(monkeypatch, "fp16", 0, AssertionError("trained again"))
+    result = train_models(config, straight, ("fp16",), resume=True)["fp16"]
+    assert timeless(straight, "fp16") == before
+    assert result.best_miou == max(line["miou"] for line in before)
+    assert result.epochs == 3
+
+
+def fail_from(monkeypatch: pytest.MonkeyPatch, write: int) -> None:
+    """The disk is full from the given tensor file on; half of that file is written first."""
+    original, count = checkpoint_module.save_file, [0]
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        count[0] += 1
+        if count[0] >= write:
+            Path(path).write_bytes(b"half a file")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
+
+
+@pytest.mark.parametrize("write", [1, 2, 3, 4])
+def test_a_full_disk_keeps_the_last_good_files(
+    config: Config, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: int
+) -> None:
+    run = create_run(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        fail_from(patch, write)
+        with pytest.raises(InputError, match="No space left"):
+            train_models(config, run, ("fp16",))
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert not [path for path in files if path.read_bytes() == b"half a file"]
+    if run.checkpoint("fp16").is_file():
+        load_model(run.checkpoint("fp16"))
+    train_models(config, run, ("fp16",), resume=True)
+    assert timeless(run, "fp16") == timeless(straight, "fp16")
+    assert same_weights(run.checkpoint("fp16"), straight.checkpoint("fp16"))
+
+
+def with_loss(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
+    """Multiply the loss by NaN in the steps that `bad` names."""
+    original = Trainer._step
+
+    def poisoned(self: Trainer, *batch: torch.Tensor) -> float:
+        loss, step = self.loss, self.progress.step
+        if bad(step):
+            self.loss = lambda logits, target: loss(logits, target) * float("nan")  # type: ignore[assignment]
+        try:
+            return original(self, *batch)
+        finally:
+            self.loss = loss
+
+    monkeypatch.setattr(Trainer, "_step", poisoned)
+
+
+def test_a_non_finite_step_is_skipped_and_counted(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_loss(monkeypatch, lambda step: step == 2)
+    run = create_run(tmp_path / "run")
+    train_models(config, run, ("fp16",))
+    assert [line["skipped_steps"] for line in lines(run, "fp16")] == [0, 1, 0]
+    assert all(value.isfinite().all() for value in load_file(run.checkpoint("fp16")).values())
+
+
+def test_a_diverged_training_ends_with_one_error(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_loss(monkeypatch, lambda step: step >= 2)
+    long = config.model_copy(update={"train": config.train.model_copy(update={"epochs": MAX_SKIPPED_IN_A_ROW})})
+    run = create_run(tmp_path / "run")
+    with pytest.raises(GateError, match=r"in a row in epoch .* lower --set train\.lr"):
+        train_models(long, run, ("fp16",))
+    load_model(run.checkpoint("fp16"))
+
+
+def test_from_scratch_uses_the_long_schedule(config: Config, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    result = train_models(config, run, ("nvfp4",), from_scratch=True)["nvfp4"]
+    assert result.epochs == config.train.epochs
+    assert load_config(run.config_path).train.from_scratch
+
+
+def test_fine_tuning_without_a_starting_point_names_the_ways_out(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--models fp16,nvfp4.*init_checkpoint.*--from-scratch"):
+        train_models(config, create_run(tmp_path / "run"), ("nvfp4",))
+
+
+def test_starting_from_a_checkpoint_of_another_scale_is_refused(config: Config, straight: Run, tmp_path: Path) -> None:
+    other = load_config(
+        None,
+        [f"data.root={config.data.root}", f"train.init_checkpoint={straight.checkpoint('fp16')}", "model.scale=0.25"],
+    )
+    with pytest.raises(InputError, match=r"scale 0\.125, and this run has scale 0\.25"):
+        train_models(other, create_run(tmp_path / "run"), ("nvfp4",))
+
+
+def test_a_resume_with_other_settings_is_refused(config: Config, straight: Run) -> None:
+    changed = config.model_copy(update={"seed": 5})
+    with pytest.raises(InputError, match="seed: 0 -> 5"):
+        train_models(changed, straight, resume=True)
+
+
+def test_a_damaged_state_is_one_clear_error(config: Config, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    train_models(config, run, ("fp16",))
+    (run.model_dir("fp16") / "state" / "last.safetensors").write_bytes(b"damaged")
+    with pytest.raises(InputError, match="cannot be resumed from"):
+        train_models(config, run, ("fp16",), resume=True)
+
+
+def test_unknown_model_and_missing_data(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Did you mean 'nvfp4'"):
+        train_models(config, Run(tmp_path), ("nvfp5",))
+    with pytest.raises(InputError, match="names no data"):
+        train_models(Config(), Run(tmp_path))
+
+
+def test_learning_rate_rises_then_falls_to_nothing() -> None:
+    rates = [learning_rate(step, 100, 1.0, 0.1) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == pytest.approx(1.0)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] < 1e-3
+    assert learning_rate(0, 1, 1.0, 0.0) == 1.0
