@@ -11,6 +11,7 @@ import typer
 from fp4deploy.errors import GateError
 
 from .console import done, note, print_json, shown
+from .settings import SHAPES
 
 app = typer.Typer(help="Generate a COCO-format dataset, or check one.", no_args_is_help=True)
 
@@ -18,10 +19,12 @@ app = typer.Typer(help="Generate a COCO-format dataset, or check one.", no_args_
 @app.command("shapes")
 def shapes(
     out: Annotated[Path, typer.Argument(help="Folder to create.")],
-    train: Annotated[int, typer.Option("--train", min=1, help="Training images.")] = 400,
-    val: Annotated[int, typer.Option("--val", min=1, help="Validation images.")] = 80,
-    size: Annotated[int, typer.Option("--size", min=32, help="Height and width in pixels.")] = 128,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed; the same one gives the same pixels.")] = 0,
+    train: Annotated[int, typer.Option("--train", min=1, help="Training images.")] = SHAPES["train"],
+    val: Annotated[int, typer.Option("--val", min=1, help="Validation images.")] = SHAPES["val"],
+    size: Annotated[int, typer.Option("--size", min=32, help="Height and width in pixels.")] = SHAPES["size"],
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed; the same one gives the same pixels.")] = SHAPES[
+        "seed"
+    ],
 ) -> None:
     """Write a COCO-format set of generated scenes: textures, occlusion, crowds, polygons and RLE."""
     from fp4deploy.data import generate_shapes

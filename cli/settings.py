@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ def settings(
     classes: str | None = None,
     recipe: str | None = None,
 ) -> Config:
-    """Read the configuration; flags are settings like any `--set`, and later ones win.
+    """Read the configuration; flags are settings like any `--set` (quoted, as values are YAML), and later ones win.
 
     Raises:
         InputError: listing every wrong setting at once.
@@ -65,12 +66,12 @@ def settings(
 
     flags = []
     if data is not None:
-        flags.append(f"data.root={data}")
+        flags.append(f"data.root={json.dumps(str(data))}")
     if classes is not None:
-        names = ", ".join(f'"{name.strip()}"' for name in classes.split(",") if name.strip())
-        flags.append(f"data.classes=[{names}]")
+        names = [name.strip() for name in classes.split(",") if name.strip()]
+        flags.append(f"data.classes={json.dumps(names)}")
     if recipe is not None:
-        flags.append(f"recipe={recipe}")
+        flags.append(f"recipe={json.dumps(recipe)}")
     return load_config(config, [*flags, *(sets or [])])
 
 
@@ -87,7 +88,7 @@ def start_run(config: Config, out: Path | None) -> tuple[Run, Config]:
     folder = run.path / "data"
     with tidy_on_failure(run):
         generate(folder)
-    return run, config.model_copy(update={"data": config.data.model_copy(update={"root": folder})})
+    return run, config.model_copy(update={"data": config.data.model_copy(update={"root": str(folder)})})
 
 
 def generate(folder: Path) -> None:

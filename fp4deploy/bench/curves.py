@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.runs import Run
+from fp4deploy.runs import Run, atomic_write
 
 COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd"}
 TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control"}
@@ -43,13 +43,14 @@ def draw_curves(histories: dict[str, list[dict[str, Any]]], fine_tuned: bool) ->
         return None
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-        offset = len(drawn.get("fp16", [])) if fine_tuned else 0
+        offset = max((entry["epoch"] for entry in drawn.get("fp16", [])), default=0) if fine_tuned else 0
         for model, entries in drawn.items():
-            start = 1 if model == "fp16" else 1 + offset
-            epochs = [start + number for number in range(len(entries))]
+            before = 0 if model == "fp16" else offset
             line = {"color": COLOURS[model], "label": TITLES[model], "linewidth": 2, "marker": "o", "markersize": 3}
-            axes[0].plot(epochs, [_number(entry, LOSS) for entry in entries], **line)
-            axes[1].plot(epochs, [100 * _number(entry, MIOU) for entry in entries], **line)
+            for axis, name, factor in ((axes[0], "loss", 1), (axes[1], "miou", 100)):
+                scored = [entry for entry in entries if entry.get(name) is not None]
+                epochs = [before + entry["epoch"] for entry in scored]
+                axis.plot(epochs, [factor * entry[name] for entry in scored], **line)
         axes[0].set(title="training loss", xlabel="epoch")
         axes[1].set(title="validation mIoU, points", xlabel="epoch")
         axes[1].legend(frameon=False, loc="lower right")
@@ -62,8 +63,6 @@ def draw_curves(histories: dict[str, list[dict[str, Any]]], fine_tuned: bool) ->
     return text[text.index("<svg") :]
 
 
-LOSS = ("train_loss", "loss")
-MIOU = ("val_miou", "miou")
 STYLE: Any = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -80,15 +79,8 @@ STYLE: Any = {
 }
 
 
-def _number(entry: dict[str, Any], names: tuple[str, ...]) -> float:
-    values = (entry.get(name) for name in names)
-    return next((float(value) for value in values if value is not None), float("nan"))
-
-
 def save_curves(run: Run, svg: str) -> Path:
     """Keep the picture beside the report as well, for slides."""
-    from fp4deploy.runs import atomic_write
-
     path = run.path / "plots" / "training.svg"
     with atomic_write(path) as temporary:
         temporary.write_text(svg)

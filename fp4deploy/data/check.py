@@ -8,7 +8,7 @@ a defect.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,7 +41,8 @@ def check_dataset(root: Path) -> list[Defect]:
             defects += _check_annotations(root, split, parsed[split], read_images=not masks)
         elif not masks:
             defects.append(Defect(f"annotations/instances_{split}2017.json", None, "missing-file", "does not exist."))
-    if len(parsed) == 2 and parsed["train"].categories != parsed["val"].categories:
+    categories = [file.categories for file in parsed.values() if file.categories]
+    if len(categories) == 2 and categories[0] != categories[1]:
         parsed["val"].report("different-categories", f"lists other categories than {parsed['train'].path.name}.")
         defects.append(parsed["val"].defects[-1])
     if masks:
@@ -150,11 +151,3 @@ def _check_masks(root: Path, split: str) -> Iterator[Defect]:
 
 def _relative(root: Path, path: Path) -> str:
     return path.relative_to(root).as_posix()
-
-
-def count_by_kind(defects: Iterable[Defect]) -> dict[str, int]:
-    """Number of defects of every kind, the most frequent first."""
-    counts: dict[str, int] = {}
-    for defect in defects:
-        counts[defect.kind] = counts.get(defect.kind, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,12 +1,15 @@
 """Drawing one generated scene: textured shapes before a textured background, and the pixels of each that show.
 
-What tells the classes apart is their outline alone: objects and backgrounds draw colours and textures from the same
-distributions, sizes and rotations overlap, and objects hide parts of each other. A model must therefore combine local
-edges with context, which is where coarse arithmetic would show first.
+As in photographs, a class has a usual colour without being defined by it: its hue scatters around one of six, one
+object in 32 and every greyscale scene has any colour at all, and backgrounds and crowds take theirs from the whole
+range. What is left is told by the outline, over textures shared by all, with sizes and rotations that overlap and
+objects that hide parts of each other. Minutes of training therefore find the objects, and the last points take edges
+combined with context, which is where coarse arithmetic would show first.
 """
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,9 +26,11 @@ Field = NDArray[np.float32]  # [size, size] in [0, 1]
 Bitmap = NDArray[np.bool_]
 
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
-_MIN_VISIBLE = 0.4  # an object is not placed where it would hide more of another one
-_MIN_CONTRAST = 0.25  # distance of mean colours, RGB in [0, 1], between neighbours
+_MIN_VISIBLE = 0.5  # an object is not placed where it would hide more of another one
+_MIN_CONTRAST = 0.35  # distance of mean colours, RGB in [0, 1], between neighbours
 _TRIES = 12
+_HUE_SPREAD = 0.025  # standard deviation; neighbouring classes are 1/6 apart
+_ANY_COLOUR = 1 / 32  # share of objects without their class's colour
 
 
 @dataclass
@@ -50,7 +55,7 @@ def draw_scene(random: Random, size: int) -> tuple[Pixels, list[Drawn]]:
     if random.random() > 1 / 16:
         if random.random() < 1 / 6:
             things.append(_draw_crowd(random, canvas))
-        for _ in range(int(random.integers(2, 7))):
+        for _ in range(int(random.integers(2, 6))):
             _place(random, canvas, things)
     return _photograph(random, canvas), things
 
@@ -60,7 +65,7 @@ def _place(random: Random, canvas: NDArray[np.float32], things: list[Drawn]) -> 
     size = canvas.shape[0]
     category = int(random.integers(len(SHAPES)))
     for _ in range(_TRIES):
-        radius = size * float(np.exp(random.uniform(np.log(0.09), np.log(0.26))))
+        radius = size * float(np.exp(random.uniform(np.log(0.13), np.log(0.3))))
         centre = random.uniform(0.6 * radius, size - 0.6 * radius, size=2)
         polygons, whole = _outline(random, category, centre, radius, size)
         hidden = [(thing, thing.visible & ~whole) for thing in things if not thing.crowd]
@@ -70,7 +75,7 @@ def _place(random: Random, canvas: NDArray[np.float32], things: list[Drawn]) -> 
         return
     for thing, left in hidden:
         thing.visible = left
-    _paint(random, canvas, whole)
+    _paint(random, canvas, whole, category=category)
     things.append(Drawn(category, polygons, whole, whole))
 
 
@@ -137,27 +142,37 @@ _POINTS: dict[str, Callable[[], Points]] = {
 }
 
 
-def _paint(random: Random, canvas: NDArray[np.float32], whole: Bitmap, colour: Points | None = None) -> None:
+def _paint(
+    random: Random,
+    canvas: NDArray[np.float32],
+    whole: Bitmap,
+    colour: Points | None = None,
+    category: int | None = None,
+) -> None:
     """Fill `whole` with a texture whose mean colour stands out from what is behind it, with softened edges."""
     if colour is None:
         behind = canvas[whole].mean(axis=0)
-        colour = next(
-            (c for c in (_colour(random) for _ in range(32)) if np.linalg.norm(c - behind) > _MIN_CONTRAST), 1 - behind
-        )
+        usual = category if random.random() > _ANY_COLOUR else None
+        tries = (_colour(random, usual) for _ in range(32))
+        colour = next((c for c in tries if np.linalg.norm(c - behind) > _MIN_CONTRAST), 1 - behind)
     soft = Image.fromarray(whole.astype(np.uint8) * 255).filter(ImageFilter.BoxBlur(0.5))
     alpha = np.asarray(soft, dtype=np.float32)[..., None] / 255
     canvas += alpha * (_texture(random, canvas.shape[0], colour) - canvas)
 
 
-def _colour(random: Random) -> Points:
-    return random.uniform(0.1, 0.9, size=3)
+def _colour(random: Random, category: int | None = None) -> Points:
+    """Any colour, or one of those usual for a class."""
+    if category is None:
+        return random.uniform(0.1, 0.9, size=3)
+    hue = (category / len(SHAPES) + random.normal(scale=_HUE_SPREAD)) % 1
+    return np.array(colorsys.hsv_to_rgb(hue, random.uniform(0.5, 0.95), random.uniform(0.5, 0.95)))
 
 
 def _texture(random: Random, size: int, colour: Points) -> NDArray[np.float32]:
     """Float [size, size, 3]: a pattern between two colours whose middle is `colour`."""
     kind = int(random.integers(len(_PATTERNS)))
     pattern = _PATTERNS[kind](random, size)[..., None]
-    swing = random.uniform(-0.25, 0.25, size=3)
+    swing = random.uniform(-0.2, 0.2) + random.uniform(-0.06, 0.06, size=3)
     textured = colour + (2 * pattern - 1) * swing
     return np.asarray(np.clip(textured, 0, 1), dtype=np.float32)
 
@@ -198,10 +213,10 @@ _PATTERNS: tuple[Callable[[Random, int], Field], ...] = (_flat, _noise, _noise, 
 
 
 def _photograph(random: Random, canvas: NDArray[np.float32]) -> Pixels:
-    """Uneven light and sensor noise, then 8 bits; one scene of twelve in greyscale (still three channels)."""
+    """Uneven light and sensor noise, then 8 bits; one scene of 32 in greyscale (still three channels)."""
     light = 1 + 0.25 * (_gradient(random, canvas.shape[0]) - 0.5)
     noisy = canvas * light[..., None] + random.normal(scale=0.02, size=canvas.shape)
-    if random.random() < 1 / 12:
+    if random.random() < 1 / 32:
         noisy = np.repeat(noisy.mean(axis=2, keepdims=True), 3, axis=2)
     pixels: Pixels = np.clip(np.rint(noisy * 255), 0, 255).astype(np.uint8)
     return pixels

@@ -1,8 +1,8 @@
 """The constants a quantised layer leaves in a file: codes, block scales and two global scales.
 
 The global scale is s = fp32(A / 2688), with A the amax (the weight's own, the input's static one) and 2688 = 6 * 448
-the largest E2M1 times the largest E4M3 value. It stays FP32: in FP16 it would be subnormal. Whoever reads the file takes
-A = fp32(s * 2688); `deployed_amax` says which A that is, at most one ulp away and giving the same s again.
+the largest E2M1 times the largest E4M3 value. It stays FP32: in FP16 it would be subnormal. Whoever reads the file
+takes A = fp32(s * 2688); `deployed_amax` says which A that is: at most one ulp away, and giving the same s again.
 """
 
 from __future__ import annotations

@@ -7,13 +7,16 @@ ONNX Runtime has no FP4 kernels, so the twin spells the same numbers in standard
   constants when it loads the file and then packs the weights, whereas it keeps DequantizeLinear and would decode every
   weight again for each image.
 * activations: see `portable_quantize`.
-* GroupNormalization, which ONNX Runtime expands to a dozen operators, becomes InstanceNormalization over the groups
-  (2.5 times faster).
+* GroupNormalization is spelled with its sums in two stages, along the rows of the image and then over them. ONNX
+  Runtime's own expansion, and its InstanceNormalization, add up to a million numbers in one go and are off by 2e-4;
+  this is off by 3e-6. It matters: each error moves some activations over a rounding boundary of E2M1, and the twin
+  then drifts from torch by whole steps.
 * everything FP16 becomes FP32, and the casts to FP16 vanish.
 """
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import numpy as np
@@ -70,7 +73,7 @@ class DecodeWeights(ir.passes.InPlacePass):
 
 
 class SpellGroupNorms(ir.passes.InPlacePass):
-    """GroupNormalization of opset 21+ -> InstanceNormalization over the groups, then scale and bias a channel."""
+    """GroupNormalization of opset 21+ -> mean, variance, scale and bias in standard operators."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if node.op_type == "GroupNormalization" and _known_shape(node)]
@@ -156,19 +159,35 @@ def _spell_group_norm(graph: ir.Graph, node: ir.Node) -> Speller:
     assert x.shape is not None
     assert weight is not None
     assert bias is not None
-    groups, epsilon = node.attributes["num_groups"].as_int(), 1e-5
-    if "epsilon" in node.attributes:
-        epsilon = node.attributes["epsilon"].as_float()
+    channels, *spatial = (int(cast(int, size)) for size in tuple(x.shape)[1:])
+    groups = node.attributes["num_groups"].as_int()
+    epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    rows, columns = channels // groups * math.prod(spatial[:-1]), spatial[-1]
     speller = Speller(graph, node.name or str(node.outputs[0].name))
-    column = speller.own("column", np.array([-1] + [1] * (len(x.shape) - 2), np.int64))
-    flat = speller.add("Reshape", "groups", x, speller.own("groups_shape", np.array([0, groups, -1], np.int64)))
-    ones, zeros = (speller.own(role, np.full(groups, fill, np.float32)) for role, fill in (("ones", 1), ("zeros", 0)))
-    normal = speller.add("InstanceNormalization", "normal", flat, ones, zeros, epsilon=epsilon)
-    target = np.array([0, *tuple(x.shape)[1:]], np.int64)
-    image = speller.add("Reshape", "image", normal, speller.own("image_shape", target))
-    scaled = speller.add("Mul", "scaled", image, speller.add("Reshape", "weight_column", weight, column))
+    column = speller.own("column", np.array([-1] + [1] * len(spatial), np.int64))
+    split = speller.own("groups_shape", np.array([0, groups, rows, columns], np.int64))
+    centred, deviation = _spell_moments(speller, speller.add("Reshape", "groups", x, split), columns, epsilon)
+    weights = speller.own("weight_shape", np.array([groups, channels // groups, 1], np.int64))
+    slopes = speller.add("Div", "slopes", speller.add("Reshape", "group_weight", weight, weights), deviation)
+    slope = speller.add(
+        "Reshape", "slope", slopes, speller.own("slope_shape", np.array([0, channels, *[1] * len(spatial)]))
+    )
+    image = speller.add("Reshape", "image", centred, speller.own("image_shape", np.array([0, channels, *spatial])))
+    scaled = speller.add("Mul", "scaled", image, slope)
     speller.add("Add", "normalized", scaled, speller.add("Reshape", "bias_column", bias, column))
     return speller
+
+
+def _spell_moments(speller: Speller, x: ir.Value, columns: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
+    """(x - mean, standard deviation) of x [N, G, rows, columns] a group; sums in two stages."""
+    last, rows = speller.own("last_axis", np.array([3])), speller.own("rows_axis", np.array([2]))
+    row_means = speller.add("ReduceMean", "row_means", x, last, keepdims=1)
+    centred = speller.add("Sub", "centred", x, speller.add("ReduceMean", "mean", row_means, rows, keepdims=1))
+    row_squares = speller.add("ReduceSumSquare", "row_squares", centred, last, keepdims=1)
+    squares = speller.add("ReduceMean", "squares", row_squares, rows, keepdims=1)
+    variance = speller.add("Div", "variance", squares, speller.own("columns", np.float32(columns)))
+    shifted = speller.add("Add", "variance_epsilon", variance, speller.own("epsilon", np.float32(epsilon)))
+    return centred, speller.add("Sqrt", "deviation", shifted)
 
 
 def _widen(value: ir.Value) -> None:

@@ -6,7 +6,9 @@ every pixel is compared. At most 0.1 % of the pixels may differ.
 Why not zero: torch and ONNX Runtime add a convolution's terms in different orders, so their results differ in the last
 bits, and now and then one of them lies on the other side of a rounding boundary of E2M1. That element then differs by a
 whole step, which is enough to move its neighbours in the next layer over their boundaries. In a trained network this
-shows in the logits (their largest difference is of the size of one quantisation step) and hardly ever in the classes.
+shows in the logits (their largest difference is of the size of a quantisation step) and hardly ever in the classes:
+measured on a UNet trained on generated shapes at 96 x 96, 0.005 % of the pixels, as many as when torch itself sees its
+input one ulp off, and fewer than between torch's own NCHW and channels_last kernels (0.03 %). FP16 models agree fully.
 """
 
 from __future__ import annotations

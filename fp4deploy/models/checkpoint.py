@@ -34,8 +34,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
     """
     host = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic_write(path) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         try:
             save_file(host, temporary, metadata=metadata)
+            temporary.chmod(mode)  # safetensors makes its files private, whatever the umask
         except SafetensorError as error:
             raise OSError(str(error)) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -23,7 +23,7 @@ from fp4deploy.runs import atomic_write
 class Section(BaseModel):
     """A group of settings; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -40,28 +40,32 @@ class ModelSection(Section):
 class DataSection(Section):
     """root: dataset folder; classes: the classes to learn (None: all); height, width: model input in pixels.
 
-    workers: loader processes; cache_gib: a set that needs no more memory than this when decoded is decoded once.
+    workers: loader processes (None: 0 on a CPU, up to 12 beside a GPU); cache_gib: a set that needs no more memory than
+    this when decoded is decoded once.
     """
 
     root: str | None = None
     classes: list[str] | None = None
     height: int = Field(96, gt=0, multiple_of=STRIDE)
     width: int = Field(96, gt=0, multiple_of=STRIDE)
-    workers: int = Field(0, ge=0)
+    workers: int | None = Field(None, ge=0)
     cache_gib: float = Field(1.0, ge=0)
 
 
 class TrainSection(Section):
     """How long and how fast; the fine-tuning values serve nvfp4 and fp16_control.
 
-    warmup: share of the steps with a rising learning rate; clip: largest gradient norm; dice, cross_entropy: weights
-    of the two losses; zoom: range of the random scale; jitter: strength of the colour augmentation; calibration:
-    batches that set the first activation scales; evaluate_every: epochs between validations.
+    accumulate: batches a step; warmup: share of the steps with a rising learning rate; clip: largest gradient norm;
+    dice, cross_entropy: weights of the two losses; class_weights: class name -> weight, others weigh 1; zoom: range of
+    the random scale; jitter: strength of the colour augmentation; calibration: batches that set the first activation
+    scales; evaluate_every: epochs between validations; save_minutes: longest time between two resume states, which
+    matters where an epoch takes longer.
     """
 
     epochs: int = Field(12, ge=1)
     finetune_epochs: int = Field(4, ge=1)
     batch_size: int = Field(16, ge=1)
+    accumulate: int = Field(1, ge=1)
     lr: float = Field(3e-3, gt=0)
     finetune_lr: float = Field(5e-4, gt=0)
     weight_decay: float = Field(1e-4, ge=0)
@@ -69,10 +73,12 @@ class TrainSection(Section):
     clip: float = Field(1.0, gt=0)
     dice: float = Field(1.0, ge=0)
     cross_entropy: float = Field(1.0, ge=0)
+    class_weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
     zoom: tuple[float, float] = (0.75, 1.75)
     jitter: float = Field(0.3, ge=0, lt=1)
     calibration: int = Field(4, ge=1)
     evaluate_every: int = Field(1, ge=1)
+    save_minutes: float = Field(10.0, gt=0)
     channels_last: bool = False
     compile: bool = False
     from_scratch: bool = False
@@ -108,17 +114,12 @@ def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
         InputError: the file is missing or not YAML, or listing every unknown or invalid setting.
     """
     tree = _read(Path(file)) if file is not None else {}
-    for setting in sets:
-        _apply(tree, setting)
-    return _validate(tree, str(file) if file is not None else "The configuration")
+    return _validate(tree, sets, str(file) if file is not None else "The configuration")
 
 
 def with_settings(config: Config, sets: Sequence[str]) -> Config:
     """A copy of `config` with settings applied."""
-    tree = config.model_dump(mode="json")
-    for setting in sets:
-        _apply(tree, setting)
-    return _validate(tree, "The configuration")
+    return _validate(config.model_dump(mode="json"), sets, "The configuration")
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -129,10 +130,13 @@ def save_config(config: Config, path: Path) -> None:
 
 def changed_settings(old: Config, new: Config) -> list[str]:
     """Settings that differ and would change what a resumed training computes, as "key: old -> new"."""
-    harmless = {"data.workers", "data.cache_gib", "data.root"}
+    harmless = {"data.workers", "data.cache_gib", "data.root", "train.save_minutes"}
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    keys = list(dict.fromkeys([*before, *after]))  # the names in class_weights may differ
     return [
-        f"{key}: {before[key]} -> {after[key]}" for key in before if before[key] != after[key] and key not in harmless
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in keys
+        if before.get(key) != after.get(key) and key not in harmless
     ]
 
 
@@ -153,18 +157,22 @@ def _read(file: Path) -> dict[str, Any]:
         raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise InputError(f"{file} holds no settings: it must be a mapping such as 'train: {{epochs: 20}}'.")
-    return tree
+    sections = {name for name, field in Config.model_fields.items() if isinstance(field.default, Section)}
+    return {key: {} if value is None and key in sections else value for key, value in tree.items()}
 
 
 def _apply(tree: dict[str, Any], setting: str) -> None:
+    """Put one setting into the tree; raises ValueError where it has no place there."""
     key, equals, text = setting.partition("=")
     if not equals or not key:
-        raise InputError(f"--set takes section.key=value, such as train.epochs=20, not '{setting}'.")
+        raise ValueError(f"--set takes section.key=value, such as train.epochs=20, not '{setting}'")
     *sections, last = key.strip().split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
-            raise InputError(f"'{section}' in --set {setting} is not a section.")
+            raise ValueError(f"'{section}' in --set {setting} is not a section")
     try:
         tree[last] = yaml.safe_load(text) if text else None
     except yaml.YAMLError:
@@ -181,25 +189,39 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _validate(tree: dict[str, Any], source: str) -> Config:
+def _validate(tree: dict[str, Any], sets: Sequence[str], source: str) -> Config:
+    problems = []
+    for setting in sets:
+        try:
+            _apply(tree, setting)
+        except ValueError as error:
+            problems.append(str(error))
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        problems = "; ".join(_problem(entry) for entry in error.errors())
-        raise InputError(f"{source} is not valid: {problems}.") from error
+        problems += [_problem(entry) for entry in error.errors()]
+    if problems:
+        raise InputError(f"{source} is not valid: {'; '.join(problems)}.")
+    return config
 
 
 def _problem(entry: Any) -> str:
     path = [str(part) for part in entry["loc"]]
     key = ".".join(path)
     if entry["type"] == "extra_forbidden":
-        valid = list(_flat(Config().model_dump(mode="json")))
+        valid = _settings()
         near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
         if near:
             return f"unknown setting {key}, did you mean {near[0]}?"
         return f"unknown setting {key}, valid are {', '.join(valid)}"
+    if entry["type"] == "model_type":
+        return f"{key} is a section; set one of {', '.join(name for name in _settings() if name.startswith(key))}"
     message = entry["msg"].removeprefix("Value error, ").rstrip(".")
     return f"{key} = {entry['input']}: {message[0].lower() + message[1:]}"
+
+
+def _settings() -> list[str]:
+    return list(_flat(Config().model_dump(mode="json")))
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,13 +4,14 @@ On a GPU: FP16 autocast with a loss scaler over FP32 master weights. On a CPU: F
 slow there; the weights that ship are rounded to FP16 in either case. A step whose gradients are not finite is skipped
 and counted; a long row of them ends the training with an error instead of a ruined checkpoint.
 
-After every epoch, in this order: the best checkpoint, one line of metrics, the state. An interruption anywhere repeats
-at most the running epoch, and the repetition computes the same numbers.
+After every epoch, in this order: the best checkpoint, one line of metrics, the state. Ctrl-C ends the running step and
+saves the state inside the epoch; a crash or a full disk leaves the state saved before. Either way the steps that are
+repeated compute the same numbers.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from torch import nn
 
 from fp4deploy.data import EpochLoader
@@ -26,12 +27,16 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.train.config import TrainSection
+from fp4deploy.train.interrupt import Interrupt, Pause
+from fp4deploy.train.journal import append_line, keep_epochs
 from fp4deploy.train.losses import SegmentationLoss
 from fp4deploy.train.progress import Display
 from fp4deploy.train.schedule import learning_rate, make_optimizer, set_learning_rate
 from fp4deploy.train.state import Progress, load_state, save_state
+from fp4deploy.train.tally import Counts, Tally
 
 MAX_SKIPPED_IN_A_ROW = 30
+STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
 
 
 @dataclass(frozen=True)
@@ -85,28 +90,43 @@ class Trainer:
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
         if settings.compile:
             self.model = torch.compile(self.model)
-        self.loss = SegmentationLoss(settings.cross_entropy, settings.dice)
+        self.loss = SegmentationLoss(settings.cross_entropy, settings.dice, _class_weights(settings, card))
         self.progress = Progress()
-        self.skipped_in_a_row = 0
+        self.tally = Tally(self.device, Counts())
+        self.interrupt = Interrupt()
+        self.saved_at = time.monotonic()
 
     @property
     def steps(self) -> int:
         """Optimiser steps of the whole training."""
-        return self.plan.epochs * len(self.train_batches)
+        return self.plan.epochs * math.ceil(len(self.train_batches) / self.settings.accumulate)
 
     def run(self, resume: bool) -> Progress:
         """Train to the last epoch; with `resume`, on from the saved state where there is one.
 
         Raises:
             InputError: the state cannot be read, or a file cannot be written.
-            GateError: the loss stayed non-finite.
+            GateError: the gradients stayed non-finite.
+            KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
         if resume and self.plan.state_path.is_file():
-            self.progress = load_state(self.plan.state_path, self.bare, self.optimizer, self.accelerator.scaler)
-        _keep_epochs(self.plan.metrics_path, self.progress.epoch)
-        with Display(self.plan.model, self.plan.epochs, self.steps, self.progress.step) as display:
-            while self.progress.epoch < self.plan.epochs:
-                self._epoch(display)
+            self._load()
+        if self.accelerator.is_main_process:
+            _remove_leftovers(self.plan.folder)
+            keep_epochs(self.plan.metrics_path, self.progress.epoch)
+        plan, start = self.plan, self.progress
+        quiet = not self.accelerator.is_main_process
+        with (
+            self.interrupt,
+            Display(plan.model, plan.epochs, self.steps, start.step, start.epoch + 1, quiet) as display,
+        ):
+            try:
+                while self.progress.epoch < plan.epochs:
+                    self._epoch(display)
+            except Pause:
+                self._save_state()
+                raise KeyboardInterrupt from None
+        self.accelerator.wait_for_everyone()  # the next model starts from this one's checkpoint
         self.accelerator.free_memory()
         return self.progress
 
@@ -117,6 +137,7 @@ class Trainer:
         self.model.eval()
         with torch.inference_mode(), self.accelerator.autocast():
             for images, masks in self._on_device(self.val_batches):
+                self._pause_if_asked()
                 prediction = self.model(images).argmax(dim=1)
                 prediction, masks = self.accelerator.gather_for_metrics((prediction, masks))
                 score.update(prediction, masks)
@@ -124,103 +145,151 @@ class Trainer:
         return score.compute()
 
     def _epoch(self, display: Display) -> None:
+        progress = self.progress
+        images_seen, seconds = self._train_rest(display)
         start = time.perf_counter()
-        epoch, skipped = self.progress.epoch, self.progress.skipped
-        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        self.model.train()
-        total, images_seen = 0.0, 0
-        for images, masks in self._on_device(self.train_batches):
-            loss = self._step(images, masks)
-            total += loss
-            images_seen += len(images) * self.accelerator.num_processes
-            display.step(loss)
-        trained = time.perf_counter() - start
-        last = epoch + 1 == self.plan.epochs
-        scores = self.evaluate() if last or (epoch + 1) % self.settings.evaluate_every == 0 else None
-        self.progress.epoch += 1
-        self.progress.seconds += time.perf_counter() - start
-        line = {
-            "epoch": self.progress.epoch,
-            "step": self.progress.step,
-            "loss": total / len(self.train_batches),
-            "lr": self.optimizer.param_groups[0]["lr"],
+        last = progress.epoch + 1 == self.plan.epochs
+        scores = self.evaluate() if last or (progress.epoch + 1) % self.settings.evaluate_every == 0 else None
+        progress.epoch_seconds += time.perf_counter() - start
+        counts = self.tally.read()
+        line: dict[str, Any] = {
+            "epoch": progress.epoch + 1,
+            "step": progress.step,
+            "loss": counts.mean_loss,
+            "lr": self._learning_rate(progress.step - 1),
             "miou": scores.miou if scores else None,
             "per_class": scores.per_class if scores else None,
-            "seconds": round(time.perf_counter() - start, 3),
-            "images_per_s": round(images_seen / trained, 1),
+            "seconds": round(progress.epoch_seconds, 3),
+            "images_per_s": round(images_seen / seconds, 1) if images_seen else None,
             "arithmetic": "fp16 autocast" if self.accelerator.mixed_precision == "fp16" else "fp32",
-            "skipped_steps": self.progress.skipped - skipped,
+            "skipped_steps": counts.skipped,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
         }
-        if self.accelerator.is_main_process:
-            self._save(scores, line)
-        display.epoch(self.progress.epoch, line["loss"], line["miou"], line["seconds"])
+        progress.epoch += 1
+        progress.seconds += progress.epoch_seconds
+        progress.skipped += counts.skipped
+        progress.batch, progress.epoch_seconds = 0, 0.0
+        self.tally = Tally(self.device, Counts(row=counts.row))
+        self._save_epoch(scores, line)
+        display.epoch(progress.epoch, counts.mean_loss, line["miou"], line["seconds"])
 
-    def _step(self, images: torch.Tensor, masks: torch.Tensor) -> float:
-        lr = learning_rate(self.progress.step, self.steps, self.plan.lr, self.settings.warmup)
-        set_learning_rate(self.optimizer, lr)
+    def _train_rest(self, display: Display) -> tuple[int, float]:
+        """Train on the rest of the epoch; returns the images seen and the seconds they took."""
+        progress, total = self.progress, len(self.train_batches)
+        progress.batches = total
+        self.sampler.set_epoch(progress.epoch)  # type: ignore[attr-defined]
+        batches = skip_first_batches(self.train_batches, progress.batch) if progress.batch else self.train_batches
+        self.model.train()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start, images_seen, elapsed = time.perf_counter(), 0, progress.epoch_seconds
+        self._pause_if_asked()
+        for images, masks in self._on_device(batches if progress.batch < total else ()):
+            self._step(images, masks)
+            images_seen += len(images) * self.accelerator.num_processes
+            progress.epoch_seconds = elapsed + time.perf_counter() - start
+            if progress.batch % self.settings.accumulate == 0 or progress.batch == total:
+                self._between_steps(display)
+        self.tally.read()  # waits for the device, so that the time is right
+        progress.epoch_seconds = elapsed + time.perf_counter() - start
+        return images_seen, time.perf_counter() - start
+
+    def _step(self, images: torch.Tensor, masks: torch.Tensor) -> None:
+        """Forward and backward of one batch; the optimiser's step where it is the last of its group."""
+        progress, accumulate = self.progress, self.settings.accumulate
+        first = progress.batch - progress.batch % accumulate
+        group = min(accumulate, progress.batches - first)
+        last = progress.batch + 1 == first + group
         with self.accelerator.autocast():
             logits = self.model(images)
         loss = self.loss(logits, masks)
-        self.accelerator.backward(loss)
+        self.tally.add_loss(loss.detach())
+        if last:
+            self.accelerator.backward(loss / group)
+            self._update()
+        else:
+            with self.accelerator.no_sync(self.model):
+                self.accelerator.backward(loss / group)
+        progress.batch += 1
+
+    def _update(self) -> None:
+        set_learning_rate(self.optimizer, self._learning_rate(self.progress.step))
         norm = self.accelerator.clip_grad_norm_(self.bare.parameters(), self.settings.clip)
-        if self.accelerator.scaler is not None or torch.isfinite(norm):
+        self.tally.add_step(norm)
+        if self.accelerator.scaler is not None or torch.isfinite(norm):  # the scaler skips by itself
             self.stepper.step()
         self.stepper.zero_grad(set_to_none=True)
         self.progress.step += 1
-        return self._counted(loss.item())
 
-    def _counted(self, loss: float) -> float:
-        """Count a non-finite loss; it adds nothing to the epoch's mean."""
-        if loss == loss and abs(loss) != float("inf"):
-            self.skipped_in_a_row = 0
-            return loss
-        self.progress.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise GateError(
-                f"{self.plan.model}: the loss was NaN or Inf in {self.skipped_in_a_row} steps in a row in epoch "
-                f"{self.progress.epoch + 1}. The best checkpoint so far is kept; "
-                "start again with a lower --set train.lr=..."
-            )
-        return 0.0
+    def _learning_rate(self, step: int) -> float:
+        return learning_rate(step, self.steps, self.plan.lr, self.settings.warmup)
+
+    def _between_steps(self, display: Display) -> None:
+        progress = self.progress
+        if self.device.type == "cpu" or progress.step % STEPS_BETWEEN_READS == 0:
+            counts = self.tally.read()
+            display.step(progress.step, counts.mean_loss)
+            if counts.row >= MAX_SKIPPED_IN_A_ROW:
+                raise GateError(
+                    f"{self.plan.model}: the gradients were NaN or Inf in {counts.row} steps in a row in epoch "
+                    f"{progress.epoch + 1}. The best checkpoint so far is kept; "
+                    "start again with a lower --set train.lr=..."
+                )
+        self._pause_if_asked()
+        if time.monotonic() - self.saved_at > 60 * self.settings.save_minutes:
+            self._save_state()
+
+    def _pause_if_asked(self) -> None:
+        if self.interrupt.requested:
+            raise Pause
 
     def _on_device(self, batches: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, masks in batches:
-            yield (
-                images.to(self.device, memory_format=self.layout, non_blocking=True),
-                masks.to(self.device, non_blocking=True),
+        try:
+            for images, masks in batches:
+                yield (
+                    images.to(self.device, memory_format=self.layout, non_blocking=True),
+                    masks.to(self.device, non_blocking=True),
+                )
+        except RuntimeError:
+            self._pause_if_asked()  # Ctrl-C reaches the loader's workers too, and they end at once
+            raise
+
+    def _load(self) -> None:
+        path = self.plan.state_path
+        self.progress = load_state(path, self.bare, self.optimizer, self.accelerator.scaler)
+        self.tally = Tally(self.device, Counts(**self.progress.counts))
+        epoch = self.progress.batches
+        if epoch and epoch != len(self.train_batches):
+            raise InputError(
+                f"{path} was trained on {epoch} batches an epoch, and there are {len(self.train_batches)} now: the "
+                "data, the batch size or the number of processes changed. Give the original ones, or start a new run."
             )
 
-    def _save(self, scores: Scores | None, line: dict[str, Any]) -> None:
-        if scores is not None and (scores.miou > self.progress.best_miou or not self.plan.checkpoint.is_file()):
-            self.progress.best_miou, self.progress.per_class = scores.miou, scores.per_class
-            extra = {"fp4deploy.epoch": str(self.progress.epoch), "fp4deploy.miou": repr(scores.miou)}
-            save_checkpoint(self.plan.checkpoint, self.bare, self.card, extra)
-        _append(self.plan.metrics_path, line)
-        save_state(
-            self.plan.state_path, self.bare, self.optimizer, self.accelerator.scaler, Progress(**asdict(self.progress))
-        )
+    def _save_epoch(self, scores: Scores | None, line: dict[str, Any]) -> None:
+        progress, main = self.progress, self.accelerator.is_main_process
+        if scores is not None and (scores.miou > progress.best_miou or progress.best_miou < 0):
+            progress.best_miou, progress.per_class = scores.miou, scores.per_class
+            extra = {"fp4deploy.epoch": str(progress.epoch), "fp4deploy.miou": repr(scores.miou)}
+            if main:
+                save_checkpoint(self.plan.checkpoint, self.bare, self.card, extra)
+        if main:
+            append_line(self.plan.metrics_path, line)
+        self._save_state()
+
+    def _save_state(self) -> None:
+        self.progress.counts = asdict(self.tally.read())
+        if self.accelerator.is_main_process:
+            save_state(self.plan.state_path, self.bare, self.optimizer, self.accelerator.scaler, self.progress)
+        self.saved_at = time.monotonic()
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    except OSError as error:
-        raise InputError(f"{path} could not be written: {error.strerror}. Free some space and use --resume.") from error
+def _class_weights(settings: TrainSection, card: ModelCard) -> torch.Tensor | None:
+    if not settings.class_weights:
+        return None
+    return torch.tensor([settings.class_weights.get(name, 1.0) for name in card.class_names])
 
 
-def _keep_epochs(path: Path, last: int) -> None:
-    """Drop the lines of epochs that will be trained again, and a line that an interruption cut short."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line).get("epoch", 0) <= last:
-                kept.append(line)
-        except ValueError:
-            continue
-    path.write_text("".join(line + "\n" for line in kept))
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process was writing."""
+    for path in folder.rglob(".*.partial"):
+        path.unlink(missing_ok=True)

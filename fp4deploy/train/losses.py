@@ -1,11 +1,14 @@
 """Cross-entropy plus Dice, both ignoring pixels labelled 255, both computed in FP32 whatever the logits' dtype.
 
 Cross-entropy drives every pixel but is content with the frequent classes; Dice, one minus the overlap of a class with
-its prediction, weighs a small class like a large one. With p the softmax and y the one-hot truth over labelled pixels:
+its prediction, weighs a small class like a large one. With p the softmax, y the one-hot truth and w the weight of a
+class (1 by default), over labelled pixels and over the classes c present in the batch:
 
-    dice = 1 - mean over classes c present in the batch of  (2 sum p_c y_c + s) / (sum p_c + sum y_c + s),   s = 1
+    cross-entropy = sum_i w[y_i] * -log p_i[y_i]  /  sum_i w[y_i]
+    dice          = 1 - sum_c w_c (2 sum p_c y_c + s) / (sum p_c + sum y_c + s)  /  sum_c w_c,      s = 1
 
-Source: Milletari, Navab, Ahmadi, "V-Net", 2016, for the Dice loss.
+Absent classes are left out of Dice (their overlap would be s over their false positives, whatever the model does);
+cross-entropy still punishes those. Source: Milletari, Navab, Ahmadi, "V-Net", 2016, for the Dice loss.
 """
 
 from __future__ import annotations
@@ -16,37 +19,73 @@ import torch.nn.functional as F
 from fp4deploy.metrics import IGNORE
 
 SMOOTH = 1.0
+TINY = 1e-12
 
 
-def dice_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def dice_loss(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None = None) -> torch.Tensor:
     """Soft multi-class Dice loss.
 
     Args:
         logits: [N, C, H, W], any float dtype.
         target: int64 [N, H, W], class ids or 255.
+        class_weights: float [C], or None for equal weights.
 
     Returns:
-        float32 scalar in [0, 1]; 0, with zero gradients, where no pixel is labelled.
+        scalar in [0, 1], float32 (float64 for float64 logits); 0, with zero gradients, where no pixel is labelled.
     """
-    labelled = (target != IGNORE).unsqueeze(1)
-    probability = logits.float().softmax(dim=1) * labelled
-    truth = F.one_hot(target.where(target != IGNORE, 0), logits.shape[1]).movedim(-1, 1) * labelled
-    axes = (0, 2, 3)
-    size = truth.sum(axes).float()
-    overlap = (probability * truth).sum(axes)
-    dice = (2 * overlap + SMOOTH) / (probability.sum(axes) + size + SMOOTH)
-    present = size > 0
-    return ((1 - dice) * present).sum() / present.sum().clamp(min=1)
+    return _dice(_log_probability(logits), target, class_weights)
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean cross-entropy of the labelled pixels; arguments and result as of `dice_loss`, without its upper bound."""
+    return _cross_entropy(_log_probability(logits), target, class_weights)
 
 
 class SegmentationLoss:
     """`cross_entropy` * CE + `dice` * Dice, a float32 scalar."""
 
-    def __init__(self, cross_entropy: float = 1.0, dice: float = 1.0) -> None:
-        self.cross_entropy, self.dice = cross_entropy, dice
+    def __init__(
+        self, cross_entropy: float = 1.0, dice: float = 1.0, class_weights: torch.Tensor | None = None
+    ) -> None:
+        self.cross_entropy, self.dice, self.class_weights = cross_entropy, dice, class_weights
 
     def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Loss of logits [N, C, H, W] against int64 targets [N, H, W]; 0 where no pixel is labelled."""
-        labelled = (target != IGNORE).sum().clamp(min=1)
-        entropy = F.cross_entropy(logits.float(), target, ignore_index=IGNORE, reduction="sum") / labelled
-        return self.cross_entropy * entropy + self.dice * dice_loss(logits, target)
+        weights = self.class_weights.to(logits.device) if self.class_weights is not None else None
+        log_probability = _log_probability(logits)
+        entropy = _cross_entropy(log_probability, target, weights)
+        return self.cross_entropy * entropy + self.dice * _dice(log_probability, target, weights)
+
+
+def _log_probability(logits: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(logits.device.type, enabled=False):
+        return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=1)
+
+
+def _cross_entropy(
+    log_probability: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None
+) -> torch.Tensor:
+    labelled = target != IGNORE
+    if class_weights is None:
+        mass = labelled.sum()
+    else:
+        class_weights = class_weights.to(log_probability.dtype)
+        mass = (class_weights[target.where(labelled, 0)] * labelled).sum()
+    total = F.nll_loss(log_probability, target, weight=class_weights, ignore_index=IGNORE, reduction="sum")
+    return total / mass.clamp(min=TINY if class_weights is not None else 1)
+
+
+def _dice(log_probability: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None) -> torch.Tensor:
+    classes = torch.arange(log_probability.shape[1], device=target.device).view(1, -1, 1, 1)
+    truth = target.unsqueeze(1) == classes  # bool [N, C, H, W]; 255 is no class
+    probability = log_probability.exp() * (target != IGNORE).unsqueeze(1)
+    axes = (0, 2, 3)
+    size = truth.sum(axes)
+    overlap = (probability * truth).sum(axes)
+    dice = (2 * overlap + SMOOTH) / (probability.sum(axes) + size + SMOOTH)
+    weight = (size > 0).to(dice.dtype)
+    if class_weights is not None:
+        weight = weight * class_weights.to(dice.dtype)
+    return ((1 - dice) * weight).sum() / weight.sum().clamp(min=TINY)

@@ -14,11 +14,15 @@ Fine-tuning alone improves a model, so that comparing NVFP4 with the checkpoint 
 from __future__ import annotations
 
 import itertools
+import os
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from torch import nn
 
 from fp4deploy.data import (
@@ -39,6 +43,9 @@ from fp4deploy.qat import calibrate, prepare
 from fp4deploy.runs import MODELS, Run
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.loop import Plan, Trainer
+from fp4deploy.train.state import read_progress
+
+MOST_WORKERS = 12
 
 
 @dataclass(frozen=True)
@@ -61,25 +68,37 @@ def train_models(
 ) -> dict[str, TrainResult]:
     """Train `models` one after the other into `run`.
 
-    Ctrl-C leaves the state of the last whole epoch; calling again with `resume` gives, on the same machine, bit for bit
-    what an uninterrupted training would have given.
+    Ctrl-C ends after the running step; calling again with `resume` gives, on the same machine, bit for bit what an
+    uninterrupted training would have given. Finished models are left as they are, and their results returned.
 
     Raises:
-        InputError: unknown model, no data, a configuration that changed since the run began, an unwritable disk.
+        InputError: unknown model or class, no data, a model that is trained already, a configuration that changed since
+            the run began, an unwritable disk.
         GateError: the training diverged.
+        KeyboardInterrupt: after Ctrl-C, with the state saved and the command that resumes printed.
     """
     for model in models:
         if model not in MODELS:
             raise InputError(f"Unknown model '{model}'.{suggest(model, MODELS)} Valid models: {', '.join(MODELS)}.")
+        if not resume and (run.model_dir(model) / "state").is_dir():
+            raise InputError(f"{run.path} holds a {model} already. Continue it with --resume, or choose another --out.")
     if from_scratch:
         config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
     if config.data.root is None:
         raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
     train_data, val_data = (open_dataset(Path(config.data.root), split, config.data.classes) for split in TRAIN_VAL)
-    _keep_config(config, run, resume)
+    _check_class_weights(config, val_data.class_names)
+    if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
+        _keep_config(config, run, resume)
     budget = int(config.data.cache_gib * 2**30)
     loaders = _loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
-    return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
+    try:
+        return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
+    except KeyboardInterrupt:
+        chosen = "" if tuple(models) == ("fp16", "nvfp4") else f" --models {','.join(models)}"
+        command = f"fp4deploy train --out {shlex.quote(str(run.path))}{chosen} --resume"
+        print(f"interrupted; resume with: {command}", file=sys.stderr)
+        raise
 
 
 TRAIN_VAL = ("train", "val")
@@ -100,34 +119,61 @@ def _train(
         config.train.finetune_lr if fine_tuned else config.train.lr,
         run.model_dir(model),
     )
+    resume = resume and plan.state_path.is_file()
     torch.manual_seed(config.seed)
     network: nn.Module = build_unet(len(data.class_names), config.model.scale)
-    if fine_tuned:
-        load_weights(network, _starting_point(config, run, model))
+    if fine_tuned and not resume:
+        load_weights(network, _starting_point(config, run, model, data.class_names))
     if model == "nvfp4":
         prepare(network, config.recipe)
-        if fine_tuned and not (resume and plan.state_path.is_file()):
+        if fine_tuned and not resume:
             _calibrate(network, loaders[0], config.train.calibration)
     trainer = Trainer(plan, network, _card(config, model, data), config.train, loaders)
     progress = trainer.run(resume)
     return TrainResult(progress.best_miou, progress.epoch, progress.seconds, plan.checkpoint, dict(progress.per_class))
 
 
-def _starting_point(config: Config, run: Run, model: str) -> Path:
+def _starting_point(config: Config, run: Run, model: str, class_names: tuple[str, ...]) -> Path:
     given = config.train.init_checkpoint
     path = Path(given) if given else run.checkpoint("fp16")
+    if not given:
+        _check_finished(config, run, model)
     if not path.is_file():
         raise InputError(
             f"{model} is fine-tuned from an FP16 checkpoint, and there is none at {path}. Train both with "
             "--models fp16,nvfp4, name one with --set train.init_checkpoint=FILE, or train --from-scratch."
         )
-    scale = read_card(path).scale
-    if scale != config.model.scale:
+    card = read_card(path)
+    if card.scale != config.model.scale:
         raise InputError(
-            f"{path} is a UNet of scale {scale:g}, and this run has scale {config.model.scale:g}. "
-            f"Set --set model.scale={scale:g}, or choose another checkpoint."
+            f"{path} is a UNet of scale {card.scale:g}, and this run has scale {config.model.scale:g}. "
+            f"Set --set model.scale={card.scale:g}, or choose another checkpoint."
+        )
+    if card.class_names != class_names:
+        raise InputError(
+            f"{path} was trained on the classes {', '.join(card.class_names)}, and this run has "
+            f"{', '.join(class_names)}. Choose the same, in the same order, or another checkpoint."
         )
     return path
+
+
+def _check_finished(config: Config, run: Run, model: str) -> None:
+    state = Plan("fp16", config.train.epochs, config.train.lr, run.model_dir("fp16")).state_path
+    done = read_progress(state).epoch if state.is_file() else config.train.epochs
+    if done < config.train.epochs:
+        raise InputError(
+            f"{model} is fine-tuned from this run's fp16, which has trained {done} of {config.train.epochs} epochs. "
+            f"Finish both with: fp4deploy train --out {run.path} --models fp16,{model} --resume"
+        )
+
+
+def _check_class_weights(config: Config, class_names: tuple[str, ...]) -> None:
+    for name in config.train.class_weights or {}:
+        if name not in class_names:
+            raise InputError(
+                f"train.class_weights names the class '{name}', which the data does not have."
+                f"{suggest(name, class_names)} Its classes are: {', '.join(class_names)}."
+            )
 
 
 def _calibrate(network: nn.Module, loader: EpochLoader, batches: int) -> None:
@@ -155,11 +201,19 @@ def _card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
 def _loaders(config: Config, train: SegmentationDataset, val: SegmentationDataset) -> tuple[EpochLoader, EpochLoader]:
     size = (config.data.height, config.data.width)
     augment = TrainTransform(*size, seed=config.seed, zoom=config.train.zoom, jitter=config.train.jitter)
-    batch, workers = config.train.batch_size, config.data.workers
+    batch, workers = config.train.batch_size, _workers(config.data.workers)
     return (
         train_loader(train, augment, batch, workers, config.seed),
         eval_loader(val, EvalTransform(*size), batch, workers),
     )
+
+
+def _workers(given: int | None) -> int:
+    """Loader processes: as given; else none on a CPU, which training needs itself, and enough to feed a GPU."""
+    if given is not None:
+        return given
+    processes = PartialState(cpu=not torch.cuda.is_available()).num_processes
+    return min(MOST_WORKERS, (os.cpu_count() or 1) // processes) if torch.cuda.is_available() else 0
 
 
 def _keep_config(config: Config, run: Run, resume: bool) -> None:

@@ -11,9 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Display:
     """Progress of one model's training; a context manager."""
 
-    def __init__(self, model: str, epochs: int, steps: int, done: int = 0) -> None:
-        self.model, self.epochs = model, epochs
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+    def __init__(
+        self, model: str, epochs: int, steps: int, done: int = 0, running: int = 1, quiet: bool = False
+    ) -> None:
+        """`done` steps of `steps` lie behind, `running` is the epoch that comes first; `quiet` says nothing at all."""
+        self.model, self.epochs, self.running = model, epochs, running
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -23,7 +26,7 @@ class Display:
             TimeRemainingColumn(),
             TextColumn("{task.fields[loss]}"),
             console=self.console,
-            disable=not self.console.is_terminal,
+            disable=quiet or not self.console.is_terminal,
             transient=True,
         )
         self.task = self.bar.add_task(model, total=steps, completed=done, loss="")
@@ -41,11 +44,16 @@ class Display:
         """A remark on a line of its own."""
         self.console.print(text, markup=False)
 
-    def step(self, loss: float) -> None:
-        """One training step is done."""
-        self.bar.update(self.task, advance=1, loss=f"loss {loss:.3f}")
+    def step(self, done: int, loss: float | None) -> None:
+        """`done` training steps are done; `loss` is the epoch's mean up to here."""
+        self.bar.update(self.task, completed=done, loss=f"epoch {self.running}/{self.epochs}  loss {_shown(loss)}")
 
-    def epoch(self, number: int, loss: float, miou: float | None, seconds: float) -> None:
+    def epoch(self, number: int, loss: float | None, miou: float | None, seconds: float) -> None:
         """One epoch is done."""
+        self.running = number + 1
         score = f"  mIoU {100 * miou:.2f}" if miou is not None else ""
-        self.say(f"{self.model}  epoch {number}/{self.epochs}  loss {loss:.4f}{score}  {seconds:.1f} s")
+        self.say(f"{self.model}  epoch {number}/{self.epochs}  loss {_shown(loss)}{score}  {seconds:.1f} s")
+
+
+def _shown(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"

@@ -21,11 +21,17 @@ from fp4deploy.errors import InputError
 from fp4deploy.models.checkpoint import write_tensors
 
 PROGRESS_KEY = "fp4deploy.progress"
+DAMAGE = (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError)
 
 
 @dataclass
 class Progress:
-    """Counters of one training; `per_class` belongs to the best epoch, `seconds` counts training time only."""
+    """Counters of one training.
+
+    `epoch` counts whole epochs; `seconds` and `skipped` are their time (validation included) and their skipped steps,
+    `per_class` belongs to the best of them. Of the next one, `batch` of its `batches` are done, in `epoch_seconds`, and
+    `counts` holds their `tally.Counts`.
+    """
 
     epoch: int = 0
     step: int = 0
@@ -33,15 +39,19 @@ class Progress:
     seconds: float = 0.0
     per_class: dict[str, float | None] = field(default_factory=dict)
     skipped: int = 0
+    batch: int = 0
+    batches: int = 0
+    epoch_seconds: float = 0.0
+    counts: dict[str, Any] = field(default_factory=dict)
 
 
 def save_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any | None, progress: Progress
 ) -> None:
-    """Write the state after an epoch, atomically.
+    """Write the state between two steps, atomically.
 
     Raises:
-        InputError: the disk is full; the state of the epoch before survives.
+        InputError: the disk is full; the state saved before survives.
     """
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, moments in optimizer.state_dict()["state"].items():
@@ -66,8 +76,8 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, s
         model.load_state_dict(_below(tensors, "model."))
         optimizer.load_state_dict({"state": _moments(tensors), "param_groups": optimizer.state_dict()["param_groups"]})
         progress = Progress(**meta["progress"])
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise InputError(f"{path} cannot be resumed from ({error}). Start a new run without --resume.") from error
+    except DAMAGE as error:
+        raise _damaged(path, error) from error
     if scaler is not None and meta["scaler"]:
         scaler.load_state_dict(meta["scaler"])
     torch.set_rng_state(tensors["random.cpu"])
@@ -77,9 +87,24 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 def read_progress(path: Path) -> Progress:
-    """Only the counters of a saved state."""
-    with safe_open(path, framework="pt") as file:
-        return Progress(**json.loads((file.metadata() or {})[PROGRESS_KEY])["progress"])
+    """Only the counters of a saved state.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return Progress(**json.loads((file.metadata() or {})[PROGRESS_KEY])["progress"])
+    except DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    cause = " ".join(str(error).split())[:200]
+    return InputError(
+        f"{path} cannot be resumed from ({cause}). Remove it to train this model again from its start, "
+        "or begin a new run without --resume."
+    )
 
 
 def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy.bench.locate import find_artifact, model_of, run_artifacts, run_of
+from fp4deploy.bench.locate import data_of, find_artifact, model_of, run_artifacts, run_of
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run
 
@@ -82,3 +82,33 @@ def test_run_and_model_of_a_file(root: Path, tmp_path: Path) -> None:
     assert model_of(root / "a" / "fp16" / "best.safetensors", run) == "fp16"
     assert model_of(root / "a" / "export" / "other.onnx", run) is None
     assert run_of(tmp_path / "loose.onnx") is None
+
+
+def configured(run: Path, data: str) -> Path:
+    """A run whose configuration names `data`; returns a file in it."""
+    (run / "config.yaml").parent.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text(f"data: {{root: {data}}}\n")
+    return run / "export" / "unet.onnx"
+
+
+def test_data_of_the_run_that_holds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    assert data_of(configured(tmp_path / "elsewhere", str(tmp_path / "set"))) == tmp_path / "set"
+
+
+def test_data_of_a_loose_file_is_that_of_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    configured(tmp_path / "runs" / "a", str(tmp_path))
+    assert data_of(tmp_path / "loose.onnx") == tmp_path
+
+
+def test_generated_data_moves_with_its_run(tmp_path: Path) -> None:
+    file = configured(tmp_path / "moved", "runs/before/data")
+    (tmp_path / "moved" / "data").mkdir()
+    assert data_of(file) == (tmp_path / "moved" / "data")
+
+
+def test_data_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"not there any more \(gone\).* --data DIR"):
+        data_of(configured(tmp_path / "run", "gone"))

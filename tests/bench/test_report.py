@@ -98,18 +98,20 @@ def test_html_needs_no_network_and_no_script(facts: dict[str, Any]) -> None:
 def test_history_skips_a_line_cut_short(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.model_dir("fp16").mkdir()
-    (run.model_dir("fp16") / "metrics.jsonl").write_text('{"epoch": 1, "val_miou": 0.5}\n{"epoch": 2, "val_m')
-    assert history(run, "fp16") == [{"epoch": 1, "val_miou": 0.5}]
+    (run.model_dir("fp16") / "metrics.jsonl").write_text('{"epoch": 1, "miou": 0.5}\n{"epoch": 2, "mi')
+    assert history(run, "fp16") == [{"epoch": 1, "miou": 0.5}]
     assert history(run, "nvfp4") == []
 
 
 def test_curves() -> None:
-    epochs = [{"epoch": number, "train_loss": 1 / number, "val_miou": 0.5} for number in (1, 2, 3)]
+    epochs = [{"epoch": number, "loss": 1 / number, "miou": 0.5} for number in (1, 2, 3)]
     svg = draw_curves({"fp16": epochs, "nvfp4": epochs[:1]}, fine_tuned=True)
     assert svg is not None
     assert svg.startswith("<svg")
     assert svg == draw_curves({"fp16": epochs, "nvfp4": epochs[:1]}, fine_tuned=True), "the same picture every time"
     assert draw_curves({"fp16": []}, fine_tuned=True) is None
+    unscored = [{**entry, "miou": None} for entry in epochs[:2]]
+    assert draw_curves({"fp16": [*unscored, epochs[2]]}, fine_tuned=False) is not None
 
 
 def test_overlays_show_the_worst_last(untrained: Run, shapes: Path) -> None:

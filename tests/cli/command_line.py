@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,5 +14,8 @@ INSTALLED = importlib.util.find_spec("fp4deploy.cli") is not None
 PACKAGE = "fp4deploy.cli" if INSTALLED else "cli"
 if not INSTALLED and str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+SEARCHED = [os.environ.get("PYTHONPATH", ""), "" if INSTALLED else str(ROOT)]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, SEARCHED))}
 
 Invoke = Callable[..., Any]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import PACKAGE, ROOT, Invoke
+from command_line import ENVIRONMENT, PACKAGE, Invoke
 from typer.testing import CliRunner
 
 
@@ -35,14 +34,13 @@ def invoke(app: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 @pytest.fixture
 def process(tmp_path: Path) -> Invoke:
     """Run one command in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def call(
         *arguments: object, python: tuple[str, ...] = (), cwd: Path = tmp_path
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *python, "-m", PACKAGE, *map(str, arguments)]
         return subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
+            command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
         )
 
     return call

@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import PACKAGE, ROOT, Invoke
+from command_line import ENVIRONMENT, PACKAGE, Invoke
 
 from fp4deploy.errors import GateError, InputError, UnavailableError
 
@@ -38,7 +39,7 @@ def test_help_is_fast(process: Invoke) -> None:
     assert min(times) < 0.5
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
         f"import sys, json, {PACKAGE}.main as m\n"
         "from typer.testing import CliRunner\n"
@@ -47,7 +48,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     result = subprocess.run(
         [sys.executable, "-c", code, "", *COMMANDS, "data shapes", "data check"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
+        capture_output=True, text=True, check=True, cwd=tmp_path, env=ENVIRONMENT,
     )  # fmt: skip
     codes, loaded = json.loads(result.stdout)
     assert codes == [0] * 12
@@ -145,9 +146,11 @@ def test_interruption_is_one_line(invoke: Invoke, failing: Any) -> None:
     assert result.stderr == "Interrupted. Nothing half-written is left.\n"
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m {PACKAGE} check unet:0.125 | head -n 1"
-    result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert result.stdout.startswith("layer")
     assert "Traceback" not in result.stderr
     assert "Error" not in result.stderr

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import PACKAGE, ROOT, Invoke
+from command_line import ENVIRONMENT, PACKAGE, Invoke
 from typer.testing import CliRunner
 
 from fp4deploy.models import read_card
@@ -71,6 +71,19 @@ def test_train_and_export_leave_the_files_of_the_contract(home: Path) -> None:
     assert read_card(run / "nvfp4" / "best.safetensors").recipe == "nvfp4_qat"
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["scale"] == 0.125
     assert not [path for path in run.rglob("*") if "partial" in path.name]
+
+
+def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> None:
+    run = next(Path("runs").iterdir())
+    whole = at_home("export", run, "--out", tmp_path / "whole", "--images", 2)
+    assert whole.exit_code == 0, whole.stderr
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"unet.onnx", "unet-fp16.onnx"}
+    one = at_home("export", run / "nvfp4" / "best.safetensors", "--out", tmp_path / "one.onnx", "--no-verify")
+    assert one.exit_code == 0, one.stderr
+    assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "whole" / "unet.onnx").read_bytes()
+    many = at_home("export", run, "--out", tmp_path / "two.onnx")
+    assert many.exit_code == 2
+    assert "--out must be a folder" in many.stderr
 
 
 @pytest.mark.parametrize("name", ["unet.onnx", "unet-fp16.portable.onnx", "fp16", "nvfp4.safetensors"])
@@ -216,11 +229,10 @@ def test_run_without_an_engine_builder_says_so(
 @pytest.mark.slow
 def test_ctrl_c_then_resume(shapes: Path, tmp_path: Path) -> None:
     """A real interruption of a real process: one line, exit 130, and the epochs done are not done again."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", PACKAGE, "train"]
     arguments = ["--data", str(shapes), *TINY, "--set", "train.epochs=40", "--models", "fp16"]
     process = subprocess.Popen(
-        [*command, *arguments], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, *arguments], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 120
     lines: list[Path] = []
@@ -237,7 +249,7 @@ def test_ctrl_c_then_resume(shapes: Path, tmp_path: Path) -> None:
     epochs = len(lines[0].read_text().splitlines())
     assert 3 <= epochs < 40
     resumed = subprocess.run(
-        [*command, "--resume", "--models", "fp16"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        [*command, "--resume", "--models", "fp16"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True,
         timeout=240, check=False,
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stderr

@@ -66,8 +66,28 @@ def test_wrong_use_of_set_and_missing_file(tmp_path: Path) -> None:
         load_config(None, ["epochs"])
     with pytest.raises(InputError, match="not a section"):
         load_config(None, ["seed=1", "seed.a=2"])
+    with pytest.raises(InputError, match=r"section\.key=value.*train\.lr = nan.*train\.lrr"):
+        load_config(None, ["epochs", "train.lrr=1", "train.lr=.nan"])
+    with pytest.raises(InputError, match=r"train is a section; set one of train\.epochs, "):
+        load_config(None, ["train=3"])
     with pytest.raises(InputError, match="no configuration file"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_an_empty_section_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train:\ndata:\n")
+    assert load_config(path, ["train.epochs=5"]) == with_settings(Config(), ["train.epochs=5"])
+
+
+def test_class_weights_are_names_with_weights() -> None:
+    config = load_config(None, ["train.class_weights.cat=2", "train.class_weights.dog=0.5"])
+    assert config.train.class_weights == {"cat": 2.0, "dog": 0.5}
+    assert changed_settings(config, with_settings(config, ["train.class_weights.cat=3"])) == [
+        "train.class_weights.cat: 2.0 -> 3.0"
+    ]
+    with pytest.raises(InputError, match=r"train\.class_weights\.cat = -1"):
+        load_config(None, ["train.class_weights.cat=-1"])
 
 
 def test_what_a_resume_may_change() -> None:

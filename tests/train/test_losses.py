@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp4deploy.train import SegmentationLoss, dice_loss
+from fp4deploy.train.losses import cross_entropy
 
 
 def sample(classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,3 +83,32 @@ def test_half_precision_logits_are_summed_in_fp32() -> None:
     logits = torch.zeros(1, 2, 400, 400, dtype=torch.float16)
     target = torch.zeros(1, 400, 400, dtype=torch.long)
     assert torch.isfinite(SegmentationLoss()(logits, target))
+
+
+def test_gradients_pass_gradcheck_in_float64() -> None:
+    logits, target = sample(3)
+    logits = logits[:, :, :3, :3].double().requires_grad_()
+    target, weights = target[:, :3, :3], torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    for loss in (dice_loss, cross_entropy):
+        assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x, target, weights), logits)
+
+
+def test_equal_weights_change_nothing_and_a_weight_of_zero_hides_a_class() -> None:
+    logits, target = sample()
+    plain = SegmentationLoss()(logits, target)
+    assert SegmentationLoss(class_weights=torch.full((4,), 3.0))(logits, target).item() == pytest.approx(plain.item())
+    hidden = target.where(target != 1, 255)
+    weights = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    expected = cross_entropy(logits, hidden)
+    assert cross_entropy(logits, target, weights).item() == pytest.approx(expected.item())
+    only = torch.full_like(target, 1)
+    loss = SegmentationLoss(class_weights=weights)(logits, only)
+    assert loss.item() == 0
+
+
+def test_cross_entropy_weighs_a_pixel_by_its_class() -> None:
+    logits = torch.tensor([[[[2.0, -1.0]], [[0.5, 1.0]]]])  # [1, 2, 1, 2]
+    target = torch.tensor([[[0, 1]]])
+    nll = -logits.double().log_softmax(1)
+    expected = (3 * nll[0, 0, 0, 0] + 1 * nll[0, 1, 0, 1]) / 4
+    assert cross_entropy(logits, target, torch.tensor([3.0, 1.0])).item() == pytest.approx(expected.item(), rel=1e-6)

@@ -19,9 +19,18 @@ from fp4deploy.models import checkpoint as checkpoint_module
 from fp4deploy.models import read_card
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run, create_run
-from fp4deploy.train import Config, load_config, train_models
+from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
 from fp4deploy.train.loop import MAX_SKIPPED_IN_A_ROW, Trainer
 from fp4deploy.train.schedule import learning_rate
+
+SMALL = [
+    "model.scale=0.125",
+    "data.height=32",
+    "data.width=32",
+    "train.epochs=3",
+    "train.finetune_epochs=2",
+    "train.batch_size=4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +43,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(data: Path) -> Config:
     return load_config(None, [f"data.root={data}", *SMALL])
-
-
-SMALL = [
-    "model.scale=0.125",
-    "data.height=32",
-    "data.width=32",
-    "train.epochs=3",
-    "train.finetune_epochs=2",
-    "train.batch_size=4",
-]
 
 
 def lines(run: Run, model: str) -> list[dict[str, Any]]:
@@ -210,6 +209,37 @@ def test_a_diverged_training_ends_with_one_error(
     load_model(run.checkpoint("fp16"))
 
 
+def test_accumulated_gradients_are_those_of_the_large_batch(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SegmentationLoss, "__call__", lambda self, logits, target: logits.square().mean())
+    first_gradients: list[dict[str, torch.Tensor]] = []
+    original = Trainer._update
+
+    def recorded(self: Trainer) -> None:
+        if self.progress.step == 0:
+            first_gradients.append({name: p.grad.clone() for name, p in self.bare.named_parameters()})
+        original(self)
+
+    monkeypatch.setattr(Trainer, "_update", recorded)
+    steps = []
+    for name, batch, accumulate in (("large", 8, 1), ("small", 2, 4), ("uneven", 2, 3)):
+        run = create_run(tmp_path / name)
+        settings = [f"train.batch_size={batch}", f"train.accumulate={accumulate}", "train.epochs=1"]
+        train_models(with_settings(config, settings), run, ("fp16",))
+        steps.append(lines(run, "fp16")[-1]["step"])
+    assert steps == [1, 1, 2]
+    large, small, _ = first_gradients
+    for name, value in large.items():
+        torch.testing.assert_close(small[name], value, rtol=1e-3, atol=1e-5 * value.abs().max().item() + 1e-7)
+
+
+def test_a_weight_for_an_unknown_class_is_refused(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'cirle'.* Did you mean 'circle'"):
+        train_models(with_settings(config, ["train.class_weights.cirle=2"]), Run(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_from_scratch_uses_the_long_schedule(config: Config, tmp_path: Path) -> None:
     run = create_run(tmp_path / "run")
     result = train_models(config, run, ("nvfp4",), from_scratch=True)["nvfp4"]
@@ -229,6 +259,40 @@ def test_starting_from_a_checkpoint_of_another_scale_is_refused(config: Config, 
     )
     with pytest.raises(InputError, match=r"scale 0\.125, and this run has scale 0\.25"):
         train_models(other, create_run(tmp_path / "run"), ("nvfp4",))
+
+
+def test_starting_from_a_checkpoint_of_other_classes_is_refused(config: Config, straight: Run, tmp_path: Path) -> None:
+    names = read_card(straight.checkpoint("fp16")).class_names[1:]
+    other = with_settings(
+        config,
+        [f"train.init_checkpoint={straight.checkpoint('fp16')}", f"data.classes=[{', '.join(reversed(names))}]"],
+    )
+    with pytest.raises(InputError, match="trained on the classes"):
+        train_models(other, create_run(tmp_path / "run"), ("nvfp4",))
+
+
+def test_fine_tuning_from_an_unfinished_fp16_is_refused(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create_run(tmp_path / "run")
+    stop_after(monkeypatch, "fp16", 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        train_models(config, run)
+    with pytest.raises(InputError, match=r"trained 1 of 3 epochs.*--models fp16,nvfp4 --resume"):
+        train_models(config, run, ("nvfp4",), resume=True)
+
+
+def test_a_trained_model_is_not_overwritten(config: Config, straight: Run) -> None:
+    with pytest.raises(InputError, match="holds a fp16 already"):
+        train_models(config, straight, ("fp16",))
+
+
+def test_a_resume_with_another_epoch_length_is_refused(config: Config, straight: Run, tmp_path: Path) -> None:
+    generate_shapes(tmp_path / "data", train=16, val=4, size=32, seed=0)
+    other = with_settings(config, [f"data.root={tmp_path / 'data'}"])
+    with pytest.raises(InputError, match="2 batches an epoch, and there are 4 now"):
+        train_models(other, straight, ("fp16",), resume=True)
+    load_config(straight.config_path)
 
 
 def test_a_resume_with_other_settings_is_refused(config: Config, straight: Run) -> None:

@@ -1,0 +1,94 @@
+"""PNG semantic masks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hand_made import HEIGHT, WIDTH
+from PIL import Image
+
+from fp4deploy.data import IGNORE, open_dataset
+from fp4deploy.errors import InputError
+
+
+def test_a_pixel_value_is_a_class_and_values_without_one_are_ignored(make_masks):
+    dataset = open_dataset(make_masks(), "train")
+    assert dataset.class_names == ("sky", "road", "car", "tree")
+    assert (dataset.background, dataset.layout, len(dataset)) == (False, "masks", 1)
+    mask = dataset.load(0).mask
+    expected = np.zeros((HEIGHT, WIDTH), dtype=np.uint8)
+    expected[2:5], expected[8:] = 3, IGNORE
+    np.testing.assert_array_equal(mask, expected)
+
+
+def test_a_subset_ignores_the_other_classes(make_masks):
+    dataset = open_dataset(make_masks(), "train", ["tree", "car"])
+    assert dataset.class_names == ("tree", "car")
+    mask = dataset.load(0).mask
+    assert (mask[2:5] == 0).all()
+    assert (np.delete(mask, slice(2, 5), axis=0) == IGNORE).all()
+    with pytest.raises(InputError, match="Did you mean 'tree'"):
+        open_dataset(dataset.root, "train", ["trees"])
+
+
+def test_classes_come_from_annotations_then_the_listing_then_the_masks(make_masks):
+    root = make_masks()
+    categories = [{"id": 5, "name": "void", "mask_value": 200}, {"id": 6, "name": "air", "mask_value": 0}]
+    (root / "annotations").mkdir()
+    path = root / "annotations" / "instances_train.json"
+    path.write_text(json.dumps({"images": [], "annotations": [], "categories": categories}))
+    dataset = open_dataset(root, "train")
+    assert dataset.class_names == ("air", "void")
+    mask = dataset.load(0).mask
+    assert (mask[0] == 0).all()
+    assert (mask[2:5] == IGNORE).all()
+    assert (mask[8:] == 1).all()
+    path.write_text("{")
+    with pytest.raises(InputError, match="cannot be read as JSON"):
+        open_dataset(root, "train")
+    path.unlink()
+    assert open_dataset(root, "train").class_names == ("sky", "road", "car", "tree")
+    (root / "classes.txt").unlink()
+    assert open_dataset(root, "val").class_names == tuple(f"class_{n}" for n in range(201))
+
+
+def test_all_void_masks_have_no_class(make_masks):
+    root = make_masks(classes=None)
+    for split in ("train", "val"):
+        Image.new("L", (WIDTH, HEIGHT), IGNORE).save(root / "masks" / split / "x.png")
+    with pytest.raises(InputError, match="holds a class"):
+        open_dataset(root, "train")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda root: (root / "train" / "x.jpg").unlink(), "x.png has no image"),
+        (lambda root: (root / "masks" / "train" / "x.png").unlink(), "no mask in masks/train"),
+        (lambda root: Image.new("RGB", (4, 4)).save(root / "masks/train/x.png"), "is a colour image"),
+        (lambda root: Image.new("L", (4, 4)).save(root / "masks/train/x.png"), "16x12 pixels"),
+        (lambda root: (root / "classes.txt").write_text("sky\n\nroad\n"), "one class a line"),
+    ],
+)
+def test_defects_are_refused(make_masks, damage, expected):
+    root = make_masks()
+    damage(root)
+    with pytest.raises(InputError, match=expected) as caught:
+        open_dataset(root, "train").load(0)
+    assert str(caught.value).endswith(f"fp4deploy data check {root}")
+
+
+def test_camvid(shared: Path):
+    root = shared / "data" / "camvid"
+    dataset = open_dataset(root, "val")
+    assert dataset.layout == "masks"
+    assert len(dataset) == 101
+    assert dataset.class_names[:4] == ("Sky", "Building", "Pole", "Road")
+    assert len(dataset.class_names) == 11
+    sample = dataset.load(0)
+    stored = np.asarray(Image.open(root / "masks" / "val" / Path(sample.name).with_suffix(".png").name))
+    np.testing.assert_array_equal(sample.mask, np.where(stored >= 11, IGNORE, stored))
+    assert (sample.mask == IGNORE).any()

@@ -1,0 +1,192 @@
+"""Ctrl-C as a signal, a killed process, a full disk at the journal: what is left resumes to the same bits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp4deploy.data import generate_shapes
+from fp4deploy.errors import InputError
+from fp4deploy.runs import Run, create_run
+from fp4deploy.train import Config, load_config, train_models
+from fp4deploy.train.interrupt import Interrupt
+from fp4deploy.train.journal import append_line, keep_epochs
+from fp4deploy.train.loop import Trainer
+from fp4deploy.train.state import read_progress
+from fp4deploy.train.tally import Counts, Tally
+
+SETTINGS = [
+    "model.scale=0.125",
+    "data.height=32",
+    "data.width=32",
+    "train.epochs=2",
+    "train.finetune_epochs=2",
+    "train.batch_size=2",
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("shapes") / "data"
+    generate_shapes(folder, train=8, val=4, size=32, seed=0)
+    return load_config(None, [f"data.root={folder}", *SETTINGS])
+
+
+@pytest.fixture(scope="module")
+def straight(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = create_run(tmp_path_factory.mktemp("runs") / "straight")
+    train_models(config, run)
+    return run
+
+
+def assert_same(run: Run, other: Run) -> None:
+    for model in ("fp16", "nvfp4"):
+        for name in ("best.safetensors", "state/last.safetensors"):
+            first, second = load_file(run.model_dir(model) / name), load_file(other.model_dir(model) / name)
+            assert first.keys() == second.keys()
+            for key, value in first.items():
+                assert torch.equal(value, second[key]), (model, name, key)
+        kept = ("epoch", "step", "loss", "lr", "miou", "per_class", "skipped_steps")
+        journals = [(r.model_dir(model) / "metrics.jsonl").read_text().splitlines() for r in (run, other)]
+        mine, theirs = ([{k: json.loads(line)[k] for k in kept} for line in lines] for lines in journals)
+        assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "call", "position"),
+    [
+        ("fp16", "_step", 2, (0, 2)),
+        ("fp16", "_step", 6, (1, 2)),
+        ("nvfp4", "_step", 1, (0, 1)),
+        ("nvfp4", "evaluate", 1, (0, 4)),
+    ],
+)
+def test_ctrl_c_saves_inside_the_epoch_and_resumes_exactly(
+    config: Config,
+    straight: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    model: str,
+    method: str,
+    call: int,
+    position: tuple[int, int],
+) -> None:
+    run, calls, original = create_run(tmp_path / "a run"), [0], getattr(Trainer, method)
+
+    def signalled(self: Trainer, *arguments: torch.Tensor) -> object:
+        calls[0] += self.plan.model == model
+        if self.plan.model == model and calls[0] == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, method, signalled)
+        with pytest.raises(KeyboardInterrupt):
+            train_models(config, run)
+    assert f"resume with: fp4deploy train --out '{run.path}' --resume" in capfd.readouterr().err
+    progress = read_progress(run.model_dir(model) / "state" / "last.safetensors")
+    assert (progress.epoch, progress.batch) == position
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    train_models(config, run, resume=True)
+    assert_same(run, straight)
+
+
+def test_the_second_ctrl_c_interrupts_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert interrupt.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_killed_process_resumes_exactly(config: Config, straight: Run, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from fp4deploy.runs import Run; from fp4deploy.train import load_config, train_models\n"
+        "from fp4deploy.train.loop import Trainer\n"
+        "step = Trainer._step\n"
+        "def slow(self, *batch):\n"
+        "    if self.progress.step == 6: Path(sys.argv[2]).touch(); time.sleep(60)\n"
+        "    return step(self, *batch)\n"
+        "Trainer._step = slow\n"
+        "train_models(load_config(Path(sys.argv[3])), Run(Path(sys.argv[1])))\n"
+    )
+    reached, settings = tmp_path / "reached", straight.config_path
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [str(run.path), str(reached), str(settings)]
+    process = subprocess.Popen([sys.executable, "-c", script, *arguments], env=environment)
+    try:
+        for _ in range(1200):
+            if reached.exists() or process.poll() is not None:
+                break
+            time.sleep(0.05)
+        assert reached.exists()
+    finally:
+        process.kill()
+        process.wait()
+    leftover = run.model_dir("fp16") / "state" / ".last.safetensors.1.partial"
+    leftover.write_bytes(b"half a file")
+    train_models(config, run, resume=True)
+    assert not leftover.exists()
+    assert_same(run, straight)
+
+
+def test_long_epochs_are_saved_on_the_way(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+    monkeypatch.setattr(Trainer, "_save_state", lambda self: saved.append((self.progress.epoch, self.progress.batch)))
+    often = config.model_copy(update={"train": config.train.model_copy(update={"save_minutes": 1e-9, "epochs": 1})})
+    train_models(often, create_run(tmp_path / "run"), ("fp16",))
+    assert saved == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
+
+
+def test_the_journal_keeps_whole_lines_of_finished_epochs(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    for epoch in (1, 2, 3):
+        append_line(path, {"epoch": epoch, "loss": float("nan")})
+    assert json.loads(path.read_text().splitlines()[0]) == {"epoch": 1, "loss": None}
+    with path.open("a") as file:
+        file.write('{"epoch": 1, "lo')
+    keep_epochs(path, 2)
+    assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_full_disk_leaves_the_journal_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.jsonl"
+    append_line(path, {"epoch": 1})
+    append_line(path, {"epoch": 2})
+    before = path.read_text()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match="No space left"):
+        keep_epochs(path, 1)
+    assert path.read_text() == before
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(InputError, match="No space left"):
+        append_line(path, {"epoch": 3})
+
+
+def test_the_tally_counts_finite_losses_and_rows_of_skipped_steps() -> None:
+    tally = Tally(torch.device("cpu"), Counts(row=2))
+    for loss, norm in ((1.0, 1.0), (float("nan"), float("inf")), (float("inf"), float("nan")), (3.0, float("inf"))):
+        tally.add_loss(torch.tensor(loss))
+        tally.add_step(torch.tensor(norm))
+    assert tally.read() == Counts(loss=4.0, batches=2, skipped=3, row=3)
+    assert tally.read().mean_loss == 2.0
+    assert Counts().mean_loss is None
