@@ -31,7 +31,7 @@ SetOption = Annotated[
 ]
 ScratchOption = Annotated[bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")]
 
-SHAPES = {"train": 400, "val": 100, "size": 128, "seed": 0}  # scenes and pixels
+SHAPES = {"train": 400, "val": 100, "size": 96, "seed": 0}  # scenes and pixels
 
 
 def parse_models(text: str) -> tuple[str, ...]:

@@ -125,8 +125,8 @@ def tools() -> list[Tool]:
             "pip install tensorrt-rtx",
         ),
         ("tensorrt", "builds and runs engines for SM100 and later, on such a GPU", "pip install tensorrt"),
-        ("pycuda", "launches the custom CUDA kernels", "pip install pycuda  (needs the CUDA driver)"),
-        ("triton", "compiles the FP4 convolution kernels", "pip install triton"),
+        ("pycuda", "for custom CUDA kernels (this version has none)", "pip install pycuda  (needs the CUDA driver)"),
+        ("triton", "for FP4 kernels (this version has none)", "pip install triton"),
     ]
     found = [Tool(name, purpose, working_version(name), install) for name, purpose, install in python]
     nvcc = Tool("nvcc", "compiles CUDA C++ for a given GPU", nvcc_version(), "install the CUDA toolkit 13.0 or later")

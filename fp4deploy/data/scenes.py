@@ -1,10 +1,10 @@
 """Drawing one generated scene: textured shapes before a textured background, and the pixels of each that show.
 
 As in photographs, a class has a usual colour without being defined by it: its hue scatters around one of six, one
-object in 32 and every greyscale scene has any colour at all, and backgrounds and crowds take theirs from the whole
-range. What is left is told by the outline, over textures shared by all, with sizes and rotations that overlap and
-objects that hide parts of each other. Minutes of training therefore find the objects, and the last points take edges
-combined with context, which is where coarse arithmetic would show first.
+object in 32 and every greyscale scene has any colour at all, and backgrounds take muted colours of every hue. What is
+left is told by the outline, over textures shared by all, with sizes and rotations that overlap and objects that hide
+parts of each other. Minutes of training therefore find the objects, and the last points take edges combined with
+context, which is where coarse arithmetic would show first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def draw_scene(random: Random, size: int) -> tuple[Pixels, list[Drawn]]:
     Returns:
         The image, uint8 [size, size, 3], and what stands in it from back to front (empty in one scene of sixteen).
     """
-    canvas = _texture(random, size, _colour(random))
+    canvas = _texture(random, size, _muted(_colour(random)))
     things: list[Drawn] = []
     if random.random() > 1 / 16:
         if random.random() < 1 / 6:
@@ -165,7 +165,13 @@ def _colour(random: Random, category: int | None = None) -> Points:
     if category is None:
         return random.uniform(0.1, 0.9, size=3)
     hue = (category / len(SHAPES) + random.normal(scale=_HUE_SPREAD)) % 1
-    return np.array(colorsys.hsv_to_rgb(hue, random.uniform(0.5, 0.95), random.uniform(0.5, 0.95)))
+    rgb = colorsys.hsv_to_rgb(hue, random.uniform(0.5, 0.95), random.uniform(0.5, 0.95))
+    return np.array(rgb, dtype=np.float64)
+
+
+def _muted(colour: Points) -> Points:
+    """The colour half-way to its grey."""
+    return np.asarray(colour.mean() + 0.5 * (colour - colour.mean()), dtype=np.float64)
 
 
 def _texture(random: Random, size: int, colour: Points) -> NDArray[np.float32]:
@@ -185,7 +191,8 @@ def _noise(random: Random, size: int) -> Field:
     """Smooth noise: a random coarse grid, enlarged."""
     cells = int(random.choice([4, 8, 16, size // 2]))
     grid = Image.fromarray(random.integers(0, 256, size=(cells, cells), dtype=np.uint8))
-    return np.asarray(grid.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float32) / 255
+    enlarged = np.asarray(grid.resize((size, size), Image.Resampling.BICUBIC))
+    return np.asarray(enlarged / np.float32(255), dtype=np.float32)
 
 
 def _phase(random: Random, size: int, waves: tuple[float, float]) -> Field:

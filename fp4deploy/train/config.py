@@ -62,11 +62,11 @@ class TrainSection(Section):
     matters where an epoch takes longer.
     """
 
-    epochs: int = Field(12, ge=1)
+    epochs: int = Field(14, ge=1)
     finetune_epochs: int = Field(4, ge=1)
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(8, ge=1)
     accumulate: int = Field(1, ge=1)
-    lr: float = Field(3e-3, gt=0)
+    lr: float = Field(2e-3, gt=0)
     finetune_lr: float = Field(5e-4, gt=0)
     weight_decay: float = Field(1e-4, ge=0)
     warmup: float = Field(0.05, ge=0, lt=1)
@@ -74,7 +74,7 @@ class TrainSection(Section):
     dice: float = Field(1.0, ge=0)
     cross_entropy: float = Field(1.0, ge=0)
     class_weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
-    zoom: tuple[float, float] = (0.75, 1.75)
+    zoom: tuple[float, float] = (0.85, 1.4)
     jitter: float = Field(0.3, ge=0, lt=1)
     calibration: int = Field(4, ge=1)
     evaluate_every: int = Field(1, ge=1)
