@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
 from .console import done, note, shown
@@ -36,20 +36,25 @@ def export(
     """Write the hardware-neutral ONNX graph; exit 1 if ONNX Runtime and torch disagree on over 0.1 % of pixels."""
     from fp4deploy.export import export_onnx
 
+    refused = []
     for checkpoint, target in _targets(source, out):
         note(f"Exporting {shown(checkpoint)} ...")
         verify_on = (data or _data(checkpoint)) if verify else None
-        result = export_onnx(checkpoint, target, portable, verify_on, images, verify)
+        try:
+            result = export_onnx(checkpoint, target, portable, verify_on, images, verify)
+        except GateError as error:
+            refused.append(str(error))
+            continue
         done(describe(result))
+    if refused:
+        raise GateError(" ".join(refused))
     note("Build an engine of it with: fp4deploy build")
 
 
 def describe(result: ExportResult) -> str:
     """One line about an exported model."""
     portable = f" and {shown(result.portable_path)}" if result.portable_path else ""
-    agreed = (
-        f", argmax equal to torch on {100 * result.agreement:.3f} % of pixels" if result.agreement is not None else ""
-    )
+    agreed = f", {result.verification.sentence()}" if result.verification else ""
     return f"{shown(result.path)}{portable} ({result.path.stat().st_size / 1e6:.2f} MB){agreed}"
 
 

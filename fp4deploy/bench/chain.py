@@ -75,9 +75,7 @@ def stage(number: int, title: str, say: Say, journal: Journal) -> Iterator[None]
 def _export(run: Run, model: str, data: Path, say: Say) -> None:
     target = run.export_dir / f"{artifact_stem(model)}.onnx"
     result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
-    agreed = (
-        f": argmax equal to torch on {100 * result.agreement:.3f} % of pixels" if result.agreement is not None else ""
-    )
+    agreed = f": {result.verification.sentence()}" if result.verification else ""
     say(f"      {target.name}{agreed}")
 
 

@@ -134,6 +134,12 @@ def summary(facts: dict[str, Any]) -> list[str]:
         sentences.append(
             f"NVFP4 {verb} {abs(lost):.2f} points of mIoU against {title} ({100 * second:.2f} and {100 * first:.2f})."
         )
+        if control == "fp16" and facts["fine_tuned"]:
+            extra = facts["models"]["nvfp4"]["epochs"]
+            sentences.append(
+                f"NVFP4 was trained {extra} epochs longer, which alone helps; --models fp16,fp16_control,nvfp4 adds an "
+                "FP16 model trained as long."
+            )
     sizes = facts["sizes"]
     if ".onnx" in sizes:
         small, large = sizes[".onnx"]

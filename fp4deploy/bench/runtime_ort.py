@@ -16,7 +16,7 @@ from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes import Array
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
-from fp4deploy.export.verify import portable_session
+from fp4deploy.export.session import portable_session
 from fp4deploy.models.card import CARD_KEY, ModelCard
 
 

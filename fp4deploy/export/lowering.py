@@ -18,6 +18,7 @@ The plan is the yardstick of the ledger: a layer whose realised precision is not
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,14 @@ from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.export.ledger import PlannedLayer
 from fp4deploy.export.lowering_gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
 from fp4deploy.export.lowering_pattern import (
+    BLOCK,
     Fp4Layer,
+    check_multiple,
     find_fp4_layers,
     is_fp4,
 )
 from fp4deploy.export.lowering_plan import count_macs, plan_layers
+from fp4deploy.export.lowering_scales import SpreadGlobalScales
 from fp4deploy.models.card import CARD_KEY
 
 CONV_MODES = ("auto", "qdq", "gemm", "plugin")
@@ -127,6 +131,8 @@ def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-r
         InputError: an FP4 layer breaks a rule of the canonical graph (the message names it), or the opset is too old.
     """
     check_conv_mode(conv, backend)
+    for tensor in proto.graph.initializer:
+        _check_stored(tensor)
     model = ir.from_proto(_with_shapes(proto))
     fp4 = is_fp4(model)
     opset = model.opset_imports.get("", 0)
@@ -143,10 +149,33 @@ def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-r
         _check_buildable(layer, reasons[name])
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
     macs = count_macs(model)
-    Sequential(DropFunctions(), NameNodes(), ConvToGemm(lowered), RemoveUnusedNodesPass(), NameNodes())(model)
+    share = [SpreadGlobalScales()] if backend == "tensorrt-rtx" else []
+    passes = (DropFunctions(), NameNodes(), ConvToGemm(lowered), *share, RemoveUnusedNodesPass(), NameNodes())
+    Sequential(*passes)(model)
     plan = plan_layers(model, wishes, layers, lowered, macs, conv)
     card = _metadata(proto, CARD_KEY)
     return LoweredModel(ir.to_proto(model), plan, card if isinstance(card, dict) else None, fp4)
+
+
+def _check_stored(tensor: onnx.TensorProto) -> None:
+    """Compare the bytes of a constant with its shape; for FP4 codes say which K the bytes are."""
+    name, shape, stored = tensor.name, list(tensor.dims), len(tensor.raw_data)
+    if not tensor.HasField("raw_data") or stored == math.ceil(
+        math.prod(shape) * ir.DataType(tensor.data_type).itemsize
+    ):
+        return
+    if tensor.data_type == onnx.TensorProto.FLOAT4E2M1 and len(shape) == 2 and shape[0]:
+        layer = name.removesuffix(".weight.codes")
+        check_multiple(layer, "contracted weights (K)", shape[1])
+        raise InputError(
+            f"Layer {layer}: its weight has shape {shape}, and its {stored} bytes make "
+            f"K = {2 * stored / shape[0]:g}. K must be {shape[1]}, a multiple of {BLOCK}. The file is damaged; export "
+            "it again: fp4deploy export --format onnx"
+        )
+    raise InputError(
+        f"The constant {name} has shape {shape} and {stored} bytes, which do not belong together. The file is damaged; "
+        "export it again: fp4deploy export --format onnx"
+    )
 
 
 def _short(error: Exception) -> str:

@@ -115,6 +115,9 @@ def find_fp4_layers(model: ir.Model) -> list[Fp4Layer]:
         weight = weight_initializer(node) if node.op_type in COMPUTE_OPS else None
         if weight is not None and weight.dtype == ir.DataType.FLOAT4E2M1:
             layers.append(_read_layer(node, weight))
+    for node in model.graph:
+        if node.op_type == "DequantizeLinear":
+            _check_unclaimed(node)
     return layers
 
 
@@ -143,10 +146,27 @@ def _check_quantize(node: ir.Node) -> None:
     assert isinstance(axis, int)
     if axis % len(shape) not in (len(shape) - 1, len(shape) - 2):
         raise InputError(f"Layer {name}: blocks must run along the last axis or the one before, not axis {axis}.")
-    _check_multiple(name, "input channels (K)", shape[axis])
+    check_multiple(name, "input channels (K)", shape[axis])
 
 
-def _check_multiple(name: str, what: str, size: int | None) -> None:
+def _check_unclaimed(node: ir.Node) -> None:
+    """Blocks of any FP4 constant, also of one that no layer above was seen to read."""
+    codes = node.inputs[0]
+    shape = _static_shape(codes) if codes is not None and codes.is_initializer() else None
+    axis = attribute(node, "axis", 1)
+    assert isinstance(axis, int)
+    if codes is None or codes.dtype != ir.DataType.FLOAT4E2M1 or not shape:
+        return
+    if "block_size" in node.attributes and -len(shape) <= axis < len(shape):
+        check_multiple(layer_name(node, codes), "contracted weights (K)", shape[axis])
+
+
+def check_multiple(name: str, what: str, size: int | None) -> None:
+    """Refuse an extent that blocks of 16 do not fill.
+
+    Raises:
+        InputError: the message names the layer, the extent and the next multiple.
+    """
     if size is None or size <= 0 or size % BLOCK:
         found = "not known at build time" if size is None or size <= 0 else f"{size}, not a multiple of {BLOCK}"
         raise InputError(
@@ -157,9 +177,11 @@ def _check_multiple(name: str, what: str, size: int | None) -> None:
 
 
 def _static_shape(value: ir.Value | None) -> list[int | None] | None:
-    """Shape from the Reshape that makes the value, else from its type; unknown extents are None."""
+    """Shape of a constant, of the Reshape that makes the value, or of its type; unknown extents are None."""
     if value is None:
         return None
+    if value.const_value is not None:  # what is stored, whatever the file's value_info says of it
+        return list(value.const_value.shape.numpy())
     producer = value.producer()
     if producer is not None and producer.op_type == "Reshape":
         target = constant_ints(producer.inputs[1])
@@ -184,7 +206,7 @@ def _read_layer(node: ir.Node, codes: ir.Value) -> Fp4Layer:
     if ohwi is None or len(ohwi) != 4:
         raise InputError(f"Layer {name}: its FP4 weight is not reshaped to [O,KH,KW,C] (OHWI order). {_REEXPORT}")
     out, height, width, channels = ohwi
-    _check_multiple(name, "input channels (K)", channels)
+    check_multiple(name, "input channels (K)", channels)
     if (out, height * width * channels) != (rows, size):
         raise InputError(f"Layer {name}: FP4 weight [{rows}, {size}] does not hold OHWI {ohwi}. {_REEXPORT}")
     shape = _image_shape(name, node, channels)
@@ -225,7 +247,7 @@ def _check_blocks(name: str, dequantize: ir.Node, codes: ir.Value, scales: ir.Va
             f"Layer {name}: FP4 codes must be stored as [O, KH*KW*C] with blocks along axis 1. {_REEXPORT}"
         )
     rows, size = shape
-    _check_multiple(name, "contracted weights (K)", size)
+    check_multiple(name, "contracted weights (K)", size)
     assert rows is not None
     assert size is not None
     if attribute(dequantize, "block_size", 0) != BLOCK or _static_shape(scales) != [rows, size // BLOCK]:

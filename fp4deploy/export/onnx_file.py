@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from fp4deploy.errors import InputError
 from fp4deploy.export.graph import export_graph
 from fp4deploy.export.portable import to_portable
-from fp4deploy.export.verify import Agreement, compare_with_torch, require_agreement, validation_images
+from fp4deploy.export.verify import Agreement, require_agreement, validation_images, verify_twin
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import atomic_write
@@ -63,7 +63,7 @@ def export_onnx(
         verify: False writes without comparing.
 
     Raises:
-        GateError: ONNX Runtime and torch disagree on more than 0.1 % of the pixels.
+        GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
         InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target.
     """
     out = Path(out)
@@ -81,7 +81,7 @@ def export_onnx(
     twin = to_portable(canonical)
     verification = None
     if verify and data is not None:
-        verification = compare_with_torch(model, twin, validation_images(Path(data), card, images))
+        verification = verify_twin(model, twin, validation_images(Path(data), card, images))
         require_agreement(verification, str(checkpoint))
     size = _write(canonical, out)
     if portable:

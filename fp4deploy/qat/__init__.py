@@ -1,6 +1,6 @@
 """Quantisation-aware training: recipes, straight-through functions, layers, and `prepare`."""
 
-from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantLinear
+from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantizedLayer, QuantLinear
 from fp4deploy.qat.load import load_model, round_to_deployed
 from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
@@ -12,6 +12,7 @@ __all__ = [
     "QuantConvTranspose2d",
     "QuantLinear",
     "QuantSpec",
+    "QuantizedLayer",
     "Recipe",
     "calibrate",
     "find_recipe",

@@ -2,7 +2,8 @@
 
 Training keeps FP32 master weights; engines hold FP16 for whatever is not FP4. Evaluating the masters would compare
 every runtime with weights that none of them has, so `load_model` rounds those parameters to FP16 values (and keeps
-computing in FP32). The quantised weights are left alone: their codes are made from the masters.
+computing in FP32). The quantised weights are left alone: their codes are made from the masters. A file holds the static
+global scale s = amax / 2688 rather than the amax, so the amax is taken back from it, at most one ulp away.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.formats import E2M1_MAX, E4M3_MAX
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
 from fp4deploy.qat.prepare import prepare, quantized_layers
 
@@ -42,7 +44,7 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Modul
 
 @torch.no_grad()
 def round_to_deployed(model: nn.Module) -> None:
-    """Round, in place, every parameter that an engine keeps in FP16 to its nearest FP16 value.
+    """Round, in place, what an engine keeps in FP16 to FP16 values, and every static amax to what its scale gives back.
 
     Raises:
         InputError: a parameter is beyond FP16's range, naming it.
@@ -56,3 +58,5 @@ def round_to_deployed(model: nn.Module) -> None:
                 f"{name} holds a value beyond FP16's largest, {FP16_MAX:g}; it cannot be deployed in FP16."
             )
         parameter.copy_(parameter.half())
+    for layer in quantized_layers(model).values():
+        layer.input_amax.copy_(layer.input_amax / (E2M1_MAX * E4M3_MAX) * (E2M1_MAX * E4M3_MAX))

@@ -17,7 +17,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.layer_constants import deployed_amax, global_scale
 from fp4deploy.export.portable import to_portable
 from fp4deploy.export.quantize_function import QUANTIZE_OP, dynamic_quantize_function
-from fp4deploy.export.verify import portable_session
+from fp4deploy.export.session import portable_session
 from fp4deploy.formats import decode_e2m1, quantize_nvfp4, unpack_codes
 from fp4deploy.qat import quantized_layers
 

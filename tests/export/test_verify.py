@@ -12,7 +12,8 @@ import fp4deploy.export.onnx_file as onnx_file
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export import describe_onnx, export_onnx, inspect_onnx, read_onnx, to_portable
-from fp4deploy.export.verify import Agreement, compare_with_torch, portable_session, require_agreement
+from fp4deploy.export.session import portable_session
+from fp4deploy.export.verify import Agreement, compare_with_torch, require_agreement
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 
 CLASSES = ("background", "circle", "square", "triangle", "star")
@@ -83,7 +84,7 @@ def test_gate_refuses_a_tampered_model_and_writes_nothing(
     monkeypatch.setattr(onnx_file, "to_portable", tamper)
     out = tmp_path / "unet.onnx"
     out.write_bytes(b"the last good file")
-    with pytest.raises(GateError, match=r"disagree on 100\.000 % of 4096 pixels.*Nothing was written") as caught:
+    with pytest.raises(GateError, match=r"disagree: 100\.000 % of 4096 pixels.*Nothing was written") as caught:
         export_onnx(checkpoints[precision], out, portable=True, data=data, images=4)
     assert caught.value.exit_code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["unet.onnx"]

@@ -1,0 +1,13 @@
+"""ONNX Runtime on the CPU."""
+
+from __future__ import annotations
+
+import onnx
+import onnxruntime
+
+
+def portable_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    """An ONNX Runtime CPU session of a portable twin."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
