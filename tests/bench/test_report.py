@@ -53,6 +53,15 @@ def test_the_contract(facts: dict[str, Any]) -> None:
     json.dumps(facts, allow_nan=False)
 
 
+def test_a_model_trained_longer_is_said_to_be(facts: dict[str, Any]) -> None:
+    assert "epochs longer, which alone helps" in " ".join(report.summary(facts))
+    control = {**facts["models"], "fp16_control": {**facts["models"]["fp16"], "miou": 0.82}}
+    text = " ".join(report.summary({**facts, "models": control}))
+    assert "against the FP16 control" in text
+    assert "longer" not in text
+    assert "longer" not in " ".join(report.summary({**facts, "fine_tuned": False}))
+
+
 def test_the_summary_is_made_of_measured_numbers(facts: dict[str, Any]) -> None:
     text = " ".join(facts["summary"])
     assert "NVFP4 loses 1.00 points of mIoU against FP16 (80.00 and 81.00)." in text

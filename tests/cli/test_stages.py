@@ -86,6 +86,20 @@ def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> 
     assert "--out must be a folder" in many.stderr
 
 
+def test_export_goes_on_after_a_refused_model(at_home: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4deploy.export import onnx_file
+    from fp4deploy.export.verify import Agreement, require_agreement
+
+    def refuse_fp16(agreement: Agreement, name: str) -> None:
+        require_agreement(Agreement(1, 100, 50, 1.0) if "/fp16/" in name else agreement, name)
+
+    monkeypatch.setattr(onnx_file, "require_agreement", refuse_fp16)
+    result = at_home("export", next(Path("runs").iterdir()), "--out", tmp_path / "out", "--images", 1)
+    assert result.exit_code == 1
+    assert "fp16/best.safetensors: ONNX Runtime and torch disagree" in result.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["unet.onnx"]
+
+
 @pytest.mark.parametrize("name", ["unet.onnx", "unet-fp16.portable.onnx", "fp16", "nvfp4.safetensors"])
 def test_bench_finds_names_in_the_latest_run(at_home: Invoke, home: Path, name: str) -> None:
     result = at_home("bench", "--engine", name, "--iterations", 3, "--json", "-")
