@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-PIPE_WIDTH = 160  # columns of a table that goes to a file or pipe, so that no path is cut
+PIPE_WIDTH = 220  # columns of a table that goes to a file or pipe, so that no path is cut
 
 
 def results() -> Console:

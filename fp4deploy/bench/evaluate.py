@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fp4deploy.bench.runtimes import Runtime
+from fp4deploy.bench.protocol import Runtime
 from fp4deploy.data import EvalTransform, SegmentationDataset, eval_loader, open_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.metrics import Scores, SegmentationScore

@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes import Array
+from fp4deploy.bench.protocol import Array
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
 from fp4deploy.export.session import portable_session

@@ -17,7 +17,7 @@ import torch
 
 from fp4deploy.bench.latency import time_cuda
 from fp4deploy.bench.ledgers import TITLES, built_by
-from fp4deploy.bench.runtimes import Array
+from fp4deploy.bench.protocol import Array
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export import engine

@@ -13,7 +13,7 @@ import torch
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
-from fp4deploy.bench.runtimes import Array
+from fp4deploy.bench.protocol import Array
 from fp4deploy.qat import load_model
 
 

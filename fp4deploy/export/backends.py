@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fp4deploy.export import rtx, tensorrt
-from fp4deploy.export.compile import Backend
+from fp4deploy.export.backend import Backend
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (rtx.BACKEND, tensorrt.BACKEND)}

@@ -17,8 +17,9 @@ from pathlib import Path
 import onnx
 
 from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.export.backend import Backend
 from fp4deploy.export.backends import BACKENDS
-from fp4deploy.export.compile import Backend, CompileAnswer, CompileJob, run_child
+from fp4deploy.export.compile import CompileAnswer, CompileJob, run_child
 from fp4deploy.export.ledger import Ledger, ledger_path, load_ledger, sha256
 from fp4deploy.export.ledger_log import parse_engine_layers
 from fp4deploy.export.ledger_realise import realise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4deploy.export.compile import Backend
+from fp4deploy.export.backend import Backend
 
 ARCHES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 

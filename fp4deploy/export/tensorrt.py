@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp4deploy.errors import UnavailableError
-from fp4deploy.export.compile import Backend
+from fp4deploy.export.backend import Backend
 
 ARCHES = ("sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
 FP4_ARCHES = ("sm100", "sm103", "sm110", "sm120", "sm121")

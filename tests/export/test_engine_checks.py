@@ -20,7 +20,7 @@ from fp4deploy.export.engine import build_engine
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks come first: a compiler that is reached fails the test."""
     monkeypatch.setattr("fp4deploy.export.engine._compile", lambda *_: pytest.fail("the compiler was asked"))
-    monkeypatch.setattr("fp4deploy.export.compile.Backend.require_installed", lambda _: None)
+    monkeypatch.setattr("fp4deploy.export.backend.Backend.require_installed", lambda _: None)
 
 
 def refused(tmp_path: Path, model: onnx.ModelProto, message: str) -> None:

@@ -1,0 +1,55 @@
+"""What TensorRT and TensorRT-RTX have in common, as data."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fp4deploy.errors import UnavailableError
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One engine library.
+
+    `arches` are the `--arch` values, `fp4_arches` those with FP4 tensor cores, `extra` the pip extra that installs
+    `package`. `configure(trt, config, arch)` aims the build at an architecture and raises UnavailableError where this
+    machine cannot; `layers(trt, plan, messages)` gives (text of the engine layers, evidence).
+    """
+
+    name: str
+    title: str
+    package: str
+    extra: str
+    arches: tuple[str, ...]
+    fp4_arches: tuple[str, ...]
+    default_arch: Callable[[], str]
+    configure: Callable[[Any, Any, str], None]
+    layers: Callable[[Any, bytes, list[str]], tuple[str, str]]
+
+    def require_installed(self) -> None:
+        """Look for the library without loading it.
+
+        Raises:
+            UnavailableError: it is not installed.
+        """
+        if importlib.util.find_spec(self.package) is None:
+            raise UnavailableError(
+                f"{self.title} is not installed. Install it with: pip install 'fp4deploy[{self.extra}]'"
+            )
+
+    def load(self) -> Any:
+        """Import the library.
+
+        Raises:
+            UnavailableError: it is not installed, or its shared libraries do not load.
+        """
+        try:
+            return importlib.import_module(self.package)
+        except (ImportError, OSError) as error:
+            raise UnavailableError(
+                f"{self.title} cannot be loaded ({error}). Install it with: pip install 'fp4deploy[{self.extra}]'"
+            ) from None
