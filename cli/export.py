@@ -33,21 +33,21 @@ def export(
         Path | None, typer.Option("--out", help="Target file (one checkpoint) or folder.", show_default="RUN/export")
     ] = None,
 ) -> None:
-    """Write the hardware-neutral ONNX graph; exit 1 if ONNX Runtime and torch disagree on over 0.1 % of pixels."""
+    """Write the hardware-neutral ONNX graph; exit 1 if ONNX Runtime computes another result from it than torch."""
     from fp4deploy.export import export_onnx
 
-    refused = []
+    failed: list[GateError | InputError] = []
     for checkpoint, target in _targets(source, out):
         note(f"Exporting {shown(checkpoint)} ...")
         verify_on = (data or _data(checkpoint)) if verify else None
         try:
             result = export_onnx(checkpoint, target, portable, verify_on, images, verify)
-        except GateError as error:
-            refused.append(str(error))
+        except (GateError, InputError) as error:
+            failed.append(error)
             continue
         done(describe(result))
-    if refused:
-        raise GateError(" ".join(refused))
+    if failed:
+        raise type(min(failed, key=lambda error: error.exit_code))(" ".join(dict.fromkeys(map(str, failed))))
     note("Build an engine of it with: fp4deploy build")
 
 

@@ -17,7 +17,6 @@ Limit: an error confined to less than a thousandth of a layer's elements (say, o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +55,8 @@ class SynchronisedAgreement:
 
     @property
     def share(self) -> float:
-        """Share of pixels with the same argmax, 0..1."""
-        return 1 - self.differing / max(self.pixels, 1)
+        """Share of pixels with the same argmax, 0..1; 0 where nothing was compared."""
+        return 1 - self.differing / self.pixels if self.pixels else 0.0
 
     @property
     def worst(self) -> float:
@@ -103,7 +102,7 @@ def compare_synchronised(
         pixels += classes.size
         differing += int((logits.argmax(axis=1) != classes).sum()) if np.isfinite(logits).all() else classes.size
         for (name, _, x), y in zip(fed, own, strict=True):
-            wrong[name] += int((y != x).sum()) if y.shape == x.shape else x.size
+            wrong[name] += int((y != x).sum())
             seen[name] += x.size
     shares = {name: wrong[name] / max(seen[name], 1) for name in twin.values}
     return SynchronisedAgreement(pixels, differing, shares, twin.sources)

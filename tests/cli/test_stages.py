@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +99,16 @@ def test_export_goes_on_after_a_refused_model(at_home: Invoke, tmp_path: Path, m
     assert result.exit_code == 1
     assert "fp16/best.safetensors: ONNX Runtime and torch disagree" in result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["unet.onnx"]
+
+
+def test_export_goes_on_after_a_broken_checkpoint(at_home: Invoke, tmp_path: Path) -> None:
+    shutil.copytree(next(Path("runs").iterdir()), tmp_path / "run", ignore=shutil.ignore_patterns("export", "state"))
+    (tmp_path / "run" / "fp16" / "best.safetensors").write_bytes(b"no checkpoint")
+    result = at_home("export", tmp_path / "run", "--images", 1)
+    assert result.exit_code == 2
+    assert "fp16/best.safetensors" in result.stderr
+    assert "nvfp4/best.safetensors is" not in result.stderr
+    assert [path.name for path in (tmp_path / "run" / "export").iterdir()] == ["unet.onnx"]
 
 
 @pytest.mark.parametrize("name", ["unet.onnx", "unet-fp16.portable.onnx", "fp16", "nvfp4.safetensors"])
