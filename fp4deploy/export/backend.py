@@ -15,20 +15,24 @@ from fp4deploy.errors import UnavailableError
 class Backend:
     """One engine library.
 
-    `arches` are the `--arch` values, `fp4_arches` those with FP4 tensor cores, `extra` the pip extra that installs
-    `package`. `configure(trt, config, arch)` aims the build at an architecture and raises UnavailableError where this
+    `arches` are the `--arch` values, `fp4_arches` those with FP4 tensor cores, `package` the module to import.
+    `configure(trt, config, arch)` aims the build at an architecture and raises UnavailableError where this
     machine cannot; `layers(trt, plan, messages)` gives (text of the engine layers, evidence).
     """
 
     name: str
     title: str
     package: str
-    extra: str
     arches: tuple[str, ...]
     fp4_arches: tuple[str, ...]
     default_arch: Callable[[], str]
     configure: Callable[[Any, Any, str], None]
     layers: Callable[[Any, bytes, list[str]], tuple[str, str]]
+
+    @property
+    def distribution(self) -> str:
+        """The name pip installs it by."""
+        return self.package.replace("_", "-")
 
     def require_installed(self) -> None:
         """Look for the library without loading it.
@@ -37,9 +41,7 @@ class Backend:
             UnavailableError: it is not installed.
         """
         if importlib.util.find_spec(self.package) is None:
-            raise UnavailableError(
-                f"{self.title} is not installed. Install it with: pip install 'fp4deploy[{self.extra}]'"
-            )
+            raise UnavailableError(f"{self.title} is not installed. Install it with: pip install {self.distribution}")
 
     def load(self) -> Any:
         """Import the library.
@@ -51,5 +53,5 @@ class Backend:
             return importlib.import_module(self.package)
         except (ImportError, OSError) as error:
             raise UnavailableError(
-                f"{self.title} cannot be loaded ({error}). Install it with: pip install 'fp4deploy[{self.extra}]'"
+                f"{self.title} cannot be loaded ({error}). Install it with: pip install {self.distribution}"
             ) from None

@@ -34,7 +34,6 @@ BACKEND = Backend(
     name="tensorrt-rtx",
     title="TensorRT-RTX",
     package="tensorrt_rtx",
-    extra="rtx",
     arches=ARCHES,
     fp4_arches=("sm120", "sm121"),
     default_arch=default_arch,

@@ -75,7 +75,6 @@ BACKEND = Backend(
     name="tensorrt",
     title="TensorRT",
     package="tensorrt",
-    extra="tensorrt",
     arches=ARCHES,
     fp4_arches=FP4_ARCHES,
     default_arch=default_arch,
