@@ -5,7 +5,7 @@ from fp4deploy.data.check import check_dataset
 from fp4deploy.data.coco_json import Defect
 from fp4deploy.data.dataset import open_dataset
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
-from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, Sample, SegmentationDataset
+from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, SPLITS, Sample, SegmentationDataset
 from fp4deploy.data.shapes import generate_shapes
 from fp4deploy.data.transforms import EvalTransform, TrainTransform
 
@@ -13,6 +13,7 @@ __all__ = [
     "IGNORE",
     "IMAGE_MEAN",
     "IMAGE_STD",
+    "SPLITS",
     "CachedDataset",
     "Defect",
     "EpochLoader",

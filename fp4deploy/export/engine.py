@@ -23,7 +23,7 @@ from fp4deploy.export.compile import CompileAnswer, CompileJob, run_child
 from fp4deploy.export.ledger import Ledger, ledger_path, load_ledger, sha256
 from fp4deploy.export.ledger_log import parse_engine_layers
 from fp4deploy.export.ledger_realise import realise
-from fp4deploy.export.lowering import LoweredModel, check_conv_mode, load_model, lower
+from fp4deploy.export.lowering import LoweredModel, check_conv_mode, lower, read_buildable
 from fp4deploy.runs import atomic_write
 
 PLAN_MAGIC = {b"vtrt": "tensorrt-rtx", b"ftrt": "tensorrt"}
@@ -69,7 +69,7 @@ def build_engine(
     """
     chosen, target = _check_choices(backend, arch, conv, batch)
     onnx_path, out = Path(onnx_path), Path(out)
-    lowered = lower(load_model(onnx_path), conv, backend)
+    lowered = lower(read_buildable(onnx_path), conv, backend)
     if lowered.fp4 and target not in chosen.fp4_arches:
         raise InputError(
             f"{onnx_path} holds FP4 layers, and {target} has no FP4 tensor cores that {chosen.title} can use. "

@@ -32,15 +32,14 @@ from onnx_ir.passes.common import NameFixPass
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.canonical import IR_VERSION, LAYERS_KEY, OPSET
 from fp4deploy.export.layer_constants import LayerConstants, layer_constants
 from fp4deploy.export.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
-from fp4deploy.export.quantize_function import IR_VERSION, OPSET
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
 
-LAYERS_KEY = "fp4deploy.layers"
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 PRODUCER = "fp4deploy"
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.passes import InPlacePass, PassResult, Sequential
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.export.canonical import IR_VERSION, LAYERS_KEY, OPSET, parse_onnx
 from fp4deploy.export.ledger import PlannedLayer
 from fp4deploy.export.lowering_gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
 from fp4deploy.export.lowering_pattern import (
@@ -44,8 +44,6 @@ from fp4deploy.export.lowering_scales import SpreadGlobalScales
 from fp4deploy.models.card import CARD_KEY
 
 CONV_MODES = ("auto", "qdq", "gemm", "plugin")
-LAYERS_KEY = "fp4deploy.layers"
-OPSET, IR_VERSION = 23, 11
 
 
 @dataclass(frozen=True)
@@ -97,25 +95,14 @@ def check_conv_mode(conv: str, backend: str) -> None:
     raise UnavailableError(f"--conv plugin cannot be built: {rest}.")
 
 
-def load_model(path: Path) -> onnx.ModelProto:
-    """Read an ONNX file.
+def read_buildable(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file that an engine may be built of.
 
     Raises:
         InputError: the file is missing, not ONNX, or of an opset or IR version the engines do not take.
     """
-    if not path.is_file():
-        raise InputError(f"{path} does not exist. Write one with: fp4deploy export --format onnx")
-    try:
-        model = onnx.load(path)
-    except (DecodeError, ValueError, OSError) as error:
-        raise InputError(
-            f"{path} is not an ONNX file ({_short(error)}). Give the .onnx that fp4deploy export wrote."
-        ) from None
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), None)
-    if opset is None or not model.graph.node or not model.graph.output:
-        raise InputError(
-            f"{path} is not an ONNX model (no operators in it). Give the .onnx that fp4deploy export wrote."
-        )
+    model = parse_onnx(path)
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     if opset > OPSET or model.ir_version > IR_VERSION:
         raise InputError(
             f"{path} has opset {opset} and IR version {model.ir_version}; engines take at most opset {OPSET} and IR "
@@ -176,10 +163,6 @@ def _check_stored(tensor: onnx.TensorProto) -> None:
         f"The constant {name} has shape {shape} and {stored} bytes, which do not belong together. The file is damaged; "
         "export it again: fp4deploy export --format onnx"
     )
-
-
-def _short(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
 
 
 def _with_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.canonical import not_onnx, parse_onnx
 from fp4deploy.export.graph import export_graph
 from fp4deploy.export.portable import to_portable
 from fp4deploy.export.verify import Agreement, require_agreement, validation_images, verify_twin
@@ -27,8 +27,7 @@ class ExportResult:
 
     path, portable_path: the canonical file and its twin (None where none was asked for).
     size_bytes: of the canonical file. fp4_layers: how many layers it holds in FP4.
-    agreement: share of pixels on which ONNX Runtime and torch agree, 0..1; None where nothing was verified.
-    verification: the numbers behind it.
+    verification: how far ONNX Runtime and torch agree; None where nothing was verified.
     """
 
     path: Path
@@ -36,8 +35,12 @@ class ExportResult:
     card: ModelCard
     size_bytes: int
     fp4_layers: int
-    agreement: float | None
     verification: Agreement | None
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of pixels on which ONNX Runtime and torch agree, 0..1; None where nothing was verified."""
+        return self.verification.share if self.verification else None
 
 
 def portable_name(path: Path) -> Path:
@@ -92,30 +95,21 @@ def export_onnx(
         card=card,
         size_bytes=size,
         fp4_layers=len(quantized_layers(model)),
-        agreement=verification.share if verification else None,
         verification=verification,
     )
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
-    """Read an ONNX file.
+    """Read and check an ONNX file.
 
     Raises:
-        InputError: the file is missing, truncated, or not ONNX.
+        InputError: the file is missing, truncated, not ONNX, or breaks its rules.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"There is no file {path}. Write one with: fp4deploy export --format onnx")
+    model = parse_onnx(path)
     try:
-        model = onnx.load(path)
         onnx.checker.check_model(model)
-    except (DecodeError, ValueError, OSError, onnx.checker.ValidationError) as error:
-        cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(
-            f"{path} is not a whole ONNX file ({cause[:120]}). Write one with: fp4deploy export --format onnx"
-        ) from error
-    if not model.graph.node:
-        raise InputError(f"{path} is not an ONNX model: it holds no operators. Write one with: fp4deploy export")
+    except (ValueError, onnx.checker.ValidationError) as error:
+        raise not_onnx(path, error) from error
     return model
 
 

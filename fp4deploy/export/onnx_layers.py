@@ -16,7 +16,7 @@ import onnx
 import onnx.shape_inference
 import onnx_ir as ir
 
-from fp4deploy.export.graph import LAYERS_KEY
+from fp4deploy.export.canonical import LAYERS_KEY
 from fp4deploy.export.onnx_file import read_onnx
 from fp4deploy.export.quantize_function import QUANTIZE_OP
 from fp4deploy.models.card import CARD_KEY

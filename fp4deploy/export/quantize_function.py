@@ -11,8 +11,6 @@ from __future__ import annotations
 import onnx
 import onnx.parser
 
-OPSET = 23
-IR_VERSION = 11
 TRT_DOMAIN = "trt"
 QUANTIZE_OP = "TRT_FP4DynamicQuantize"
 

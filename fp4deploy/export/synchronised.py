@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import nn
 
 from fp4deploy.export.session import portable_session
-from fp4deploy.formats import BLOCK
+from fp4deploy.formats import pad_to_blocks
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 
 PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
@@ -160,7 +159,8 @@ def _run_torch(
 
     def keep(name: str) -> Any:
         def hook(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-            operands[name].append(_padded(layer.quantized_input(inputs[0]), layer.input_axis).numpy())
+            x = layer.quantized_input(inputs[0])
+            operands[name].append(pad_to_blocks(x, (layer.input_axis % x.ndim,)).numpy())
 
         return hook
 
@@ -171,12 +171,3 @@ def _run_torch(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _padded(x: torch.Tensor, axis: int) -> torch.Tensor:
-    missing = -x.shape[axis] % BLOCK
-    if not missing:
-        return x.contiguous()
-    widths = [0] * (2 * x.ndim)
-    widths[2 * (x.ndim - 1 - axis % x.ndim) + 1] = missing
-    return F.pad(x, widths)

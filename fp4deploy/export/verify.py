@@ -7,7 +7,7 @@ FP16 models and small NVFP4 models pass at once (a UNet of scale 0.25 at 96 x 96
 differs from itself by more than that as soon as anything adds in another order, because FP4 amplifies last-bit
 differences (see `synchronised`). Where the free comparison fails, the gate therefore compares once more with every
 product fed by torch: then at most 0.1 % of the pixels, and of each layer's quantised elements, may differ. An export
-error cannot hide there, and is reported with the name of its layer.
+error that touches more than that shows, with the name of the layer that first sees it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def quantize_nvfp4(x: torch.Tensor, block: str = "1d", amax: float | torch.Tenso
         InputError: unknown `block`, fewer axes than it needs, a dtype that is not floating point.
     """
     axes = _block_axes(x, block)
-    padded = _pad(x.detach().to(torch.float32), axes)
+    padded = pad_to_blocks(x.detach().to(torch.float32), axes)
     global_amax = _global_amax(padded, amax)
     blocks, inner = _split(padded, axes)
     scales, encode = block_scales(blocks.abs().amax(inner, keepdim=True), global_amax)
@@ -95,7 +95,7 @@ def fake_quantize_nvfp4(
         (the sign of a zero excepted), and the bool mask of elements that did not saturate, |x * e| <= 6.
     """
     axes = tuple(axis % x.ndim for axis in axes)
-    padded = _pad(x.detach().to(torch.float32), axes)
+    padded = pad_to_blocks(x.detach().to(torch.float32), axes)
     global_amax = _global_amax(padded, amax)
     blocks, inner = _split(padded, axes)
     scales, encode = block_scales(blocks.abs().amax(inner, keepdim=True), global_amax)
@@ -146,8 +146,8 @@ def _block_axes(x: torch.Tensor, block: str) -> tuple[int, ...]:
     return tuple(axis % x.ndim for axis in BLOCK_AXES[block])
 
 
-def _pad(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """Zeros up to a multiple of 16 along `axes`."""
+def pad_to_blocks(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """Pad with zeros to a multiple of 16 along `axes` (0 or more); `x` itself where nothing is missing."""
     if all(x.shape[axis] % BLOCK == 0 for axis in axes):
         return x
     widths = [0] * (2 * x.ndim)

@@ -28,6 +28,7 @@ from torch import nn
 from fp4deploy.data import (
     IMAGE_MEAN,
     IMAGE_STD,
+    SPLITS,
     EpochLoader,
     EvalTransform,
     SegmentationDataset,
@@ -86,7 +87,7 @@ def train_models(
         config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
     if config.data.root is None:
         raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
-    train_data, val_data = (open_dataset(Path(config.data.root), split, config.data.classes) for split in TRAIN_VAL)
+    train_data, val_data = (open_dataset(Path(config.data.root), split, config.data.classes) for split in SPLITS)
     _check_class_weights(config, val_data.class_names)
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
         _keep_config(config, run, resume)
@@ -99,9 +100,6 @@ def train_models(
         command = f"fp4deploy train --out {shlex.quote(str(run.path))}{chosen} --resume"
         print(f"interrupted; resume with: {command}", file=sys.stderr)
         raise
-
-
-TRAIN_VAL = ("train", "val")
 
 
 def _train(
