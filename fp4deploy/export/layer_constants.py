@@ -23,9 +23,9 @@ from fp4deploy.qat.layers import QuantizedLayer
 RANGE = np.float32(6 * 448)
 
 
-def global_scale(amax: float | torch.Tensor) -> np.float32:
-    """The scale a canonical file stores for the static amax: fp32(amax / 2688)."""
-    return np.float32(np.float32(float(amax)) / RANGE)
+def global_scale(amax: float | torch.Tensor, e4m3_max: int = 448) -> np.float32:
+    """The scale a canonical file stores for an amax: fp32(amax / 2688), with 4/6 weights of E = 256 amax / 1536."""
+    return np.float32(np.float32(float(amax)) / np.float32(6 * e4m3_max))
 
 
 def deployed_amax(scale: float | np.float32) -> np.float32:
@@ -63,12 +63,17 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants:
         InputError: the layer was never calibrated, its recipe has no static engine form, or a value is not finite.
     """
     recipe = layer.recipe
-    if recipe.weight is None or recipe.activation is None or recipe.activation.scale != "static":
+    if recipe.weight is None or not layer.is_static or recipe.weight.format != "nvfp4" or recipe.weight.row_scaled:
         raise InputError(
-            f"{name}: recipe '{recipe.name}' does not quantise weights and activations with static global scales, "
-            "and an engine needs both. Train with --recipe nvfp4_qat."
+            f"{name}: recipe '{recipe.name}' does not quantise weights to NVFP4 and activations with a static global "
+            "scale, and an engine needs both. Train with --recipe nvfp4_qat."
         )
-    amax = float(layer.input_amax)
+    if recipe.activation is not None and recipe.activation.four_over_six:
+        raise InputError(
+            f"{name}: recipe '{recipe.name}' chooses 4 or 6 for activations too, which no engine does while it runs. "
+            "Train with --recipe nvfp4_4o6_weight_qat."
+        )
+    amax = float(cast(torch.Tensor, layer.input_amax))
     if not 0 < amax < float("inf"):
         raise InputError(
             f"{name}: its activations were never calibrated (input_amax is {amax:g}). "
@@ -77,18 +82,20 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants:
     weight = layer.weight.detach().to(torch.float32)
     if not torch.isfinite(weight).all():
         raise InputError(f"{name}: its weight holds NaN or Inf. Export an earlier checkpoint.")
-    quantized = quantize_nvfp4(_taps_first(layer, weight), block=recipe.weight.block)
+    quantized = quantize_nvfp4(
+        _taps_first(layer, weight), block=recipe.weight.block, four_over_six=recipe.weight.four_over_six
+    )
     kernel = tuple(weight.shape[2:])
     rows, channels = quantized.codes.shape[-2], 2 * quantized.codes.shape[-1]
     scales = _rows_first(quantized.scales.view(torch.uint8)).view(ml_dtypes.float8_e4m3fn)
     return LayerConstants(
         codes=_rows_first(quantized.codes),
         scales=scales,
-        weight_scale=global_scale(quantized.amax),
+        weight_scale=global_scale(quantized.amax, quantized.e4m3_max),
         input_scale=global_scale(amax),
         shape=(rows, *kernel, channels),
         order=_operator_order(layer),
-        channel_axis=layer.input_axis,
+        channel_axis=-1 if isinstance(layer, nn.Linear) else 1,
         channels=channels * (layer.groups if isinstance(layer, nn.Conv2d) else 1),
     )
 

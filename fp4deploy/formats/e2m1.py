@@ -5,8 +5,11 @@
 
 Rounding is to nearest, ties to the even code: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4.
 The values are the multiples of .5 below 2, of 1 below 4, of 2 up to 6, so that adding and subtracting 1.5 * 2^23 steps
-in fp32 lets the hardware's own rounding do the work. A nonzero negative that rounds to zero keeps its sign (code 8); an
-input of -0.0 is code 0.
+in fp32 lets the hardware's own rounding do the work. A nonzero negative that rounds to 0 keeps its sign (code 8);
+an input of -0.0 is code 0.
+
+Stochastic rounding takes 8 random bits r an element: t = |u| + r/256 step(|u|), rounded down to a value. What is exactly
+representable never moves, and the mean over r is |u| to within 1/256 of a step.
 
 Two codes share a byte, the even element in the low nibble: the layout of torch's `float4_e2m1fn_x2` and of ONNX's
 FLOAT4E2M1.
@@ -25,26 +28,41 @@ _EXPONENT_BITS = 0x7F800000
 _HALF_STEP_ROUNDER = 1.5 * 2**22
 
 
-def round_e2m1(u: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest E2M1 value, ties to even, saturating at 6.
+def round_e2m1(u: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+    """Round to an E2M1 value, saturating at 6: the nearest, ties to even, or one of the two neighbours at random.
 
     Args:
         u: float32, any shape; NaN stays NaN.
+        random: uint8, the shape of `u`; rounds up with a probability of the distance in steps, to 1/256 of a step.
 
     Returns:
         float32 of the same shape, each element one of ±`E2M1_VALUES`.
     """
     u = u.clamp(-E2M1_MAX, E2M1_MAX)
+    if random is not None:
+        return _round_stochastically(u, random)
     binade = u.abs().clamp_(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT_BITS).view(torch.float32)
     rounder = binade.mul_(_HALF_STEP_ROUNDER)
     return u.add_(rounder).sub_(rounder)
 
 
-def encode_e2m1(u: torch.Tensor) -> torch.Tensor:
-    """Round float32 `u` to E2M1 codes 0..15 (uint8, same shape)."""
-    q = round_e2m1(u).abs_()
+def _round_stochastically(u: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    magnitude = u.abs()
+    dithered = magnitude + (random.to(torch.float32) * (1 / 256)) * _step(magnitude)
+    step = _step(dithered)
+    return ((dithered / step).floor_().mul_(step)).clamp_(max=E2M1_MAX).copysign_(u)
+
+
+def _step(magnitude: torch.Tensor) -> torch.Tensor:
+    """The distance between E2M1 values at a magnitude: .5 below 2, 1 below 4, else 2."""
+    return 0.5 + 0.5 * (magnitude >= 2).to(torch.float32) + (magnitude >= 4).to(torch.float32)
+
+
+def encode_e2m1(u: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+    """Round float32 `u` (as `round_e2m1`) to E2M1 codes 0..15 (uint8, same shape)."""
+    q = round_e2m1(u, random).abs_()
     code = torch.minimum(torch.minimum(2 * q, q + 2), q / 2 + 4).to(torch.uint8)
-    return code + 8 * (u < 0).to(torch.uint8)
+    return code.add_((u < 0).to(torch.uint8), alpha=8)
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:

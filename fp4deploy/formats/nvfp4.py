@@ -1,22 +1,16 @@
-"""NVFP4: blocks of 16 E2M1 elements, an E4M3 scale a block, one fp32 global scale a tensor.
+"""NVFP4: blocks of 16 E2M1 elements, an E4M3 scale a block, one fp32 global scale a tensor (or a row).
 
-With A the global amax, a the amax of a block and E = 448 the largest E4M3 value, all in fp32 and in this order:
-
-    S  = min(6E / A, FLT_MAX)           encodes: the largest block's scale becomes exactly E
-    d8 = E4M3(min(a * (S * fp32(1/6)), E))
-    e  = min(1 / (d8 * (1 / S)), FLT_MAX)
-    q  = E2M1(clamp(x * e, -6, 6))
-    x' = ((d8 * A) * fp32(1 / 6E)) * q  decodes
+    q  = E2M1(clamp(x * e, -6, 6))      d8 and e as `scales` makes them from a block's amax and the global amax A
+    x' = ((d8 * A) * fp32(1 / 6E)) * q
 
 A may be static (calibrated) instead of the tensor's own; blocks beyond it saturate. Blocks are 1-D (16 elements along
-the contraction axis, finer) or 2-D (16 x 16, so that a matrix and its transpose quantise alike). A contraction axis
-that is not a multiple of 16 is padded with zeros.
+the contraction axis, finer) or 2-D (16 x 16, so that a matrix and its transpose quantise alike). A row-scaled tensor
+has one A a row. A contraction axis that is not a multiple of 16 is padded with zeros.
 
 A block with a NaN or an Inf gets the NaN scale 0x7F and zero codes, so that it decodes to NaN and the damage shows;
 A is taken over the finite elements, so that other blocks are unaffected.
 
-Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, for the two-level scale; the order of operations
-is this project's contract, checked bitwise against public references.
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; the order of operations is this project's own.
 """
 
 from __future__ import annotations
@@ -24,14 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from fp4deploy.errors import InputError
+from fp4deploy.formats.blocks import crop, inner_axes, join_blocks, pad_to_blocks, piece_axis, pieces, split_blocks
 from fp4deploy.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
+from fp4deploy.formats.four_over_six import FourOverSix, choose_scales
+from fp4deploy.formats.philox import rounding_bytes
+from fp4deploy.formats.scales import E4M3_MAX, block_scales, block_step, finite_amax
 
 BLOCK = 16
-E4M3_MAX = 448.0
-FLT_MAX = torch.finfo(torch.float32).max
 BLOCK_AXES = {"1d": (-1,), "2d": (-2, -1)}
 
 
@@ -41,99 +36,165 @@ class Nvfp4Tensor:
 
     codes: uint8 [..., R, ceil16(K)/2], two E2M1 codes a byte, low nibble first.
     scales: float8_e4m3fn [..., R, ceil16(K)/16]; for 2-D blocks repeated on the 16 rows of a tile.
-    amax: float32 [], the global amax A (static or the tensor's own).
+    amax: float32 [], the global amax A (static or the tensor's own); row-scaled: [..., R].
     shape: the unpadded shape.
+    e4m3_max: 448, or 256 with 4/6.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     amax: torch.Tensor
     shape: torch.Size
+    e4m3_max: int = int(E4M3_MAX)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Decode to `dtype`, shape `self.shape`."""
-        blocks = decode_e2m1(unpack_codes(self.codes)).unflatten(-1, (-1, BLOCK))
-        x = (block_step(self.scales, self.amax).unsqueeze(-1) * blocks).flatten(-2)
+        blocks = decode_e2m1(unpack_codes(self.codes)).unflatten(-1, (self.scales.shape[-1], BLOCK))
+        amax = self.amax.unsqueeze(-1) if self.amax.ndim else self.amax
+        x = (block_step(self.scales, amax, self.e4m3_max).unsqueeze(-1) * blocks).flatten(-2)
         return x[..., : self.shape[-1]].to(dtype)
 
 
-def quantize_nvfp4(x: torch.Tensor, block: str = "1d", amax: float | torch.Tensor | None = None) -> Nvfp4Tensor:
+def quantize_nvfp4(
+    x: torch.Tensor,
+    block: str = "1d",
+    amax: float | torch.Tensor | None = None,
+    row_scaled: bool = False,
+    four_over_six: FourOverSix | None = None,
+    rounding: str = "nearest",
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
+) -> Nvfp4Tensor:
     """Quantise to packed NVFP4 codes and scales, blocks along the last axis.
 
     Args:
         x: any float dtype, shape [..., K], any strides; may be empty.
         block: "1d" (1 x 16) or "2d" (16 x 16 over the last two axes).
-        amax: static global amax; None takes the amax of the finite elements of `x`.
+        amax: static global amax, [] or, row-scaled, one a row [..., R]; None takes that of the finite elements of `x`.
+        row_scaled: a global amax for each row (1-D blocks only).
+        four_over_six: let each block choose between mapping its amax to 6 and to 4.
+        rounding: "nearest" or "stochastic" (not with 4/6).
+        seed, offset: what `philox` draws the bits of stochastic rounding from; seed None draws one from torch.
 
     Raises:
-        InputError: unknown `block`, fewer axes than it needs, a dtype that is not floating point.
+        InputError: an unknown or contradictory option, fewer axes than the blocks need, a dtype that is not floating
+            point.
     """
     axes = _block_axes(x, block)
-    padded = pad_to_blocks(x.detach().to(torch.float32), axes)
-    global_amax = _global_amax(padded, amax)
-    blocks, inner = _split(padded, axes)
-    scales, encode = block_scales(blocks.abs().amax(inner, keepdim=True), global_amax)
-    codes = _join(encode_e2m1(blocks * encode).where(encode != 0, 0), axes)
-    row_scales = _per_row(scales, padded, axes)
-    if padded.shape != x.shape and x.ndim > 1:
-        codes, row_scales = codes[..., : x.shape[-2], :], row_scales[..., : x.shape[-2], :]
-    return Nvfp4Tensor(pack_codes(codes), row_scales, global_amax, x.shape)
+    if row_scaled and isinstance(amax, torch.Tensor) and amax.ndim:
+        amax = amax.unsqueeze(-1)
+    global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
+    cut = piece_axis(x, axes)
+    codes, scales = [], []
+    for part, part_amax, part_random in pieces(x, cut, axes, BLOCK, global_amax, random):
+        scaled, d8 = _scale(part, axes, part_amax, four_over_six)
+        values = join_blocks(
+            encode_e2m1(scaled, _blocked_bytes(part_random, axes)).masked_fill_(scaled.isnan(), 0), axes
+        )
+        codes.append(pack_codes(values if part.ndim == 1 else values[..., : part.shape[-2], :]))
+        scales.append(_per_row(d8.to(torch.float8_e4m3fn).view(torch.uint8), part, axes))
+    return Nvfp4Tensor(
+        torch.cat(codes, cut),
+        torch.cat(scales, cut).view(torch.float8_e4m3fn),
+        global_amax.squeeze(-1) if row_scaled else global_amax,
+        x.shape,
+        _e4m3_max(four_over_six),
+    )
 
 
 def fake_quantize_nvfp4(
-    x: torch.Tensor, axes: tuple[int, ...] = (-1,), amax: float | torch.Tensor | None = None
+    x: torch.Tensor,
+    axes: tuple[int, ...] = (-1,),
+    amax: float | torch.Tensor | None = None,
+    row_scaled: bool = False,
+    four_over_six: FourOverSix | None = None,
+    rounding: str = "nearest",
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise and dequantise in place of axis order, without a transposed copy.
+    """Quantise and dequantise where the elements lie, whichever axis the product contracts, without a transposed copy.
 
     Args:
         x: any float dtype, any layout (NCHW, channels_last, OIHW, ...).
-        axes: the contraction axis (1-D blocks), or two axes for 16 x 16 blocks.
-        amax: static global amax; None takes the amax of the finite elements of `x`.
+        axes: the contraction axis (1-D blocks), or the other axis and the contraction axis (16 x 16 blocks).
+        amax: static global amax, [] or, row-scaled, the shape of `x` with the contraction axis 1; None takes that of
+            the finite elements of `x`.
+        row_scaled, four_over_six, rounding, seed, offset: as `quantize_nvfp4`.
 
     Returns:
         x' in the dtype and layout of `x`, bitwise what `quantize_nvfp4(...).dequantize(x.dtype)` gives along that axis
         (the sign of a zero excepted), and the bool mask of elements that did not saturate, |x * e| <= 6.
+
+    Raises:
+        InputError: an unknown or contradictory option.
     """
     axes = tuple(axis % x.ndim for axis in axes)
-    padded = pad_to_blocks(x.detach().to(torch.float32), axes)
-    global_amax = _global_amax(padded, amax)
-    blocks, inner = _split(padded, axes)
-    scales, encode = block_scales(blocks.abs().amax(inner, keepdim=True), global_amax)
-    scaled = blocks * encode
-    inside = scaled.abs() <= E2M1_MAX
-    values = round_e2m1(scaled).mul_(block_step(scales, global_amax))
-    return _crop(_join(values, axes), x).to(x.dtype), _crop(_join(inside, axes), x)
+    global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
+    values, inside = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+    cut = piece_axis(x, axes)
+    for part, value, mask, part_amax, part_random in pieces(x, cut, axes, BLOCK, values, inside, global_amax, random):
+        scaled, d8 = _scale(part, axes, part_amax, four_over_six)
+        step = block_step(d8, _blocked_amax(part_amax, axes), _e4m3_max(four_over_six))
+        mask.copy_(crop(join_blocks(scaled.abs() <= E2M1_MAX, axes), part.shape))
+        quantized = round_e2m1(scaled, _blocked_bytes(part_random, axes)).mul_(step)
+        value.copy_(crop(join_blocks(quantized, axes), part.shape))
+    return values, inside
 
 
-def block_scales(block_amax: torch.Tensor, global_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 block scales d8 (float8_e4m3fn) and the encoding multipliers e (float32), shaped like `block_amax`.
+def _prepare(
+    x: torch.Tensor,
+    axes: tuple[int, ...],
+    amax: float | torch.Tensor | None,
+    row_scaled: bool,
+    four_over_six: FourOverSix | None,
+    rounding: str,
+    seed: int | torch.Tensor | None,
+    offset: int | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The global amax, shaped to broadcast against `x`, and the random bytes of stochastic rounding."""
+    if row_scaled and len(axes) > 1:
+        raise InputError("A row-scaled tensor has one global amax a row; it goes with 1-D blocks, not 2-D ones.")
+    if four_over_six and rounding != "nearest":
+        raise InputError("4/6 compares the errors of rounding to nearest; it does not go with stochastic rounding.")
+    random = rounding_bytes(x, axes[-1], rounding, seed, offset, BLOCK)
+    if amax is None:
+        return finite_amax(x.detach(), axes[-1] if row_scaled else None), random
+    static = torch.as_tensor(amax, dtype=torch.float32, device=x.device).detach()
+    rows = torch.Size(1 if at == axes[-1] else size for at, size in enumerate(x.shape))
+    if row_scaled and static.ndim == 0:
+        static = static.expand(rows)
+    if static.shape != (rows if row_scaled else ()):
+        expected = f"one value a row, {tuple(rows)}" if row_scaled else "a single value"
+        raise InputError(f"The global amax has shape {tuple(static.shape)}; expected {expected}.")
+    return static, random
 
-    e is 0 where every code of the block is 0: zero scales, and blocks with a NaN or an Inf, whose d8 is NaN (0x7F).
-    """
-    scale = (E2M1_MAX * E4M3_MAX / global_amax).clamp(max=FLT_MAX)
-    scale = torch.where((scale == 0) | (global_amax == 0), 1.0, scale)
-    sixth = scale * torch.tensor(1 / 6, dtype=torch.float32, device=scale.device)
-    live = torch.isfinite(block_amax) & (global_amax > 0)
-    d8 = torch.where(live, block_amax * sixth, 0.0).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    decoded = d8.to(torch.float32)
-    encode = torch.where(decoded > 0, (1 / (decoded * (1 / scale))).clamp(max=FLT_MAX), 0.0)
-    broken = ~torch.isfinite(block_amax)
-    return torch.where(broken, float("nan"), decoded).to(torch.float8_e4m3fn), encode
+
+def _scale(
+    part: torch.Tensor, axes: tuple[int, ...], amax: torch.Tensor, four_over_six: FourOverSix | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x * e in blocks (NaN in a block with a NaN or an Inf), and d8 of each block."""
+    padded = pad_to_blocks(part.detach().to(torch.float32), axes, BLOCK)
+    blocks = split_blocks(padded, axes, BLOCK)
+    global_amax = _blocked_amax(amax, axes)
+    block_amax = blocks.abs().amax(inner_axes(axes), keepdim=True)
+    if four_over_six:
+        d8, encode = choose_scales(blocks, axes, block_amax, global_amax, four_over_six)
+    else:
+        d8, encode = block_scales(block_amax, global_amax)
+    return blocks * torch.where(d8.isnan() & block_amax.isfinite().logical_not(), d8, encode), d8
 
 
-def block_step(scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """What one unit of E2M1 stands for in each block: (d8 * A) * fp32(1 / 6E), float32, shaped like `scales`."""
-    inverse = torch.tensor(1 / (E2M1_MAX * E4M3_MAX), dtype=torch.float32, device=scales.device)
-    return (scales.to(torch.float32) * amax) * inverse
+def _blocked_amax(amax: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """The global amax (of the tensor, or size 1 along the contraction axis) shaped to broadcast against blocks."""
+    return split_blocks(amax, axes, 1) if amax.ndim else amax
 
 
-def _global_amax(x: torch.Tensor, amax: float | torch.Tensor | None) -> torch.Tensor:
-    if amax is not None:
-        return torch.as_tensor(amax, dtype=torch.float32, device=x.device).detach()
-    if x.numel() == 0:
-        return torch.zeros((), device=x.device)
-    magnitude = x.abs()
-    return torch.where(torch.isfinite(magnitude), magnitude, 0.0).amax()
+def _blocked_bytes(random: torch.Tensor | None, axes: tuple[int, ...]) -> torch.Tensor | None:
+    return None if random is None else split_blocks(pad_to_blocks(random, axes, BLOCK), axes, BLOCK)
+
+
+def _e4m3_max(four_over_six: FourOverSix | None) -> int:
+    return four_over_six.e4m3_max if four_over_six else int(E4M3_MAX)
 
 
 def _block_axes(x: torch.Tensor, block: str) -> tuple[int, ...]:
@@ -146,38 +207,9 @@ def _block_axes(x: torch.Tensor, block: str) -> tuple[int, ...]:
     return tuple(axis % x.ndim for axis in BLOCK_AXES[block])
 
 
-def pad_to_blocks(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """Pad with zeros to a multiple of 16 along `axes` (0 or more); `x` itself where nothing is missing."""
-    if all(x.shape[axis] % BLOCK == 0 for axis in axes):
-        return x
-    widths = [0] * (2 * x.ndim)
-    for axis in axes:
-        widths[2 * (x.ndim - 1 - axis) + 1] = -x.shape[axis] % BLOCK
-    return F.pad(x, widths)
-
-
-def _split(x: torch.Tensor, axes: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """View each of `axes` as (blocks, 16); also the positions of the 16s."""
-    for axis in sorted(axes, reverse=True):
-        x = x.unflatten(axis, (x.shape[axis] // BLOCK, BLOCK))
-    return x, tuple(axis + 1 + order for order, axis in enumerate(sorted(axes)))
-
-
-def _join(blocks: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """Undo `_split`."""
-    for axis in sorted(axes):
-        blocks = blocks.flatten(axis, axis + 1)
-    return blocks
-
-
-def _crop(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undo `_pad`."""
-    return x if x.shape == like.shape else x[tuple(slice(size) for size in like.shape)]
-
-
-def _per_row(scales: torch.Tensor, padded: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """Scales [..., R, K/16], a 2-D tile's scale repeated on its 16 rows."""
+def _per_row(scales: torch.Tensor, part: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """Scale bytes [..., R, K/16], a 2-D tile's scale repeated on its 16 rows."""
     if len(axes) == 1:
         return scales.squeeze(-1)
-    rows = scales.view(torch.uint8).squeeze(-1).squeeze(-2).repeat_interleave(BLOCK, dim=-2)
-    return rows.view(torch.float8_e4m3fn)
+    rows = scales.squeeze(-1).squeeze(-2).repeat_interleave(BLOCK, dim=-2)
+    return rows[..., : part.shape[-2], :]

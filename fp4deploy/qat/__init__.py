@@ -2,7 +2,7 @@
 
 from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantizedLayer, QuantLinear
 from fp4deploy.qat.load import load_model, round_to_deployed
-from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers
+from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers, restore
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "load_model",
     "prepare",
     "quantized_layers",
+    "restore",
     "round_to_deployed",
 ]

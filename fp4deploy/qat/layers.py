@@ -1,118 +1,143 @@
 """Fake-quantised Conv2d, ConvTranspose2d and Linear.
 
-Each is the torch layer with its own parameters and names, plus one buffer, `input_amax`: the tracked amax of its input,
-from which the engine's static global scale is made. `prepare` turns a layer into its quantised class in place, so that
-hooks, parameters and references to the module survive.
+Each is the torch layer with its own parameters and names. A layer whose recipe gives its input a static scale has one
+buffer besides, `input_amax`: the tracked amax of its input, from which the engine's global scale is made. `prepare`
+turns a layer into its quantised class in place, so that hooks, parameters and references to the module survive, and
+`restore` turns it back.
 
-Blocks run along the input channels, the axis that the product contracts:
-
-    layer             input axis   weight axes (1-D)   weight axes (2-D)
-    Conv2d            1 of NCHW    1 of OIHW           (0, 1)
-    ConvTranspose2d   1 of NCHW    0 of IOHW           (0, 1)
-    Linear            last         1 of OI             (0, 1)
-
-With groups, the input channels of one group must be a multiple of 16, so that no block crosses a group.
+Blocks run along the axis that a product contracts (see `products`). With groups they run along the channels of one
+group, padded to whole blocks, so that no block crosses a group.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp4deploy.formats import finite_amax
+from fp4deploy.qat.gradient_products import quantized_product
+from fp4deploy.qat.products import ConvProduct, LinearProduct
 from fp4deploy.qat.recipes import Recipe
 from fp4deploy.qat.ste import fake_quantize
 
 
 class QuantizedLayer(nn.Module):
-    """What the three layers share: the recipe, amax tracking and the two quantisers."""
+    """What the three layers share: the recipe, amax tracking and the quantisers."""
 
     recipe: Recipe
-    input_amax: torch.Tensor
+    input_amax: torch.Tensor | None
     observing: bool
-    input_axis = 1
-    weight_axis = 1
     weight: torch.Tensor
 
     def attach(self, recipe: Recipe) -> None:
         """Give a layer whose class was just changed its quantiser state."""
         self.recipe = recipe
         self.observing = False
-        self.register_buffer("input_amax", torch.zeros((), dtype=torch.float32, device=self.weight.device))
+        self.register_buffer("input_amax", None)
+        if self.is_static:
+            self.input_amax = torch.zeros((), dtype=torch.float32, device=self.weight.device)
+
+    def detach(self) -> None:
+        """Take the quantiser state off again, before the class is changed back."""
+        del self.recipe, self.observing, self.input_amax
+
+    @property
+    def is_static(self) -> bool:
+        """The input has a static global scale."""
+        return self.recipe.activation is not None and self.recipe.activation.scale == "static"
+
+    def product(self) -> LinearProduct | ConvProduct:
+        """The products of this layer, with a convolution's stride, padding, dilation and groups."""
+        raise NotImplementedError
+
+    def multiply(self, x: torch.Tensor, product: LinearProduct | ConvProduct) -> torch.Tensor:
+        """Y from the layer's input, by its recipe; in training the tracked amax follows the input first."""
+        if self.observing:
+            self.track(x)
+            return product.forward(x, self.weight, cast(Any, self.bias))
+        if not self.recipe.straight_through:
+            return quantized_product(x, self.weight, cast(Any, self.bias), product, self.recipe, self.static_amax(x))
+        return product.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Fake-quantise the input; in training the tracked amax follows it first.
-
-        A layer that never saw data has no scale: in evaluation its output is NaN rather than silently zero.
-        """
-        spec = self.recipe.activation
-        if self.observing or self.training:
-            self._track(x)
-        if spec is None or self.observing:
-            return x
-        if spec.scale == "dynamic":
-            return fake_quantize(x, (self.input_axis,))
-        return fake_quantize(x, (self.input_axis,), torch.where(self.input_amax > 0, self.input_amax, float("nan")))
+        """Fake-quantise the input for the forward product."""
+        product = self.product()
+        return fake_quantize(
+            x, self.recipe.activation, (product.input_axis,), self.static_amax(x), groups=(product.groups,)
+        )
 
     def quantized_weight(self) -> torch.Tensor:
-        """Fake-quantise the weight with its own amax."""
-        spec = self.recipe.weight
-        if spec is None or self.observing:
-            return self.weight
-        return fake_quantize(self.weight, (0, 1) if spec.block == "2d" else (self.weight_axis,))
+        """Fake-quantise the weight for the forward product, with its own amax."""
+        product = self.product()
+        return fake_quantize(self.weight, self.recipe.weight, product.weight_axes, groups=product.weight_groups)
+
+    def static_amax(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The input's static global amax, tracked first in training; None where the recipe has no static scale.
+
+        A layer that never saw data has no scale: its output is NaN rather than silently zero.
+        """
+        if not self.is_static:
+            return None
+        if self.training:
+            self.track(x)
+        amax = cast(torch.Tensor, self.input_amax)
+        return torch.where(amax > 0, amax, float("nan"))
 
     @torch.no_grad()
-    def _track(self, x: torch.Tensor) -> None:
-        magnitude = x.detach().abs().to(torch.float32)
-        current = torch.where(torch.isfinite(magnitude), magnitude, 0.0).amax()
+    def track(self, x: torch.Tensor) -> None:
+        """Move the tracked amax towards that of `x`: up at once, down by the recipe's decay (observing: never)."""
+        if self.input_amax is None:
+            return
         decay = 1.0 if self.observing else self.recipe.amax_decay
-        self.input_amax.copy_(torch.maximum(current, self.input_amax * decay))
+        self.input_amax.copy_(torch.maximum(finite_amax(x), self.input_amax * decay))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A checkpoint of the unquantised model has no `input_amax`: the layer keeps the one it has."""
+        if self.input_amax is not None:
+            state_dict.setdefault(f"{prefix}input_amax", self.input_amax)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class QuantConv2d(QuantizedLayer, nn.Conv2d):
-    """Conv2d with NVFP4 weights and activations: [N, C, H, W] -> [N, O, H', W']."""
+    """Conv2d with fake-quantised products: [N, C, H, W] -> [N, O, H', W']."""
+
+    def product(self) -> ConvProduct:
+        return ConvProduct(_pair(self.kernel_size), _pair(self.stride), (0, 0), _pair(self.dilation), self.groups)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._conv_forward(self.quantized_input(x), self.quantized_weight(), self.bias)
+        left, right, top, bottom = self._reversed_padding_repeated_twice
+        product = self.product()
+        if self.padding_mode == "zeros" and left == right and top == bottom:
+            return self.multiply(x, replace(product, padding=(top, left)))
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return self.multiply(F.pad(x, (left, right, top, bottom), mode), product)
 
 
 class QuantConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):
-    """ConvTranspose2d with NVFP4 weights and activations: [N, C, H, W] -> [N, O, H', W']."""
+    """ConvTranspose2d with fake-quantised products: [N, C, H, W] -> [N, O, H', W']."""
 
-    weight_axis = 0
+    def product(self) -> ConvProduct:
+        kernel, stride, padding = _pair(self.kernel_size), _pair(self.stride), _pair(self.padding)
+        return ConvProduct(kernel, stride, padding, _pair(self.dilation), self.groups, transposed=True)
 
     def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        spatial = 2
-        padding = self._output_padding(
-            x,
-            output_size,
-            cast(Any, self.stride),
-            cast(Any, self.padding),
-            cast(Any, self.kernel_size),
-            spatial,
-            cast(Any, self.dilation),
-        )
-        return F.conv_transpose2d(
-            self.quantized_input(x),
-            self.quantized_weight(),
-            self.bias,
-            cast(Any, self.stride),
-            cast(Any, self.padding),
-            cast(Any, padding),
-            self.groups,
-            cast(Any, self.dilation),
-        )
+        stride, padding, kernel = (cast(Any, size) for size in (self.stride, self.padding, self.kernel_size))
+        extra = self._output_padding(x, output_size, stride, padding, kernel, 2, cast(Any, self.dilation))
+        return self.multiply(x, replace(self.product(), output_padding=_pair(extra)))
 
 
 class QuantLinear(QuantizedLayer, nn.Linear):
-    """Linear with NVFP4 weights and activations: [..., C] -> [..., O]."""
+    """Linear with fake-quantised products: [..., C] -> [..., O]."""
 
-    input_axis = -1
+    def product(self) -> LinearProduct:
+        return LinearProduct()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.quantized_input(x), self.quantized_weight(), self.bias)
+        return self.multiply(x, self.product())
 
 
 QUANTIZED: dict[type[nn.Module], type[QuantizedLayer]] = {
@@ -120,3 +145,7 @@ QUANTIZED: dict[type[nn.Module], type[QuantizedLayer]] = {
     nn.ConvTranspose2d: QuantConvTranspose2d,
     nn.Linear: QuantLinear,
 }
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -32,7 +32,8 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Modul
     if card.precision == "nvfp4":
         prepare(model, card.recipe or "nvfp4_qat")
     load_weights(model, path)
-    idle = [name for name, layer in quantized_layers(model).items() if not layer.input_amax > 0]
+    amaxes = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
+    idle = [name for name, amax in amaxes.items() if amax is not None and not amax > 0]
     if idle:
         raise InputError(
             f"{path}: the activations of {len(idle)} layers were never calibrated (first {idle[0]}). "
@@ -59,4 +60,5 @@ def round_to_deployed(model: nn.Module) -> None:
             )
         parameter.copy_(parameter.half())
     for layer in quantized_layers(model).values():
-        layer.input_amax.copy_(layer.input_amax / (E2M1_MAX * E4M3_MAX) * (E2M1_MAX * E4M3_MAX))
+        if layer.input_amax is not None:
+            layer.input_amax.copy_(layer.input_amax / (E2M1_MAX * E4M3_MAX) * (E2M1_MAX * E4M3_MAX))

@@ -2,7 +2,8 @@
 
 Kept in high precision by default: the first layer with weights (it reads the image: three channels would leave 13 of
 every block's 16 elements empty), the last one (its error goes straight into the logits, with no normalisation after
-it), and everything that is not a product (normalisation, pooling, activation functions).
+it), and everything that is not a product (normalisation, pooling, activation functions). A layer that no quantised
+class stands for (a subclass with a forward of its own, a 3-D convolution, an embedding) says so.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ def layer_plan(
         exclude: likewise; these stay in high precision.
 
     Raises:
-        InputError: unknown recipe, or a pattern that matches no layer.
+        InputError: unknown recipe, a pattern that matches no layer, or one that includes only what cannot be quantised.
     """
     layers = _layers_with_weights(model)
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     find_recipe(recipe)
     products = [name for name, layer in layers if _is_product(layer)]
-    _check_patterns(include, products)
-    _check_patterns(exclude, products)
+    _check_include(include, layers)
+    _check_patterns(exclude, [name for name, _ in layers])
     prepared = any(isinstance(layer, QuantizedLayer) for _, layer in layers)
     plans = []
     for name, layer in layers:
@@ -77,6 +78,8 @@ def prepare(
 ) -> nn.Module:
     """Fake-quantise the layers that `layer_plan` chooses, in place; parameters, names, biases and hooks stay.
 
+    A prepared model can be prepared again with another recipe, and `restore` undoes it.
+
     Raises:
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
     """
@@ -87,9 +90,20 @@ def prepare(
         raise InputError("This model has no layer that FP4 could compute: it needs Conv2d, ConvTranspose2d or Linear.")
     for name in names:
         layer = model.get_submodule(name)
-        if not isinstance(layer, QuantizedLayer):
+        if isinstance(layer, QuantizedLayer):
+            layer.detach()
+        else:
             layer.__class__ = QUANTIZED[type(layer)]
-            layer.attach(chosen)  # type: ignore[operator]
+        layer.attach(chosen)  # type: ignore[operator]
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `prepare`, in place: every layer is the torch class it was, with its parameters as they are now."""
+    plain: dict[type[nn.Module], type[nn.Module]] = {quantized: kind for kind, quantized in QUANTIZED.items()}
+    for layer in quantized_layers(model).values():
+        layer.detach()
+        layer.__class__ = plain[type(layer)]  # type: ignore[assignment]
     return model
 
 
@@ -120,7 +134,11 @@ def calibrate(model: nn.Module, batches: Iterable[torch.Tensor]) -> None:
 
 
 def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, layer) for name, layer in model.named_modules() if _is_product(layer) or isinstance(layer, NORMS)]
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if _is_product(layer) or any(True for _ in layer.parameters(recurse=False))
+    ]
 
 
 def _is_product(layer: nn.Module) -> bool:
@@ -134,15 +152,16 @@ def _kind(layer: nn.Module) -> str:
 def _reason_to_keep(
     name: str, layer: nn.Module, products: list[str], include: Selection, exclude: Selection
 ) -> str | None:
-    if isinstance(layer, NORMS):
-        return "normalisation: sums over many values and few parameters, kept in high precision"
-    channels, groups = _input_channels(layer)
-    if groups > 1 and channels % BLOCK:
-        return f"{groups} groups of {channels} input channels: a block of {BLOCK} would cross groups"
+    reason = _reason_impossible(layer)
+    if reason:
+        return reason
     if _selected(exclude, name, layer):
         return "excluded by name"
     if include is not None:
         return None if _selected(include, name, layer) else "not in the layers to include"
+    channels, groups = _input_channels(layer)
+    if groups > 1 and channels % BLOCK:
+        return f"{groups} groups of {channels} input channels: a block of {BLOCK} would cross groups"
     if name == products[0]:
         return f"first layer: reads the image ({channels} input channels, a block has {BLOCK})"
     if name == products[-1]:
@@ -150,11 +169,26 @@ def _reason_to_keep(
     return None
 
 
+def _reason_impossible(layer: nn.Module) -> str | None:
+    """Why no recipe can quantise this layer; None where one can."""
+    if isinstance(layer, NORMS):
+        return "normalisation: sums over many values and few parameters, kept in high precision"
+    if _is_product(layer):
+        return None
+    parent = next((kind for kind in QUANTIZED if isinstance(layer, kind)), None)
+    if parent is not None:
+        return f"a subclass of {parent.__name__}: its own forward would be lost"
+    if isinstance(layer, nn.MultiheadAttention):
+        return "multiplies its weights itself; write its projections as Linear layers to quantise them"
+    return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
+
+
 def _quantized_reason(layer: nn.Module) -> str:
-    channels, _ = _input_channels(layer)
+    channels, groups = _input_channels(layer)
     padding = -channels % BLOCK
     tail = f", the last block padded with {padding} zeros" if padding else ""
-    return f"blocks of {BLOCK} along {channels} input channels{tail}"
+    each = f", {groups} groups" if groups > 1 else ""
+    return f"blocks of {BLOCK} along {channels} input channels{each}{tail}"
 
 
 def _input_channels(layer: nn.Module) -> tuple[int, int]:
@@ -171,6 +205,17 @@ def _selected(selection: Selection, name: str, layer: nn.Module) -> bool:
     if callable(selection):
         return selection(name, layer)
     return any(fnmatchcase(name, pattern) for pattern in selection)
+
+
+def _check_include(include: Selection, layers: list[tuple[str, nn.Module]]) -> None:
+    _check_patterns(include, [name for name, _ in layers])
+    if include is None or callable(include):
+        return
+    for pattern in include:
+        reasons = {name: _reason_impossible(layer) for name, layer in layers if fnmatchcase(name, pattern)}
+        if all(reasons.values()):
+            name, reason = next(iter(reasons.items()))
+            raise InputError(f"'{pattern}' includes nothing that can be quantised. {name}: {reason}.")
 
 
 def _check_patterns(selection: Selection, names: list[str]) -> None:

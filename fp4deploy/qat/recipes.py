@@ -1,47 +1,217 @@
-"""Recipes: which operands of a layer's forward product are quantised, and how.
+"""Recipes: which of the six operands of a layer's three products are quantised, and how.
 
-`nvfp4_qat` quantises what an inference engine quantises: the weights (with their own amax, recomputed each step) and
-the activations (with a static global scale, tracked in training). Gradients stay in high precision and pass straight
-through.
+    forward           Y  = Q(X) Q(W^T)     activation, weight
+    input gradient    dX = Q(G) Q(W)       dgrad_gradient, dgrad_weight
+    weight gradient   dW = Q(G^T) Q(X)     wgrad_gradient, wgrad_activation
+
+Each operand is blocked along the contraction axis of its own product, so that X and W are quantised along one axis for
+the forward product and along another for a gradient. An operand of a backward product whose spec is None is the one the
+forward product used; with all four None the gradients pass straight through, as quantisation-aware training wants. With
+`double_quantization` the backward quantises the forward's quantised X and W once more instead of the original ones.
+
+    print(RECIPES["tetrajet"])                                            reads like the table in docs/numerics.md
+    Recipe("mine", QuantSpec(scale="static"), QuantSpec(block="2d"))      a recipe of your own
+    replace(RECIPES["fp4_all_the_way"], name="rn", dgrad_gradient=NVFP4)  ... or a variant of a known one
+
+Sources: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025 (`nvfp4_train`); Chmiel et al., "FP4 All the Way",
+2025; Chen et al., "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), 2025; Rouhani et al.,
+"Microscaling Data Formats for Deep Learning", 2023 (`mx_baseline`); Mishra et al., "Recipes for Pre-training LLMs with
+MXFP8", 2025 (`nvidia_round_to_infinity`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from fp4deploy.errors import InputError, suggest
+from fp4deploy.formats import FourOverSix
+
+_CHOICES = {
+    "format": ("nvfp4", "mxfp4"),
+    "block": ("1d", "2d"),
+    "scale": ("dynamic", "static"),
+    "scale_rule": ("floor", "ceil"),
+    "rounding": ("nearest", "stochastic"),
+}
 
 
 @dataclass(frozen=True)
 class QuantSpec:
     """How one operand is quantised.
 
-    block: "1d" (16 along the contraction axis) or "2d" (16 x 16 over output and input channels; weights only).
-    scale: "dynamic" (global scale from the tensor itself) or "static" (from the tracked amax).
+    format: "nvfp4" (blocks of 16) or "mxfp4" (blocks of 32, no global scale).
+    block: "1d" (along the contraction axis) or "2d" (16 x 16 over output and input channels; NVFP4 weights only).
+    scale: global scale "dynamic" (from the tensor itself) or "static" (from the tracked amax; the activation only).
+    scale_rule: "floor" or "ceil", MXFP4's block scale.
+    rounding: "nearest" or "stochastic".
+    four_over_six: NVFP4 blocks may map their amax to 4.
+    hadamard: transform groups of 16 first; on both operands of a product, so that it cancels.
+    row_scaled: NVFP4 with a global scale a row.
+
+    Raises:
+        InputError: unknown values or a combination no format has; all of them named.
     """
 
+    format: str = "nvfp4"
     block: str = "1d"
     scale: str = "dynamic"
+    scale_rule: str = "floor"
+    rounding: str = "nearest"
+    four_over_six: FourOverSix | None = None
+    hadamard: bool = False
+    row_scaled: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} '{getattr(self, name)}' is not one of {', '.join(values)}"
+            for name, values in _CHOICES.items()
+            if getattr(self, name) not in values
+        ]
+        if self.format == "mxfp4" and (
+            self.block == "2d" or self.scale == "static" or self.four_over_six or self.row_scaled
+        ):
+            wrong.append("mxfp4 has 1-D blocks and no global scale: no 2d, static, 4/6 or row_scaled")
+        if self.block == "2d" and (self.row_scaled or self.hadamard):
+            wrong.append("2d blocks go with neither row_scaled nor hadamard")
+        if self.row_scaled and self.scale == "static":
+            wrong.append("a static scale is one value, not one a row")
+        if self.four_over_six and self.rounding == "stochastic":
+            wrong.append("4/6 goes with rounding to nearest")
+        if wrong:
+            raise InputError("QuantSpec: " + "; ".join(wrong) + ".")
+
+    def __str__(self) -> str:
+        """RN or SR and what is special, as in the table of recipes."""
+        details = [
+            self.block.upper() if self.block == "2d" else "",
+            str(self.four_over_six or ""),
+            "RHT" if self.hadamard else "",
+            "rows" if self.row_scaled else "",
+            "static" if self.scale == "static" else "",
+        ]
+        return " ".join(["SR" if self.rounding == "stochastic" else "RN", *filter(None, details)])
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Quantisers of the forward product Y = Q(X) Q(W^T); None leaves an operand in high precision.
+    """The six quantisers of a layer; None leaves an operand as it is (see the module's page).
 
-    amax_decay: the tracked activation amax after a step is max(amax of the batch, amax_decay * previous).
+    double_quantization: the backward products quantise the forward's quantised X and W, not the original ones.
+    amax_decay: a static activation's amax after a training step is max(amax of the batch, amax_decay * previous).
+
+    Raises:
+        InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, or a
+            Hadamard transform on one operand of a product only.
     """
 
     name: str
-    activation: QuantSpec | None
-    weight: QuantSpec | None
+    activation: QuantSpec | None = None
+    weight: QuantSpec | None = None
+    dgrad_gradient: QuantSpec | None = None
+    dgrad_weight: QuantSpec | None = None
+    wgrad_gradient: QuantSpec | None = None
+    wgrad_activation: QuantSpec | None = None
+    double_quantization: bool = False
     amax_decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for operand, spec in self.operands().items():
+            if spec and spec.scale == "static" and operand != "activation":
+                wrong.append(f"{operand}: only the activation has a static scale")
+            if spec and spec.block == "2d" and operand not in ("weight", "dgrad_weight"):
+                wrong.append(f"{operand}: 2d blocks are for weights")
+        for one, other in (
+            ("activation", "weight"),
+            ("dgrad_gradient", "dgrad_weight"),
+            ("wgrad_gradient", "wgrad_activation"),
+        ):
+            if _transforms(getattr(self, one)) != _transforms(getattr(self, other)):
+                wrong.append(f"{one} and {other}: the Hadamard transform cancels only when both have it")
+        if wrong:
+            raise InputError(f"Recipe '{self.name}': " + "; ".join(wrong) + ".")
+
+    def operands(self) -> dict[str, QuantSpec | None]:
+        """The six specs by name, in the table's order."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in _HEADINGS}
+
+    @property
+    def straight_through(self) -> bool:
+        """No backward operand has a quantiser of its own."""
+        return not (self.dgrad_gradient or self.dgrad_weight or self.wgrad_gradient or self.wgrad_activation)
+
+    def __str__(self) -> str:
+        cells = {"recipe": self.name, "format": self._format()}
+        cells |= {_HEADINGS[name]: "-" if spec is None else str(spec) for name, spec in self.operands().items()}
+        cells["double quant"] = (
+            "straight-through" if self.straight_through else "yes" if self.double_quantization else "no"
+        )
+        widths = [max(len(heading), len(cell)) for heading, cell in cells.items()]
+        rows = (cells, ["-" * width for width in widths], cells.values())
+        return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def _format(self) -> str:
+        specs = [spec for spec in self.operands().values() if spec]
+        names = {"NVFP4" if spec.format == "nvfp4" else f"MXFP4 {spec.scale_rule}" for spec in specs}
+        return ", ".join(sorted(names)) or "-"
+
+
+def _transforms(spec: QuantSpec | None) -> bool:
+    return spec is not None and spec.hadamard
+
+
+_HEADINGS = {
+    "activation": "X",
+    "weight": "W^T",
+    "dgrad_gradient": "G",
+    "dgrad_weight": "W",
+    "wgrad_gradient": "G^T",
+    "wgrad_activation": "X (dW)",
+}
+
+NVFP4 = QuantSpec()
+NVFP4_STATIC = QuantSpec(scale="static")
+NVFP4_2D = QuantSpec(block="2d")
+NVFP4_STOCHASTIC = QuantSpec(rounding="stochastic")
+NVFP4_HADAMARD = QuantSpec(hadamard=True)
+MXFP4_FLOOR = QuantSpec("mxfp4")
+MXFP4_CEIL = QuantSpec("mxfp4", scale_rule="ceil")
+MXFP4_CEIL_STOCHASTIC = replace(MXFP4_CEIL, rounding="stochastic")
+
+
+def _everywhere(name: str, spec: QuantSpec) -> Recipe:
+    return Recipe(name, spec, spec, spec, spec, spec, spec)
 
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe("nvfp4_qat", activation=QuantSpec(scale="static"), weight=QuantSpec()),
-        Recipe("nvfp4_qat_2d", activation=QuantSpec(scale="static"), weight=QuantSpec(block="2d")),
+        _everywhere("mx_baseline", MXFP4_FLOOR),
+        _everywhere("nvidia_round_to_infinity", MXFP4_CEIL),
+        replace(
+            _everywhere("tetrajet", MXFP4_CEIL_STOCHASTIC),
+            activation=MXFP4_CEIL,
+            weight=MXFP4_CEIL,
+            double_quantization=True,
+        ),
+        Recipe("fp4_all_the_way", NVFP4, NVFP4, NVFP4_STOCHASTIC, NVFP4, NVFP4_STOCHASTIC, NVFP4_STOCHASTIC),
+        Recipe("nvfp4_qat", NVFP4_STATIC, NVFP4),
+        Recipe("nvfp4_qat_2d", NVFP4_STATIC, NVFP4_2D),
+        Recipe(
+            "nvfp4_4o6_qat",
+            replace(NVFP4_STATIC, four_over_six=FourOverSix()),
+            replace(NVFP4, four_over_six=FourOverSix()),
+        ),
+        Recipe("nvfp4_4o6_weight_qat", NVFP4_STATIC, replace(NVFP4, four_over_six=FourOverSix())),
+        Recipe(
+            "nvfp4_train",
+            NVFP4,
+            NVFP4_2D,
+            NVFP4_STOCHASTIC,
+            NVFP4_2D,
+            replace(NVFP4_HADAMARD, rounding="stochastic"),
+            NVFP4_HADAMARD,
+        ),
     )
 }
 

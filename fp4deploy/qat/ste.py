@@ -1,4 +1,4 @@
-"""Straight-through estimator around NVFP4 fake-quantisation.
+"""Straight-through estimator around fake-quantisation.
 
 Rounding has zero gradient almost everywhere; the estimator passes the gradient through as if it were the identity.
 With a dynamic global scale an element exceeds 6 only by the rounding of its block's scale, and the gradient is the
@@ -14,30 +14,46 @@ from typing import Any
 
 import torch
 
-from fp4deploy.formats import fake_quantize_nvfp4
+from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.recipes import QuantSpec
 
 
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axes: tuple[int, ...], amax: torch.Tensor | None) -> torch.Tensor:
-        quantized, inside = fake_quantize_nvfp4(x, axes, amax)
-        if amax is not None:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        spec: QuantSpec,
+        axes: tuple[int, ...],
+        amax: torch.Tensor | None,
+        groups: tuple[int, ...],
+    ) -> torch.Tensor:
+        quantized, inside = quantize_operand(x, spec, axes, amax, groups)
+        if inside is not None:
             ctx.save_for_backward(inside)
         return quantized
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        return (gradient * ctx.saved_tensors[0] if ctx.saved_tensors else gradient), None, None
+        return (gradient * ctx.saved_tensors[0] if ctx.saved_tensors else gradient), None, None, None, None
 
 
-def fake_quantize(x: torch.Tensor, axes: tuple[int, ...], amax: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantise and dequantise `x` along its contraction `axes`, differentiable straight through.
+def fake_quantize(
+    x: torch.Tensor,
+    spec: QuantSpec | None,
+    axes: tuple[int, ...],
+    amax: torch.Tensor | None = None,
+    groups: tuple[int, ...] = (1,),
+) -> torch.Tensor:
+    """`quantizers.quantize_operand`, differentiable straight through; `x` itself where `spec` is None.
 
     Args:
-        x: any shape, floating point.
-        axes: one axis for 1-D blocks, two for 16 x 16 blocks.
         amax: float32 [], static global amax (clipped gradient), or None for the amax of `x` (identity gradient).
     """
-    quantized: torch.Tensor = _FakeQuantize.apply(x, axes, amax)
+    if spec is None:
+        return x
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return quantize_operand(x, spec, axes, amax, groups)[0]
+    quantized: torch.Tensor = _FakeQuantize.apply(x, spec, axes, amax, groups)
     return quantized

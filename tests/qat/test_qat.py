@@ -15,6 +15,7 @@ from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.models import ModelCard, build_unet, load_weights, save_checkpoint
 from fp4deploy.qat import (
     QuantConv2d,
+    QuantSpec,
     calibrate,
     find_recipe,
     layer_plan,
@@ -34,7 +35,7 @@ def generator(seed: int = 0) -> torch.Generator:
 def test_dynamic_scale_passes_the_gradient_unchanged() -> None:
     x = torch.randn(3, 32, 2, 2, generator=generator(), requires_grad=True)
     upstream = torch.randn(3, 32, 2, 2, generator=generator(1))
-    fake_quantize(x, (1,)).backward(upstream)
+    fake_quantize(x, QuantSpec(), (1,)).backward(upstream)
     assert torch.equal(x.grad, upstream)
 
 
@@ -42,7 +43,7 @@ def test_static_scale_clips_the_gradient_where_the_value_saturates() -> None:
     x = torch.full((1, 16), 0.5)
     x[0, 3], x[0, 7] = 100.0, -100.0
     x.requires_grad_()
-    fake_quantize(x, (1,), torch.tensor(1.0)).sum().backward()
+    fake_quantize(x, QuantSpec(), (1,), torch.tensor(1.0)).sum().backward()
     expected = torch.ones(1, 16)
     expected[0, 3] = expected[0, 7] = 0
     assert torch.equal(x.grad, expected)
@@ -54,7 +55,7 @@ def test_clipped_path_agrees_with_finite_differences() -> None:
     x[0, 3] = 100.0
     moved = x.clone()
     moved[0, 3] += 10.0
-    assert torch.equal(fake_quantize(x, (1,), amax), fake_quantize(moved, (1,), amax))
+    assert torch.equal(fake_quantize(x, QuantSpec(), (1,), amax), fake_quantize(moved, QuantSpec(), (1,), amax))
 
 
 LAYERS = {

@@ -1,0 +1,81 @@
+"""The two-level scale of NVFP4: from amax values to E4M3 block scales and what multiplies the elements.
+
+With A the global amax (of a tensor, of a row, or calibrated), a the amax of a block and E the largest block scale used
+(448, E4M3's largest value, or 256 where a block may need 1.5 times as much), all in fp32 and in this order:
+
+    S  = min(6E / A, FLT_MAX)                  encodes: the largest block's scale becomes exactly E
+    d8 = E4M3(min(a * (S * fp32(1/6)), 448))   the block scale
+    e  = min(1 / (d8 * (1 / S)), FLT_MAX)      multiplies an element into E2M1's range
+    (d8 * A) * fp32(1 / 6E)                    what one unit of E2M1 stands for
+
+Without the global scale, E4M3's smallest value would end the range at 2^-9: gradients below 6 * 2^-9 would vanish.
+
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, for the two levels; the order of operations is
+this project's contract, checked bitwise against public references.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp4deploy.formats.e2m1 import E2M1_MAX
+
+E4M3_MAX = 448.0
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def constant(value: float, like: torch.Tensor) -> torch.Tensor:
+    """float32 [] on the device of `like`.
+
+    A Python number would do for sums and products. In a quotient torch makes number / tensor a product with the
+    reciprocal, and on CUDA tensor / number too: one rounding more than the contract has.
+    """
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def encoding_scale(amax: torch.Tensor, e4m3_max: float = E4M3_MAX) -> torch.Tensor:
+    """S, float32 like `amax`; 1 where the quotient vanishes or nothing is to be encoded."""
+    scale = (constant(E2M1_MAX * e4m3_max, amax) / amax).clamp(max=FLT_MAX)
+    return torch.where((scale == 0) | (amax == 0), 1.0, scale)
+
+
+def round_scales(
+    unrounded: torch.Tensor, block_amax: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round block scales to E4M3: (d8, e), float32, shaped like `block_amax`.
+
+    d8 is NaN for a block with a NaN or an Inf. e is 0 where every code of the block is 0: zero scales and those blocks.
+    """
+    finite = torch.isfinite(block_amax)
+    clamped = torch.where(finite & (amax > 0), unrounded, 0.0).clamp(max=E4M3_MAX)
+    d8 = clamped.to(torch.float8_e4m3fn).to(torch.float32)
+    encode = torch.where(d8 > 0, (1 / (d8 * (1 / scale))).clamp(max=FLT_MAX), 0.0)
+    return torch.where(finite, d8, float("nan")), encode
+
+
+def block_scales(
+    block_amax: torch.Tensor, amax: torch.Tensor, e4m3_max: float = E4M3_MAX
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(d8, e) of blocks that map their amax to 6; `amax` broadcasts against `block_amax`."""
+    scale = encoding_scale(amax, e4m3_max)
+    return round_scales(block_amax * (scale * constant(1 / 6, scale)), block_amax, amax, scale)
+
+
+def block_step(d8: torch.Tensor, amax: torch.Tensor, e4m3_max: float = E4M3_MAX) -> torch.Tensor:
+    """What one unit of E2M1 stands for in each block: (d8 * A) * fp32(1 / 6E), float32, shaped like `d8`."""
+    return (d8.to(torch.float32) * amax) * constant(1 / (E2M1_MAX * e4m3_max), d8)
+
+
+def finite_amax(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+    """The largest finite magnitude of `x` (0 if there is none), float32: [], or with `axis` reduced to size 1."""
+    if x.numel() == 0:
+        shape = () if axis is None else tuple(1 if at == axis else size for at, size in enumerate(x.shape))
+        return torch.zeros(shape, device=x.device)
+    if axis is None and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = torch.aminmax(x)
+        amax = torch.maximum(-low, high).to(torch.float32)
+        if torch.isfinite(amax):
+            return amax
+    magnitude = x.abs().to(torch.float32)
+    magnitude = torch.where(torch.isfinite(magnitude), magnitude, 0.0)
+    return magnitude.amax() if axis is None else magnitude.amax(axis, keepdim=True)

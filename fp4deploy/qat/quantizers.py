@@ -1,0 +1,62 @@
+"""One operand of a product, fake-quantised as its spec says: along its contraction axis, group by group.
+
+`axes` names the contraction axis last; before it, for 2-D blocks, the other axis of the weight. With `groups` that
+axis holds several groups' channels one after the other and a block must not cross from one to the next: each group is
+padded to whole blocks of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp4deploy.formats import BLOCK, MX_BLOCK, fake_quantize_mxfp4, fake_quantize_nvfp4, random_hadamard
+from fp4deploy.qat.recipes import QuantSpec
+
+
+def quantize_operand(
+    x: torch.Tensor,
+    spec: QuantSpec | None,
+    axes: tuple[int, ...],
+    amax: torch.Tensor | None = None,
+    groups: tuple[int, ...] = (1,),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantise and dequantise `x` by `spec`; None returns it as it is.
+
+    Args:
+        x: floating point, any layout.
+        axes: the contraction axis, preceded by the other axis of a weight; 1-D blocks use the contraction axis alone.
+        amax: static global amax, float32 [].
+        groups: groups of each of `axes`.
+
+    Returns:
+        x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16), and the
+        mask of the elements that did not saturate, None where no static scale clips.
+    """
+    if spec is None:
+        return x, None
+    if spec.block == "1d":
+        axes, groups = axes[-1:], groups[-1:]
+    axes = tuple(axis % x.ndim for axis in axes)
+    block = BLOCK if spec.format == "nvfp4" else MX_BLOCK
+    split = {axis: count for axis, count in zip(axes, groups, strict=True) if x.shape[axis] // count % block}
+    shape = x.shape
+    for axis, count in sorted(split.items(), reverse=True):
+        x = x.unflatten(axis, (count, shape[axis] // count))
+    moved = tuple(axis + sum(other <= axis for other in split) for axis in axes)
+    values, inside = _quantize(x, spec, moved, amax)
+    for axis in sorted(split):
+        values = values.flatten(axis, axis + 1)
+        inside = None if inside is None else inside.flatten(axis, axis + 1)
+    return values, inside
+
+
+def _quantize(
+    x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dtype = x.dtype
+    if spec.hadamard:
+        x = random_hadamard(x, axes[-1])
+    if spec.format == "mxfp4":
+        return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding).to(dtype), None
+    values, inside = fake_quantize_nvfp4(x, axes, amax, spec.row_scaled, spec.four_over_six, spec.rounding)
+    return values.to(dtype), None if amax is None else inside
