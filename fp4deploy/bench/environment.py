@@ -6,11 +6,11 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fp4deploy.errors import UnavailableError
 
 PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "triton", "pycuda", "numpy")
 
@@ -94,27 +94,30 @@ def package_version(module: str) -> str | None:
 
 
 def working_version(module: str) -> str | None:
-    """Version of a package that really imports: bindings without their shared library count as missing."""
+    """Version of a module that really imports: bindings without their shared library count as missing."""
     try:
         found = importlib.import_module(module)
     except Exception:
         return None
-    return str(getattr(found, "__version__", None) or package_version(module) or "unknown version")
+    return str(getattr(found, "__version__", None) or package_version(module.partition(".")[0]) or "unknown version")
 
 
 def nvcc_version() -> str | None:
-    """Release of the CUDA compiler on PATH or under CUDA_HOME; None where there is none."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    program = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
-    if program is None:
+    """Release of the CUDA compiler the kernels are built with; None where there is none that runs."""
+    from fp4deploy.plugins import compiler
+
+    program = compiler.find_nvcc()
+    try:
+        printed = compiler.nvcc_version(program) if program else None
+    except UnavailableError:
         return None
-    printed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    _, _, release = printed.partition("release ")
-    return release.split(",")[0].strip() or "unknown version"
+    return printed and (printed.removeprefix("release ").split(",")[0].strip() or "unknown version")
 
 
 def tools() -> list[Tool]:
     """The libraries and programs that decide what this machine can do."""
+    from fp4deploy.plugins.compiler import INSTALL_NVCC
+
     python = [
         ("torch", "trains; runs checkpoints", "pip install torch"),
         ("onnx", "writes and checks the ONNX graph", "pip install onnx"),
@@ -125,25 +128,34 @@ def tools() -> list[Tool]:
             "pip install tensorrt-rtx",
         ),
         ("tensorrt", "builds and runs engines for SM100 and later, on such a GPU", "pip install tensorrt"),
-        ("pycuda", "for custom CUDA kernels (this version has none)", "pip install pycuda  (needs the CUDA driver)"),
+        ("pycuda", "launches the CUDA kernels", "pip install pycuda  (needs the CUDA driver)"),
         ("triton", "for FP4 kernels (this version has none)", "pip install triton"),
     ]
-    found = [Tool(name, purpose, working_version(name), install) for name, purpose, install in python]
-    nvcc = Tool("nvcc", "compiles CUDA C++ for a given GPU", nvcc_version(), "install the CUDA toolkit 13.0 or later")
+    # pycuda alone imports without the CUDA driver it needs.
+    modules = {"pycuda": "pycuda.driver"}
+    found = [
+        Tool(name, purpose, working_version(modules.get(name, name)), install) for name, purpose, install in python
+    ]
+    nvcc = Tool("nvcc", "compiles the CUDA kernels for the GPU present", nvcc_version(), INSTALL_NVCC)
     return [*found, nvcc]
 
 
 def abilities(found: list[Tool], devices: list[Gpu]) -> list[tuple[str, bool, str]]:
     """What this machine can do: (task, yes or no, how or what is lacking)."""
+    from fp4deploy.plugins import why_unavailable
+
     have = {tool.name for tool in found if tool.version}
     blackwell = [gpu for gpu in devices if gpu.capability >= (10, 0)]
     engine_libraries = have & {"tensorrt", "tensorrt_rtx"}
     lacking = [] if blackwell else [f"no Blackwell GPU ({devices[0].arch} has no FP4)" if devices else "no GPU"]
     no_library = [] if engine_libraries else ["neither tensorrt nor tensorrt_rtx is installed"]
     no_tensorrt = [] if "tensorrt" in have else ["tensorrt is missing"]
+    no_kernels = why_unavailable()
+    instead = [f"{no_kernels}; the torch reference does the same work, slower"] if no_kernels else []
     place = devices[0].name if devices else f"the CPU, {cores()} cores"
     checks = [
         ("train", _missing(have, "torch"), f"on {place}"),
+        ("run CUDA kernels", instead, "compiled by nvcc once, launched by pycuda"),
         (
             "export and verify",
             _missing(have, "torch", "onnx", "onnxruntime"),

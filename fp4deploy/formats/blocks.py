@@ -55,6 +55,8 @@ def crop(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def piece_axis(x: torch.Tensor, axes: tuple[int, ...]) -> int:
     """The axis to cut `x` along: the outermost in memory that no block crosses, if there is one."""
     free = [axis for axis in range(x.ndim) if axis not in axes]
+    if torch.compiler.is_compiling():  # one piece, never cut; the tracer has no `max` with a key
+        return free[0] if free else 0
     return max(free or range(x.ndim), key=lambda axis: (x.shape[axis] > 1, x.stride(axis)))
 
 

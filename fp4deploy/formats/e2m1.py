@@ -8,8 +8,8 @@ The values are the multiples of .5 below 2, of 1 below 4, of 2 up to 6, so that 
 in fp32 lets the hardware's own rounding do the work. A nonzero negative that rounds to 0 keeps its sign (code 8);
 an input of -0.0 is code 0.
 
-Stochastic rounding takes 8 random bits r an element: t = |u| + r/256 step(|u|), rounded down to a value. What is exactly
-representable never moves, and the mean over r is |u| to within 1/256 of a step.
+Stochastic rounding takes 8 random bits r an element: t = |u| + r/256 step(|u|), rounded down to a value. What is
+exactly representable never moves, and the mean over r is |u| to within 1/256 of a step.
 
 Two codes share a byte, the even element in the low nibble: the layout of torch's `float4_e2m1fn_x2` and of ONNX's
 FLOAT4E2M1.

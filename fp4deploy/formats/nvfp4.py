@@ -126,8 +126,10 @@ def fake_quantize_nvfp4(
         (the sign of a zero excepted), and the bool mask of elements that did not saturate, |x * e| <= 6.
 
     Raises:
-        InputError: an unknown or contradictory option.
+        InputError: an unknown or contradictory option, no axes, or a dtype that is not floating point.
     """
+    if not x.is_floating_point() or x.ndim == 0:
+        raise InputError(f"NVFP4 quantises floating-point tensors with an axis, not {x.dtype} {tuple(x.shape)}.")
     axes = tuple(axis % x.ndim for axis in axes)
     global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
     values, inside = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)

@@ -82,7 +82,7 @@ class QuantizedLayer(nn.Module):
         """
         if not self.is_static:
             return None
-        if self.training:
+        if self.training and not _recomputing():
             self.track(x)
         amax = cast(torch.Tensor, self.input_amax)
         return torch.where(amax > 0, amax, float("nan"))
@@ -145,6 +145,11 @@ QUANTIZED: dict[type[nn.Module], type[QuantizedLayer]] = {
     nn.ConvTranspose2d: QuantConvTranspose2d,
     nn.Linear: QuantLinear,
 }
+
+
+def _recomputing() -> bool:
+    """Inside a backward pass: gradient checkpointing runs the forward again, with the amax it had the first time."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _pair(size: Any) -> tuple[int, int]:

@@ -75,6 +75,8 @@ class QuantSpec:
             wrong.append("2d blocks go with neither row_scaled nor hadamard")
         if self.row_scaled and self.scale == "static":
             wrong.append("a static scale is one value, not one a row")
+        if self.hadamard and self.scale == "static":
+            wrong.append("a static scale is tracked before the Hadamard transform, it does not fit what comes after")
         if self.four_over_six and self.rounding == "stochastic":
             wrong.append("4/6 goes with rounding to nearest")
         if wrong:
@@ -101,7 +103,7 @@ class Recipe:
 
     Raises:
         InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, or a
-            Hadamard transform on one operand of a product only.
+            Hadamard transform on one operand of a product only or on one that a backward product reuses.
     """
 
     name: str
@@ -128,6 +130,9 @@ class Recipe:
         ):
             if _transforms(getattr(self, one)) != _transforms(getattr(self, other)):
                 wrong.append(f"{one} and {other}: the Hadamard transform cancels only when both have it")
+        reused = self.double_quantization or self.dgrad_weight is None or self.wgrad_activation is None
+        if _transforms(self.activation) and reused:
+            wrong.append("activation and weight: the backward products reuse them, so neither may be transformed")
         if wrong:
             raise InputError(f"Recipe '{self.name}': " + "; ".join(wrong) + ".")
 

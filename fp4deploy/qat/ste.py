@@ -36,7 +36,8 @@ class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        return (gradient * ctx.saved_tensors[0] if ctx.saved_tensors else gradient), None, None, None, None
+        saved = ctx.saved_tensors  # once: checkpointing without reentrance unpacks a tensor a single time
+        return (gradient * saved[0] if saved else gradient), None, None, None, None
 
 
 def fake_quantize(

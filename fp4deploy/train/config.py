@@ -81,6 +81,7 @@ class TrainSection(Section):
     save_minutes: float = Field(10.0, gt=0)
     channels_last: bool = False
     compile: bool = False
+    fused: bool = True
     from_scratch: bool = False
     init_checkpoint: str | None = None
 

@@ -26,6 +26,8 @@ from fp4deploy.data import EpochLoader
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models import ModelCard, save_checkpoint
+from fp4deploy.plugins import available
+from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.train.config import TrainSection
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.journal import append_line, keep_epochs
@@ -79,7 +81,11 @@ class Trainer:
         on_gpu = torch.cuda.is_available()
         self.accelerator = Accelerator(mixed_precision="fp16" if on_gpu else "no", cpu=not on_gpu)
         self.device = self.accelerator.device
-        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+        self.kernels = "cuda" if settings.fused and available(self.device) else "torch"
+        if self.kernels == "cuda":
+            fuse(model)
+        channels_last = settings.channels_last or isinstance(model, FusedUNet)
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.bare = model.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(model, plan.lr, settings.weight_decay)
         self.sampler = loaders[0].sampler
@@ -88,9 +94,11 @@ class Trainer:
         if self.accelerator.num_processes > 1:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
+        self.loss: Any = SegmentationLoss(settings.cross_entropy, settings.dice, _class_weights(settings, card))
         if settings.compile:
-            self.model = torch.compile(self.model)
-        self.loss = SegmentationLoss(settings.cross_entropy, settings.dice, _class_weights(settings, card))
+            self.loss = torch.compile(self.loss.__call__)
+            if not isinstance(model, FusedUNet):
+                self.model = torch.compile(self.model)
         self.progress = Progress()
         self.tally = Tally(self.device, Counts())
         self.interrupt = Interrupt()
@@ -162,6 +170,7 @@ class Trainer:
             "seconds": round(progress.epoch_seconds, 3),
             "images_per_s": round(images_seen / seconds, 1) if images_seen else None,
             "arithmetic": "fp16 autocast" if self.accelerator.mixed_precision == "fp16" else "fp32",
+            "kernels": self.kernels,
             "skipped_steps": counts.skipped,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
         }

@@ -1,0 +1,87 @@
+// Eight neighbouring channels of one pixel: the unit of every kernel on channels_last images.
+//
+// A thread keeps its eight channels and walks over pixels, so that what belongs to a channel (scales, sums) stays in
+// registers, 16-byte loads of a warp are consecutive, and two neighbouring lanes hold one block of 16. An image
+// [N, H, W, C] is cut into (chunks, N): blockIdx.x is the chunk of pixels, blockIdx.y the image.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "nvfp4.cuh"
+
+#ifndef DTYPE
+#define DTYPE __half
+#endif
+
+namespace channels {
+
+constexpr int VECTOR = 8;
+
+__device__ __forceinline__ float2 widen(__half2 pair) { return __half22float2(pair); }
+__device__ __forceinline__ float2 widen(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ __forceinline__ void narrow(float2 pair, __half2& out) { out = __float22half2_rn(pair); }
+__device__ __forceinline__ void narrow(float2 pair, __nv_bfloat162& out) { out = __float22bfloat162_rn(pair); }
+
+template <typename T> struct Pair;
+template <> struct Pair<__half> { using type = __half2; };
+template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
+
+template <typename T> __device__ __forceinline__ void load(const T* source, float (&values)[VECTOR]) {
+    using P = typename Pair<T>::type;
+    uint4 raw = *reinterpret_cast<const uint4*>(source);
+    const P* pairs = reinterpret_cast<const P*>(&raw);
+#pragma unroll
+    for (int i = 0; i < VECTOR / 2; ++i) {
+        float2 pair = widen(pairs[i]);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+
+__device__ __forceinline__ void load(const float* source, float (&values)[VECTOR]) {
+    float4 low = reinterpret_cast<const float4*>(source)[0], high = reinterpret_cast<const float4*>(source)[1];
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
+template <typename T> __device__ __forceinline__ void store(T* target, const float (&values)[VECTOR]) {
+    using P = typename Pair<T>::type;
+    uint4 raw;
+    P* pairs = reinterpret_cast<P*>(&raw);
+#pragma unroll
+    for (int i = 0; i < VECTOR / 2; ++i) narrow(make_float2(values[2 * i], values[2 * i + 1]), pairs[i]);
+    *reinterpret_cast<uint4*>(target) = raw;
+}
+
+// Which channels this thread has, and which pixels of its chunk.
+struct Walk {
+    int channel;    // first of the eight
+    int row;        // which of the `rows` pixels that a block handles at once
+    int rows;
+    long long first, last;  // pixels of the chunk
+    int trips;      // the same for every thread of the block, so that shuffles meet
+    bool active;
+
+    __device__ Walk(long long pixels, int channels_, long long per_chunk) {
+        int lanes = channels_ / VECTOR;
+        rows = blockDim.x / lanes;
+        row = threadIdx.x / lanes;
+        channel = (threadIdx.x % lanes) * VECTOR;
+        active = row < rows;
+        first = (long long)blockIdx.x * per_chunk;
+        last = min(first + per_chunk, pixels);
+        trips = (int)((last - first + rows - 1) / rows);
+    }
+    __device__ long long pixel(int trip) const { return first + (long long)trip * rows + row; }
+    __device__ bool has(int trip) const { return active && pixel(trip) < last; }
+};
+
+// The largest magnitude of the block of 16 that this lane and its neighbour hold.
+__device__ __forceinline__ float block_amax(const float (&values)[VECTOR]) {
+    float amax = 0.f;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) amax = fp4::nan_max(amax, fabsf(values[i]));
+    return fp4::nan_max(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
+}
+
+}  // namespace channels

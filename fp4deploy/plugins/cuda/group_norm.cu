@@ -1,0 +1,313 @@
+// GroupNorm + ReLU (+ NVFP4 fake quantisation) of channels_last images, forward and backward.
+//
+//   y = relu(a x + b),   a = gamma rstd,   b = a (bias - mean) + beta      a, b for each image and channel
+//
+// `bias` is the bias of the convolution before it, added here instead of in a pass of its own. The forward reads x twice
+// (moments, then y), the backward reads x and dy twice (sums, then dx). A normalised and rectified image is quantised
+// before it is written: its amax follows from the extremes of x in each channel, because y rises or falls with x.
+//
+// Moments are sums of x - k and (x - k)^2 with k the channel's first pixel, combined by Chan's formula: no cancellation,
+// whatever the mean. Sums are made in a fixed order; two runs give the same bits.
+//
+// Launch: block 256; moments, apply, sums, gradient: grid (chunks, N); combine, coefficients: grid (groups, N);
+// parameters: grid ceil(C / 256). C is a multiple of 8, of 16 with quantisation; x, y, dy, dx: DTYPE [N, pixels, C].
+#include "channels.cuh"
+
+using channels::VECTOR;
+using channels::Walk;
+
+// partial [N, chunks, 4, C]: sum of x - k, sum of (x - k)^2, max, min.
+extern "C" __global__ void __launch_bounds__(256) moments(
+    const DTYPE* x, float* partial, long long pixels, int C, long long per_chunk) {
+    extern __shared__ float shared[];
+    Walk walk(pixels, C, per_chunk);
+    const DTYPE* image = x + (long long)blockIdx.y * pixels * C + walk.channel;
+    float k[VECTOR], sum[VECTOR], square[VECTOR], high[VECTOR], low[VECTOR];
+    if (walk.active) channels::load(image, k);
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        sum[i] = square[i] = 0.f;
+        high[i] = -INFINITY;
+        low[i] = INFINITY;
+    }
+#pragma unroll 4
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        if (!walk.has(trip)) continue;
+        float v[VECTOR];
+        channels::load(image + walk.pixel(trip) * C, v);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+            float d = v[i] - k[i];
+            sum[i] += d;
+            square[i] = __fmaf_rn(d, d, square[i]);
+            high[i] = fmaxf(high[i], v[i]);
+            low[i] = fminf(low[i], v[i]);
+        }
+    }
+    float* out = partial + ((long long)blockIdx.y * gridDim.x + blockIdx.x) * 4 * C;
+#pragma unroll
+    for (int kind = 0; kind < 4; ++kind) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i)
+            if (walk.active)
+                shared[walk.row * C + walk.channel + i] =
+                    kind == 0 ? sum[i] : kind == 1 ? square[i] : kind == 2 ? high[i] : low[i];
+        __syncthreads();
+        for (int c = threadIdx.x; c < C; c += blockDim.x) {
+            float value = shared[c];
+            for (int row = 1; row < walk.rows; ++row) {
+                float other = shared[row * C + c];
+                value = kind < 2 ? value + other : kind == 2 ? fmaxf(value, other) : fminf(value, other);
+            }
+            out[kind * C + c] = value;
+        }
+    }
+}
+
+__device__ float block_sum(float value, float* shared) {
+    for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+    __syncthreads();
+    float total = 0.f;
+    for (int warp = 0; warp < blockDim.x / 32; ++warp) total += shared[warp];
+    return total;
+}
+
+// From the partial moments of one (group, image): ab [N, 2, C]; mean_rstd [N, groups, 2]; channel_mean [N, C] (of x
+// + bias). amax[0] becomes the largest y of all images; with `tracked` it is max(that, decay * tracked), written to
+// both. cell and counter are scratch, zero before and after.
+extern "C" __global__ void __launch_bounds__(256) combine(
+    const DTYPE* x, const float* partial, const float* bias, const float* gamma, const float* beta, float* ab,
+    float* mean_rstd, float* channel_mean, float* tracked, float* amax, int* cell, unsigned* counter, float decay,
+    float eps, long long pixels, int C, int groups, int chunks) {
+    __shared__ float shared[32];
+    int group = blockIdx.x, width = C / groups;
+    long long n = blockIdx.y;
+    float own_mean = 0.f, own_m2 = 0.f, own_high = 0.f, own_low = 0.f;
+    int c = group * width + threadIdx.x;
+    bool has = threadIdx.x < width;
+    if (has) {
+        const float* in = partial + n * chunks * 4 * C + c;
+        float sum = 0.f, square = 0.f, high = -INFINITY, low = INFINITY;
+        for (int chunk = 0; chunk < chunks; ++chunk, in += 4 * C) {
+            sum += in[0];
+            square += in[C];
+            high = fmaxf(high, in[2 * C]);
+            low = fminf(low, in[3 * C]);
+        }
+        float k = float(x[n * pixels * C + c]), shift = bias ? bias[c] : 0.f;
+        own_mean = k + sum / float(pixels) + shift;
+        own_m2 = fmaxf(square - sum * (sum / float(pixels)), 0.f);
+        own_high = high;
+        own_low = low;
+        channel_mean[n * C + c] = own_mean;
+    }
+    float mean = block_sum(has ? own_mean : 0.f, shared) / float(width);
+    float between = has ? (own_mean - mean) * (own_mean - mean) * float(pixels) : 0.f;
+    float variance = block_sum(own_m2 + between, shared) / (float(pixels) * float(width));
+    float rstd = 1.f / sqrtf(variance + eps);
+    float top = 0.f;
+    if (has) {
+        float a = gamma[c] * rstd, b = a * ((bias ? bias[c] : 0.f) - mean) + beta[c];
+        ab[n * 2 * C + c] = a;
+        ab[(n * 2 + 1) * C + c] = b;
+        top = fmaxf(fmaxf(__fmaf_rn(a, own_high, b), __fmaf_rn(a, own_low, b)), 0.f);
+#if !QUANTIZE
+        top = float(DTYPE(top));  // the amax of what is written
+#endif
+        if (!isfinite(top)) top = 0.f;
+    }
+    if (threadIdx.x == 0) {
+        mean_rstd[(n * groups + group) * 2] = mean;
+        mean_rstd[(n * groups + group) * 2 + 1] = rstd;
+    }
+    for (int offset = 16; offset; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+    if (threadIdx.x % 32 == 0) atomicMax(cell, __float_as_int(top));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        unsigned blocks = gridDim.x * gridDim.y;
+        if (atomicInc(counter, blocks - 1) == blocks - 1) fp4::track_amax(cell, nullptr, tracked, amax, decay);
+    }
+}
+
+// y = relu(a x + b), quantised with the global amax *amax where QUANTIZE is 1.
+extern "C" __global__ void __launch_bounds__(256) apply(
+    const DTYPE* x, const float* ab, const float* amax, DTYPE* y, long long pixels, int C, long long per_chunk) {
+    Walk walk(pixels, C, per_chunk);
+    long long image = (long long)blockIdx.y * pixels * C + walk.channel;
+    float a[VECTOR], b[VECTOR];
+    if (walk.active) {
+        channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
+        channels::load(ab + (blockIdx.y * 2LL + 1) * C + walk.channel, b);
+    }
+#if QUANTIZE
+    const fp4::GlobalScale scale = fp4::global_scale(*amax);
+#endif
+#pragma unroll 4
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        bool has = walk.has(trip);
+        float v[VECTOR] = {};
+        if (has) channels::load(x + image + walk.pixel(trip) * C, v);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) v[i] = fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f);
+#if QUANTIZE
+        fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) v[i] = fp4::fake_quantize(v[i], block);
+#endif
+        if (has) channels::store(y + image + walk.pixel(trip) * C, v);
+    }
+}
+
+// dy where the gradient passes: y > 0 and, quantised, not saturated.
+__device__ __forceinline__ void pass_gradient(
+    const float (&x)[VECTOR], float (&dy)[VECTOR], const float (&a)[VECTOR], const float (&b)[VECTOR],
+    const fp4::GlobalScale& scale) {
+    float y[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) y[i] = fp4::nan_max(__fmaf_rn(a[i], x[i], b[i]), 0.f);
+#if QUANTIZE
+    float encode = fp4::block_scale(channels::block_amax(y), scale).encode;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i)
+        if (!(y[i] > 0.f) || !(y[i] * encode <= 6.f)) dy[i] = 0.f;
+#else
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i)
+        if (!(y[i] > 0.f)) dy[i] = 0.f;
+#endif
+}
+
+// partial [N, chunks, 2, C]: sums of dy and of dy * xhat over the pixels where the gradient passes.
+extern "C" __global__ void __launch_bounds__(256) sums(
+    const DTYPE* x, const DTYPE* dy, const float* ab, const float* mean_rstd, const float* bias, const float* amax,
+    float* partial, long long pixels, int C, int groups, long long per_chunk) {
+    extern __shared__ float shared[];
+    Walk walk(pixels, C, per_chunk);
+    long long image = (long long)blockIdx.y * pixels * C + walk.channel;
+    float a[VECTOR], b[VECTOR], rstd[VECTOR], offset[VECTOR], one[VECTOR], two[VECTOR];
+    if (walk.active) {
+        channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
+        channels::load(ab + (blockIdx.y * 2LL + 1) * C + walk.channel, b);
+    }
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        one[i] = two[i] = 0.f;
+        if (!walk.active) continue;
+        int c = walk.channel + i;
+        const float* moments_of = mean_rstd + (blockIdx.y * (long long)groups + c / (C / groups)) * 2;
+        rstd[i] = moments_of[1];
+        offset[i] = ((bias ? bias[c] : 0.f) - moments_of[0]) * rstd[i];
+    }
+#if QUANTIZE
+    const fp4::GlobalScale scale = fp4::global_scale(*amax);
+#else
+    const fp4::GlobalScale scale{};
+#endif
+#pragma unroll 2
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        float v[VECTOR] = {}, g[VECTOR] = {};
+        if (walk.has(trip)) {
+            channels::load(x + image + walk.pixel(trip) * C, v);
+            channels::load(dy + image + walk.pixel(trip) * C, g);
+        }
+        pass_gradient(v, g, a, b, scale);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+            one[i] += g[i];
+            two[i] = __fmaf_rn(g[i], __fmaf_rn(v[i], rstd[i], offset[i]), two[i]);
+        }
+    }
+    float* out = partial + ((long long)blockIdx.y * gridDim.x + blockIdx.x) * 2 * C;
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i)
+            if (walk.active) shared[walk.row * C + walk.channel + i] = kind ? two[i] : one[i];
+        __syncthreads();
+        for (int c = threadIdx.x; c < C; c += blockDim.x) {
+            float value = 0.f;
+            for (int row = 0; row < walk.rows; ++row) value += shared[row * C + c];
+            out[kind * C + c] = value;
+        }
+    }
+}
+
+// From the partial sums of one (group, image): pqr [N, 3, C] with dx = p dy + q x + r, and channel_sums [N, 3, C]: the
+// image's terms of dgamma, dbeta and dbias.
+extern "C" __global__ void __launch_bounds__(256) coefficients(
+    const float* partial, const float* mean_rstd, const float* channel_mean, const float* bias, const float* gamma,
+    float* pqr, float* channel_sums, long long pixels, int C, int groups, int chunks) {
+    __shared__ float shared[32];
+    int group = blockIdx.x, width = C / groups, c = group * width + threadIdx.x;
+    long long n = blockIdx.y;
+    bool has = threadIdx.x < width;
+    float mean = mean_rstd[(n * groups + group) * 2], rstd = mean_rstd[(n * groups + group) * 2 + 1];
+    float one = 0.f, two = 0.f, weight = 0.f;
+    if (has) {
+        weight = gamma[c];
+        const float* in = partial + n * chunks * 2 * C + c;
+        for (int chunk = 0; chunk < chunks; ++chunk, in += 2 * C) {
+            one += in[0];
+            two += in[C];
+        }
+    }
+    float count = float(pixels) * float(width);
+    float c1 = block_sum(weight * one, shared) / count, c2 = block_sum(weight * two, shared) / count;
+    if (!has) return;
+    float offset = ((bias ? bias[c] : 0.f) - mean) * rstd;
+    pqr[n * 3 * C + c] = rstd * weight;
+    pqr[(n * 3 + 1) * C + c] = -rstd * c2 * rstd;
+    pqr[(n * 3 + 2) * C + c] = -rstd * (c1 + c2 * offset);
+    channel_sums[n * 3 * C + c] = two;
+    channel_sums[(n * 3 + 1) * C + c] = one;
+    float centred = (channel_mean[n * C + c] - mean) * rstd;
+    channel_sums[(n * 3 + 2) * C + c] = rstd * (weight * one - float(pixels) * (c1 + c2 * centred));
+}
+
+// dgamma, dbeta, dbias [3, C] from channel_sums [N, 3, C].
+extern "C" __global__ void __launch_bounds__(256) parameters(const float* channel_sums, float* out, int N, int C) {
+    int c = blockIdx.x * blockDim.x + threadIdx.x;
+    if (c >= 3 * C) return;
+    float total = 0.f;
+    for (int n = 0; n < N; ++n) total += channel_sums[(long long)n * 3 * C + c];
+    out[c] = total;
+}
+
+// dx = p dy + q x + r, with dy only where the gradient passes.
+extern "C" __global__ void __launch_bounds__(256) gradient(
+    const DTYPE* x, const DTYPE* dy, const float* ab, const float* pqr, const float* amax, DTYPE* dx, long long pixels,
+    int C, long long per_chunk) {
+    Walk walk(pixels, C, per_chunk);
+    long long image = (long long)blockIdx.y * pixels * C + walk.channel;
+    float a[VECTOR], b[VECTOR], p[VECTOR], q[VECTOR], r[VECTOR];
+    if (walk.active) {
+        channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
+        channels::load(ab + (blockIdx.y * 2LL + 1) * C + walk.channel, b);
+        channels::load(pqr + blockIdx.y * 3LL * C + walk.channel, p);
+        channels::load(pqr + (blockIdx.y * 3LL + 1) * C + walk.channel, q);
+        channels::load(pqr + (blockIdx.y * 3LL + 2) * C + walk.channel, r);
+    }
+#if QUANTIZE
+    const fp4::GlobalScale scale = fp4::global_scale(*amax);
+#else
+    const fp4::GlobalScale scale{};
+#endif
+#pragma unroll 2
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        bool has = walk.has(trip);
+        float v[VECTOR] = {}, g[VECTOR] = {};
+        if (has) {
+            channels::load(x + image + walk.pixel(trip) * C, v);
+            channels::load(dy + image + walk.pixel(trip) * C, g);
+        }
+        pass_gradient(v, g, a, b, scale);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) g[i] = __fmaf_rn(p[i], g[i], __fmaf_rn(q[i], v[i], r[i]));
+        if (has) channels::store(dx + image + walk.pixel(trip) * C, g);
+    }
+}

@@ -1,0 +1,103 @@
+// 2x2 maximum pooling of channels_last images, its output quantised for the convolution that reads it.
+//
+// The image y has two readers in a UNet: the pooling and the skip connection. The backward adds both gradients in one
+// pass: dy = dskip, plus dpooled at the element that was the largest (the first of equals, row by row) and, quantised,
+// did not saturate.
+//
+// Launch: block 256, grid (chunks of output pixels, N). y: DTYPE [N, 2 H, 2 W, C]; pooled: DTYPE [N, H, W, C]; C a multiple
+// of 8, of 16 with quantisation.
+#include "channels.cuh"
+
+using channels::VECTOR;
+using channels::Walk;
+
+struct Corner {
+    long long base, right, below;
+    __device__ Corner(long long pixel, int W, int C) {
+        long long row = pixel / W, column = pixel % W;
+        base = ((row * 2) * (2LL * W) + column * 2) * C;
+        right = C;
+        below = 2LL * W * C;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256) pool(
+    const DTYPE* y, const float* amax, DTYPE* pooled, int W, long long pixels, int C, long long per_chunk) {
+    Walk walk(pixels, C, per_chunk);
+    const DTYPE* image = y + blockIdx.y * pixels * 4 * C + walk.channel;
+    DTYPE* out = pooled + blockIdx.y * pixels * C + walk.channel;
+#if QUANTIZE
+    const fp4::GlobalScale scale = fp4::global_scale(*amax);
+#endif
+#pragma unroll 2
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        bool has = walk.has(trip);
+        float best[VECTOR] = {};
+        if (has) {
+            Corner corner(walk.pixel(trip), W, C);
+            channels::load(image + corner.base, best);
+#pragma unroll
+            for (int tap = 1; tap < 4; ++tap) {
+                float v[VECTOR];
+                channels::load(image + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i) best[i] = v[i] > best[i] || v[i] != v[i] ? v[i] : best[i];
+            }
+        }
+#if QUANTIZE
+        fp4::BlockScale block = fp4::block_scale(channels::block_amax(best), scale);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) best[i] = fp4::fake_quantize(best[i], block);
+#endif
+        if (has) channels::store(out + walk.pixel(trip) * C, best);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) pool_gradient(
+    const DTYPE* y, const DTYPE* dskip, const DTYPE* dpooled, const float* amax, DTYPE* dy, int W, long long pixels, int C,
+    long long per_chunk) {
+    Walk walk(pixels, C, per_chunk);
+    long long image = blockIdx.y * pixels * 4 * C + walk.channel;
+    const DTYPE* in = dpooled + blockIdx.y * pixels * C + walk.channel;
+#if QUANTIZE
+    const fp4::GlobalScale scale = fp4::global_scale(*amax);
+#endif
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        bool has = walk.has(trip);
+        float best[VECTOR] = {}, g[VECTOR] = {};
+        int from[VECTOR] = {};
+        Corner corner(has ? walk.pixel(trip) : 0, W, C);
+        if (has) {
+            channels::load(in + walk.pixel(trip) * C, g);
+            channels::load(y + image + corner.base, best);
+#pragma unroll
+            for (int tap = 1; tap < 4; ++tap) {
+                float v[VECTOR];
+                channels::load(y + image + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i)
+                    if (v[i] > best[i] || v[i] != v[i]) {
+                        best[i] = v[i];
+                        from[i] = tap;
+                    }
+            }
+        }
+#if QUANTIZE
+        float encode = fp4::block_scale(channels::block_amax(best), scale).encode;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i)
+            if (!(fabsf(best[i]) * encode <= 6.f)) g[i] = 0.f;
+#endif
+        if (!has) continue;
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap) {
+            long long at = image + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below;
+            float d[VECTOR] = {};
+            if (dskip) channels::load(dskip + at, d);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i)
+                if (from[i] == tap) d[i] += g[i];
+            channels::store(dy + at, d);
+        }
+    }
+}

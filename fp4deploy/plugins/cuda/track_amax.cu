@@ -1,0 +1,31 @@
+// The largest finite magnitude of a tensor, and the tracked amax of a static scale, in one launch.
+//
+// amax[0] becomes the largest finite |x|, not below *other where that is given; with `tracked` it is
+// max(that, decay * tracked), written to both. cell and counter are scratch, zero before and after.
+// Launch: block 256, any grid; x: DTYPE [count], count a multiple of 8, 16-byte aligned.
+#include "channels.cuh"
+
+extern "C" __global__ void __launch_bounds__(256) track_amax(
+    const DTYPE* x, long long count, const float* other, float* tracked, float* amax, int* cell, unsigned* counter,
+    float decay) {
+    float largest = 0.f;
+    long long stride = (long long)gridDim.x * blockDim.x * channels::VECTOR;
+#pragma unroll 4
+    for (long long at = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * channels::VECTOR; at < count; at += stride) {
+        float v[channels::VECTOR];
+        channels::load(x + at, v);
+#pragma unroll
+        for (int i = 0; i < channels::VECTOR; ++i) {
+            float magnitude = fabsf(v[i]);
+            if (magnitude < INFINITY) largest = fmaxf(largest, magnitude);
+        }
+    }
+    for (int offset = 16; offset; offset /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    if (threadIdx.x % 32 == 0) atomicMax(cell, __float_as_int(largest));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1) fp4::track_amax(cell, other, tracked, amax, decay);
+    }
+}

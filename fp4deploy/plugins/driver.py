@@ -1,0 +1,281 @@
+"""Launching compiled kernels through pycuda, inside torch's CUDA: its context, its current stream, its memory.
+
+    clip = kernel("clip.cu", "clip", "PPqf", {"DTYPE": "__half"}, x.device)  # compiles and loads, once
+    clip.launch(blocks, 256, x, out, x.numel(), 6.0)                          # a few microseconds
+
+**Arguments.** A signature gives the C type of each parameter in the letters of Python's `struct`, with native
+alignment, which is also how the driver lays out a parameter buffer:
+
+| letter | parameter | argument |
+|---|---|---|
+| `P` | pointer | tensor on the kernel's device, None for a null pointer, or an address |
+| `q` `Q` | `long long`, `unsigned long long` | int |
+| `i` `I` | `int`, `unsigned` | int |
+| `f` `d` | `float`, `double` | float or int |
+| `?` `b` `B` `h` `H` | `bool` and the small integers | int |
+| `64s` | a structure of 64 bytes | bytes; put `0q` before it where it must be aligned to 8 |
+
+Values out of range and wrong counts are refused. Nobody can check that the signature matches the source: keep them
+side by side.
+
+**Nothing on the way.** A launch allocates nothing, waits for nothing and looks at no data. A module is loaded when
+`kernel` is first called, which must not happen while a CUDA graph is captured, because loading allocates; the steps
+that torch wants run before a capture take care of it. How a kernel gets onto torch's stream: see
+`fp4deploy.plugins.context`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.plugins.compiler import (
+    INSTALL_NVCC,
+    KernelError,
+    Macros,
+    architecture,
+    compile_cubin,
+    describe,
+    find_nvcc,
+    nvcc_version,
+    source_path,
+    supported,
+)
+from fp4deploy.plugins.context import Gpu, raw_stream
+
+Device: TypeAlias = "torch.device | str | int | None"
+OLDEST = (8, 0)
+SIGNATURE = re.compile(r"(?:[PqQiIfd?bBhH]|0q|\d+s)*")
+_STATIC_SHARED = 48 * 1024
+
+_lock = threading.Lock()
+_gpus: dict[int, Gpu] = {}
+_kernels: dict[tuple, Kernel] = {}
+
+
+def available(device: Device = None) -> bool:
+    """True if kernels can be compiled and launched on a device (default: torch's current one)."""
+    return why_unavailable(device) is None
+
+
+def why_unavailable(device: Device = None) -> str | None:
+    """All that is missing, with the command that adds it; None where kernels run.
+
+    Raises:
+        InputError: FP4DEPLOY_KERNELS is neither "on" nor "off".
+    """
+    wish = os.environ.get("FP4DEPLOY_KERNELS", "on")
+    if wish not in ("on", "off", ""):
+        raise InputError(f"FP4DEPLOY_KERNELS is '{wish}'. Valid: on (the default), off.")
+    if wish == "off":
+        return "switched off by FP4DEPLOY_KERNELS=off"
+    index = device_index(device)
+    return "tensors on the CPU need no CUDA kernel" if index is None else _lacking(index)
+
+
+def device_index(device: Device) -> int | None:
+    """Number of a CUDA device; None for the CPU. None means torch's current device, 0 where there is no GPU at all."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            return None
+        device = device.index
+    if device is not None:
+        return device
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+@lru_cache
+def _lacking(index: int) -> str | None:
+    lacks = []
+    nvcc = find_nvcc()
+    release = None
+    try:
+        release = nvcc_version(nvcc) if nvcc else None
+    except UnavailableError as error:
+        lacks.append(str(error))
+    if not torch.cuda.is_available():
+        lacks.append("no NVIDIA GPU that torch can use")
+    else:
+        capability = torch.cuda.get_device_capability(index)
+        arch = architecture(capability)
+        if capability < OLDEST:
+            lacks.append(f"{torch.cuda.get_device_name(index)} is {arch}, and sm_80 is the oldest the kernels know")
+        elif nvcc and release and not supported(nvcc, arch):
+            lacks.append(f"nvcc ({release}) is too old for {arch}: {INSTALL_NVCC}")
+    try:
+        import pycuda.driver  # noqa: F401
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("pycuda")
+        lacks.append(f"pycuda {'is missing' if missing else f'does not load ({error})'}: pip install pycuda")
+    if nvcc is None:
+        lacks.append(f"nvcc is missing: {INSTALL_NVCC}")
+    elif os.name == "posix" and not any(map(shutil.which, ("g++", "gcc", "clang++"))):
+        lacks.append("nvcc needs a C++ compiler on PATH: install g++")
+    return "; ".join(lacks) or None
+
+
+def kernel(
+    source: str | Path, name: str, signature: str, macros: Macros | None = None, device: Device = None
+) -> Kernel:
+    """A kernel ready to launch: compiled, loaded and kept; asked for again, it comes from a dictionary.
+
+    Args:
+        source: name of a file in `fp4deploy/plugins/cuda`, or an absolute path.
+        name: its name; the source says `extern "C" __global__`, so that it is not mangled.
+        signature: types of the parameters, see the module's table.
+        macros: what the variant is compiled with.
+        device: where it runs (default: torch's current device).
+
+    Raises:
+        InputError: there is no such source, or the macros or the signature are none.
+        UnavailableError: kernels cannot run here (see `why_unavailable`).
+        KernelError: it does not compile or load, or a CUDA graph is being captured and it was not loaded before.
+    """
+    index = device_index(device)
+    key = (source, name, signature, index, *(macros.items() if macros else ()))
+    found = _kernels.get(key)
+    return found if found is not None else _load(key, Path(source), name, signature, macros, index)
+
+
+class Kernel:
+    """One variant of a kernel, loaded on one device; made by `kernel`."""
+
+    __slots__ = (
+        "_call",
+        "_error",
+        "_function",
+        "_gpu",
+        "_label",
+        "_pack",
+        "_pointers",
+        "_pop",
+        "_push",
+        "_shared",
+        "device",
+    )
+
+    def __init__(self, gpu: Gpu, function: Any, label: str, signature: str) -> None:
+        self.device = gpu.index
+        self._gpu, self._function, self._label = gpu, function, label
+        self._pack, self._pointers = packing(signature)
+        self._shared = _STATIC_SHARED
+        # Looked up once. pycuda's prepared calls end in `_launch_kernel`; what they do before is a deprecated call that
+        # stores the block size in the function, where two threads would meet, and a search for the packing function.
+        self._call, self._push, self._pop = function._launch_kernel, gpu.context.push, gpu.driver.Context.pop
+        self._error = gpu.driver.Error
+
+    def __repr__(self) -> str:
+        return f"Kernel({self._label}, cuda:{self.device})"
+
+    def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0) -> None:
+        """Put the kernel on torch's current stream of its device.
+
+        Args:
+            grid: blocks, up to three axes.
+            block: threads in a block, up to three axes.
+            args: one for each letter of the signature.
+            shared: bytes of dynamic shared memory; more than 48 KiB is allowed for as far as the device has it.
+
+        Raises:
+            TypeError: the arguments do not fit the signature, or a tensor lies on another device.
+            KernelError: the driver refuses the launch, or reports the failure of an earlier kernel.
+        """
+        buffer = self._buffer(args)
+        size = grid if isinstance(grid, tuple) else (grid,)
+        threads = block if isinstance(block, tuple) else (block,)
+        stream = raw_stream(self.device)
+        if stream == 0:
+            self._submit(size, threads, buffer, shared, None)
+        else:
+            with self._gpu.fork(stream) as twin:
+                self._submit(size, threads, buffer, shared, twin)
+
+    def resources(self) -> dict[str, int]:
+        """What the compiler gave it: registers a thread, spilled and static shared bytes, threads a block can have."""
+        names = {"registers": "NUM_REGS", "local_bytes": "LOCAL_SIZE_BYTES", "shared_bytes": "SHARED_SIZE_BYTES"}
+        names["max_threads"] = "MAX_THREADS_PER_BLOCK"
+        attribute = self._gpu.driver.function_attribute
+        self._push()
+        try:
+            return {key: self._function.get_attribute(getattr(attribute, name)) for key, name in names.items()}
+        finally:
+            self._pop()
+
+    def _submit(self, grid: tuple, block: tuple, buffer: bytes, shared: int, stream: Any) -> None:
+        self._push()
+        try:
+            if shared > self._shared:
+                self._function.set_attribute(self._gpu.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+                self._shared = shared
+            self._call(grid, block, buffer, shared, stream)
+        except self._error as error:
+            raise KernelError(
+                f"The kernel {self._label} was not launched on cuda:{self.device} with grid {grid}, block {block} and "
+                f"{shared} bytes of shared memory: {error}. An illegal address or a failed launch can be an earlier "
+                "kernel's: CUDA_LAUNCH_BLOCKING=1 shows whose."
+            ) from error
+        finally:
+            self._pop()
+
+    def _buffer(self, args: tuple[Any, ...]) -> bytes:
+        values = list(args)
+        try:
+            for position in self._pointers:
+                value = values[position]
+                if value is None:
+                    values[position] = 0
+                elif not isinstance(value, int):
+                    if value.get_device() != self.device:
+                        raise TypeError(f"argument {position} is on {value.device}, not on cuda:{self.device}")
+                    values[position] = value.data_ptr()
+            return self._pack(*values)
+        except (struct.error, TypeError, IndexError, AttributeError) as error:
+            raise TypeError(f"The kernel {self._label} does not take these arguments: {error}.") from error
+
+
+def packing(signature: str) -> tuple[Callable[..., bytes], tuple[int, ...]]:
+    """The function that packs a parameter buffer, and which arguments are pointers.
+
+    Raises:
+        InputError: something in it is no type.
+    """
+    if not SIGNATURE.fullmatch(signature):
+        raise InputError(f"The signature '{signature}' is not made of P q Q i I f d ? b B h H, 0q and 64s.")
+    letters = [letter for letter in re.findall(r"\d*.", signature) if letter != "0q"]
+    pointers = tuple(position for position, letter in enumerate(letters) if letter == "P")
+    return struct.Struct(f"@{signature}").pack, pointers
+
+
+def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | None, index: int | None) -> Kernel:
+    why = why_unavailable("cpu" if index is None else index)
+    if why or index is None:
+        raise UnavailableError(f"The kernel {name} cannot run: {why}.")
+    path = source_path(source)
+    packing(signature)
+    label = f"{name} of {describe(path, macros)}"
+    with torch.cuda.device(index):
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelError(
+                f"The kernel {label} was not loaded when the capture of a CUDA graph began, and loading allocates. "
+                "Run the step once on this device before the capture."
+            )
+    cubin = compile_cubin(path, architecture(torch.cuda.get_device_capability(index)), macros)
+    same = (str(path), name, signature, index, *sorted((macros or {}).items()))
+    with _lock:
+        if index not in _gpus:
+            _gpus[index] = Gpu(index)
+        if same not in _kernels:
+            _kernels[same] = Kernel(_gpus[index], _gpus[index].function(cubin, name, label), label, signature)
+        return _kernels.setdefault(key, _kernels[same])

@@ -1,0 +1,238 @@
+"""The UNet's forward for training on a GPU: convolutions by cuDNN, everything between them by fused kernels.
+
+    unfused   conv, + bias, GroupNorm, ReLU, amax, quantise, ...     each a pass over the image, GroupNorm in FP32
+    fused     conv, [+ bias + GroupNorm + ReLU + amax + quantise]    two reads and one write
+
+`fuse` turns a UNet into a `FusedUNet` in place; parameters, names and results are the same, up to the rounding of FP16
+where the unfused model holds FP32 between GroupNorm and the next convolution. An FP16 model gains as well: it is the
+same path without the quantisers.
+
+The fused forward does not call the submodules. Whenever that would matter (a hook on one of them, a calibration, a
+recipe that the kernels do not have, no autocast, no GPU), the plain forward runs instead.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp4deploy.models import UNet
+from fp4deploy.models.unet import Block
+from fp4deploy.plugins import available
+from fp4deploy.plugins.channels_last import channels_fit
+from fp4deploy.plugins.weights import fake_quantize_weights, weight_fits
+from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.recipes import QuantSpec, Recipe
+
+ops = torch.ops.fp4deploy
+SIMPLE_INPUT = QuantSpec(scale="static")
+SIMPLE_WEIGHT = QuantSpec()
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """Give a UNet the fused forward, in place; any other model is returned as it is."""
+    if type(model) is UNet:
+        model.__class__ = FusedUNet
+    return model
+
+
+class FusedUNet(UNet):
+    """`UNet` whose forward uses the fused kernels where it can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = _compute_dtype(x)
+        if dtype is None or not self._fusable():
+            return super().forward(x)
+        with torch.autocast("cuda", enabled=False):
+            return self._fused(x.to(dtype, memory_format=torch.channels_last))
+
+    def _fusable(self) -> bool:
+        if not available(self.head.weight.device):
+            return False
+        first = self.encoder[0].conv1
+        return not isinstance(first, QuantizedLayer) and all(
+            not (module._forward_hooks or module._forward_pre_hooks) and _is_simple(module) for module in self._parts()
+        )
+
+    def _parts(self) -> tuple[nn.Module, ...]:
+        """All submodules; `prepare` and `restore` change them in place, so that the list stays valid."""
+        if "_listed" not in self.__dict__:
+            self.__dict__["_listed"] = tuple(module for module in self.modules() if module is not self)
+        return cast("tuple[nn.Module, ...]", self.__dict__["_listed"])
+
+    def _fused(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._weights(x.dtype)
+        skips: list[tuple[torch.Tensor, torch.Tensor]] = []
+        parts: Any = (self.encoder, self.up, self.decoder)
+        encoder, ups, decoder = (list(part) for part in parts)
+        deepest = len(encoder) - 1
+        for level, block in enumerate(encoder):
+            x, bias = self._block(block, x, weights)
+            if level < deepest:
+                y, largest = _norm(x, bias, block.norm2, None)
+                after = encoder[level + 1].conv1
+                skip, x = _SkipAndPool.apply(y, _track(y, largest, after, read=False))
+                skips.append((skip, largest))
+            else:
+                x, _ = _norm(x, bias, block.norm2, ups[0])
+        for index, (up, block) in enumerate(zip(ups, decoder, strict=True)):
+            upwards = F.conv_transpose2d(x, weights[up], _cast(up.bias, x), up.stride)
+            skip, largest = skips.pop()
+            x = _Concat.apply(skip, upwards, _track(upwards, largest, block.conv1, read=True))
+            x, bias = self._block(block, x, weights)
+            after = ups[index + 1] if index + 1 < len(ups) else self.head
+            x, _ = _norm(x, bias, block.norm2, after)
+        return F.conv2d(x, weights[self.head], _cast(self.head.bias, x))
+
+    def _block(self, block: Block, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """Up to the second convolution, whose bias is still to be added."""
+        x = F.conv2d(x, weights[block.conv1], None, padding=1)
+        x, _ = _norm(x, block.conv1.bias, block.norm1, block.conv2)
+        return F.conv2d(x, weights[block.conv2], None, padding=1), block.conv2.bias
+
+    def _weights(self, dtype: torch.dtype) -> dict[nn.Module, torch.Tensor]:
+        """The weight of every convolution as it is multiplied, in `dtype`."""
+        convolutions: list[Any] = [m for m in self._parts() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
+        quantized = [layer for layer in convolutions if isinstance(layer, QuantizedLayer)]
+        plain = [layer for layer in convolutions if not isinstance(layer, QuantizedLayer)]
+        # The contraction axis: input channels of OIHW, of IOHW for a transposed convolution.
+        axes = tuple(0 if isinstance(layer, nn.ConvTranspose2d) else 1 for layer in quantized)
+        values = _Weights.apply(axes, dtype, *(layer.weight for layer in (*quantized, *plain)))
+        return dict(zip((*quantized, *plain), values, strict=True))
+
+
+class _Weights(torch.autograd.Function):
+    """All weights in the dtype of the convolutions, the first len(axes) fake-quantised; gradients straight through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axes: tuple[int, ...], dtype: torch.dtype, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        plain = weights[len(axes) :]
+        copies = [torch.empty_like(weight, dtype=dtype) for weight in plain]
+        torch._foreach_copy_(copies, plain)
+        return *(fake_quantize_weights(weights[: len(axes)], axes, dtype) if axes else ()), *copies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+        torch._foreach_copy_(copies, gradients)
+        return None, None, *copies
+
+
+class _NormReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        beta: torch.Tensor,
+        groups: int,
+        eps: float,
+        amax: torch.Tensor | None,
+        tracked: torch.Tensor | None,
+        decay: float,
+        quantize: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.contiguous(memory_format=torch.channels_last)
+        y, ab, mean_rstd, channel_mean, largest = ops.group_norm_relu(
+            x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize
+        )
+        used = largest if amax is None else amax
+        ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used)
+        ctx.quantize = quantize
+        ctx.mark_non_differentiable(largest)
+        return y, largest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, ab, mean_rstd, channel_mean, bias, weight, used = ctx.saved_tensors
+        dx, sums = ops.group_norm_relu_backward(
+            x, gradients[0], ab, mean_rstd, channel_mean, bias, weight, used, ctx.quantize
+        )
+        dgamma, dbeta, dbias = sums.unbind()
+        return dx, None if bias is None else dbias, dgamma, dbeta, None, None, None, None, None, None
+
+
+class _SkipAndPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(y, amax)
+        return y.view_as(y), ops.pool(y, amax)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y, amax = ctx.saved_tensors
+        dskip, dpooled = gradients
+        return ops.pool_backward(y, dskip, dpooled, amax), None
+
+
+class _Concat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+        out, inside = ops.concat(a, b, amax)
+        ctx.save_for_backward(inside if amax is not None else None)
+        ctx.first = a.shape[1]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        da, db = ops.separate(gradients[0], ctx.saved_tensors[0], ctx.first)
+        return da, db, None
+
+
+def _norm(
+    x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(relu(norm(x + bias)) as the layer `after` reads it, its amax)."""
+    amax = tracked = None
+    decay, quantize = 0.0, isinstance(after, QuantizedLayer)
+    if isinstance(after, QuantizedLayer):
+        tracked = after.input_amax if after.training else None
+        amax = None if after.training else after.static_amax(x)
+        decay = after.recipe.amax_decay
+    args = (norm.weight, norm.bias, norm.num_groups, norm.eps, amax, tracked, decay, quantize)
+    result: tuple[torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *args)
+    return result
+
+
+def _track(x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool) -> torch.Tensor | None:
+    """The static amax that the layer `after` quantises its input with; None where it does not.
+
+    largest: amax of what is in the input besides `x`; `read`: `x` itself counts too.
+    """
+    if not isinstance(after, QuantizedLayer):
+        return None
+    if not after.training:
+        return after.static_amax(x)
+    tracked: torch.Tensor = ops.track_amax(x.detach(), largest, after.input_amax, after.recipe.amax_decay, read)
+    return tracked
+
+
+def _cast(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    return None if bias is None else bias.to(x.dtype)
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast computes in; None where the kernels cannot."""
+    if x.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return None
+    dtype = torch.get_autocast_dtype("cuda")
+    return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _is_simple(module: nn.Module) -> bool:
+    """The kernels compute what this module does."""
+    if isinstance(module, QuantizedLayer):
+        return not module.observing and _has_kernels(module.recipe) and weight_fits(module.weight)
+    return not isinstance(module, nn.GroupNorm) or channels_fit(module.num_channels)
+
+
+@lru_cache
+def _has_kernels(recipe: Recipe) -> bool:
+    return recipe.straight_through and recipe.activation == SIMPLE_INPUT and recipe.weight == SIMPLE_WEIGHT
