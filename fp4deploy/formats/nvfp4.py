@@ -143,6 +143,18 @@ def fake_quantize_nvfp4(
     return values, inside
 
 
+def check_options(axes: tuple[int, ...], row_scaled: bool, four_over_six: FourOverSix | None, rounding: str) -> None:
+    """Refuse combinations that NVFP4 does not have.
+
+    Raises:
+        InputError: row-scaled 2-D blocks, or 4/6 with stochastic rounding.
+    """
+    if row_scaled and len(axes) > 1:
+        raise InputError("A row-scaled tensor has one global amax a row; it goes with 1-D blocks, not 2-D ones.")
+    if four_over_six and rounding != "nearest":
+        raise InputError("4/6 compares the errors of rounding to nearest; it does not go with stochastic rounding.")
+
+
 def _prepare(
     x: torch.Tensor,
     axes: tuple[int, ...],
@@ -154,21 +166,29 @@ def _prepare(
     offset: int | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The global amax, shaped to broadcast against `x`, and the random bytes of stochastic rounding."""
-    if row_scaled and len(axes) > 1:
-        raise InputError("A row-scaled tensor has one global amax a row; it goes with 1-D blocks, not 2-D ones.")
-    if four_over_six and rounding != "nearest":
-        raise InputError("4/6 compares the errors of rounding to nearest; it does not go with stochastic rounding.")
+    check_options(axes, row_scaled, four_over_six, rounding)
     random = rounding_bytes(x, axes[-1], rounding, seed, offset, BLOCK)
     if amax is None:
         return finite_amax(x.detach(), axes[-1] if row_scaled else None), random
+    return static_amax(x, axes[-1], amax, row_scaled), random
+
+
+def static_amax(x: torch.Tensor, axis: int, amax: float | torch.Tensor, row_scaled: bool) -> torch.Tensor:
+    """A given global amax as float32 on the device of `x`: [], or row-scaled the shape of `x` with `axis` 1.
+
+    Raises:
+        InputError: another shape.
+    """
     static = torch.as_tensor(amax, dtype=torch.float32, device=x.device).detach()
-    rows = torch.Size(1 if at == axes[-1] else size for at, size in enumerate(x.shape))
+    rows = torch.Size(1 if at == axis else size for at, size in enumerate(x.shape))
+    if static.ndim == 1 and static.shape[0] == 1 and not row_scaled:
+        static = static[0]
     if row_scaled and static.ndim == 0:
         static = static.expand(rows)
     if static.shape != (rows if row_scaled else ()):
         expected = f"one value a row, {tuple(rows)}" if row_scaled else "a single value"
         raise InputError(f"The global amax has shape {tuple(static.shape)}; expected {expected}.")
-    return static, random
+    return static
 
 
 def _scale(

@@ -75,8 +75,8 @@ def random_bytes(
     for size in rows:
         count *= size
     g = torch.arange(count, dtype=torch.int64, device=device)
-    seeds = torch.as_tensor(_signed(seed), dtype=torch.int64, device=device)
-    offsets = torch.as_tensor(_signed(offset), dtype=torch.int64, device=device)
+    seeds = torch.as_tensor(signed(seed), dtype=torch.int64, device=device)
+    offsets = torch.as_tensor(signed(offset), dtype=torch.int64, device=device)
     words = philox4x32((g & _LOW, (g >> 32) & _LOW, *_halves(offsets)), _halves(seeds))
     shifts = torch.arange(0, 32, 8, device=device)
     data = ((torch.stack(words, -1).unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8)
@@ -104,15 +104,20 @@ def rounding_bytes(
     if rounding == "nearest":
         return None
     if seed is None:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=x.device)
+        seed = draw_seed(x.device)
     return random_bytes(x.shape, axis, seed, offset, block, x.device)
+
+
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """A seed, int64 [], from torch's generator of a device."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value & _LOW, (value >> 32) & _LOW
 
 
-def _signed(value: int | torch.Tensor) -> int | torch.Tensor:
+def signed(value: int | torch.Tensor) -> int | torch.Tensor:
     """An unsigned 64-bit number as the int64 with the same bits."""
     if isinstance(value, torch.Tensor):
         return value

@@ -22,13 +22,10 @@ from typing import Any
 import torch
 
 from fp4deploy.plugins.driver import kernel
+from fp4deploy.plugins.library import CUDA_TYPES, LIBRARY, THREADS
 
 VECTOR = 8
-THREADS = 256
 BLOCKS = 132 * 8  # enough to fill a large GPU twice
-DTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-
-LIBRARY = torch.library.Library("fp4deploy", "FRAGMENT")
 
 
 def channels_fit(channels: int) -> bool:
@@ -37,7 +34,7 @@ def channels_fit(channels: int) -> bool:
 
 
 def _macros(x: torch.Tensor, quantize: bool) -> dict[str, str | int]:
-    return {"DTYPE": DTYPES[x.dtype], "QUANTIZE": int(quantize)}
+    return {"DTYPE": CUDA_TYPES[x.dtype], "QUANTIZE": int(quantize)}
 
 
 def _chunks(pixels: int, channels: int, images: int) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from fp4deploy.plugins.channels_last import DTYPES, LIBRARY, THREADS
 from fp4deploy.plugins.driver import kernel
+from fp4deploy.plugins.library import CUDA_TYPES, LIBRARY, THREADS
 
 GROUP = 16
 PER_BLOCK = 256
@@ -52,7 +52,7 @@ def _fake_quantize_weights(weights: list[torch.Tensor], axes: list[int], dtype: 
     table, blocks, total = _table(layouts, device)
     amax = torch.zeros(len(weights), dtype=torch.float32, device=device)
     out = torch.empty(total, dtype=dtype, device=device)
-    macros = {"DTYPE": DTYPES[dtype]}
+    macros = {"DTYPE": CUDA_TYPES[dtype]}
     find = kernel("weights.cu", "weight_amax", "PPi", macros, device)
     find.launch(blocks, THREADS, table, amax, len(weights))
     quantize = kernel("weights.cu", "weight_quantize", "PPPi", macros, device)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fp4deploy.plugins.quantize import mask_gradient
 from fp4deploy.qat.products import ConvProduct, LinearProduct
 from fp4deploy.qat.quantizers import quantize_operand
 from fp4deploy.qat.recipes import Recipe
@@ -34,7 +35,7 @@ class _QuantizedProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         xq, inside = quantize_operand(x, recipe.activation, (product.input_axis,), amax, (product.groups,))
         wq, _ = quantize_operand(weight, recipe.weight, product.weight_axes, None, product.weight_groups)
-        ctx.product, ctx.recipe = product, recipe
+        ctx.product, ctx.recipe, ctx.strides = product, recipe, xq.stride()
         again = recipe.double_quantization
         ctx.save_for_backward(
             xq if again or recipe.wgrad_activation is None else x,
@@ -52,7 +53,7 @@ class _QuantizedProduct(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(gradient, weight, x, product, ctx.recipe).to(x_dtype)
-            dx = dx if inside is None else dx * inside
+            dx = dx if inside is None else mask_gradient(dx, inside, ctx.strides, product.input_axis)
         if ctx.needs_input_grad[1]:
             dw = _weight_gradient(gradient, x, weight, product, ctx.recipe).to(weight_dtype)
         if ctx.needs_input_grad[2]:

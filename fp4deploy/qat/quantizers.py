@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from fp4deploy.formats import BLOCK, MX_BLOCK, fake_quantize_mxfp4, fake_quantize_nvfp4, random_hadamard
+from fp4deploy import formats
+from fp4deploy.formats import BLOCK, MX_BLOCK
+from fp4deploy.plugins.quantize import fake_quantize_mxfp4, fake_quantize_nvfp4
 from fp4deploy.qat.recipes import QuantSpec
 
 
@@ -29,8 +31,8 @@ def quantize_operand(
         groups: groups of each of `axes`.
 
     Returns:
-        x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16), and the
-        mask of the elements that did not saturate, None where no static scale clips.
+        x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16), and what
+        did not saturate, for `plugins.quantize.mask_gradient`; None where no static scale clips.
     """
     if spec is None:
         return x, None
@@ -43,7 +45,7 @@ def quantize_operand(
     for axis, count in sorted(split.items(), reverse=True):
         x = x.unflatten(axis, (count, shape[axis] // count))
     moved = tuple(axis + sum(other <= axis for other in split) for axis in axes)
-    values, inside = _quantize(x, spec, moved, amax)
+    values, inside = _quantize(x, spec, moved, amax, as_mask=bool(split))
     for axis in sorted(split):
         values = values.flatten(axis, axis + 1)
         inside = None if inside is None else inside.flatten(axis, axis + 1)
@@ -51,12 +53,11 @@ def quantize_operand(
 
 
 def _quantize(
-    x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor | None
+    x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor | None, as_mask: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    dtype = x.dtype
-    if spec.hadamard:
-        x = random_hadamard(x, axes[-1])
     if spec.format == "mxfp4":
-        return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding).to(dtype), None
-    values, inside = fake_quantize_nvfp4(x, axes, amax, spec.row_scaled, spec.four_over_six, spec.rounding)
-    return values.to(dtype), None if amax is None else inside
+        return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding, hadamard=spec.hadamard), None
+    options = (amax, spec.row_scaled, spec.four_over_six, spec.rounding)
+    if amax is not None and as_mask:  # a kernel's bits have the shape of the groups
+        return formats.fake_quantize_nvfp4(x, axes, *options)
+    return fake_quantize_nvfp4(x, axes, *options, hadamard=spec.hadamard, mask=amax is not None)

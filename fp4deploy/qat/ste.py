@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fp4deploy.plugins.quantize import mask_gradient
 from fp4deploy.qat.quantizers import quantize_operand
 from fp4deploy.qat.recipes import QuantSpec
 
@@ -31,13 +32,16 @@ class _FakeQuantize(torch.autograd.Function):
         quantized, inside = quantize_operand(x, spec, axes, amax, groups)
         if inside is not None:
             ctx.save_for_backward(inside)
+            ctx.strides, ctx.axis = quantized.stride(), axes[-1]
         return quantized
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         saved = ctx.saved_tensors  # once: checkpointing without reentrance unpacks a tensor a single time
-        return (gradient * saved[0] if saved else gradient), None, None, None, None
+        if saved:
+            gradient = mask_gradient(gradient, saved[0], ctx.strides, ctx.axis)
+        return gradient, None, None, None, None
 
 
 def fake_quantize(

@@ -7,7 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "nvfp4.cuh"
+#include "fp4.cuh"
 
 #ifndef DTYPE
 #define DTYPE __half

@@ -1,0 +1,75 @@
+// The largest finite magnitude of a tensor, or of each of its rows, without a transposed copy.
+//
+// finite_amax: amax int32 [1], zero before (the bits of a non-negative float order like the number). Any grid, block 256.
+// row_amax: the tensor seen as (outer, K, inner); amax float32 [outer * inner]. Block 256; grid ceil(outer / 8) for
+//   inner = 1 (a warp has a row), ceil(outer * inner / 256) otherwise (a thread has one).
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "fp4.cuh"
+
+#ifndef DTYPE
+#define DTYPE __nv_bfloat16
+#endif
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ __forceinline__ float finite_magnitude(DTYPE x) {
+    float magnitude = fabsf(widen(x));
+    return magnitude < INFINITY ? magnitude : 0.f;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+    for (int offset = 16; offset; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(256) finite_amax(const DTYPE* x, int* amax, long long count) {
+    constexpr int PER_LOAD = 16 / sizeof(DTYPE);
+    long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, stride = (long long)gridDim.x * blockDim.x;
+    long long head = (16 - reinterpret_cast<uint64_t>(x) % 16) % 16 / sizeof(DTYPE);
+    if (head > count) head = count;
+    const uint4* loads = reinterpret_cast<const uint4*>(x + head);
+    long long whole = (count - head) / PER_LOAD, tail = head + whole * PER_LOAD;
+    float largest = 0.f;
+#pragma unroll 8
+    for (long long at = thread; at < whole; at += stride) {
+        uint4 raw = loads[at];
+        const DTYPE* values = reinterpret_cast<const DTYPE*>(&raw);
+#pragma unroll
+        for (int i = 0; i < PER_LOAD; ++i) largest = fmaxf(largest, finite_magnitude(values[i]));
+    }
+    if (thread < head) largest = fmaxf(largest, finite_magnitude(x[thread]));
+    if (thread < count - tail) largest = fmaxf(largest, finite_magnitude(x[tail + thread]));
+    __shared__ float shared[8];
+    largest = warp_max(largest);
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        largest = warp_max(threadIdx.x < 8 ? shared[threadIdx.x] : 0.f);
+        if (threadIdx.x == 0 && largest > 0.f) atomicMax(amax, __float_as_int(largest));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) row_amax(
+    const DTYPE* x, float* amax, long long outer, long long K, long long inner) {
+    long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    float largest = 0.f;
+    if (inner == 1) {
+        long long row = thread / 32;
+        if (row >= outer) return;
+#pragma unroll 4
+        for (long long k = threadIdx.x % 32; k < K; k += 32)
+            largest = fmaxf(largest, finite_magnitude(x[row * K + k]));
+        largest = warp_max(largest);
+        if (threadIdx.x % 32 == 0) amax[row] = largest;
+        return;
+    }
+    if (thread >= outer * inner) return;
+    const DTYPE* source = x + thread / inner * K * inner + thread % inner;
+#pragma unroll 4
+    for (long long k = 0; k < K; ++k) largest = fmaxf(largest, finite_magnitude(source[k * inner]));
+    amax[thread] = largest;
+}

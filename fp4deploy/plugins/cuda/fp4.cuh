@@ -1,0 +1,267 @@
+// The numerics of FP4 for every kernel: E2M1, E4M3, the scales of NVFP4 and MXFP4, 4/6, Philox, the Hadamard transform.
+//
+// Bitwise what `fp4deploy.formats` computes, in the same order of operations. Each operation of the contract is one
+// rounding: compile with -fmad=false (nvcc) or -ffp-contract=off (the host's compiler). An fma appears only where its product is
+// exact, so that it rounds like the addition it replaces. The header compiles for the host too, where tests compare it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define FP4_FUNCTION __host__ __device__ __forceinline__
+#else
+#define FP4_FUNCTION inline
+#endif
+
+namespace fp4 {
+
+constexpr int GROUP = 16;
+constexpr float FLOAT_MAX = 3.402823466e38f;
+constexpr uint32_t SIGN_MASK = 0xD7E8;
+
+FP4_FUNCTION uint32_t bits(float x) {
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(x);
+#else
+    uint32_t b;
+    std::memcpy(&b, &x, 4);
+    return b;
+#endif
+}
+
+FP4_FUNCTION float from_bits(uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __uint_as_float(b);
+#else
+    float x;
+    std::memcpy(&x, &b, 4);
+    return x;
+#endif
+}
+
+FP4_FUNCTION float quiet_nan() { return from_bits(0x7FC00000u); }
+FP4_FUNCTION bool is_finite(float x) { return (bits(x) & 0x7F800000u) != 0x7F800000u; }
+FP4_FUNCTION float minimum(float a, float b) { return fminf(a, b); }
+
+// The larger of the two, NaN if either is.
+FP4_FUNCTION float nan_max(float a, float b) {
+#ifdef __CUDA_ARCH__
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+    return out;
+#else
+    return a != a || b != b ? quiet_nan() : (a > b ? a : b);
+#endif
+}
+
+// ---- E2M1 ----
+
+FP4_FUNCTION float clamp_e2m1(float u) { return u < -6.f ? -6.f : u > 6.f ? 6.f : u; }
+
+// Nearest E2M1 value, ties to even. Adding and subtracting 1.5 * 2^22 binades (2^23 half steps) rounds to the step.
+FP4_FUNCTION float round_e2m1(float u) {
+    u = clamp_e2m1(u);
+    float rounder = from_bits((bits(fmaxf(fabsf(u), 1.f)) & 0x7F800000u) | 0x00400000u);
+    return fmaf(rounder, -4194304.f, fmaf(rounder, 4194304.f, u));
+}
+
+FP4_FUNCTION float step_e2m1(float magnitude) { return magnitude >= 4.f ? 2.f : magnitude >= 2.f ? 1.f : 0.5f; }
+
+// One of the two neighbours: up with the probability of the distance in steps, in 256ths.
+FP4_FUNCTION float round_e2m1(float u, uint32_t byte) {
+    u = clamp_e2m1(u);
+    float magnitude = fabsf(u);
+    float t = magnitude + (float(byte) * (1.f / 256.f)) * step_e2m1(magnitude);
+    float step = step_e2m1(t);
+    float q = minimum(floorf(t * (1.f / step)) * step, 6.f);
+    return u != u ? u : copysignf(q, u);
+}
+
+// The code of the value q that u was rounded to; a negative u that became 0 is 8. Scaled by 2^-126, the bits of q above
+// its 22nd are the code.
+FP4_FUNCTION uint32_t encode_e2m1(float q, float u) {
+    return (bits(fabsf(q) * from_bits(0x00800000u)) >> 22) | (u < 0.f ? 8u : 0u);
+}
+
+FP4_FUNCTION float decode_e2m1(uint32_t code) {
+    float magnitude = from_bits((code & 7u) << 22) * from_bits(0x7E800000u);  // * 2^126
+    return code & 8u ? -magnitude : magnitude;
+}
+
+// ---- E4M3 and E8M0 ----
+
+// Nearest E4M3 value of 0 <= d <= 448, ties to even. Below 2^-6 the step is 2^-9.
+FP4_FUNCTION float round_e4m3(float d) {
+    float rounder = from_bits(bits(fmaxf(d, 0.015625f)) & 0x7F800000u) * 1572864.f;  // 1.5 * 2^23 eighths
+    return (d + rounder) - rounder;
+}
+
+FP4_FUNCTION uint32_t encode_e4m3(float d8) {
+    if (d8 != d8) return 0x7Fu;
+    return d8 < 0.015625f ? uint32_t(d8 * 512.f) : (bits(d8) >> 20) - 960u;
+}
+
+FP4_FUNCTION float decode_e4m3(uint32_t byte) {
+    byte &= 0x7Fu;
+    if (byte == 0x7Fu) return quiet_nan();
+    return byte < 8u ? float(byte) * 0.001953125f : from_bits((byte + 960u) << 20);
+}
+
+// E8M0 byte for a block amax; `up` rounds the scale up (2^ceil(log2(a / 6))), otherwise 2^(floor(log2 a) - 2).
+FP4_FUNCTION uint32_t encode_e8m0(float amax, bool up) {
+    if (!is_finite(amax)) return 0xFFu;
+    int exponent = int(bits(amax) >> 23) - 2 + (up && (bits(amax) & 0x7FFFFFu) > 0x400000u ? 1 : 0);
+    return exponent < 0 ? 0u : uint32_t(exponent);
+}
+
+FP4_FUNCTION float decode_e8m0(uint32_t byte) {
+    return byte == 0xFFu ? quiet_nan() : byte == 0u ? from_bits(0x00400000u) : from_bits(byte << 23);
+}
+
+// ---- scales ----
+
+// What multiplies an element into E2M1's range, what a unit of E2M1 stands for, and the scale byte. A block with a NaN or
+// an Inf has NaN for both.
+struct BlockScale {
+    float encode;
+    float step;
+    float d8;
+};
+
+struct GlobalScale {
+    float amax;     // A
+    float scale;    // S
+    float sixth;    // S * fp32(1/6)
+    float decode;   // 1 / S
+    float inverse;  // fp32(1 / 6E)
+    float range;    // 6E
+};
+
+template <int Largest> FP4_FUNCTION GlobalScale global_scale(float amax) {
+    constexpr float range = 6.f * Largest;
+    float scale = amax != amax ? amax : minimum(range / amax, FLOAT_MAX);
+    if (scale == 0.f || amax == 0.f) scale = 1.f;
+    return {amax, scale, scale * (1.f / 6.f), 1.f / scale, 1.f / range, range};
+}
+FP4_FUNCTION GlobalScale global_scale(float amax) { return global_scale<448>(amax); }
+
+// Round an unrounded block scale d; `block_amax` says whether the block is finite.
+FP4_FUNCTION BlockScale rounded_scale(float d, float block_amax, const GlobalScale& global) {
+    float d8 = global.amax > 0.f ? round_e4m3(minimum(d, 448.f)) : 0.f;
+    float encode = d8 > 0.f ? minimum(1.f / (d8 * global.decode), FLOAT_MAX) : 0.f;
+    float step = (d8 * global.amax) * global.inverse;
+    if (!is_finite(block_amax)) return {quiet_nan(), quiet_nan(), quiet_nan()};
+    return {encode, step, d8};
+}
+
+FP4_FUNCTION BlockScale block_scale(float block_amax, const GlobalScale& global) {
+    return rounded_scale(minimum(block_amax * global.sixth, FLOAT_MAX), block_amax, global);
+}
+
+FP4_FUNCTION BlockScale mx_scale(float block_amax, bool up) {
+    uint32_t byte = encode_e8m0(block_amax, up);
+    if (byte == 0xFFu) return {quiet_nan(), quiet_nan(), quiet_nan()};
+    return {from_bits((254u - byte) << 23), decode_e8m0(byte), 0.f};
+}
+
+FP4_FUNCTION float fake_quantize(float x, const BlockScale& block) { return block.step * round_e2m1(x * block.encode); }
+
+// ---- four over six ----
+
+struct Candidates {
+    BlockScale six, four;
+};
+
+FP4_FUNCTION Candidates four_over_six(float block_amax, const GlobalScale& global) {
+    float b = (block_amax / 6.f) * global.scale;
+    return {rounded_scale(b, block_amax, global), rounded_scale(b * 1.5f, block_amax, global)};
+}
+
+// The error of one element of a candidate. Fast: in the scaled domain, the product q * d8 exact.
+template <bool Squared, bool Fast>
+FP4_FUNCTION float element_error(float x, const BlockScale& block, const GlobalScale& global) {
+    float q = round_e2m1(x * block.encode);
+    float difference = Fast ? fmaf(q, block.d8, -(x * global.scale)) : (((q * block.d8) * global.amax) / global.range) - x;
+    return Squared ? difference * difference : fabsf(difference);
+}
+
+template <bool Squared, bool Fast>
+FP4_FUNCTION float row_error(const float (&x)[GROUP], const BlockScale& block, const GlobalScale& global) {
+    float total = element_error<Squared, Fast>(x[0], block, global);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 1; i < GROUP; ++i) total += element_error<Squared, Fast>(x[i], block, global);
+    return total;
+}
+
+// ---- random bits, the Hadamard transform ----
+
+struct Words {
+    uint32_t w[4];
+};
+
+// Philox4x32-10; byte i of the result belongs to element i of group g (see fp4deploy/formats/philox.py).
+FP4_FUNCTION Words philox(uint64_t g, uint64_t seed, uint64_t offset) {
+    uint32_t c0 = uint32_t(g), c1 = uint32_t(g >> 32), c2 = uint32_t(offset), c3 = uint32_t(offset >> 32);
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int round = 0; round < 10; ++round) {
+        uint64_t left = uint64_t(0xD2511F53u) * c0, right = uint64_t(0xCD9E8D57u) * c2;
+        c0 = uint32_t(right >> 32) ^ c1 ^ k0;
+        c1 = uint32_t(right);
+        c2 = uint32_t(left >> 32) ^ c3 ^ k1;
+        c3 = uint32_t(left);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+FP4_FUNCTION uint32_t byte_of(const Words& words, int i) { return (words.w[i / 4] >> (8 * (i % 4))) & 0xFFu; }
+
+FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < GROUP; ++i)
+        if (SIGN_MASK >> i & 1u) x[i] = -x[i];
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int stride = 1; stride < GROUP; stride *= 2) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+        for (int i = 0; i < GROUP; ++i)
+            if (!(i & stride)) {
+                float a = x[i], b = x[i + stride];
+                x[i] = a + b;
+                x[i + stride] = a - b;
+            }
+    }
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < GROUP; ++i) x[i] *= 0.25f;
+}
+
+#ifdef __CUDACC__
+// The end of an amax search: the last block takes the largest magnitude out of `cell` and updates the tracked amax.
+__device__ __forceinline__ void track_amax(int* cell, const float* other, float* tracked, float* amax, float decay) {
+    float current = __int_as_float(atomicExch(cell, 0));
+    if (other) current = fmaxf(current, *other);
+    if (tracked) {
+        current = fmaxf(current, *tracked * decay);
+        *tracked = current;
+        if (!(current > 0.f)) current = quiet_nan();
+    }
+    *amax = current;
+}
+#endif
+
+}  // namespace fp4

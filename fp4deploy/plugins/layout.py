@@ -1,0 +1,63 @@
+"""How a tensor lies in memory, seen along its contraction axis: (outer, K, inner).
+
+    row-major [N, C, H, W], C        outer N       K = C   inner H W
+    channels_last, C                 outer N H W   K = C   inner 1
+    row-major [O, I, KH, KW], O      outer 1       K = O   inner I KH KW
+
+The kernels walk through memory; what they number, the rows of a packed tensor, of a row-scaled one and of stochastic
+rounding, has the logical order of the axes. Where both differ, or memory has holes, the tensor is copied first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class View:
+    """A dense tensor as (outer, K, inner) in memory.
+
+    in_order: rows in memory are rows in the logical order of the axes.
+    """
+
+    outer: int
+    size: int
+    inner: int
+    in_order: bool
+
+    def groups(self, block: int) -> int:
+        """Groups of 16 along K, padded to `block`."""
+        return -(-self.size // block) * (block // 16)
+
+    @property
+    def rows(self) -> int:
+        """Rows along K."""
+        return self.outer * self.inner
+
+
+def view_along(x: torch.Tensor, axis: int) -> View | None:
+    """The view of `x` along `axis`; None where its memory has holes or an unknown order of axes."""
+    if x.is_contiguous():
+        order = list(range(x.ndim))
+    elif x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        order = [0, 2, 3, 1]
+    else:
+        return None
+    place = order.index(axis)
+    sizes = [x.shape[at] for at in order]
+    others = order[:place] + order[place + 1 :]
+    sorted_others = others == sorted(others)
+    return View(prod(sizes[:place]), sizes[place], prod(sizes[place + 1 :]), sorted_others)
+
+
+def dense(x: torch.Tensor, axis: int, in_order: bool) -> tuple[torch.Tensor, View]:
+    """`x` or a row-major copy of it, and its view; with `in_order` its rows lie in the logical order of the axes."""
+    view = view_along(x, axis)
+    if view is None or (in_order and not view.in_order):
+        x = x.contiguous()
+        view = view_along(x, axis)
+    assert view is not None
+    return x, view
