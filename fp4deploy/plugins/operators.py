@@ -15,6 +15,7 @@ from fp4deploy.plugins.library import CUDA_TYPES, LIBRARY, THREADS
 SIGNATURE = "PPPPPPqqq"
 FILL = 132 * 16  # blocks that fill a large GPU
 TILE = (128, 4)
+SMALL = 2**31 - 2**10  # threads that 32-bit indices count
 
 LIBRARY.define(
     "quantize_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool inside) -> (Tensor, Tensor)"
@@ -56,24 +57,42 @@ def _launch(
     packed: int,
 ) -> None:
     mx = _block(variant) == 32
-    width = 0 if view.inner == 1 else _width(x, view.inner, mx)
+    width = 0 if view.inner == 1 else _width(x, view.inner)
     groups = view.groups(_block(variant))
     blocks = groups // 2 if mx and width else groups
     threads = view.outer * blocks * -(-view.inner // (width or 1))
-    aligned = view.inner == 1 and view.size % 16 == 0 and x.data_ptr() % 16 == 0 and outputs[0].data_ptr() % 16 == 0
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, outputs[0]))
+    linear = view.inner == 1 and view.size % _block(variant) == 0 and aligned
     macros = _macros(x, variant, random)
-    macros |= {"PACKED": packed, "INSIDE": int(outputs[2] is not None), "INNER": width, "ALIGNED": int(aligned)}
+    macros |= {"PACKED": packed, "INSIDE": int(outputs[2] is not None), "INNER": width, "LINEAR": int(linear)}
+    macros |= {"BIG": int(max(threads, view.rows) > SMALL)}
+    if linear and packed == 0 and random is None and variant[0] != 1 and not variant[4] and not variant[5]:
+        vectors = x.numel() * x.element_size() // 16
+        rows = kernel("quantize.cu", "fake_quantize_rows", "PPPPq", macros, x.device)
+        rows.launch(-(-vectors // (4 * THREADS)), THREADS, x, amax, outputs[0], outputs[2], vectors)
+        return
+    if width == 2 and packed == 0 and _is_plain(variant, random) and x.dtype != torch.float32 and view.size % 16 == 0:
+        macros["PAIR"] = "__half2" if x.dtype == torch.float16 else "__nv_bfloat162"
+        columns = kernel("quantize.cu", "fake_quantize_columns", "PPPPqqq", macros, x.device)
+        sizes = (view.outer, view.size, view.inner)
+        columns.launch(-(-threads // THREADS), THREADS, x, amax, outputs[0], outputs[2], *sizes)
+        return
+    plain = linear and random is None and variant[0] <= 1 and not variant[4] and not variant[5]
+    if plain and packed == 1 and x.dtype != torch.float32:
+        pack = kernel("pack_rows.cu", "pack_rows", "PPPPq", _macros(x, variant, None), x.device)
+        pack.launch(-(-threads // THREADS), THREADS, x, amax, outputs[0], outputs[1], threads)
+        return
     launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch
     launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, view.outer, view.size, view.inner)
 
 
-def _width(x: torch.Tensor, inner: int, mx: bool) -> int:
-    """Neighbouring inner positions of a thread: 8 bytes' worth where alignment and registers allow."""
-    for width in (4, 2):
-        size = width * x.element_size()
-        if size <= 8 and inner % width == 0 and x.data_ptr() % size == 0 and not (mx and width == 4):
-            return width
-    return 1
+def _is_plain(variant: list[int], random: torch.Tensor | None) -> bool:
+    return random is None and variant == [0, 448, 0, 0, 0, 0]
+
+
+def _width(x: torch.Tensor, inner: int) -> int:
+    """Neighbouring inner positions of a thread: two where alignment allows."""
+    return 2 if inner % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0 else 1
 
 
 @torch.library.impl(LIBRARY, "quantize_along", "CUDA")
@@ -99,7 +118,7 @@ def _quantized(
     if not variant[4]:
         return torch.empty_like(x), bits
     shape = list(x.shape)
-    shape[axis] = 16 * view.groups(_block(variant))
+    shape[axis] = 16 * view.groups(16)
     layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout), bits
 
@@ -259,7 +278,15 @@ def _mask_gradient(gradient: torch.Tensor, inside: torch.Tensor, axis: int) -> t
     out = torch.empty_like(gradient)
     blocks = max(1, min(FILL, gradient.numel() // (THREADS * 4)))
     macros: dict[str, str | int] = {"FORMAT": 0, "SQUARED": 0, "FAST": 0, "HADAMARD": 0, "ROWS": 0, "STOCHASTIC": 0}
-    macros |= {"DTYPE": CUDA_TYPES[gradient.dtype], "PACKED": 0, "INSIDE": 0, "INNER": 0, "ALIGNED": 0, "E": 448}
+    macros |= {
+        "DTYPE": CUDA_TYPES[gradient.dtype],
+        "PACKED": 0,
+        "INSIDE": 0,
+        "INNER": 0,
+        "LINEAR": 0,
+        "E": 448,
+        "BIG": 0,
+    }
     launch = kernel("quantize.cu", "mask_gradient", "PPPqqqq", macros, gradient.device).launch
     sizes = (view.outer, view.size, view.inner, view.groups(16))
     launch(blocks, THREADS, gradient, inside, out, *sizes)

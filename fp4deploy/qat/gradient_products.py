@@ -76,7 +76,7 @@ def quantized_product(
         weight, bias: the layer's own; bias may be None.
         amax: static global amax of `x`, float32 [], where the recipe's activation is static.
     """
-    single = isinstance(product, ConvProduct) and x.ndim == 3
+    single = x.ndim == (3 if isinstance(product, ConvProduct) else 1)
     y: torch.Tensor = _QuantizedProduct.apply(x[None] if single else x, weight, bias, product, recipe, amax)
     return y[0] if single else y
 

@@ -45,12 +45,13 @@ def layer_plan(
 
     Args:
         recipe: None plans a model that stays in FP16.
-        include: glob patterns or predicate(name, module); given, exactly these layers are quantised.
+        include: glob pattern, several, or predicate(name, module); given, exactly these layers are quantised.
         exclude: likewise; these stay in high precision.
 
     Raises:
         InputError: unknown recipe, a pattern that matches no layer, or one that includes only what cannot be quantised.
     """
+    include, exclude = ([chosen] if isinstance(chosen, str) else chosen for chosen in (include, exclude))
     layers = _layers_with_weights(model)
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]

@@ -58,9 +58,9 @@ FP4_FUNCTION float nan_max(float a, float b) {
 
 // ---- E2M1 ----
 
-FP4_FUNCTION float clamp_e2m1(float u) { return u < -6.f ? -6.f : u > 6.f ? 6.f : u; }
+FP4_FUNCTION float clamp_e2m1(float u) { return fminf(fmaxf(u, -6.f), 6.f); }
 
-// Nearest E2M1 value, ties to even. Adding and subtracting 1.5 * 2^22 binades (2^23 half steps) rounds to the step.
+// Nearest E2M1 value, ties to even; NaN is for the caller (the step of its block is NaN). Adding and subtracting 1.5 * 2^22 binades (2^23 half steps) rounds to the step.
 FP4_FUNCTION float round_e2m1(float u) {
     u = clamp_e2m1(u);
     float rounder = from_bits((bits(fmaxf(fabsf(u), 1.f)) & 0x7F800000u) | 0x00400000u);
@@ -76,13 +76,57 @@ FP4_FUNCTION float round_e2m1(float u, uint32_t byte) {
     float t = magnitude + (float(byte) * (1.f / 256.f)) * step_e2m1(magnitude);
     float step = step_e2m1(t);
     float q = minimum(floorf(t * (1.f / step)) * step, 6.f);
-    return u != u ? u : copysignf(q, u);
+    return copysignf(q, u);
 }
 
 // The code of the value q that u was rounded to; a negative u that became 0 is 8. Scaled by 2^-126, the bits of q above
 // its 22nd are the code.
 FP4_FUNCTION uint32_t encode_e2m1(float q, float u) {
     return (bits(fabsf(q) * from_bits(0x00800000u)) >> 22) | (u < 0.f ? 8u : 0u);
+}
+
+// What rounding leaves in a float: 0 <= u < 7 plus 1.5 * 2^22 binades. Its low bits count steps, above its 22nd stands twice
+// the binade, so that `code_of` is the code plus CODE_BIAS.
+constexpr uint32_t CODE_BIAS = 299u;
+FP4_FUNCTION float rounder_of(float u) { return from_bits((bits(fmaxf(u, 1.f)) & 0x7F800000u) | 0x00400000u); }
+FP4_FUNCTION uint32_t code_of(float rounded) { return (bits(rounded) & 7u) + (bits(rounded) >> 22); }
+
+// The code of u rounded to nearest; NaN is for the caller.
+FP4_FUNCTION uint32_t encode_nearest(float u) {
+    float magnitude = fminf(fabsf(u), 6.f);
+    float rounded = fmaf(rounder_of(magnitude), 4194304.f, magnitude);
+    return code_of(rounded) - CODE_BIAS + ((bits(u + 0.f) >> 28) & 8u);
+}
+
+// Blackwell converts in hardware, but only code for one architecture or family ("sm_100a", "sm_120f") has the instruction.
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
+#if __CUDA_ARCH__ >= 1000
+#define FP4_HARDWARE_CODES
+#endif
+#endif
+
+// The codes of eight neighbours rounded to nearest, the first in the lowest nibble; NaN is for the caller. The instruction
+// keeps the sign of a zero, hence u + 0, which turns -0 into 0. The hardware path was compiled, not run.
+FP4_FUNCTION uint32_t encode_eight(const float* u) {
+#ifdef FP4_HARDWARE_CODES
+    uint32_t codes;
+    asm("{\n\t.reg .b8 a, b, c, d;\n\t"
+        "cvt.rn.satfinite.e2m1x2.f32 a, %2, %1;\n\t"
+        "cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;\n\t"
+        "cvt.rn.satfinite.e2m1x2.f32 c, %6, %5;\n\t"
+        "cvt.rn.satfinite.e2m1x2.f32 d, %8, %7;\n\t"
+        "mov.b32 %0, {a, b, c, d};\n\t}"
+        : "=r"(codes)
+        : "f"(u[0] + 0.f), "f"(u[1] + 0.f), "f"(u[2] + 0.f), "f"(u[3] + 0.f), "f"(u[4] + 0.f), "f"(u[5] + 0.f),
+          "f"(u[6] + 0.f), "f"(u[7] + 0.f));
+#else
+    uint32_t codes = 0u;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 8; ++i) codes += encode_nearest(u[i]) << (4 * i);
+#endif
+    return codes;
 }
 
 FP4_FUNCTION float decode_e2m1(uint32_t code) {
@@ -175,25 +219,39 @@ struct Candidates {
 };
 
 FP4_FUNCTION Candidates four_over_six(float block_amax, const GlobalScale& global) {
-    float b = (block_amax / 6.f) * global.scale;
+    // a / 6 by a product and its correction, rounded like the division where nothing underflows (every mantissa checked).
+    float sixth = block_amax * (1.f / 6.f);
+    sixth = block_amax > 1e-30f ? fmaf(fmaf(-6.f, sixth, block_amax), 1.f / 6.f, sixth) : block_amax / 6.f;
+    float b = sixth * global.scale;
     return {rounded_scale(b, block_amax, global), rounded_scale(b * 1.5f, block_amax, global)};
 }
 
-// The error of one element of a candidate. Fast: in the scaled domain, the product q * d8 exact.
+// The error of one element of a candidate, from its magnitude: rounding is symmetric, so the sign does not matter. Fast: in
+// the scaled domain, the product q * d8 exact.
 template <bool Squared, bool Fast>
-FP4_FUNCTION float element_error(float x, const BlockScale& block, const GlobalScale& global) {
-    float q = round_e2m1(x * block.encode);
-    float difference = Fast ? fmaf(q, block.d8, -(x * global.scale)) : (((q * block.d8) * global.amax) / global.range) - x;
+FP4_FUNCTION float element_error(float magnitude, const BlockScale& block, const GlobalScale& global) {
+    float u = fminf(magnitude * block.encode, 6.f);
+    float rounder = from_bits((bits(fmaxf(u, 1.f)) & 0x7F800000u) | 0x00400000u);
+    float q = fmaf(rounder, -4194304.f, fmaf(rounder, 4194304.f, u));
+    float difference = Fast ? fmaf(q, block.d8, -(magnitude * global.scale))
+                            : (((q * block.d8) * global.amax) / global.range) - magnitude;
     return Squared ? difference * difference : fabsf(difference);
 }
 
+// v / 6E by a product and its correction, rounded like the division for 1e-25 < |v| < 1e37 (every mantissa checked).
+FP4_FUNCTION float divide_by_range(float v, const GlobalScale& global) {
+    float quotient = v * global.inverse;
+    return fmaf(fmaf(-global.range, quotient, v), global.inverse, quotient);
+}
+
+// The sum over sixteen elements, in order.
 template <bool Squared, bool Fast>
 FP4_FUNCTION float row_error(const float (&x)[GROUP], const BlockScale& block, const GlobalScale& global) {
-    float total = element_error<Squared, Fast>(x[0], block, global);
+    float total = element_error<Squared, Fast>(fabsf(x[0]), block, global);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int i = 1; i < GROUP; ++i) total += element_error<Squared, Fast>(x[i], block, global);
+    for (int i = 1; i < GROUP; ++i) total += element_error<Squared, Fast>(fabsf(x[i]), block, global);
     return total;
 }
 

@@ -7,8 +7,9 @@
 // neighbouring lanes). Row r = outer * inner + i in memory order; G groups a row, the K of the last one padded with zeros.
 //
 // Macros: DTYPE; FORMAT 0 NVFP4, 1 NVFP4 with 4/6, 2 MXFP4 floor, 3 MXFP4 ceil; E 448 or 256; SQUARED and FAST of 4/6;
+//   LINEAR (inner = 1, K whole blocks, 16-byte alignment: a group is found without a division); BIG (2^31 threads or more);
 //   STOCHASTIC; HADAMARD; ROWS (a global amax a row); PACKED 0 fake quantisation, 1 codes and scales, 2 with the scales in
-//   the 128x4 layout, 3 the finite amax alone (out: int32 [1], zero before); INSIDE (write the bits |x e| <= 6); ALIGNED (K a multiple of 16, pointers of 16 bytes).
+//   the 128x4 layout, 3 the finite amax alone (out: int32 [1], zero before); INSIDE (write the bits |x e| <= 6).
 // Arguments: x; amax float32 [1 or rows]; random uint64 {seed, offset}; out DTYPE (outer, K padded to 16 with HADAMARD,
 //   inner) or codes uint8 [rows, 8 G]; scales uint8 [rows, G] (MXFP4: [rows, G / 2]); inside uint16 (outer, G, inner);
 //   outer, K, inner int64.
@@ -30,6 +31,11 @@ constexpr int GROUPS = MX && INNER ? 2 : 1;  // groups of 16 that a thread holds
 constexpr int WIDTH = INNER ? INNER : 1;     // inner positions that a thread holds
 constexpr int LENGTH = 16 * GROUPS;
 using fp4::BlockScale;
+#if BIG
+using Index = long long;
+#else
+using Index = uint32_t;
+#endif
 
 struct alignas(sizeof(DTYPE) * WIDTH) Neighbours {
     DTYPE value[WIDTH];
@@ -45,7 +51,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float
 
 struct View {
     long long K, inner, groups;
-    __device__ long long padded() const { return HADAMARD ? groups * 16 : K; }
+    __device__ long long padded() const { return HADAMARD ? (K + 15) / 16 * 16 : K; }
 };
 
 __device__ __forceinline__ float largest_of(const float (&v)[LENGTH]) {
@@ -111,24 +117,28 @@ __device__ __forceinline__ void quantize(
         fp4::Words words = fp4::philox(uint64_t(row) * view.groups + group + part, random[0], random[1]);
 #endif
         uint32_t packed[2] = {0u, 0u}, bits = 0u;
+        float scaled[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-            float u = v[part * 16 + i] * block.encode;
+            float u = scaled[i] = v[part * 16 + i] * block.encode;
 #if STOCHASTIC
             float q = fp4::round_e2m1(u, fp4::byte_of(words, i));
+            packed[i / 8] += fp4::encode_e2m1(q, u) << (4 * (i % 8));
 #else
             float q = fp4::round_e2m1(u);
 #endif
 #if INSIDE
             bits |= (fabsf(u) <= 6.f ? 1u : 0u) << i;
 #endif
-#if PACKED
-            packed[i / 8] |= (q != q ? 0u : fp4::encode_e2m1(q, u)) << (4 * (i % 8));
-#else
+#if !PACKED
             v[part * 16 + i] = block.step * q;
 #endif
         }
 #if PACKED
+#if !STOCHASTIC
+        packed[0] = fp4::encode_eight(scaled), packed[1] = fp4::encode_eight(scaled + 8);
+#endif
+        if (block.encode != block.encode) packed[0] = packed[1] = 0u;
         reinterpret_cast<uint2*>(codes)[row * view.groups + group + part] = make_uint2(packed[0], packed[1]);
 #if FORMAT < 2
         scales[scale_index(row, group + part, view.groups)] = uint8_t(fp4::encode_e4m3(block.d8));
@@ -148,69 +158,179 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
     const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* inside,
     long long outer, long long K, long long inner) {
     const View view{K, inner, MX ? (K + 31) / 32 * 2 : (K + 15) / 16};
-    long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    long long blocks = view.groups / GROUPS, wide = (inner + WIDTH - 1) / WIDTH;
-    bool has = thread < outer * blocks * wide;
-    long long in = thread % wide * WIDTH, rest = thread / wide;
-    long long group = rest % blocks * GROUPS, o = rest / blocks, k = group * 16;
-    float v[WIDTH][LENGTH] = {};
-#if !INNER
-    const DTYPE* source = x + o * K + k;
-    if (has) {
-#if ALIGNED
-        uint4 raw[sizeof(DTYPE)];
-#pragma unroll
-        for (int i = 0; i < sizeof(DTYPE); ++i) raw[i] = k < K ? reinterpret_cast<const uint4*>(source)[i] : uint4{};
-        const DTYPE* values = reinterpret_cast<const DTYPE*>(raw);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[0][i] = widen(values[i]);
+    const Index thread = (Index)blockIdx.x * 256u + threadIdx.x;
+#if LINEAR
+    const bool has = thread < (Index)(outer * view.groups);
+    const Index o = ROWS || PACKED == 2 ? thread / (Index)view.groups : 0;
+    const long long group = (long long)(thread - o * (Index)view.groups), k = group * 16, in = 0;
 #else
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[0][i] = k + i < K ? widen(source[i]) : 0.f;
+    const Index blocks = (Index)(view.groups / GROUPS), wide = (Index)((inner + WIDTH - 1) / WIDTH);
+    const bool has = thread < (Index)outer * blocks * wide;
+    const Index rest = INNER ? thread / wide : thread, o = rest / blocks;
+    const long long in = (long long)(INNER ? thread - rest * wide : 0) * WIDTH;
+    const long long group = (long long)(rest - o * blocks) * GROUPS, k = group * 16;
 #endif
+#if INNER
+    const DTYPE* source = x + ((long long)o * K + k) * inner + in;
+    Neighbours raw[LENGTH];
+#pragma unroll
+    for (int i = 0; i < LENGTH; ++i) {
+        raw[i] = Neighbours{};
+        if (has && k + i < K) raw[i] = *reinterpret_cast<const Neighbours*>(source + i * inner);
     }
-#else
-    const DTYPE* source = x + (o * K + k) * inner + in;
-    if (has) {
-        Neighbours raw[LENGTH];
 #pragma unroll
-        for (int i = 0; i < LENGTH; ++i) {
-            raw[i] = Neighbours{};
-            if (k + i < K) raw[i] = *reinterpret_cast<const Neighbours*>(source + i * inner);
-        }
+    for (int w = 0; w < WIDTH; ++w) {
+        float v[LENGTH];
 #pragma unroll
-        for (int i = 0; i < LENGTH; ++i)
-#pragma unroll
-            for (int w = 0; w < WIDTH; ++w) v[w][i] = widen(raw[i].value[w]);
-    }
-#endif
-#pragma unroll
-    for (int w = 0; w < WIDTH; ++w)
+        for (int i = 0; i < LENGTH; ++i) v[i] = widen(raw[i].value[w]);
         quantize(
-            v[w], amax, random, static_cast<uint8_t*>(out), scales, inside, view, o * inner + in + w, group,
-            (o * view.groups + group) * inner + in + w, has);
+            v, amax, random, static_cast<uint8_t*>(out), scales, inside, view, (long long)o * inner + in + w, group,
+            ((long long)o * view.groups + group) * inner + in + w, has);
+#pragma unroll
+        for (int i = 0; i < LENGTH; ++i) raw[i].value[w] = narrow<DTYPE>(v[i]);
+    }
 #if PACKED == 0
-    if (!has) return;
-    DTYPE* target = static_cast<DTYPE*>(out) + (o * view.padded() + k) * inner + in;
-#if !INNER && ALIGNED
+    DTYPE* target = static_cast<DTYPE*>(out) + ((long long)o * view.padded() + k) * inner + in;
+#pragma unroll
+    for (int i = 0; i < LENGTH; ++i)
+        if (has && k + i < view.padded()) *reinterpret_cast<Neighbours*>(target + i * inner) = raw[i];
+#endif
+#else
+    float v[LENGTH] = {};
+#if LINEAR
     uint4 raw[sizeof(DTYPE)];
     DTYPE* values = reinterpret_cast<DTYPE*>(raw);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) values[i] = narrow<DTYPE>(v[0][i]);
+    for (int i = 0; i < sizeof(DTYPE); ++i)
+        raw[i] = has ? reinterpret_cast<const uint4*>(x)[(long long)thread * sizeof(DTYPE) + i] : uint4{};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = widen(values[i]);
+#else
+    const DTYPE* source = x + (long long)o * K + k;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = has && k + i < K ? widen(source[i]) : 0.f;
+#endif
+    quantize(
+        v, amax, random, static_cast<uint8_t*>(out), scales, inside, view, o, group,
+        (long long)o * view.groups + group, has);
+#if PACKED == 0
+    if (!has) return;
+#if LINEAR
+#pragma unroll
+    for (int i = 0; i < 16; ++i) values[i] = narrow<DTYPE>(v[i]);
 #pragma unroll
     for (int i = 0; i < sizeof(DTYPE); ++i)
-        if (k < K) reinterpret_cast<uint4*>(target)[i] = raw[i];
+        static_cast<uint4*>(out)[(long long)thread * sizeof(DTYPE) + i] = raw[i];
 #else
+    DTYPE* target = static_cast<DTYPE*>(out) + (long long)o * view.padded() + k;
 #pragma unroll
-    for (int i = 0; i < LENGTH; ++i) {
-        Neighbours raw;
-#pragma unroll
-        for (int w = 0; w < WIDTH; ++w) raw.value[w] = narrow<DTYPE>(v[w][i]);
-        if (k + i < view.padded()) *reinterpret_cast<Neighbours*>(target + i * inner) = raw;
-    }
+    for (int i = 0; i < 16; ++i)
+        if (k + i < view.padded()) target[i] = narrow<DTYPE>(v[i]);
+#endif
 #endif
 #endif
 }
+
+#if FORMAT != 1 && !STOCHASTIC && !HADAMARD && !ROWS && !INNER && LINEAR && PACKED == 0
+// The plain case at the speed of memory: a block lies in neighbouring lanes, 16 bytes each, so that loads and stores of a
+// warp are consecutive; a thread does VECTORS of them, loaded before the first is used.
+// Launch: block 256, grid ceil(outer * K * sizeof(DTYPE) / (16 * 256 * VECTORS)).
+constexpr int VECTORS = 4;
+constexpr int PER_LANE = 16 / sizeof(DTYPE);
+constexpr int LANES = (MX ? 32 : 16) / PER_LANE;
+
+extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
+    const DTYPE* x, const float* amax, void* out, uint8_t* inside, long long vectors) {
+    const long long first = (long long)blockIdx.x * 256 * VECTORS + threadIdx.x;
+    uint4 raw[VECTORS];
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j)
+        raw[j] = first + j * 256 < vectors ? reinterpret_cast<const uint4*>(x)[first + j * 256] : uint4{};
+    __shared__ fp4::GlobalScale shared;
+    if (!MX && threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
+    __syncthreads();
+    const fp4::GlobalScale global = shared;
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+        const DTYPE* in = reinterpret_cast<const DTYPE*>(raw + j);
+        float v[PER_LANE], largest = 0.f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            v[i] = widen(in[i]);
+            largest = fp4::nan_max(largest, fabsf(v[i]));
+        }
+#pragma unroll
+        for (int offset = 1; offset < LANES; offset *= 2)
+            largest = fp4::nan_max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+        const BlockScale block = MX ? fp4::mx_scale(largest, FORMAT == 3) : fp4::block_scale(largest, global);
+        uint32_t bits = 0u;
+        uint4 packed;
+        DTYPE* values = reinterpret_cast<DTYPE*>(&packed);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            float u = v[i] * block.encode;
+            bits |= (fabsf(u) <= 6.f ? 1u : 0u) << i;
+            values[i] = narrow<DTYPE>(block.step * fp4::round_e2m1(u));
+        }
+        if (first + j * 256 < vectors) static_cast<uint4*>(out)[first + j * 256] = packed;
+#if INSIDE
+        if (PER_LANE == 4) bits |= __shfl_xor_sync(0xffffffffu, bits, 1) << 4;
+        if (first + j * 256 < vectors && (PER_LANE == 8 || threadIdx.x % 2 == 0))
+            inside[(first + j * 256) / (8 / PER_LANE)] = uint8_t(bits);
+#endif
+    }
+}
+#endif
+
+#ifdef PAIR
+// The same for K that is `inner` apart, inner even and K whole blocks: a thread has two neighbouring positions, whose
+// 16-bit values share a register, and needs few of them, so that enough loads are in flight.
+// Launch: block 256, grid ceil(outer * K / 16 * inner / 2 / 256).
+__device__ __forceinline__ __half2 magnitude_max(__half2 a, __half2 b) { return __hmax2_nan(a, __habs2(b)); }
+__device__ __forceinline__ __nv_bfloat162 magnitude_max(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return __hmax2_nan(a, __habs2(b));
+}
+__device__ __forceinline__ float2 widen(__half2 x) { return __half22float2(x); }
+__device__ __forceinline__ float2 widen(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+__device__ __forceinline__ void narrow(float2 x, __half2& out) { out = __float22half2_rn(x); }
+__device__ __forceinline__ void narrow(float2 x, __nv_bfloat162& out) { out = __float22bfloat162_rn(x); }
+
+extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
+    const PAIR* x, const float* amax, PAIR* out, uint16_t* inside, long long outer, long long K, long long inner) {
+    const Index wide = (Index)(inner / 2), thread = (Index)blockIdx.x * 256u + threadIdx.x, row = thread / wide;
+    const bool has = row < (Index)(outer * (K / 16));
+    const long long first = (long long)row * 16 * wide + (thread - row * wide);
+    __shared__ fp4::GlobalScale shared;
+    PAIR values[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+        if (has) values[i] = x[first + i * (long long)wide];
+    if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
+    __syncthreads();
+    if (!has) return;
+    const fp4::GlobalScale global = shared;
+    PAIR largest = magnitude_max(__habs2(values[0]), values[1]);
+#pragma unroll
+    for (int i = 2; i < 16; ++i) largest = magnitude_max(largest, values[i]);
+    const float2 both = widen(largest);
+    const BlockScale low = fp4::block_scale(both.x, global), high = fp4::block_scale(both.y, global);
+    uint32_t bits[2] = {0u, 0u};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        float2 v = widen(values[i]);
+        v.x *= low.encode, v.y *= high.encode;
+        bits[0] |= (fabsf(v.x) <= 6.f ? 1u : 0u) << i;
+        bits[1] |= (fabsf(v.y) <= 6.f ? 1u : 0u) << i;
+        v = make_float2(low.step * fp4::round_e2m1(v.x), high.step * fp4::round_e2m1(v.y));
+        PAIR pair;
+        narrow(v, pair);
+        out[first + i * (long long)wide] = pair;
+    }
+#if INSIDE
+    reinterpret_cast<uint32_t*>(inside)[(long long)row * wide + (thread - row * wide)] = bits[0] | bits[1] << 16;
+#endif
+}
+#endif
 
 // Backward of the clipped straight-through estimator: out = gradient where the bit of `inside` is set, else 0.
 extern "C" __global__ void __launch_bounds__(256) mask_gradient(

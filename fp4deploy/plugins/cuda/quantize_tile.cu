@@ -66,12 +66,12 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
         float u = v[i] * block.encode;
 #if STOCHASTIC
         float q = fp4::round_e2m1(u, fp4::byte_of(words, i));
+        packed[i / 8] += fp4::encode_e2m1(q, u) << (4 * (i % 8));
 #else
         float q = fp4::round_e2m1(u);
+        packed[i / 8] += fp4::encode_nearest(u) << (4 * (i % 8));
 #endif
-#if PACKED
-        packed[i / 8] |= (q != q ? 0u : fp4::encode_e2m1(q, u)) << (4 * (i % 8));
-#else
+#if !PACKED
         if (g * 16 + i < K) static_cast<DTYPE*>(out)[base + i * stride_k] = DTYPE(block.step * q);
 #endif
 #if INSIDE
@@ -79,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
 #endif
     }
 #if PACKED
+    if (block.encode != block.encode) packed[0] = packed[1] = 0u;
     static_cast<uint2*>(out)[row * groups + g] = make_uint2(packed[0], packed[1]);
     scales[row * groups + g] = uint8_t(fp4::encode_e4m3(block.d8));
 #endif

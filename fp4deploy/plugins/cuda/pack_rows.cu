@@ -1,0 +1,189 @@
+// Packed NVFP4 of rows in memory order at the speed of memory: plain, or 4/6 with either error.
+//
+// Arithmetic is what limits this kernel (half the bytes of fake quantisation, the same work), so it does less of it than
+// quantize.cu: signs come from the raw words, codes from the bits of the rounded sum, and nothing is clamped. Where that
+// would not be exact (a block that saturates, vanishes or is broken, a product that underflows) the block is done
+// again, element by element, as in quantize.cu. The bytes are the same.
+//
+// Macros: DTYPE __half or __nv_bfloat16; FORMAT 0 or 1; E; SQUARED, FAST of 4/6.
+// x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups].
+// Launch: block 256, grid ceil(groups / 256).
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "fp4.cuh"
+
+#ifndef DTYPE
+#define DTYPE __nv_bfloat16
+#endif
+#ifndef E
+#define E 448
+#endif
+
+using fp4::BlockScale;
+using fp4::GlobalScale;
+
+constexpr float SMALLEST_ENCODE = 1.52587890625e-5f;  // 2^-16: no product of a 16-bit float underflows
+
+__device__ __forceinline__ float largest_of(const uint32_t (&w)[8], __half*) {
+    __half2 m = __habs2(*reinterpret_cast<const __half2*>(&w[0]));
+#pragma unroll
+    for (int i = 1; i < 8; ++i) m = __hmax2_nan(m, __habs2(*reinterpret_cast<const __half2*>(&w[i])));
+    return fp4::nan_max(__low2float(m), __high2float(m));
+}
+__device__ __forceinline__ float largest_of(const uint32_t (&w)[8], __nv_bfloat16*) {
+    __nv_bfloat162 m = __habs2(*reinterpret_cast<const __nv_bfloat162*>(&w[0]));
+#pragma unroll
+    for (int i = 1; i < 8; ++i) m = __hmax2_nan(m, __habs2(*reinterpret_cast<const __nv_bfloat162*>(&w[i])));
+    return fp4::nan_max(__low2float(m), __high2float(m));
+}
+
+__device__ __forceinline__ void widen(uint32_t word, float& low, float& high, __half*) {
+    float2 pair = __half22float2(*reinterpret_cast<__half2*>(&word));
+    low = pair.x, high = pair.y;
+}
+__device__ __forceinline__ void widen(uint32_t word, float& low, float& high, __nv_bfloat16*) {
+    low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xFFFF0000u);
+}
+
+// -0 becomes 0, everything else stays.
+__device__ __forceinline__ uint32_t without_negative_zero(uint32_t word, __half*) {
+    __half2 sum = __hadd2_rn(*reinterpret_cast<__half2*>(&word), __half2half2(__ushort_as_half(0)));
+    return *reinterpret_cast<uint32_t*>(&sum);
+}
+__device__ __forceinline__ uint32_t without_negative_zero(uint32_t word, __nv_bfloat16*) {
+    __nv_bfloat162 sum = __hadd2_rn(*reinterpret_cast<__nv_bfloat162*>(&word), __bfloat162bfloat162(__ushort_as_bfloat16(0)));
+    return *reinterpret_cast<uint32_t*>(&sum);
+}
+
+// The signs of eight elements as bit 3 of eight nibbles.
+__device__ __forceinline__ uint32_t signs_of(const uint32_t* w) {
+    uint32_t even = __byte_perm(__byte_perm(w[0], w[1], 0x0051), __byte_perm(w[2], w[3], 0x0051), 0x5410);
+    uint32_t odd = __byte_perm(__byte_perm(w[0], w[1], 0x0073), __byte_perm(w[2], w[3], 0x0073), 0x5410);
+    return (odd & 0x80808080u) | ((even & 0x80808080u) >> 4);
+}
+
+// Rounded sums of a candidate and, with 4/6, its error.
+struct Candidate {
+    float rounded[16];
+    float error;
+};
+
+__device__ __forceinline__ Candidate evaluate(const float (&x)[16], const BlockScale& block, const GlobalScale& global) {
+    Candidate result;
+    result.error = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        float u = x[i] * block.encode, rounder = fp4::rounder_of(u);
+        result.rounded[i] = fmaf(rounder, 4194304.f, u);
+#if FORMAT == 1
+        float q = fmaf(rounder, -4194304.f, result.rounded[i]);
+#if FAST
+        float difference = fmaf(q, block.d8, -(x[i] * global.scale));
+#else
+        float difference = fp4::divide_by_range((q * block.d8) * global.amax, global) - x[i];
+#endif
+        float term = SQUARED ? difference * difference : fabsf(difference);
+        result.error = i ? result.error + term : term;
+#endif
+    }
+    return result;
+}
+
+__device__ __forceinline__ bool is_ordinary(const BlockScale& block, float largest) {
+    return block.encode >= SMALLEST_ENCODE && largest * block.encode < 7.f;
+}
+
+// The group read again and done element by element.
+__device__ __noinline__ uint2 with_care(const uint4* source, const GlobalScale* shared, float& d8) {
+    const GlobalScale global = *shared;
+    const DTYPE* values = reinterpret_cast<const DTYPE*>(source);
+    float v[16], largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        v[i] = float(values[i]);
+        largest = fp4::nan_max(largest, fabsf(v[i]));
+    }
+#if FORMAT == 1
+    const fp4::Candidates both = fp4::four_over_six(largest, global);
+    float six = fp4::row_error<SQUARED, FAST>(v, both.six, global), four = fp4::row_error<SQUARED, FAST>(v, both.four, global);
+    const BlockScale block = four < six ? both.four : both.six;
+#else
+    const BlockScale block = fp4::block_scale(largest, global);
+#endif
+    d8 = block.d8;
+    uint32_t packed[2] = {0u, 0u};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) packed[i / 8] += fp4::encode_nearest(v[i] * block.encode) << (4 * (i % 8));
+    return block.encode == block.encode ? make_uint2(packed[0], packed[1]) : make_uint2(0u, 0u);
+}
+
+extern "C" __global__ void __launch_bounds__(256) pack_rows(
+    const DTYPE* x, const float* amax, uint2* codes, uint8_t* scales, long long groups) {
+    const long long group = (long long)blockIdx.x * 256 + threadIdx.x;
+    const uint4* source = reinterpret_cast<const uint4*>(x) + group * 2;
+    // Consecutive lanes load consecutive 16 bytes and exchange them: a lane that loaded its own 32 bytes would ask for every
+    // sector twice.
+    __shared__ uint4 exchange[512];
+    __shared__ GlobalScale shared;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * 64;
+    const uint4* start = reinterpret_cast<const uint4*>(x) + ((long long)blockIdx.x * 256 + threadIdx.x / 32 * 32) * 2;
+    const long long limit = groups * 2 - ((long long)blockIdx.x * 256 + threadIdx.x / 32 * 32) * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int at = half * 32 + lane;
+        exchange[warp + (at ^ ((at >> 3) & 1))] = at < limit ? start[at] : uint4{};
+    }
+    if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
+    __syncthreads();
+    if (group >= groups) return;
+    const int own = 2 * lane;
+    const uint4 first = exchange[warp + (own ^ ((own >> 3) & 1))], second = exchange[warp + ((own + 1) ^ ((own >> 3) & 1))];
+    const uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    constexpr DTYPE* tag = nullptr;
+    const GlobalScale global = shared;
+    const float largest = largest_of(w, tag);
+#if FORMAT == 1
+    const fp4::Candidates both = fp4::four_over_six(largest, global);
+    bool ordinary = is_ordinary(both.six, largest) && is_ordinary(both.four, largest);
+    ordinary = ordinary && global.amax > 1e-20f && global.amax < 1e30f;
+#else
+    const BlockScale block = fp4::block_scale(largest, global);
+    const bool ordinary = is_ordinary(block, largest);
+#endif
+    uint2 packed;
+    float d8;
+    if (ordinary) {
+        float v[16];
+        uint32_t signs[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            widen(w[i] & 0x7FFF7FFFu, v[2 * i], v[2 * i + 1], tag);
+            signs[i] = without_negative_zero(w[i], tag);
+        }
+#if FORMAT == 1
+        const Candidate six = evaluate(v, both.six, global), four = evaluate(v, both.four, global);
+        const bool use_four = four.error < six.error;
+        d8 = use_four ? both.four.d8 : both.six.d8;
+#else
+        const Candidate six = evaluate(v, block, global);
+        d8 = block.d8;
+#endif
+        uint32_t sums[2] = {0u, 0u};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+#if FORMAT == 1
+            const float rounded = use_four ? four.rounded[i] : six.rounded[i];
+#else
+            const float rounded = six.rounded[i];
+#endif
+            sums[i / 8] += fp4::code_of(rounded) << (4 * (i % 8));
+        }
+        constexpr uint32_t bias = fp4::CODE_BIAS * 0x11111111u;
+        packed = make_uint2((sums[0] - bias) | signs_of(signs), (sums[1] - bias) | signs_of(signs + 4));
+    } else {
+        packed = with_care(source, &shared, d8);
+    }
+    codes[group] = packed;
+    scales[group] = uint8_t(fp4::encode_e4m3(d8));
+}
