@@ -15,7 +15,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fp4deploy.errors import InputError
+
 PIECE = 1 << 18
+
+
+def normalized_axis(x: torch.Tensor, axis: int) -> int:
+    """`axis` counted from the front.
+
+    Raises:
+        InputError: `x` has no such axis.
+    """
+    if not -x.ndim <= axis < x.ndim:
+        raise InputError(f"A tensor of {x.ndim} axes has no axis {axis}.")
+    return axis % x.ndim
 
 
 def pad_to_blocks(x: torch.Tensor, axes: tuple[int, ...], block: int = 16) -> torch.Tensor:

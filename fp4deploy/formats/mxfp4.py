@@ -19,7 +19,16 @@ from dataclasses import dataclass
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats.blocks import crop, inner_axes, join_blocks, pad_to_blocks, piece_axis, pieces, split_blocks
+from fp4deploy.formats.blocks import (
+    crop,
+    inner_axes,
+    join_blocks,
+    normalized_axis,
+    pad_to_blocks,
+    piece_axis,
+    pieces,
+    split_blocks,
+)
 from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.philox import rounding_bytes
 
@@ -141,4 +150,4 @@ def _axes(x: torch.Tensor, axis: int, scale_rule: str) -> tuple[int, ...]:
         raise InputError(f"MXFP4 quantises floating-point tensors, not {x.dtype}.")
     if x.ndim == 0:
         raise InputError("MXFP4 blocks need an axis; this tensor has none.")
-    return (axis % x.ndim,)
+    return (normalized_axis(x, axis),)

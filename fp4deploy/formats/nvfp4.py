@@ -20,7 +20,16 @@ from dataclasses import dataclass
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats.blocks import crop, inner_axes, join_blocks, pad_to_blocks, piece_axis, pieces, split_blocks
+from fp4deploy.formats.blocks import (
+    crop,
+    inner_axes,
+    join_blocks,
+    normalized_axis,
+    pad_to_blocks,
+    piece_axis,
+    pieces,
+    split_blocks,
+)
 from fp4deploy.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.four_over_six import FourOverSix, choose_scales
 from fp4deploy.formats.philox import rounding_bytes
@@ -130,7 +139,7 @@ def fake_quantize_nvfp4(
     """
     if not x.is_floating_point() or x.ndim == 0:
         raise InputError(f"NVFP4 quantises floating-point tensors with an axis, not {x.dtype} {tuple(x.shape)}.")
-    axes = tuple(axis % x.ndim for axis in axes)
+    axes = tuple(normalized_axis(x, axis) for axis in axes)
     global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
     values, inside = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
     cut = piece_axis(x, axes)

@@ -63,6 +63,7 @@ _gpus: dict[int, Gpu] = {}
 _kernels: dict[tuple, Kernel] = {}
 
 
+@torch.compiler.assume_constant_result
 def available(device: Device = None) -> bool:
     """True if kernels can be compiled and launched on a device (default: torch's current one)."""
     return why_unavailable(device) is None

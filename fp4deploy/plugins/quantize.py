@@ -21,6 +21,7 @@ import fp4deploy.plugins.operators  # noqa: F401
 from fp4deploy import formats
 from fp4deploy.errors import InputError
 from fp4deploy.formats import FourOverSix, Mxfp4Tensor, Nvfp4Tensor
+from fp4deploy.formats.blocks import normalized_axis
 from fp4deploy.formats.mxfp4 import SCALE_RULES
 from fp4deploy.formats.nvfp4 import BLOCK_AXES, check_options, static_amax
 from fp4deploy.formats.philox import ROUNDINGS, draw_seed, signed
@@ -60,7 +61,7 @@ def fake_quantize_nvfp4(
             source, axes, amax, row_scaled, four_over_six, rounding, seed, offset
         )
         return values.to(x.dtype), inside if mask else None
-    axes = tuple(axis % x.ndim for axis in axes)
+    axes = tuple(normalized_axis(x, axis) for axis in axes)
     check_options(axes, row_scaled, four_over_six, rounding)
     random, variant = _random(x, rounding, seed, offset), _variant(four_over_six, hadamard, row_scaled)
     scale = _global_amax(x, axes[-1], amax, row_scaled, hadamard)
@@ -86,7 +87,9 @@ def fake_quantize_mxfp4(
         return formats.fake_quantize_mxfp4(source, axis, scale_rule, rounding, seed, offset).to(x.dtype)
     random = _random(x, rounding, seed, offset)
     values: torch.Tensor
-    values, _ = ops.quantize_along(x.detach(), axis % x.ndim, None, random, _mx_variant(scale_rule, hadamard), False)
+    values, _ = ops.quantize_along(
+        x.detach(), normalized_axis(x, axis), None, random, _mx_variant(scale_rule, hadamard), False
+    )
     return values
 
 
@@ -105,7 +108,7 @@ def quantize_nvfp4(
     if not runs_on_gpu(x) or block not in BLOCK_AXES or (block == "2d" and (axis % x.ndim != x.ndim - 1 or x.ndim < 2)):
         moved = x.movedim(axis, -1) if x.ndim else x
         return formats.quantize_nvfp4(moved, block, amax, row_scaled, four_over_six, rounding, seed, offset)
-    axis %= x.ndim
+    axis = normalized_axis(x, axis)
     check_options(BLOCK_AXES[block], row_scaled, four_over_six, rounding)
     random, variant = _random(x, rounding, seed, offset), _variant(four_over_six, False, row_scaled)
     if row_scaled and isinstance(amax, torch.Tensor) and amax.ndim:
@@ -132,7 +135,7 @@ def quantize_mxfp4(
     """`formats.quantize_mxfp4` along `axis` (moved last in the result), on a GPU by a kernel."""
     if not runs_on_gpu(x) or scale_rule not in SCALE_RULES:
         return formats.quantize_mxfp4(x.movedim(axis, -1) if x.ndim else x, scale_rule, rounding, seed, offset)
-    axis %= x.ndim
+    axis = normalized_axis(x, axis)
     random = _random(x, rounding, seed, offset)
     codes, scales = ops.pack_along(x.detach(), axis, None, random, _mx_variant(scale_rule, False), False)
     shape = torch.Size([*(size for at, size in enumerate(x.shape) if at != axis), x.shape[axis]])

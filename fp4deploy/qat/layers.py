@@ -33,13 +33,15 @@ class QuantizedLayer(nn.Module):
     observing: bool
     weight: torch.Tensor
 
-    def attach(self, recipe: Recipe) -> None:
-        """Give a layer whose class was just changed its quantiser state."""
+    def attach(self, recipe: Recipe, amax: torch.Tensor | None = None) -> None:
+        """Give a layer whose class was just changed its quantiser state; `amax`: a calibrated one to keep."""
         self.recipe = recipe
         self.observing = False
         self.register_buffer("input_amax", None)
         if self.is_static:
             self.input_amax = torch.zeros((), dtype=torch.float32, device=self.weight.device)
+            if amax is not None:
+                self.input_amax.copy_(amax)
 
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
@@ -96,9 +98,11 @@ class QuantizedLayer(nn.Module):
         self.input_amax.copy_(torch.maximum(finite_amax(x), self.input_amax * decay))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """A checkpoint of the unquantised model has no `input_amax`: the layer keeps the one it has."""
+        """A checkpoint without `input_amax` leaves the layer the one it has; a layer without one ignores it."""
         if self.input_amax is not None:
             state_dict.setdefault(f"{prefix}input_amax", self.input_amax)
+        else:
+            state_dict.pop(f"{prefix}input_amax", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

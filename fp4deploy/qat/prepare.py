@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import BLOCK
+from fp4deploy.formats import BLOCK, MX_BLOCK
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.recipes import Recipe, find_recipe
 
@@ -43,6 +43,8 @@ def layer_plan(
 ) -> list[LayerPlan]:
     """Plan every layer with weights, in the model's order. A prepared model is described as it is.
 
+    What `prepare` would do to it is planned when `include` or `exclude` is given.
+
     Args:
         recipe: None plans a model that stays in FP16.
         include: glob pattern, several, or predicate(name, module); given, exactly these layers are quantised.
@@ -55,19 +57,21 @@ def layer_plan(
     layers = _layers_with_weights(model)
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
-    find_recipe(recipe)
+    block = _block(find_recipe(recipe))
     products = [name for name, layer in layers if _is_product(layer)]
     _check_include(include, layers)
     _check_patterns(exclude, [name for name, _ in layers])
-    prepared = any(isinstance(layer, QuantizedLayer) for _, layer in layers)
+    as_it_is = include is None and exclude is None
+    prepared = as_it_is and any(isinstance(layer, QuantizedLayer) for _, layer in layers)
+    hidden = _hidden_children(model)
     plans = []
     for name, layer in layers:
-        kept = _reason_to_keep(name, layer, products, include, exclude)
+        kept = hidden.get(name) or _reason_to_keep(name, layer, products, include, exclude)
         if prepared and isinstance(layer, QuantizedLayer):
             kept = None
         elif prepared and kept is None:
             kept = "excluded when the model was prepared"
-        plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else "FP4", kept or _quantized_reason(layer)))
+        plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else "FP4", kept or _quantized_reason(layer, block)))
     return plans
 
 
@@ -79,7 +83,8 @@ def prepare(
 ) -> nn.Module:
     """Fake-quantise the layers that `layer_plan` chooses, in place; parameters, names, biases and hooks stay.
 
-    A prepared model can be prepared again with another recipe, and `restore` undoes it.
+    A prepared model can be prepared again: with another recipe for the same layers, or for others by `include` or
+    `exclude`. Static scales that were calibrated stay. `restore` undoes it.
 
     Raises:
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
@@ -89,13 +94,12 @@ def prepare(
     names = [name for name, plan in plans.items() if plan.precision == "FP4"]
     if not names:
         raise InputError("This model has no layer that FP4 could compute: it needs Conv2d, ConvTranspose2d or Linear.")
+    calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
+    restore(model)
     for name in names:
         layer = model.get_submodule(name)
-        if isinstance(layer, QuantizedLayer):
-            layer.detach()
-        else:
-            layer.__class__ = QUANTIZED[type(layer)]
-        layer.attach(chosen)  # type: ignore[operator]
+        layer.__class__ = QUANTIZED[type(layer)]
+        layer.attach(chosen, calibrated.get(name))  # type: ignore[operator]
     return model
 
 
@@ -184,12 +188,30 @@ def _reason_impossible(layer: nn.Module) -> str | None:
     return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
 
 
-def _quantized_reason(layer: nn.Module) -> str:
+def _hidden_children(model: nn.Module) -> dict[str, str]:
+    """Layers whose parent reads their weights without calling them, with the reason."""
+    reason = "inside nn.TransformerEncoderLayer, which multiplies its weights itself in evaluation"
+    return {
+        f"{name}.{child}" if name else child: reason
+        for name, parent in model.named_modules()
+        if isinstance(parent, nn.TransformerEncoderLayer)
+        for child, layer in parent.named_modules()
+        if _is_product(layer)
+    }
+
+
+def _block(recipe: Recipe) -> int:
+    """Elements in a block of the forward product."""
+    spec = recipe.weight or recipe.activation
+    return MX_BLOCK if spec is not None and spec.format == "mxfp4" else BLOCK
+
+
+def _quantized_reason(layer: nn.Module, block: int) -> str:
     channels, groups = _input_channels(layer)
-    padding = -channels % BLOCK
+    padding = -channels % block
     tail = f", the last block padded with {padding} zeros" if padding else ""
     each = f", {groups} groups" if groups > 1 else ""
-    return f"blocks of {BLOCK} along {channels} input channels{each}{tail}"
+    return f"blocks of {block} along {channels} input channels{each}{tail}"
 
 
 def _input_channels(layer: nn.Module) -> tuple[int, int]:

@@ -133,6 +133,10 @@ class Recipe:
         reused = self.double_quantization or self.dgrad_weight is None or self.wgrad_activation is None
         if _transforms(self.activation) and reused:
             wrong.append("activation and weight: the backward products reuse them, so neither may be transformed")
+        if self.double_quantization and self.straight_through:
+            wrong.append("double_quantization: no backward operand has a quantiser")
+        if not 0 <= self.amax_decay <= 1:
+            wrong.append(f"amax_decay is {self.amax_decay:g}, valid values are 0 to 1")
         if wrong:
             raise InputError(f"Recipe '{self.name}': " + "; ".join(wrong) + ".")
 

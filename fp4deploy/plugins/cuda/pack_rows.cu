@@ -63,6 +63,14 @@ __device__ __forceinline__ uint32_t signs_of(const uint32_t* w) {
     return (odd & 0x80808080u) | ((even & 0x80808080u) >> 4);
 }
 
+// The hardware's reciprocal, within one unit of the last place; one Newton step rounds it like the division (every
+// mantissa checked on sm_90).
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+    float out;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
 // Rounded sums of a candidate and, with 4/6, its error.
 struct Candidate {
     float rounded[16];
@@ -118,38 +126,37 @@ __device__ __noinline__ uint2 with_care(const uint4* source, const GlobalScale* 
     return block.encode == block.encode ? make_uint2(packed[0], packed[1]) : make_uint2(0u, 0u);
 }
 
-extern "C" __global__ void __launch_bounds__(256) pack_rows(
+// Scale of an ordinary block: no clamp but E4M3's, one division; anything else fails `is_ordinary` and is done with care.
+__device__ __forceinline__ BlockScale light_scale(float d, const GlobalScale& global) {
+    const float d8 = fp4::round_e4m3(fminf(d, 448.f));
+    const float x = d8 * global.decode, guess = approximate_reciprocal(x);
+    return {fmaf(guess, fmaf(-x, guess, 1.f), guess), 0.f, d8};
+}
+
+extern "C" __global__ void __launch_bounds__(256, FORMAT == 1 ? 5 : 1) pack_rows(
     const DTYPE* x, const float* amax, uint2* codes, uint8_t* scales, long long groups) {
     const long long group = (long long)blockIdx.x * 256 + threadIdx.x;
     const uint4* source = reinterpret_cast<const uint4*>(x) + group * 2;
-    // Consecutive lanes load consecutive 16 bytes and exchange them: a lane that loaded its own 32 bytes would ask for every
-    // sector twice.
-    __shared__ uint4 exchange[512];
+    const bool has = group < groups;
+    const uint4 first = has ? source[0] : uint4{}, second = has ? source[1] : uint4{};
     __shared__ GlobalScale shared;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * 64;
-    const uint4* start = reinterpret_cast<const uint4*>(x) + ((long long)blockIdx.x * 256 + threadIdx.x / 32 * 32) * 2;
-    const long long limit = groups * 2 - ((long long)blockIdx.x * 256 + threadIdx.x / 32 * 32) * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int at = half * 32 + lane;
-        exchange[warp + (at ^ ((at >> 3) & 1))] = at < limit ? start[at] : uint4{};
-    }
     if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
     __syncthreads();
-    if (group >= groups) return;
-    const int own = 2 * lane;
-    const uint4 first = exchange[warp + (own ^ ((own >> 3) & 1))], second = exchange[warp + ((own + 1) ^ ((own >> 3) & 1))];
+    if (!has) return;
     const uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
     constexpr DTYPE* tag = nullptr;
     const GlobalScale global = shared;
     const float largest = largest_of(w, tag);
+    // So that no intermediate of an ordinary block overflows or underflows.
+    bool ordinary = global.amax > 1e-20f && global.amax < 1e20f;
 #if FORMAT == 1
-    const fp4::Candidates both = fp4::four_over_six(largest, global);
-    bool ordinary = is_ordinary(both.six, largest) && is_ordinary(both.four, largest);
-    ordinary = ordinary && global.amax > 1e-20f && global.amax < 1e30f;
+    const float guess = largest * (1.f / 6.f);
+    const float b = fmaf(fmaf(-6.f, guess, largest), 1.f / 6.f, guess) * global.scale;
+    const BlockScale scale_six = light_scale(b, global), scale_four = light_scale(b * 1.5f, global);
+    ordinary = ordinary && is_ordinary(scale_six, largest) && is_ordinary(scale_four, largest);
 #else
-    const BlockScale block = fp4::block_scale(largest, global);
-    const bool ordinary = is_ordinary(block, largest);
+    const BlockScale block = light_scale(largest * global.sixth, global);
+    ordinary = ordinary && is_ordinary(block, largest);
 #endif
     uint2 packed;
     float d8;
@@ -162,9 +169,9 @@ extern "C" __global__ void __launch_bounds__(256) pack_rows(
             signs[i] = without_negative_zero(w[i], tag);
         }
 #if FORMAT == 1
-        const Candidate six = evaluate(v, both.six, global), four = evaluate(v, both.four, global);
+        const Candidate six = evaluate(v, scale_six, global), four = evaluate(v, scale_four, global);
         const bool use_four = four.error < six.error;
-        d8 = use_four ? both.four.d8 : both.six.d8;
+        d8 = use_four ? scale_four.d8 : scale_six.d8;
 #else
         const Candidate six = evaluate(v, block, global);
         d8 = block.d8;

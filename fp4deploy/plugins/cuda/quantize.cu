@@ -231,11 +231,10 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 #endif
 }
 
-#if FORMAT != 1 && !STOCHASTIC && !HADAMARD && !ROWS && !INNER && LINEAR && PACKED == 0
+#ifdef VECTORS
 // The plain case at the speed of memory: a block lies in neighbouring lanes, 16 bytes each, so that loads and stores of a
 // warp are consecutive; a thread does VECTORS of them, loaded before the first is used.
 // Launch: block 256, grid ceil(outer * K * sizeof(DTYPE) / (16 * 256 * VECTORS)).
-constexpr int VECTORS = 4;
 constexpr int PER_LANE = 16 / sizeof(DTYPE);
 constexpr int LANES = (MX ? 32 : 16) / PER_LANE;
 

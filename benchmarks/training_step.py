@@ -1,0 +1,141 @@
+"""One training step of the UNet: FP16 and NVFP4, fused and not, in one process.
+
+    python benchmarks/training_step.py --json benchmarks/results/training_step_h200.json
+
+Batch 16, 352 x 480, 12 classes, FP16 autocast over FP32 weights, the loss and the optimiser of `fp4deploy train`,
+gradients clipped. Medians of whole steps by CUDA events after a warm-up; the input is random and stays on the GPU.
+`unfused` is the plain forward in channels_last; `reference` quantises with the torch reference instead of the kernels;
+`compiled loss` compiles the loss alone. With ModelOpt installed its QAT (NVFP4 default configuration, blocks along the
+width of the image) is timed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4deploy.models import build_unet
+from fp4deploy.qat import prepare
+from fp4deploy.qat.fused_unet import fuse
+from fp4deploy.train.losses import SegmentationLoss
+
+BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
+
+
+def make_step(model: nn.Module, compiled_loss: bool, layout: torch.memory_format) -> Callable[[], None]:
+    """A whole training step of `model` on one random batch."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    images = torch.randn(BATCH, 3, HEIGHT, WIDTH, device="cuda", generator=generator).to(memory_format=layout)
+    masks = torch.randint(0, CLASSES, (BATCH, HEIGHT, WIDTH), device="cuda", generator=generator)
+    loss: Any = SegmentationLoss()
+    if compiled_loss:
+        loss = torch.compile(loss.__call__)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.float16):
+            logits = model(images)
+        scaler.scale(loss(logits, masks)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def median_ms(step: Callable[[], None], repeats: int = 21, warm: int = 8) -> float:
+    for _ in range(warm):
+        step()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def modelopt_model(scale: float) -> nn.Module:
+    import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
+
+    model = build_unet(CLASSES, scale).cuda()
+    images = torch.randn(2, 3, HEIGHT, WIDTH, device="cuda")
+    return mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, lambda quantized: quantized(images))
+
+
+def measure(scale: float) -> list[dict[str, Any]]:
+    """Rows of name, ms and peak memory; each model is freed before the next."""
+
+    def plain(precision: str, fused: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = build_unet(CLASSES, scale)
+        if precision == "nvfp4":
+            prepare(model)
+        model = model.cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return fuse(model) if fused else model
+
+    nhwc, nchw = torch.channels_last, torch.contiguous_format
+    cases: list[tuple[str, Callable[[], nn.Module], bool, torch.memory_format, str]] = [
+        ("fp16 unfused", lambda: plain("fp16", False), False, nhwc, "on"),
+        ("fp16 fused", lambda: plain("fp16", True), False, nhwc, "on"),
+        ("fp16 fused, compiled loss", lambda: plain("fp16", True), True, nhwc, "on"),
+        ("nvfp4 unfused, reference", lambda: plain("nvfp4", False), False, nhwc, "off"),
+        ("nvfp4 unfused", lambda: plain("nvfp4", False), False, nhwc, "on"),
+        ("nvfp4 fused", lambda: plain("nvfp4", True), False, nhwc, "on"),
+        ("nvfp4 fused, compiled loss", lambda: plain("nvfp4", True), True, nhwc, "on"),
+        ("peer: ModelOpt NVFP4 QAT", lambda: modelopt_model(scale), False, nchw, "on"),
+    ]
+    rows = []
+    for name, make, compiled, layout, kernels in cases:
+        os.environ["FP4DEPLOY_KERNELS"] = kernels
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            elapsed = median_ms(make_step(make().train(), compiled, layout))
+            rows.append(
+                {"scale": scale, "case": name, "ms": elapsed, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+            )
+            print(f"scale {scale}  {name:28s} {elapsed:8.2f} ms   peak {rows[-1]['peak_gb']:.2f} GB", flush=True)
+        except Exception as error:  # a peer may be missing; say so and go on
+            rows.append({"scale": scale, "case": name, "error": f"{type(error).__name__}: {error}"[:300]})
+            print(f"scale {scale}  {name:28s} {rows[-1]['error'][:160]}", flush=True)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    rows = [row for scale in (1.0, 0.25) for row in measure(scale)]
+    times = {(row["scale"], row["case"]): row.get("ms") for row in rows}
+    for scale in (1.0, 0.25):
+        for kind in ("fused", "fused, compiled loss"):
+            fp16, nvfp4 = times[scale, f"fp16 {kind}"], times[scale, f"nvfp4 {kind}"]
+            if fp16 and nvfp4:
+                print(f"scale {scale}  nvfp4 / fp16, {kind}: {nvfp4 / fp16:.3f}")
+    if arguments.json:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        machine |= {"python": platform.python_version(), "commit": commit.stdout.strip()}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {"command": "python benchmarks/training_step.py", "machine": machine, "rows": rows}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
