@@ -11,7 +11,17 @@ from layer_cases import LAYERS, generator, make
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.qat import RECIPES, QuantConv2d, QuantSpec, Recipe, layer_plan, prepare, quantized_layers, restore
+from fp4deploy.qat import (
+    RECIPES,
+    QuantConv2d,
+    QuantSpec,
+    Recipe,
+    calibrate,
+    layer_plan,
+    prepare,
+    quantized_layers,
+    restore,
+)
 
 OFF = Recipe("off")
 
