@@ -1,0 +1,140 @@
+"""How much faster the torch reference is than the transcription of the contract one would write first.
+
+    python benchmarks/reference_speed.py --json benchmarks/results/reference_speed_cpu.json
+
+NVFP4 fake quantisation of a float32 [4096, 4096] on the CPU, 1-D blocks, both with all threads torch has. The naive
+version is docs/numerics.md line by line over the whole tensor: nested `torch.where` for the element thresholds, every
+intermediate result in memory. Both give the same bytes, which is asserted on ties, zeros and mixed scales before
+anything is timed. Runs alternate, so that a busy machine slows both; the ratio is that of the medians. `--compile`
+adds torch.compile of the naive version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from fp4deploy.bench.environment import environment
+from fp4deploy.formats import fake_quantize_nvfp4
+
+FLT_MAX = torch.finfo(torch.float32).max
+# (largest magnitude of the interval, belongs to it, value): RNE to E2M1 as the contract writes it.
+INTERVALS = ((0.25, True, 0.0), (0.75, False, 0.5), (1.25, True, 1.0), (1.75, False, 1.5), (2.5, True, 2.0))
+INTERVALS += ((3.5, False, 3.0), (5.0, True, 4.0))
+
+
+def naive(x: torch.Tensor) -> torch.Tensor:
+    """NVFP4 quantise and dequantise, blocks of 16 along the last axis; float32 [..., K], K a multiple of 16, finite."""
+    amax = x.abs().max()
+    if amax == 0:
+        return torch.zeros_like(x)
+    blocks = x.reshape(*x.shape[:-1], -1, 16)
+    block_amax = blocks.abs().amax(-1, keepdim=True)
+    scale = torch.clamp(torch.tensor(448.0 * 6.0) / amax, max=FLT_MAX)
+    scale = torch.where(scale == 0, torch.tensor(1.0), scale)
+    d8 = torch.clamp(block_amax * (scale * torch.tensor(1 / 6)), max=448.0).to(torch.float8_e4m3fn).float()
+    encode = torch.where(d8 > 0, torch.clamp(1 / (d8 * (1 / scale)), max=FLT_MAX), torch.tensor(0.0))
+    u = torch.clamp(blocks * encode, -6.0, 6.0)
+    magnitude, q = u.abs(), torch.full_like(u, 6.0)
+    for bound, closed, value in reversed(INTERVALS):
+        q = torch.where(magnitude <= bound if closed else magnitude < bound, torch.tensor(value), q)
+    q = torch.where(u < 0, -q, q)
+    return ((d8 * amax) * torch.tensor(1 / (6 * 448.0)) * q).reshape(x.shape)
+
+
+def reference(x: torch.Tensor) -> torch.Tensor:
+    """The same by `fp4deploy.formats`."""
+    return fake_quantize_nvfp4(x)[0]
+
+
+def assert_equal_bytes(run: Callable[[torch.Tensor], torch.Tensor], size: int) -> None:
+    """Compare with the reference on normal values, rows of very different scale, ties, zeros, and 1e-30 to 1e30."""
+    torch.manual_seed(1)
+    normal = torch.randn(size, size)
+    rows = normal * torch.logspace(-8, 8, size).unsqueeze(1)
+    ties = torch.randint(-24, 25, (size, size)) * 0.25
+    heavy = normal / torch.rand(size, size).clamp(min=1e-6)
+    for name, x in {
+        "normal": normal,
+        "rows": rows,
+        "ties": ties,
+        "heavy tails": heavy,
+        "zeros": torch.zeros(size, size),
+        "1e-30": normal * 1e-30,
+        "1e30": normal * 1e30,
+    }.items():
+        different = run(x) + 0.0 != reference(x) + 0.0  # the sign of a zero does not count
+        if different.any():
+            at = tuple(different.nonzero()[0].tolist())
+            raise SystemExit(f"{name}: {int(different.sum())} elements differ, first at {at}: {run(x)[at]}")
+
+
+def alternate(
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each run, taken in turns after a first one that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run(x)
+            if repeat:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns, a multiple of 16 (default 4096)")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--compile", action="store_true", help="torch.compile of the naive version as well")
+    parser.add_argument("--threads", type=int, help="default: what torch takes")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"naive": naive, "reference": reference}
+    if arguments.compile:
+        runs["naive, torch.compile"] = torch.compile(naive)
+    for name in set(runs) - {"reference"}:
+        assert_equal_bytes(runs[name], min(arguments.size, 1024))
+    torch.manual_seed(0)
+    x = torch.randn(arguments.size, arguments.size)
+    for name in set(runs) - {"reference"}:
+        assert torch.equal(runs[name](x), reference(x)), name
+    times = alternate(runs, x, arguments.repeats)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    print(f"float32 [{arguments.size}, {arguments.size}], {torch.get_num_threads()} threads, bytes equal")
+    for name, median in medians.items():
+        spread = f"{min(times[name]):8.1f} to {max(times[name]):8.1f}"
+        print(f"{name:22s} {median:8.1f} ms ({spread})   {medians['naive'] / median:5.2f} x naive")
+    if arguments.json:
+        _write(arguments, times, medians)
+
+
+def _write(arguments: argparse.Namespace, times: dict[str, list[float]], medians: dict[str, float]) -> None:
+    machine = environment()
+    machine["packages"] = {"torch": torch.__version__}
+    content = {
+        "command": "python benchmarks/reference_speed.py" + (" --compile" if arguments.compile else ""),
+        "date": date.today().isoformat(),
+        "machine": machine,
+        "shape": [arguments.size, arguments.size],
+        "bytes_equal": True,
+        "median_ms": medians,
+        "ratio_to_naive": {name: medians["naive"] / median for name, median in medians.items()},
+        "ms": times,
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
