@@ -4,7 +4,8 @@
 
 For each kernel: the median time, the bytes it has to move (input once, outputs once), and the time that a
 device-to-device copy of as many bytes takes in the same run; their quotient is the share of copy bandwidth. Buffers
-rotate, so that no run reads what the last one left in the cache. `--peers` adds torch.compile of the reference and
+rotate, so that no run reads what the last one left in the cache, and the GPU is kept busy while launches queue up, so
+that the host's time is not in the numbers. `--peers` adds torch.compile of the reference and
 ModelOpt's kernel.
 """
 
@@ -37,6 +38,7 @@ def median_ms(run: Callable[[int], object], repeats: int = 30) -> float:
     times = []
     for index in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(500_000)  # the GPU waits while the launches queue up: kernels are timed, not the host
         start.record()
         for inner in range(4):
             kept[(4 * index + inner) % ROTATION] = run((4 * index + inner) % ROTATION)

@@ -75,6 +75,7 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, s
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         model.load_state_dict(_below(tensors, "model."))
         optimizer.load_state_dict({"state": _moments(tensors), "param_groups": optimizer.state_dict()["param_groups"]})
+        _lay_out_like_parameters(optimizer)
         progress = Progress(**meta["progress"])
     except DAMAGE as error:
         raise _damaged(path, error) from error
@@ -109,6 +110,14 @@ def _damaged(path: Path, error: Exception) -> InputError:
 
 def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """A file is in row-major order; fused optimisers want moments with the strides of their parameters."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _moments(tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:

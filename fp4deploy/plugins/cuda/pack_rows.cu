@@ -63,8 +63,22 @@ __device__ __forceinline__ uint32_t signs_of(const uint32_t* w) {
     return (odd & 0x80808080u) | ((even & 0x80808080u) >> 4);
 }
 
-// The hardware's reciprocal, within one unit of the last place; one Newton step rounds it like the division (every
-// mantissa checked on sm_90).
+// The magnitudes of eight codes from rounded sums. A sum has the number of steps in its low half and 0x4AC0 plus 128 times
+// the binade in its high half, so that two sums are worked on in one register: halves i and i + 4.
+__device__ __forceinline__ uint32_t codes_of(const float* rounded) {
+    uint32_t sum = 0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t a = __float_as_uint(rounded[i]), b = __float_as_uint(rounded[i + 4]);
+        const uint32_t pair = __byte_perm(a, b, 0x5410) + (__byte_perm(a, b, 0x7632) >> 6);
+        sum += pair << (4 * i);
+    }
+    constexpr uint32_t bias = 0x4AC04AC0u >> 6;
+    return sum - bias * 0x1111u;
+}
+
+// The hardware's reciprocal, within one unit of the last place; one Newton step rounds it like the division, whatever the
+// guess, but for a mantissa of all ones (every mantissa checked on sm_90).
 __device__ __forceinline__ float approximate_reciprocal(float x) {
     float out;
     asm("rcp.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -82,14 +96,14 @@ __device__ __forceinline__ Candidate evaluate(const float (&x)[16], const BlockS
     result.error = 0.f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        float u = x[i] * block.encode, rounder = fp4::rounder_of(u);
+        float u = fabsf(x[i]) * block.encode, rounder = fp4::rounder_of(u);
         result.rounded[i] = fmaf(rounder, 4194304.f, u);
 #if FORMAT == 1
         float q = fmaf(rounder, -4194304.f, result.rounded[i]);
 #if FAST
-        float difference = fmaf(q, block.d8, -(x[i] * global.scale));
+        float difference = fmaf(q, block.d8, -(fabsf(x[i]) * global.scale));
 #else
-        float difference = fp4::divide_by_range((q * block.d8) * global.amax, global) - x[i];
+        float difference = fp4::divide_by_range((q * block.d8) * global.amax, global) - fabsf(x[i]);
 #endif
         float term = SQUARED ? difference * difference : fabsf(difference);
         result.error = i ? result.error + term : term;
@@ -130,10 +144,11 @@ __device__ __noinline__ uint2 with_care(const uint4* source, const GlobalScale* 
 __device__ __forceinline__ BlockScale light_scale(float d, const GlobalScale& global) {
     const float d8 = fp4::round_e4m3(fminf(d, 448.f));
     const float x = d8 * global.decode, guess = approximate_reciprocal(x);
+    if ((__float_as_uint(x) & 0x7FFFFFu) == 0x7FFFFFu) return {0.f, 0.f, d8};
     return {fmaf(guess, fmaf(-x, guess, 1.f), guess), 0.f, d8};
 }
 
-extern "C" __global__ void __launch_bounds__(256, FORMAT == 1 ? 5 : 1) pack_rows(
+extern "C" __global__ void __launch_bounds__(256, FORMAT == 1 ? 4 : 1) pack_rows(
     const DTYPE* x, const float* amax, uint2* codes, uint8_t* scales, long long groups) {
     const long long group = (long long)blockIdx.x * 256 + threadIdx.x;
     const uint4* source = reinterpret_cast<const uint4*>(x) + group * 2;
@@ -165,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(256, FORMAT == 1 ? 5 : 1) pack_rows
         uint32_t signs[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            widen(w[i] & 0x7FFF7FFFu, v[2 * i], v[2 * i + 1], tag);
+            widen(w[i], v[2 * i], v[2 * i + 1], tag);
             signs[i] = without_negative_zero(w[i], tag);
         }
 #if FORMAT == 1
@@ -176,18 +191,15 @@ extern "C" __global__ void __launch_bounds__(256, FORMAT == 1 ? 5 : 1) pack_rows
         const Candidate six = evaluate(v, block, global);
         d8 = block.d8;
 #endif
-        uint32_t sums[2] = {0u, 0u};
+        float rounded[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
+        for (int i = 0; i < 16; ++i)
 #if FORMAT == 1
-            const float rounded = use_four ? four.rounded[i] : six.rounded[i];
+            rounded[i] = use_four ? four.rounded[i] : six.rounded[i];
 #else
-            const float rounded = six.rounded[i];
+            rounded[i] = six.rounded[i];
 #endif
-            sums[i / 8] += fp4::code_of(rounded) << (4 * (i % 8));
-        }
-        constexpr uint32_t bias = fp4::CODE_BIAS * 0x11111111u;
-        packed = make_uint2((sums[0] - bias) | signs_of(signs), (sums[1] - bias) | signs_of(signs + 4));
+        packed = make_uint2(codes_of(rounded) | signs_of(signs), codes_of(rounded + 8) | signs_of(signs + 4));
     } else {
         packed = with_care(source, &shared, d8);
     }
