@@ -60,9 +60,21 @@ extern "C" __global__ void __launch_bounds__(256) row_amax(
     if (inner == 1) {
         long long row = thread / 32;
         if (row >= outer) return;
+        constexpr int PER_LOAD = 16 / sizeof(DTYPE);
+        const DTYPE* source = x + row * K;
+        if (K % PER_LOAD == 0 && reinterpret_cast<uint64_t>(x) % 16 == 0) {
 #pragma unroll 4
-        for (long long k = threadIdx.x % 32; k < K; k += 32)
-            largest = fmaxf(largest, finite_magnitude(x[row * K + k]));
+            for (long long at = threadIdx.x % 32; at < K / PER_LOAD; at += 32) {
+                uint4 raw = reinterpret_cast<const uint4*>(source)[at];
+                const DTYPE* values = reinterpret_cast<const DTYPE*>(&raw);
+#pragma unroll
+                for (int i = 0; i < PER_LOAD; ++i) largest = fmaxf(largest, finite_magnitude(values[i]));
+            }
+        } else {
+#pragma unroll 4
+            for (long long k = threadIdx.x % 32; k < K; k += 32)
+                largest = fmaxf(largest, finite_magnitude(source[k]));
+        }
         largest = warp_max(largest);
         if (threadIdx.x % 32 == 0) amax[row] = largest;
         return;

@@ -74,8 +74,8 @@ FP4_FUNCTION float round_e2m1(float u, uint32_t byte) {
     u = clamp_e2m1(u);
     float magnitude = fabsf(u);
     float t = magnitude + (float(byte) * (1.f / 256.f)) * step_e2m1(magnitude);
-    float step = step_e2m1(t);
-    float q = minimum(floorf(t * (1.f / step)) * step, 6.f);
+    float step = step_e2m1(t), inverse = t >= 4.f ? 0.5f : t >= 2.f ? 1.f : 2.f;
+    float q = minimum(floorf(t * inverse) * step, 6.f);
     return copysignf(q, u);
 }
 
@@ -228,30 +228,41 @@ FP4_FUNCTION Candidates four_over_six(float block_amax, const GlobalScale& globa
 
 // The error of one element of a candidate, from its magnitude: rounding is symmetric, so the sign does not matter. Fast: in
 // the scaled domain, the product q * d8 exact.
-template <bool Squared, bool Fast>
-FP4_FUNCTION float element_error(float magnitude, const BlockScale& block, const GlobalScale& global) {
-    float u = fminf(magnitude * block.encode, 6.f);
-    float rounder = from_bits((bits(fmaxf(u, 1.f)) & 0x7F800000u) | 0x00400000u);
-    float q = fmaf(rounder, -4194304.f, fmaf(rounder, 4194304.f, u));
-    float difference = Fast ? fmaf(q, block.d8, -(magnitude * global.scale))
-                            : (((q * block.d8) * global.amax) / global.range) - magnitude;
-    return Squared ? difference * difference : fabsf(difference);
-}
-
-// v / 6E by a product and its correction, rounded like the division for 1e-25 < |v| < 1e37 (every mantissa checked).
+// v / 6E by a product and its correction, rounded like the division for 1e-25 < |v| < 1e37 and 0 (every float checked).
 FP4_FUNCTION float divide_by_range(float v, const GlobalScale& global) {
     float quotient = v * global.inverse;
     return fmaf(fmaf(-global.range, quotient, v), global.inverse, quotient);
 }
 
-// The sum over sixteen elements, in order.
+template <bool Squared, bool Fast, bool Divide>
+FP4_FUNCTION float element_error(float magnitude, const BlockScale& block, const GlobalScale& global) {
+    float u = fminf(magnitude * block.encode, 6.f);
+    float rounder = rounder_of(u), q = fmaf(rounder, -4194304.f, fmaf(rounder, 4194304.f, u)), difference;
+    if (Fast) {
+        difference = fmaf(q, block.d8, -(magnitude * global.scale));
+    } else {
+        float v = (q * block.d8) * global.amax;
+        difference = (Divide ? v / global.range : divide_by_range(v, global)) - magnitude;
+    }
+    return Squared ? difference * difference : fabsf(difference);
+}
+
+// The sum over sixteen elements, in order. Values are .5 to 6 times d8 A: where that stays inside what `divide_by_range`
+// takes, which is nearly always, nothing is divided.
 template <bool Squared, bool Fast>
 FP4_FUNCTION float row_error(const float (&x)[GROUP], const BlockScale& block, const GlobalScale& global) {
-    float total = element_error<Squared, Fast>(fabsf(x[0]), block, global);
+    float unit = block.d8 * global.amax, total = 0.f;
+    if (Fast || (unit > 1e-24f && unit < 1e36f)) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int i = 1; i < GROUP; ++i) total += element_error<Squared, Fast>(fabsf(x[i]), block, global);
+        for (int i = 0; i < GROUP; ++i) total += element_error<Squared, Fast, false>(fabsf(x[i]), block, global);
+    } else {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+        for (int i = 0; i < GROUP; ++i) total += element_error<Squared, Fast, true>(fabsf(x[i]), block, global);
+    }
     return total;
 }
 

@@ -117,7 +117,12 @@ __device__ __forceinline__ bool is_ordinary(const BlockScale& block, float large
 }
 
 // The group read again and done element by element.
-__device__ __noinline__ uint2 with_care(const uint4* source, const GlobalScale* shared, float& d8) {
+struct Packed {
+    uint2 codes;
+    float d8;
+};
+
+__device__ __noinline__ Packed with_care(const uint4* source, const GlobalScale* shared) {
     const GlobalScale global = *shared;
     const DTYPE* values = reinterpret_cast<const DTYPE*>(source);
     float v[16], largest = 0.f;
@@ -133,11 +138,10 @@ __device__ __noinline__ uint2 with_care(const uint4* source, const GlobalScale* 
 #else
     const BlockScale block = fp4::block_scale(largest, global);
 #endif
-    d8 = block.d8;
     uint32_t packed[2] = {0u, 0u};
 #pragma unroll
     for (int i = 0; i < 16; ++i) packed[i / 8] += fp4::encode_nearest(v[i] * block.encode) << (4 * (i % 8));
-    return block.encode == block.encode ? make_uint2(packed[0], packed[1]) : make_uint2(0u, 0u);
+    return {block.encode == block.encode ? make_uint2(packed[0], packed[1]) : make_uint2(0u, 0u), block.d8};
 }
 
 // Scale of an ordinary block: no clamp but E4M3's, one division; anything else fails `is_ordinary` and is done with care.
@@ -201,7 +205,9 @@ extern "C" __global__ void __launch_bounds__(256, FORMAT == 1 ? 4 : 1) pack_rows
 #endif
         packed = make_uint2(codes_of(rounded) | signs_of(signs), codes_of(rounded + 8) | signs_of(signs + 4));
     } else {
-        packed = with_care(source, &shared, d8);
+        const Packed careful = with_care(source, &shared);
+        packed = careful.codes;
+        d8 = careful.d8;
     }
     codes[group] = packed;
     scales[group] = uint8_t(fp4::encode_e4m3(d8));

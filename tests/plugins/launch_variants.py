@@ -1,0 +1,128 @@
+"""Which kernels, macros and signatures the operators launch, found by running them on CPU tensors without a launch.
+
+A list of macros kept by hand would go stale with the launching code. Here every operator runs with a recorder in the
+place of `driver.kernel`: nothing reaches a GPU, and what would have been compiled is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fp4deploy.plugins import channels_last, operators, weights
+
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation: a source and its macros; `entries` are (kernel, signature) launched from it."""
+
+    source: str
+    macros: tuple[tuple[str, Any], ...]
+    entries: frozenset[tuple[str, str]]
+
+    def __str__(self) -> str:
+        return f"{self.source} {' '.join(f'{name}={value}' for name, value in self.macros)}"
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, tuple[tuple[str, Any], ...]], set[tuple[str, str]]] = {}
+
+    def kernel(
+        self, source: str, name: str, signature: str, macros: dict[str, Any] | None, device: object = None
+    ) -> mock.Mock:
+        def launch(grid: object, block: object, *arguments: object, shared: int = 0) -> None:
+            assert len(arguments) == len(signature), (source, name, signature)
+
+        self.found.setdefault((source, tuple(sorted((macros or {}).items()))), set()).add((name, signature))
+        return mock.Mock(launch=launch)
+
+
+def launched() -> list[Variant]:
+    """Every variant of `EXERCISES`, each compilation once."""
+    recorder = Recorder()
+    with (
+        mock.patch.object(operators, "kernel", recorder.kernel),
+        mock.patch.object(weights, "kernel", recorder.kernel),
+        mock.patch.object(channels_last, "kernel", recorder.kernel),
+    ):
+        for exercise in EXERCISES:
+            exercise()
+    return [Variant(source, macros, frozenset(entries)) for (source, macros), entries in recorder.found.items()]
+
+
+def _amax(rows: int = 0) -> torch.Tensor:
+    return torch.ones(rows) if rows else torch.ones(())
+
+
+def _along(
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: torch.dtype,
+    variant: list[int],
+    random: bool = False,
+    inside: bool = False,
+) -> Callable[[], object]:
+    bits = torch.zeros(2, dtype=torch.int64) if random else None
+    return lambda: operators._quantize_along(torch.zeros(shape, dtype=dtype), axis, _amax(), bits, variant, inside)
+
+
+def _packed(
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: torch.dtype,
+    variant: list[int],
+    random: bool = False,
+    swizzle: bool = False,
+) -> Callable[[], object]:
+    bits = torch.zeros(2, dtype=torch.int64) if random else None
+    return lambda: operators._pack_along(torch.zeros(shape, dtype=dtype), axis, _amax(), bits, variant, swizzle)
+
+
+def _images(quantize: bool) -> None:
+    x = torch.zeros(2, 32, 4, 4, dtype=HALF).to(memory_format=torch.channels_last)
+    c, amax = torch.zeros(32), torch.ones(1)
+    channels_last._group_norm_relu(x, c, c, c, 4, 1e-5, amax, None, 0.9, quantize)
+    statistics = torch.zeros(2, 2, 32), torch.zeros(2, 4, 2), torch.zeros(2, 32)
+    channels_last._group_norm_relu_backward(x, x, *statistics, c, c, amax, quantize)
+    channels_last._pool(x, amax if quantize else None)
+    channels_last._pool_backward(x, x, x[:, :, :2, :2], amax if quantize else None)
+    out, inside = channels_last._concat(x, x, amax if quantize else None)
+    channels_last._separate(out, inside if quantize else None, 32)
+    channels_last._track_amax(x, None, amax, 0.9, True)
+
+
+PLAIN, MX_CEIL = [0, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
+STRICT, FAST = [1, 256, 0, 0, 0, 0], [1, 448, 1, 1, 0, 0]
+ROWS_HADAMARD = [0, 448, 0, 0, 1, 1]
+MATRIX, ODD, IMAGE = (32, 64), (8, 17), (2, 32, 4, 6)
+
+# One of each kind; the products of all options are for the GPU tests.
+EXERCISES: list[Callable[[], object]] = [
+    _along(MATRIX, 1, BFLOAT, PLAIN, inside=True),
+    _along(MATRIX, 1, FLOAT, MX_CEIL),
+    _along(ODD, 1, HALF, PLAIN, random=True),
+    _along(IMAGE, 1, HALF, PLAIN, inside=True),
+    _along((2, 32, 3, 3), 1, FLOAT, STRICT, inside=True),
+    _along(IMAGE, 1, BFLOAT, MX_CEIL, random=True),
+    _packed(MATRIX, 1, BFLOAT, STRICT),
+    _packed(MATRIX, 1, HALF, PLAIN),
+    _packed(MATRIX, 1, FLOAT, FAST, swizzle=True),
+    _packed(MATRIX, 1, BFLOAT, ROWS_HADAMARD, random=True),
+    _packed(IMAGE, 1, HALF, FAST),
+    lambda: operators._quantize_tiles(torch.zeros(48, 48, 3, 3), 0, 1, _amax(), None, STRICT, True),
+    lambda: operators._pack_tiles(torch.zeros(MATRIX, dtype=HALF), _amax(), torch.zeros(2, dtype=torch.int64), PLAIN),
+    lambda: operators._finite_amax(torch.zeros(MATRIX, dtype=BFLOAT)),
+    lambda: operators._row_amax(torch.zeros(MATRIX, dtype=BFLOAT), 1),
+    lambda: operators._hadamard_amax(torch.zeros(MATRIX, dtype=BFLOAT), 1),
+    lambda: operators._mask_gradient(torch.zeros(MATRIX, dtype=HALF), torch.zeros(128, dtype=torch.int16), 1),
+    lambda: weights._fake_quantize_weights([torch.zeros(MATRIX)], [1], HALF),
+    lambda: _images(True),
+]

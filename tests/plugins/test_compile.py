@@ -1,0 +1,87 @@
+"""Every kernel source compiles for every architecture, with the macros and the signatures that the operators use.
+
+No GPU: nvcc alone. One call compiles a variant for all architectures and keeps the PTX, in which entry points and their
+parameters are listed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch_variants import Variant, launched
+
+from fp4deploy.plugins import compiler
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
+CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
+# What a letter of a launch signature (see `driver.Kernel`) is in PTX.
+LETTERS = {"P": "u64", "q": "u64", "i": "u32", "f": "f32"}
+NVCC = compiler.find_nvcc()
+VARIANTS = launched()
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason=f"no nvcc here; {compiler.INSTALL_NVCC}")
+
+
+def known_architectures() -> list[str]:
+    assert NVCC is not None
+    known = [arch for arch in ARCHITECTURES if compiler.supported(NVCC, arch)]
+    if not known:
+        pytest.skip(f"this nvcc ({compiler.nvcc_version(NVCC)}) knows none of {', '.join(ARCHITECTURES)}")
+    return known
+
+
+def entry_points(ptx: str) -> dict[str, str]:
+    """Name -> parameter types, such as "u64 u64 f32"."""
+    found = re.findall(r"\.entry (\w+)\s*\((.*?)\)", ptx, re.DOTALL)
+    return {name: " ".join(re.findall(r"\.param \.(\w+)", parameters)) for name, parameters in found}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_compiles_for_every_architecture(variant: Variant, tmp_path: Path) -> None:
+    targets = known_architectures()
+    numbers = [arch.removeprefix("sm_") for arch in targets]
+    command = [
+        str(NVCC),
+        "-fatbin",
+        "--threads=2",
+        "--keep",
+        f"--keep-dir={tmp_path}",
+        *compiler.FLAGS,
+        *compiler._definitions(dict(variant.macros)),
+        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers),
+        "-o",
+        str(tmp_path / "kernels.fatbin"),
+        str(compiler.source_path(variant.source)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, f"{variant}\n{done.stderr}{done.stdout}"
+    stem = Path(variant.source).stem
+    for number in numbers:
+        assert (tmp_path / f"{stem}.compute_{number}.cubin").stat().st_size > 0
+        entries = entry_points((tmp_path / f"{stem}.compute_{number}.ptx").read_text())
+        for name, signature in variant.entries:
+            assert entries.get(name) == " ".join(LETTERS[letter] for letter in signature), (name, signature, number)
+
+
+def test_every_source_is_launched() -> None:
+    sources = {path.name for path in compiler.SOURCES.glob("*.cu")}
+    assert {variant.source for variant in VARIANTS} == sources
+
+
+def test_blackwell_converts_in_hardware(tmp_path: Path) -> None:
+    """The instruction is in the code for 10.0 on, and the software in the code for others."""
+    source = tmp_path / "codes.cu"
+    source.write_text(
+        '#include "fp4.cuh"\nextern "C" __global__ void codes(const float* u, uint32_t* out) {\n'
+        "    *out = fp4::encode_eight(u);\n}\n"
+    )
+    for arch in known_architectures():
+        number = arch.removeprefix("sm_")
+        target = f"-gencode=arch=compute_{number},code=compute_{number}"
+        command = [str(NVCC), "-ptx", target, *compiler.FLAGS, "-I", str(compiler.SOURCES), "-o", "-", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(CONVERSION) == (4 if int(number.rstrip("a")) >= 100 else 0), arch
