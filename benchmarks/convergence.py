@@ -3,10 +3,10 @@
     python benchmarks/convergence.py --json benchmarks/results/convergence_h200.json
 
 `kernels` and `reference` run the same unfused forward with deterministic convolutions and differ only in who quantises:
-their losses are equal bit by bit as far as those of two reference runs are. `fused` rounds at other places (to FP16 once
-between GroupNorm and a convolution) and sums in another order; `reference, seed 1` shows how far apart two reference
-runs from other initial weights are. The task: tell which of four brightness bands the neighbourhood of a pixel is in,
-from noise.
+their losses are equal bit by bit as far as those of two reference runs are. `fused` rounds at other places (to FP16
+once between GroupNorm and a convolution) and sums in another order; `reference, seed 1` shows how far apart two
+reference runs from other initial weights are. The task: tell which of four brightness bands the neighbourhood of a
+pixel is in, from noise.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,9 +169,8 @@ def main() -> None:
     print("\nactivations, float16, amax given")
     found["activations"] = measure(image_cases())
     if arguments.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        machine |= {"python": platform.python_version(), "commit": commit.stdout.strip()}
+        machine["python"] = platform.python_version()
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(
             json.dumps({"command": "python benchmarks/kernels.py --peers", "machine": machine, **found}, indent=1)

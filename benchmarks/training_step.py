@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,9 +128,8 @@ def main() -> None:
             if fp16 and nvfp4:
                 print(f"scale {scale}  nvfp4 / fp16, {kind}: {nvfp4 / fp16:.3f}")
     if arguments.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        machine |= {"python": platform.python_version(), "commit": commit.stdout.strip()}
+        machine["python"] = platform.python_version()
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         report = {"command": "python benchmarks/training_step.py", "machine": machine, "rows": rows}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
