@@ -120,8 +120,8 @@ def main() -> None:
 
 
 def _write(arguments: argparse.Namespace, times: dict[str, list[float]], medians: dict[str, float]) -> None:
-    machine = environment()
-    machine["packages"] = {"torch": torch.__version__}
+    machine = environment() | {"packages": {"torch": torch.__version__}}
+    del machine["platform"]
     content = {
         "command": "python benchmarks/reference_speed.py" + (" --compile" if arguments.compile else ""),
         "date": date.today().isoformat(),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -25,7 +26,7 @@ def draw_e2m1() -> None:
     figure, axes = plt.subplots(figsize=(7.2, 5.0))
     u = torch.linspace(0, 7, 1401)
     axes.plot([0, 6, 7], [0, 6, 6], color=VERMILION, linestyle="--", linewidth=1.4, label="stochastic, mean")
-    ties = [(low + high) / 2 for low, high in zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)]
+    ties = [(low + high) / 2 for low, high in pairwise(E2M1_VALUES)]
     edges = [0.0, *ties, 7.0]
     for index, (value, left, right) in enumerate(zip(E2M1_VALUES, edges, edges[1:], strict=False)):
         label = "nearest, ties to the even code" if index == 0 else None
