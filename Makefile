@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(INSTALL) --editable '.[rtx,dev]'
+	$(INSTALL) --editable '.[rtx,dev,examples]'
 	touch $@
 
 clean:

@@ -75,7 +75,8 @@ def train(model: nn.Module, settings: Settings, seed: int, steps: int | None = N
     per_epoch = len(labels) // settings.batch
     total = steps or settings.epochs * per_epoch
     optimizer = torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total, pct_start=settings.warmup)
+    warmup = min(0.9, max(settings.warmup, 2.5 / total))  # torch's schedule divides by zero where a phase has no step
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total, pct_start=warmup)
     losses: list[float] = []
     model.train()
     while len(losses) < total:

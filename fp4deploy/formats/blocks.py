@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from fp4deploy.errors import InputError
 
-PIECE = 1 << 18
+PIECE = 1 << 20
 
 
 def normalized_axis(x: torch.Tensor, axis: int) -> int:
