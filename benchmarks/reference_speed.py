@@ -1,13 +1,14 @@
 """How much faster the torch reference is than the transcription of the contract one would write first.
 
-    python benchmarks/reference_speed.py --json benchmarks/results/reference_speed_cpu.json
+    python benchmarks/reference_speed.py --compile --json benchmarks/results/reference_speed_cpu.json
 
-NVFP4 fake quantisation of a float32 [4096, 4096] on the CPU, 1-D blocks, both with all threads torch has. The naive
-version is docs/numerics.md line by line over the whole tensor: nested `torch.where` for the element thresholds, every
-intermediate result in memory. Both give the same bits (the sign of a zero excepted), asserted on hard cases before
-anything is timed. Runs alternate, so that a busy machine slows both; the ratio is that of the medians. `--compile`
-adds torch.compile of the naive version, timed last and alone: it brings an OpenMP runtime of its own, whose waiting
-threads take the cores from torch's.
+NVFP4 fake quantisation of a float32 [4096, 4096] on the CPU, 1-D blocks, on one thread and on all. The naive version is
+docs/numerics.md line by line over the whole tensor: nested `torch.where` for the element thresholds, every intermediate
+result in memory. Both give the same bits (the sign of a zero excepted), asserted on hard cases before timing. Runs
+alternate, so that a busy machine slows both; the ratio is that of the medians. The reference runs many short
+operations: on several threads it suffers more from other work on the machine. `--compile` adds torch.compile of the
+naive version, timed last and alone: it brings an OpenMP runtime of its own, whose waiting threads take the cores from
+torch's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,47 +93,54 @@ def alternate(
     return times
 
 
+def measure(threads: int, repeats: int, x: torch.Tensor, compiled: bool) -> dict[str, list[float]]:
+    """Milliseconds by name, on so many threads."""
+    torch.set_num_threads(threads)
+    times = alternate({"naive": naive, "reference": reference}, x, repeats)
+    if compiled:
+        run = torch.compile(naive)
+        assert torch.equal(run(x), reference(x))
+        times |= alternate({"naive, torch.compile": run}, x, repeats)
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns, a multiple of 16 (default 4096)")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--compile", action="store_true", help="torch.compile of the naive version as well")
-    parser.add_argument("--threads", type=int, help="default: what torch takes")
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
+    parser.add_argument("--compile", action="store_true", help="torch.compile of the naive version, last")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     assert_equal_bytes(naive, min(arguments.size, 1024))
     torch.manual_seed(0)
     x = torch.randn(arguments.size, arguments.size)
     assert torch.equal(naive(x), reference(x))
-    times = alternate({"naive": naive, "reference": reference}, x, arguments.repeats)
-    if arguments.compile:
-        compiled = torch.compile(naive)
-        assert_equal_bytes(compiled, min(arguments.size, 1024))
-        assert torch.equal(compiled(x), reference(x))
-        times |= alternate({"naive, torch.compile": compiled}, x, arguments.repeats)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    print(f"float32 [{arguments.size}, {arguments.size}], {torch.get_num_threads()} threads, bytes equal")
-    for name, median in medians.items():
-        spread = f"{min(times[name]):8.1f} to {max(times[name]):8.1f}"
-        print(f"{name:22s} {median:8.1f} ms ({spread})   {medians['naive'] / median:5.2f} x naive")
+    rows: list[dict[str, Any]] = []
+    for threads in arguments.threads:
+        compiled = arguments.compile and threads == arguments.threads[-1]
+        times = measure(threads, arguments.repeats, x, compiled)
+        slow = statistics.median(times["naive"])
+        for name, values in times.items():
+            median = statistics.median(values)
+            rows.append({"threads": threads, "name": name, "median_ms": median, "ratio_to_naive": slow / median})
+            rows[-1]["ms"] = values
+            spread = f"{min(values):7.1f} to {max(values):7.1f}"
+            print(f"threads {threads}  {name:21s} {median:7.1f} ms ({spread})  {slow / median:5.2f} x naive")
     if arguments.json:
-        _write(arguments, times, medians)
+        _write(arguments, rows)
 
 
-def _write(arguments: argparse.Namespace, times: dict[str, list[float]], medians: dict[str, float]) -> None:
+def _write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     machine = environment() | {"packages": {"torch": torch.__version__}}
-    del machine["platform"]
+    del machine["platform"], machine["threads"]
     content = {
         "command": "python benchmarks/reference_speed.py" + (" --compile" if arguments.compile else ""),
         "date": date.today().isoformat(),
         "machine": machine,
         "shape": [arguments.size, arguments.size],
         "bytes_equal": True,
-        "median_ms": medians,
-        "ratio_to_naive": {name: medians["naive"] / median for name, median in medians.items()},
-        "ms": times,
+        "rows": rows,
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(content, indent=1) + "\n")
