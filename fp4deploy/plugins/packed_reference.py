@@ -1,0 +1,81 @@
+"""What products of packed NVFP4 tensors are: decode, then multiply in torch; the reference of every kernel in `products`.
+
+    x [N, H, W, C] and w [O, KH, KW, C] in blocks along C:   y = relu(conv(x', w') + b), x' and w' the decoded values
+
+The decoded values are exact in FP32 up to the rounding of (d8 * A) / 6E; sums are taken in `accumulate`, float32 where a
+user waits and float64 where a kernel is judged. A fused quantisation reads the output as it is rounded to `dtype`, so
+that fusing changes no byte.
+
+This is also the path of machines without a GPU, and of GPUs on which kernels are switched off.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+
+Output = torch.Tensor | Nvfp4Tensor
+
+
+def matmul_reference(
+    a: Nvfp4Tensor | torch.Tensor,
+    b: Nvfp4Tensor,
+    bias: torch.Tensor | None = None,
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+    accumulate: torch.dtype = torch.float32,
+) -> Output:
+    """a [..., K] packed or plain, b [N, K] packed -> [..., N]."""
+    product = _decode(a, accumulate) @ _decode(b, accumulate).mT
+    return _finish(product, bias, relu, dtype, out_amax)
+
+
+def conv2d_reference(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+    accumulate: torch.dtype = torch.float32,
+) -> Output:
+    """Images [N, H, W, C_i], concatenated along C; filter [O, KH, KW, sum C_i] -> [N, OH, OW, O]."""
+    image = torch.cat([_decode(source, accumulate) for source in sources], dim=-1).permute(0, 3, 1, 2)
+    filters = _decode(weight, accumulate).permute(0, 3, 1, 2)
+    out = F.conv2d(image, filters, None, stride, padding, dilation)
+    return _finish(out.permute(0, 2, 3, 1), bias, relu, dtype, out_amax)
+
+
+def conv_transpose2d_reference(
+    source: Nvfp4Tensor,
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None = None,
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+    accumulate: torch.dtype = torch.float32,
+) -> Output:
+    """Image [N, H, W, C], filter [O, 2, 2, C], stride 2 -> [N, 2H, 2W, O]."""
+    image = _decode(source, accumulate).permute(0, 3, 1, 2)
+    filters = _decode(weight, accumulate).permute(3, 0, 1, 2)
+    out = F.conv_transpose2d(image, filters, None, stride=2)
+    return _finish(out.permute(0, 2, 3, 1), bias, relu, dtype, out_amax)
+
+
+def _decode(x: Nvfp4Tensor | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.dequantize(dtype) if isinstance(x, Nvfp4Tensor) else x.to(dtype)
+
+
+def _finish(
+    out: torch.Tensor, bias: torch.Tensor | None, relu: bool, dtype: torch.dtype, out_amax: torch.Tensor | None
+) -> Output:
+    if bias is not None:
+        out = out + bias.to(out.dtype)
+    out = (out.relu() if relu else out).to(dtype).contiguous()
+    return out if out_amax is None else quantize_nvfp4(out, amax=out_amax)
