@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from fp4deploy.plugins.driver import kernel
@@ -16,6 +18,7 @@ SIGNATURE = "PPPPPPqqq"
 FILL = 132 * 16  # blocks that fill a large GPU
 TILE = (128, 4)
 VECTORS = 2  # 16-byte loads of a thread; 2 was the fastest of 1, 2, 4, 8 on an H200
+PACK_BLOCKS = 4  # of a multiprocessor: the registers allow no more
 SMALL = 2**31 - 2**10  # threads that 32-bit indices count
 
 LIBRARY.define(
@@ -33,6 +36,13 @@ LIBRARY.define("finite_amax(Tensor x) -> Tensor")
 LIBRARY.define("hadamard_amax(Tensor x, int axis) -> Tensor")
 LIBRARY.define("row_amax(Tensor x, int axis) -> Tensor")
 LIBRARY.define("mask_gradient(Tensor gradient, Tensor inside, int axis) -> Tensor")
+
+
+@lru_cache
+def processors(device: int) -> int:
+    """Multiprocessors of a GPU."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def _block(variant: list[int]) -> int:
@@ -82,7 +92,8 @@ def _launch(
     plain = linear and random is None and variant[0] <= 1 and not variant[4] and not variant[5]
     if plain and packed == 1 and x.dtype != torch.float32:
         pack = kernel("pack_rows.cu", "pack_rows", "PPPPq", _macros(x, variant, None), x.device)
-        pack.launch(-(-threads // THREADS), THREADS, x, amax, outputs[0], outputs[1], threads)
+        blocks = min(-(-threads // THREADS), PACK_BLOCKS * processors(x.device.index))
+        pack.launch(blocks, THREADS, x, amax, outputs[0], outputs[1], threads)
         return
     launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch
     launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, view.outer, view.size, view.inner)

@@ -142,10 +142,8 @@ FP4_FUNCTION float round_e4m3(float d) {
     return (d + rounder) - rounder;
 }
 
-FP4_FUNCTION uint32_t encode_e4m3(float d8) {
-    if (d8 != d8) return 0x7Fu;
-    return d8 < 0.015625f ? uint32_t(d8 * 512.f) : (bits(d8) >> 20) - 960u;
-}
+// Scaled by 2^-120, the bits of an E4M3 value above the 20th are its code.
+FP4_FUNCTION uint32_t encode_e4m3(float d8) { return d8 != d8 ? 0x7Fu : bits(d8 * from_bits(0x03800000u)) >> 20; }
 
 FP4_FUNCTION float decode_e4m3(uint32_t byte) {
     byte &= 0x7Fu;

@@ -19,24 +19,14 @@
 #ifndef E
 #define E 448
 #endif
+#ifndef OCCUPANCY
+#define OCCUPANCY 4
+#endif
 
 using fp4::BlockScale;
 using fp4::GlobalScale;
 
 constexpr float SMALLEST_ENCODE = 1.52587890625e-5f;  // 2^-16: no product of a 16-bit float underflows
-
-__device__ __forceinline__ float largest_of(const uint32_t (&w)[8], __half*) {
-    __half2 m = __habs2(*reinterpret_cast<const __half2*>(&w[0]));
-#pragma unroll
-    for (int i = 1; i < 8; ++i) m = __hmax2_nan(m, __habs2(*reinterpret_cast<const __half2*>(&w[i])));
-    return fp4::nan_max(__low2float(m), __high2float(m));
-}
-__device__ __forceinline__ float largest_of(const uint32_t (&w)[8], __nv_bfloat16*) {
-    __nv_bfloat162 m = __habs2(*reinterpret_cast<const __nv_bfloat162*>(&w[0]));
-#pragma unroll
-    for (int i = 1; i < 8; ++i) m = __hmax2_nan(m, __habs2(*reinterpret_cast<const __nv_bfloat162*>(&w[i])));
-    return fp4::nan_max(__low2float(m), __high2float(m));
-}
 
 __device__ __forceinline__ void widen(uint32_t word, float& low, float& high, __half*) {
     float2 pair = __half22float2(*reinterpret_cast<__half2*>(&word));
@@ -44,6 +34,37 @@ __device__ __forceinline__ void widen(uint32_t word, float& low, float& high, __
 }
 __device__ __forceinline__ void widen(uint32_t word, float& low, float& high, __nv_bfloat16*) {
     low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xFFFF0000u);
+}
+
+// The larger magnitude of each half, NaN if either is, with a sign that means nothing.
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b, __half*) {
+#if __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+#else
+    __half2 m = __hmax2_nan(__habs2(*reinterpret_cast<__half2*>(&a)), __habs2(*reinterpret_cast<__half2*>(&b)));
+    return *reinterpret_cast<uint32_t*>(&m);
+#endif
+}
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16*) {
+#if __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+#else
+    using Pair = __nv_bfloat162;
+    Pair m = __hmax2_nan(__habs2(*reinterpret_cast<Pair*>(&a)), __habs2(*reinterpret_cast<Pair*>(&b)));
+    return *reinterpret_cast<uint32_t*>(&m);
+#endif
+}
+
+__device__ __forceinline__ float largest_of(const uint32_t (&w)[8]) {
+    constexpr DTYPE* tag = nullptr;
+    uint32_t m = larger(w[0], w[1], tag);
+#pragma unroll
+    for (int i = 2; i < 8; ++i) m = larger(m, w[i], tag);
+    float low, high;
+    widen(m, low, high, tag);
+    return fp4::nan_max(fabsf(low), fabsf(high));
 }
 
 // -0 becomes 0, everything else stays.
@@ -63,9 +84,26 @@ __device__ __forceinline__ uint32_t signs_of(const uint32_t* w) {
     return (odd & 0x80808080u) | ((even & 0x80808080u) >> 4);
 }
 
+// The magnitudes of eight codes added to `sum`, the first in the lowest nibble, for 0 <= u < 7. A code is piecewise linear in
+// u: 4 steps up to 2, 2 more up to 4, 1 more up to 6. Saturation to [0, 1], which costs nothing, cuts u into these pieces,
+// and adding each to 1.5 * 2^23 rounds it to whole steps, ties to even; all of it on the pipe of multiply-adds, which the
+// rest of the kernel leaves free.
+__device__ __forceinline__ uint32_t codes_of(const float* x, float half_encode, uint32_t sum) {
+    constexpr float magic = 12582912.f;  // 0x4B400000
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float half = fabsf(x[i]) * half_encode;
+        float steps = fmaf(__saturatef(half), 4.f, magic);
+        steps = fmaf(__saturatef(half - 1.f), 2.f, steps);
+        steps = steps + __saturatef(half - 2.f);
+        sum += __float_as_uint(steps) << (4 * i);
+    }
+    return sum - 0x4B400000u * 0x11111111u;
+}
+
 // The magnitudes of eight codes from rounded sums. A sum has the number of steps in its low half and 0x4AC0 plus 128 times
 // the binade in its high half, so that two sums are worked on in one register: halves i and i + 4.
-__device__ __forceinline__ uint32_t codes_of(const float* rounded) {
+__device__ __forceinline__ uint32_t codes_of_rounded(const float* rounded) {
     uint32_t sum = 0u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -152,20 +190,21 @@ __device__ __forceinline__ BlockScale light_scale(float d, const GlobalScale& gl
     return {fmaf(guess, fmaf(-x, guess, 1.f), guess), 0.f, d8};
 }
 
-extern "C" __global__ void __launch_bounds__(256, FORMAT == 1 ? 4 : 1) pack_rows(
-    const DTYPE* x, const float* amax, uint2* codes, uint8_t* scales, long long groups) {
-    const long long group = (long long)blockIdx.x * 256 + threadIdx.x;
-    const uint4* source = reinterpret_cast<const uint4*>(x) + group * 2;
-    const bool has = group < groups;
-    const uint4 first = has ? source[0] : uint4{}, second = has ? source[1] : uint4{};
-    __shared__ GlobalScale shared;
-    if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
-    __syncthreads();
-    if (!has) return;
-    const uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+// The sixteen values of a group in two 16-byte words.
+struct Group {
+    uint4 first, second;
+};
+
+__device__ __forceinline__ Group load(const uint4* x, long long group, long long groups) {
+    if (group >= groups) return {};
+    return {x[2 * group], x[2 * group + 1]};
+}
+
+__device__ __forceinline__ Packed pack(const Group& words, const GlobalScale& global, const uint4* source, const GlobalScale* shared) {
+    const uint32_t w[8] = {words.first.x,  words.first.y,  words.first.z,  words.first.w,
+                           words.second.x, words.second.y, words.second.z, words.second.w};
     constexpr DTYPE* tag = nullptr;
-    const GlobalScale global = shared;
-    const float largest = largest_of(w, tag);
+    const float largest = largest_of(w);
     // So that no intermediate of an ordinary block overflows or underflows.
     bool ordinary = global.amax > 1e-20f && global.amax < 1e20f;
 #if FORMAT == 1
@@ -177,38 +216,45 @@ extern "C" __global__ void __launch_bounds__(256, FORMAT == 1 ? 4 : 1) pack_rows
     const BlockScale block = light_scale(largest * global.sixth, global);
     ordinary = ordinary && is_ordinary(block, largest);
 #endif
-    uint2 packed;
-    float d8;
-    if (ordinary) {
-        float v[16];
-        uint32_t signs[8];
+    if (!ordinary) return with_care(source, shared);
+    float v[16];
+    uint32_t signs[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            widen(w[i], v[2 * i], v[2 * i + 1], tag);
-            signs[i] = without_negative_zero(w[i], tag);
-        }
-#if FORMAT == 1
-        const Candidate six = evaluate(v, scale_six, global), four = evaluate(v, scale_four, global);
-        const bool use_four = four.error < six.error;
-        d8 = use_four ? scale_four.d8 : scale_six.d8;
-#else
-        const Candidate six = evaluate(v, block, global);
-        d8 = block.d8;
-#endif
-        float rounded[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-#if FORMAT == 1
-            rounded[i] = use_four ? four.rounded[i] : six.rounded[i];
-#else
-            rounded[i] = six.rounded[i];
-#endif
-        packed = make_uint2(codes_of(rounded) | signs_of(signs), codes_of(rounded + 8) | signs_of(signs + 4));
-    } else {
-        const Packed careful = with_care(source, &shared);
-        packed = careful.codes;
-        d8 = careful.d8;
+    for (int i = 0; i < 8; ++i) {
+        widen(w[i], v[2 * i], v[2 * i + 1], tag);
+        signs[i] = without_negative_zero(w[i], tag);
     }
-    codes[group] = packed;
-    scales[group] = uint8_t(fp4::encode_e4m3(d8));
+    uint2 codes;
+#if FORMAT == 1
+    const Candidate six = evaluate(v, scale_six, global), four = evaluate(v, scale_four, global);
+    const bool use_four = four.error < six.error;
+    const float d8 = use_four ? scale_four.d8 : scale_six.d8;
+    float rounded[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) rounded[i] = use_four ? four.rounded[i] : six.rounded[i];
+    codes = make_uint2(codes_of_rounded(rounded) | signs_of(signs), codes_of_rounded(rounded + 8) | signs_of(signs + 4));
+#else
+    const float half_encode = 0.5f * block.encode, d8 = block.d8;
+    codes = make_uint2(codes_of(v, half_encode, signs_of(signs)), codes_of(v + 8, half_encode, signs_of(signs + 4)));
+#endif
+    return {codes, d8};
+}
+
+extern "C" __global__ void __launch_bounds__(256, OCCUPANCY) pack_rows(
+    const uint4* x, const float* amax, uint2* codes, uint8_t* scales, long long groups) {
+    const long long stride = (long long)gridDim.x * 256;
+    long long group = (long long)blockIdx.x * 256 + threadIdx.x;
+    Group words = load(x, group, groups);
+    __shared__ GlobalScale shared;
+    if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
+    __syncthreads();
+    const GlobalScale global = shared;
+    while (group < groups) {
+        const Group next = load(x, group + stride, groups);
+        const Packed packed = pack(words, global, x + 2 * group, &shared);
+        codes[group] = packed.codes;
+        scales[group] = uint8_t(fp4::encode_e4m3(packed.d8));
+        words = next;
+        group += stride;
+    }
 }
