@@ -77,6 +77,10 @@ def cases(dtype: torch.dtype, peers: bool) -> dict[str, tuple[Callable[[int], ob
             lambda i: ops.quantize_along(xs[i], 1, amax, None, PLAIN, True),
             2 * read + codes // 4,
         ),
+        "fake quantise + mask + amax of the same pass": (
+            lambda i: ops.quantize_and_amax(xs[i], 1, amax, None, PLAIN),
+            2 * read + codes // 4,
+        ),
         "fake quantise, amax found": (lambda i: quantize.fake_quantize_nvfp4(xs[i], mask=False), 2 * read),
         "packed, amax given": (lambda i: ops.pack_along(xs[i], 1, amax, None, PLAIN, False), packed),
         "packed swizzled": (lambda i: ops.pack_along(xs[i], 1, amax, None, PLAIN, True), packed),

@@ -5,8 +5,8 @@
 Batch 16, 352 x 480, 12 classes, FP16 autocast over FP32 weights, the loss and the optimiser of `fp4deploy train`,
 gradients clipped. Medians of whole steps by CUDA events after a warm-up; the input is random and stays on the GPU.
 `unfused` is the plain forward in channels_last; `reference` quantises with the torch reference instead of the kernels;
-`compiled loss` compiles the loss alone. With ModelOpt installed its QAT (NVFP4 default configuration, blocks along the
-width of the image) is timed too.
+`compiled loss` compiles the loss alone; `delayed` is recipe nvfp4_qat_delayed. With ModelOpt installed its QAT (NVFP4
+default configuration, blocks along the width of the image) is timed too.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def modelopt_model(scale: float) -> nn.Module:
 def measure(scale: float) -> list[dict[str, Any]]:
     """Rows of name, ms and peak memory; each model is freed before the next."""
 
-    def plain(precision: str, fused: bool) -> nn.Module:
+    def plain(precision: str, fused: bool, recipe: str = "nvfp4_qat") -> nn.Module:
         torch.manual_seed(0)
         model: nn.Module = build_unet(CLASSES, scale)
         if precision == "nvfp4":
-            prepare(model)
+            prepare(model, recipe)
         model = model.cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return fuse(model) if fused else model
 
@@ -94,7 +94,9 @@ def measure(scale: float) -> list[dict[str, Any]]:
         ("fp16 fused, compiled loss", lambda: plain("fp16", True), True, nhwc, "on"),
         ("nvfp4 unfused, reference", lambda: plain("nvfp4", False), False, nhwc, "off"),
         ("nvfp4 unfused", lambda: plain("nvfp4", False), False, nhwc, "on"),
+        ("nvfp4 unfused, delayed", lambda: plain("nvfp4", False, "nvfp4_qat_delayed"), False, nhwc, "on"),
         ("nvfp4 fused", lambda: plain("nvfp4", True), False, nhwc, "on"),
+        ("nvfp4 fused, delayed", lambda: plain("nvfp4", True, "nvfp4_qat_delayed"), False, nhwc, "on"),
         ("nvfp4 fused, compiled loss", lambda: plain("nvfp4", True), True, nhwc, "on"),
         ("peer: ModelOpt NVFP4 QAT", lambda: modelopt_model(scale), False, nchw, "on"),
     ]

@@ -21,7 +21,7 @@ def bench(
         list[Path] | None,
         typer.Option(
             "--engine",
-            help="Artefact (.plan, .onnx, checkpoint), or its name in the latest run; repeatable.",
+            help="Artefact (.plan, .onnx, .fp4, checkpoint), or its name in the latest run; repeatable.",
             show_default="every artefact of the latest run",
         ),
     ] = None,
@@ -133,5 +133,7 @@ def print_table(
     console = notes() if to_stderr else results()
     console.print(table)
     for entry in entries:
+        if reasons and entry.get("memory"):
+            console.print(tables.memory(entry["path"], entry["memory"]), markup=False, soft_wrap=True)
         if reasons and entry["reason"]:
             console.print(f"{entry['path']}: {entry['reason']}", markup=False, soft_wrap=True)

@@ -16,11 +16,11 @@ from .console import print_json, results
 
 def inspect(
     file: Annotated[
-        Path, typer.Argument(help=".onnx, .plan, .ledger.json or .safetensors; or its name in the latest run.")
+        Path, typer.Argument(help=".onnx, .fp4, .plan, .ledger.json or .safetensors; or its name in the latest run.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the tables.")] = False,
 ) -> None:
-    """Show the ledger of an engine, or the layers of an ONNX file or checkpoint."""
+    """Show the ledger of an engine, or the layers of an ONNX file, packed network or checkpoint."""
     path = _find(file)
     reader = next((read for suffix, read in READERS.items() if path.name.endswith(suffix)), None)
     if reader is None:
@@ -96,8 +96,16 @@ def _checkpoint(path: Path) -> Shown:
     return facts, ("tensor", "type", "shape"), rows, f"{len(rows)} tensors."
 
 
+def _packed(path: Path) -> Shown:
+    from fp4deploy.packed import read_packed
+    from fp4deploy.packed.describe import describe_packed
+
+    return describe_packed(read_packed(path))
+
+
 READERS: dict[str, Callable[[Path], Shown]] = {
     ".onnx": _onnx,
+    ".fp4": _packed,
     ".plan": _plan,
     LEDGER: _ledger,
     ".safetensors": _checkpoint,

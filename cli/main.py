@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError
 
-from . import bench, build, check, data, doctor, export, inspect, run, train
+from . import bench, build, check, data, doctor, export, inspect, kernels, run, train
 
 DEBUG = "--debug"
 
@@ -119,6 +119,7 @@ app.command("bench")(bench.bench)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
+app.command("kernels")(kernels.kernels)
 app.add_typer(data.app, name="data")
 
 

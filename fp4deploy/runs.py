@@ -6,6 +6,7 @@
       <model>/metrics.jsonl           one line an epoch
       <model>/state/                  everything an exact resume needs
       export/unet.onnx                the NVFP4 model; the FP16 baseline is unet-fp16.onnx
+      export/unet.fp4                 the same, packed; and unet-fp16.fp4
       engines/unet.plan               and unet.ledger.json beside it
       report.{json,md,html}
 

@@ -189,7 +189,7 @@ def test_the_code_in_the_recipes_page_runs() -> None:
 
     blocks = re.findall(r"```python\n(.*?)```", doc("recipes.md"), re.DOTALL)
     space: dict[str, Any] = {"model": VisionTransformer()}
-    expected = [0, 4, 4]
+    expected = [0, 4, 4, 4]
     assert len(blocks) == len(expected)
     for code, layers in zip(blocks, expected, strict=True):
         exec(code, space)
@@ -197,6 +197,21 @@ def test_the_code_in_the_recipes_page_runs() -> None:
     printed = re.search(r">>> print\(nearest\)\n(.*?)\n```", doc("recipes.md"), re.DOTALL)
     assert printed
     assert printed[1] == str(space["nearest"])
+
+
+def test_the_code_in_the_products_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4deploy.plugins import scaled_matmul
+
+    monkeypatch.chdir(tmp_path)
+    page = doc("products.md")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    space: dict[str, Any] = {}
+    for code in blocks:
+        exec(code, space)
+    assert space["again"].released
+    assert (tmp_path / "layer.safetensors").is_file()
+    assert ", ".join(f'`"{name}"`' for name in scaled_matmul.BACKENDS) in page
 
 
 @pytest.mark.parametrize("name", ["vit", "conv"])

@@ -21,7 +21,10 @@ NOT_RUN = "built, not run"
 
 @dataclass(frozen=True)
 class ArtifactResult:
-    """A measured artefact; `miou` in [0, 1] and `latency` are None where it could not be run, and `reason` says why."""
+    """A measured artefact; `miou` in [0, 1] and `latency` are None where it could not be run, and `reason` says why.
+
+    memory: bytes of weights and images, of runtimes that know them (`runtime_packed.memory`).
+    """
 
     path: Path
     model: str | None
@@ -35,6 +38,7 @@ class ArtifactResult:
     pixel_accuracy: float | None = None
     per_class: dict[str, float | None] = field(default_factory=dict)
     latency: Latency | None = None
+    memory: dict[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The entry of `artifacts` in report.json."""
@@ -54,6 +58,7 @@ class ArtifactResult:
             "batch": timed.batch if timed else None,
             "timed_runs": timed.runs if timed else None,
             "device": timed.device if timed else None,
+            "memory": self.memory,
             "status": self.status,
             "reason": self.reason,
         }
@@ -90,6 +95,7 @@ def bench_artifact(
         pixel_accuracy=_finite(scores.pixel_accuracy) if scores else None,
         per_class=dict(scores.per_class) if scores else {},
         latency=latency,
+        memory=getattr(runtime, "memory", None),
     )
 
 

@@ -17,6 +17,7 @@ from fp4deploy.bench.tables import duration
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export import export_onnx
 from fp4deploy.export.engine import build_engine
+from fp4deploy.export.packed import export_packed
 from fp4deploy.runs import Run, artifact_stem
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ def _export(run: Run, model: str, data: Path, say: Say) -> None:
     result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
     agreed = f": {result.verification.sentence()}" if result.verification else ""
     say(f"      {target.name}{agreed}")
+    packed = export_packed(run.checkpoint(model), target.with_suffix(".fp4"), data=data)
+    agreed = f": {packed.verification.sentence()}" if packed.verification else ""
+    say(f"      {packed.file.path.name}{agreed}")
 
 
 def _build(run: Run, model: str, arch: str, say: Say, journal: Journal) -> None:
@@ -95,6 +99,7 @@ def _artifacts(run: Run, model: str, say: Say) -> Iterator[Path]:
     candidates = (
         run.checkpoint(model),
         run.export_dir / f"{stem}.onnx",
+        run.export_dir / f"{stem}.fp4",
         run.engine_dir / f"{stem}.plan",
     )
     for path in candidates:

@@ -12,7 +12,7 @@ from fp4deploy.runs import RUNS, Run, artifact_stem, latest_run, open_run
 def run_artifacts(run: Run) -> dict[str, Path]:
     """Every artefact of a run by file name, checkpoints as "fp16.safetensors"; canonical ONNX before portable."""
     found = {f"{model}.safetensors": run.checkpoint(model) for model in run.models()}
-    for folder, pattern in ((run.export_dir, "*.onnx"), (run.engine_dir, "*.plan")):
+    for folder, pattern in ((run.export_dir, "*.onnx"), (run.export_dir, "*.fp4"), (run.engine_dir, "*.plan")):
         found |= {path.name: path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")}
     return found
 

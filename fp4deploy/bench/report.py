@@ -144,12 +144,18 @@ def summary(facts: dict[str, Any]) -> list[str]:
     if ".onnx" in sizes:
         small, large = sizes[".onnx"]
         sentences.append(f"{_sizes('ONNX file', small, large)}.")
+    if ".fp4" in sizes:
+        small, large = sizes[".fp4"]
+        sentences.append(f"{_sizes('packed file', small, large)}.")
     if ".plan" in sizes:
         small, large = sizes[".plan"]
         sentences.append(f"{_sizes('engine', small, large)}; in engines compiled kernels lie beside the weights.")
     for ledger in facts["ledgers"]:
         if ledger["model"] == "nvfp4":
             sentences.append(f"{ledger['engine']}: {ledger['summary']}")
+    for entry in facts["artifacts"]:
+        if entry["model"] == "nvfp4" and entry.get("memory"):
+            sentences.append(tables.memory(entry["path"], entry["memory"]))
     plans = [entry for entry in facts["artifacts"] if entry["path"].endswith(".plan")]
     if plans and all(entry["latency_ms"] is None for entry in plans):
         sentences.append("This machine cannot run the engines, so they have no accuracy and no latency here.")

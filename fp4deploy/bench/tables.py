@@ -67,6 +67,15 @@ def size(count: int | None) -> str:
     return f"{count} B"
 
 
+def memory(name: str, found: dict[str, int]) -> str:
+    """A sentence about the bytes that `runtime_packed.memory` gives."""
+    parts = [
+        f"{what} {size(found[f'{kind}_bytes'])}, in FP16 {size(found[f'{kind}_bytes_fp16'])}"
+        for what, kind in (("weights", "weight"), ("images alive at once", "activation"))
+    ]
+    return f"{name}: {'; '.join(parts)}."
+
+
 def milliseconds(value: float | None) -> str:
     """Three significant digits."""
     if value is None:

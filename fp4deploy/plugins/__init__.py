@@ -2,9 +2,50 @@
 
 Nothing here is needed to train, export or measure: where kernels cannot run (`why_unavailable`) or
 `FP4DEPLOY_KERNELS=off` is set, the torch reference does the same work, slower.
+
+Layers in NVFP4 by name (`fp4_linear`, `fp4_conv2d`, ..., docs/products.md) are imported when they are first asked for.
 """
 
-from fp4deploy.plugins.compiler import KernelError, compile_cubin
-from fp4deploy.plugins.driver import Kernel, available, kernel, why_unavailable
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["Kernel", "KernelError", "available", "compile_cubin", "kernel", "why_unavailable"]
+from fp4deploy.plugins.availability import available, why_unavailable
+from fp4deploy.plugins.compiler import KernelError, compile_cubin
+from fp4deploy.plugins.driver import Kernel, kernel
+
+if TYPE_CHECKING:
+    from fp4deploy.plugins.conv import fp4_conv2d
+    from fp4deploy.plugins.linear import fp4_cached_linear, fp4_linear, fp4_matmul
+    from fp4deploy.plugins.weight_cache import FP4WeightCache, fp4_quantize
+
+__all__ = [
+    "FP4WeightCache",
+    "Kernel",
+    "KernelError",
+    "available",
+    "compile_cubin",
+    "fp4_cached_linear",
+    "fp4_conv2d",
+    "fp4_linear",
+    "fp4_matmul",
+    "fp4_quantize",
+    "kernel",
+    "why_unavailable",
+]
+
+_HOMES = {
+    "FP4WeightCache": "weight_cache",
+    "fp4_cached_linear": "linear",
+    "fp4_conv2d": "conv",
+    "fp4_linear": "linear",
+    "fp4_matmul": "linear",
+    "fp4_quantize": "weight_cache",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found

@@ -13,32 +13,27 @@ have the FP4 conversion instructions. Such code runs on no other GPU, but that i
 **Flags.** `-fmad=false`: a contracted a*b+c rounds once where the numerics contract rounds twice, and bytes would
 differ. `-lineinfo` lets profilers name source lines and costs nothing at run time. No fast-math: divisions are IEEE.
 
-**The cache.** `FP4DEPLOY_CACHE`, else `$XDG_CACHE_HOME/fp4deploy`, else `~/.cache/fp4deploy`; below it
-`kernels/<architecture>/<source>-<key>.cubin`. The key is a SHA-256 of the source, every header beside it, the macros,
-the flags and nvcc's version: a change of any gives another name, and nothing has to be invalidated. A file ends with
-the SHA-256 of its cubin; a damaged one is compiled again. Processes that need the same entry wait for the first
-(training starts one for each GPU), and a finished file is renamed into place, so that readers need no lock.
+**The cache.** `kernels/<architecture>/<source>-<key>.cubin` in the folder of `fp4deploy.plugins.disk_cache`. The key is
+a SHA-256 of the source, every header beside it, the macros, the flags and nvcc's version: a change of any gives another
+name, and nothing has to be invalidated.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
 from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.plugins.disk_cache import cache_folder, digest_of, keep_entry, one_process, read_entry
 
 SOURCES = Path(__file__).resolve().parent / "cuda"
 HEADERS = (".cuh", ".h", ".hpp")
@@ -47,7 +42,6 @@ TOOLKIT = "/usr/local/cuda"
 INSTALL_NVCC = "install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
 
 Macros: TypeAlias = Mapping[str, "str | int | None"]
-_DIGEST = hashlib.sha256().digest_size
 _log = logging.getLogger(__name__)
 
 
@@ -93,14 +87,6 @@ def supported(nvcc: Path, arch: str) -> bool:
     return not printed or arch.rstrip("a") in printed
 
 
-def cache_folder() -> Path:
-    """Folder of everything that can be made again: FP4DEPLOY_CACHE, else the XDG cache folder's `fp4deploy`."""
-    if chosen := os.environ.get("FP4DEPLOY_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "fp4deploy"
-
-
 def compile_cubin(source: str | Path, arch: str, macros: Macros | None = None) -> bytes:
     """Machine code of a source for one architecture, from the cache or from nvcc.
 
@@ -121,13 +107,13 @@ def compile_cubin(source: str | Path, arch: str, macros: Macros | None = None) -
         raise UnavailableError(f"{path.name} cannot be compiled: nvcc is missing; {INSTALL_NVCC}.")
     options = [*FLAGS, *_definitions(macros), f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"]
     entry = cache_folder() / "kernels" / arch / f"{path.stem}-{_key(path, options, nvcc)[:40]}.cubin"
-    cubin = _read(entry)
+    cubin = read_entry(entry)
     if cubin is None:
-        with _only_one(entry):
-            cubin = _read(entry)
+        with one_process(entry):
+            cubin = read_entry(entry)
             if cubin is None:
                 cubin = _run(nvcc, path, options, arch, macros)
-                _write(entry, cubin)
+                keep_entry(entry, cubin)
     return cubin
 
 
@@ -173,10 +159,7 @@ def _key(path: Path, options: list[str], nvcc: Path) -> str:
     parts = [text.encode() for text in texts] + [path.read_bytes()]
     for header in headers:
         parts += [header.name.encode(), header.read_bytes()]
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.hexdigest()
+    return digest_of(parts)
 
 
 def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros | None) -> bytes:
@@ -200,49 +183,3 @@ def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros |
             said = (done.stderr + done.stdout).strip() or f"exit status {done.returncode}, and no message"
             raise KernelError(f"{describe(path, macros)} does not compile for {arch}. nvcc says:\n{said[:6000]}")
         return out.read_bytes()
-
-
-def _read(entry: Path) -> bytes | None:
-    """The cubin of a cache entry; None where it is missing, cut off or changed."""
-    try:
-        content = entry.read_bytes()
-    except OSError:
-        return None
-    cubin, digest = content[:-_DIGEST], content[-_DIGEST:]
-    return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
-
-
-def _write(entry: Path, cubin: bytes) -> None:
-    """Write beside the entry and rename.
-
-    The temporary name is random: processes in containers on one shared home folder can have equal process numbers.
-    """
-    temporary = entry.with_name(f".{entry.name}.{secrets.token_hex(8)}.partial")
-    try:
-        temporary.write_bytes(cubin + hashlib.sha256(cubin).digest())
-        os.replace(temporary, entry)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        warnings.warn(
-            f"{entry} could not be written ({error.strerror or error}): every process compiles the kernels again. "
-            "Set FP4DEPLOY_CACHE to a folder that can be written.",
-            stacklevel=3,
-        )
-
-
-@contextmanager
-def _only_one(entry: Path) -> Iterator[None]:
-    """Let one process at a time make an entry. Where locks do not work each compiles: slower, and still right."""
-    lock = None
-    with suppress(ImportError, OSError):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        import fcntl  # not on Windows
-
-        lock = entry.with_suffix(".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.close()

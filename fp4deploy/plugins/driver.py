@@ -26,105 +26,27 @@ that torch wants run before a capture take care of it. How a kernel gets onto to
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import struct
 import threading
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.plugins.compiler import (
-    INSTALL_NVCC,
-    KernelError,
-    Macros,
-    architecture,
-    compile_cubin,
-    describe,
-    find_nvcc,
-    nvcc_version,
-    source_path,
-    supported,
-)
+from fp4deploy.plugins.availability import Device, device_index, why_unavailable
+from fp4deploy.plugins.availability import available as available
+from fp4deploy.plugins.compiler import KernelError, Macros, architecture, compile_cubin, describe, source_path
 from fp4deploy.plugins.context import Gpu, raw_stream
 
-Device: TypeAlias = "torch.device | str | int | None"
-OLDEST = (8, 0)
 SIGNATURE = re.compile(r"(?:[PqQiIfd?bBhH]|0q|\d+s)*")
 _STATIC_SHARED = 48 * 1024
 
 _lock = threading.Lock()
 _gpus: dict[int, Gpu] = {}
 _kernels: dict[tuple, Kernel] = {}
-
-
-@torch.compiler.assume_constant_result
-def available(device: Device = None) -> bool:
-    """True if kernels can be compiled and launched on a device (default: torch's current one)."""
-    return why_unavailable(device) is None
-
-
-def why_unavailable(device: Device = None) -> str | None:
-    """All that is missing, with the command that adds it; None where kernels run.
-
-    Raises:
-        InputError: FP4DEPLOY_KERNELS is neither "on" nor "off".
-    """
-    wish = os.environ.get("FP4DEPLOY_KERNELS", "on")
-    if wish not in ("on", "off", ""):
-        raise InputError(f"FP4DEPLOY_KERNELS is '{wish}'. Valid: on (the default), off.")
-    if wish == "off":
-        return "switched off by FP4DEPLOY_KERNELS=off"
-    index = device_index(device)
-    return "tensors on the CPU need no CUDA kernel" if index is None else _lacking(index)
-
-
-def device_index(device: Device) -> int | None:
-    """Number of a CUDA device; None for the CPU. None means torch's current device, 0 where there is no GPU at all."""
-    if isinstance(device, str):
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        if device.type != "cuda":
-            return None
-        device = device.index
-    if device is not None:
-        return device
-    return torch.cuda.current_device() if torch.cuda.is_available() else 0
-
-
-@lru_cache
-def _lacking(index: int) -> str | None:
-    lacks = []
-    nvcc = find_nvcc()
-    release = None
-    try:
-        release = nvcc_version(nvcc) if nvcc else None
-    except UnavailableError as error:
-        lacks.append(str(error))
-    if not torch.cuda.is_available():
-        lacks.append("no NVIDIA GPU that torch can use")
-    else:
-        capability = torch.cuda.get_device_capability(index)
-        arch = architecture(capability)
-        if capability < OLDEST:
-            lacks.append(f"{torch.cuda.get_device_name(index)} is {arch}, and sm_80 is the oldest the kernels know")
-        elif nvcc and release and not supported(nvcc, arch):
-            lacks.append(f"nvcc ({release}) is too old for {arch}: {INSTALL_NVCC}")
-    try:
-        import pycuda.driver  # noqa: F401
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("pycuda")
-        lacks.append(f"pycuda {'is missing' if missing else f'does not load ({error})'}: pip install pycuda")
-    if nvcc is None:
-        lacks.append(f"nvcc is missing: {INSTALL_NVCC}")
-    elif os.name == "posix" and not any(map(shutil.which, ("g++", "gcc", "clang++"))):
-        lacks.append("nvcc needs a C++ compiler on PATH: install g++")
-    return "; ".join(lacks) or None
 
 
 def kernel(
@@ -266,17 +188,41 @@ def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | 
     path = source_path(source)
     packing(signature)
     label = f"{name} of {describe(path, macros)}"
+    refuse_capture(index, label)
+    cubin = compile_cubin(path, architecture(torch.cuda.get_device_capability(index)), macros)
+    same = (str(path), name, signature, index, *sorted((macros or {}).items()))
+    with _lock:
+        if same not in _kernels:
+            _kernels[same] = _on_gpu(index, cubin, name, signature, label)
+        return _kernels.setdefault(key, _kernels[same])
+
+
+def refuse_capture(index: int, label: str) -> None:
+    """Loading allocates, which a stream under capture does not allow.
+
+    Raises:
+        KernelError: a CUDA graph is being captured on the device.
+    """
     with torch.cuda.device(index):
         if torch.cuda.is_current_stream_capturing():
             raise KernelError(
                 f"The kernel {label} was not loaded when the capture of a CUDA graph began, and loading allocates. "
                 "Run the step once on this device before the capture."
             )
-    cubin = compile_cubin(path, architecture(torch.cuda.get_device_capability(index)), macros)
-    same = (str(path), name, signature, index, *sorted((macros or {}).items()))
+
+
+def load_cubin(index: int, cubin: bytes, name: str, signature: str, label: str) -> Kernel:
+    """A kernel out of machine code that is there already; the caller keeps it.
+
+    Raises:
+        KernelError: the driver refuses the module, or it has no such function.
+    """
     with _lock:
-        if index not in _gpus:
-            _gpus[index] = Gpu(index)
-        if same not in _kernels:
-            _kernels[same] = Kernel(_gpus[index], _gpus[index].function(cubin, name, label), label, signature)
-        return _kernels.setdefault(key, _kernels[same])
+        return _on_gpu(index, cubin, name, signature, label)
+
+
+def _on_gpu(index: int, cubin: bytes, name: str, signature: str, label: str) -> Kernel:
+    """With the lock held."""
+    if index not in _gpus:
+        _gpus[index] = Gpu(index)
+    return Kernel(_gpus[index], _gpus[index].function(cubin, name, label), label, signature)

@@ -18,7 +18,6 @@ SIGNATURE = "PPPPPPqqq"
 FILL = 132 * 16  # blocks that fill a large GPU
 TILE = (128, 4)
 VECTORS = 2  # 16-byte loads of a thread; 2 was the fastest of 1, 2, 4, 8 on an H200
-PACK_BLOCKS = 4  # of a multiprocessor: the registers allow no more
 SMALL = 2**31 - 2**10  # threads that 32-bit indices count
 
 LIBRARY.define(
@@ -32,17 +31,19 @@ LIBRARY.define(
     "-> (Tensor, Tensor)"
 )
 LIBRARY.define("pack_tiles(Tensor x, Tensor amax, Tensor? random, int[] variant) -> (Tensor, Tensor)")
-LIBRARY.define("finite_amax(Tensor x) -> Tensor")
+LIBRARY.define(
+    "quantize_and_amax(Tensor x, int axis, Tensor amax, Tensor? random, int[] variant) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define("finite_amax(Tensor x, Tensor? previous=None) -> Tensor")
 LIBRARY.define("hadamard_amax(Tensor x, int axis) -> Tensor")
 LIBRARY.define("row_amax(Tensor x, int axis) -> Tensor")
 LIBRARY.define("mask_gradient(Tensor gradient, Tensor inside, int axis) -> Tensor")
 
 
 @lru_cache
-def processors(device: int) -> int:
-    """Multiprocessors of a GPU."""
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for anything else, where launches are only recorded."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _block(variant: list[int]) -> int:
@@ -66,7 +67,9 @@ def _launch(
     variant: list[int],
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     packed: int,
+    own: torch.Tensor | None = None,
 ) -> None:
+    """`own`, float32 [], zero before: becomes the finite amax of `x`, from the same pass where that can be."""
     mx = _block(variant) == 32
     width = 0 if view.inner == 1 else _width(x, view.inner)
     groups = view.groups(_block(variant))
@@ -79,20 +82,26 @@ def _launch(
     macros |= {"BIG": int(max(threads, view.rows) > SMALL)}
     if linear and packed == 0 and random is None and variant[0] != 1 and not variant[4] and not variant[5]:
         vectors = x.numel() * x.element_size() // 16
-        macros["VECTORS"] = VECTORS
-        rows = kernel("quantize.cu", "fake_quantize_rows", "PPPPq", macros, x.device)
-        rows.launch(-(-vectors // (VECTORS * THREADS)), THREADS, x, amax, outputs[0], outputs[2], vectors)
+        macros |= {"VECTORS": VECTORS, "MEASURE": int(own is not None)}
+        rows = kernel("quantize.cu", "fake_quantize_rows", "PPPPPq", macros, x.device)
+        rows.launch(-(-vectors // (VECTORS * THREADS)), THREADS, x, amax, outputs[0], outputs[2], own, vectors)
         return
     if width == 2 and packed == 0 and _is_plain(variant, random) and x.dtype != torch.float32 and view.size % 16 == 0:
         macros["PAIR"] = "__half2" if x.dtype == torch.float16 else "__nv_bfloat162"
-        columns = kernel("quantize.cu", "fake_quantize_columns", "PPPPqqq", macros, x.device)
+        macros["MEASURE"] = int(own is not None)
+        columns = kernel("quantize.cu", "fake_quantize_columns", "PPPPPqqq", macros, x.device)
         sizes = (view.outer, view.size, view.inner)
-        columns.launch(-(-threads // THREADS), THREADS, x, amax, outputs[0], outputs[2], *sizes)
+        columns.launch(-(-threads // THREADS), THREADS, x, amax, outputs[0], outputs[2], own, *sizes)
         return
+    if own is not None:
+        _find_amax(x, own, None)
     plain = linear and random is None and variant[0] <= 1 and not variant[4] and not variant[5]
     if plain and packed == 1 and x.dtype != torch.float32:
-        pack = kernel("pack_rows.cu", "pack_rows", "PPPPq", _macros(x, variant, None), x.device)
-        blocks = min(-(-threads // THREADS), PACK_BLOCKS * processors(x.device.index))
+        name, resident = ("pack_rows_4o6", 8) if variant[0] else ("pack_rows", 4)
+        choices: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
+        choices |= {"SQUARED": variant[2], "FAST": variant[3]} if variant[0] else {}
+        pack = kernel(f"{name}.cu", name, "PPPPq", choices, x.device)
+        blocks = min(-(-threads // THREADS), resident * processors(x.device))
         pack.launch(blocks, THREADS, x, amax, outputs[0], outputs[1], threads)
         return
     launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch
@@ -140,6 +149,23 @@ def _quantized(
 def _(x, axis, amax, random, variant, inside):  # type: ignore[no-untyped-def]
     x, view = dense(x, axis, in_order=random is not None or bool(variant[5]))
     return _quantized(x, axis, view, variant, inside)
+
+
+@torch.library.impl(LIBRARY, "quantize_and_amax", "CUDA")
+def _quantize_and_amax(
+    x: torch.Tensor, axis: int, amax: torch.Tensor, random: torch.Tensor | None, variant: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, view = dense(x, axis, in_order=random is not None)
+    values, bits = _quantized(x, axis, view, variant, True)
+    own = torch.zeros((), dtype=torch.float32, device=x.device)
+    _launch(x, view, amax, random, variant, (values, None, bits), 0, own)
+    return values, bits, own
+
+
+@torch.library.register_fake("fp4deploy::quantize_and_amax", lib=LIBRARY)
+def _(x, axis, amax, random, variant):  # type: ignore[no-untyped-def]
+    x, view = dense(x, axis, in_order=random is not None)
+    return *_quantized(x, axis, view, variant, True), torch.empty((), dtype=torch.float32, device=x.device)
 
 
 @torch.library.impl(LIBRARY, "pack_along", "CUDA")
@@ -236,13 +262,17 @@ def _(x, amax, random, variant):  # type: ignore[no-untyped-def]
 
 
 @torch.library.impl(LIBRARY, "finite_amax", "CUDA")
-def _finite_amax(x: torch.Tensor) -> torch.Tensor:
+def _finite_amax(x: torch.Tensor, previous: torch.Tensor | None = None) -> torch.Tensor:
     x = x if _has_no_holes(x) else x.contiguous()
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    blocks = max(1, min(FILL, x.numel() * x.element_size() // (16 * THREADS * 2)))
-    launch = kernel("amax.cu", "finite_amax", "PPq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device).launch
-    launch(blocks, THREADS, x, amax, x.numel())
+    _find_amax(x, amax, previous)
     return amax
+
+
+def _find_amax(x: torch.Tensor, amax: torch.Tensor, previous: torch.Tensor | None) -> None:
+    blocks = max(1, min(FILL, x.numel() * x.element_size() // (16 * THREADS * 2)))
+    launch = kernel("amax.cu", "finite_amax", "PPPq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device).launch
+    launch(blocks, THREADS, x, amax, previous, x.numel())
 
 
 def _has_no_holes(x: torch.Tensor) -> bool:
@@ -269,7 +299,7 @@ def _row_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 @torch.library.register_fake("fp4deploy::finite_amax", lib=LIBRARY)
-def _(x):  # type: ignore[no-untyped-def]
+def _(x, previous=None):  # type: ignore[no-untyped-def]
     return torch.empty((), dtype=torch.float32, device=x.device)
 
 

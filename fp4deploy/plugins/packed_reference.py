@@ -1,9 +1,9 @@
-"""What products of packed NVFP4 tensors are: decode, then multiply in torch; the reference of every kernel in `products`.
+"""What products of packed NVFP4 tensors are: decode, multiply in torch; the reference of every kernel in `products`.
 
     x [N, H, W, C] and w [O, KH, KW, C] in blocks along C:   y = relu(conv(x', w') + b), x' and w' the decoded values
 
-The decoded values are exact in FP32 up to the rounding of (d8 * A) / 6E; sums are taken in `accumulate`, float32 where a
-user waits and float64 where a kernel is judged. A fused quantisation reads the output as it is rounded to `dtype`, so
+The decoded values are exact in FP32 up to the rounding of (d8 * A) / 6E; sums are taken in `accumulate`, float32 where
+a user waits and float64 where a kernel is judged. A fused quantisation reads the output as it is rounded to `dtype`, so
 that fusing changes no byte.
 
 This is also the path of machines without a GPU, and of GPUs on which kernels are switched off.
@@ -17,6 +17,11 @@ import torch.nn.functional as F
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 
 Output = torch.Tensor | Nvfp4Tensor
+
+
+def output_size(size: int, taps: int, stride: int, padding: int, dilation: int) -> int:
+    """Pixels of a convolution along one axis."""
+    return (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
 
 
 def matmul_reference(
@@ -48,7 +53,12 @@ def conv2d_reference(
     """Images [N, H, W, C_i], concatenated along C; filter [O, KH, KW, sum C_i] -> [N, OH, OW, O]."""
     image = torch.cat([_decode(source, accumulate) for source in sources], dim=-1).permute(0, 3, 1, 2)
     filters = _decode(weight, accumulate).permute(0, 3, 1, 2)
-    out = F.conv2d(image, filters, None, stride, padding, dilation)
+    if 0 in (*image.shape, *filters.shape):  # an empty sum is 0; torch refuses some of these
+        sizes = zip(image.shape[2:], filters.shape[2:], strict=True)
+        height, width = (output_size(size, taps, stride, padding, dilation) for size, taps in sizes)
+        out = image.new_zeros(image.shape[0], filters.shape[0], height, width)
+    else:
+        out = F.conv2d(image, filters, None, stride, padding, dilation)
     return _finish(out.permute(0, 2, 3, 1), bias, relu, dtype, out_amax)
 
 
@@ -64,7 +74,10 @@ def conv_transpose2d_reference(
     """Image [N, H, W, C], filter [O, 2, 2, C], stride 2 -> [N, 2H, 2W, O]."""
     image = _decode(source, accumulate).permute(0, 3, 1, 2)
     filters = _decode(weight, accumulate).permute(3, 0, 1, 2)
-    out = F.conv_transpose2d(image, filters, None, stride=2)
+    if 0 in (*image.shape, *filters.shape):
+        out = image.new_zeros(image.shape[0], filters.shape[1], 2 * image.shape[2], 2 * image.shape[3])
+    else:
+        out = F.conv_transpose2d(image, filters, None, stride=2)
     return _finish(out.permute(0, 2, 3, 1), bias, relu, dtype, out_amax)
 
 

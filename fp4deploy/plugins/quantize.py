@@ -72,6 +72,31 @@ def fake_quantize_nvfp4(
     return values, inside if mask else None
 
 
+def fake_quantize_and_amax(
+    x: torch.Tensor,
+    axes: tuple[int, ...],
+    amax: torch.Tensor,
+    four_over_six: FourOverSix | None = None,
+    rounding: str = "nearest",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`fake_quantize_nvfp4` with the static `amax`, and the finite amax of `x` itself, float32 [].
+
+    On a GPU one pass over `x` gives both for plain 1-D blocks (along the last axis in memory, or two neighbours at a
+    time along another); otherwise the amax takes a pass of its own.
+    """
+    if not runs_on_gpu(x) or len(axes) != 1:
+        values, inside = fake_quantize_nvfp4(x, axes, amax, False, four_over_six, rounding)
+        assert inside is not None
+        return values, inside, finite_amax(x)
+    axis = normalized_axis(x, axes[0])
+    check_options((axis,), False, four_over_six, rounding)
+    scale, random = _global_amax(x, axis, amax, False, False), _random(x, rounding, None, 0)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = ops.quantize_and_amax(
+        x.detach(), axis, scale, random, _variant(four_over_six, False, False)
+    )
+    return result
+
+
 def fake_quantize_mxfp4(
     x: torch.Tensor,
     axis: int = -1,
@@ -147,6 +172,17 @@ def finite_amax(x: torch.Tensor) -> torch.Tensor:
     if not runs_on_gpu(x):
         return formats.finite_amax(x)
     amax: torch.Tensor = ops.finite_amax(x.detach())
+    return amax
+
+
+def previous_amax(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """`previous`, float32 []; where it is not above 0, the finite amax of `x`.
+
+    On a GPU a kernel that decides there: nothing synchronises, and `x` is read only where it is needed.
+    """
+    if not runs_on_gpu(x):
+        return torch.where(previous > 0, previous, formats.finite_amax(x.detach()))
+    amax: torch.Tensor = ops.finite_amax(x.detach(), previous.float())
     return amax
 
 

@@ -82,7 +82,7 @@ class FusedUNet(UNet):
         for index, (up, block) in enumerate(zip(ups, decoder, strict=True)):
             upwards = F.conv_transpose2d(x, weights[up], _cast(up.bias, x), up.stride)
             skip, largest = skips.pop()
-            x = _Concat.apply(skip, upwards, _track(upwards, largest, block.conv1, read=True))
+            x = _concat(skip, upwards, largest, block.conv1)
             x, bias = self._block(block, x, weights)
             after = ups[index + 1] if index + 1 < len(ups) else self.head
             x, _ = _norm(x, bias, block.norm2, after)
@@ -138,10 +138,11 @@ class _NormReLU(torch.autograd.Function):
         tracked: torch.Tensor | None,
         decay: float,
         quantize: bool,
+        delayed: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.contiguous(memory_format=torch.channels_last)
         y, ab, mean_rstd, channel_mean, largest = ops.group_norm_relu(
-            x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize
+            x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed
         )
         used = largest if amax is None else amax
         ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used)
@@ -156,7 +157,7 @@ class _NormReLU(torch.autograd.Function):
             x, gradients[0], ab, mean_rstd, channel_mean, bias, weight, used, ctx.quantize
         )
         dgamma, dbeta, dbias = sums.unbind()
-        return dx, None if bias is None else dbias, dgamma, dbeta, None, None, None, None, None, None
+        return dx, None if bias is None else dbias, dgamma, dbeta, *[None] * 7
 
 
 class _SkipAndPool(torch.autograd.Function):
@@ -174,8 +175,9 @@ class _SkipAndPool(torch.autograd.Function):
 
 class _Concat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
-        out, inside = ops.concat(a, b, amax)
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, *tracking: Any) -> torch.Tensor:
+        out, inside = ops.concat(a, b, amax, *tracking)
+        ctx.arguments = 3 + len(tracking)
         ctx.save_for_backward(inside if amax is not None else None)
         ctx.first = a.shape[1]
         return out
@@ -183,7 +185,7 @@ class _Concat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         da, db = ops.separate(gradients[0], ctx.saved_tensors[0], ctx.first)
-        return da, db, None
+        return da, db, *[None] * (ctx.arguments - 2)
 
 
 def _norm(
@@ -191,13 +193,15 @@ def _norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(relu(norm(x + bias)) as the layer `after` reads it, its amax)."""
     amax = tracked = None
-    decay, quantize = 0.0, isinstance(after, QuantizedLayer)
+    decay, quantize, delayed = 0.0, isinstance(after, QuantizedLayer), False
     if isinstance(after, QuantizedLayer):
-        tracked = after.input_amax if after.training else None
-        amax = None if after.training else after.static_amax(x)
-        decay = after.recipe.amax_decay
-    args = (norm.weight, norm.bias, norm.num_groups, norm.eps, amax, tracked, decay, quantize)
+        tracked = after.input_amax if after.moves_amax else None
+        amax = None if after.moves_amax else _fixed_amax(after, x)
+        decay, delayed = after.recipe.amax_decay, after.is_delayed and after.moves_amax
+    args = (norm.weight, norm.bias, norm.num_groups, norm.eps, amax, tracked, decay, quantize, delayed)
     result: tuple[torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *args)
+    if delayed:
+        cast(QuantizedLayer, after).remember(result[1])
     return result
 
 
@@ -208,10 +212,29 @@ def _track(x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool)
     """
     if not isinstance(after, QuantizedLayer):
         return None
-    if not after.training:
-        return after.static_amax(x)
-    tracked: torch.Tensor = ops.track_amax(x.detach(), largest, after.input_amax, after.recipe.amax_decay, read)
-    return tracked
+    if not after.moves_amax:
+        return _fixed_amax(after, x)
+    used: torch.Tensor = ops.track_amax(
+        x.detach(), largest, after.input_amax, after.recipe.amax_decay, read, after.is_delayed
+    )
+    return after.remember(used) if after.is_delayed else used
+
+
+def _fixed_amax(after: QuantizedLayer, x: torch.Tensor) -> torch.Tensor:
+    """The amax where this forward moves none, in the shape that a kernel gives: a recomputation saves the same."""
+    return cast(torch.Tensor, after.static_amax(x)).reshape(1)
+
+
+def _concat(a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> torch.Tensor:
+    """[a, b] as the layer `after` reads it; `largest` is the amax of a. Delayed, only the copy itself reads b."""
+    tracking: tuple[Any, ...] = ()
+    if isinstance(after, QuantizedLayer) and after.moves_amax and after.is_delayed:
+        amax: torch.Tensor | None = after.remember(ops.previous_amax(b.detach(), largest, after.input_amax))
+        tracking = (largest, after.input_amax, after.recipe.amax_decay)
+    else:
+        amax = _track(b, largest, after, read=True)
+    result: torch.Tensor = _Concat.apply(a, b, amax, *tracking)
+    return result
 
 
 def _cast(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -1,9 +1,14 @@
 """Fake-quantised Conv2d, ConvTranspose2d and Linear.
 
 Each is the torch layer with its own parameters and names. A layer whose recipe gives its input a static scale has one
-buffer besides, `input_amax`: the tracked amax of its input, from which the engine's global scale is made. `prepare`
-turns a layer into its quantised class in place, so that hooks, parameters and references to the module survive, and
-`restore` turns it back.
+buffer besides, `input_amax`: the tracked amax of its input, from which the engine's global scale is made; 0 before the
+layer has seen data. `prepare` turns a layer into its quantised class in place, so that hooks, parameters and references
+to the module survive, and `restore` turns it back.
+
+A training step moves the tracked amax, m <- max(amax of x, decay * m), and quantises with the m after that or, where
+the recipe's amax_timing is "delayed", before it. Delayed, the pass that quantises x finds its amax as well, and no
+other reads x. Gradient checkpointing runs a forward a second time, inside the backward: that moves nothing and
+quantises with the amax of the layer's last call, so a layer is not called twice in what one backward recomputes.
 
 Blocks run along the axis that a product contracts (see `products`). With groups they run along the channels of one
 group, padded to whole blocks, so that no block crosses a group.
@@ -19,10 +24,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4deploy.formats import finite_amax
+from fp4deploy.plugins.quantize import previous_amax
 from fp4deploy.qat.gradient_products import quantized_product
 from fp4deploy.qat.products import ConvProduct, LinearProduct
 from fp4deploy.qat.recipes import Recipe
-from fp4deploy.qat.ste import fake_quantize
+from fp4deploy.qat.ste import fake_quantize, fake_quantize_and_measure
 
 
 class QuantizedLayer(nn.Module):
@@ -30,6 +36,7 @@ class QuantizedLayer(nn.Module):
 
     recipe: Recipe
     input_amax: torch.Tensor | None
+    delayed_amax: torch.Tensor | None  # what the last training step quantised with, where that is not input_amax
     observing: bool
     weight: torch.Tensor
 
@@ -37,6 +44,7 @@ class QuantizedLayer(nn.Module):
         """Give a layer whose class was just changed its quantiser state; `amax`: a calibrated one to keep."""
         self.recipe = recipe
         self.observing = False
+        self.delayed_amax = None
         self.register_buffer("input_amax", None)
         if self.is_static:
             self.input_amax = torch.zeros((), dtype=torch.float32, device=self.weight.device)
@@ -45,12 +53,22 @@ class QuantizedLayer(nn.Module):
 
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
-        del self.recipe, self.observing, self.input_amax
+        del self.recipe, self.observing, self.delayed_amax, self.input_amax
 
     @property
     def is_static(self) -> bool:
         """The input has a static global scale."""
         return self.recipe.activation is not None and self.recipe.activation.scale == "static"
+
+    @property
+    def is_delayed(self) -> bool:
+        """A training step quantises the input with the tracked amax of the steps before it."""
+        return self.recipe.amax_timing == "delayed"
+
+    @property
+    def moves_amax(self) -> bool:
+        """A forward, now, is a training step: it moves the tracked amax."""
+        return self.is_static and self.training and not _recomputing()
 
     def product(self) -> LinearProduct | ConvProduct:
         """The products of this layer, with a convolution's stride, padding, dilation and groups."""
@@ -66,11 +84,14 @@ class QuantizedLayer(nn.Module):
         return product.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Fake-quantise the input for the forward product."""
+        """Fake-quantise the input for the forward product; in training the tracked amax follows."""
         product = self.product()
-        return fake_quantize(
-            x, self.recipe.activation, (product.input_axis,), self.static_amax(x), groups=(product.groups,)
-        )
+        operand = (self.recipe.activation, (product.input_axis,))
+        if not (self.is_delayed and self.moves_amax):
+            return fake_quantize(x, *operand, self.static_amax(x), groups=(product.groups,))
+        quantized, largest = fake_quantize_and_measure(x, *operand, self.amax_before(x), groups=(product.groups,))
+        self.follow(largest)
+        return quantized
 
     def quantized_weight(self) -> torch.Tensor:
         """Fake-quantise the weight for the forward product, with its own amax."""
@@ -78,24 +99,46 @@ class QuantizedLayer(nn.Module):
         return fake_quantize(self.weight, self.recipe.weight, product.weight_axes, groups=product.weight_groups)
 
     def static_amax(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The input's static global amax, tracked first in training; None where the recipe has no static scale.
+        """The global amax that the input is quantised with, in training tracked; None where there is no static scale.
 
         A layer that never saw data has no scale: its output is NaN rather than silently zero.
         """
         if not self.is_static:
             return None
-        if self.training and not _recomputing():
+        if self.is_delayed and self.moves_amax:
+            amax = self.amax_before(x)
             self.track(x)
+            return amax
+        if self.moves_amax:
+            self.track(x)
+        elif self.is_delayed and self.training and self.delayed_amax is not None:
+            return self.delayed_amax
         amax = cast(torch.Tensor, self.input_amax)
         return torch.where(amax > 0, amax, float("nan"))
 
     @torch.no_grad()
+    def amax_before(self, x: torch.Tensor) -> torch.Tensor:
+        """The tracked amax of the steps before this one, or where there was none the amax of `x`."""
+        amax = previous_amax(x, cast(torch.Tensor, self.input_amax))
+        return self.remember(torch.where(amax > 0, amax, float("nan")))
+
+    def remember(self, amax: torch.Tensor) -> torch.Tensor:
+        """Keep what this step quantises with for a recomputation, of which a compiler takes care itself."""
+        if not torch.compiler.is_compiling():
+            self.delayed_amax = amax.reshape(())
+        return amax
+
     def track(self, x: torch.Tensor) -> None:
         """Move the tracked amax towards that of `x`: up at once, down by the recipe's decay (observing: never)."""
-        if self.input_amax is None:
-            return
+        if self.input_amax is not None:
+            self.follow(finite_amax(x.detach()))
+
+    @torch.no_grad()
+    def follow(self, largest: torch.Tensor) -> None:
+        """Move the tracked amax towards `largest`, the amax of the input."""
+        amax = cast(torch.Tensor, self.input_amax)
         decay = 1.0 if self.observing else self.recipe.amax_decay
-        self.input_amax.copy_(torch.maximum(finite_amax(x), self.input_amax * decay))
+        amax.copy_(torch.maximum(largest, amax * decay))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A checkpoint without `input_amax` leaves the layer the one it has; a layer without one ignores it."""

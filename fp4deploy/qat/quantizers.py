@@ -11,7 +11,7 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.formats import BLOCK, MX_BLOCK
-from fp4deploy.plugins.quantize import fake_quantize_mxfp4, fake_quantize_nvfp4
+from fp4deploy.plugins.quantize import fake_quantize_and_amax, fake_quantize_mxfp4, fake_quantize_nvfp4, finite_amax
 from fp4deploy.qat.recipes import QuantSpec
 
 
@@ -36,6 +36,31 @@ def quantize_operand(
     """
     if spec is None:
         return x, None
+    values, inside, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
+    return values, inside
+
+
+def quantize_and_measure(
+    x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor, groups: tuple[int, ...] = (1,)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize_operand` with a static amax, and the finite amax of `x` itself, float32 [], from the same pass.
+
+    The second pass that it costs otherwise is left where the kernel that does both does not fit.
+    """
+    values, inside, largest = _quantize_groups(x, spec, axes, amax, groups, measure=True)
+    assert inside is not None
+    assert largest is not None
+    return values, inside, largest
+
+
+def _quantize_groups(
+    x: torch.Tensor,
+    spec: QuantSpec,
+    axes: tuple[int, ...],
+    amax: torch.Tensor | None,
+    groups: tuple[int, ...],
+    measure: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
@@ -45,19 +70,22 @@ def quantize_operand(
     for axis, count in sorted(split.items(), reverse=True):
         x = x.unflatten(axis, (count, shape[axis] // count))
     moved = tuple(axis + sum(other <= axis for other in split) for axis in axes)
-    values, inside = _quantize(x, spec, moved, amax, as_mask=bool(split))
+    values, inside, largest = _quantize(x, spec, moved, amax, as_mask=bool(split), measure=measure)
     for axis in sorted(split):
         values = values.flatten(axis, axis + 1)
         inside = None if inside is None else inside.flatten(axis, axis + 1)
-    return values, inside
+    return values, inside, largest
 
 
 def _quantize(
-    x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor | None, as_mask: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], amax: torch.Tensor | None, as_mask: bool, measure: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     if spec.format == "mxfp4":
-        return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding, hadamard=spec.hadamard), None
-    options = (amax, spec.row_scaled, spec.four_over_six, spec.rounding)
+        return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding, hadamard=spec.hadamard), None, None
     if amax is not None and as_mask:  # a kernel's bits have the shape of the groups
-        return formats.fake_quantize_nvfp4(x, axes, *options)
-    return fake_quantize_nvfp4(x, axes, *options, hadamard=spec.hadamard, mask=amax is not None)
+        values, inside = formats.fake_quantize_nvfp4(x, axes, amax, spec.row_scaled, spec.four_over_six, spec.rounding)
+        return values, inside, finite_amax(x) if measure else None
+    if amax is not None and measure:
+        return fake_quantize_and_amax(x, axes, amax, spec.four_over_six, spec.rounding)
+    options = (amax, spec.row_scaled, spec.four_over_six, spec.rounding)
+    return *fake_quantize_nvfp4(x, axes, *options, hadamard=spec.hadamard, mask=amax is not None), None

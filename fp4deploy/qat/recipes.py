@@ -33,6 +33,7 @@ _CHOICES = {
     "scale_rule": ("floor", "ceil"),
     "rounding": ("nearest", "stochastic"),
 }
+AMAX_TIMINGS = ("current", "delayed")
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,14 @@ class Recipe:
 
     double_quantization: the backward products quantise the forward's quantised X and W, not the original ones.
     amax_decay: a static activation's amax after a training step is max(amax of the batch, amax_decay * previous).
+    amax_timing: a training step quantises a static activation with the amax after it ("current"), for which the
+        activation is read once before it can be quantised, or with the one before it ("delayed"), for which it is not;
+        what exceeds that saturates. The very first step has only its own.
 
     Raises:
-        InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, or a
-            Hadamard transform on one operand of a product only or on one that a backward product reuses.
+        InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, a
+            Hadamard transform on one operand of a product only or on one that a backward product reuses, or a delayed
+            amax where nothing is tracked.
     """
 
     name: str
@@ -115,6 +120,7 @@ class Recipe:
     wgrad_activation: QuantSpec | None = None
     double_quantization: bool = False
     amax_decay: float = 0.99
+    amax_timing: str = "current"
 
     def __post_init__(self) -> None:
         wrong = []
@@ -137,6 +143,10 @@ class Recipe:
             wrong.append("double_quantization: no backward operand has a quantiser")
         if not 0 <= self.amax_decay <= 1:
             wrong.append(f"amax_decay is {self.amax_decay:g}, valid values are 0 to 1")
+        if self.amax_timing not in AMAX_TIMINGS:
+            wrong.append(f"amax_timing '{self.amax_timing}' is not one of {', '.join(AMAX_TIMINGS)}")
+        elif self.amax_timing == "delayed" and not (self.activation and self.activation.scale == "static"):
+            wrong.append("amax_timing 'delayed' is of an activation with a static scale, and there is none")
         if wrong:
             raise InputError(f"Recipe '{self.name}': " + "; ".join(wrong) + ".")
 
@@ -152,6 +162,8 @@ class Recipe:
     def __str__(self) -> str:
         cells = {"recipe": self.name, "format": self._format()}
         cells |= {_HEADINGS[name]: "-" if spec is None else str(spec) for name, spec in self.operands().items()}
+        if self.amax_timing == "delayed":
+            cells[_HEADINGS["activation"]] += " delayed"
         cells["double quant"] = (
             "straight-through" if self.straight_through else "yes" if self.double_quantization else "no"
         )
@@ -205,6 +217,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe("fp4_all_the_way", NVFP4, NVFP4, NVFP4_STOCHASTIC, NVFP4, NVFP4_STOCHASTIC, NVFP4_STOCHASTIC),
         Recipe("nvfp4_qat", NVFP4_STATIC, NVFP4),
+        Recipe("nvfp4_qat_delayed", NVFP4_STATIC, NVFP4, amax_timing="delayed"),
         Recipe("nvfp4_qat_2d", NVFP4_STATIC, NVFP4_2D),
         Recipe(
             "nvfp4_4o6_qat",

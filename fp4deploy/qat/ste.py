@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp4deploy.plugins.quantize import mask_gradient
-from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.quantizers import quantize_and_measure, quantize_operand
 from fp4deploy.qat.recipes import QuantSpec
 
 
@@ -37,11 +37,31 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
         saved = ctx.saved_tensors  # once: checkpointing without reentrance unpacks a tensor a single time
-        if saved:
-            gradient = mask_gradient(gradient, saved[0], ctx.strides, ctx.axis)
+        gradient = mask_gradient(gradients[0], saved[0], ctx.strides, ctx.axis) if saved else gradients[0]
         return gradient, None, None, None, None
+
+
+class _FakeQuantizeAndMeasure(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        spec: QuantSpec,
+        axes: tuple[int, ...],
+        amax: torch.Tensor,
+        groups: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized, inside, largest = quantize_and_measure(x, spec, axes, amax, groups)
+        ctx.save_for_backward(inside)
+        ctx.strides, ctx.axis = quantized.stride(), axes[-1]
+        ctx.mark_non_differentiable(largest)
+        return quantized, largest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        return mask_gradient(gradients[0], inside, ctx.strides, ctx.axis), None, None, None, None
 
 
 def fake_quantize(
@@ -62,3 +82,15 @@ def fake_quantize(
         return quantize_operand(x, spec, axes, amax, groups)[0]
     quantized: torch.Tensor = _FakeQuantize.apply(x, spec, axes, amax, groups)
     return quantized
+
+
+def fake_quantize_and_measure(
+    x: torch.Tensor, spec: QuantSpec | None, axes: tuple[int, ...], amax: torch.Tensor, groups: tuple[int, ...] = (1,)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fake_quantize` with a static amax, and the finite amax of `x` itself, float32 [], from the same pass."""
+    assert spec is not None
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        quantized, _, largest = quantize_and_measure(x, spec, axes, amax, groups)
+        return quantized, largest
+    both: tuple[torch.Tensor, torch.Tensor] = _FakeQuantizeAndMeasure.apply(x, spec, axes, amax, groups)
+    return both

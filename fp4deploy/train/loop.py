@@ -27,11 +27,13 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
+from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.train.config import TrainSection
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.journal import append_line, keep_epochs
 from fp4deploy.train.losses import SegmentationLoss
+from fp4deploy.train.processes import share_amaxes
 from fp4deploy.train.progress import Display
 from fp4deploy.train.schedule import learning_rate, make_optimizer, set_learning_rate
 from fp4deploy.train.state import Progress, load_state, save_state
@@ -87,6 +89,7 @@ class Trainer:
         channels_last = settings.channels_last or isinstance(model, FusedUNet)
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.bare = model.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
+        self.layers = tuple(quantized_layers(model).values())
         self.optimizer = make_optimizer(model, plan.lr, settings.weight_decay)
         self.sampler = loaders[0].sampler
         self.train_batches: Any = loaders[0]
@@ -219,6 +222,8 @@ class Trainer:
         else:
             with self.accelerator.no_sync(self.model):
                 self.accelerator.backward(loss / group)
+        if self.accelerator.num_processes > 1:
+            share_amaxes(self.layers)
         progress.batch += 1
 
     def _update(self) -> None:

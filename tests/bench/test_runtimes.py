@@ -26,16 +26,19 @@ def test_runtimes_agree(untrained: Run, images: np.ndarray, model: str) -> None:
         untrained.checkpoint(model),
         untrained.export_dir / f"{stem}.onnx",
         untrained.export_dir / f"{stem}.portable.onnx",
+        untrained.export_dir / f"{stem}.fp4",
     )
     runtimes = [open_runtime(path) for path in paths]
-    reference, canonical, portable = (runtime.infer(images) for runtime in runtimes)
-    assert reference.shape == (3, 7, 32, 32)
-    assert reference.dtype == canonical.dtype == portable.dtype == np.float32
+    reference, canonical, portable, packed = (runtime.infer(images) for runtime in runtimes)
+    assert reference.shape == packed.shape == (3, 7, 32, 32)
+    assert reference.dtype == canonical.dtype == portable.dtype == packed.dtype == np.float32
     assert np.array_equal(canonical, portable), "the lowering in memory is the portable file"
     if model == "fp16":
         assert np.abs(reference - canonical).max() < 1e-4
+        assert np.abs(reference - packed).max() < 1e-4
     assert np.abs(reference - canonical).mean() < 0.05 * np.abs(reference).mean()
-    assert [runtime.card for runtime in runtimes] == [runtimes[0].card] * 3
+    assert np.abs(reference - packed).mean() < 0.05 * np.abs(reference).mean()
+    assert [runtime.card for runtime in runtimes] == [runtimes[0].card] * 4
     assert all(runtime.card.precision == model for runtime in runtimes)
 
 
@@ -49,28 +52,28 @@ def test_names_tell_what_runs_where(untrained: Run) -> None:
     assert (canonical.precision, portable.precision) == ("NVFP4 (emulated)", "FP16 (run in FP32)")
 
 
-@pytest.mark.parametrize("name", ["unet.onnx", "unet.portable.onnx"])
+@pytest.mark.parametrize("name", ["unet.onnx", "unet.portable.onnx", "unet.fp4"])
 def test_runtimes_time_themselves(untrained: Run, images: np.ndarray, name: str) -> None:
     times = open_runtime(untrained.export_dir / name).time(images, warmup=1, iterations=4, max_seconds=60)
     assert len(times) == 4
     assert min(times) > 0
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model", "model.fp4", "model.onnx.txt"])
+@pytest.mark.parametrize("name", ["model.pt", "model", "model.fp8", "model.onnx.txt"])
 def test_unknown_suffix_lists_what_bench_takes(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(InputError, match=r"\.onnx .*\.safetensors .*\.plan"):
+    with pytest.raises(InputError, match=r"\.onnx .*\.safetensors .*\.fp4 .*\.plan"):
         open_runtime(tmp_path / name)
 
 
-@pytest.mark.parametrize("suffix", [".onnx", ".safetensors", ".plan"])
+@pytest.mark.parametrize("suffix", [".onnx", ".safetensors", ".fp4", ".plan"])
 def test_missing_file(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(InputError, match="There is no file"):
         open_runtime(tmp_path / f"absent{suffix}")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", bytes(range(256)) * 40])
-@pytest.mark.parametrize("suffix", [".onnx", ".safetensors", ".plan"])
+@pytest.mark.parametrize("suffix", [".onnx", ".safetensors", ".fp4", ".plan"])
 def test_a_file_of_another_kind_is_an_input_error(tmp_path: Path, content: bytes, suffix: str) -> None:
     path = tmp_path / f"broken{suffix}"
     path.write_bytes(content)

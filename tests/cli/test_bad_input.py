@@ -167,8 +167,8 @@ def test_building_what_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
 
 
 def test_bench_of_an_unknown_kind(invoke: Invoke, tmp_path: Path, shapes: Path) -> None:
-    (tmp_path / "weights.fp4").write_bytes(b"x")
-    refused(invoke("bench", "--engine", "weights.fp4", "--data", shapes), ".onnx", ".safetensors", ".plan")
+    (tmp_path / "weights.fp8").write_bytes(b"x")
+    refused(invoke("bench", "--engine", "weights.fp8", "--data", shapes), ".onnx", ".safetensors", ".fp4", ".plan")
 
 
 def test_bench_needs_data_outside_a_run(invoke: Invoke, checkpoint: Path) -> None:

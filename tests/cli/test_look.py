@@ -59,7 +59,7 @@ def test_inspect_refuses_other_kinds(invoke: Invoke, tmp_path: Path, name: str) 
     (tmp_path / name).write_text("x")
     result = invoke("inspect", name)
     assert result.exit_code == 2
-    assert ".onnx, .plan, .ledger.json, .safetensors" in result.stderr
+    assert ".onnx, .fp4, .plan, .ledger.json, .safetensors" in result.stderr
 
 
 def test_inspect_plan_without_ledger(invoke: Invoke, tmp_path: Path) -> None:

@@ -87,6 +87,48 @@ def test_export_takes_a_run_or_a_checkpoint(at_home: Invoke, tmp_path: Path) -> 
     assert "--out must be a folder" in many.stderr
 
 
+def test_packed_export_inspect_and_bench(at_home: Invoke, tmp_path: Path) -> None:
+    run = next(Path("runs").iterdir())
+    result = at_home("export", run, "--format", "packed", "--out", tmp_path, "--images", 2)
+    assert result.exit_code == 0, result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"unet.fp4", "unet-fp16.fp4"}
+    assert "of FP16's" in result.stdout
+    shown = json.loads(at_home("inspect", tmp_path / "unet.fp4", "--json").stdout)
+    assert shown["weight_bytes"] < 0.3 * shown["weight_bytes_fp16"]
+    assert shown["activation_bytes"] < shown["activation_bytes_fp16"]
+    layers = {layer["layer"]: layer for layer in shown["layers"]}
+    assert (layers["up.0"]["precision"], layers["up.0"]["shape"]) == ("FP4", [64, 2, 2, 128])
+    assert (layers["head"]["precision"], layers["head"]["sha256"]) == ("FP16", "ok")
+    data = json.loads((run / "report.json").read_text())["data"] if (run / "report.json").is_file() else None
+    data = data or yaml.safe_load((run / "config.yaml").read_text())["data"]["root"]
+    engines = [part for name in ("unet.fp4", "unet-fp16.fp4") for part in ("--engine", tmp_path / name)]
+    table = at_home("bench", *engines, "--engine", "nvfp4", "--data", data, "--iterations", 3, "--json", "-")
+    assert table.exit_code == 0, table.stderr
+    packed, plain, torch_model = json.loads(table.stdout)["artifacts"]
+    assert abs(packed["miou"] - torch_model["miou"]) < 0.005
+    assert packed["memory"]["weight_bytes"] == shown["weight_bytes"]
+    assert (plain["precision"], torch_model["memory"]) == ("FP16 (run in FP32)", None)
+    assert "images alive at once" in table.stderr
+    both = at_home("export", run, "--format", "packed", "--portable")
+    assert both.exit_code == 2
+    assert "--portable" in both.stderr
+
+
+def test_a_damaged_packed_file(at_home: Invoke, tmp_path: Path) -> None:
+    run = next(Path("runs").iterdir())
+    target = tmp_path / "unet.fp4"
+    assert at_home("export", run / "nvfp4" / "best.safetensors", "--format", "packed", "--out", target,
+                   "--no-verify").exit_code == 0  # fmt: skip
+    content = bytearray(target.read_bytes())
+    content[-1] ^= 1
+    target.write_bytes(content)
+    for command in (("inspect", target), ("bench", "--engine", target)):
+        result = at_home(*command)
+        assert result.exit_code == 2
+        assert "is damaged: the tensor '" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
 def test_export_goes_on_after_a_refused_model(at_home: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4deploy.export import onnx_file
     from fp4deploy.export.verify import Agreement, require_agreement
@@ -215,7 +257,11 @@ def test_run_chains_every_stage(invoke: Invoke, shapes: Path, tmp_path: Path) ->
         "nvfp4/best.safetensors",
         "export/unet.onnx",
         "export/unet-fp16.onnx",
+        "export/unet.fp4",
+        "export/unet-fp16.fp4",
     }
+    assert abs(rows["export/unet.fp4"]["miou"] - rows["nvfp4/best.safetensors"]["miou"]) < 0.005
+    assert any("packed file has" in sentence for sentence in facts["summary"])
     assert rows["nvfp4/best.safetensors"]["miou"] == facts["models"]["nvfp4"]["miou"] > 0
     assert abs(rows["export/unet.onnx"]["miou"] - rows["nvfp4/best.safetensors"]["miou"]) < 0.005
     if RTX and NO_GPU:

@@ -75,6 +75,16 @@ def test_every_layer_holds_the_bytes_of_formats(make) -> None:
         assert numpy_helper.to_array(initializer(model, f"{name}.input.global_scale")) == amax / np.float32(2688)
 
 
+def test_a_delayed_recipe_exports_what_was_tracked_last() -> None:
+    """Not what the last training step quantised with."""
+    torch.manual_seed(0)
+    model = prepare(nn.Sequential(nn.Conv2d(32, 16, 1)), "nvfp4_qat_delayed", include=["0"]).train()
+    for largest in (2.0, 6.0):
+        model(images(2, (32, 8, 8)).clamp(-1, 1) * largest)
+    exported = export_graph(model.eval(), (32, 8, 8))
+    assert numpy_helper.to_array(initializer(exported, "0.input.global_scale")) == np.float32(6) / np.float32(2688)
+
+
 def test_no_float_copy_of_a_quantised_weight_is_left() -> None:
     torch_model, model = unet()
     quantised = quantized_layers(torch_model)

@@ -1,4 +1,4 @@
-"""The kernels' header on the host, compiled once a session."""
+"""Fixtures of the kernels' tests: the header on the host, compiled once a session, and a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_stand_in import fresh, pycuda
 from device_cases import Header
 
 from fp4deploy.plugins.compiler import SOURCES
+
+__all__ = ["fresh", "pycuda"]  # fixtures
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from fp4deploy.plugins import channels_last, operators, weights
+from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.plugins import channels_last, driver, few_rows, norm_pack, operators, weights
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 Shape = tuple[int, ...]
@@ -50,8 +51,12 @@ def launched() -> list[Variant]:
     recorder = Recorder()
     with (
         mock.patch.object(operators, "kernel", recorder.kernel),
+        mock.patch.object(operators, "processors", return_value=132),
         mock.patch.object(weights, "kernel", recorder.kernel),
         mock.patch.object(channels_last, "kernel", recorder.kernel),
+        mock.patch.object(norm_pack, "kernel", recorder.kernel),
+        mock.patch.object(driver, "kernel", recorder.kernel),
+        mock.patch.object(few_rows, "_resources", return_value=(132, 227 * 1024)),
     ):
         for exercise in EXERCISES:
             exercise()
@@ -86,6 +91,10 @@ def _packed(
     return lambda: operators._pack_along(torch.zeros(shape, dtype=dtype), axis, _amax(), bits, variant, swizzle)
 
 
+def _measured(shape: Shape, dtype: torch.dtype) -> Callable[[], object]:
+    return lambda: operators._quantize_and_amax(torch.zeros(shape, dtype=dtype), 1, _amax(), None, PLAIN)
+
+
 def _images(quantize: bool) -> None:
     x = torch.zeros(2, 32, 4, 4, dtype=HALF).to(memory_format=torch.channels_last)
     c, amax = torch.zeros(32), torch.ones(1)
@@ -94,9 +103,21 @@ def _images(quantize: bool) -> None:
     channels_last._group_norm_relu_backward(x, x, *statistics, c, c, amax, quantize)
     channels_last._pool(x, amax if quantize else None)
     channels_last._pool_backward(x, x, x[:, :, :2, :2], amax if quantize else None)
-    out, inside = channels_last._concat(x, x, amax if quantize else None)
+    out, inside = channels_last._concat(x, x, amax if quantize else None, amax, amax, 0.9)
     channels_last._separate(out, inside if quantize else None, 32)
     channels_last._track_amax(x, None, amax, 0.9, True)
+    channels_last._previous_amax(x, amax, amax)
+
+
+def _packed_norms() -> None:
+    x, ab, wanted = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(2, 2, 32), norm_pack.Wanted
+    norm_pack.apply_kernels(x, ab, [wanted(_amax()), wanted(None)])
+    norm_pack.apply_kernels(x, ab, [wanted(_amax()), wanted(_amax(), pooled=True), wanted(_amax())])
+
+
+def _few_rows(rows: int, outputs: int, dtype: torch.dtype) -> Callable[[], object]:
+    x, out = torch.zeros(rows, 128, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
+    return lambda: few_rows.launch(x, quantize_nvfp4(torch.zeros(outputs, 128)), None, out, True)
 
 
 PLAIN, MX_CEIL = [0, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
@@ -112,6 +133,9 @@ EXERCISES: list[Callable[[], object]] = [
     _along(IMAGE, 1, HALF, PLAIN, inside=True),
     _along((2, 32, 3, 3), 1, FLOAT, STRICT, inside=True),
     _along(IMAGE, 1, BFLOAT, MX_CEIL, random=True),
+    _measured(MATRIX, BFLOAT),
+    _measured(IMAGE, HALF),
+    _measured(ODD, FLOAT),
     _packed(MATRIX, 1, BFLOAT, STRICT),
     _packed(MATRIX, 1, HALF, PLAIN),
     _packed(MATRIX, 1, FLOAT, FAST, swizzle=True),
@@ -125,4 +149,8 @@ EXERCISES: list[Callable[[], object]] = [
     lambda: operators._mask_gradient(torch.zeros(MATRIX, dtype=HALF), torch.zeros(128, dtype=torch.int16), 1),
     lambda: weights._fake_quantize_weights([torch.zeros(MATRIX)], [1], HALF),
     lambda: _images(True),
+    _packed_norms,
+    _few_rows(1, 8192, HALF),
+    _few_rows(16, 8192, BFLOAT),
+    _few_rows(9, 40, HALF),
 ]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.plugins import available
 from fp4deploy.plugins.weights import fake_quantize_weights
-from fp4deploy.qat import prepare
+from fp4deploy.qat import prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.train.losses import SegmentationLoss
 
@@ -168,6 +170,119 @@ def test_tracked_amax_skips_what_is_not_finite() -> None:
     assert torch.ops.fp4deploy.track_amax(x, None, tracked, 0.5, True)[0] == finite == tracked
     other = torch.tensor([99.0], device="cuda")
     assert torch.ops.fp4deploy.track_amax(x, other, None, 0.5, True)[0] == 99.0
+
+
+# Tracked amax before, what a delayed step with an own maximum of 4 quantises with, the tracked amax after; decay 0.5.
+MOVES = [(0.0, 4.0, 4.0), (1.0, 1.0, 4.0), (6.0, 6.0, 4.0), (16.0, 16.0, 8.0)]
+
+
+@pytest.mark.parametrize(("before", "used", "after"), MOVES)
+def test_a_delayed_amax_of_a_tensor(before: float, used: float, after: float) -> None:
+    x = (image((2, 16, 5, 7)).float().clamp(-1, 1) * 4).half()
+    x[1, 2, 3, 4] = float("inf")
+    tracked = torch.tensor(before, device="cuda")
+    assert torch.ops.fp4deploy.previous_amax(x, None, tracked)[0] == used
+    assert tracked == before
+    assert torch.ops.fp4deploy.track_amax(x, None, tracked, 0.5, True, True)[0] == used
+    assert tracked == after
+    other = torch.tensor([9.0], device="cuda")
+    tracked.fill_(before)
+    assert torch.ops.fp4deploy.previous_amax(x, other, tracked)[0] == (used if before else 9.0)
+    assert torch.ops.fp4deploy.track_amax(x, other, tracked, 0.5, False, True)[0] == (used if before else 9.0)
+    assert tracked == max(9.0, before / 2)
+
+
+def test_a_delayed_amax_of_zeros_is_none() -> None:
+    x, tracked = torch.zeros_like(image((2, 16, 5, 7))), torch.tensor(0.0, device="cuda")
+    assert torch.ops.fp4deploy.previous_amax(x, None, tracked).isnan()
+    assert torch.ops.fp4deploy.track_amax(x, None, tracked, 0.5, True, True).isnan()
+    assert tracked == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_delayed_amax_of_a_normalised_image(shape: tuple[int, ...]) -> None:
+    x = image(shape)
+    weight, beta = vector(shape[1], 3), vector(shape[1], 4)
+    arguments = (x, None, weight, beta, 8, 1e-5, None)
+    own = torch.ops.fp4deploy.group_norm_relu(*arguments, None, 0.0, True)[4][0]
+    tracked = torch.tensor(0.0, device="cuda")
+    for before in (0.0, 0.25 * float(own), 4 * float(own)):
+        tracked.fill_(before)
+        used = tracked.clone() if before else own
+        y, ab, _, _, largest = torch.ops.fp4deploy.group_norm_relu(*arguments, tracked, 0.5, True, True)
+        assert largest[0] == used
+        assert tracked == max(own, torch.tensor(before, device="cuda") * 0.5)
+        a, b = ab.double().unbind(1)
+        unquantised = torch.relu(a[..., None, None] * x.double() + b[..., None, None]).float()
+        assert torch.equal(y, fake_quantize_nvfp4(unquantised, (1,), used)[0].half())
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 7), (3, 64, 66), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_concatenation_moves_the_tracked_amax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    n, h, w = shape
+    a, b = image((n, 32, h, w), dtype), image((n, 48, h, w), dtype, 1)
+    b[0, 5, 0, 0] = float("nan")
+    finite = b[b.isfinite()].abs().max().float()
+    amax = torch.tensor([2.0], device="cuda")
+    for other, before in ((0.0, 0.0), (99.0, 1.0), (0.5, 400.0)):
+        largest, tracked = torch.tensor([other], device="cuda"), torch.tensor(before, device="cuda")
+        poison()
+        out, bits = torch.ops.fp4deploy.concat(a, b, amax, largest, tracked, 0.5)
+        expected, expected_bits = torch.ops.fp4deploy.concat(a, b, amax)
+        assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+        assert torch.equal(bits, expected_bits)
+        assert tracked == max(finite, largest[0], torch.tensor(before / 2, device="cuda"))
+
+
+def amaxes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: layer.input_amax.clone() for name, layer in quantized_layers(model).items()}
+
+
+def decayed(model: torch.nn.Module, decay: float) -> torch.nn.Module:
+    model = copy.deepcopy(model)
+    for layer in quantized_layers(model).values():
+        layer.recipe = replace(layer.recipe, amax_decay=decay)
+    return model
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_delayed_step_computes_what_evaluation_before_it_does(fused: bool) -> None:
+    """Bitwise; and the amaxes move by the largest value of the step, which a copy without a memory finds."""
+    torch.manual_seed(0)
+    model = prepare(build_unet(5, 0.25), "nvfp4_qat_delayed").cuda().to(memory_format=torch.channels_last).train()
+    model = fuse(model) if fused else model
+    with torch.backends.cudnn.flags(deterministic=True), torch.autocast("cuda", dtype=torch.float16), torch.no_grad():
+        for seed, factor in enumerate((1.0, 0.3, 3.0, 1.0)):
+            images = image((2, 3, 64, 96), torch.float32, seed) * factor
+            before, evaluated, fresh = amaxes(model), copy.deepcopy(model).eval()(images), decayed(model, 0.0)
+            logits = model(images)
+            fresh(images)
+            if seed:
+                assert torch.equal(logits, evaluated)
+            assert logits.isfinite().all()
+            for name, own in amaxes(fresh).items():
+                assert amaxes(model)[name] == torch.maximum(own, before[name] * 0.99), name
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_qat", "nvfp4_qat_delayed"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_fused_unet_recomputes_what_it_computed(recipe: str, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = fuse(prepare(build_unet(5, 0.25), recipe).cuda().to(memory_format=torch.channels_last).train())
+    other = copy.deepcopy(model)
+    with torch.backends.cudnn.flags(deterministic=True):
+        for seed, factor in enumerate((1.0, 0.3, 3.0)):
+            images = (image((2, 3, 64, 96), torch.float32, seed) * factor).requires_grad_()
+            for each in (model, other):
+                each.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    again = each is other
+                    logits = checkpoint(each, images, use_reentrant=reentrant) if again else each(images)
+                    (logits.float().square().mean() * 1024).backward()
+            for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+                assert relative(two.grad, one.grad.double()) < 1e-6, name
+            assert amaxes(model) == amaxes(other)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

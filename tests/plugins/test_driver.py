@@ -5,128 +5,15 @@ from __future__ import annotations
 import struct
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
+from cuda_stand_in import Pycuda, Tensor
 
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.plugins import KernelError, available, driver, kernel, why_unavailable
-
-
-class Refused(Exception):
-    """Stands for pycuda.driver.Error."""
-
-
-class Tensor:
-    """What the driver uses of a tensor."""
-
-    def __init__(self, address: int, device: int = 0) -> None:
-        self.address, self.device = address, f"cuda:{device}" if device >= 0 else "cpu"
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def get_device(self) -> int:
-        return int(self.device[5:] or 0) if self.device != "cpu" else -1
-
-
-class Pycuda(ModuleType):
-    """A stand-in for pycuda.driver: a context stack for each thread, and everything that was called."""
-
-    Error = Refused
-    function_attribute = SimpleNamespace(
-        MAX_DYNAMIC_SHARED_SIZE_BYTES="shared",
-        NUM_REGS="registers",
-        LOCAL_SIZE_BYTES="local",
-        SHARED_SIZE_BYTES="static",
-        MAX_THREADS_PER_BLOCK="threads",
-    )
-
-    def __init__(self) -> None:
-        super().__init__("pycuda.driver")
-        self.calls: list[Any] = []
-        self.stack = threading.local()
-        self.Context = SimpleNamespace(pop=self.pop)
-
-    def init(self) -> None:
-        self.calls.append("init")
-
-    def Device(self, index: int) -> Any:
-        return SimpleNamespace(retain_primary_context=lambda: SimpleNamespace(push=lambda: self.push(index)))
-
-    def push(self, index: int) -> None:
-        self.stack.devices = [*getattr(self.stack, "devices", []), index]
-
-    def pop(self) -> None:
-        self.stack.devices.pop()
-
-    def module_from_buffer(self, cubin: bytes) -> Any:
-        assert self.stack.devices
-        self.calls.append("load")
-        return SimpleNamespace(get_function=self.get_function)
-
-    def get_function(self, name: str) -> Any:
-        if name == "missing":
-            raise Refused("cuModuleGetFunction failed: named symbol not found")
-        return SimpleNamespace(
-            _launch_kernel=self.launch,
-            set_attribute=lambda attribute, value: self.calls.append((attribute, value)),
-            get_attribute=len,
-        )
-
-    def launch(self, *arguments: Any) -> None:
-        self.calls.append((self.stack.devices[-1], *arguments))
-        if arguments[1] == (2048,):
-            raise Refused("cuLaunchKernel failed: invalid argument")
-
-    def get_driver_version(self) -> int:
-        return 12080
-
-    def Stream(self, flags: int) -> Any:
-        assert self.stack.devices
-        return SimpleNamespace(handle=99, flags=flags)
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A driver that remembers nothing."""
-    monkeypatch.delenv("FP4DEPLOY_KERNELS", raising=False)
-    monkeypatch.setattr(driver, "_gpus", {})
-    monkeypatch.setattr(driver, "_kernels", {})
-    driver._lacking.cache_clear()
-    yield
-    driver._lacking.cache_clear()
-
-
-@pytest.fixture
-def pycuda(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Pycuda:
-    """A machine with two Hopper GPUs and pycuda, as far as the driver can tell."""
-    found = Pycuda()
-    package = ModuleType("pycuda")
-    package.driver = found  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pycuda", package)
-    monkeypatch.setitem(sys.modules, "pycuda.driver", found)
-    for name, value in {
-        "is_available": lambda: True,
-        "init": lambda: None,
-        "current_device": lambda: 0,
-        "get_device_capability": lambda _=None: (9, 0),
-        "get_device_name": lambda _=None: "a GPU",
-        "device": lambda _: nullcontext(),
-        "is_current_stream_capturing": lambda: False,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(driver, "find_nvcc", lambda: Path("nvcc"))
-    monkeypatch.setattr(driver, "nvcc_version", lambda _: "release 13.0")
-    monkeypatch.setattr(driver, "supported", lambda *_: True)
-    monkeypatch.setattr(driver, "compile_cubin", lambda path, arch, macros: f"{path}{arch}{macros}".encode())
-    monkeypatch.setattr(driver, "raw_stream", lambda _: 0)
-    return found
+from fp4deploy.plugins import KernelError, availability, available, driver, kernel, why_unavailable
 
 
 @pytest.fixture
@@ -137,7 +24,7 @@ def source(tmp_path: Path) -> Path:
 
 def test_nothing_is_needed_for_the_reference(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(driver, "find_nvcc", lambda: None)
+    monkeypatch.setattr(availability, "find_nvcc", lambda: None)
     monkeypatch.setitem(sys.modules, "pycuda", None)
     why = why_unavailable() or ""
     assert "no NVIDIA GPU that torch can use" in why
@@ -182,13 +69,13 @@ def test_gpus_and_compilers_that_are_too_old(pycuda: Pycuda, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert "a GPU is sm_75, and sm_80 is the oldest" in (why_unavailable(0) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 1))
-    monkeypatch.setattr(driver, "supported", lambda *_: False)
+    monkeypatch.setattr(availability, "supported", lambda *_: False)
     assert "nvcc (release 13.0) is too old for sm_121a" in (why_unavailable(1) or "")
 
 
 def test_devices(pycuda: Pycuda) -> None:
     names = [None, 1, "cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), "cpu", torch.device("cpu")]
-    assert [driver.device_index(name) for name in names] == [0, 1, 0, 1, 0, 1, None, None]
+    assert [availability.device_index(name) for name in names] == [0, 1, 0, 1, 0, 1, None, None]
     assert why_unavailable("cpu") == "tensors on the CPU need no CUDA kernel"
     assert available("cuda:1")
 

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(compiler.find_nvcc() is None, reason=f"no nvcc h
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+SPILLED = 4  # bytes: one register, around the call of a rare path
 STACK = 8  # bytes: what a called function returns by reference; a local array takes 32 or more
 ENTRY = re.compile(r"\.entry (\w+)\(.*?^}", re.DOTALL | re.MULTILINE)
 WIDE = re.compile(r"ld\.(?:volatile\.)?global[.\w]*\.v4\.[bfsu]32")
@@ -81,22 +82,27 @@ VARIANTS = [
     PACKING,
     along("fake_quantize_rows", TENSOR, LINEAR=1, INSIDE=1, VECTORS=2),
     along("fake_quantize_rows", LINEAR=1, FORMAT=2, DTYPE="float", VECTORS=4),
+    along("fake_quantize_rows", LINEAR=1, INSIDE=1, VECTORS=2, MEASURE=1),
     along(INNER=2, INSIDE=1, DTYPE="__half", PAIR="__half2"),
+    along(INNER=2, INSIDE=1, DTYPE="__half", PAIR="__half2", MEASURE=1),
     along(INNER=2, FORMAT=1, E=256, SQUARED=1, INSIDE=1, DTYPE="float"),
     along(TENSOR, LINEAR=1, FORMAT=1, E=256, FAST=1, ROWS=1, PACKED=1, converts=True),
     along(TENSOR, LINEAR=1, HADAMARD=1, STOCHASTIC=1, PACKED=2, BIG=1),
     along(INNER=2, FORMAT=3, HADAMARD=1, STOCHASTIC=1, DTYPE="__half"),
     along(INNER=2, FORMAT=2, PACKED=2, converts=True),
-    blocks("pack_rows.cu", "pack_rows", FORMAT=1, SQUARED=1),
+    blocks("pack_rows_4o6.cu", "pack_rows_4o6", SQUARED=1),
     blocks("pack_rows.cu", "pack_rows", DTYPE="__half"),
     blocks("quantize_tile.cu", FORMAT=1, INSIDE=1),
     blocks("quantize_tile.cu", STOCHASTIC=1, PACKED=1, DTYPE="float"),
     Variant("amax.cu", {"DTYPE": "__nv_bfloat16"}, ("finite_amax",)),
     chain("concat.cu", "concat", "separate"),
     chain("group_norm.cu", "moments", "apply", "sums", "gradient"),
+    Variant("norm_pack.cu", {"DTYPE": "__half"}, ("norm_pack", "norm_pool_pack")),
     chain("pool.cu", "pool", "pool_gradient"),
-    chain("track_amax.cu", "track_amax"),
+    chain("track_amax.cu", "track_amax", "previous_amax"),
     chain("weights.cu"),
+    Variant("weight_only.cu", {"DTYPE": "__half", "TILES": 1, "BANDS": 4}),
+    Variant("weight_only.cu", {"DTYPE": "__nv_bfloat16", "TILES": 2, "BANDS": 4}),
 ]
 
 
@@ -136,7 +142,7 @@ def test_registers_and_wide_loads(variant: Variant, tmp_path: Path) -> None:
         assert [name for name in variant.wide if not WIDE.search(kernels[name])] == [], arch
         assert (CONVERSION in kernels.get(TENSOR, "")) == (variant.converts and arch != "sm_90a"), arch
     assert len(report) >= len(kernels) * len(known)
-    assert max(int(spilled) for _, *both in report for spilled in both) == 0
+    assert max(int(spilled) for _, *both in report for spilled in both) <= SPILLED
     assert max(int(stack) for stack, *_ in report) <= STACK
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.formats import FourOverSix, swizzle_scales
-from fp4deploy.plugins import available, quantize
+from fp4deploy.plugins import available, operators, quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -191,6 +191,69 @@ def test_amax_of_the_tensor_and_of_rows(dtype: torch.dtype) -> None:
                 assert quantize.finite_amax(y) == formats.finite_amax(y), (shape, kind)
                 for axis in range(y.ndim):
                     assert torch.equal(torch.ops.fp4deploy.row_amax(y, axis), formats.finite_amax(y, axis))
+
+
+def laid_out(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, int, bool]:
+    """[N, C, H, W] otherwise in memory, the axis of C, and whether one kernel quantises and measures it."""
+    whole, pairs = x.shape[1] % 16 == 0, x.element_size() == 2
+    if layout == "rows":
+        return x.movedim(1, 3).contiguous(), 3, whole
+    if layout == "channels_last":
+        return x.contiguous(memory_format=torch.channels_last), 1, whole
+    if layout == "oihw":
+        x = x.transpose(0, 1).contiguous()
+        return x, 0, whole and (x[0].numel() == 1 or (pairs and x[0].numel() % 2 == 0))
+    x = x[:, :, :, ::2] if layout == "strided" else x
+    inner = x.shape[2] * x.shape[3]
+    return x, 1, whole and (inner == 1 or (pairs and inner % 2 == 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["rows", "nchw", "channels_last", "oihw", "strided"])
+def test_quantising_and_the_amax_of_the_same_pass(
+    layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where whole blocks lie in rows, or in pairs of 16-bit columns, nothing else reads the tensor."""
+    alone: list[torch.Size] = []
+    find = operators._find_amax
+    monkeypatch.setattr(operators, "_find_amax", lambda x, *rest: (alone.append(x.shape), find(x, *rest)))
+    amax = torch.tensor(0.7, device="cuda")
+    for shape in [(2, 64, 9, 10), (1, 17, 1, 1), (3, 48, 8, 12), (2, 16, 1, 7), (1, 96, 1, 1), (5, 320, 33, 34)]:
+        for kind in ("heavy", "broken", "tiny", "huge"):
+            x, axis, one_pass = laid_out(sample(shape, dtype, kind), layout)
+            alone.clear()
+            poison()
+            values, bits, own = quantize.fake_quantize_and_amax(x, (axis,), amax)
+            assert bool(alone) != one_pass, (layout, shape)
+            expected, inside = formats.fake_quantize_nvfp4(x, (axis,), amax)
+            assert_same(values, expected, (layout, shape, kind))
+            assert own == formats.finite_amax(x), (layout, shape, kind)
+            assert own.dtype == torch.float32
+            gradient = laid_out(sample(shape, dtype, "normal", 3), layout)[0]
+            masked = quantize.mask_gradient(gradient, bits, values.stride(), axis)
+            assert_same(masked, gradient * inside, (layout, shape, "mask"))
+
+
+@pytest.mark.parametrize("options", [{"four_over_six": FourOverSix()}, {"rounding": "stochastic"}], ids=str)
+def test_the_amax_beside_what_one_pass_does_not_do(options: dict[str, Any]) -> None:
+    x = sample((33, 64), torch.bfloat16, "broken")
+    amax = torch.tensor(0.7, device="cuda")
+    values, _, own = quantize.fake_quantize_and_amax(x, (1,), amax, **options)
+    assert own == formats.finite_amax(x)
+    if "four_over_six" in options:
+        assert_same(values, formats.fake_quantize_nvfp4(x, (1,), amax, **options)[0], options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_previous_amax_or_the_first(dtype: torch.dtype) -> None:
+    for shape in [(1,), (100_003,), (2, 5, 3, 7)]:
+        x = sample(shape, dtype, "broken")
+        for previous in (3.0, 1e-30, 0.0):
+            found = quantize.previous_amax(x, torch.tensor(previous, device="cuda"))
+            expected = torch.tensor(previous, device="cuda") if previous else formats.finite_amax(x)
+            assert found == expected, (shape, previous)
+    half = torch.tensor(3.0, device="cuda", dtype=torch.float16)
+    assert quantize.previous_amax(x, half) == 3
 
 
 def test_empty_and_foreign_tensors_go_to_the_reference() -> None:

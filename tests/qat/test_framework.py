@@ -22,7 +22,7 @@ from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.qat import RECIPES, calibrate, prepare, quantized_layers
 
 STOCHASTIC = {"tetrajet", "fp4_all_the_way", "nvfp4_train"}
-COMPILED = ["nvfp4_qat", "nvfp4_train"]
+COMPILED = ["nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_train"]
 
 
 class Net(nn.Module):
@@ -249,6 +249,7 @@ def test_gradients_add_up_over_steps_and_layers_used_twice(recipe: str) -> None:
     shared = nn.Linear(32, 32)
     model = prepare(nn.Sequential(shared, nn.Tanh(), shared), recipe, include=["0"])
     x = torch.randn(16, 32, generator=generator(5))
+    model(x)  # the first step of a delayed amax is not like the next ones
     once = run(model, x)[2]
     torch.manual_seed(1)
     model(x).square().sum().backward()

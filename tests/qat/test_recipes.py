@@ -19,6 +19,7 @@ nvidia_round_to_infinity  | MXFP4 ceil  | RN | RN    | RN | RN    | RN     | RN 
 tetrajet                  | MXFP4 ceil  | RN | RN    | SR | SR    | SR     | SR     | yes
 fp4_all_the_way           | NVFP4       | RN | RN    | SR | RN    | SR     | SR     | no
 nvfp4_qat                 | NVFP4       | RN static | RN | - | - | -      | -      | straight-through
+nvfp4_qat_delayed         | NVFP4       | RN static delayed | RN | - | - | - | - | straight-through
 nvfp4_train               | NVFP4       | RN | RN 2D | SR | RN 2D | SR RHT | RN RHT | no
 """
 ROWS = {row.split("|")[0].strip(): [cell.strip() for cell in row.split("|")] for row in TABLE.strip().splitlines()}
@@ -131,6 +132,9 @@ def test_a_spec_that_no_format_has_is_refused_with_every_reason(options: dict[st
             | {"dgrad_weight": QuantSpec(), "wgrad_activation": QuantSpec(), "double_quantization": True},
             ["reuse"],
         ),
+        ({"activation": QuantSpec(scale="static"), "amax_timing": "later"}, ["'later'", "current, delayed"]),
+        ({"activation": QuantSpec(), "amax_timing": "delayed"}, ["'delayed'", "static scale"]),
+        ({"weight": QuantSpec(), "amax_timing": "delayed"}, ["'delayed'", "static scale"]),
     ],
 )
 def test_a_recipe_that_no_product_has_is_refused_with_every_reason(options: dict[str, Any], reasons: list[str]) -> None:

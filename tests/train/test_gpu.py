@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
+from fp4deploy.plugins import available
 from fp4deploy.runs import Run, create_run
-from fp4deploy.train import Config, load_config, train_models
+from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -41,6 +42,18 @@ def test_all_models_train_under_fp16_autocast(config: Config, tmp_path: Path) ->
         weights = load_file(run.checkpoint(model))
         assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights.values())
     assert lines(run, "fp16")[-1]["loss"] < lines(run, "fp16")[0]["loss"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_delayed_amax_trains(config: Config, tmp_path: Path, fused: bool) -> None:
+    run = create_run(tmp_path / "run")
+    settings = ["recipe=nvfp4_qat_delayed", "train.from_scratch=true", f"train.fused={str(fused).lower()}"]
+    train_models(with_settings(config, settings), run, ("nvfp4",))
+    assert {line["kernels"] for line in lines(run, "nvfp4")} == ({"cuda"} if fused and available() else {"torch"})
+    assert lines(run, "nvfp4")[-1]["loss"] < lines(run, "nvfp4")[0]["loss"]
+    amaxes = [value for name, value in load_file(run.checkpoint("nvfp4")).items() if name.endswith("input_amax")]
+    assert len(amaxes) == 21
+    assert all(0 < value < 1e4 for value in amaxes)
 
 
 def test_a_step_of_non_finite_gradients_is_skipped_by_the_scaler(

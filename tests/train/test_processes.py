@@ -28,15 +28,54 @@ print({model: result.best_miou for model, result in trained.items()}, flush=True
 """
 
 
-@pytest.mark.slow
-def test_two_processes_train_one_model(tmp_path: Path) -> None:
-    data, run = tmp_path / "data", create_run(tmp_path / "run")
-    generate_shapes(data, train=8, val=5, size=32, seed=0)  # 5: the last batch is not full
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+AMAXES = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from fp4deploy.qat import quantized_layers
+from fp4deploy.runs import Run
+from fp4deploy.train import load_config, train_models
+from fp4deploy.train.loop import Trainer
+
+original = Trainer._step
+
+
+def observed(self, *batch):
+    layers, own = quantized_layers(self.bare), {}
+    assert all(layer.is_delayed for layer in layers.values())
+    before = {name: layer.input_amax.fill_(1e-3 * (1 + at)).clone() for at, (name, layer) in enumerate(layers.items())}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: own.update({name: args[0].abs().max().item()}))
+        for name, layer in layers.items()
+    ]
+    original(self, *batch)
+    for hook in hooks:
+        hook.remove()
+    ranks = [None, None]
+    dist.all_gather_object(ranks, own)
+    right = all(
+        layer.input_amax == max(*(torch.tensor(rank[name]) for rank in ranks), before[name] * 0.99)
+        for name, layer in layers.items()
+    )
+    line = json.dumps({"right": right, "only_in_1": sum(ranks[1][name] > ranks[0][name] for name in own)})
+    Path(sys.argv[2], f"rank{dist.get_rank()}").open("a").write(line + chr(10))
+
+
+Trainer._step = observed
+settings = ["model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=2", "train.from_scratch=true"]
+settings += ["train.epochs=1", "recipe=nvfp4_qat_delayed", "train.accumulate=2", f"data.root={sys.argv[1]}"]
+train_models(load_config(None, settings), Run(Path(sys.argv[2])), ("nvfp4",))
+"""
+
+
+def torchrun(script: str, folder: Path, *arguments: Path) -> str:
+    """What the script prints, run by two processes."""
+    file = folder / "script.py"
+    file.write_text(script)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(
-        [*launch, str(script), str(data), str(run.path)],
+        [*launch, str(file), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -44,7 +83,14 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    printed = done.stdout.replace("}{", "}\n{").split("\n")
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    data, run = tmp_path / "data", create_run(tmp_path / "run")
+    generate_shapes(data, train=8, val=5, size=32, seed=0)  # 5: the last batch is not full
+    printed = torchrun(SCRIPT, tmp_path, data, run.path).replace("}{", "}\n{").split("\n")
     assert len({line for line in printed if line.startswith("{")}) == 1
     for model in ("fp16", "nvfp4"):
         lines = (run.model_dir(model) / "metrics.jsonl").read_text().splitlines()
@@ -52,6 +98,18 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
     assert json.loads((run.model_dir("fp16") / "metrics.jsonl").read_text())["miou"] == pytest.approx(
         miou_alone(data, run.checkpoint("fp16")), abs=1e-6
     )
+
+
+@pytest.mark.slow
+def test_the_tracked_amax_is_that_of_both_processes(tmp_path: Path) -> None:
+    """After every batch, in both, also where only the second process saw the largest value."""
+    data, run = tmp_path / "data", create_run(tmp_path / "run")
+    generate_shapes(data, train=8, val=4, size=32, seed=0)
+    torchrun(AMAXES, tmp_path, data, run.path)
+    ranks = [[json.loads(line) for line in (run.path / f"rank{rank}").read_text().splitlines()] for rank in (0, 1)]
+    assert ranks[0] == ranks[1]
+    assert [line["right"] for line in ranks[0]] == [True, True]
+    assert all(line["only_in_1"] for line in ranks[0])
 
 
 def miou_alone(data: Path, checkpoint: Path) -> float:

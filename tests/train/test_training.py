@@ -131,6 +131,29 @@ def test_interrupted_and_resumed_equals_straight(
         )
 
 
+def test_a_delayed_amax_resumes_exactly(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside an epoch, where the next step quantises with what was tracked before the interruption."""
+    settings = with_settings(config, ["recipe=nvfp4_qat_delayed", "train.from_scratch=true", "train.epochs=2"])
+    runs = [create_run(tmp_path / name) for name in ("straight", "interrupted")]
+    train_models(settings, runs[0], ("nvfp4",))
+    save_at, original = 1, Trainer._step
+
+    def signalled(self: Trainer, *batch: torch.Tensor) -> None:
+        original(self, *batch)
+        self.interrupt.requested = self.progress.step == save_at
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", signalled)
+        with pytest.raises(KeyboardInterrupt):
+            train_models(settings, runs[1], ("nvfp4",))
+    train_models(settings, runs[1], ("nvfp4",), resume=True)
+    assert read_card(runs[1].checkpoint("nvfp4")).recipe == "nvfp4_qat_delayed"
+    assert timeless(runs[0], "nvfp4") == timeless(runs[1], "nvfp4")
+    states = [run.model_dir("nvfp4") / "state" / "last.safetensors" for run in runs]
+    assert same_weights(*states)
+    load_model(runs[1].checkpoint("nvfp4"))
+
+
 def test_resuming_a_finished_run_trains_nothing(config: Config, straight: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     before = timeless(straight, "fp16")
     stop_after(monkeypatch, "fp16", 0, AssertionError("trained again"))

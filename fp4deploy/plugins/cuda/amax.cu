@@ -1,6 +1,7 @@
 // The largest finite magnitude of a tensor, or of each of its rows, without a transposed copy.
 //
 // finite_amax: amax int32 [1], zero before (the bits of a non-negative float order like the number). Any grid, block 256.
+//   Where *previous is given and above 0, amax becomes that instead, and x is not read.
 // row_amax: the tensor seen as (outer, K, inner); amax float32 [outer * inner]. Block 256; grid ceil(outer / 8) for
 //   inner = 1 (a warp has a row), ceil(outer * inner / 256) otherwise (a thread has one).
 #include <cuda_bf16.h>
@@ -26,7 +27,12 @@ __device__ __forceinline__ float warp_max(float value) {
     return value;
 }
 
-extern "C" __global__ void __launch_bounds__(256) finite_amax(const DTYPE* x, int* amax, long long count) {
+extern "C" __global__ void __launch_bounds__(256) finite_amax(
+    const DTYPE* x, int* amax, const float* previous, long long count) {
+    if (previous && *previous > 0.f) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) *amax = __float_as_int(*previous);
+        return;
+    }
     constexpr int PER_LOAD = 16 / sizeof(DTYPE);
     long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, stride = (long long)gridDim.x * blockDim.x;
     long long head = (16 - reinterpret_cast<uint64_t>(x) % 16) % 16 / sizeof(DTYPE);

@@ -2,7 +2,9 @@
 //
 // The copy that a concatenation makes anyway does the quantisation on its way. No block of 16 crosses from one image to
 // the other, because both have a multiple of 16 channels. The backward separates the gradients again, zero where an
-// element saturated: `inside` has a bit for each, a byte for eight channels.
+// element saturated: `inside` has a bit for each, a byte for eight channels. With `tracked`, the tracked amax of a static
+// scale, the concatenation moves it as well, by the largest finite |b| and by *other, the amax of a; *amax is then the one
+// before. cell and counter are scratch, zero before and after.
 //
 // Launch: block 256, grid (chunks, 1). a: DTYPE [pixels, CA]; b: DTYPE [pixels, CB]; out: DTYPE [pixels, CA + CB];
 // inside: uint8 [pixels, (CA + CB) / 8].
@@ -12,8 +14,8 @@ using channels::VECTOR;
 using channels::Walk;
 
 extern "C" __global__ void __launch_bounds__(256) concat(
-    const DTYPE* a, const DTYPE* b, const float* amax, DTYPE* out, unsigned char* inside, long long pixels, int CA, int CB,
-    long long per_chunk) {
+    const DTYPE* a, const DTYPE* b, const float* amax, DTYPE* out, unsigned char* inside, const float* other,
+    float* tracked, int* cell, unsigned* counter, float decay, long long pixels, int CA, int CB, long long per_chunk) {
     int C = CA + CB;
     Walk walk(pixels, C, per_chunk);
     bool first = walk.channel < CA;
@@ -21,6 +23,8 @@ extern "C" __global__ void __launch_bounds__(256) concat(
     int width = first ? CA : CB;
 #if QUANTIZE
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
+    const bool measures = tracked && !first;
+    float largest = 0.f;
 #endif
 #pragma unroll 4
     for (int trip = 0; trip < walk.trips; ++trip) {
@@ -28,6 +32,10 @@ extern "C" __global__ void __launch_bounds__(256) concat(
         float v[VECTOR] = {};
         if (has) channels::load(source + walk.pixel(trip) * width, v);
 #if QUANTIZE
+        if (measures) {
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) largest = fmaxf(largest, fabsf(v[i]) < INFINITY ? fabsf(v[i]) : 0.f);
+        }
         fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
         unsigned bits = 0;
 #pragma unroll
@@ -39,6 +47,16 @@ extern "C" __global__ void __launch_bounds__(256) concat(
 #endif
         if (has) channels::store(out + walk.pixel(trip) * C + walk.channel, v);
     }
+#if QUANTIZE
+    if (!tracked) return;
+    fp4::raise_to(cell, largest);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1)
+            fp4::track_amax(cell, other, tracked, nullptr, decay, true);
+    }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(256) separate(

@@ -319,15 +319,27 @@ FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
 
 #ifdef __CUDACC__
 // The end of an amax search: the last block takes the largest magnitude out of `cell` and updates the tracked amax.
-__device__ __forceinline__ void track_amax(int* cell, const float* other, float* tracked, float* amax, float decay) {
+// *amax becomes what to quantise with: the tracked amax, `delayed` the one before the update where there was one.
+__device__ __forceinline__ void track_amax(
+    int* cell, const float* other, float* tracked, float* amax, float decay, bool delayed) {
     float current = __int_as_float(atomicExch(cell, 0));
     if (other) current = fmaxf(current, *other);
     if (tracked) {
-        current = fmaxf(current, *tracked * decay);
+        const float previous = *tracked;
+        current = fmaxf(current, previous * decay);
         *tracked = current;
+        if (delayed && previous > 0.f) current = previous;
         if (!(current > 0.f)) current = quiet_nan();
     }
-    *amax = current;
+    if (amax) *amax = current;
+}
+
+// Raises the bits of a non-negative float in memory to the largest `value` of a warp, all of whose lanes call this. Most
+// warps find something larger there and need no atomic operation; what they read may be old, but only too small.
+__device__ __forceinline__ void raise_to(int* cell, float value) {
+    for (int offset = 16; offset; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    if (threadIdx.x % 32 == 0 && __float_as_int(value) > *reinterpret_cast<volatile int*>(cell))
+        atomicMax(cell, __float_as_int(value));
 }
 #endif
 

@@ -77,11 +77,11 @@ __device__ float block_sum(float value, float* shared) {
 
 // From the partial moments of one (group, image): ab [N, 2, C]; mean_rstd [N, groups, 2]; channel_mean [N, C] (of x
 // + bias). amax[0] becomes the largest y of all images; with `tracked` it is max(that, decay * tracked), written to
-// both. cell and counter are scratch, zero before and after.
+// both; `delayed`, amax[0] is the old tracked where that is not 0. cell and counter are scratch, zero before and after.
 extern "C" __global__ void __launch_bounds__(256) combine(
     const DTYPE* x, const float* partial, const float* bias, const float* gamma, const float* beta, float* ab,
     float* mean_rstd, float* channel_mean, float* tracked, float* amax, int* cell, unsigned* counter, float decay,
-    float eps, long long pixels, int C, int groups, int chunks) {
+    float eps, long long pixels, int C, int groups, int chunks, int delayed) {
     __shared__ float shared[32];
     int group = blockIdx.x, width = C / groups;
     long long n = blockIdx.y;
@@ -129,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(256) combine(
     if (threadIdx.x == 0) {
         __threadfence();
         unsigned blocks = gridDim.x * gridDim.y;
-        if (atomicInc(counter, blocks - 1) == blocks - 1) fp4::track_amax(cell, nullptr, tracked, amax, decay);
+        if (atomicInc(counter, blocks - 1) == blocks - 1)
+            fp4::track_amax(cell, nullptr, tracked, amax, decay, delayed);
     }
 }
 

@@ -25,6 +25,9 @@
 #ifndef E
 #define E 448
 #endif
+#ifndef MEASURE
+#define MEASURE 0
+#endif
 
 constexpr bool MX = FORMAT >= 2;
 constexpr int GROUPS = MX && INNER ? 2 : 1;  // groups of 16 that a thread holds along K
@@ -48,6 +51,8 @@ template <typename T> __device__ __forceinline__ T narrow(float x);
 template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
 template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
 template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+__device__ __forceinline__ float finite_magnitude(float x) { return fabsf(x) < INFINITY ? fabsf(x) : 0.f; }
 
 struct View {
     long long K, inner, groups;
@@ -233,13 +238,14 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 
 #ifdef VECTORS
 // The plain case at the speed of memory: a block lies in neighbouring lanes, 16 bytes each, so that loads and stores of a
-// warp are consecutive; a thread does VECTORS of them, loaded before the first is used.
+// warp are consecutive; a thread does VECTORS of them, loaded before the first is used. With MEASURE, `own` int32 [1],
+// zero before, becomes the bits of the finite amax of x.
 // Launch: block 256, grid ceil(outer * K * sizeof(DTYPE) / (16 * 256 * VECTORS)).
 constexpr int PER_LANE = 16 / sizeof(DTYPE);
 constexpr int LANES = (MX ? 32 : 16) / PER_LANE;
 
 extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
-    const DTYPE* x, const float* amax, void* out, uint8_t* inside, long long vectors) {
+    const DTYPE* x, const float* amax, void* out, uint8_t* inside, int* own, long long vectors) {
     const long long first = (long long)blockIdx.x * 256 * VECTORS + threadIdx.x;
     uint4 raw[VECTORS];
 #pragma unroll
@@ -249,6 +255,9 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
     if (!MX && threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
     __syncthreads();
     const fp4::GlobalScale global = shared;
+#if MEASURE
+    float measured = 0.f;
+#endif
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
         const DTYPE* in = reinterpret_cast<const DTYPE*>(raw + j);
@@ -258,6 +267,14 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
             v[i] = widen(in[i]);
             largest = fp4::nan_max(largest, fabsf(v[i]));
         }
+#if MEASURE
+        if (largest < INFINITY) {
+            measured = fmaxf(measured, largest);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) measured = fmaxf(measured, finite_magnitude(v[i]));
+        }
+#endif
 #pragma unroll
         for (int offset = 1; offset < LANES; offset *= 2)
             largest = fp4::nan_max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
@@ -278,6 +295,9 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
             inside[(first + j * 256) / (8 / PER_LANE)] = uint8_t(bits);
 #endif
     }
+#if MEASURE
+    fp4::raise_to(own, measured);
+#endif
 }
 #endif
 
@@ -291,11 +311,18 @@ __device__ __forceinline__ __nv_bfloat162 magnitude_max(__nv_bfloat162 a, __nv_b
 }
 __device__ __forceinline__ float2 widen(__half2 x) { return __half22float2(x); }
 __device__ __forceinline__ float2 widen(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+__device__ __forceinline__ PAIR largest_of(const PAIR (&values)[16]) {
+    PAIR largest = magnitude_max(__habs2(values[0]), values[1]);
+#pragma unroll
+    for (int i = 2; i < 16; ++i) largest = magnitude_max(largest, values[i]);
+    return largest;
+}
 __device__ __forceinline__ void narrow(float2 x, __half2& out) { out = __float22half2_rn(x); }
 __device__ __forceinline__ void narrow(float2 x, __nv_bfloat162& out) { out = __float22bfloat162_rn(x); }
 
 extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
-    const PAIR* x, const float* amax, PAIR* out, uint16_t* inside, long long outer, long long K, long long inner) {
+    const PAIR* x, const float* amax, PAIR* out, uint16_t* inside, int* own, long long outer, long long K,
+    long long inner) {
     const Index wide = (Index)(inner / 2), thread = (Index)blockIdx.x * 256u + threadIdx.x, row = thread / wide;
     const bool has = row < (Index)(outer * (K / 16));
     const long long first = (long long)row * 16 * wide + (thread - row * wide);
@@ -306,12 +333,21 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
         if (has) values[i] = x[first + i * (long long)wide];
     if (threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
     __syncthreads();
+    const float2 both = has ? widen(largest_of(values)) : float2{};
+#if MEASURE
+    float measured = fmaxf(both.x, both.y);
+    if (!(both.x < INFINITY && both.y < INFINITY)) {
+        measured = 0.f;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const float2 v = widen(values[i]);
+            measured = fmaxf(measured, fmaxf(finite_magnitude(v.x), finite_magnitude(v.y)));
+        }
+    }
+    fp4::raise_to(own, measured);
+#endif
     if (!has) return;
     const fp4::GlobalScale global = shared;
-    PAIR largest = magnitude_max(__habs2(values[0]), values[1]);
-#pragma unroll
-    for (int i = 2; i < 16; ++i) largest = magnitude_max(largest, values[i]);
-    const float2 both = widen(largest);
     const BlockScale low = fp4::block_scale(both.x, global), high = fp4::block_scale(both.y, global);
     uint32_t bits[2] = {0u, 0u};
 #pragma unroll

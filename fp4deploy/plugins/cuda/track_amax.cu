@@ -1,13 +1,14 @@
 // The largest finite magnitude of a tensor, and the tracked amax of a static scale, in one launch.
 //
-// amax[0] becomes the largest finite |x|, not below *other where that is given; with `tracked` it is
-// max(that, decay * tracked), written to both. cell and counter are scratch, zero before and after.
+// track_amax: amax[0] becomes the largest finite |x|, not below *other where that is given; with `tracked` it is
+//   max(that, decay * tracked), written to both; `delayed`, amax[0] is the old tracked where that is not 0.
+// previous_amax: amax[0] becomes *tracked; where that is 0, the largest finite |x|, not below *other. x is read only then,
+//   which the host need not know.
+// cell and counter are scratch, zero before and after.
 // Launch: block 256, any grid; x: DTYPE [count], count a multiple of 8, 16-byte aligned.
 #include "channels.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) track_amax(
-    const DTYPE* x, long long count, const float* other, float* tracked, float* amax, int* cell, unsigned* counter,
-    float decay) {
+__device__ __forceinline__ void find_largest(const DTYPE* x, long long count, int* cell) {
     float largest = 0.f;
     long long stride = (long long)gridDim.x * blockDim.x * channels::VECTOR;
 #pragma unroll 4
@@ -24,8 +25,33 @@ extern "C" __global__ void __launch_bounds__(256) track_amax(
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
     if (threadIdx.x % 32 == 0) atomicMax(cell, __float_as_int(largest));
     __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(256) track_amax(
+    const DTYPE* x, long long count, const float* other, float* tracked, float* amax, int* cell, unsigned* counter,
+    float decay, int delayed) {
+    find_largest(x, count, cell);
     if (threadIdx.x == 0) {
         __threadfence();
-        if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1) fp4::track_amax(cell, other, tracked, amax, decay);
+        if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1)
+            fp4::track_amax(cell, other, tracked, amax, decay, delayed);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) previous_amax(
+    const DTYPE* x, long long count, const float* other, const float* tracked, float* amax, int* cell,
+    unsigned* counter) {
+    const float previous = *tracked;
+    if (previous > 0.f) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) *amax = previous;
+        return;
+    }
+    find_largest(x, count, cell);
+    if (threadIdx.x == 0) {
+        __threadfence();
+        if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1) {
+            fp4::track_amax(cell, other, nullptr, amax, 0.f, false);
+            if (!(*amax > 0.f)) *amax = fp4::quiet_nan();
+        }
     }
 }

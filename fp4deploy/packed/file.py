@@ -1,0 +1,191 @@
+"""A packed network as one file: safetensors for the tensors, JSON in its metadata for everything else.
+
+The metadata is one entry, `fp4deploy.packed` (safetensors writes several in no fixed order, and one network should have
+one sequence of bytes): a JSON object of texts.
+
+| key | what it is |
+|---|---|
+| `format` | `packed/1`; a reader refuses any other |
+| `version` | version of fp4deploy that wrote it |
+| `card` | the model card |
+| `graph` | JSON: images, steps, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
+| `sha256` | SHA-256 over the four above |
+
+Reading checks all of it before the first byte is used: the digests, that the tensors are those the graph lists, that
+the graph fits together (`check`), that no number in it is NaN or Inf. Digests find damage, not a forger: who can change
+a tensor can change its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
+from fp4deploy import __version__
+from fp4deploy.errors import InputError
+from fp4deploy.models.card import ModelCard
+from fp4deploy.models.checkpoint import write_tensors
+from fp4deploy.packed.check import check_graph
+from fp4deploy.packed.graph import Graph, Image, Step, TensorInfo
+
+SUFFIX = ".fp4"
+FORMAT = "packed/1"
+KEY = "fp4deploy.packed"
+SIGNED = ("format", "version", "card", "graph")
+AGAIN = "Write it again with: fp4deploy export --format packed"
+TYPES: dict[torch.dtype, Any] = {
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """What a packed file holds, checked; tensors on the CPU."""
+
+    path: Path
+    card: ModelCard
+    graph: Graph
+    tensors: dict[str, torch.Tensor]
+    version: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def packed_file(
+    path: Path,
+    card: ModelCard,
+    images: Mapping[str, Image],
+    steps: list[Step],
+    tensors: Mapping[str, torch.Tensor],
+) -> PackedFile:
+    """A network as it would be read from `path`, checked and not written.
+
+    Raises:
+        InputError: the graph does not fit together, or a tensor holds NaN or Inf.
+    """
+    host = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    infos = {
+        name: TensorInfo(dtype=TYPES[tensor.dtype], shape=list(tensor.shape), sha256=digest(tensor))
+        for name, tensor in host.items()
+    }
+    graph = Graph(images=dict(images), steps=steps, tensors=infos)
+    check_graph(graph, len(card.class_names))
+    _check_values(path, host)
+    return PackedFile(Path(path), card, graph, host, __version__)
+
+
+def write_packed(file: PackedFile) -> None:
+    """Write a network to its path, under a temporary name and renamed.
+
+    Raises:
+        InputError: the target cannot be written; an older file there survives.
+    """
+    metadata = {
+        "format": FORMAT,
+        "version": file.version,
+        "card": file.card.to_json(),
+        "graph": file.graph.model_dump_json(),
+    }
+    metadata["sha256"] = _digest_of(metadata)
+    write_tensors(file.path, file.tensors, {KEY: json.dumps(metadata)})
+
+
+def read_packed(path: Path) -> PackedFile:
+    """Read and check a packed network.
+
+    Raises:
+        InputError: the file is missing, truncated, damaged, of another kind or version, or does not fit together.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"There is no packed network at {path}. {AGAIN}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = _metadata(path, (file.metadata() or {}).get(KEY))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+    except (SafetensorError, OSError, KeyError) as error:
+        raise InputError(f"{path} is not a packed network, or not a whole one ({error}). {AGAIN}") from error
+    if metadata["sha256"] != _digest_of(metadata):
+        raise InputError(f"{path}: its graph or model card was changed after it was written. {AGAIN}")
+    try:
+        graph = Graph.model_validate_json(metadata["graph"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path}: its graph cannot be read ({where}: {first['msg']}). {AGAIN}") from error
+    card = ModelCard.from_json(metadata["card"])
+    _check_tensors(path, graph, tensors)
+    try:
+        check_graph(graph, len(card.class_names))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    _check_values(path, tensors)
+    return PackedFile(path, card, graph, tensors, metadata["version"])
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _digest_of(metadata: Mapping[str, str]) -> str:
+    whole = hashlib.sha256()
+    for key in SIGNED:
+        text = metadata[key].encode()
+        whole.update(len(text).to_bytes(8, "little") + text)
+    return whole.hexdigest()
+
+
+def _metadata(path: Path, text: str | None) -> dict[str, str]:
+    """The texts of the metadata, all there and of a format this version reads."""
+    if text is None:
+        raise InputError(f"{path} is safetensors, but not a packed network. {AGAIN}")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise InputError(f"{path}: its metadata cannot be read. {AGAIN}")
+    if found.get("format") != FORMAT:
+        raise InputError(
+            f"{path} has the format '{found.get('format', '')[:40]}', written by fp4deploy "
+            f"{found.get('version', 'unknown')[:40]}; this version ({__version__}) reads {FORMAT}. {AGAIN}"
+        )
+    missing = [key for key in (*SIGNED, "sha256") if key not in found]
+    if missing:
+        raise InputError(f"{path} lacks {', '.join(missing)} in its metadata. {AGAIN}")
+    return found
+
+
+def _check_tensors(path: Path, graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:
+    different = sorted(graph.tensors.keys() ^ tensors.keys())
+    if different:
+        raise InputError(
+            f"{path}: {len(different)} tensors are not those the graph lists (first '{different[0]}'). {AGAIN}"
+        )
+    for name, info in graph.tensors.items():
+        tensor = tensors[name]
+        if TYPES.get(tensor.dtype) != info.dtype or list(tensor.shape) != info.shape or digest(tensor) != info.sha256:
+            raise InputError(f"{path} is damaged: the tensor '{name}' is not the one that was written. {AGAIN}")
+
+
+def _check_values(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.uint8 and not tensor.float().isfinite().all():
+            raise InputError(f"{path}: the tensor '{name}' holds NaN or Inf. Export an earlier checkpoint.")
+        if name.endswith(".input_amax") and not tensor > 0:
+            raise InputError(f"{path}: '{name}' is {float(tensor):g}, and a scale needs a positive amax. {AGAIN}")

@@ -1,0 +1,137 @@
+"""Running a packed network: one pass over its steps, images kept no longer than they are read.
+
+On a GPU images between steps are FP16 or packed, products come from `plugins.products` and normalisations from
+`plugins.norm_pack`. On the CPU packed tensors are decoded before each product and everything between is FP32, as in
+every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the speed is not.
+
+    network = PackedNetwork(read_packed("unet.fp4"), "cuda")
+    logits = network(images)                       [N, 3, H, W] -> [N, classes, H, W]
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.packed.file import PackedFile
+from fp4deploy.packed.graph import (
+    INPUT,
+    Concat,
+    Conv2d,
+    ConvTranspose2d,
+    GroupNormReLU,
+    Head,
+    Product,
+    Step,
+    outputs_of,
+)
+from fp4deploy.packed.memory import check_size, last_reads
+from fp4deploy.plugins.norm_pack import Image, Wanted, norm_relu_pack
+from fp4deploy.plugins.products import conv2d, conv_transpose2d
+from fp4deploy.plugins.quantize import quantize_nvfp4
+
+
+class PackedNetwork:
+    """A packed file on a device.
+
+    dtype: of plain images: float16 on a GPU, float32 on the CPU.
+    """
+
+    def __init__(self, file: PackedFile, device: str | torch.device = "cpu") -> None:
+        self.file = file
+        self.graph = file.graph
+        self.device = torch.device(device)
+        self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        self._last = last_reads(self.graph)
+        self._packed: dict[str, Nvfp4Tensor] = {}
+        self._plain: dict[str, torch.Tensor] = {}
+        self._vectors: dict[str, torch.Tensor] = {}
+        for step in self.graph.steps:
+            if isinstance(step, Product):
+                self._load_weight(step)
+        for name, tensor in file.tensors.items():
+            if tensor.dtype in (torch.float16, torch.float32) and tensor.ndim <= 1:
+                self._vectors[name] = tensor.to(self.device, torch.float32)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits [N, classes, H, W] of normalised images [N, 3, H, W].
+
+        Raises:
+            InputError: images that are not RGB, or of a size the network cannot halve often enough.
+        """
+        if images.ndim != 4 or images.shape[1] != self.graph.images[INPUT].channels or not len(images):
+            raise InputError(f"The network takes RGB images [N, 3, H, W], not {list(images.shape)}.")
+        check_size(self.graph, *images.shape[2:])
+        rgb = images.to(self.device, self.dtype).permute(0, 2, 3, 1).contiguous()
+        held: dict[str, Image] = {INPUT: rgb}
+        results: list[Image] = []
+        with torch.inference_mode():
+            for number, step in enumerate(self.graph.steps):
+                results = self.run_step(step, [held[name] for name in step.inputs])
+                for name in step.inputs:
+                    if self._last[name] == number:
+                        held.pop(name, None)
+                held.update(zip(outputs_of(step), results, strict=False))  # the head names none
+        return cast(torch.Tensor, results[0]).permute(0, 3, 1, 2)
+
+    def run_step(self, step: Step, inputs: list[Image]) -> list[Image]:
+        """The images that one step writes, from those it reads; the head's are the logits [N, H, W, classes]."""
+        if isinstance(step, GroupNormReLU):
+            return self._norm(step, cast(torch.Tensor, inputs[0]))
+        if isinstance(step, Concat):
+            joined = torch.cat(cast("list[torch.Tensor]", inputs), dim=-1)
+            return [self.form(joined, self.amax(step.output))]
+        amax = None if isinstance(step, Head) else self.amax(step.output)
+        bias = self._vectors[step.bias] if step.bias else None
+        if step.precision == "fp16":
+            return [self.form(self._plain_product(step, cast(torch.Tensor, inputs[0]), bias), amax)]
+        weight, sources = self._packed[step.layer], cast("list[Nvfp4Tensor]", inputs)
+        if isinstance(step, ConvTranspose2d):
+            return [conv_transpose2d(sources[0], weight, bias, dtype=self.dtype, out_amax=amax)]
+        padding = step.padding
+        return [conv2d(tuple(sources), weight, bias, padding=padding, dtype=self.dtype, out_amax=amax)]
+
+    def _norm(self, step: GroupNormReLU, x: torch.Tensor) -> list[Image]:
+        bias = self._vectors[step.bias] if step.bias else None
+        weight, beta = (self._vectors[f"{step.layer}.{part}"] for part in ("weight", "bias"))
+        wanted = [Wanted(self.amax(form.output), form.pooled) for form in step.outputs]
+        return norm_relu_pack(x, bias, weight, beta, step.groups, step.eps, wanted)
+
+    def _plain_product(
+        self, step: Conv2d | ConvTranspose2d | Head, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        weight, image = self._plain[step.layer], x.permute(0, 3, 1, 2)
+        shift = None if bias is None else bias.to(self.dtype)
+        if isinstance(step, ConvTranspose2d):
+            out = F.conv_transpose2d(image, weight, shift, stride=2)
+        else:
+            out = F.conv2d(image, weight, shift, padding=step.padding)
+        return out.permute(0, 2, 3, 1).contiguous()
+
+    def form(self, x: torch.Tensor, amax: torch.Tensor | None) -> Image:
+        """`x`, or packed with `amax`."""
+        return x if amax is None else quantize_nvfp4(x, amax=amax)
+
+    def amax(self, image: str) -> torch.Tensor | None:
+        name = self.graph.images[image].amax
+        return self._vectors[name] if name else None
+
+    def _load_weight(self, step: Conv2d | ConvTranspose2d | Head) -> None:
+        name, tensors = f"{step.layer}.weight", self.file.tensors
+        if step.precision == "fp16":
+            order = (3, 0, 1, 2) if isinstance(step, ConvTranspose2d) else (0, 3, 1, 2)
+            self._plain[step.layer] = tensors[name].to(self.device, self.dtype).permute(order)
+            return
+        codes, scales, scale = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "scale"))
+        channels = sum(self.graph.images[image].channels for image in step.inputs)
+        self._packed[step.layer] = Nvfp4Tensor(
+            codes.to(self.device),
+            scales.to(self.device),
+            (scale * (6 * step.e4m3_max)).to(self.device),
+            torch.Size([*codes.shape[:3], channels]),
+            step.e4m3_max,
+        )

@@ -1,0 +1,104 @@
+"""What compiled code says about itself: registers and spills from a cubin, matrix instructions and parameters from PTX.
+
+A cubin is an ELF file. Its section `.nv.info` is a list of attributes, each {format, attribute, 16 bits}, and where the
+format is 4, so many bytes follow: a symbol and a value of 32 bits. Registers a thread are attribute 0x2f
+(EIATTR_REGCOUNT), bytes of stack a thread 0x11 (EIATTR_FRAME_SIZE). Kernels here have neither calls nor arrays in local
+memory, so that a stack is spilled registers; `cuobjdump --dump-resource-usage` prints the same two figures as REG and
+STACK.
+
+Reading the PTX is how a *silent fallback* is found. A product asked for in FP4 also compiles where no FP4 instruction
+fits the tile: operands are then decoded to FP16 and multiplied as such, correctly and slowly.
+
+| instruction | multiplies | on |
+|---|---|---|
+| `tcgen05.mma ... kind::mxf4nvf4.block_scale` | E2M1 with a scale for 16 | SM100, 103 |
+| `mma.sync ... kind::mxf4nvf4.block_scale` | the same, from registers | SM120, 121 |
+| `wgmma.mma_async` | FP16, from shared memory, four warps together | SM90 |
+| `mma.sync` | FP16, from registers | SM80 on |
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+
+NATIVE = "kind::mxf4nvf4"
+_REGISTERS, _FRAME = 0x2F, 0x11
+_SIZED = 4  # format of an attribute whose 16 bits count the bytes that follow
+_FORMS = r"tcgen05\.mma|wgmma\.mma_async|mma\.sync"
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack a thread; the largest where there are several functions.
+
+    Raises:
+        ValueError: this is no cubin, or it does not say.
+    """
+    found: dict[int, int] = {}
+    try:
+        for attribute, value in _attributes(cubin):
+            found[attribute] = max(value, found.get(attribute, 0))
+        return found[_REGISTERS], found.get(_FRAME, 0)
+    except (struct.error, ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"not a cubin that tells its registers ({type(error).__name__}: {error})") from None
+
+
+def _attributes(cubin: bytes) -> Iterator[tuple[int, int]]:
+    info = _section(cubin, b".nv.info")
+    position = 0
+    while position + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, position)
+        position += 4
+        if form == _SIZED:
+            if size == 8:
+                yield attribute, struct.unpack_from("<I", info, position + 4)[0]
+            position += size
+
+
+def _section(elf: bytes, wanted: bytes) -> bytes:
+    if elf[:5] != b"\x7fELF\x02":
+        raise ValueError("no ELF file of 64 bits")
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    size, count, names = struct.unpack_from("<HHH", elf, 58)
+    heads = [struct.unpack_from("<IIQQQQ", elf, table + index * size) for index in range(count)]
+    for head in heads:
+        start = heads[names][4] + head[0]
+        if elf[start : elf.index(b"\0", start)] == wanted:
+            return elf[head[4] : head[4] + head[5]]
+    raise ValueError(f"no section {wanted.decode()}")
+
+
+def matrix_instructions(ptx: str) -> tuple[str, ...]:
+    """The distinct kinds of matrix instructions, such as ("tcgen05.mma kind::mxf4nvf4",) or ("mma.sync m16n8k16 f16",).
+
+    `kind::` where the instruction has one, else the type of the operands; the shape where it is part of the name.
+    """
+    found = set()
+    for match in re.finditer(rf"(?:{_FORMS})[.\w:]*", ptx):
+        whole = match.group()
+        name = re.match(_FORMS, whole)
+        assert name is not None
+        kind = re.search(r"kind::\w+", whole)
+        shape = re.search(r"\.(m\d+n\d+k\d+)", whole)
+        # d.a.b or d.a.b.c: the second of the types is that of the left operand.
+        types = re.findall(r"\.(f16|bf16|tf32|f32|e4m3|e5m2|s8|u8|f64)(?=\.|$)", whole)
+        operand = kind.group() if kind else types[1] if len(types) > 1 else ""
+        found.add(" ".join(filter(None, [name.group(), shape.group(1) if shape else "", operand])))
+    return tuple(sorted(found))
+
+
+def entry_point(ptx: str) -> tuple[str, tuple[str, ...]]:
+    """Name and PTX types of the parameters of the only entry point: ("kernel", ("u64", "u32", "f32")).
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    ((name, parameters),) = re.findall(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.DOTALL)
+    return name, tuple(re.findall(r"\.param\s+\.(\w+)", parameters))
+
+
+def target(ptx: str) -> str:
+    """The architecture that PTX is for, such as "sm_90a"; empty where it does not say."""
+    found = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
+    return found.group(1) if found else ""

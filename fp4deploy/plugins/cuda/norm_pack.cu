@@ -1,0 +1,101 @@
+// ReLU of a normalised image, written as the next layers read it: packed NVFP4, plain, pooled, in one pass.
+//
+//   y = round(relu(a x + b))        a, b of each image and channel, from `combine` of group_norm.cu
+//   p = the maximum of y over 2 x 2 pixels
+//
+// Each of y and p goes out as codes and scales with a global amax of its own (a block is 16 channels of a pixel), as DTYPE
+// values, as both or not at all; a null pointer says not. An encoder level of a UNet writes y for the skip connection and
+// p for the level below, 0.56 bytes an element each, and never the image itself. Quantised are the values rounded to
+// DTYPE, so that a fused layer has the bytes of an unfused one.
+//
+// Launch: block 256, grid (chunks, N). x, y: DTYPE [N, pixels, C], p: DTYPE [N, pixels / 4, C]; codes: 8 bytes and scales:
+// 1 byte for each 16 channels. C is a multiple of 16. norm_pool_pack: chunks of pooled pixels, W of the pooled image.
+#include "channels.cuh"
+
+using channels::VECTOR;
+using channels::Walk;
+
+struct Target {
+    uint32_t* codes;
+    uint8_t* scales;
+    DTYPE* values;
+
+    // Eight channels starting at element `at`; all threads of a warp come here, `has` says which of them write.
+    __device__ __forceinline__ void put(
+        const float (&v)[VECTOR], const fp4::GlobalScale& global, long long at, bool has) const {
+        if (values && has) channels::store(values + at, v);
+        if (!codes) return;
+        const fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), global);
+        float scaled[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) scaled[i] = v[i] * block.encode;
+        uint32_t packed = fp4::encode_eight(scaled);
+        if (block.encode != block.encode) packed = 0u;
+        if (!has) return;
+        codes[at / VECTOR] = packed;
+        if (threadIdx.x % 2 == 0) scales[at / fp4::GROUP] = uint8_t(fp4::encode_e4m3(block.d8));
+    }
+    __device__ __forceinline__ fp4::GlobalScale global(const float* amax) const {
+        return codes ? fp4::global_scale(*amax) : fp4::GlobalScale{};
+    }
+};
+
+struct Affine {
+    float a[VECTOR], b[VECTOR];
+
+    __device__ Affine(const float* ab, const Walk& walk, int C) {
+        if (!walk.active) return;
+        channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
+        channels::load(ab + (blockIdx.y * 2LL + 1) * C + walk.channel, b);
+    }
+    __device__ __forceinline__ void operator()(float (&v)[VECTOR]) const {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f)));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256) norm_pack(
+    const DTYPE* x, const float* ab, const float* amax, uint32_t* codes, uint8_t* scales, DTYPE* values,
+    long long pixels, int C, long long per_chunk) {
+    const Walk walk(pixels, C, per_chunk);
+    const Affine affine(ab, walk, C);
+    const Target target{codes, scales, values};
+    const fp4::GlobalScale global = target.global(amax);
+    const long long image = (long long)blockIdx.y * pixels * C + walk.channel;
+#pragma unroll 4
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        const bool has = walk.has(trip);
+        float v[VECTOR] = {};
+        if (has) channels::load(x + image + walk.pixel(trip) * C, v);
+        affine(v);
+        target.put(v, global, image + walk.pixel(trip) * C, has);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) norm_pool_pack(
+    const DTYPE* x, const float* ab, const float* amax, uint32_t* codes, uint8_t* scales, DTYPE* values,
+    const float* pooled_amax, uint32_t* pooled_codes, uint8_t* pooled_scales, DTYPE* pooled_values, int W,
+    long long pixels, int C, long long per_chunk) {
+    const Walk walk(pixels, C, per_chunk);
+    const Affine affine(ab, walk, C);
+    const Target full{codes, scales, values}, pooled{pooled_codes, pooled_scales, pooled_values};
+    const fp4::GlobalScale global = full.global(amax), pooled_global = pooled.global(pooled_amax);
+    const long long out = (long long)blockIdx.y * pixels * C + walk.channel, image = 4 * out - 3 * walk.channel;
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        const bool has = walk.has(trip);
+        const long long pixel = has ? walk.pixel(trip) : 0, row = pixel / W, column = pixel - row * W;
+        const long long corner = image + (row * 4 * W + column * 2) * C;
+        float best[VECTOR];
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap) {
+            const long long at = corner + ((tap >> 1) * 2 * W + (tap & 1)) * (long long)C;
+            float v[VECTOR] = {};
+            if (has) channels::load(x + at, v);
+            affine(v);
+            full.put(v, global, at, has);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) best[i] = tap ? fp4::nan_max(best[i], v[i]) : v[i];
+        }
+        pooled.put(best, pooled_global, out + pixel * C, has);
+    }
+}

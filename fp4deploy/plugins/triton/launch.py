@@ -1,0 +1,59 @@
+"""What a kernel is compiled as, apart from launching it: one description for just-in-time and ahead-of-time use.
+
+    JIT   call.launch names the kernel; `kernel[call.grid](*call.values, **options)`        a GPU, Triton installed
+    AOT   `triton.compile(ASTSource(kernel, launch.signature(), ...), target=GPUTarget("cuda", 90, 32))`       no GPU
+
+Nothing here imports Triton, so that a description can be made, compared and hashed anywhere. A `Launch` has no shapes
+in it: those are runtime arguments, and one compiled kernel serves every image size and batch. What does enter are the
+facts that change code: the kind of product, dtype, tile, and how many scale bytes a row is a multiple of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Value = int | float | bool | str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel variant, hashable: the key of a compiled binary.
+
+    kernel: "module:function" in this package, such as "conv:conv2d_kernel".
+    arguments: (name, Triton type) of the runtime parameters in order, such as ("images", "*u8") or ("height", "i32").
+    constants: (name, value) of the constexpr parameters.
+    divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes).
+    num_warps, num_stages: launch configuration.
+    fp_fusion: whether a * b + c may become one rounding; the fused quantisation needs two.
+    """
+
+    kernel: str
+    arguments: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Value], ...]
+    divisible: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    fp_fusion: bool = False
+
+    def signature(self) -> dict[str, str]:
+        """name -> type as `triton.compiler.ASTSource` wants it."""
+        return {**dict(self.arguments), **{name: "constexpr" for name, _ in self.constants}}
+
+    def attributes(self) -> dict[tuple[int], list[list[Any]]]:
+        """Parameter positions -> divisibility, as `ASTSource` wants it."""
+        names = [name for name, _ in self.arguments]
+        return {(names.index(name),): [["tt.divisibility", 16]] for name in self.divisible}
+
+    def options(self) -> dict[str, Any]:
+        """Options of compilation, for `triton.compile` and, as keywords, for a just-in-time launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fp_fusion}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch: the variant, the values of its runtime arguments (tensors, integers, floats) and the grid."""
+
+    launch: Launch
+    values: tuple[Any, ...]
+    grid: tuple[int, int, int]

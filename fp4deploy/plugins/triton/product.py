@@ -1,0 +1,169 @@
+"""One kernel for products of packed tensors: matmul, conv2d with one or two sources, transposed convolution 2x2.
+
+    out[m, n] = relu(sum over taps and channels of image[pixel(m) + tap, c] * filter[n, tap, c] + bias[n])
+
+An implicit GEMM: a row m is an output pixel, a column n an output channel, and the depth runs over taps and, within a
+tap, over bytes of channels. Nothing is gathered in memory; the bytes of a row are loaded from where the tap looks, or
+are zero beyond the border. Which taps of a pixel lie inside the image is a word of bits, computed once.
+
+| product | pixels | taps | columns |
+|---|---|---|---|
+| matmul | one row of M pixels | 1 | N |
+| conv2d | N x OH x OW | KH x KW | O channels |
+| transposed, 2x2 stride 2 | N x H x W | 1 | O channels for each of the four output pixels |
+
+**Two sources.** The channels of a concatenation come first from one image, then from the other, each with its own
+global scale; the sum of the first is rescaled between them, so that one accumulator serves both.
+
+**Native.** On Blackwell `tl.dot_scaled` multiplies codes and scales as they are. Elsewhere they are decoded to float16
+in registers (`decode`) and multiplied by float16 tensor cores; both are exact up to the order of the sum.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4deploy.plugins.triton.decode import SCALED, decode
+from fp4deploy.plugins.triton.epilogue import finish, quantize
+
+
+@triton.jit
+def product_kernel(
+    x,  # uint8 [images, H, W, CB]
+    x_scales,  # uint8 [images, H, W, CB // 8]
+    x_amax,  # float32 []
+    x2,  # the second source, or x again
+    x2_scales,
+    x2_amax,
+    w,  # uint8 [outputs, KH, KW, CB + CB2]
+    w_scales,
+    w_amax,
+    bias,  # float32 [outputs] or anything
+    out,  # OUT [pixels, outputs], or codes uint8 [pixels, OB]
+    out_scales,  # uint8 [pixels, OB // 8] or anything
+    out_amax,  # float32 [] or anything
+    H,
+    W,
+    CB,  # bytes of a pixel of the first source, and of the second
+    CB2,
+    OH,
+    OW,
+    M,
+    outputs,
+    stride,
+    padding,
+    dilation,
+    x_range,  # 6 * 448, or 6 * 256 with 4/6
+    x2_range,
+    w_range,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    TWO: tl.constexpr,
+    UP: tl.constexpr,
+    EVEN: tl.constexpr,  # BK divides CB and CB2
+    BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BF16: tl.constexpr,  # dtype of the output, else float16
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,  # bytes of a step: 2 BK elements
+    NATIVE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    OUT: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(outputs, BN)
+    columns = 4 * tiles if UP else tiles
+    m = (pid // columns) * BM + tl.arange(0, BM)
+    position = (pid % columns) // tiles  # which of the four pixels of a transposed convolution
+    first = (pid % tiles) * BN
+    n = first + tl.arange(0, BN)
+    has = n < outputs
+
+    ox, t = m % OW, m // OW
+    oy, image = t % OH, t // OH
+    top, left = oy * stride - padding, ox * stride - padding
+    inside = tl.zeros((BM,), tl.int32 if KH * KW <= 32 else tl.int64)
+    for tap in tl.static_range(KH * KW):
+        iy, ix = top + (tap // KW) * dilation, left + (tap % KW) * dilation
+        inside |= ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W) & (m < M)).to(inside.dtype) << tap
+    pixel = (image.to(tl.int64) * H + top) * W + left
+    rows_before = n.to(tl.int64) * 4 + position if UP else n.to(tl.int64) * (KH * KW)
+    row = rows_before * (CB + CB2)
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    acc = _accumulate(
+        acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, CB + CB2, 0,
+        W, dilation, KH, KW, EVEN, BM, BN, BK, NATIVE, ASM,
+    )  # fmt: skip
+    factor = tl.load(x_amax) / x_range
+    if TWO:
+        second = tl.load(x2_amax) / x2_range
+        second += (second == 0.0).to(tl.float32)  # its products are zero then
+        acc = _accumulate(
+            acc * (factor / second), x2, x2_scales, CB2, pixel, inside, w, w_scales, row, has, CB + CB2, CB,
+            W, dilation, KH, KW, EVEN, BM, BN, BK, NATIVE, ASM,
+        )  # fmt: skip
+        factor = second
+    factor = factor * (tl.load(w_amax) / w_range)
+    if not NATIVE:
+        factor = factor * (SCALED * SCALED)
+    y = finish(acc * factor, bias, n, has, RELU, BIAS).to(OUT)
+
+    place = m
+    if UP:
+        place = 2 * m + 2 * OW * (m // OW) + 2 * OW * (position // 2) + position % 2
+    place = place.to(tl.int64)
+    rows = (m < M)[:, None]
+    if QUANTIZE:
+        blocks = (outputs + 15) // 16
+        codes, scales = quantize(tl.where(has[None, :], y.to(tl.float32), 0.0), tl.load(out_amax), BM, BN, ASM)
+        pair, block = first // 2 + tl.arange(0, BN // 2), first // 16 + tl.arange(0, BN // 16)
+        at = out + (place * (8 * blocks))[:, None] + pair[None, :]
+        tl.store(at, codes, mask=rows & (pair < 8 * blocks)[None, :])
+        tl.store(out_scales + (place * blocks)[:, None] + block[None, :], scales, mask=rows & (block < blocks)[None, :])
+    else:
+        tl.store(out + (place * outputs)[:, None] + n[None, :], y, mask=rows & has[None, :])
+
+
+@triton.jit
+def _accumulate(
+    acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, WB, first,
+    W, dilation, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc + the products of one source; WB: bytes of a tap in the filter, `first`: where its channels begin."""
+    byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
+    xp = x + (pixel * CB)[:, None] + byte[None, :]
+    xsp = x_scales + (pixel * (CB // 8))[:, None] + scale[None, :]
+    wp = w + row[:, None] + (first + byte)[None, :]
+    wsp = w_scales + (row // 8)[:, None] + (first // 8 + scale)[None, :]
+    chunks = tl.cdiv(CB, BK)
+    for k in range(KH * KW * chunks):
+        tap = k // chunks
+        c = (k - tap * chunks) * BK
+        offset = ((tap // KW) * W + tap % KW) * dilation
+        seen = (((inside >> tap) & 1) != 0)[:, None]
+        filled = has[:, None]
+        if EVEN:
+            a = tl.load(xp + (offset * CB + c), mask=seen, other=0)
+            b = tl.load(wp + (tap * WB + c), mask=filled, other=0)
+            sa = tl.load(xsp + (offset * (CB // 8) + c // 8), mask=seen, other=0)
+            sb = tl.load(wsp + (tap * (WB // 8) + c // 8), mask=filled, other=0)
+        else:
+            bytes_left, scales_left = (c + byte < CB)[None, :], (c // 8 + scale < CB // 8)[None, :]
+            a = tl.load(xp + (offset * CB + c), mask=seen & bytes_left, other=0)
+            b = tl.load(wp + (tap * WB + c), mask=filled & bytes_left, other=0)
+            sa = tl.load(xsp + (offset * (CB // 8) + c // 8), mask=seen & scales_left, other=0)
+            sb = tl.load(wsp + (tap * (WB // 8) + c // 8), mask=filled & scales_left, other=0)
+        if NATIVE:
+            acc = tl.dot_scaled(
+                a, sa.to(tl.float8e4nv, bitcast=True), "e2m1",
+                tl.trans(b), sb.to(tl.float8e4nv, bitcast=True), "e2m1", acc,
+            )  # fmt: skip
+        else:
+            a_even, a_odd = decode(a, sa, BM, BK, ASM)
+            b_even, b_odd = decode(b, sb, BN, BK, ASM)
+            acc = tl.dot(a_even, tl.trans(b_even), acc)
+            acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+    return acc

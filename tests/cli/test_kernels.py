@@ -1,0 +1,120 @@
+"""`fp4deploy kernels`, with a stand-in for the compiler; compiling itself is tested in tests/plugins/test_ahead.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Invoke
+
+from fp4deploy.errors import UnavailableError
+from fp4deploy.plugins import ahead_build, ahead_store
+from fp4deploy.plugins.ahead_build import Made
+from fp4deploy.plugins.ahead_store import Compiled
+from fp4deploy.plugins.triton.launch import Launch
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `build` was asked for; kernels for sm_100 fall back, those for sm_121 are refused, others are right."""
+    found: list[Any] = []
+
+    def build(wanted: list[tuple[Launch, str]], jobs: int | None, out: Path | None) -> Iterator[tuple[int, Made]]:
+        found.append((wanted, jobs, out))
+        for index, (launch, arch) in reversed(list(enumerate(wanted))):
+            native = dict(launch.constants).get("NATIVE")
+            kind = "tcgen05.mma kind::mxf4nvf4" if native else "wgmma.mma_async m64n128k16 f16"
+            kind = (
+                "tcgen05.mma kind::f16" if arch == "sm_100" else kind if native or arch == "sm_90" else "mma.sync f16"
+            )
+            compiled = Compiled(
+                b"code", "", launch.kernel.partition(":")[2], (), (), 1024, 8, 99, 0, (kind,), arch, "3.6.0", "",
+                ahead_store.description(launch),
+            )  # fmt: skip
+            yield index, Made(launch, arch, None, "no luck") if arch == "sm_121" else Made(launch, arch, compiled)
+
+    monkeypatch.setattr(ahead_build, "build", build)
+    return found
+
+
+def test_the_table(invoke: Invoke, calls: list[Any]) -> None:
+    result = invoke("kernels", "--arch", "sm90", "--jobs", 3)
+    assert result.exit_code == 0, result.stderr
+    ((wanted, jobs, out),) = calls
+    assert {arch for _, arch in wanted} == {"sm_90"}
+    assert (jobs, out) == (3, None)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 1 + len(wanted)
+    assert all("sm_90" in line and "wgmma.mma_async m64n128k16 f16" in line for line in lines[1:])
+    assert f"{len(wanted)} of {len(wanted)} kernels are as they should be" in result.stderr
+
+
+def test_json_is_alone_on_stdout(invoke: Invoke, calls: list[Any], tmp_path: Path) -> None:
+    result = invoke("kernels", "--arch", "sm_80", "--arch", "sm80", "--json", "--out", "kernels")
+    assert result.exit_code == 0, result.stderr
+    content = json.loads(result.stdout)
+    assert content["folder"] == "kernels"
+    assert [each["arch"] for each in content["kernels"]] == ["sm_80"] * len(calls[0][0])
+    first = content["kernels"][0]
+    assert (first["registers"], first["spills"], first["shared"], first["complaints"]) == (99, 0, 1024, [])
+    assert f"FP4DEPLOY_KERNEL_PATH={tmp_path / 'kernels'}" in result.stderr
+
+
+def test_a_fallback_and_a_refusal_exit_1(invoke: Invoke, calls: list[Any]) -> None:
+    result = invoke("kernels", "--arch", "sm100")
+    assert result.exit_code == 1
+    assert "kernels are not what was asked for" in result.stderr
+    assert "asked for kind::mxf4nvf4 and got tcgen05.mma kind::f16" in result.stderr
+    assert "asked for kind::mxf4nvf4" in result.stdout
+    result = invoke("kernels", "--arch", "sm121", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["kernels"][0]["complaints"] == ["no luck"]
+
+
+@pytest.mark.parametrize("arguments", [("--arch", "all"), ()])
+def test_all_architectures(
+    invoke: Invoke, calls: list[Any], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    invoke("kernels", *arguments)
+    assert list(dict.fromkeys(arch for _, arch in calls[0][0])) == list(ahead_store.TARGETS)
+
+
+def test_the_gpu_present(invoke: Invoke, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert invoke("kernels").exit_code == 0
+    assert {arch for _, arch in calls[0][0]} == {"sm_89"}
+
+
+def test_an_unknown_architecture_exits_2(invoke: Invoke) -> None:
+    result = invoke("kernels", "--arch", "sm75")
+    assert result.exit_code == 2
+    assert "'sm75' is no architecture the kernels know. Valid: sm_80" in result.stderr
+
+
+def test_no_triton_exits_3(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_build, "triton_version", lambda: None)
+    result = invoke("kernels", "--arch", "sm120")
+    assert result.exit_code == UnavailableError.exit_code == 3
+    assert "Triton is missing, and it compiles the kernels: pip install triton" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_folder_that_cannot_be_written_exits_2(tmp_path: Path) -> None:
+    from fp4deploy.errors import InputError
+
+    (tmp_path / "file").write_text("")
+    launch = Launch("launch:kernel", (), ())
+    compiled = Compiled(b"code", "", "kernel", (), (), 0, 4, 9, 0, (), "sm_90", "3.6.0", "", "{}")
+    with pytest.raises(InputError) as error:
+        ahead_build._save(compiled, launch, tmp_path / "file" / "kernels")
+    assert "cannot be written: Not a directory" in str(error.value)

@@ -1,0 +1,177 @@
+"""Checkpoint to packed network: the bytes of the ONNX file, the gate before writing, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from exported_models import Shapes, images, initializer, prepared, unet
+from onnx import numpy_helper
+
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.export.layer_constants import deployed_amax
+from fp4deploy.export.packed import export_packed, pack_unet
+from fp4deploy.export.packed_verify import compare_steps, require_packed, verify_packed
+from fp4deploy.models import ModelCard, build_unet, save_checkpoint
+from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
+from fp4deploy.qat import calibrate, prepare, quantized_layers, round_to_deployed
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+def card(recipe: str | None = "nvfp4_qat") -> ModelCard:
+    return ModelCard("nvfp4" if recipe else "fp16", 0.25, NAMES, 32, 32, IMAGE_MEAN, IMAGE_STD, False, recipe)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "shapes"
+    generate_shapes(folder, train=2, val=4, size=32, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    torch.manual_seed(0)
+    names = open_dataset(data, "val").class_names
+    model = prepare(build_unet(len(names), 0.125))
+    calibrate(model, [images(2)])
+    path = tmp_path_factory.mktemp("run") / "best.safetensors"
+    save_checkpoint(path, model, ModelCard("nvfp4", 0.125, names, 32, 32, IMAGE_MEAN, IMAGE_STD, True, "nvfp4_qat"))
+    return path
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_qat", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"])
+def test_the_bytes_are_those_of_the_onnx_file(recipe: str) -> None:
+    model, graph = unet(recipe)
+    _, _, tensors = pack_unet(model)
+    assert len(quantized_layers(model)) == 21
+    for name in quantized_layers(model):
+        codes, scales = (initializer(graph, f"{name}.weight.{part}") for part in ("codes", "scales"))
+        assert tensors[f"{name}.weight.codes"].numpy().tobytes() == codes.raw_data
+        assert tensors[f"{name}.weight.scales"].view(torch.uint8).numpy().tobytes() == scales.raw_data
+        weight_scale, input_scale = (
+            numpy_helper.to_array(initializer(graph, f"{name}.{part}"))
+            for part in ("weight.global_scale", "input.global_scale")
+        )
+        assert tensors[f"{name}.weight.scale"].item() == weight_scale.item()
+        assert tensors[f"{name}.input_amax"].item() == deployed_amax(np.float32(input_scale.item()))
+
+
+def test_what_stays_in_fp16_has_the_values_of_the_model() -> None:
+    model, _ = unet("nvfp4_qat")
+    _, _, tensors = pack_unet(model)
+    first = model.get_submodule("encoder.0.conv1").weight
+    assert torch.equal(tensors["encoder.0.conv1.weight"].float(), first.detach().permute(0, 2, 3, 1))
+    for name in ("encoder.0.norm1.weight", "up.2.bias", "decoder.3.conv1.bias", "head.bias"):
+        assert torch.equal(tensors[name].float(), model.get_parameter(name).detach())
+
+
+def test_export_verifies_writes_and_is_deterministic(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    result = export_packed(checkpoint, tmp_path / "unet.fp4", data, images=3)
+    assert result.verification is not None
+    assert (result.verification.images, result.verification.pixels) == (3, 3 * 32 * 32)
+    assert "argmax equal to torch on" in result.verification.sentence()
+    assert read_packed(tmp_path / "unet.fp4").graph == result.file.graph
+    export_packed(checkpoint, tmp_path / "again.fp4", verify=False)
+    assert (tmp_path / "again.fp4").read_bytes() == (tmp_path / "unet.fp4").read_bytes()
+
+
+@pytest.mark.parametrize(("options", "cause"), [({}, "--data DIR"), ({"images": 0, "verify": False}, "At least one")])
+def test_wrong_options(checkpoint: Path, tmp_path: Path, options: dict, cause: str) -> None:
+    with pytest.raises(InputError, match=cause):
+        export_packed(checkpoint, tmp_path / "unet.fp4", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_suffix(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="should end in .fp4"):
+        export_packed(checkpoint, tmp_path / "unet.onnx", verify=False)
+
+
+@pytest.mark.parametrize("recipe", ["fp4_all_the_way", "nvfp4_4o6_qat", "mx_baseline"])
+def test_recipes_without_a_packed_form(recipe: str) -> None:
+    model = prepare(build_unet(5, 0.125), recipe)
+    calibrate(model, [images(1)])
+    with pytest.raises(InputError, match=f"recipe '{recipe}'"):
+        pack_unet(model)
+
+
+def test_another_network() -> None:
+    with pytest.raises(InputError, match="Only a UNet has a packed form, not Shapes"):
+        pack_unet(prepared(Shapes(), "nvfp4_qat", (3, 16, 24)))
+
+
+@pytest.mark.parametrize("name", ["encoder.1.conv1.weight", "head.weight", "encoder.2.norm1.bias"])
+def test_nan_weights_are_refused(name: str) -> None:
+    torch.manual_seed(0)
+    model = prepared(build_unet(5, 0.125), "nvfp4_qat")
+    model.get_parameter(name).data.flatten()[3] = float("nan")
+    with pytest.raises(InputError, match=f"{name.removesuffix('.weight')}.* holds NaN"):
+        pack_unet(model)
+
+
+def test_layers_kept_in_fp16_by_choice() -> None:
+    """Any mixture of precisions: what an FP16 layer reads is plain, and concatenated for it."""
+    torch.manual_seed(0)
+    model = build_unet(5, 0.25)
+    prepare(model, exclude=["decoder.1.conv1", "up.0", "encoder.2.*"])
+    calibrate(model, [images(2)])
+    round_to_deployed(model)
+    file = packed_file(Path("x.fp4"), card(), *pack_unet(model.eval()))
+    with torch.inference_mode():
+        errors = compare_steps(model, PackedNetwork(file), images(2))
+    assert max(errors.values()) < 1e-3
+
+
+def broken_networks() -> dict[str, PackedFile]:
+    """The network of `unet()` with one thing wrong that a checker cannot see."""
+    model, _ = unet("nvfp4_qat")
+    good = packed_file(Path("unet.fp4"), card(), *pack_unet(model))
+    amax = {**good.tensors, "decoder.2.conv2.input_amax": good.tensors["decoder.2.conv2.input_amax"] / 4}
+    codes = {**good.tensors, "up.1.weight.codes": good.tensors["up.1.weight.codes"].flip(0)}
+    bias = {**good.tensors, "encoder.3.conv1.bias": good.tensors["encoder.3.conv1.bias"].flip(0)}
+    found = {
+        name: dataclasses.replace(good, tensors=t) for name, t in (("amax", amax), ("codes", codes), ("bias", bias))
+    }
+    steps = [
+        step.model_copy(update={"inputs": step.inputs[::-1]}) if len(step.inputs) == 2 else step
+        for step in good.graph.steps
+    ]
+    found["swapped sources"] = dataclasses.replace(good, graph=good.graph.model_copy(update={"steps": steps}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "layer"),
+    [
+        ("amax", "decoder.2.norm1"),
+        ("codes", "up.1"),
+        ("bias", "encoder.3.norm1"),
+        ("swapped sources", "decoder.0.conv1"),
+    ],
+)
+def test_the_gate_names_the_step_that_is_wrong(fault: str, layer: str) -> None:
+    model, _ = unet("nvfp4_qat")
+    found = verify_packed(model, broken_networks()[fault], images(2).split(1))
+    with pytest.raises(GateError, match=f"the first step to differ is {layer}, by"):
+        require_packed(found, "best.safetensors")
+
+
+def test_nothing_to_compare_is_no_agreement() -> None:
+    model, _ = unet("nvfp4_qat")
+    found = verify_packed(model, broken_networks()["amax"], [])
+    with pytest.raises(GateError, match="there was nothing to compare"):
+        require_packed(found, "best.safetensors")
+
+
+def test_last_bits_alone_pass() -> None:
+    """An untrained model amplifies them beyond the free bound; fed by torch it is right."""
+    model, _ = unet("nvfp4_qat")
+    good = packed_file(Path("unet.fp4"), card(), *pack_unet(model))
+    found = verify_packed(model, good, images(2).split(1))
+    require_packed(found, "best.safetensors")

@@ -1,0 +1,41 @@
+"""Small UNets as packed networks, each made once."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp4deploy.export.packed import pack_unet
+from fp4deploy.models import ModelCard, build_unet
+from fp4deploy.packed import PackedFile, packed_file
+from fp4deploy.qat import calibrate, prepare, round_to_deployed
+
+CLASSES = ("sky", "road", "car", "tree", "sign")
+SIZE = 32
+
+
+def images(count: int, seed: int = 1, size: int = SIZE) -> torch.Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def card(recipe: str | None, scale: float) -> ModelCard:
+    precision = "nvfp4" if recipe else "fp16"
+    return ModelCard(precision, scale, CLASSES, SIZE, SIZE, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), False, recipe)
+
+
+@cache
+def packed(recipe: str | None = "nvfp4_qat", scale: float = 0.25) -> tuple[nn.Module, PackedFile]:
+    """An untrained UNet as it ships, and the network packed from it; not to be changed."""
+    torch.manual_seed(0)
+    model = build_unet(len(CLASSES), scale)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    if recipe:
+        prepare(model, recipe)
+        calibrate(model, [images(2, seed=0)])
+    round_to_deployed(model)
+    return model.eval(), packed_file(Path("unet.fp4"), card(recipe, scale), *pack_unet(model))

@@ -1,0 +1,75 @@
+"""Bytes of weights and of images, against counts made another way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_networks import packed
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.models import build_unet
+from fp4deploy.packed import PackedNetwork, activation_bytes, full_precision, plain_bytes
+from fp4deploy.packed.graph import INPUT, Head, outputs_of
+from fp4deploy.packed.memory import image_bytes
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])
+@pytest.mark.parametrize("scale", [0.125, 0.25])
+def test_plain_bytes_are_two_a_parameter(recipe: str | None, scale: float) -> None:
+    model, file = packed(recipe, scale)
+    assert plain_bytes(file.graph) == 2 * sum(parameter.numel() for parameter in model.parameters())
+    if recipe is None:
+        assert file.weight_bytes == plain_bytes(file.graph)
+
+
+def test_weights_of_a_full_sized_unet_take_less_than_three_tenths() -> None:
+    """Counted from the shapes: 9 bits a code pair and its share of a scale, the rest as it is."""
+    _, file = packed()
+    model = build_unet(5, 1.0)
+    count = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    packed_names = {name.removesuffix(".codes") for name in file.tensors if name.endswith(".weight.codes")}
+    assert len(packed_names) == 21
+    bytes_packed = sum(9 * count[name] // 16 + 8 for name in packed_names)
+    rest = sum(2 * value for name, value in count.items() if name not in packed_names)
+    assert bytes_packed + rest <= 0.30 * 2 * sum(count.values())
+    small = {name: parameter.numel() for name, parameter in packed()[0].named_parameters()}
+    expected = sum(9 * small[name] // 16 + 8 for name in packed_names)
+    expected += sum(2 * value for name, value in small.items() if name not in packed_names)
+    assert file.weight_bytes == expected
+
+
+@pytest.mark.parametrize("scale", [0.125, 0.25])
+def test_the_fp16_graph_of_an_nvfp4_file_is_that_of_the_fp16_file(scale: float) -> None:
+    _, file = packed("nvfp4_qat", scale)
+    _, plain = packed(None, scale)
+    as_fp16 = activation_bytes(full_precision(file.graph), 64, 48)
+    assert as_fp16 == activation_bytes(plain.graph, 64, 48) == activation_bytes(full_precision(plain.graph), 64, 48)
+    assert activation_bytes(file.graph, 64, 48) < as_fp16
+
+
+def test_the_peak_of_a_unet_by_hand() -> None:
+    """FP16: skip, upsampled image and their concatenation. Packed: the last normalisation, plain in and out."""
+    pixels, channels = 64 * 48, 16
+    assert activation_bytes(packed(None)[1].graph, 64, 48) == pixels * 2 * (channels + channels + 2 * channels)
+    assert activation_bytes(packed()[1].graph, 64, 48, batch=3) == 3 * pixels * 2 * (channels + channels)
+
+
+@pytest.mark.parametrize("scale", [0.125, 0.25])
+def test_images_have_the_bytes_that_are_counted(scale: float) -> None:
+    _, file = packed("nvfp4_qat", scale)
+    network, graph = PackedNetwork(file), file.graph
+    held = {INPUT: torch.randn(2, 32, 32, 3)}
+    for step in graph.steps:
+        written = network.run_step(step, [held[name] for name in step.inputs])
+        for name, image in zip(outputs_of(step), written, strict=False):
+            held[name] = image
+            packed_image = isinstance(image, Nvfp4Tensor)  # a plain one is FP32 on the CPU
+            real = image.codes.nbytes + image.scales.nbytes if packed_image else 2 * image.numel()
+            assert real == image_bytes(graph.images[name], 32, 32, batch=2), name
+    assert isinstance(graph.steps[-1], Head)
+
+
+def test_a_size_that_does_not_fit() -> None:
+    with pytest.raises(InputError, match="multiples of 16, such as 96 x 112"):
+        activation_bytes(packed()[1].graph, 100, 110)

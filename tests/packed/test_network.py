@@ -1,0 +1,111 @@
+"""What a packed network computes on the CPU: the fake-quantised model, step by step and as a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_networks import CLASSES, SIZE, images, packed
+from torch import nn
+
+from fp4deploy.data import EvalTransform, generate_shapes, open_dataset
+from fp4deploy.errors import InputError
+from fp4deploy.export.packed import pack_unet
+from fp4deploy.export.packed_verify import compare_steps
+from fp4deploy.models import build_unet
+from fp4deploy.packed import PackedNetwork, packed_file
+from fp4deploy.packed.graph import Concat, Conv2d
+from fp4deploy.qat import calibrate, prepare, round_to_deployed
+
+RECIPES = ["nvfp4_qat", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("scale", [0.125, 0.25])
+def test_every_step_computes_what_torch_computes(recipe: str, scale: float) -> None:
+    model, file = packed(recipe, scale)
+    with torch.inference_mode():
+        errors = compare_steps(model, PackedNetwork(file), images(2))
+    assert len(errors) == 41  # 23 products and 18 normalisations
+    assert max(errors.values()) < 2e-4, errors
+
+
+def test_an_fp16_model_is_exact() -> None:
+    model, file = packed(None)
+    with torch.inference_mode():
+        expected, got = model(images(2)), PackedNetwork(file)(images(2))
+    assert got.shape == (2, len(CLASSES), SIZE, SIZE)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+
+
+def test_a_trained_model_gives_the_same_classes(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Fake quantisation in torch and the packed network, on generated scenes: at least 99.9 % of the pixels."""
+    generate_shapes(tmp_path / "data", train=24, val=8, size=64, seed=0)
+    transform = EvalTransform(64, 64, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    splits = {}
+    for split in ("train", "val"):
+        data = open_dataset(tmp_path / "data", split)
+        pairs = [transform(data.load(index)) for index in range(len(data))]
+        splits[split] = tuple(torch.stack([torch.as_tensor(pair[at]) for pair in pairs]) for at in (0, 1))
+    torch.manual_seed(0)
+    names = open_dataset(tmp_path / "data", "val").class_names
+    model = build_unet(len(names), 0.25)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    x, y = splits["train"]
+    for step in range(40):
+        part = slice(step % 3 * 8, step % 3 * 8 + 8)
+        loss = nn.functional.cross_entropy(model(x[part]), y[part].long(), ignore_index=255)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    prepare(model)
+    calibrate(model, [x[:8]])
+    round_to_deployed(model)
+    model.eval()
+    _, other = packed()
+    file = packed_file(tmp_path / "unet.fp4", _named(other.card, names), *pack_unet(model))
+    with torch.inference_mode():
+        expected = model(splits["val"][0]).argmax(1)
+        got = PackedNetwork(file)(splits["val"][0]).argmax(1)
+    assert len(expected.unique()) > 1
+    assert float((got == expected).float().mean()) >= 0.999
+
+
+def _named(card, names):  # type: ignore[no-untyped-def]
+    import dataclasses
+
+    return dataclasses.replace(card, class_names=names)
+
+
+def test_no_concatenation_is_written_where_blocks_do_not_cross_it() -> None:
+    _, file = packed()
+    assert not [step for step in file.graph.steps if isinstance(step, Concat)]
+    pairs = [step for step in file.graph.steps if isinstance(step, Conv2d) and len(step.inputs) == 2]
+    assert [step.layer for step in pairs] == [f"decoder.{level}.conv1" for level in range(4)]
+    _, narrow = packed("nvfp4_qat", 0.125)
+    assert [step.output for step in narrow.graph.steps if isinstance(step, Concat)] == ["decoder.3.concat"]
+
+
+def test_other_sizes_and_batches() -> None:
+    _, file = packed()
+    network = PackedNetwork(file)
+    both = network(images(3, size=48))
+    assert both.shape == (3, len(CLASSES), 48, 48)
+    torch.testing.assert_close(network(images(3, size=48)[1:2]), both[1:2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 40, 32), (1, 3, 32, 8), (1, 3, 32, 0)])
+def test_sizes_that_cannot_be_halved_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="multiples of 16, such as"):
+        PackedNetwork(packed()[1])(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 4, 32, 32), (0, 3, 32, 32)])
+def test_what_is_not_rgb_images_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"\[N, 3, H, W\]"):
+        PackedNetwork(packed()[1])(torch.zeros(shape))
+
+
+def test_a_nan_in_the_image_shows() -> None:
+    broken = images(1)
+    broken[0, 1, 5, 5] = float("nan")
+    assert PackedNetwork(packed()[1])(broken).isnan().any()

@@ -1,0 +1,114 @@
+"""A packed network on a GPU: every step against torch's reference of it, and replayed as a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_networks import CLASSES, images, packed
+
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.packed import PackedNetwork
+from fp4deploy.packed import network as network_module
+from fp4deploy.packed.capture import CapturedNetwork
+from fp4deploy.packed.graph import INPUT, GroupNormReLU, outputs_of
+from fp4deploy.plugins import norm_pack, packed_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+
+
+def values(image: Any) -> torch.Tensor:
+    return image.dequantize() if isinstance(image, Nvfp4Tensor) else image.float()
+
+
+def by_reference(network: PackedNetwork, step: Any, inputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    with monkeypatch.context() as patch:
+        patch.setattr(network_module, "conv2d", packed_reference.conv2d_reference)
+        patch.setattr(network_module, "conv_transpose2d", packed_reference.conv_transpose2d_reference)
+        patch.setattr(norm_pack, "_runs", lambda _: False)
+        return network.run_step(step, inputs)
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4_qat", "nvfp4_4o6_weight_qat"])
+@pytest.mark.parametrize("scale", [0.125, 0.25, 0.5])
+def test_every_step_against_its_reference(recipe: str | None, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each from the same inputs: of packed images a thousandth of the elements may differ by a rounding, no more."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    _, file = packed(recipe, scale)
+    network = PackedNetwork(file, "cuda")
+    held: dict[str, Any] = {INPUT: images(2, size=64).cuda().half().permute(0, 2, 3, 1).contiguous()}
+    for step in network.graph.steps:
+        inputs = [held[name] for name in step.inputs]
+        got, expected = network.run_step(step, inputs), by_reference(network, step, inputs, monkeypatch)
+        for one, other in zip(got, expected, strict=True):
+            assert type(one) is type(other)
+            difference = values(one) - values(other)
+            if isinstance(one, Nvfp4Tensor):
+                assert float((difference != 0).float().mean()) < 1e-3, step
+            else:
+                assert float(difference.norm() / values(other).norm()) < 1e-3, step
+        held.update(zip(outputs_of(step), got, strict=False))
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])
+def test_classes_are_those_of_torch(recipe: str | None) -> None:
+    """Free-running, FP16 against FP32: the same bound as between torch's own precisions on an untrained model."""
+    model, file = packed(recipe)
+    x = images(4, size=64)
+    with torch.inference_mode():
+        expected = model(x)
+    got = PackedNetwork(file, "cuda")(x.cuda()).float().cpu()
+    assert got.shape == expected.shape
+    bound = 0.998 if recipe is None else 0.8  # FP16 instead of FP32 between the steps of an untrained model
+    assert float((got.argmax(1) == expected.argmax(1)).float().mean()) > bound
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])
+def test_a_recorded_network_gives_the_same_bits(recipe: str | None, recwarn: pytest.WarningsRecorder) -> None:
+    _, file = packed(recipe)
+    network = PackedNetwork(file, "cuda")
+    recorded = CapturedNetwork(network)
+    results = []
+    for seed, size, count in ((1, 32, 1), (2, 32, 1), (3, 64, 2), (4, 32, 1)):
+        x = images(count, seed, size).cuda()
+        results.append((recorded(x), network(x)))
+    assert all(torch.equal(one, other) for one, other in results)
+    assert [str(warning.message) for warning in recwarn if "step by step" in str(warning.message)] == []
+
+
+def test_recording_can_be_switched_off_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, file = packed()
+    network = PackedNetwork(file, "cuda")
+    x = images(1).cuda()
+    assert torch.equal(CapturedNetwork(network, enabled=False)(x), network(x))
+
+    def synchronise(step: Any, inputs: list[Any]) -> list[Any]:
+        if isinstance(step, GroupNormReLU):
+            torch.cuda.synchronize()
+        return PackedNetwork.run_step(network, step, inputs)
+
+    monkeypatch.setattr(network, "run_step", synchronise)
+    with pytest.warns(UserWarning, match="recording it as a CUDA graph failed"):
+        logits = CapturedNetwork(network)(x)
+    torch.cuda.synchronize()
+    assert logits.shape == (1, len(CLASSES), 32, 32)
+
+
+def test_no_more_memory_than_the_graph_says() -> None:
+    """Weights, images and logits; kernels have scratch, and an allocator rounds up: half as much again is allowed."""
+    from fp4deploy.packed import activation_bytes
+
+    _, file = packed("nvfp4_qat", 0.5)
+    network, x = PackedNetwork(file, "cuda"), torch.randn(4, 3, 256, 256, device="cuda").half()
+    for _ in range(2):
+        network(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    network(x)
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < 1.5 * activation_bytes(file.graph, 256, 256, batch=4)
