@@ -177,7 +177,14 @@ def main() -> None:
         machine["python"] = platform.python_version()
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(
-            json.dumps({"command": "python benchmarks/kernels.py --peers", "machine": machine, **found}, indent=1)
+            json.dumps(
+                {
+                    "command": f"python benchmarks/kernels.py{' --peers' if arguments.peers else ''}",
+                    "machine": machine,
+                    **found,
+                },
+                indent=1,
+            )
             + "\n"
         )
 

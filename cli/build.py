@@ -31,7 +31,7 @@ def build(
     ] = None,
     conv: Annotated[
         Literal["auto", "qdq", "gemm", "plugin"],
-        typer.Option("--conv", help="Form of FP4 convolutions; auto picks per layer."),
+        typer.Option("--conv", help="Form of FP4 convolutions; auto picks per layer, plugin needs tensorrt."),
     ] = "auto",
     batch: Annotated[int, typer.Option("--max-batch", min=1, help="Largest batch the engine takes.")] = 8,
     strict: Annotated[bool, typer.Option("--strict", help="Fail (exit 1) on a layer that silently fell back.")] = False,

@@ -6,9 +6,10 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fp4deploy.errors import UnavailableError
+from fp4deploy.errors import InputError, UnavailableError
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Backend:
     `arches` are the `--arch` values, `fp4_arches` those with FP4 tensor cores, `package` the module to import.
     `configure(trt, config, arch)` aims the build at an architecture and raises UnavailableError where this
     machine cannot; `layers(trt, plan, messages)` gives (text of the engine layers, evidence).
+    `plugins(trt, arch, onnx)` makes the plugins of an ONNX file known to the library, where it takes any.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Backend:
     default_arch: Callable[[], str]
     configure: Callable[[Any, Any, str], None]
     layers: Callable[[Any, bytes, list[str]], tuple[str, str]]
+    plugins: Callable[[Any, str, Path], None] | None = None
 
     @property
     def distribution(self) -> str:
@@ -42,6 +45,17 @@ class Backend:
         """
         if importlib.util.find_spec(self.package) is None:
             raise UnavailableError(f"{self.title} is not installed. Install it with: pip install {self.distribution}")
+
+    def add_plugins(self, trt: Any, arch: str, onnx: Path) -> None:
+        """Make the plugins of an ONNX file known to the library.
+
+        Raises:
+            InputError: it takes none, or there are no kernels for the architecture.
+            UnavailableError: a kernel does not compile here, or the library is too old.
+        """
+        if self.plugins is None:
+            raise InputError(f"{self.title} takes no plugins.")
+        self.plugins(trt, arch, onnx)
 
     def load(self) -> Any:
         """Import the library.

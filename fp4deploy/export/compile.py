@@ -30,12 +30,16 @@ TAIL_LINES = 12
 
 @dataclass(frozen=True)
 class CompileJob:
-    """One build: `batch` is (min, opt, max), `folder` holds the ONNX file and takes the results."""
+    """One build: `batch` is (min, opt, max), `folder` holds the ONNX file and takes the results.
+
+    `plugins`: the ONNX file has nodes of this project's plugins.
+    """
 
     backend: str
     arch: str
     batch: tuple[int, int, int]
     folder: str
+    plugins: bool = False
 
     @property
     def onnx(self) -> Path:
@@ -77,6 +81,8 @@ def compile_plan(trt: Any, backend: Backend, job: CompileJob, log: IO[str]) -> C
     """
     messages: list[str] = []
     logger = _logger(trt, log, messages)
+    if job.plugins:
+        backend.add_plugins(trt, job.arch, job.onnx)
     builder = trt.Builder(logger)
     network = builder.create_network(_network_flags(trt))
     parser = trt.OnnxParser(network, logger)

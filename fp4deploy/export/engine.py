@@ -1,6 +1,6 @@
 """Build an engine from a canonical ONNX file: check, lower, compile, and write the plan with its ledger.
 
-    unet.onnx -> checks (lowering_pattern) -> lowering (lowering, lowering_gemm) -> compiler, a process (compile)
+    unet.onnx -> checks (lowering_pattern) -> lowering (lowering, _gemm, _plugin) -> compiler, a process (compile)
               -> unet.plan + unet.ledger.json (ledger)
 
 Nothing is written until all of it succeeded, and both files appear together; a failed or interrupted build leaves what
@@ -9,8 +9,10 @@ was there before.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +22,11 @@ from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.export.backend import Backend
 from fp4deploy.export.backends import BACKENDS
 from fp4deploy.export.compile import CompileAnswer, CompileJob, run_child
-from fp4deploy.export.ledger import Ledger, ledger_path, load_ledger, sha256
+from fp4deploy.export.ledger import Ledger, PlannedLayer, ledger_path, load_ledger, sha256
 from fp4deploy.export.ledger_log import parse_engine_layers
 from fp4deploy.export.ledger_realise import realise
 from fp4deploy.export.lowering import LoweredModel, check_conv_mode, lower, read_buildable
+from fp4deploy.plugins.ahead_store import architecture_name
 from fp4deploy.runs import atomic_write
 
 PLAN_MAGIC = {b"vtrt": "tensorrt-rtx", b"ftrt": "tensorrt"}
@@ -75,9 +78,12 @@ def build_engine(
             f"{onnx_path} holds FP4 layers, and {target} has no FP4 tensor cores that {chosen.title} can use. "
             f"Valid --arch values for it: {', '.join(chosen.fp4_arches)}; or build the FP16 model."
         )
+    plugins = any(layer.form == "plugin" for layer in lowered.layers)
+    if plugins:
+        architecture_name(target)
     chosen.require_installed()
     with tempfile.TemporaryDirectory(prefix="fp4deploy-build-") as folder:
-        job = CompileJob(chosen.name, target, batch, folder)
+        job = CompileJob(chosen.name, target, batch, folder, plugins)
         answer = _compile(lowered, job, log)
         ledger = _ledger(onnx_path, out, lowered, job, answer, conv)
         if strict:
@@ -163,6 +169,7 @@ def _ledger(
     onnx_path: Path, out: Path, lowered: LoweredModel, job: CompileJob, answer: CompileAnswer, conv: str
 ) -> Ledger:
     engine = parse_engine_layers(answer.layers)
+    layers = lowered.layers if job.arch in BACKENDS[job.backend].fp4_arches else decoded(lowered.layers, job.arch)
     return Ledger(
         backend=job.backend,
         backend_version=answer.version,
@@ -177,8 +184,18 @@ def _ledger(
         build_seconds=round(answer.seconds, 3),
         batch=job.batch,
         card=lowered.card,
-        layers=realise(lowered.layers, engine),
+        layers=realise(layers, engine),
         engine=engine,
+    )
+
+
+def decoded(layers: Iterable[PlannedLayer], arch: str) -> tuple[PlannedLayer, ...]:
+    """The plan for a GPU without FP4 tensor cores: plugins read packed operands there and multiply them in FP16."""
+    return tuple(
+        dataclasses.replace(layer, compute="FP16", reason=f"{layer.reason}; {arch} decodes to FP16 in registers")
+        if layer.form == "plugin"
+        else layer
+        for layer in layers
     )
 
 

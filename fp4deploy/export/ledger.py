@@ -12,9 +12,13 @@ node names start with torch module names, which leads from a kernel back to a la
 | field | from |
 |---|---|
 | wanted | the recipe, carried in the ONNX metadata |
-| planned | the lowering: FP4 for a matrix product, FP16 for a convolution with FP4 weights |
+| planned | the lowering: FP4 for a matrix product or a plugin, FP16 for a convolution with FP4 weights |
 | realised | the operand types of the kernel that multiplies: FP4 only where *both* operands are FP4 |
 | weights | the type of the layer's constants inside the plan |
+
+A plugin is a kernel of this project, which the engine holds as it was compiled: to the engine its codes are INT8. Such
+a layer is as planned where the engine lists a plugin for it that reads INT8: FP4, and FP16 on GPUs before Blackwell,
+where the kernel decodes.
 
 A layer **fell back** when it wanted FP4 and its realised precision or its weight storage is not the planned one, or
 when no kernel was found for it: nothing is claimed without evidence. The plan was built and inspected, not run; the
@@ -47,8 +51,8 @@ COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "reason")
 class PlannedLayer:
     """What one torch layer should become in the engine.
 
-    `wanted` is the recipe's precision; `form` is "gemm", "qdq" or "plain"; `compute` and `weights` are what this
-    lowering can reach, and `reason` says why where that is less than wanted. `nodes` are the layer's ONNX nodes,
+    `wanted` is the recipe's precision; `form` is "gemm", "qdq", "plugin" or "plain"; `compute` and `weights` are what
+    this lowering can reach, and `reason` says why where that is less than wanted. `nodes` are the layer's ONNX nodes,
     `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
     """
 
@@ -98,6 +102,7 @@ class Totals:
     macs: int
     fp4_mac_share: float
     constant_bytes: int
+    plugins: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ class Ledger:
             macs=macs,
             fp4_mac_share=fp4 / macs if macs else 0.0,
             constant_bytes=_constant_bytes(self.engine),
+            plugins=sum(row.form == "plugin" and not row.fell_back for row in self.layers),
         )
 
     def rows(self) -> list[dict[str, str]]:
@@ -173,8 +179,10 @@ class Ledger:
     def summary(self) -> str:
         """One honest sentence."""
         total = self.totals()
+        plugins = f"{_count(total.plugins, 'plugin')} and " if total.plugins else ""
+        products = plugins + _count(total.fp4_gemms, "FP4 matrix product")
         return (
-            f"{_count(total.fp4_gemms, 'FP4 matrix product')} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
+            f"{products} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
             f"{_count(total.fp16_with_fp4_weights, 'FP16 layer')} with FP4 weights, "
             f"{_count(total.fp16, 'FP16 layer')}, "
             f"{_count(total.fell_back, 'fallback')}; {self.statement}."

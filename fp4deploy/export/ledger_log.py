@@ -58,6 +58,11 @@ class EngineLayer:
         return self.type.lower() in MULTIPLYING
 
     @property
+    def is_plugin(self) -> bool:
+        """Whether this is a plugin that reads packed codes, which the engine knows as INT8."""
+        return "plugin" in self.type.lower() and any(tensor.precision == "INT8" for tensor in self.inputs)
+
+    @property
     def precision(self) -> str:
         """Precision it computes in: of both operands ("FP4 x FP16" where they differ), else of what it writes."""
         if not self.multiplies:

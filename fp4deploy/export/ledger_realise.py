@@ -23,6 +23,8 @@ def _realise_layer(layer: PlannedLayer, by_node: Mapping[str, list[EngineLayer]]
     computing = _unique(kernel for node in layer.compute_nodes for kernel in by_node.get(node, []))
     realised = _compute_precision(computing if layer.compute_nodes else kernels)
     weights = _weight_storage(layer, kernels, computing or kernels)
+    if layer.form == "plugin" and any(kernel.is_plugin for kernel in computing):
+        realised, weights = layer.compute, layer.weights
     fell_back = layer.wanted == "FP4" and (realised, weights) != (layer.compute, layer.weights)
     reason = _fallback_reason(layer, realised, weights) if fell_back else layer.reason
     return LedgerRow(

@@ -7,9 +7,10 @@
 | auto | FP4 matrix product | FP4 matrix product | convolution: weights stored in FP4, computed in FP16 |
 | qdq | FP4 matrix product | convolution, as right | convolution: weights stored in FP4, computed in FP16 |
 | gemm | FP4 matrix product | FP4 matrix product | im2col and FP4 matrix product |
-| plugin | not in this version | | |
+| plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, uneven strides or paddings: as auto |
 
-(TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a matrix product.)
+(TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a matrix product. It takes
+no plugins: `plugin` is for TensorRT, see `lowering_plugin`.)
 
 The plan is the yardstick of the ledger: a layer whose realised precision is not the planned one fell back, and
 `--strict` fails on it. Model-local functions are dropped, because the engine has its own `TRT_FP4DynamicQuantize`.
@@ -28,7 +29,7 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult, Sequential
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.errors import InputError, suggest
 from fp4deploy.export.canonical import IR_VERSION, LAYERS_KEY, OPSET, parse_onnx
 from fp4deploy.export.ledger import PlannedLayer
 from fp4deploy.export.lowering_gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
@@ -40,6 +41,8 @@ from fp4deploy.export.lowering_pattern import (
     is_fp4,
 )
 from fp4deploy.export.lowering_plan import count_macs, plan_layers
+from fp4deploy.export.lowering_plugin import ConvToPlugin
+from fp4deploy.export.lowering_plugin_match import read_source
 from fp4deploy.export.lowering_scales import SpreadGlobalScales
 from fp4deploy.models.card import CARD_KEY
 
@@ -48,7 +51,10 @@ CONV_MODES = ("auto", "qdq", "gemm", "plugin")
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """An engine-ready graph and its plan; `card` is the model card as plain JSON, or None for a foreign file."""
+    """An engine-ready graph and its plan; `card` is the model card as plain JSON, or None for a foreign file.
+
+    `fp4`: the graph asks the engine for FP4. A plugin does not: to the engine its codes are INT8.
+    """
 
     model: onnx.ModelProto
     layers: tuple[PlannedLayer, ...]
@@ -83,16 +89,15 @@ def check_conv_mode(conv: str, backend: str) -> None:
 
     Raises:
         InputError: unknown value, or plugins asked of TensorRT-RTX.
-        UnavailableError: plugins asked of TensorRT, which this version does not write.
     """
     if conv not in CONV_MODES:
         raise InputError(f"--conv {conv} is unknown.{suggest(conv, CONV_MODES)} Valid values: {', '.join(CONV_MODES)}.")
-    if conv != "plugin":
-        return
-    rest = "this version of fp4deploy has no convolution plugin yet. Use --conv auto or --conv gemm"
-    if backend == "tensorrt-rtx":
-        raise InputError(f"TensorRT-RTX takes no plugins (--conv plugin needs --backend tensorrt), and {rest}.")
-    raise UnavailableError(f"--conv plugin cannot be built: {rest}.")
+    if conv == "plugin" and backend == "tensorrt-rtx":
+        valid = ", ".join(mode for mode in CONV_MODES if mode != "plugin")
+        raise InputError(
+            "TensorRT-RTX takes no plugins: --conv plugin needs --backend tensorrt. "
+            f"Valid --conv values with --backend tensorrt-rtx: {valid}."
+        )
 
 
 def read_buildable(path: Path) -> onnx.ModelProto:
@@ -131,17 +136,18 @@ def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-r
     wishes = _wishes(proto)
     _check_wishes(wishes, fp4)
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
-    reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items()}
-    for name, layer in layers.items():
-        _check_buildable(layer, reasons[name])
+    plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
+    reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
+    for name, reason in reasons.items():
+        _check_buildable(layers[name], reason)
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
     macs = count_macs(model)
     share = [SpreadGlobalScales()] if backend == "tensorrt-rtx" else []
-    passes = (DropFunctions(), NameNodes(), ConvToGemm(lowered), *share, RemoveUnusedNodesPass(), NameNodes())
-    Sequential(*passes)(model)
-    plan = plan_layers(model, wishes, layers, lowered, macs, conv)
+    forms = (ConvToPlugin(plugins), ConvToGemm(lowered))
+    Sequential(DropFunctions(), NameNodes(), *forms, *share, RemoveUnusedNodesPass(), NameNodes())(model)
+    plan = plan_layers(model, wishes, layers, lowered, macs, conv, plugins)
     card = _metadata(proto, CARD_KEY)
-    return LoweredModel(ir.to_proto(model), plan, card if isinstance(card, dict) else None, fp4)
+    return LoweredModel(ir.to_proto(model), plan, card if isinstance(card, dict) else None, is_fp4(model))
 
 
 def _check_stored(tensor: onnx.TensorProto) -> None:

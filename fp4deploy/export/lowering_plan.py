@@ -1,12 +1,13 @@
 """What each torch layer of a lowered graph should become: the ledger's yardstick.
 
-Layers are found by the weights their Conv, ConvTranspose, MatMul or Gemm reads, and by the names that the exporter gave
-to nodes and constants. Layers without a product (GroupNorm) are known from the exporter's metadata alone.
+Layers are found by the weights their Conv, ConvTranspose, MatMul, Gemm or plugin reads, and by the names that the
+exporter gave to nodes and constants. Layers without a product (GroupNorm) are known from the exporter's metadata alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import onnx_ir as ir
 
@@ -20,6 +21,9 @@ from fp4deploy.export.lowering_pattern import (
     layer_name,
     weight_initializer,
 )
+from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
+
+MARK = ".plugin."  # between a layer's name and the role of a constant of its plugin
 
 _SAME_SHAPE = ("Relu", "GroupNormalization", "InstanceNormalization", "Identity", "Cast", "Sigmoid")
 _PRECISIONS = {ir.DataType.FLOAT16: "FP16", ir.DataType.FLOAT: "FP32", ir.DataType.BFLOAT16: "BF16"}
@@ -41,6 +45,7 @@ def plan_layers(
     lowered: dict[str, str],
     macs: dict[str, int],
     conv: str,
+    plugins: Collection[str] = (),
 ) -> tuple[PlannedLayer, ...]:
     """Plan of every layer of a lowered model, those with a product first, in graph order.
 
@@ -49,10 +54,14 @@ def plan_layers(
         fp4_layers: FP4 layers by name, as they were before lowering.
         lowered: name -> reason of the layers that became matrix products.
         macs: name -> multiply-accumulates for one image, counted before lowering.
+        plugins: names of the layers that became plugins.
     """
     computing: dict[str, list[ir.Node]] = {}
     for node in model.graph:
-        if node.op_type in COMPUTE_OPS and (_name(node) in wishes or weight_initializer(node) is not None):
+        own = plugin_layer(node)
+        if own is not None:
+            computing.setdefault(own, []).append(node)
+        elif node.op_type in COMPUTE_OPS and (_name(node) in wishes or weight_initializer(node) is not None):
             computing.setdefault(_name(node), []).append(node)
     names = [*computing, *(name for name in wishes if name not in computing)]
     owned = _nodes_by_layer(model, computing, names)
@@ -62,9 +71,9 @@ def plan_layers(
         layer, first = fp4_layers.get(name), nodes[0] if nodes else None
         wanted = wish.get("precision") or ("FP4" if layer is not None else "FP16")
         form, compute, weights, reason = _forecast(
-            layer, first, wanted, lowered.get(name), conv, wish.get("reason", "")
+            layer, first, wanted, lowered.get(name), conv, wish.get("reason", ""), name in plugins
         )
-        kind = wish.get("kind") or (COMPUTE_OPS[first.op_type] if first is not None else "")
+        kind = wish.get("kind") or (layer.kind if layer else COMPUTE_OPS[first.op_type] if first is not None else "")
         plan.append(
             PlannedLayer(
                 name=name,
@@ -80,6 +89,14 @@ def plan_layers(
             )
         )
     return tuple(plan)
+
+
+def plugin_layer(node: ir.Node) -> str | None:
+    """The layer that a product plugin of a lowered graph computes; None for every other node."""
+    if node.domain != NAMESPACE or node.op_type == QUANTIZE.name:
+        return None
+    names = [value.name or "" for value in node.inputs if value is not None]
+    return next(name.rpartition(MARK)[0] for name in names if f"{MARK}weight_codes" in name)
 
 
 def _name(node: ir.Node) -> str:
@@ -99,11 +116,11 @@ def _macs(node: ir.Node) -> int:
 def _pixels(node: ir.Node) -> list[int | ir.SymbolicDim] | None:
     """Extents that a weight is applied at: output pixels of a convolution, input pixels of a transposed one."""
     if node.op_type in ("MatMul", "Gemm"):
-        shape = _known_shape(node.inputs[0])
+        shape = known_shape(node.inputs[0])
         return shape[1:-1] if shape is not None else None
     if node.op_type == "Conv" and node.outputs[0].shape is not None:
         return list(node.outputs[0].shape)[2:]
-    shape = _known_shape(node.inputs[0])
+    shape = known_shape(node.inputs[0])
     if shape is None or node.op_type == "ConvTranspose":
         return shape[2:] if shape is not None else None
     strides = attribute(node, "strides", [1, 1])
@@ -113,7 +130,7 @@ def _pixels(node: ir.Node) -> list[int | ir.SymbolicDim] | None:
     ]
 
 
-def _known_shape(value: ir.Value | None) -> list[int | ir.SymbolicDim] | None:
+def known_shape(value: ir.Value | None) -> list[int | ir.SymbolicDim] | None:
     """Shape of a value, looked for above operators that keep it (inference stops at GroupNormalization)."""
     while value is not None:
         if value.shape is not None:
@@ -124,7 +141,7 @@ def _known_shape(value: ir.Value | None) -> list[int | ir.SymbolicDim] | None:
 
 
 def _forecast(
-    layer: Fp4Layer | None, node: ir.Node | None, wanted: str, gemm: str | None, conv: str, kept: str
+    layer: Fp4Layer | None, node: ir.Node | None, wanted: str, gemm: str | None, conv: str, kept: str, plugin: bool
 ) -> tuple[str, str, str, str]:
     """(form, planned compute precision, planned weight storage, reason) of one layer."""
     if layer is None:
@@ -133,6 +150,8 @@ def _forecast(
         if wanted == "FP4":
             return "plain", "FP4", "FP4", "the file holds no FP4 weights for this layer"
         return "plain", high, high, kept
+    if plugin:
+        return "plugin", "FP4", "FP4", f"{layer.kind} in FP4 as a plugin, because TensorRT has none"
     if gemm is not None:
         return "gemm", "FP4", "FP4", gemm
     if layer.kind == "Linear":

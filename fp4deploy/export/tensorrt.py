@@ -2,8 +2,9 @@
 
 The API is that of TensorRT-RTX but for the target: there is no `set_compute_capability`, tactics are timed on the GPU
 present, so `--arch` must name that GPU. 10.x is told to be strongly typed, 11.x always is; precision is decided in the
-graph. FP4 needs SM100 or later, and only matrix products run in it. The list of engine layers comes from the engine
-inspector, whose ONELINE format is the one of the build log.
+graph. FP4 needs SM100 or later, and only matrix products run in it; `--conv plugin` brings convolutions, also for older
+GPUs, where they decode. The list of engine layers comes from the engine inspector, whose ONELINE format is the one of
+the build log.
 
 Written against the API of the 10.8 to 11.4 bindings; not run by this project so far, as it had no machine with the
 full library.
@@ -11,6 +12,8 @@ full library.
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import UnavailableError
@@ -57,6 +60,32 @@ def configure(trt: Any, config: Any, arch: str) -> None:
         )
 
 
+def add_plugins(trt: Any, arch: str, onnx: Path) -> None:
+    """Compile the kernels of the plugins in an ONNX file, then register the plugins with TensorRT.
+
+    In this order, so that a kernel that does not compile is an error of this project and not one inside TensorRT, which
+    asks for kernels while it times layers; by then they come from the cache.
+
+    Raises:
+        InputError: there are no kernels for this architecture.
+        UnavailableError: a kernel does not compile here, or this TensorRT has no such plugins.
+    """
+    from fp4deploy.export.plugin_nodes import plugin_nodes
+    from fp4deploy.plugins.tensorrt import register_plugins
+    from fp4deploy.plugins.tensorrt.kernels import node_kernels
+
+    try:
+        trtp = importlib.import_module(f"{trt.__name__}.plugin")
+    except (ImportError, AttributeError) as error:
+        raise UnavailableError(
+            f"TensorRT {trt.__version__} has no Python plugins ({error}). Install a newer one: "
+            "pip install --upgrade tensorrt"
+        ) from None
+    for node in plugin_nodes(onnx):
+        node_kernels(node.plugin, node.attributes, arch)
+    register_plugins(trt, trtp, arch)
+
+
 def engine_layers(trt: Any, plan: bytes, messages: list[str]) -> tuple[str, str]:
     """The list of engine layers from the engine inspector, on the GPU that the plan was built for.
 
@@ -80,4 +109,5 @@ BACKEND = Backend(
     default_arch=default_arch,
     configure=configure,
     layers=engine_layers,
+    plugins=add_plugins,
 )

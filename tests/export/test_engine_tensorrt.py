@@ -3,16 +3,23 @@ order and the arguments of the calls is tested."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import onnx
 import pytest
+from test_gemm import one_layer
 
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.export import tensorrt
+from fp4deploy.export import rtx, tensorrt
 from fp4deploy.export.compile import CompileJob, compile_plan
+from fp4deploy.export.lowering import lower
+from fp4deploy.plugins.compiler import KernelError
+from fp4deploy.plugins.tensorrt import kernels
 
 LINE = "Name: conv, LayerType: gemm, Inputs: [], Constants: [], Outputs: [], Metadata: [ONNX Layer: conv]"
 
@@ -21,6 +28,8 @@ class Recorder:
     """A module object with the names of TensorRT's Python API that the builder uses."""
 
     __version__ = "0.recorded"
+
+    __name__ = "tensorrt_recorded"
 
     def __init__(self, strongly_typed_is_an_option: bool, plan: bytes | None = b"plan") -> None:
         self.calls: list[Any] = []
@@ -105,3 +114,69 @@ def test_refused_graph_carries_the_librarys_words(job: CompileJob, monkeypatch: 
         compile_plan(Recorder(False, plan=None), tensorrt.BACKEND, job, log)
     assert log.getvalue() == "ERROR no tactic for this layer\n"
     assert not job.plan.exists()
+
+
+@pytest.fixture
+def plugin_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompileJob:
+    """A job whose file holds a quantiser and a convolution as plugins, on a machine with a Blackwell GPU."""
+    found = CompileJob("tensorrt", "sm100", (1, 2, 8), str(tmp_path), plugins=True)
+    onnx.save(lower(one_layer("3x3"), "plugin", "tensorrt").model, found.onnx)
+    monkeypatch.setattr(tensorrt, "present_arch", lambda: "sm100")
+    return found
+
+
+def with_plugins(library: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `plugin` package beside the recorder, and a compiler that only says what it was asked for."""
+    monkeypatch.setitem(sys.modules, "tensorrt_recorded", ModuleType("tensorrt_recorded"))
+    monkeypatch.setitem(sys.modules, "tensorrt_recorded.plugin", ModuleType("tensorrt_recorded.plugin"))
+    note = library.calls.append
+
+    def node_kernels(plugin: Any, attributes: Any, arch: str) -> None:
+        note(("compile", plugin.name, attributes["channels"], arch))
+
+    def register_plugins(trt: Any, trtp: Any, arch: str) -> None:
+        assert trt is library
+        assert trtp is sys.modules["tensorrt_recorded.plugin"]
+        note(("register", arch))
+
+    monkeypatch.setattr(kernels, "node_kernels", node_kernels)
+    monkeypatch.setattr("fp4deploy.plugins.tensorrt.register_plugins", register_plugins)
+
+
+def test_plugins_are_compiled_and_registered_before_the_file_is_parsed(
+    plugin_job: CompileJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Recorder(False)
+    with_plugins(library, monkeypatch)
+    compile_plan(library, tensorrt.BACKEND, plugin_job, io.StringIO())
+    assert library.calls[:4] == [
+        ("compile", "nvfp4_quantize", [32], "sm100"),
+        ("compile", "nvfp4_conv2d", [32], "sm100"),
+        ("register", "sm100"),
+        ("network", 0),
+    ]
+    assert library.calls[4] == ("parse", plugin_job.onnx.read_bytes())
+
+
+def test_other_forms_register_nothing(plugin_job: CompileJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Recorder(False)
+    with_plugins(library, monkeypatch)
+    compile_plan(library, tensorrt.BACKEND, dataclasses.replace(plugin_job, plugins=False), io.StringIO())
+    assert [call[0] for call in library.calls[:2]] == ["network", "parse"]
+
+
+def test_plugins_that_cannot_be_made(plugin_job: CompileJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Recorder(False)
+    with pytest.raises(UnavailableError, match=r"has no Python plugins .*pip install --upgrade tensorrt"):
+        compile_plan(library, tensorrt.BACKEND, plugin_job, io.StringIO())
+    with pytest.raises(InputError, match="TensorRT-RTX takes no plugins"):
+        compile_plan(library, rtx.BACKEND, plugin_job, io.StringIO())
+    with_plugins(library, monkeypatch)
+
+    def fails(*_: Any) -> None:
+        raise KernelError("quantize_entry does not compile for sm_100")
+
+    monkeypatch.setattr(kernels, "node_kernels", fails)
+    with pytest.raises(KernelError, match="does not compile"):
+        compile_plan(library, tensorrt.BACKEND, plugin_job, io.StringIO())
+    assert library.calls == []

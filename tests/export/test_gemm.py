@@ -9,7 +9,7 @@ from engine_graphs import CanonicalGraph, unet_graph, widened
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.errors import InputError
 from fp4deploy.export.lowering import lower
 from fp4deploy.export.portable import to_portable
 
@@ -142,11 +142,9 @@ def constants(graph: CanonicalGraph) -> set[str]:
     return {tensor.name for tensor in graph.initializers}
 
 
-def test_plugins_are_refused_in_plain_words() -> None:
-    with pytest.raises(InputError, match="TensorRT-RTX takes no plugins.*--backend tensorrt"):
+def test_modes_are_refused_in_plain_words() -> None:
+    with pytest.raises(InputError, match=r"TensorRT-RTX takes no plugins.*--backend tensorrt\..*: auto, qdq, gemm\."):
         lower(one_layer("3x3"), "plugin", "tensorrt-rtx")
-    with pytest.raises(UnavailableError, match="no convolution plugin yet"):
-        lower(one_layer("3x3"), "plugin", "tensorrt")
     with pytest.raises(InputError, match="Did you mean 'gemm'"):
         lower(one_layer("3x3"), "gem")
 

@@ -103,7 +103,7 @@ def test_no_more_memory_than_the_graph_says() -> None:
     from fp4deploy.packed import activation_bytes
 
     _, file = packed("nvfp4_qat", 0.5)
-    network, x = PackedNetwork(file, "cuda"), torch.randn(4, 3, 256, 256, device="cuda").half()
+    network, x = PackedNetwork(file, "cuda"), images(4, size=256).cuda().half()
     for _ in range(2):
         network(x)
     torch.cuda.synchronize()

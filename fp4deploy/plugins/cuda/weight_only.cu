@@ -146,6 +146,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) weight_only(
     constexpr DTYPE* tag = nullptr;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, part = lane % 4;
     const int first = blockIdx.x * 16 * BANDS, pieces = k / 2 / PIECE;
+    // Read before the loop, so that nothing waits for it behind.
+    const int column = threadIdx.x % (16 * BANDS);
+    const bool inside = first + column < n;
+    const float factor = amax[0] / range * 128.f, shift = bias && inside ? bias[first + column] : 0.f;
     uint8_t* mine = shared + warp * STAGES * SLOT;
     const Warp piece{x, codes + (long long)first * (k / 2), scales + (long long)first * (k / 16), m, n - first, k,
                      (uint32_t)__cvta_generic_to_shared(mine)};
@@ -225,15 +229,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) weight_only(
                     nan ? __int_as_float(0x7FC00000) : sums[row / 2][tile][2 * (row % 2) + i];
     }
     __syncthreads();
-    const float factor = amax[0] / range * 128.f;
-    for (int cell = threadIdx.x; cell < 8 * TILES * 16 * BANDS; cell += 32 * WARPS) {
-        const int column = cell % (16 * BANDS), row = cell / (16 * BANDS);
-        if (row >= m || first + column >= n) continue;
+    if (!inside) return;
+    for (int row = threadIdx.x / (16 * BANDS); row < m; row += 32 * WARPS / (16 * BANDS)) {
         float total = 0.f;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i)
             total += reinterpret_cast<const float*>(shared + i * STAGES * SLOT)[row * ROW + column];
-        total = total * factor + (bias ? bias[first + column] : 0.f);
+        total = total * factor + shift;
         if (relu && total < 0.f) total = 0.f;
         out[(long long)row * n + first + column] = DTYPE(total);
     }

@@ -1,0 +1,134 @@
+"""A whole UNet from its packed file, beside the models in torch: agreement, bytes, memory, latency.
+
+    fp4deploy train --config configs/camvid.yaml --data CAMVID && fp4deploy export --format packed
+    python benchmarks/packed_unet.py RUN --data CAMVID --json benchmarks/results/packed_unet_h200.json
+
+Agreement: the share of validation pixels with the same class as the fake-quantised model that torch computes in FP16
+autocast on the same GPU, each running freely. Latency: medians of CUDA events over random images that stay on the GPU;
+`fp16 eager` and `fp16 compiled` are the FP16 model in half precision and channels_last, `nvfp4 emulated` is what
+training sees, `packed` the packed file as a CUDA graph. Memory: the peak of one forward pass above what was held before
+(weights excluded), not captured. No GPU before Blackwell multiplies FP4: `packed` decodes to FP16 in registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4deploy.bench.evaluate import validation_set
+from fp4deploy.data import EvalTransform, eval_loader
+from fp4deploy.packed import activation_bytes, read_packed
+from fp4deploy.packed.capture import CapturedNetwork
+from fp4deploy.packed.network import PackedNetwork
+from fp4deploy.qat import load_model
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    found = measure(arguments.run, arguments.data, arguments.batches)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@torch.inference_mode()
+def measure(run: Path, data: Path, batches: list[int]) -> dict[str, Any]:
+    """Everything, printed as it comes."""
+    emulated, card = load_model(run / "nvfp4" / "best.safetensors", device="cuda")
+    plain, _ = load_model(run / "fp16" / "best.safetensors", device="cuda")
+    path = run / "export" / "unet.fp4"
+    file = read_packed(path)
+    network = PackedNetwork(file, "cuda")
+    half = sum(2 * value.numel() for value in plain.state_dict().values())
+    plain = plain.half().to(memory_format=torch.channels_last)
+
+    def emulate(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return emulated(x.float())
+
+    size = (card.height, card.width)
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
+    result: dict[str, Any] = {
+        "command": "python benchmarks/packed_unet.py RUN --data CAMVID",
+        "machine": machine,
+        "model": {"scale": card.scale, "height": size[0], "width": size[1], "recipe": card.recipe},
+        "bytes": {"fp16": half, "packed": path.stat().st_size, "ratio": path.stat().st_size / half},
+    }
+    print("weights: {packed} of {fp16} bytes, {ratio:.3f}".format(**result["bytes"]))
+    result["agreement"] = agreement(card, data, emulate, network)
+    print("argmax as emulated: {share:.5%} of {pixels} pixels".format(**result["agreement"]))
+    forwards: dict[str, Forward] = {
+        "fp16 eager": plain,
+        "fp16 compiled": torch.compile(plain, dynamic=False),
+        "nvfp4 emulated": emulate,
+        "packed": network,
+    }
+    result["batches"] = [compare(forwards, network, batch, size) for batch in batches]
+    return result
+
+
+def agreement(card: Any, data: Path, emulate: Forward, network: PackedNetwork) -> dict[str, Any]:
+    """How many pixels of the validation split get the same class."""
+    same = pixels = 0
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    for images, _ in eval_loader(validation_set(card, data), transform, 8, 0):
+        x = images.cuda()
+        equal = emulate(x).argmax(1) == network(x).argmax(1)
+        same, pixels = same + int(equal.sum()), pixels + equal.numel()
+    return {"share": same / pixels, "pixels": pixels}
+
+
+def compare(forwards: dict[str, Forward], network: PackedNetwork, batch: int, size: tuple[int, int]) -> dict[str, Any]:
+    """Latency and memory of each on random images of one batch size."""
+    x = torch.randn(batch, 3, *size, device="cuda", dtype=torch.float16)
+    row: dict[str, Any] = {"batch": batch, "packed_images_bytes": activation_bytes(network.graph, *size, batch=batch)}
+    for name, forward in forwards.items():
+        images = x if name == "packed" else x.contiguous(memory_format=torch.channels_last)
+        memory = peak(lambda f=forward, i=images: f(i))
+        run = CapturedNetwork(network).prepared(images) if name == "packed" else lambda f=forward, i=images: f(i)
+        row[name] = {"ms": median_ms(run), "peak_bytes": memory}
+        print(f"batch {batch:3d}  {name:15s} {row[name]['ms']:8.3f} ms  {memory / 2**20:8.1f} MiB above the weights")
+    return row
+
+
+def peak(run: Callable[[], torch.Tensor]) -> int:
+    """Bytes that a forward pass holds at most, above what was held before."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def median_ms(run: Callable[[], torch.Tensor], repeats: int = 31) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)  # launches queue up meanwhile: the GPU is timed, not the host
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+if __name__ == "__main__":
+    main()

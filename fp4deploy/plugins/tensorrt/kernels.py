@@ -1,0 +1,186 @@
+"""From a plugin and its attributes to what TensorRT gets: PTX, the kernel's name, the block, shared memory.
+
+Two things of Triton's PTX do not fit and are settled here.
+
+**Scratch pointers.** Triton ends every kernel's parameters with two pointers to scratch memory, which TensorRT knows
+nothing of. Kernels that use none never load them, so they are taken out of the entry's declaration: the kernel then has
+exactly the parameters that TensorRT passes, whatever TensorRT would do about missing ones, which is not documented. A
+kernel that did read one is refused.
+
+**Shared memory.** Above 48 KiB a launch has to be allowed for it first. Whether TensorRT does so is not documented, so
+that only tiles below are offered; TensorRT times them as tactics and keeps the fastest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp4deploy.plugins.ahead_compile import compile_launch
+from fp4deploy.plugins.ahead_store import architecture_name
+from fp4deploy.plugins.compiler import KernelError
+from fp4deploy.plugins.cubin import entry_point
+from fp4deploy.plugins.tensorrt.definitions import QUANTIZE, Attributes, Plugin
+from fp4deploy.plugins.triton.launch import Launch, Value
+from fp4deploy.plugins.triton.tiles import (
+    MIDDLE,
+    NARROW,
+    NATIVE_FROM,
+    NATIVE_NARROW,
+    NATIVE_WIDE,
+    SMALL,
+    Tile,
+)
+
+SCRATCH = 2
+MOST_SHARED = 48 * 1024
+POINTERS = {"FP16": "*fp16", "FP32": "*fp32", "INT8": "*u8"}
+SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
+PACKING = Tile(64, 64, 0, 4, 1)  # pixels and channels of a program that quantises
+
+
+@dataclass(frozen=True)
+class PluginKernel:
+    """A kernel as TensorRT takes it: parameters are inputs, integers, outputs, and nothing else."""
+
+    name: str
+    ptx: str
+    threads: int
+    shared: int
+
+
+Compile = Callable[[Launch, str], PluginKernel]
+
+
+def tactics(plugin: Plugin, arch: str) -> tuple[Tile, ...]:
+    """The tiles that TensorRT may choose from; tactic 1 is the first."""
+    if plugin is QUANTIZE:
+        return (PACKING,)
+    if capability(arch) >= NATIVE_FROM:
+        return (NATIVE_NARROW, NATIVE_WIDE)
+    return (NARROW, SMALL) if plugin.packed else (NARROW, SMALL, MIDDLE)
+
+
+def capability(arch: str) -> int:
+    """90 for "sm90" or "sm_90".
+
+    Raises:
+        InputError: no architecture that the kernels know.
+    """
+    return int(architecture_name(arch).removeprefix("sm_"))
+
+
+def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str, asm: bool = True) -> Launch:
+    """What to compile for one node of a network."""
+    kinds = [POINTERS[kind] for kind in plugin.types()]
+    count = len(plugin.inputs)
+    inputs = dict(zip(plugin.inputs, kinds[:count], strict=True))
+    outputs = dict(zip(plugin.outputs, kinds[count:], strict=True))
+    if plugin is QUANTIZE:
+        types = {**inputs, "C": "i32", "pixels": "i32", **outputs}
+        constants: dict[str, Value] = {"BP": tile.bm, "BC": tile.bn, "ASM": asm}
+        return _launch(plugin.entry, types, constants, tile, ("x",))
+    sizes = [name for name in SIZES if plugin.sources == 2 or name != "CB2"]
+    types = {**inputs, **dict.fromkeys(sizes, "i32"), **outputs}
+    taps = (1, 1) if plugin.up else attributes["kernel"]
+    bytes_of = source_bytes(attributes)
+    constants = {
+        "KH": taps[0],
+        "KW": taps[1],
+        "UP": plugin.up,
+        "EVEN": all(size % tile.bk == 0 for size in bytes_of),
+        "RELU": bool(attributes["relu"][0]),
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "BK": tile.bk,
+        "NATIVE": capability(arch) >= NATIVE_FROM,
+        "ASM": asm,
+    }
+    whole = all(size % 16 == 0 for size in bytes_of)
+    wide = ("x", "x2", "w", "CB", "CB2") if whole else ()
+    return _launch(plugin.entry, types, constants, tile, tuple(name for name in types if name in wide))
+
+
+def source_bytes(attributes: Attributes) -> list[int]:
+    """Bytes of a pixel's codes in each source."""
+    return [8 * -(-channels // 16) for channels in attributes["channels"]]
+
+
+def integers(plugin: Plugin, inputs: Sequence[Any], attributes: Attributes) -> list[Any]:
+    """The kernel's integers in order, between its input and its output pointers; symbolic where shapes are."""
+    image = inputs[0]
+    if plugin is QUANTIZE:
+        return [attributes["channels"][0], image[2] * image[3]]
+    n, oh, ow, count = plugin.pixels(image, attributes)
+    walk = (1, 0, 1) if plugin.up else tuple(attributes[name][0] for name in ("stride", "padding", "dilation"))
+    return [image[1], image[2], *source_bytes(attributes), oh, ow, n * oh * ow, count, *walk]
+
+
+def grid(
+    plugin: Plugin, inputs: Sequence[Any], attributes: Attributes, tile: Tile, cdiv: Callable[[Any, int], Any]
+) -> tuple[Any, int]:
+    """Programs along x, symbolic, and along y."""
+    image = inputs[0]
+    if plugin is QUANTIZE:
+        channels = -(-attributes["channels"][0] // 16) * 16
+        return image[0] * cdiv(image[2] * image[3], tile.bm), -(-channels // tile.bn)
+    n, oh, ow, count = plugin.pixels(image, attributes)
+    columns = -(-count // tile.bn) * (4 if plugin.up else 1)
+    return cdiv(n * oh * ow, tile.bm) * columns, 1
+
+
+def compile_plugin(launch: Launch, arch: str) -> PluginKernel:
+    """Compile for an architecture, present or not.
+
+    Raises:
+        KernelError: it does not compile, Triton is missing, or TensorRT could not launch it.
+    """
+    compiled = compile_launch(launch, arch)
+    if compiled.shared > MOST_SHARED:
+        raise KernelError(
+            f"{launch.kernel} needs {compiled.shared} bytes of shared memory, and a plugin can have {MOST_SHARED}."
+        )
+    ptx = without_parameters(compiled.ptx, SCRATCH)
+    return PluginKernel(compiled.name, ptx, 32 * compiled.num_warps, compiled.shared)
+
+
+def node_kernels(plugin: Plugin, attributes: Attributes, arch: str) -> list[PluginKernel]:
+    """Every kernel that TensorRT may ask for at one node, in the order of its tactics.
+
+    Raises:
+        InputError: no architecture that the kernels know.
+        KernelError: as `compile_plugin`.
+    """
+    return [compile_plugin(plugin_launch(plugin, attributes, tile, arch), arch) for tile in tactics(plugin, arch)]
+
+
+def without_parameters(ptx: str, count: int) -> str:
+    """PTX of one kernel without its last `count` parameters.
+
+    Raises:
+        KernelError: the kernel reads one of them.
+    """
+    name, types = entry_point(ptx)
+    head, declared, body = _split(ptx)
+    for position in range(len(types) - count, len(types)):
+        if re.search(rf"\b{re.escape(name)}_param_{position}\b", body):
+            raise KernelError(f"{name} reads its parameter {position}, scratch memory that TensorRT does not give.")
+    return head + ",".join(declared.split(",")[: len(types) - count]) + "\n" + body
+
+
+def _split(ptx: str) -> tuple[str, str, str]:
+    """(up to the parameters' parenthesis, the parameters, from the closing one on)."""
+    found = re.search(r"\.entry\s+\w+\s*\(", ptx)
+    assert found is not None
+    end = ptx.index(")", found.end())
+    return ptx[: found.end()], ptx[found.end() : end], ptx[end:]
+
+
+def _launch(
+    entry: str, types: dict[str, str], constants: dict[str, Value], tile: Tile, divisible: tuple[str, ...]
+) -> Launch:
+    return Launch(
+        f"plugin_entries:{entry}", tuple(types.items()), tuple(constants.items()), divisible, tile.warps, tile.stages
+    )
