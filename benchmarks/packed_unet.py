@@ -4,15 +4,19 @@
     python benchmarks/packed_unet.py RUN --data CAMVID --json benchmarks/results/packed_unet_h200.json
 
 Agreement: the share of validation pixels with the same class as the fake-quantised model that torch computes in FP16
-autocast on the same GPU, each running freely. Latency: medians of CUDA events over random images that stay on the GPU;
-`fp16 eager` and `fp16 compiled` are the FP16 model in half precision and channels_last, `nvfp4 emulated` is what
-training sees, `packed` the packed file as a CUDA graph. Memory: the peak of one forward pass above what was held before
-(weights excluded), not captured. No GPU before Blackwell multiplies FP4: `packed` decodes to FP16 in registers.
+autocast on the same GPU, each running freely; and that of this model with itself, computed by the fused kernels of
+training instead of layer by layer: FP4 turns a last bit into a step, so that adding in another order changes classes.
+
+Latency: medians of CUDA events over random images that stay on the GPU; `fp16 eager` and `fp16 compiled` are the FP16
+model in half precision and channels_last, `nvfp4 emulated` is what training sees, `packed` the packed file as a CUDA
+graph. Memory: the peak of one forward pass above what was held before (weights excluded), not captured. No GPU before
+Blackwell multiplies FP4: `packed` decodes to FP16 in registers.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 from collections.abc import Callable
@@ -27,6 +31,7 @@ from fp4deploy.packed import activation_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.qat import load_model
+from fp4deploy.qat.fused_unet import fuse
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -69,8 +74,16 @@ def measure(run: Path, data: Path, batches: list[int]) -> dict[str, Any]:
         "bytes": {"fp16": half, "packed": path.stat().st_size, "ratio": path.stat().st_size / half},
     }
     print("weights: {packed} of {fp16} bytes, {ratio:.3f}".format(**result["bytes"]))
+    fused = fuse(copy.deepcopy(emulated))
+
+    def emulate_fused(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return fused(x.float().contiguous(memory_format=torch.channels_last))
+
     result["agreement"] = agreement(card, data, emulate, network)
-    print("argmax as emulated: {share:.5%} of {pixels} pixels".format(**result["agreement"]))
+    result["agreement_of_torch"] = agreement(card, data, emulate, emulate_fused)
+    for name in ("agreement", "agreement_of_torch"):
+        print(name, "{share:.3%} of {pixels} pixels".format(**result[name]))
     forwards: dict[str, Forward] = {
         "fp16 eager": plain,
         "fp16 compiled": torch.compile(plain, dynamic=False),
@@ -81,13 +94,13 @@ def measure(run: Path, data: Path, batches: list[int]) -> dict[str, Any]:
     return result
 
 
-def agreement(card: Any, data: Path, emulate: Forward, network: PackedNetwork) -> dict[str, Any]:
+def agreement(card: Any, data: Path, one: Forward, other: Forward) -> dict[str, Any]:
     """How many pixels of the validation split get the same class."""
     same = pixels = 0
     transform = EvalTransform(card.height, card.width, card.mean, card.std)
     for images, _ in eval_loader(validation_set(card, data), transform, 8, 0):
         x = images.cuda()
-        equal = emulate(x).argmax(1) == network(x).argmax(1)
+        equal = one(x).argmax(1) == other(x).argmax(1)
         same, pixels = same + int(equal.sum()), pixels + equal.numel()
     return {"share": same / pixels, "pixels": pixels}
 

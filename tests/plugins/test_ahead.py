@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -260,7 +261,8 @@ def test_the_products_compile_as_meant(compile_all: Compile) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.skipif("FP4DEPLOY_TEST_ALL_KERNELS" not in os.environ, reason="hours; set FP4DEPLOY_TEST_ALL_KERNELS=1")
 def test_every_variant_compiles_as_meant(compile_all: Compile) -> None:
     assert judged(compile_all(variants())) == []
 
