@@ -7,11 +7,13 @@ hand to Triton's interpreter; `launch_*` allocate the output and launch.
 from __future__ import annotations
 
 import importlib
+import math
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from fp4deploy.errors import InputError
 from fp4deploy.formats import BLOCK, Nvfp4Tensor
 from fp4deploy.plugins import ahead, few_rows
 from fp4deploy.plugins.ahead_compile import triton_version
@@ -20,6 +22,7 @@ from fp4deploy.plugins.triton.tiles import NATIVE_FROM, Tile, product_tile, weig
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 E2M1_RANGE = 6.0
+MOST_PIXELS = (1 << 31) - (1 << 10)  # and a tile that begins inside
 POINTERS = ("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_scales", "w_amax", "bias", "out")
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
 Size3 = tuple[int, int, int]
@@ -41,8 +44,16 @@ def launch_product(
     out_amax: torch.Tensor | None,
     **geometry: Any,
 ) -> torch.Tensor | Nvfp4Tensor:
-    """Allocate the output of `shape` and fill it; see `product_call`."""
+    """Allocate the output of `shape` and fill it; see `product_call`.
+
+    Raises:
+        InputError: more output pixels than the kernel's 32-bit counters take.
+    """
     device = weight.codes.device
+    if math.prod(shape[:-1]) > MOST_PIXELS:
+        raise InputError(
+            f"An output of {math.prod(shape[:-1])} pixels is too large: {MOST_PIXELS} fit. Split the batch."
+        )
     blocks = -(-shape[-1] // BLOCK)
     if out_amax is None:
         out = torch.empty(shape, dtype=dtype, device=device)

@@ -110,9 +110,10 @@ def product_kernel(
         factor = factor * (SCALED * SCALED)
     y = finish(acc * factor, bias, n, has, RELU, BIAS).to(OUT)
 
-    place = m.to(tl.int64)
+    place = m
     if UP:
-        place = 2 * place + 2 * OW * (m // OW).to(tl.int64) + 2 * OW * (position // 2) + position % 2
+        place = 2 * m + 2 * OW * (m // OW) + 2 * OW * (position // 2) + position % 2
+    place = place.to(tl.int64)
     rows = (m < M)[:, None]
     if QUANTIZE:
         blocks = (outputs + 15) // 16
