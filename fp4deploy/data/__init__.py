@@ -1,5 +1,6 @@
 """Datasets: reading COCO annotations and PNG masks, joint augmentation, generated scenes, checking."""
 
+from fp4deploy.data.balance import ClassCounts, cached_counts, class_balance, count_classes
 from fp4deploy.data.cache import CachedDataset, cache_dataset
 from fp4deploy.data.check import check_dataset
 from fp4deploy.data.coco_json import Defect
@@ -15,6 +16,7 @@ __all__ = [
     "IMAGE_STD",
     "SPLITS",
     "CachedDataset",
+    "ClassCounts",
     "Defect",
     "EpochLoader",
     "EvalTransform",
@@ -22,7 +24,10 @@ __all__ = [
     "SegmentationDataset",
     "TrainTransform",
     "cache_dataset",
+    "cached_counts",
     "check_dataset",
+    "class_balance",
+    "count_classes",
     "eval_loader",
     "generate_shapes",
     "open_dataset",

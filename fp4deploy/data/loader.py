@@ -58,15 +58,15 @@ class TransformedDataset(Dataset[Batch]):
     """Dataset and transform behind torch's interface."""
 
     def __init__(self, dataset: SegmentationDataset, transform: Transform) -> None:
-        self._dataset, self._transform = dataset, transform
+        self.source, self._transform = dataset, transform
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.source)
 
     def __getitem__(self, key: Key) -> Batch:
         epoch, index = key
         try:
-            sample = self._dataset.load(index)
+            sample = self.source.load(index)
         except InputError as error:
             raise WorkerInputError(str(error)) from None
         return self._transform(sample, epoch, index)
@@ -74,6 +74,13 @@ class TransformedDataset(Dataset[Batch]):
 
 class EpochLoader(DataLoader[Batch]):
     """DataLoader yielding (images float32 [N, 3, H, W], masks int64 [N, H, W])."""
+
+    @property
+    def source(self) -> SegmentationDataset:
+        """The samples before augmentation."""
+        if not isinstance(self.dataset, TransformedDataset):
+            raise TypeError("the dataset of an EpochLoader is a TransformedDataset")
+        return self.dataset.source
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order and augmentation the next iteration has."""
