@@ -6,7 +6,8 @@
 | effective_number | (1 - b) / (1 - b^n_c), mean 1 | n_c: images that hold c; b = 1 - 1 / (number of images) |
 
 raised to `power` (1: in full; 0.5: its square root, often the better compromise, since full weights buy the recall of
-rare classes with false positives of theirs) and held between 1/10 and 10. A class that no training image holds weighs 1.
+rare classes with false positives of theirs) and held between 1/10 and 10. A class that no training image holds weighs
+1.
 
 Sources: Eigen, Fergus, "Predicting Depth, Surface Normals and Semantic Labels with a Common Multi-Scale Convolutional
 Architecture", 2015; Cui et al., "Class-Balanced Loss Based on Effective Number of Samples", 2019.
@@ -46,7 +47,7 @@ def count_classes(dataset: SegmentationDataset, most: int = MOST_IMAGES) -> Clas
         InputError: a mask cannot be read.
     """
     classes, total = len(dataset.class_names), len(dataset)
-    chosen = np.unique(np.linspace(0, total - 1, min(total, most)).round().astype(int)) if total else []
+    chosen = np.unique(np.linspace(0, total - 1, min(total, most)).round().astype(int)) if total else np.zeros(0, int)
     pixels, images, beside = (np.zeros(classes, dtype=np.int64) for _ in range(3))
     for index in chosen:
         found = np.bincount(dataset.load(int(index)).mask.ravel(), minlength=IGNORE + 1)[:classes].astype(np.int64)
@@ -75,7 +76,7 @@ def class_balance(counts: ClassCounts, method: str, power: float = 1.0) -> dict[
 
 
 def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> ClassCounts:
-    """`count_classes`, kept as JSON at `path` for a dataset that calls itself `identity`; what does not fit is redone."""
+    """`count_classes`, kept as JSON at `path` for a dataset that calls itself `identity`; what differs is redone."""
     wanted = {"identity": identity, "classes": list(dataset.class_names), "length": len(dataset)}
     try:
         kept = json.loads(path.read_text())

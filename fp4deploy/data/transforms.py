@@ -1,12 +1,12 @@
 """From a sample to what a model eats: image and mask cropped, flipped and resized together, colours jittered.
 
-Geometry. Evaluation resizes the whole image to height x width. Training takes a window of 1/zoom of the image's height
-and width, zoom log-uniform between the two values of `zoom`; above 1 the window lies inside the image, below 1 the
-image lies inside the window and the rest is padding: mean colour, mask 255. Crop and resize are one resampling of the
-original pixels, so enlarging loses nothing. Images are resampled bilinearly (with antialiasing when shrinking), masks
-take the nearest pixel, both from the same box, so they stay aligned. With `aspect` a above 1 the two sides' zooms differ
-by a factor log-uniform in [1/a, a]; with `rotate` the result turns about its centre by up to so many degrees, and the
-corners that this uncovers are padding.
+Geometry. Evaluation resizes the whole image to height x width. Training takes a window of 1/zoom of the image's
+height and width, zoom log-uniform between the two values of `zoom`; above 1 the window lies inside the image, below 1
+the image lies inside the window and the rest is padding: mean colour, mask 255. Crop and resize are one resampling of
+the original pixels, so enlarging loses nothing. Images are resampled bilinearly (with antialiasing when shrinking),
+masks take the nearest pixel, both from the same box, so they stay aligned. With `aspect` a above 1 the two sides'
+zooms differ by a factor log-uniform in [1/a, a]; with `rotate` the result turns about its centre by up to so many
+degrees, and the corners that this uncovers are padding.
 
 Colour. Brightness b, contrast c and saturation s are drawn from [1 - jitter, 1 + jitter] and applied as
 `grey + s * (x - grey)`, then `m + c * (x - m)` with m the mean grey of the crop, then `b * x`, clipped to [0, 1]. With

@@ -1,12 +1,12 @@
-"""What may be added to the loss of the labels: a teacher's opinion, and a pull of the weights to their quantised values.
+"""What may be added to the loss of the labels: a teacher's opinion, a pull of the weights to their quantised values.
 
-Distillation. With z the logits of the student, t those of the teacher, T the temperature and softmax_T(x) the softmax of
-x / T over the classes,
+Distillation. With z the logits of the student, t those of the teacher, T the temperature and softmax_T(x) the softmax
+of x / T over the classes,
 
     loss  =  task * loss of the labels  +  weight * T^2 * mean over pixels of KL(softmax_T(t) || softmax_T(z))
 
-T^2 keeps the gradient's size when T changes. The teacher is the FP16 model that fine-tuning starts from, so that at first
-the divergence is what quantisation did, and nothing else; it needs no labels and also speaks of void pixels.
+T^2 keeps the gradient's size when T changes. The teacher is the FP16 model that fine-tuning starts from, so that at
+first the divergence is what quantisation did, and nothing else; it needs no labels and also speaks of void pixels.
 
 Damping. Straight-through training lets a weight that lies near the border between two codes swing between them without
 end. Late in the training a pull towards the code's value, of a strength that rises linearly to `damping`,
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Additions:
     """
 
     teacher: nn.Module | None = None
-    distill: DistillSection = DistillSection()
+    distill: DistillSection = field(default_factory=DistillSection)
     damping: float = 0.0
     damping_start: float = 0.5
 

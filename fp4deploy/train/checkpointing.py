@@ -1,8 +1,9 @@
 """Activation checkpointing: a block keeps its input alone, and computes the rest again in the backward pass.
 
-A UNet's memory is its activations at full resolution; without those inside the blocks a batch needs about a third of it
-less for one more forward pass of time. Quantised layers know a recomputation when they see one: it moves no tracked amax
-and quantises with the amax of the first time (`qat.layers`), so that losses and gradients are the same bits.
+A UNet's memory is its activations at full resolution; without those inside the blocks a batch needs about a third of
+it less for one more forward pass of time. Quantised layers know a recomputation when they see one: it moves no
+tracked amax and quantises with the amax of the first time (`qat.layers`), so that losses and gradients are the same
+bits.
 
 The fused forward does not call the blocks, and keeps less to begin with; asking for checkpointing gives the plain one.
 """

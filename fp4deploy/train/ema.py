@@ -1,12 +1,13 @@
 """An exponential moving average of the weights, which is what is evaluated and kept.
 
-After every step, shadow <- d shadow + (1 - d) weight, with d = min(decay, (1 + n) / (10 + n)) at step n, so that a short
-training does not average over its start. The mean of the weights along a noisy path is a better model than its last
-point, and its score moves less from one evaluation to the next.
+After every step, shadow <- d shadow + (1 - d) weight, with d = min(decay, (1 + n) / (10 + n)) at step n, so that a
+short training does not average over its start. The mean of the weights along a noisy path is a better model than its
+last point, and its score moves less from one evaluation to the next.
 
-Quantiser state. A tracked `input_amax` is an upper bound that already moves slowly, and the average of upper bounds is
-none: the averaged model takes the one of the trained model. A learned amax is a parameter and averaged like one. The
-codes of the averaged model are made from the averaged weights; averaging codes would give values that FP4 does not have.
+Quantiser state. A tracked `input_amax` is an upper bound that already moves slowly, and the average of upper bounds
+is none: the averaged model takes the one of the trained model. A learned amax is a parameter and averaged like one.
+The codes of the averaged model are made from the averaged weights; averaging codes would give values that FP4 does
+not have.
 
 Every process of a distributed training holds the same weights, so each keeps the same average without a word to the
 others.

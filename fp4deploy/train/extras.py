@@ -1,4 +1,4 @@
-"""What the configuration adds to a model's training: a teacher, damping, rates of learned amaxes, weights of classes."""
+"""What a configuration adds to a model's training: a teacher, damping, rates of learned amaxes, weights of classes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _teacher(path: Path, class_names: tuple[str, ...]) -> nn.Module:
     card = read_card(path)
     if card.precision != "fp16" or card.class_names != class_names:
         raise InputError(
-            f"{path} cannot teach: it is {card.precision} with {len(card.class_names)} classes, and a teacher is an FP16 "
-            f"model of the classes {', '.join(class_names)}. Give another with --set distill.teacher=FILE."
+            f"{path} cannot teach: it is {card.precision} with {len(card.class_names)} classes, and a teacher is an "
+            f"FP16 model of the classes {', '.join(class_names)}. Give another with --set distill.teacher=FILE."
         )
     teacher = build_unet(len(class_names), card.scale)
     load_weights(teacher, path)

@@ -7,8 +7,9 @@ class (1 by default), over labelled pixels and over the classes c present in the
     cross-entropy = sum_i w[y_i] * -log p_i[y_i]  /  sum_i w[y_i]
     dice          = 1 - sum_c w_c (2 sum p_c y_c + s) / (sum p_c + sum y_c + s)  /  sum_c w_c,      s = 1
 
-With label smoothing e the -log p of the true class weighs 1 - e, and the mean over all classes e. With several processes
-the sums run over all of them (`processes.summed`), so that the loss is that of the whole batch, however it is spread.
+With label smoothing e the -log p of the true class weighs 1 - e, and the mean over all classes e. With several
+processes the sums run over all of them (`processes.summed`), so that the loss is that of the whole batch, however it
+is spread.
 
 Absent classes are left out of Dice (their overlap would be s over their false positives, whatever the model does);
 cross-entropy still punishes those. Source: Milletari, Navab, Ahmadi, "V-Net", 2016, for the Dice loss.

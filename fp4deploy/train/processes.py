@@ -1,7 +1,8 @@
 """What the processes of one training share besides gradients: the sums of the loss, and tracked amaxes.
 
-The loss divides sums over a batch by sums over a batch (labelled pixels, overlaps of a class). The mean of the processes'
-own quotients is not the quotient of the whole batch: a process with few labelled pixels would weigh them too much.
+The loss divides sums over a batch by sums over a batch (labelled pixels, overlaps of a class). The mean of the
+processes' own quotients is not the quotient of the whole batch: a process with few labelled pixels would weigh them
+too much.
 
 Each process sees its own part of a batch and moves its own amaxes. DistributedDataParallel broadcasts the buffers of
 rank 0 before every forward, and rank 0 writes the checkpoint, so that what only the others saw would be lost. The

@@ -1,10 +1,10 @@
 """Everything an exact resume needs, in one safetensors file, replaced by one rename.
 
-Tensors: the model (quantiser state included), both Adam moments of every parameter, the averaged weights where there are
-any, the random number states. The
-metadata holds the counters and the loss scaler as JSON. The learning rate is a function of the step, the order and the
-augmentation of the data are functions of (seed, epoch), so neither needs saving. One file means that a crash, a full
-disk or Ctrl-C leaves either the old state or the new one, never half of each; nothing is pickled.
+Tensors: the model (quantiser state included), both Adam moments of every parameter, the averaged weights where there
+are any, the random number states. The metadata holds the counters and the loss scaler as JSON. The learning rate is a
+function of the step, the order and the augmentation of the data are functions of (seed, epoch), so neither needs
+saving. One file means that a crash, a full disk or Ctrl-C leaves either the old state or the new one, never half of
+each; nothing is pickled.
 """
 
 from __future__ import annotations

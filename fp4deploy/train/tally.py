@@ -3,8 +3,8 @@
 Reading a GPU tensor makes the CPU wait until the GPU has caught up, so a loop that prints the loss of every step
 starves the GPU. The counts stay on the device, and whoever wants them reads them all at once, every few steps.
 
-A spike is a finite loss of more than `spike` times the running mean (of weight 0.98 a batch, from the 20th batch on). The
-running mean takes no spike in, so that a long plateau after a jump is counted batch by batch.
+A spike is a finite loss of more than `spike` times the running mean (of weight 0.98 a batch, from the 20th batch on).
+The running mean takes no spike in, so that a long plateau after a jump is counted batch by batch.
 """
 
 from __future__ import annotations
