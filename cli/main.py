@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError
 
-from . import bench, build, check, data, doctor, export, inspect, kernels, run, sweep, train
+from . import bench, build, check, data, doctor, estimate, export, inspect, kernels, run, sweep, train
 
 DEBUG = "--debug"
 
@@ -115,6 +115,7 @@ def _root(
 
 app.command("run")(run.run)
 app.command("train")(train.train)
+app.command("estimate")(estimate.estimate)
 app.command("sweep")(sweep.sweep)
 app.command("export")(export.export)
 app.command("build")(build.build)

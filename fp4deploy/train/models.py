@@ -97,7 +97,7 @@ def train_models(
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
         _keep_config(config, run, resume)
     budget = int(config.data.cache_gib * 2**30)
-    loaders = _loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
+    loaders = make_loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
     try:
         return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
     except KeyboardInterrupt:
@@ -131,10 +131,10 @@ def _train(
     if model in QUANTIZED_MODELS:
         prepare(network, config.recipe, config.quant.include, config.quant.exclude)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
-            _calibrate(network, loaders[0], config)
+            calibrate_on(network, loaders[0], config)
     start = partial(_starting_point, config, run, model, data.class_names)
     extras = make_extras(config, run, model, loaders[0].source, start)
-    trainer = Trainer(plan, network, _card(config, model, data), config.train, loaders, extras)
+    trainer = Trainer(plan, network, model_card(config, model, data), config.train, loaders, extras)
     progress = evaluate_untrained(trainer, resume) if untrained else trainer.run(resume)
     return TrainResult(progress.best_miou, progress.epoch, progress.seconds, plan.checkpoint, dict(progress.per_class))
 
@@ -182,7 +182,8 @@ def _check_class_weights(config: Config, class_names: tuple[str, ...]) -> None:
             )
 
 
-def _calibrate(network: nn.Module, loader: EpochLoader, config: Config) -> None:
+def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config) -> None:
+    """Set the activation scales of a prepared network from the first training batches, as the configuration says."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader.set_epoch(0)
     network.to(device)
@@ -190,7 +191,8 @@ def _calibrate(network: nn.Module, loader: EpochLoader, config: Config) -> None:
     calibrate_percentile(network, (images.to(device) for images, _ in batches), config.quant.percentile)
 
 
-def _card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
+def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
+    """The card of one model of a run."""
     quantized = model in QUANTIZED_MODELS
     include, exclude = (
         tuple(patterns) if quantized and patterns is not None else None
@@ -211,7 +213,10 @@ def _card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
     )
 
 
-def _loaders(config: Config, train: SegmentationDataset, val: SegmentationDataset) -> tuple[EpochLoader, EpochLoader]:
+def make_loaders(
+    config: Config, train: SegmentationDataset, val: SegmentationDataset
+) -> tuple[EpochLoader, EpochLoader]:
+    """Batches to train and to validate on, augmented and sized as the configuration says."""
     size = (config.data.height, config.data.width)
     more = config.augment.model_dump()
     augment = TrainTransform(*size, seed=config.seed, zoom=config.train.zoom, jitter=config.train.jitter, **more)

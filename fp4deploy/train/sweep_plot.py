@@ -63,4 +63,4 @@ def draw_sweep(results: dict[str, Any], out: Path) -> Path | None:
 
 def _others(rows: list[tuple[str, Any]]) -> str:
     others = list(dict.fromkeys(row["against"] for _, row in rows if row["against"]))
-    return f"minus {others[0]}" if len(others) == 1 else "minus the variant it is compared with"
+    return f"minus {others[0]}" if len(others) == 1 else "minus its control"
