@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--model", default="nvfp4", choices=("fp16", "nvfp4"))
     parser.add_argument("--recipe", default="nvfp4_qat")
     parser.add_argument("--seed", type=int, default=None, help="of the random step; by default another each time")
+    parser.add_argument("--within", type=int, default=IMAGES, help="the kill comes in the first so many batches")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -89,7 +90,7 @@ def main() -> None:
     from fp4deploy.data import generate_shapes
 
     batches = 2 * arguments.steps
-    kill_at = random.Random(arguments.seed).randint(4, IMAGES)
+    kill_at = random.Random(arguments.seed).randint(4, max(5, arguments.within))
     epochs = -(-(kill_at + batches + 2) // (IMAGES // 2))
     settings = [f"train.epochs={epochs}", f"recipe={arguments.recipe}"]
     with tempfile.TemporaryDirectory() as name:
