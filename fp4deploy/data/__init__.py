@@ -8,7 +8,7 @@ from fp4deploy.data.dataset import open_dataset
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
 from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, SPLITS, Sample, SegmentationDataset
 from fp4deploy.data.shapes import generate_shapes
-from fp4deploy.data.transforms import EvalTransform, TrainTransform
+from fp4deploy.data.transforms import EvalTransform, TrainTransform, expand
 
 __all__ = [
     "IGNORE",
@@ -29,6 +29,7 @@ __all__ = [
     "class_balance",
     "count_classes",
     "eval_loader",
+    "expand",
     "generate_shapes",
     "open_dataset",
     "train_loader",

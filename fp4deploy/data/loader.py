@@ -57,8 +57,9 @@ class EpochSampler(Sampler[Key]):
 class TransformedDataset(Dataset[Batch]):
     """Dataset and transform behind torch's interface."""
 
-    def __init__(self, dataset: SegmentationDataset, transform: Transform) -> None:
-        self.source, self._transform = dataset, transform
+    def __init__(self, dataset: SegmentationDataset, transform: Transform, compact: bool = False) -> None:
+        self.source = dataset
+        self._transform = transform.compact if compact else transform
 
     def __len__(self) -> int:
         return len(self.source)
@@ -73,7 +74,7 @@ class TransformedDataset(Dataset[Batch]):
 
 
 class EpochLoader(DataLoader[Batch]):
-    """DataLoader yielding (images float32 [N, 3, H, W], masks int64 [N, H, W])."""
+    """DataLoader yielding (images float32 [N, 3, H, W], masks int64 [N, H, W]), or compact for `expand`."""
 
     @property
     def source(self) -> SegmentationDataset:
@@ -90,18 +91,25 @@ class EpochLoader(DataLoader[Batch]):
 
 
 def train_loader(
-    dataset: SegmentationDataset, transform: Transform, batch_size: int, workers: int = 0, seed: int = 0
+    dataset: SegmentationDataset,
+    transform: Transform,
+    batch_size: int,
+    workers: int = 0,
+    seed: int = 0,
+    compact: bool = False,
 ) -> EpochLoader:
     """Shuffled batches; a last batch that is not full is left out unless it is the only one.
 
     Call `set_epoch` before every epoch. The batches are a function of (seed, epoch), whatever `workers` is.
     """
-    return _loader(dataset, transform, batch_size, workers, seed, drop_last=len(dataset) > batch_size)
+    return _loader(dataset, transform, batch_size, workers, seed, len(dataset) > batch_size, compact)
 
 
-def eval_loader(dataset: SegmentationDataset, transform: Transform, batch_size: int, workers: int = 0) -> EpochLoader:
+def eval_loader(
+    dataset: SegmentationDataset, transform: Transform, batch_size: int, workers: int = 0, compact: bool = False
+) -> EpochLoader:
     """Batches of the whole dataset in its order."""
-    return _loader(dataset, transform, batch_size, workers, None, drop_last=False)
+    return _loader(dataset, transform, batch_size, workers, None, False, compact)
 
 
 def _loader(
@@ -111,9 +119,10 @@ def _loader(
     workers: int,
     seed: int | None,
     drop_last: bool,
+    compact: bool,
 ) -> EpochLoader:
     return EpochLoader(
-        TransformedDataset(dataset, transform),
+        TransformedDataset(dataset, transform, compact),
         batch_size=batch_size,
         sampler=EpochSampler(len(dataset), seed),
         num_workers=workers,

@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from torch import nn
 
-from fp4deploy.data import EpochLoader
+from fp4deploy.data import EpochLoader, expand
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models import ModelCard, save_checkpoint
@@ -295,11 +295,9 @@ class Trainer:
 
     def _on_device(self, batches: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         try:
-            for images, masks in batches:
-                yield (
-                    images.to(self.device, memory_format=self.layout, non_blocking=True),
-                    masks.to(self.device, non_blocking=True),
-                )
+            for batch in batches:
+                images, masks = expand(*(part.to(self.device, non_blocking=True) for part in batch))
+                yield images.contiguous(memory_format=self.layout), masks
         except RuntimeError:
             self._pause_if_asked()  # Ctrl-C reaches the loader's workers too, and they end at once
             raise

@@ -37,6 +37,7 @@ from fp4deploy.data import (
     TrainTransform,
     cache_dataset,
     eval_loader,
+    expand,
     open_dataset,
     train_loader,
 )
@@ -188,7 +189,9 @@ def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config) -> Non
     loader.set_epoch(0)
     network.to(device)
     batches = itertools.islice(loader, config.train.calibration)
-    calibrate_percentile(network, (images.to(device) for images, _ in batches), config.quant.percentile)
+    calibrate_percentile(
+        network, (expand(*(x.to(device) for x in batch))[0] for batch in batches), config.quant.percentile
+    )
 
 
 def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
@@ -222,8 +225,8 @@ def make_loaders(
     augment = TrainTransform(*size, seed=config.seed, zoom=config.train.zoom, jitter=config.train.jitter, **more)
     batch, workers = config.train.batch_size, _workers(config.data.workers)
     return (
-        train_loader(train, augment, batch, workers, config.seed),
-        eval_loader(val, EvalTransform(*size), batch, workers),
+        train_loader(train, augment, batch, workers, config.seed, compact=True),
+        eval_loader(val, EvalTransform(*size), batch, workers, compact=True),
     )
 
 

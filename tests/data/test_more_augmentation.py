@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp4deploy.data import IGNORE, Sample, TrainTransform
-from fp4deploy.data.transforms import _GREY, _turn_hue
+from fp4deploy.data.transforms import _GREY, _recolour
 
 PLAIN = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "zoom": (1.0, 1.0), "jitter": 0.0}
 
@@ -64,10 +64,10 @@ def test_the_share_of_flips(flip: float, flipped: int) -> None:
 
 
 def test_a_turn_of_the_hue_keeps_the_luma_and_a_full_circle_the_colour() -> None:
-    image = np.random.default_rng(0).uniform(0.3, 0.7, (5, 6, 3)).astype(np.float32)
-    turned = _turn_hue(image, 0.1)
-    np.testing.assert_allclose(turned @ _GREY, image @ _GREY, atol=2e-3)
-    assert np.abs(turned - image).max() > 0.05
-    np.testing.assert_allclose(_turn_hue(image, 1.0), image, atol=1e-5)
-    grey = np.full((2, 2, 3), 0.4, np.float32)
-    np.testing.assert_allclose(_turn_hue(grey, 0.3), grey, atol=2e-3)
+    image = np.random.default_rng(0).integers(80, 180, (5, 6, 3), dtype=np.uint8)
+    turned = _recolour(image, 1.0, 1.0, 1.0, 0.1)
+    np.testing.assert_allclose(turned @ _GREY, image @ _GREY, atol=1.2)
+    assert np.abs(turned.astype(int) - image).max() > 12
+    np.testing.assert_allclose(_recolour(image, 1.0, 1.0, 1.0, 1.0), image, atol=1)
+    grey = np.full((2, 2, 3), 100, np.uint8)
+    np.testing.assert_allclose(_recolour(grey, 1.0, 1.0, 1.0, 0.3), grey, atol=1)
