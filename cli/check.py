@@ -61,12 +61,12 @@ def _unet_plans(scale: str, recipe: str, classes: int) -> list[LayerPlan]:
 
 def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
     from fp4deploy.models import build_unet, load_weights, read_card
-    from fp4deploy.qat import layer_plan, prepare
+    from fp4deploy.qat import layer_plan, prepare_as
 
     card = read_card(path)
     model = build_unet(len(card.class_names), card.scale)
     if card.precision == "nvfp4":
-        prepare(model, card.recipe or recipe)
+        prepare_as(model, card)
     load_weights(model, path)
     return layer_plan(model, card.recipe or recipe)
 

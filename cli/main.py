@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError
 
-from . import bench, build, check, data, doctor, export, inspect, kernels, run, train
+from . import bench, build, check, data, doctor, estimate, export, inspect, kernels, run, sweep, train
 
 DEBUG = "--debug"
 
@@ -78,6 +78,8 @@ def _resume_hint(ctx: Any) -> str:
         return "Finished epochs are kept; continue with: fp4deploy train --resume"
     if ctx.invoked_subcommand == "run":
         return "Finished stages are kept; continue training with: fp4deploy train --resume"
+    if ctx.invoked_subcommand == "sweep":
+        return "Finished runs are kept; give the same command to go on."
     return "Nothing half-written is left."
 
 
@@ -113,6 +115,8 @@ def _root(
 
 app.command("run")(run.run)
 app.command("train")(train.train)
+app.command("estimate")(estimate.estimate)
+app.command("sweep")(sweep.sweep)
 app.command("export")(export.export)
 app.command("build")(build.build)
 app.command("bench")(bench.bench)

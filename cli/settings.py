@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DataOption = Annotated[Path | None, typer.Option("--data", help="Dataset folder.", show_default="generated shapes")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder to create.", show_default="runs/<time>")]
-ModelsOption = Annotated[str, typer.Option("--models", help="Any of fp16, nvfp4, fp16_control, in order.")]
+ModelsOption = Annotated[str, typer.Option("--models", help="Any of fp16, nvfp4, fp16_control, nvfp4_ptq, in order.")]
 RecipeOption = Annotated[str | None, typer.Option("--recipe", help="Quantisation recipe.", show_default="nvfp4_qat")]
 ClassesOption = Annotated[str | None, typer.Option("--classes", help="Classes to learn: a,b,c.", show_default="all")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML settings.", show_default="built in")]

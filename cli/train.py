@@ -9,6 +9,7 @@ import typer
 from fp4deploy.runs import Run, latest_run, open_run
 
 from .console import done, note, shown
+from .estimate import run_estimate
 from .settings import (
     ClassesOption,
     ConfigOption,
@@ -41,9 +42,15 @@ def train(
         bool, typer.Option("--resume", help="Continue the latest run, or the one given by --out.")
     ] = False,
     from_scratch: ScratchOption = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only measure some steps and estimate the time (fp4deploy estimate).")
+    ] = False,
 ) -> None:
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
     chosen = parse_models(models)
+    if dry_run:
+        run_estimate(settings(config, sets, data=data, classes=classes, recipe=recipe), chosen)
+        return
     if resume:
         run = open_run(out) if out is not None else latest_run()
         resolved = settings(run.config_path, sets, data=data, classes=classes, recipe=recipe)

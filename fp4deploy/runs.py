@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fp4deploy.errors import InputError
 
-MODELS = ("fp16", "nvfp4", "fp16_control")
+MODELS = ("fp16", "nvfp4", "fp16_control", "nvfp4_ptq")
 RUNS = Path("runs")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from fp4deploy.runs import Run, atomic_write
 
-COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd"}
-TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control"}
+COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd", "nvfp4_ptq": "#f08c00"}
+TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4 PTQ"}
 
 
 def history(run: Run, model: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from fp4deploy.bench import tables
 from fp4deploy.bench.overlays import Overlay, colours
 from fp4deploy.bench.report_style import CSS
 
-TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control"}
+TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4 PTQ"}
 CHIPS = {"ok": "ok", "built, not run": "idle"}
 EMULATED = (
     "Latency compares rows of one backend on one machine. On a CPU NVFP4 is emulated with ordinary arithmetic, bit for "

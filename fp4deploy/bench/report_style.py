@@ -32,6 +32,7 @@ pre { background:var(--wash); border:1px solid var(--line); border-radius:10px; 
 .idle { background:#fff4e6; color:#b35900; } .bad { background:#fff0f6; color:#a61e4d; }
 .fp16 { background:#edf2ff; color:#364fc7; }
 .nvfp4 { background:#e6fcf5; color:#087f5b; } .fp16_control { background:#f1f3f5; color:#495057; }
+.nvfp4_ptq { background:#fff4e6; color:#d9480f; }
 .note { color:var(--soft); font-size:13px; margin-top:10px; }
 figure { margin:0; } figure svg { width:100%; height:auto; display:block; }
 .samples { display:grid; grid-template-columns:repeat(5,1fr); gap:10px 10px; }
@@ -44,6 +45,7 @@ figure { margin:0; } figure svg { width:100%; height:auto; display:block; }
 .bar i { position:absolute; inset:0 auto 0 0; border-radius:5px; }
 .bar i.fp16 { background:var(--blue); }
 .bar i.nvfp4 { background:var(--green); } .bar i.fp16_control { background:#adb5bd; }
+.bar i.nvfp4_ptq { background:#f08c00; }
 details { margin-top:10px; } summary { cursor:pointer; color:var(--soft); font-size:13.5px; }
 dl { display:grid; grid-template-columns:max-content 1fr; gap:4px 18px; margin:0; font-size:14px; }
 dt { color:var(--soft); } dd { margin:0; }

@@ -1,5 +1,6 @@
 """Datasets: reading COCO annotations and PNG masks, joint augmentation, generated scenes, checking."""
 
+from fp4deploy.data.balance import ClassCounts, cached_counts, class_balance, count_classes
 from fp4deploy.data.cache import CachedDataset, cache_dataset
 from fp4deploy.data.check import check_dataset
 from fp4deploy.data.coco_json import Defect
@@ -7,7 +8,7 @@ from fp4deploy.data.dataset import open_dataset
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
 from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, SPLITS, Sample, SegmentationDataset
 from fp4deploy.data.shapes import generate_shapes
-from fp4deploy.data.transforms import EvalTransform, TrainTransform
+from fp4deploy.data.transforms import EvalTransform, TrainTransform, expand
 
 __all__ = [
     "IGNORE",
@@ -15,6 +16,7 @@ __all__ = [
     "IMAGE_STD",
     "SPLITS",
     "CachedDataset",
+    "ClassCounts",
     "Defect",
     "EpochLoader",
     "EvalTransform",
@@ -22,8 +24,12 @@ __all__ = [
     "SegmentationDataset",
     "TrainTransform",
     "cache_dataset",
+    "cached_counts",
     "check_dataset",
+    "class_balance",
+    "count_classes",
     "eval_loader",
+    "expand",
     "generate_shapes",
     "open_dataset",
     "train_loader",

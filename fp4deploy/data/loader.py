@@ -57,23 +57,31 @@ class EpochSampler(Sampler[Key]):
 class TransformedDataset(Dataset[Batch]):
     """Dataset and transform behind torch's interface."""
 
-    def __init__(self, dataset: SegmentationDataset, transform: Transform) -> None:
-        self._dataset, self._transform = dataset, transform
+    def __init__(self, dataset: SegmentationDataset, transform: Transform, compact: bool = False) -> None:
+        self.source = dataset
+        self._transform = transform.compact if compact else transform
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.source)
 
     def __getitem__(self, key: Key) -> Batch:
         epoch, index = key
         try:
-            sample = self._dataset.load(index)
+            sample = self.source.load(index)
         except InputError as error:
             raise WorkerInputError(str(error)) from None
         return self._transform(sample, epoch, index)
 
 
 class EpochLoader(DataLoader[Batch]):
-    """DataLoader yielding (images float32 [N, 3, H, W], masks int64 [N, H, W])."""
+    """DataLoader yielding (images float32 [N, 3, H, W], masks int64 [N, H, W]), or compact for `expand`."""
+
+    @property
+    def source(self) -> SegmentationDataset:
+        """The samples before augmentation."""
+        if not isinstance(self.dataset, TransformedDataset):
+            raise TypeError("the dataset of an EpochLoader is a TransformedDataset")
+        return self.dataset.source
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order and augmentation the next iteration has."""
@@ -83,18 +91,25 @@ class EpochLoader(DataLoader[Batch]):
 
 
 def train_loader(
-    dataset: SegmentationDataset, transform: Transform, batch_size: int, workers: int = 0, seed: int = 0
+    dataset: SegmentationDataset,
+    transform: Transform,
+    batch_size: int,
+    workers: int = 0,
+    seed: int = 0,
+    compact: bool = False,
 ) -> EpochLoader:
     """Shuffled batches; a last batch that is not full is left out unless it is the only one.
 
     Call `set_epoch` before every epoch. The batches are a function of (seed, epoch), whatever `workers` is.
     """
-    return _loader(dataset, transform, batch_size, workers, seed, drop_last=len(dataset) > batch_size)
+    return _loader(dataset, transform, batch_size, workers, seed, len(dataset) > batch_size, compact)
 
 
-def eval_loader(dataset: SegmentationDataset, transform: Transform, batch_size: int, workers: int = 0) -> EpochLoader:
+def eval_loader(
+    dataset: SegmentationDataset, transform: Transform, batch_size: int, workers: int = 0, compact: bool = False
+) -> EpochLoader:
     """Batches of the whole dataset in its order."""
-    return _loader(dataset, transform, batch_size, workers, None, drop_last=False)
+    return _loader(dataset, transform, batch_size, workers, None, False, compact)
 
 
 def _loader(
@@ -104,9 +119,10 @@ def _loader(
     workers: int,
     seed: int | None,
     drop_last: bool,
+    compact: bool,
 ) -> EpochLoader:
     return EpochLoader(
-        TransformedDataset(dataset, transform),
+        TransformedDataset(dataset, transform, compact),
         batch_size=batch_size,
         sampler=EpochSampler(len(dataset), seed),
         num_workers=workers,

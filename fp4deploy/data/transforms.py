@@ -1,13 +1,21 @@
 """From a sample to what a model eats: image and mask cropped, flipped and resized together, colours jittered.
 
-Geometry. Evaluation resizes the whole image to height x width. Training takes a window of 1/zoom of the image's height
-and width, zoom log-uniform between the two values of `zoom`; above 1 the window lies inside the image, below 1 the
-image lies inside the window and the rest is padding: mean colour, mask 255. Crop and resize are one resampling of the
-original pixels, so enlarging loses nothing. Images are resampled bilinearly (with antialiasing when shrinking), masks
-take the nearest pixel, both from the same box, so they stay aligned.
+Geometry. Evaluation resizes the whole image to height x width. Training takes a window of 1/zoom of the image's
+height and width, zoom log-uniform between the two values of `zoom`; above 1 the window lies inside the image, below 1
+the image lies inside the window and the rest is padding: mean colour, mask 255. Crop and resize are one resampling of
+the original pixels, so enlarging loses nothing. Images are resampled bilinearly (with antialiasing when shrinking),
+masks take the nearest pixel, both from the same box, so they stay aligned. With `aspect` a above 1 the two sides'
+zooms differ by a factor log-uniform in [1/a, a]; with `rotate` the result turns about its centre by up to so many
+degrees, and the corners that this uncovers are padding.
 
-Colour. Brightness b, contrast c and saturation s are drawn from [1 - jitter, 1 + jitter] and applied as
-`grey + s * (x - grey)`, then `m + c * (x - m)` with m the mean grey of the crop, then `b * x`, clipped to [0, 1].
+Colour. Brightness b, contrast c and saturation s are drawn from [1 - jitter, 1 + jitter] and applied as `grey + s *
+(x - grey)`, then `m + c * (x - m)` with m the mean grey of the crop, then `b * x`. With `hue` h the colours then turn
+about the grey axis by up to h of a full circle, at the same luma. All of it is one 3 x 4 matrix, applied to the 8-bit
+pixels in one pass and rounded and clipped to 8 bits.
+
+Bytes. An augmented image is 8-bit pixels, as a file is; normalising them is left for last. `compact` gives the pixels
+and `expand` normalises a batch of them, on whatever device it lies: a worker process then hands a fifth of the bytes
+to the training process, which matters more than its arithmetic. A transform called as a function does both at once.
 
 Random numbers are a function of (seed, epoch, index of the sample) alone: neither the number of worker processes nor
 resuming in the middle of a run changes a single pixel.
@@ -15,12 +23,12 @@ resuming in the middle of a run changes a single pixel.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageStat
 from torch import Tensor
 
 from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, Pixels, Sample
@@ -28,15 +36,35 @@ from fp4deploy.errors import InputError
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the source
 Rgb = tuple[float, float, float]
-Image32 = NDArray[np.float32]  # [H, W, 3], RGB in [0, 1] or normalised
-_GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # ITU-R BT.601 luma
+_GREY = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601 luma
+_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])  # NTSC, 1953
+_TO_RGB = np.linalg.inv(_YIQ)
 _AUGMENT = 1  # keeps these random streams apart from the one that shuffles
 
 
 class Transform(Protocol):
-    """Sample -> (image float32 [3, H, W] normalised, mask int64 [H, W])."""
+    """Sample -> (image float32 [3, H, W] normalised, mask int64 [H, W]), or before that the compact pixels."""
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]: ...
+    def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
+        """(Image uint8 [H, W, 3], mask uint8 [H, W])."""
+        ...
+
+
+def expand(images: Tensor, masks: Tensor, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD) -> tuple[Tensor, Tensor]:
+    """Normalise a compact batch where it lies; a batch that is normalised already is returned as it is.
+
+    Args:
+        images: uint8 [..., H, W, 3], or float32 [..., 3, H, W].
+        masks: uint8 or int64 [..., H, W].
+
+    Returns:
+        float32 [..., 3, H, W], strided as the pixels were (channels last), and int64 [..., H, W].
+    """
+    if images.dtype != torch.uint8:
+        return images, masks.long()
+    scale, offset = _on(images.device, mean, std)
+    return (images.float() * scale + offset).movedim(-1, -3), masks.long()
 
 
 class EvalTransform:
@@ -44,12 +72,16 @@ class EvalTransform:
 
     def __init__(self, height: int, width: int, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD) -> None:
         self.height, self.width = height, width
-        self._scale, self._offset = _normalisation(mean, std)
+        self._mean, self._std = mean, std
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
+        image, mask = expand(*self.compact(sample, epoch, index), self._mean, self._std)
+        return image.contiguous(), mask
+
+    def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
+        """(Image uint8 [H, W, 3], mask uint8 [H, W])."""
         height, width = sample.mask.shape
-        image, mask = _resample(sample, (0.0, 0.0, width, height), self.height, self.width)
-        return _to_tensors(image.astype(np.float32) * (self._scale / np.float32(255)) + self._offset, mask)
+        return _to_tensors(*_resample(sample, (0.0, 0.0, width, height), self.height, self.width))
 
 
 class TrainTransform:
@@ -65,45 +97,72 @@ class TrainTransform:
         *,
         zoom: tuple[float, float] = (0.75, 1.75),
         jitter: float = 0.3,
+        flip: float = 0.5,
+        rotate: float = 0.0,
+        aspect: float = 1.0,
+        hue: float = 0.0,
     ) -> None:
         if seed < 0:
             raise InputError(f"The seed is {seed}; it must be 0 or more.")
         self.height, self.width, self.seed = height, width, seed
         self.zoom, self.jitter = zoom, jitter
-        self._scale, self._offset = _normalisation(mean, std)
-        self._mean = np.array(mean, dtype=np.float32)
+        self.flip, self.rotate, self.aspect, self.hue = flip, rotate, aspect, hue
+        self._mean, self._std = mean, std
+        self._padding = tuple(round(255 * value) for value in mean)
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
+        image, mask = expand(*self.compact(sample, epoch, index), self._mean, self._std)
+        return image.contiguous(), mask
+
+    def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
+        """(Image uint8 [H, W, 3], mask uint8 [H, W])."""
         random = np.random.default_rng((_AUGMENT, self.seed, epoch, index))
         zoom = float(np.exp(random.uniform(*np.log(self.zoom))))
-        across, down, flip = random.random(), random.random(), random.random() < 0.5
+        across, down, flip = random.random(), random.random(), random.random() < self.flip
         brightness, contrast, saturation = random.uniform(1 - self.jitter, 1 + self.jitter, size=3)
+        stretch, angle, hue = random.uniform(-1, 1, size=3)  # last, so that what is off changes nothing above
 
-        pixels, mask, top, left = self._window(sample, zoom, across, down)
-        image = _jitter(pixels.astype(np.float32) / np.float32(255), brightness, contrast, saturation)
+        side = float(self.aspect ** (stretch / 2))
+        pixels, mask, top, left = self._window(sample, (zoom * side, zoom / side), across, down)
+        if self.rotate:
+            pixels, mask = self._turn(pixels, mask, self.rotate * angle)
+        image = _recolour(pixels, brightness, contrast, saturation, self.hue * hue)
         if mask.shape != (self.height, self.width):
             image, mask = self._pad(image, mask, top, left)
         if flip:
             image, mask = image[:, ::-1], mask[:, ::-1]
-        return _to_tensors(image * self._scale + self._offset, mask)
+        return _to_tensors(image, mask)
 
-    def _window(self, sample: Sample, zoom: float, across: float, down: float) -> tuple[Pixels, Pixels, int, int]:
-        """Resampled window, and where it stands in the result when it is smaller than that."""
+    def _window(
+        self, sample: Sample, zoom: tuple[float, float], across: float, down: float
+    ) -> tuple[Pixels, Pixels, int, int]:
+        """Resampled window, and where it stands in the result when it is smaller than that; `zoom` in x and in y."""
         height, width = sample.mask.shape
-        if zoom >= 1:
-            left, top = across * (width - width / zoom), down * (height - height / zoom)
-            box = (left, top, min(left + width / zoom, width), min(top + height / zoom, height))
-            return *_resample(sample, box, self.height, self.width), 0, 0
-        rows, columns = max(1, round(self.height * zoom)), max(1, round(self.width * zoom))
-        pixels, mask = _resample(sample, (0.0, 0.0, width, height), rows, columns)
-        return pixels, mask, round(down * (self.height - rows)), round(across * (self.width - columns))
+        left, right, columns, column = _span(width, self.width, zoom[0], across)
+        top, bottom, rows, row = _span(height, self.height, zoom[1], down)
+        return *_resample(sample, (left, top, right, bottom), rows, columns), row, column
 
-    def _pad(self, image: Image32, mask: Pixels, top: int, left: int) -> tuple[Image32, Pixels]:
-        padded = np.broadcast_to(self._mean, (self.height, self.width, 3)).copy()
+    def _turn(self, pixels: Pixels, mask: Pixels, degrees: float) -> tuple[Pixels, Pixels]:
+        image = Image.fromarray(pixels).rotate(degrees, Image.Resampling.BILINEAR, fillcolor=self._padding)
+        void = Image.fromarray(mask).rotate(degrees, Image.Resampling.NEAREST, fillcolor=IGNORE)
+        return np.asarray(image), np.asarray(void)
+
+    def _pad(self, image: Pixels, mask: Pixels, top: int, left: int) -> tuple[Pixels, Pixels]:
+        padded = np.empty((self.height, self.width, 3), dtype=np.uint8)
+        padded[:] = self._padding
         void = np.full((self.height, self.width), IGNORE, dtype=np.uint8)
         area = slice(top, top + mask.shape[0]), slice(left, left + mask.shape[1])
         padded[area], void[area] = image, mask
         return padded, void
+
+
+def _span(size: int, target: int, zoom: float, position: float) -> tuple[float, float, int, int]:
+    """One side of a window: from and to in pixels of the source, pixels in the result, and the first of them."""
+    if zoom >= 1:
+        start = position * (size - size / zoom)
+        return start, min(start + size / zoom, size), target, 0
+    count = max(1, round(target * zoom))
+    return 0.0, size, count, round(position * (target - count))
 
 
 def _resample(sample: Sample, box: Box, height: int, width: int) -> tuple[Pixels, Pixels]:
@@ -115,23 +174,33 @@ def _resample(sample: Sample, box: Box, height: int, width: int) -> tuple[Pixels
     return np.asarray(image), np.asarray(mask)
 
 
-def _jitter(image: Image32, brightness: float, contrast: float, saturation: float) -> Image32:
-    grey = (image @ _GREY)[..., None]
-    middle = float(grey.mean(dtype=np.float64))
-    # grey + s (x - grey), then m + c (x - m), then b x: one linear map of x and its grey value.
-    image = image * np.float32(brightness * contrast * saturation)
-    image += grey * np.float32(brightness * contrast * (1 - saturation))
-    image += np.float32(brightness * (1 - contrast) * middle)
-    clipped: Image32 = np.clip(image, 0, 1, out=image)
-    return clipped
+def _recolour(image: Pixels, brightness: float, contrast: float, saturation: float, turn: float) -> Pixels:
+    """Colour jitter as the module says; `turn` 1 is the full circle of hues."""
+    if brightness == contrast == saturation == 1 and not turn:
+        return image
+    picture = Image.fromarray(image)
+    grey = np.broadcast_to(_GREY, (3, 3))
+    matrix = brightness * contrast * (saturation * np.eye(3) + (1 - saturation) * grey)
+    if turn:
+        cos, sin = np.cos(2 * np.pi * turn), np.sin(2 * np.pi * turn)
+        matrix = _TO_RGB @ np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]]) @ _YIQ @ matrix
+    offset = 0.0
+    if contrast != 1:
+        middle = float(_GREY @ np.array(ImageStat.Stat(picture).mean))
+        offset = brightness * (1 - contrast) * middle  # grey: a turn of the hue leaves it where it is
+    rows = [(*row, offset) for row in matrix.tolist()]
+    recoloured: Pixels = np.asarray(picture.convert("RGB", tuple(value for row in rows for value in row)))
+    return recoloured
 
 
-def _normalisation(mean: Rgb, std: Rgb) -> tuple[Image32, Image32]:
-    """Scale and offset of (x - mean) / std."""
-    spread = np.array(std, dtype=np.float32)
-    return np.float32(1) / spread, -np.array(mean, dtype=np.float32) / spread
+@lru_cache
+def _on(device: torch.device, mean: Rgb, std: Rgb) -> tuple[Tensor, Tensor]:
+    """Scale and offset of (x / 255 - mean) / std, float32 [3]; kept, since copying them would wait for a GPU."""
+    spread = torch.tensor(std, dtype=torch.float32)
+    scale, offset = 1 / spread / 255, -torch.tensor(mean, dtype=torch.float32) / spread
+    return scale.to(device), offset.to(device)
 
 
-def _to_tensors(image: Image32, mask: Pixels) -> tuple[Tensor, Tensor]:
-    channels_first = np.ascontiguousarray(image.transpose(2, 0, 1), dtype=np.float32)
-    return torch.from_numpy(channels_first), torch.from_numpy(mask.astype(np.int64))
+def _to_tensors(image: Pixels, mask: Pixels) -> tuple[Tensor, Tensor]:
+    """Tensors with memory of their own: samples may be shared and read-only."""
+    return torch.from_numpy(np.array(image, order="C")), torch.from_numpy(np.array(mask, order="C"))

@@ -90,6 +90,11 @@ def pack_unet(model: nn.Module) -> tuple[dict[str, Image], list[Step], dict[str,
     """
     if not isinstance(model, UNet):
         raise InputError(f"Only a UNet has a packed form, not {type(model).__name__}. Export it as ONNX.")
+    if isinstance(model.encoder[0].conv1, QuantizedLayer):
+        raise InputError(
+            "This model quantises its first layer, and a packed network reads the image as it is. Export it as ONNX, "
+            "or train it with that layer left out: --set 'quant.exclude=[encoder.0.conv1]'."
+        )
     return _Packer(model).pack()
 
 

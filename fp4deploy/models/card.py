@@ -20,7 +20,8 @@ class ModelCard:
     """Architecture, precision and input contract of one model.
 
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
-    for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks).
+    for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
+    `exclude` are the patterns that chose the quantised layers; None for the default choice.
     """
 
     precision: str
@@ -33,6 +34,8 @@ class ModelCard:
     background: bool
     recipe: str | None = None
     architecture: str = "unet"
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] | None = None
 
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same card back."""
@@ -49,6 +52,8 @@ class ModelCard:
             fields = json.loads(text)
             for name in ("class_names", "mean", "std"):
                 fields[name] = tuple(fields[name])
+            for name in ("include", "exclude"):
+                fields[name] = None if fields.get(name) is None else tuple(fields[name])
             return cls(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"The model card cannot be read ({error}); export the model again.") from error

@@ -1,7 +1,8 @@
 """Quantisation-aware training: recipes, straight-through functions, layers, and `prepare`."""
 
+from fp4deploy.qat.calibration import calibrate_percentile
 from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantizedLayer, QuantLinear
-from fp4deploy.qat.load import load_model, round_to_deployed
+from fp4deploy.qat.load import load_model, prepare_as, round_to_deployed
 from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers, restore
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
 
@@ -15,10 +16,12 @@ __all__ = [
     "QuantizedLayer",
     "Recipe",
     "calibrate",
+    "calibrate_percentile",
     "find_recipe",
     "layer_plan",
     "load_model",
     "prepare",
+    "prepare_as",
     "quantized_layers",
     "restore",
     "round_to_deployed",

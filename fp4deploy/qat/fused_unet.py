@@ -53,8 +53,7 @@ class FusedUNet(UNet):
     def _fusable(self) -> bool:
         if not available(self.head.weight.device):
             return False
-        first = self.encoder[0].conv1
-        return not isinstance(first, QuantizedLayer) and all(
+        return all(
             not (module._forward_hooks or module._forward_pre_hooks) and _is_simple(module) for module in self._parts()
         )
 
@@ -70,6 +69,8 @@ class FusedUNet(UNet):
         parts: Any = (self.encoder, self.up, self.decoder)
         encoder, ups, decoder = (list(part) for part in parts)
         deepest = len(encoder) - 1
+        if isinstance(encoder[0].conv1, QuantizedLayer):  # by default it stays as it is
+            x = encoder[0].conv1.quantized_input(x)
         for level, block in enumerate(encoder):
             x, bias = self._block(block, x, weights)
             if level < deepest:
@@ -258,4 +259,5 @@ def _is_simple(module: nn.Module) -> bool:
 
 @lru_cache
 def _has_kernels(recipe: Recipe) -> bool:
-    return recipe.straight_through and recipe.activation == SIMPLE_INPUT and recipe.weight == SIMPLE_WEIGHT
+    simple = recipe.activation == SIMPLE_INPUT and recipe.weight == SIMPLE_WEIGHT
+    return simple and recipe.straight_through and not recipe.amax_learned

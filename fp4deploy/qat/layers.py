@@ -10,6 +10,9 @@ the recipe's amax_timing is "delayed", before it. Delayed, the pass that quantis
 other reads x. Gradient checkpointing runs a forward a second time, inside the backward: that moves nothing and
 quantises with the amax of the layer's last call, so a layer is not called twice in what one backward recomputes.
 
+A recipe may have the amax learned: then `input_amax` is a parameter under the same name, and nothing moves it but the
+optimiser (`learned`). Checkpoints and exports do not know the difference.
+
 Blocks run along the axis that a product contracts (see `products`). With groups they run along the channels of one
 group, padded to whole blocks, so that no block crosses a group.
 """
@@ -26,8 +29,9 @@ from torch import nn
 from fp4deploy.formats import finite_amax
 from fp4deploy.plugins.quantize import previous_amax
 from fp4deploy.qat.gradient_products import quantized_product
+from fp4deploy.qat.learned import fake_quantize_learned
 from fp4deploy.qat.products import ConvProduct, LinearProduct
-from fp4deploy.qat.recipes import Recipe
+from fp4deploy.qat.recipes import QuantSpec, Recipe
 from fp4deploy.qat.ste import fake_quantize, fake_quantize_and_measure
 
 
@@ -47,9 +51,10 @@ class QuantizedLayer(nn.Module):
         self.delayed_amax = None
         self.register_buffer("input_amax", None)
         if self.is_static:
-            self.input_amax = torch.zeros((), dtype=torch.float32, device=self.weight.device)
+            start = torch.zeros((), dtype=torch.float32, device=self.weight.device)
             if amax is not None:
-                self.input_amax.copy_(amax)
+                start.copy_(amax.detach())
+            self.input_amax = nn.Parameter(start) if recipe.amax_learned else start
 
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
@@ -68,7 +73,7 @@ class QuantizedLayer(nn.Module):
     @property
     def moves_amax(self) -> bool:
         """A forward, now, is a training step: it moves the tracked amax."""
-        return self.is_static and self.training and not _recomputing()
+        return self.is_static and self.training and not self.recipe.amax_learned and not _recomputing()
 
     def product(self) -> LinearProduct | ConvProduct:
         """The products of this layer, with a convolution's stride, padding, dilation and groups."""
@@ -87,6 +92,9 @@ class QuantizedLayer(nn.Module):
         """Fake-quantise the input for the forward product; in training the tracked amax follows."""
         product = self.product()
         operand = (self.recipe.activation, (product.input_axis,))
+        if self.recipe.amax_learned:
+            amax = cast(torch.Tensor, self.static_amax(x))
+            return fake_quantize_learned(x, cast(QuantSpec, operand[0]), product.input_axis, amax, product.groups)
         if not (self.is_delayed and self.moves_amax):
             return fake_quantize(x, *operand, self.static_amax(x), groups=(product.groups,))
         quantized, largest = fake_quantize_and_measure(x, *operand, self.amax_before(x), groups=(product.groups,))

@@ -16,6 +16,7 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_MAX, E4M3_MAX
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
+from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
 from fp4deploy.qat.prepare import prepare, quantized_layers
 
 FP16_MAX = 65504.0
@@ -30,7 +31,7 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Modul
     card = read_card(path)
     model: nn.Module = build_unet(len(card.class_names), card.scale)
     if card.precision == "nvfp4":
-        prepare(model, card.recipe or "nvfp4_qat")
+        prepare_as(model, card)
     load_weights(model, path)
     amaxes = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
     idle = [name for name, amax in amaxes.items() if amax is not None and not amax > 0]
@@ -43,6 +44,11 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Modul
     return model.to(device).eval(), card
 
 
+def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:
+    """`prepare` a model, in place, by the recipe and the choice of layers that its card names."""
+    return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude)
+
+
 @torch.no_grad()
 def round_to_deployed(model: nn.Module) -> None:
     """Round, in place, what an engine keeps in FP16 to FP16 values, and every static amax to what its scale gives back.
@@ -52,7 +58,7 @@ def round_to_deployed(model: nn.Module) -> None:
     """
     quantized = {f"{name}.weight" for name in quantized_layers(model)}
     for name, parameter in model.named_parameters():
-        if name in quantized:
+        if name in quantized or name.endswith(QUANTIZER_BUFFERS):  # a learned amax is a parameter
             continue
         if not parameter.abs().le(FP16_MAX).all():
             raise InputError(
@@ -61,4 +67,5 @@ def round_to_deployed(model: nn.Module) -> None:
         parameter.copy_(parameter.half())
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
+            layer.input_amax.requires_grad_(False)
             layer.input_amax.copy_(layer.input_amax / (E2M1_MAX * E4M3_MAX) * (E2M1_MAX * E4M3_MAX))

@@ -10,6 +10,7 @@ forward product used; with all four None the gradients pass straight through, as
 `double_quantization` the backward quantises the forward's quantised X and W once more instead of the original ones.
 
     print(RECIPES["tetrajet"])                                            reads like the table in docs/numerics.md
+    find_recipe("nvfp4_4o6_qat+dynamic")                                  a known one with another activation scale
     Recipe("mine", QuantSpec(scale="static"), QuantSpec(block="2d"))      a recipe of your own
     replace(RECIPES["fp4_all_the_way"], name="rn", dgrad_gradient=NVFP4)  ... or a variant of a known one
 
@@ -104,11 +105,12 @@ class Recipe:
     amax_timing: a training step quantises a static activation with the amax after it ("current"), for which the
         activation is read once before it can be quantised, or with the one before it ("delayed"), for which it is not;
         what exceeds that saturates. The very first step has only its own.
+    amax_learned: a static activation's amax is not tracked but a parameter with a gradient (`qat.learned`).
 
     Raises:
         InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, a
             Hadamard transform on one operand of a product only or on one that a backward product reuses, or a delayed
-            amax where nothing is tracked.
+            or learned amax where there is no static one.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Recipe:
     double_quantization: bool = False
     amax_decay: float = 0.99
     amax_timing: str = "current"
+    amax_learned: bool = False
 
     def __post_init__(self) -> None:
         wrong = []
@@ -147,6 +150,10 @@ class Recipe:
             wrong.append(f"amax_timing '{self.amax_timing}' is not one of {', '.join(AMAX_TIMINGS)}")
         elif self.amax_timing == "delayed" and not (self.activation and self.activation.scale == "static"):
             wrong.append("amax_timing 'delayed' is of an activation with a static scale, and there is none")
+        if self.amax_learned and not (self.activation and self.activation.scale == "static"):
+            wrong.append("amax_learned is of an activation with a static scale, and there is none")
+        if self.amax_learned and (self.amax_timing == "delayed" or not self.straight_through):
+            wrong.append("amax_learned goes with amax_timing 'current' and gradients that pass straight through")
         if wrong:
             raise InputError(f"Recipe '{self.name}': " + "; ".join(wrong) + ".")
 
@@ -164,6 +171,8 @@ class Recipe:
         cells |= {_HEADINGS[name]: "-" if spec is None else str(spec) for name, spec in self.operands().items()}
         if self.amax_timing == "delayed":
             cells[_HEADINGS["activation"]] += " delayed"
+        if self.amax_learned:
+            cells[_HEADINGS["activation"]] += " learned"
         cells["double quant"] = (
             "straight-through" if self.straight_through else "yes" if self.double_quantization else "no"
         )
@@ -238,14 +247,37 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+MODIFIERS = ("static", "dynamic", "delayed", "learned")
+
+
 def find_recipe(recipe: str | Recipe) -> Recipe:
     """Look a recipe up by name; a `Recipe` is returned as it is.
 
+    A name may end in one modifier of the activation's global scale: "nvfp4_qat+dynamic" makes it from the tensor
+    itself, "+static" tracks its amax, "+delayed" tracks it a step behind, "+learned" trains it.
+
     Raises:
-        InputError: there is no recipe of that name.
+        InputError: there is no recipe or modifier of that name, or the two do not go together.
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe not in RECIPES:
-        raise InputError(f"Unknown recipe '{recipe}'.{suggest(recipe, RECIPES)} Valid recipes: {', '.join(RECIPES)}.")
-    return RECIPES[recipe]
+    name, plus, modifier = recipe.partition("+")
+    if name not in RECIPES:
+        raise InputError(f"Unknown recipe '{recipe}'.{suggest(name, RECIPES)} Valid recipes: {', '.join(RECIPES)}.")
+    return _modified(RECIPES[name], modifier) if plus else RECIPES[name]
+
+
+def _modified(recipe: Recipe, modifier: str) -> Recipe:
+    name = f"{recipe.name}+{modifier}"
+    if modifier not in MODIFIERS:
+        near = suggest(modifier, MODIFIERS)
+        raise InputError(f"Unknown recipe '{name}'.{near} A name may end in: +{', +'.join(MODIFIERS)}.")
+    if recipe.activation is None:
+        raise InputError(f"'{name}': {recipe.name} does not quantise activations, so '+{modifier}' changes nothing.")
+    return replace(
+        recipe,
+        name=name,
+        activation=replace(recipe.activation, scale="dynamic" if modifier == "dynamic" else "static"),
+        amax_timing="delayed" if modifier == "delayed" else "current",
+        amax_learned=modifier == "learned",
+    )

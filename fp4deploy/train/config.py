@@ -9,21 +9,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.models.unet import STRIDE, channel_widths
 from fp4deploy.qat import find_recipe
 from fp4deploy.runs import atomic_write
-
-
-class Section(BaseModel):
-    """A group of settings; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from fp4deploy.train.options import AugmentSection, DistillSection, QuantSection, Section
 
 
 class ModelSection(Section):
@@ -60,6 +55,11 @@ class TrainSection(Section):
     the random scale; jitter: strength of the colour augmentation; calibration: batches that set the first activation
     scales; evaluate_every: epochs between validations; save_minutes: longest time between two resume states, which
     matters where an epoch takes longer.
+
+    ema: decay of the average of the weights that is evaluated and kept, 0 for the weights themselves; label_smoothing:
+    share of the cross-entropy that all classes have; class_balance: weights of the cross-entropy from the training
+    masks, raised to balance_power (`data.balance`); spike: a loss this many times the running mean is reported;
+    checkpointing: blocks are computed again in the backward pass, for less memory (not on the fused path).
     """
 
     epochs: int = Field(14, ge=1)
@@ -82,6 +82,12 @@ class TrainSection(Section):
     channels_last: bool = False
     compile: bool = False
     fused: bool = True
+    ema: float = Field(0.0, ge=0, lt=1)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    class_balance: Literal["median_frequency", "effective_number"] | None = None
+    balance_power: float = Field(1.0, gt=0, le=1)
+    spike: float = Field(4.0, gt=1)
+    checkpointing: bool = False
     from_scratch: bool = False
     init_checkpoint: str | None = None
 
@@ -101,6 +107,9 @@ class Config(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    augment: AugmentSection = AugmentSection()
+    quant: QuantSection = QuantSection()
+    distill: DistillSection = DistillSection()
 
     @field_validator("recipe")
     @classmethod

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,18 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from torch import nn
 
-from fp4deploy.data import EpochLoader
+from fp4deploy.data import EpochLoader, expand
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
+from fp4deploy.qat.learned import keep_positive
+from fp4deploy.train.additions import Additions
+from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.config import TrainSection
+from fp4deploy.train.ema import WeightAverage
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.journal import append_line, keep_epochs
 from fp4deploy.train.losses import SegmentationLoss
@@ -68,6 +73,19 @@ class Plan:
         return self.folder / "best.safetensors"
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What a training has besides its settings: additions to the loss, rates of learned amaxes, weights of classes.
+
+    clip_rates: (learning rate over that of the weights, weight decay); balance: class name -> weight in the
+    cross-entropy.
+    """
+
+    additions: Additions | None = None
+    clip_rates: tuple[float, float] = (1.0, 0.0)
+    balance: dict[str, float] | None = None
+
+
 class Trainer:
     """Trains one model; `run` starts or resumes."""
 
@@ -78,32 +96,40 @@ class Trainer:
         card: ModelCard,
         settings: TrainSection,
         loaders: tuple[EpochLoader, EpochLoader],
+        extras: Extras = Extras(),
     ) -> None:
         self.plan, self.card, self.settings = plan, card, settings
         on_gpu = torch.cuda.is_available()
         self.accelerator = Accelerator(mixed_precision="fp16" if on_gpu else "no", cpu=not on_gpu)
         self.device = self.accelerator.device
-        self.kernels = "cuda" if settings.fused and available(self.device) else "torch"
+        fused = settings.fused and not settings.checkpointing and available(self.device)
+        self.kernels = "cuda" if fused else "torch"
         if self.kernels == "cuda":
             fuse(model)
+        if settings.checkpointing:
+            checkpoint_blocks(model)
         channels_last = settings.channels_last or isinstance(model, FusedUNet)
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.bare = model.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
         self.layers = tuple(quantized_layers(model).values())
-        self.optimizer = make_optimizer(model, plan.lr, settings.weight_decay)
+        self.optimizer = make_optimizer(model, plan.lr, settings.weight_decay, *extras.clip_rates)
+        self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
+        self.average = WeightAverage(model, settings.ema) if settings.ema else None
+        self.additions = extras.additions and extras.additions.placed(self.device, self.layout, fused)
         self.sampler = loaders[0].sampler
         self.train_batches: Any = loaders[0]
         self.val_batches: Any = loaders[1]
         if self.accelerator.num_processes > 1:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
-        self.loss: Any = SegmentationLoss(settings.cross_entropy, settings.dice, _class_weights(settings, card))
+        weights = _weights(settings.class_weights, card), settings.label_smoothing, _weights(extras.balance, card)
+        self.loss: Any = SegmentationLoss(settings.cross_entropy, settings.dice, *weights)
         if settings.compile:
             self.loss = torch.compile(self.loss.__call__)
             if not isinstance(model, FusedUNet):
                 self.model = torch.compile(self.model)
         self.progress = Progress()
-        self.tally = Tally(self.device, Counts())
+        self.tally = Tally(self.device, Counts(), settings.spike)
         self.interrupt = Interrupt()
         self.saved_at = time.monotonic()
 
@@ -146,7 +172,7 @@ class Trainer:
         names = self.card.class_names
         score = SegmentationScore(len(names), names)
         self.model.eval()
-        with torch.inference_mode(), self.accelerator.autocast():
+        with self._averaged(), torch.inference_mode(), self.accelerator.autocast():
             for images, masks in self._on_device(self.val_batches):
                 self._pause_if_asked()
                 prediction = self.model(images).argmax(dim=1)
@@ -175,15 +201,19 @@ class Trainer:
             "arithmetic": "fp16 autocast" if self.accelerator.mixed_precision == "fp16" else "fp32",
             "kernels": self.kernels,
             "skipped_steps": counts.skipped,
+            "loss_spikes": counts.spikes,
+            "largest_spike": counts.largest if counts.spikes else None,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
         }
         progress.epoch += 1
         progress.seconds += progress.epoch_seconds
         progress.skipped += counts.skipped
         progress.batch, progress.epoch_seconds = 0, 0.0
-        self.tally = Tally(self.device, Counts(row=counts.row))
-        self._save_epoch(scores, line)
+        self.tally = Tally(self.device, counts.next_epoch(), self.settings.spike)
+        self.keep(scores, line)
         display.epoch(progress.epoch, counts.mean_loss, line["miou"], line["seconds"])
+        if counts.remark():
+            display.say(f"{self.plan.model}  epoch {progress.epoch}: {counts.remark()}")
 
     def _train_rest(self, display: Display) -> tuple[int, float]:
         """Train on the rest of the epoch; returns the images seen and the seconds they took."""
@@ -215,6 +245,9 @@ class Trainer:
         with self.accelerator.autocast():
             logits = self.model(images)
         loss = self.loss(logits, masks)
+        if self.additions is not None:
+            share = progress.step / self.steps
+            loss = self.additions(loss, images, logits, self.layers, share, self.accelerator.autocast)
         self.tally.add_loss(loss.detach())
         if last:
             self.accelerator.backward(loss / group)
@@ -233,6 +266,9 @@ class Trainer:
         if self.accelerator.scaler is not None or torch.isfinite(norm):  # the scaler skips by itself
             self.stepper.step()
         self.stepper.zero_grad(set_to_none=True)
+        keep_positive(self.learned)
+        if self.average is not None:
+            self.average.update(self.progress.step)
         self.progress.step += 1
 
     def _learning_rate(self, step: int) -> float:
@@ -259,19 +295,17 @@ class Trainer:
 
     def _on_device(self, batches: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         try:
-            for images, masks in batches:
-                yield (
-                    images.to(self.device, memory_format=self.layout, non_blocking=True),
-                    masks.to(self.device, non_blocking=True),
-                )
+            for batch in batches:
+                images, masks = expand(*(part.to(self.device, non_blocking=True) for part in batch))
+                yield images.contiguous(memory_format=self.layout), masks
         except RuntimeError:
             self._pause_if_asked()  # Ctrl-C reaches the loader's workers too, and they end at once
             raise
 
     def _load(self) -> None:
         path = self.plan.state_path
-        self.progress = load_state(path, self.bare, self.optimizer, self.accelerator.scaler)
-        self.tally = Tally(self.device, Counts(**self.progress.counts))
+        self.progress = load_state(path, self.bare, self.optimizer, self.accelerator.scaler, self.average)
+        self.tally = Tally(self.device, Counts(**self.progress.counts), self.settings.spike)
         epoch = self.progress.batches
         if epoch and epoch != len(self.train_batches):
             raise InputError(
@@ -279,13 +313,18 @@ class Trainer:
                 "data, the batch size or the number of processes changed. Give the original ones, or start a new run."
             )
 
-    def _save_epoch(self, scores: Scores | None, line: dict[str, Any]) -> None:
+    def _averaged(self) -> AbstractContextManager[None]:
+        return self.average.applied() if self.average is not None else nullcontext()
+
+    def keep(self, scores: Scores | None, line: dict[str, Any]) -> None:
+        """Write the best checkpoint where this is it, a line of metrics, and the state."""
         progress, main = self.progress, self.accelerator.is_main_process
         if scores is not None and (scores.miou > progress.best_miou or progress.best_miou < 0):
             progress.best_miou, progress.per_class = scores.miou, scores.per_class
             extra = {"fp4deploy.epoch": str(progress.epoch), "fp4deploy.miou": repr(scores.miou)}
             if main:
-                save_checkpoint(self.plan.checkpoint, self.bare, self.card, extra)
+                with self._averaged():
+                    save_checkpoint(self.plan.checkpoint, self.bare, self.card, extra)
         if main:
             append_line(self.plan.metrics_path, line)
         self._save_state()
@@ -293,14 +332,13 @@ class Trainer:
     def _save_state(self) -> None:
         self.progress.counts = asdict(self.tally.read())
         if self.accelerator.is_main_process:
-            save_state(self.plan.state_path, self.bare, self.optimizer, self.accelerator.scaler, self.progress)
+            scaler = self.accelerator.scaler
+            save_state(self.plan.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
         self.saved_at = time.monotonic()
 
 
-def _class_weights(settings: TrainSection, card: ModelCard) -> torch.Tensor | None:
-    if not settings.class_weights:
-        return None
-    return torch.tensor([settings.class_weights.get(name, 1.0) for name in card.class_names])
+def _weights(by_name: dict[str, float] | None, card: ModelCard) -> torch.Tensor | None:
+    return torch.tensor([by_name.get(name, 1.0) for name in card.class_names]) if by_name else None
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -7,16 +7,25 @@ class (1 by default), over labelled pixels and over the classes c present in the
     cross-entropy = sum_i w[y_i] * -log p_i[y_i]  /  sum_i w[y_i]
     dice          = 1 - sum_c w_c (2 sum p_c y_c + s) / (sum p_c + sum y_c + s)  /  sum_c w_c,      s = 1
 
+With label smoothing e the -log p of the true class weighs 1 - e, and the mean over all classes e. With several
+processes the sums run over all of them (`processes.summed`), so that the loss is that of the whole batch, however it
+is spread.
+
 Absent classes are left out of Dice (their overlap would be s over their false positives, whatever the model does);
 cross-entropy still punishes those. Source: Milletari, Navab, Ahmadi, "V-Net", 2016, for the Dice loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from fp4deploy.metrics import IGNORE
+from fp4deploy.train.processes import summed
+
+Share = Callable[[torch.Tensor], torch.Tensor]
 
 SMOOTH = 1.0
 TINY = 1e-12
@@ -44,19 +53,26 @@ def cross_entropy(
 
 
 class SegmentationLoss:
-    """`cross_entropy` * CE + `dice` * Dice, a float32 scalar."""
+    """`cross_entropy` * CE + `dice` * Dice, a float32 scalar; `balance` weighs classes in the cross-entropy alone."""
 
     def __init__(
-        self, cross_entropy: float = 1.0, dice: float = 1.0, class_weights: torch.Tensor | None = None
+        self,
+        cross_entropy: float = 1.0,
+        dice: float = 1.0,
+        class_weights: torch.Tensor | None = None,
+        label_smoothing: float = 0.0,
+        balance: torch.Tensor | None = None,
     ) -> None:
         self.cross_entropy, self.dice, self.class_weights = cross_entropy, dice, class_weights
+        self.label_smoothing, self.balance = label_smoothing, balance
 
     def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Loss of logits [N, C, H, W] against int64 targets [N, H, W]; 0 where no pixel is labelled."""
-        weights = self.class_weights.to(logits.device) if self.class_weights is not None else None
+        weights, balance = (w if w is None else w.to(logits.device) for w in (self.class_weights, self.balance))
         log_probability = _log_probability(logits)
-        entropy = _cross_entropy(log_probability, target, weights)
-        return self.cross_entropy * entropy + self.dice * _dice(log_probability, target, weights)
+        for_entropy = balance if weights is None else weights if balance is None else weights * balance
+        entropy = _cross_entropy(log_probability, target, for_entropy, self.label_smoothing, summed)
+        return self.cross_entropy * entropy + self.dice * _dice(log_probability, target, weights, summed)
 
 
 def _log_probability(logits: torch.Tensor) -> torch.Tensor:
@@ -65,7 +81,11 @@ def _log_probability(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _cross_entropy(
-    log_probability: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None
+    log_probability: torch.Tensor,
+    target: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    smoothing: float = 0.0,
+    share: Share = lambda sums: sums,
 ) -> torch.Tensor:
     labelled = target != IGNORE
     if class_weights is None:
@@ -74,17 +94,26 @@ def _cross_entropy(
         class_weights = class_weights.to(log_probability.dtype)
         mass = (class_weights[target.where(labelled, 0)] * labelled).sum()
     total = F.nll_loss(log_probability, target, weight=class_weights, ignore_index=IGNORE, reduction="sum")
+    if smoothing:
+        weight = labelled if class_weights is None else class_weights[target.where(labelled, 0)] * labelled
+        total = (1 - smoothing) * total - smoothing * (log_probability.mean(1) * weight).sum()
+    total, mass = share(torch.stack([total, mass.to(total.dtype)])).unbind()
     return total / mass.clamp(min=TINY if class_weights is not None else 1)
 
 
-def _dice(log_probability: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None) -> torch.Tensor:
+def _dice(
+    log_probability: torch.Tensor,
+    target: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    share: Share = lambda sums: sums,
+) -> torch.Tensor:
     classes = torch.arange(log_probability.shape[1], device=target.device).view(1, -1, 1, 1)
     truth = target.unsqueeze(1) == classes  # bool [N, C, H, W]; 255 is no class
     probability = log_probability.exp() * (target != IGNORE).unsqueeze(1)
     axes = (0, 2, 3)
-    size = truth.sum(axes)
-    overlap = (probability * truth).sum(axes)
-    dice = (2 * overlap + SMOOTH) / (probability.sum(axes) + size + SMOOTH)
+    sums = [(probability * truth).sum(axes), probability.sum(axes), truth.sum(axes).to(probability.dtype)]
+    overlap, mass, size = share(torch.stack(sums)).unbind()
+    dice = (2 * overlap + SMOOTH) / (mass + size + SMOOTH)
     weight = (size > 0).to(dice.dtype)
     if class_weights is not None:
         weight = weight * class_weights.to(dice.dtype)

@@ -6,9 +6,10 @@
 | nvfp4 | the fp16 checkpoint, activation scales calibrated on training batches | finetune_epochs | finetune_lr |
 | nvfp4, from scratch | random weights | epochs | lr |
 | fp16_control | the fp16 checkpoint | as nvfp4 | as nvfp4 |
+| nvfp4_ptq | the fp16 checkpoint, calibrated as nvfp4 | none: quantised and measured | |
 
 Fine-tuning alone improves a model, so that comparing NVFP4 with the checkpoint it started from flatters it:
-`fp16_control` is trained as long, from the same weights, on the same batches.
+`fp16_control` is trained as long, from the same weights, on the same batches, with the same additions to the loss.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,18 +37,22 @@ from fp4deploy.data import (
     TrainTransform,
     cache_dataset,
     eval_loader,
+    expand,
     open_dataset,
     train_loader,
 )
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
-from fp4deploy.qat import calibrate, prepare
+from fp4deploy.qat import calibrate_percentile, find_recipe, prepare
 from fp4deploy.runs import MODELS, Run
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
+from fp4deploy.train.extras import make_extras
 from fp4deploy.train.loop import Plan, Trainer
+from fp4deploy.train.ptq import evaluate_untrained
 from fp4deploy.train.state import read_progress
 
 MOST_WORKERS = 12
+QUANTIZED_MODELS = ("nvfp4", "nvfp4_ptq")
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def train_models(
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
         _keep_config(config, run, resume)
     budget = int(config.data.cache_gib * 2**30)
-    loaders = _loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
+    loaders = make_loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
     try:
         return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
     except KeyboardInterrupt:
@@ -110,10 +116,11 @@ def _train(
     loaders: tuple[EpochLoader, EpochLoader],
     resume: bool,
 ) -> TrainResult:
-    fine_tuned = model == "fp16_control" or (model == "nvfp4" and not config.train.from_scratch)
+    untrained = model == "nvfp4_ptq"
+    fine_tuned = untrained or model == "fp16_control" or (model == "nvfp4" and not config.train.from_scratch)
     plan = Plan(
         model,
-        config.train.finetune_epochs if fine_tuned else config.train.epochs,
+        0 if untrained else config.train.finetune_epochs if fine_tuned else config.train.epochs,
         config.train.finetune_lr if fine_tuned else config.train.lr,
         run.model_dir(model),
     )
@@ -122,12 +129,14 @@ def _train(
     network: nn.Module = build_unet(len(data.class_names), config.model.scale)
     if fine_tuned and not resume:
         load_weights(network, _starting_point(config, run, model, data.class_names))
-    if model == "nvfp4":
-        prepare(network, config.recipe)
-        if fine_tuned and not resume:
-            _calibrate(network, loaders[0], config.train.calibration)
-    trainer = Trainer(plan, network, _card(config, model, data), config.train, loaders)
-    progress = trainer.run(resume)
+    if model in QUANTIZED_MODELS:
+        prepare(network, config.recipe, config.quant.include, config.quant.exclude)
+        if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
+            calibrate_on(network, loaders[0], config)
+    start = partial(_starting_point, config, run, model, data.class_names)
+    extras = make_extras(config, run, model, loaders[0].source, start)
+    trainer = Trainer(plan, network, model_card(config, model, data), config.train, loaders, extras)
+    progress = evaluate_untrained(trainer, resume) if untrained else trainer.run(resume)
     return TrainResult(progress.best_miou, progress.epoch, progress.seconds, plan.checkpoint, dict(progress.per_class))
 
 
@@ -174,15 +183,24 @@ def _check_class_weights(config: Config, class_names: tuple[str, ...]) -> None:
             )
 
 
-def _calibrate(network: nn.Module, loader: EpochLoader, batches: int) -> None:
+def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config) -> None:
+    """Set the activation scales of a prepared network from the first training batches, as the configuration says."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader.set_epoch(0)
     network.to(device)
-    calibrate(network, (images.to(device) for images, _ in itertools.islice(loader, batches)))
+    batches = itertools.islice(loader, config.train.calibration)
+    calibrate_percentile(
+        network, (expand(*(x.to(device) for x in batch))[0] for batch in batches), config.quant.percentile
+    )
 
 
-def _card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
-    quantized = model == "nvfp4"
+def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
+    """The card of one model of a run."""
+    quantized = model in QUANTIZED_MODELS
+    include, exclude = (
+        tuple(patterns) if quantized and patterns is not None else None
+        for patterns in (config.quant.include, config.quant.exclude)
+    )
     return ModelCard(
         precision="nvfp4" if quantized else "fp16",
         scale=config.model.scale,
@@ -193,16 +211,22 @@ def _card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
         std=IMAGE_STD,
         background=data.background,
         recipe=config.recipe if quantized else None,
+        include=include,
+        exclude=exclude,
     )
 
 
-def _loaders(config: Config, train: SegmentationDataset, val: SegmentationDataset) -> tuple[EpochLoader, EpochLoader]:
+def make_loaders(
+    config: Config, train: SegmentationDataset, val: SegmentationDataset
+) -> tuple[EpochLoader, EpochLoader]:
+    """Batches to train and to validate on, augmented and sized as the configuration says."""
     size = (config.data.height, config.data.width)
-    augment = TrainTransform(*size, seed=config.seed, zoom=config.train.zoom, jitter=config.train.jitter)
+    more = config.augment.model_dump()
+    augment = TrainTransform(*size, seed=config.seed, zoom=config.train.zoom, jitter=config.train.jitter, **more)
     batch, workers = config.train.batch_size, _workers(config.data.workers)
     return (
-        train_loader(train, augment, batch, workers, config.seed),
-        eval_loader(val, EvalTransform(*size), batch, workers),
+        train_loader(train, augment, batch, workers, config.seed, compact=True),
+        eval_loader(val, EvalTransform(*size), batch, workers, compact=True),
     )
 
 

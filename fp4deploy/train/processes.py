@@ -1,4 +1,8 @@
-"""What the processes of one training share besides gradients: the tracked amaxes of static activation scales.
+"""What the processes of one training share besides gradients: the sums of the loss, and tracked amaxes.
+
+The loss divides sums over a batch by sums over a batch (labelled pixels, overlaps of a class). The mean of the
+processes' own quotients is not the quotient of the whole batch: a process with few labelled pixels would weigh them
+too much.
 
 Each process sees its own part of a batch and moves its own amaxes. DistributedDataParallel broadcasts the buffers of
 rank 0 before every forward, and rank 0 writes the checkpoint, so that what only the others saw would be lost. The
@@ -16,6 +20,24 @@ import torch
 import torch.distributed as dist
 
 from fp4deploy.qat import QuantizedLayer
+
+
+def summed(sums: torch.Tensor) -> torch.Tensor:
+    """The sums over all processes, as they are where there is one.
+
+    DistributedDataParallel takes the mean of the processes' gradients. The gradient of the sum is the sum of theirs,
+    so that each is multiplied by the number of processes here; nothing is sent in the backward pass.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return sums
+    return _summed(sums)
+
+
+@torch.compiler.disable
+def _summed(sums: torch.Tensor) -> torch.Tensor:
+    total = sums.detach().clone()
+    dist.all_reduce(total)
+    return total + dist.get_world_size() * (sums - sums.detach())
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """Everything an exact resume needs, in one safetensors file, replaced by one rename.
 
-Tensors: the model (quantiser state included), both Adam moments of every parameter, the random number states. The
-metadata holds the counters and the loss scaler as JSON. The learning rate is a function of the step, the order and the
-augmentation of the data are functions of (seed, epoch), so neither needs saving. One file means that a crash, a full
-disk or Ctrl-C leaves either the old state or the new one, never half of each; nothing is pickled.
+Tensors: the model (quantiser state included), both Adam moments of every parameter, the averaged weights where there
+are any, the random number states. The metadata holds the counters and the loss scaler as JSON. The learning rate is a
+function of the step, the order and the augmentation of the data are functions of (seed, epoch), so neither needs
+saving. One file means that a crash, a full disk or Ctrl-C leaves either the old state or the new one, never half of
+each; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.checkpoint import write_tensors
+from fp4deploy.train.ema import WeightAverage
 
 PROGRESS_KEY = "fp4deploy.progress"
 DAMAGE = (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError)
@@ -46,7 +48,12 @@ class Progress:
 
 
 def save_state(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any | None, progress: Progress
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any | None,
+    progress: Progress,
+    average: WeightAverage | None = None,
 ) -> None:
     """Write the state between two steps, atomically.
 
@@ -56,6 +63,7 @@ def save_state(
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in moments.items()}
+    tensors |= {f"average.{name}": value for name, value in (average.state() if average else {}).items()}
     tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
@@ -63,7 +71,13 @@ def save_state(
     write_tensors(path, tensors, {PROGRESS_KEY: json.dumps({"progress": asdict(progress), "scaler": scale})})
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any | None) -> Progress:
+def load_state(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any | None,
+    average: WeightAverage | None = None,
+) -> Progress:
     """Put everything back as `save_state` found it.
 
     Raises:
@@ -76,6 +90,8 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, s
         model.load_state_dict(_below(tensors, "model."))
         optimizer.load_state_dict({"state": _moments(tensors), "param_groups": optimizer.state_dict()["param_groups"]})
         _lay_out_like_parameters(optimizer)
+        if average is not None:
+            average.load_state(_below(tensors, "average."))
         progress = Progress(**meta["progress"])
     except DAMAGE as error:
         raise _damaged(path, error) from error

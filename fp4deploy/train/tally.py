@@ -1,46 +1,79 @@
-"""Loss and skipped steps, counted on the device.
+"""Loss, spikes of the loss and skipped steps, counted on the device.
 
 Reading a GPU tensor makes the CPU wait until the GPU has caught up, so a loop that prints the loss of every step
 starves the GPU. The counts stay on the device, and whoever wants them reads them all at once, every few steps.
+
+A spike is a finite loss of more than `spike` times the running mean (of weight 0.98 a batch, from the 20th batch on).
+The running mean takes no spike in, so that a long plateau after a jump is counted batch by batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
-LOSS, BATCHES, SKIPPED, ROW = range(4)
+LOSS, BATCHES, SKIPPED, ROW, SPIKES, LARGEST, RUNNING, SEEN = range(8)
+KEPT = 0.98  # of the running mean, a batch
+WARM = 20  # batches before the running mean says anything
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Sum of the finite losses and how many those are; steps skipped in all, and in a row up to now."""
+    """Sum of the finite losses and how many those are; steps skipped in all, and in a row up to now.
+
+    spikes, largest: batches whose loss was a spike, and the largest such loss; running, seen: the running mean, and
+    the finite losses since the training began. `next_epoch` keeps what does not belong to one epoch.
+    """
 
     loss: float = 0.0
     batches: int = 0
     skipped: int = 0
     row: int = 0
+    spikes: int = 0
+    largest: float = 0.0
+    running: float = 0.0
+    seen: int = 0
 
     @property
     def mean_loss(self) -> float | None:
         """Mean of the finite losses; None where there was none."""
         return self.loss / self.batches if self.batches else None
 
+    def next_epoch(self) -> Counts:
+        """The counts that an epoch starts with, after this one."""
+        return Counts(row=self.row, running=self.running, seen=self.seen)
+
+    def remark(self) -> str | None:
+        """What was unusual in the epoch, in a sentence; None where nothing was."""
+        parts = [f"{self.skipped} steps skipped, their gradients were not finite"] if self.skipped else []
+        if self.spikes:
+            parts.append(f"{self.spikes} spikes of the loss, the largest {self.largest:.4g}")
+        return "; ".join(parts) or None
+
 
 class Tally:
     """Counts of the running epoch."""
 
-    def __init__(self, device: torch.device, start: Counts) -> None:
-        values = [start.loss, start.batches, start.skipped, start.row]
-        self.values = torch.tensor(values, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, start: Counts, spike: float = 4.0) -> None:
+        self.values = torch.tensor(astuple(start), dtype=torch.float64, device=device)
+        self.spike = spike
 
     @torch.no_grad()
     def add_loss(self, loss: torch.Tensor) -> None:
         """Count the loss of one batch; NaN and Inf add nothing."""
+        values, loss = self.values, loss.double()
         finite = torch.isfinite(loss)
-        self.values[LOSS] += torch.where(finite, loss, 0.0)
-        self.values[BATCHES] += finite
+        counted = torch.where(finite, loss, 0.0)
+        spike = finite & (values[SEEN] >= WARM) & (counted > self.spike * values[RUNNING])
+        kept = (values[SEEN] / (values[SEEN] + 1)).clamp(max=KEPT)  # the plain mean of the first ones
+        moved = kept * values[RUNNING] + (1 - kept) * counted
+        values[RUNNING] = torch.where(finite & ~spike, moved, values[RUNNING])
+        values[LOSS] += counted
+        values[BATCHES] += finite
+        values[SEEN] += finite
+        values[SPIKES] += spike
+        values[LARGEST] = torch.where(spike, torch.maximum(values[LARGEST], counted), values[LARGEST])
 
     @torch.no_grad()
     def add_step(self, norm: torch.Tensor) -> None:
@@ -51,5 +84,5 @@ class Tally:
 
     def read(self) -> Counts:
         """Fetch the counts; waits for the device."""
-        loss, batches, skipped, row = self.values.tolist()
-        return Counts(loss, int(batches), int(skipped), int(row))
+        loss, batches, skipped, row, spikes, largest, running, seen = self.values.tolist()
+        return Counts(loss, int(batches), int(skipped), int(row), int(spikes), largest, running, int(seen))

@@ -15,7 +15,20 @@ from command_line import ENVIRONMENT, PACKAGE, Invoke
 from fp4deploy.errors import GateError, InputError, UnavailableError
 
 HEAVY = ("torch", "onnx", "onnxruntime", "onnx_ir", "numpy", "yaml", "matplotlib", "accelerate", "torchmetrics", "PIL")
-COMMANDS = ("run", "train", "export", "build", "bench", "check", "inspect", "doctor", "kernels", "data")
+COMMANDS = (
+    "run",
+    "train",
+    "estimate",
+    "sweep",
+    "export",
+    "build",
+    "bench",
+    "check",
+    "inspect",
+    "doctor",
+    "kernels",
+    "data",
+)
 
 
 def commands(app: Any) -> dict[str, Any]:

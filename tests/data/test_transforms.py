@@ -16,10 +16,12 @@ from fp4deploy.data import (
     TrainTransform,
     cache_dataset,
     eval_loader,
+    expand,
     generate_shapes,
     open_dataset,
     train_loader,
 )
+from fp4deploy.data.transforms import _recolour
 from fp4deploy.errors import InputError
 
 
@@ -88,7 +90,7 @@ def test_padding_is_ignored_and_has_the_mean_colour():
     image, mask = TrainTransform(64, 64, zoom=(0.5, 0.5))(tinted())
     padding = mask == IGNORE
     assert padding.sum() == 64 * 64 - 32 * 32
-    assert image[:, padding].abs().max() < 1e-5
+    assert image[:, padding].abs().max() < 0.5 / 255 / min(IMAGE_STD) + 1e-5  # to 8 bits
     assert not (TrainTransform(64, 64, zoom=(1.0, 2.0))(tinted())[1] == IGNORE).any()
 
 
@@ -157,3 +159,30 @@ def test_the_cache_holds_the_same_samples_and_respects_its_budget(dataset):
 def test_a_negative_seed_is_refused():
     with pytest.raises(InputError, match="seed is -1"):
         TrainTransform(32, 32, seed=-1)
+
+
+def test_compact_batches_expand_to_the_same_bits(dataset):
+    plain = train_loader(dataset, TrainTransform(32, 40, seed=5), 4, 0, 5)
+    small = train_loader(dataset, TrainTransform(32, 40, seed=5), 4, 2, 5, compact=True)
+    for (images, masks), compact in zip(plain, small, strict=True):
+        assert [part.dtype for part in compact] == [torch.uint8, torch.uint8]
+        assert compact[0].shape == (4, 32, 40, 3)
+        expanded = expand(*compact)
+        assert torch.equal(expanded[0], images)
+        assert expanded[0].is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(expanded[1], masks)
+        assert torch.equal(expand(images, masks)[0], images)
+    evaluated = next(iter(eval_loader(dataset, EvalTransform(48, 48), 4, compact=True)))
+    assert torch.equal(expand(*evaluated)[0], next(iter(eval_loader(dataset, EvalTransform(48, 48), 4)))[0])
+
+
+def test_jitter_is_the_three_steps_to_8_bits():
+    image = np.random.default_rng(0).integers(40, 200, (8, 9, 3), dtype=np.uint8)
+    brightness, contrast, saturation = 1.1, 0.8, 0.6
+    x = image / 255
+    grey = (x @ [0.299, 0.587, 0.114])[..., None]
+    x = grey + saturation * (x - grey)
+    x = grey.mean() + contrast * (x - grey.mean())
+    expected = np.clip(brightness * x, 0, 1) * 255
+    assert np.abs(_recolour(image, brightness, contrast, saturation, 0.0) - expected).max() < 0.51
+    assert _recolour(image, 1.0, 1.0, 1.0, 0.0) is image

@@ -285,16 +285,17 @@ def test_the_fused_unet_recomputes_what_it_computed(recipe: str, reentrant: bool
             assert amaxes(model) == amaxes(other)
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_the_fused_unet_is_as_exact_as_the_plain_one(quantised: bool) -> None:
+@pytest.mark.parametrize("quantised", ["nothing", "by default", "all layers"])
+def test_the_fused_unet_is_as_exact_as_the_plain_one(quantised: str) -> None:
     """Against FP32; FP4 amplifies the last bit of FP16, so both are far from it, and equally far."""
     torch.manual_seed(0)
     exact = build_unet(5, 0.25)
-    if quantised:
-        prepare(exact)
+    if quantised != "nothing":
+        prepare(exact, include=["*"] if quantised == "all layers" else None)
     exact = exact.cuda().to(memory_format=torch.channels_last).train()
     plain, fused = copy.deepcopy(exact), fuse(copy.deepcopy(exact))
     assert isinstance(fused, FusedUNet)
+    assert fused._fusable()
     images = torch.randn(4, 3, 96, 128, device="cuda")
     masks = torch.randint(0, 5, (4, 96, 128), device="cuda")
     gradients = {}
@@ -305,6 +306,9 @@ def test_the_fused_unet_is_as_exact_as_the_plain_one(quantised: bool) -> None:
         gradients[name] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
     error = {name: relative(gradients[name], gradients["exact"]) for name in ("plain", "fused")}
     assert error["fused"] < 1.15 * error["plain"]
+    if quantised == "all layers":
+        first = next(iter(quantized_layers(fused).values()))
+        assert first.input_amax == images.half().abs().max().float()
 
 
 def test_hooks_and_calibration_take_the_plain_path() -> None:

@@ -104,3 +104,26 @@ def test_ctrl_c_saves_the_scaler_and_the_workers_do_not_mind(
     assert scales[0] == scales[1]
     assert len(scales) == 1 + 6  # 12 steps in all, 6 of them before
     assert [line["step"] for line in lines(run, "fp16")] == [4, 8, 12]
+
+
+def test_everything_at_once_trains_and_resumes(config: Config, tmp_path: Path) -> None:
+    """Averaged weights, class weights, a teacher, damping, first and last layer quantised, on the fused path."""
+    settings = ["train.ema=0.99", "train.class_balance=median_frequency", "train.label_smoothing=0.05"]
+    settings += ["distill.weight=1", "quant.damping=1e-3", "quant.damping_start=0", "quant.include=['*']"]
+    run = create_run(tmp_path / "run")
+    models = ("fp16", "fp16_control", "nvfp4", "nvfp4_ptq")
+    train_models(with_settings(config, settings), run, models)
+    for model in run.models():
+        assert {line["kernels"] for line in lines(run, model)} == {"cuda" if available() else "torch"}
+        assert all(value.isfinite().all() for value in load_file(run.checkpoint(model)).values())
+    again = train_models(with_settings(config, settings), run, models, resume=True)
+    assert again["nvfp4"].epochs == 2
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_qat+learned", "nvfp4_qat+dynamic", "nvfp4_4o6_qat", "nvfp4_qat_2d"])
+def test_recipes_without_fused_kernels_train(config: Config, tmp_path: Path, recipe: str) -> None:
+    run = create_run(tmp_path / "run")
+    settings = [f"recipe={recipe}", "quant.percentile=99.9", "train.checkpointing=true"]
+    train_models(with_settings(config, settings), run, ("fp16", "nvfp4"))
+    assert lines(run, "nvfp4")[-1]["loss"] < 1.2 * lines(run, "nvfp4")[0]["loss"]
+    assert all(value.isfinite().all() for value in load_file(run.checkpoint("nvfp4")).values())

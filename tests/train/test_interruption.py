@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,28 @@ def test_the_tally_counts_finite_losses_and_rows_of_skipped_steps() -> None:
     for loss, norm in ((1.0, 1.0), (float("nan"), float("inf")), (float("inf"), float("nan")), (3.0, float("inf"))):
         tally.add_loss(torch.tensor(loss))
         tally.add_step(torch.tensor(norm))
-    assert tally.read() == Counts(loss=4.0, batches=2, skipped=3, row=3)
+    assert tally.read() == Counts(loss=4.0, batches=2, skipped=3, row=3, running=2.0, seen=2)
     assert tally.read().mean_loss == 2.0
     assert Counts().mean_loss is None
+
+
+def test_a_spike_is_a_loss_far_above_the_running_mean() -> None:
+    device, losses = torch.device("cpu"), [2.0] * 19 + [9.0] + [2.0] * 10 + [20.0, 2.0, 30.0, float("nan")]
+    tally = Tally(device, Counts(), spike=4.0)
+    for loss in losses:
+        tally.add_loss(torch.tensor(loss))
+    counts = tally.read()
+    assert (counts.spikes, counts.largest) == (2, 30.0)  # the 9 came before there was a mean to compare with
+    assert 2.0 < counts.running < 2.4
+    assert counts.remark() == "2 spikes of the loss, the largest 30"
+    following = counts.next_epoch()
+    assert (following.spikes, following.batches, following.seen) == (0, 0, 33)
+    halves = Tally(device, Counts(), spike=4.0)
+    for loss in losses[:25]:
+        halves.add_loss(torch.tensor(loss))
+    again = Tally(device, Counts(**asdict(halves.read())), spike=4.0)  # as a resume does
+    for loss in losses[25:]:
+        again.add_loss(torch.tensor(loss))
+    assert again.read() == counts
+    assert Counts(skipped=2).remark() == "2 steps skipped, their gradients were not finite"
+    assert Counts().remark() is None

@@ -1,0 +1,95 @@
+"""Images a second that the loader gives by number of workers, beside what a training step takes.
+
+    python benchmarks/data_loading.py --config configs/camvid.yaml --data CAMVID --workers 0,4,8,12 [--json FILE]
+
+Reads, decodes (unless the set fits the cache of the configuration), augments and batches exactly as `fp4deploy train`
+does, and does nothing with the result. What a step needs is read from benchmarks/results/training_step_h200.json:
+batch 16, 352 x 480, on an H200; a loader that gives less leaves that GPU waiting. Other image sizes need another
+file, given by --step-ms. The first batches, in which workers start and queues fill, are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.data import EpochLoader, cache_dataset, open_dataset
+from fp4deploy.train import load_config
+from fp4deploy.train.models import make_loaders
+
+WARM_UP = 5
+STEPS = Path(__file__).parent / "results" / "training_step_h200.json"
+CASES = ("fp16 fused", "nvfp4 fused")
+
+
+def endless(loader: EpochLoader) -> Iterator[Any]:
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def measure(loader: EpochLoader, batches: int) -> float:
+    """Images a second over so many batches after the warm-up."""
+    feed = endless(loader)
+    for _ in itertools.islice(feed, WARM_UP):
+        pass
+    start = time.perf_counter()
+    seen = sum(len(images) for images, _ in itertools.islice(feed, batches))
+    return seen / (time.perf_counter() - start)
+
+
+def needs(scale: float, batch: int, step_ms: float | None) -> dict[str, float]:
+    """Images a second that a step takes, by case; empty where none was measured."""
+    if step_ms is not None:
+        return {f"a step of {step_ms:g} ms": 1000 * batch / step_ms}
+    rows = json.loads(STEPS.read_text())["rows"]
+    return {row["case"]: 1000 * 16 / row["ms"] for row in rows if row["scale"] == scale and row["case"] in CASES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--workers", default="0,2,4,8,12")
+    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--step-ms", type=float)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, [f"data.root={json.dumps(str(arguments.data))}"])
+    budget = int(config.data.cache_gib * 2**30)
+    train, val = (cache_dataset(open_dataset(arguments.data, split), budget) for split in ("train", "val"))
+    wanted = needs(config.model.scale, config.train.batch_size, arguments.step_ms)
+    for case, rate in wanted.items():
+        print(f"{case}: takes {rate:.0f} images/s")
+    rows = []
+    for workers in map(int, arguments.workers.split(",")):
+        section = config.data.model_copy(update={"workers": workers})
+        loader, _ = make_loaders(config.model_copy(update={"data": section}), train, val)
+        rate = measure(loader, arguments.batches)
+        enough = {case: rate >= need for case, need in wanted.items()}
+        rows.append({"workers": workers, "images_per_s": rate, "enough_for": enough})
+        verdict = ", ".join(f"{'enough' if yes else 'too slow'} for {case}" for case, yes in enough.items())
+        print(f"{workers:3d} workers  {rate:8.1f} images/s  {verdict}", flush=True)
+    if arguments.json:
+        report = {
+            "command": "python benchmarks/data_loading.py",
+            "config": arguments.config.name,
+            "cached": type(train).__name__ == "CachedDataset",
+            "cpu_cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "takes_images_per_s": wanted,
+            "rows": rows,
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""SIGKILL in the middle of a training, then --resume: are the losses that follow the same bits?
+
+    python benchmarks/kill_resume.py --steps 50 [--model nvfp4] [--recipe nvfp4_train] [--seed 0]
+
+Trains a small UNet on generated shapes three times on the CPU, each time in a process of its own: once without
+interruption; once until a random step, at which the process is killed (kill -9: no handler, nothing flushed); and once
+more on from what the killed one left on the disk. Every loss is written down as its exact bits. The `--steps` losses
+after the resume must be those of the uninterrupted training, bit for bit; exit code 1 if one is not.
+
+States are saved every few steps, inside epochs; averaged weights, accumulated gradients and, with nvfp4_train,
+stochastic rounding are part of it. On a GPU sums have no fixed order, and two uninterrupted trainings differ already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SETTINGS = (
+    "model.scale=0.125",
+    "data.height=32",
+    "data.width=32",
+    "data.workers=0",
+    "train.batch_size=2",
+    "train.accumulate=2",
+    "train.ema=0.99",
+    "train.from_scratch=true",
+    "train.save_minutes=0.003",
+    "augment.rotate=10",
+)
+IMAGES = 60  # 30 batches, 15 steps an epoch
+
+
+def child(data: str, run: str, losses: str, settings: list[str], model: str) -> None:
+    """Train, writing down every loss; on with the run where it has a state."""
+    import torch
+
+    from fp4deploy.runs import Run
+    from fp4deploy.train import load_config, train_models
+    from fp4deploy.train.tally import Tally
+
+    original = Tally.add_loss
+
+    def noted(self: Tally, loss: torch.Tensor) -> None:
+        original(self, loss)
+        with Path(losses).open("a") as file:
+            file.write(float(loss).hex() + "\n")
+
+    Tally.add_loss = noted  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    config = load_config(None, [f"data.root={data}", *SETTINGS, *settings])
+    folder = Run(Path(run))
+    resume = (folder.model_dir(model) / "state" / "last.safetensors").is_file()
+    if resume:
+        from fp4deploy.train.state import read_progress
+
+        progress = read_progress(folder.model_dir(model) / "state" / "last.safetensors")
+        batches = progress.epoch * (IMAGES // 2) + progress.batch
+        Path(losses).write_text(f"{batches}\n")
+    train_models(config, folder, (model,), resume=resume)
+
+
+def start(data: Path, run: Path, losses: Path, settings: list[str], model: str) -> subprocess.Popen[bytes]:
+    """A process of its own that trains."""
+    arguments = json.dumps([str(data), str(run), str(losses), settings, model])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, __file__, "--child", arguments]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50, help="optimiser steps to compare after the resume")
+    parser.add_argument("--model", default="nvfp4", choices=("fp16", "nvfp4"))
+    parser.add_argument("--recipe", default="nvfp4_qat")
+    parser.add_argument("--seed", type=int, default=None, help="of the random step; by default another each time")
+    parser.add_argument("--within", type=int, default=IMAGES, help="the kill comes in the first so many batches")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(*json.loads(arguments.child))
+        return
+    from fp4deploy.data import generate_shapes
+
+    batches = 2 * arguments.steps
+    kill_at = random.Random(arguments.seed).randint(4, max(5, arguments.within))
+    epochs = -(-(kill_at + batches + 2) // (IMAGES // 2))
+    settings = [f"train.epochs={epochs}", f"recipe={arguments.recipe}"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        generate_shapes(folder / "data", train=IMAGES, val=4, size=32, seed=0)
+        straight, killed, resumed = (folder / f"{part}.txt" for part in ("straight", "killed", "resumed"))
+        common = (settings, arguments.model)
+        if start(folder / "data", folder / "a", straight, *common).wait() != 0:
+            sys.exit("the uninterrupted training failed")
+        process = start(folder / "data", folder / "b", killed, *common)
+        while process.poll() is None and (not killed.exists() or len(killed.read_text().splitlines()) < kill_at):
+            time.sleep(0.002)
+        process.kill()
+        if process.wait() != -9:
+            sys.exit("the training ended before it could be killed")
+        if start(folder / "data", folder / "b", resumed, *common).wait() != 0:
+            sys.exit("the resumed training failed")
+        expected, lines = straight.read_text().split(), resumed.read_text().split()
+        died = len(killed.read_text().splitlines())
+    if len(lines[0].split("x")) > 1:
+        sys.exit("nothing had been saved before the kill: run again with another --seed")
+    begin = int(lines[0])
+    found, wanted = lines[1 : 1 + batches], expected[begin : begin + batches]
+    different = sum(a != b for a, b in zip(found, wanted, strict=True))
+    report = {
+        "model": arguments.model,
+        "recipe": arguments.recipe,
+        "killed_after_batches": died,
+        "resumed_after_batches": begin,
+        "steps_an_epoch": IMAGES // 4,
+        "losses_compared": len(found),
+        "different": different,
+    }
+    print(json.dumps(report))
+    sys.exit(1 if different or len(found) < batches else 0)
+
+
+if __name__ == "__main__":
+    main()

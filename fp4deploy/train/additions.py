@@ -1,0 +1,103 @@
+"""What may be added to the loss of the labels: a teacher's opinion, a pull of the weights to their quantised values.
+
+Distillation. With z the logits of the student, t those of the teacher, T the temperature and softmax_T(x) the softmax
+of x / T over the classes,
+
+    loss  =  task * loss of the labels  +  weight * T^2 * mean over pixels of KL(softmax_T(t) || softmax_T(z))
+
+T^2 keeps the gradient's size when T changes. The teacher is the FP16 model that fine-tuning starts from, so that at
+first the divergence is what quantisation did, and nothing else; it needs no labels and also speaks of void pixels.
+
+Damping. Straight-through training lets a weight that lies near the border between two codes swing between them without
+end. Late in the training a pull towards the code's value, of a strength that rises linearly to `damping`,
+
+    loss  +=  damping * ramp * sum over layers of |w - Q(w)|^2,      gradient to w alone
+
+makes it settle; early it would hold the weights at the codes they start with.
+
+Sources: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015; Nagel et al., "Overcoming
+Oscillations in Quantization-Aware Training", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4deploy.qat import QuantizedLayer
+from fp4deploy.qat.fused_unet import FusedUNet, fuse
+from fp4deploy.train.options import DistillSection
+
+
+@dataclass
+class Additions:
+    """Adds to a loss; made once a model, and `placed` on the device that the model trains on.
+
+    teacher: a model that gives logits [N, C, H, W] for the images, or None.
+    damping, damping_start: as in `options.QuantSection`.
+    """
+
+    teacher: nn.Module | None = None
+    distill: DistillSection = field(default_factory=DistillSection)
+    damping: float = 0.0
+    damping_start: float = 0.5
+
+    def placed(self, device: torch.device, layout: torch.memory_format, fused: bool) -> Additions:
+        """Move the teacher to the device, frozen, in the layout of the student's images."""
+        if self.teacher is not None:
+            if fused:
+                fuse(self.teacher)
+            layout = torch.channels_last if isinstance(self.teacher, FusedUNet) else layout
+            self.teacher.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload]
+        return self
+
+    def __call__(
+        self,
+        loss: torch.Tensor,
+        images: torch.Tensor,
+        logits: torch.Tensor,
+        layers: Sequence[QuantizedLayer],
+        done: float,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> torch.Tensor:
+        """The whole loss, a scalar; `done` is the share of the training's steps that lie behind."""
+        if self.teacher is not None:
+            with torch.no_grad(), autocast():
+                opinion = self.teacher(images)
+            divergence = distillation_loss(logits, opinion, self.distill.temperature)
+            loss = self.distill.task * loss + self.distill.weight * divergence
+        strength = self.damping * max(0.0, (done - self.damping_start) / (1 - self.damping_start))
+        if strength > 0:
+            loss = loss + strength * damping_loss(layers)
+        return loss
+
+
+def distillation_loss(logits: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """T^2 KL(teacher || student), the mean over pixels, in FP32.
+
+    Args:
+        logits, teacher: [N, C, H, W], any float dtype.
+    """
+    if logits.shape != teacher.shape:
+        raise ValueError(f"the teacher's logits are {list(teacher.shape)}, the student's {list(logits.shape)}")
+    with torch.autocast(logits.device.type, enabled=False):
+        student = (logits.float() / temperature).log_softmax(1)
+        expected = (teacher.float() / temperature).log_softmax(1)
+        divergence = (expected.exp() * (expected - student)).sum(1)
+    return temperature**2 * divergence.mean()
+
+
+def damping_loss(layers: Sequence[QuantizedLayer]) -> torch.Tensor:
+    """Sum over layers and elements of |w - Q(w)|^2, Q(w) taken as constant; 0 where no weight is quantised."""
+    total = torch.zeros((), device=layers[0].weight.device if layers else None)
+    for layer in layers:
+        if layer.recipe.weight is not None:
+            with torch.no_grad():
+                target = layer.quantized_weight()
+            total = total + (layer.weight - target).float().square().sum()
+    return total

@@ -1,0 +1,243 @@
+"""How long a training will take, from the speed of a few of its steps on this machine.
+
+Measured, for every model, after a warm-up: steps fed by the loader, steps on one batch that stays where it is, the
+loader on its own, and evaluation. Estimated from that, for N processes of one GPU each:
+
+    images/s  =  N e r                                        r: steps fed by the loader; e: efficiency of scaling
+    hours     =  epochs * images / (images/s)  +  evaluations * validation images / (N * rate of evaluation)
+
+Where r is well below the speed on a resident batch the loader holds the training up, and the result says so: more
+workers or faster files would help, a faster GPU would not.
+
+Assumptions, which the result lists: a step costs the same all the way, the batch a GPU stays what it is, N GPUs work
+at e times N the speed of one (not measured unless N is 1), every process has as many CPU cores for its loader as this
+one had, files come as fast as here, and nothing is said about start-up, calibration or saving. A set that is too
+small for the steps to measure is read several times over, so that the end of an epoch is not measured at every second
+step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4deploy.data import SPLITS, EpochLoader, Sample, SegmentationDataset, cache_dataset, open_dataset
+from fp4deploy.errors import InputError
+from fp4deploy.models import build_unet
+from fp4deploy.qat import prepare
+from fp4deploy.train.config import Config
+from fp4deploy.train.loop import Plan, Trainer
+from fp4deploy.train.models import QUANTIZED_MODELS, calibrate_on, make_loaders, model_card
+
+WARM_UP = 5
+EFFICIENCY = 0.9
+HELD_UP = 0.9  # of the speed on a resident batch; below it the loader is what takes the time
+
+
+class _Repeated:
+    """A dataset several times over; implements `SegmentationDataset`."""
+
+    def __init__(self, dataset: SegmentationDataset, length: int) -> None:
+        self.class_names, self.background, self.layout = dataset.class_names, dataset.background, dataset.layout
+        self._dataset, self._length = dataset, max(length, len(dataset))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def load(self, index: int) -> Sample:
+        return self._dataset.load(index % len(self._dataset))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Images a second of one model: training as it is, on a resident batch, and evaluating; the loader on its own."""
+
+    model: str
+    training: float
+    resident: float
+    evaluation: float
+    loader: float
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time of one model's whole schedule; `limit` says what holds the speed, "steps" or "loader"."""
+
+    model: str
+    epochs: int
+    images_per_s: float
+    limit: str
+    training_hours: float
+    validation_hours: float
+
+    @property
+    def hours(self) -> float:
+        """All of it."""
+        return self.training_hours + self.validation_hours
+
+
+def measure(config: Config, models: tuple[str, ...], steps: int = 30) -> list[Speed]:
+    """Train each model for a few steps from random weights, and keep nothing of it.
+
+    Raises:
+        InputError: no data, or fewer than one step.
+    """
+    if steps < 1:
+        raise InputError(f"At least one step has to be measured, not {steps}.")
+    if config.data.root is None:
+        raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
+    train, val = (open_dataset(Path(config.data.root), split, config.data.classes) for split in SPLITS)
+    budget = int(config.data.cache_gib * 2**30)
+    long = _Repeated(cache_dataset(train, budget), config.train.batch_size * (WARM_UP + 2 * steps + 2))
+    loaders = make_loaders(config, long, cache_dataset(val, budget))
+    fed = _loader_speed(loaders[0], steps)
+    with tempfile.TemporaryDirectory() as folder:
+        return [_speed(config, model, loaders, val, steps, fed, Path(folder)) for model in models]
+
+
+def estimate(
+    config: Config,
+    speeds: list[Speed],
+    images: int,
+    val_images: int,
+    gpus: int = 1,
+    efficiency: float = EFFICIENCY,
+) -> list[Estimate]:
+    """Time of every measured model's schedule on `gpus` processes.
+
+    Args:
+        images, val_images: how many a whole epoch and a whole validation have.
+        efficiency: of scaling to several GPUs, in (0, 1]; 1 is taken for one.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+    if images < 1 or val_images < 0 or gpus < 1 or not 0 < efficiency <= 1:
+        raise InputError("An estimate needs at least one image and one GPU, and an efficiency above 0 and up to 1.")
+    found = []
+    for speed in speeds:
+        epochs = config.train.epochs if speed.model == "fp16" or config.train.from_scratch else 0
+        epochs = epochs or config.train.finetune_epochs
+        rate = speed.training * gpus * (efficiency if gpus > 1 else 1.0)
+        validations = math.ceil(epochs / config.train.evaluate_every)
+        found.append(
+            Estimate(
+                speed.model,
+                epochs,
+                rate,
+                "loader" if speed.training < HELD_UP * speed.resident else "steps",
+                epochs * images / rate / 3600,
+                validations * val_images / (speed.evaluation * gpus) / 3600,
+            )
+        )
+    return found
+
+
+def assumptions(gpus: int, efficiency: float) -> list[str]:
+    """What an estimate takes for granted, in sentences."""
+    scaling = f"{gpus} GPUs work at {efficiency:g} x {gpus} the speed of one (assumed, not measured)"
+    return [
+        "a step costs the same from the first to the last, at the measured batch a GPU",
+        scaling if gpus > 1 else "one GPU, as measured",
+        "each process has as many loader workers and as fast files as this one had",
+        "start-up, calibration and saving are left out",
+    ]
+
+
+def as_json(
+    config: Config,
+    speeds: list[Speed],
+    estimates: list[Estimate],
+    images: int,
+    val_images: int,
+    gpus: int,
+    share: float,
+) -> dict[str, Any]:
+    """Everything measured, assumed and estimated."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "torch": torch.__version__,
+        "batch_size": config.train.batch_size,
+        "height": config.data.height,
+        "width": config.data.width,
+        "scale": config.model.scale,
+        "measured": [asdict(speed) for speed in speeds],
+        "for": {"images": images, "val_images": val_images, "gpus": gpus, "efficiency": share if gpus > 1 else 1.0},
+        "assumptions": assumptions(gpus, share),
+        "estimated": [{**asdict(found), "hours": found.hours} for found in estimates],
+    }
+
+
+def _speed(
+    config: Config,
+    model: str,
+    loaders: tuple[EpochLoader, EpochLoader],
+    data: Any,
+    steps: int,
+    fed: float,
+    folder: Path,
+) -> Speed:
+    torch.manual_seed(config.seed)
+    network: nn.Module = build_unet(len(data.class_names), config.model.scale)
+    if model in QUANTIZED_MODELS:
+        prepare(network, config.recipe, config.quant.include, config.quant.exclude)
+        calibrate_on(network, loaders[0], config)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    plan = Plan(model, 1, config.train.lr, folder / model)
+    trainer = Trainer(plan, network, model_card(config, model, data), config.train, loaders)
+    trainer.progress.batches = steps * 10**6  # one group of accumulated batches after the other, without an end
+    trainer.model.train()
+    batches = trainer._on_device(_endless(loaders[0]))
+    _timed(trainer, batches, WARM_UP)
+    training = _timed(trainer, batches, steps)
+    resident = _timed(trainer, itertools.repeat(next(batches)), steps)
+    evaluation = _evaluation_speed(trainer)
+    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    trainer.accelerator.free_memory()
+    return Speed(model, training, resident, evaluation, fed, memory)
+
+
+def _endless(loader: EpochLoader) -> Iterator[Any]:
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def _timed(trainer: Trainer, batches: Iterator[Any], steps: int) -> float:
+    """Images a second over so many batches."""
+    trainer.tally.read()  # waits for the device
+    start, seen = time.perf_counter(), 0
+    for images, masks in itertools.islice(batches, steps):
+        trainer._step(images, masks)
+        seen += len(images)
+    trainer.tally.read()
+    return seen / (time.perf_counter() - start)
+
+
+def _evaluation_speed(trainer: Trainer) -> float:
+    trainer.evaluate()  # the first one compiles and starts workers
+    start = time.perf_counter()
+    trainer.evaluate()
+    return len(trainer.val_batches.dataset) / (time.perf_counter() - start)
+
+
+def _loader_speed(loader: EpochLoader, steps: int) -> float:
+    """Images a second of the loader alone, its workers warm."""
+    batches = _endless(loader)
+    for _ in itertools.islice(batches, WARM_UP):
+        pass
+    start = time.perf_counter()
+    seen = sum(len(images) for images, _ in itertools.islice(batches, steps))
+    return seen / (time.perf_counter() - start)

@@ -1,0 +1,192 @@
+"""The file of a sweep: one configuration, variants of it by name, seeds.
+
+    # fp4deploy sweep configs/sweep_camvid.yaml --data CAMVID
+    config: camvid.yaml                 beside this file
+    set: {train.epochs: 200}            for every variant and for the FP16 base
+    seeds: [0, 1, 2]
+    against: control                    the variant that the others are compared with, seed by seed
+    variants:
+      control: {model: fp16_control}
+      qat: {model: nvfp4}
+      four_over_six: {model: nvfp4, set: {recipe: nvfp4_4o6_qat}}
+      qad_control: {model: fp16_control, set: {distill.weight: 1}}
+      qad: {model: nvfp4, set: {distill.weight: 1}, against: qad_control}
+
+Every variant that is fine-tuned starts from the FP16 model of its seed, which is trained once, so that differences
+within a seed are not those of two trainings. A variant that changes the network or the data (`model.*`, `data.*`) has
+an FP16 model of its own. `fp16` names that model as a variant.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from fp4deploy.errors import InputError, suggest
+from fp4deploy.runs import MODELS
+from fp4deploy.train.config import Config, load_config
+from fp4deploy.train.options import Section
+
+BASE = "fp16"
+OF_THE_BASE = ("model.", "data.")
+NOT_OF_THE_BASE = ("data.root", "data.workers", "data.cache_gib")
+
+
+class VariantSection(Section):
+    """model: what is trained; set: settings; against: the variant to compare with, null for none; note: a remark."""
+
+    model: Literal["fp16", "nvfp4", "fp16_control", "nvfp4_ptq"] = "nvfp4"
+    set: dict[str, Any] = Field(default_factory=dict)
+    against: str | None = ""
+    note: str = ""
+
+
+class SweepSection(Section):
+    """The whole file; score: the epoch whose mIoU counts, the best or the last."""
+
+    config: str | None = None
+    set: dict[str, Any] = Field(default_factory=dict)
+    seeds: list[int] = Field([0], min_length=1)
+    against: str | None = None
+    score: Literal["best", "last"] = "best"
+    variants: dict[str, VariantSection] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the sweep: what is trained, its settings over the common ones, and what it is compared with.
+
+    base: name of the FP16 model it starts from; None where it starts from random weights or a checkpoint of its own.
+    """
+
+    name: str
+    model: str
+    sets: tuple[str, ...]
+    against: str | None
+    base: str | None
+    note: str
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that can be run: `variants` in order with their FP16 bases first; `config` gives a variant's settings."""
+
+    file: Path
+    configuration: Path | None
+    sets: tuple[str, ...]
+    seeds: tuple[int, ...]
+    score: str
+    variants: tuple[Variant, ...]
+
+    def config(self, variant: Variant, seed: int) -> Config:
+        """The configuration of one run; later settings win, the seed last."""
+        return load_config(self.configuration, [*self.sets, *variant.sets, f"seed={seed}"])
+
+    def variant(self, name: str) -> Variant:
+        """Look a variant up.
+
+        Raises:
+            InputError: there is none of that name.
+        """
+        names = [variant.name for variant in self.variants]
+        if name not in names:
+            raise InputError(f"{self.file} has no variant '{name}'.{suggest(name, names)} It has: {', '.join(names)}.")
+        return self.variants[names.index(name)]
+
+
+def load_sweep(file: Path, sets: tuple[str, ...] = (), seeds: tuple[int, ...] | None = None) -> Sweep:
+    """Read a sweep; every configuration in it is checked now, not hours later.
+
+    Args:
+        sets: settings for all variants, over those of the file.
+        seeds: instead of those of the file.
+
+    Raises:
+        InputError: the file, a variant or a setting is wrong; all wrong variants are named at once.
+    """
+    file = Path(file)
+    section = _read(file)
+    common = (*_settings(section.set), *sets)
+    rows = _with_bases([_variant(name, row, section) for name, row in section.variants.items()])
+    configuration = file.parent / section.config if section.config else None
+    chosen = tuple(section.seeds) if seeds is None else seeds
+    sweep = Sweep(file, configuration, common, chosen, section.score, tuple(rows))
+    _check(sweep)
+    return sweep
+
+
+def _read(file: Path) -> SweepSection:
+    if not file.is_file():
+        raise InputError(f"There is no sweep file {file}. An example is configs/sweep_camvid.yaml.")
+    try:
+        tree = yaml.safe_load(file.read_text()) or {}
+        return SweepSection.model_validate(tree)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
+        valid = ", ".join(SweepSection.model_fields)
+        raise InputError(f"{file} is no sweep: {problems}. Its keys are: {valid}.") from None
+
+
+def _settings(values: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
+
+
+def _variant(name: str, row: VariantSection, section: SweepSection) -> Variant:
+    own = {**section.set, **row.set}
+    starts_alone = row.model == "fp16" or own.get("train.init_checkpoint")
+    if row.model == "nvfp4" and own.get("train.from_scratch"):
+        starts_alone = True
+    against = section.against if row.against == "" else row.against
+    different = [
+        f"{key}={json.dumps(value)}"
+        for key, value in sorted(row.set.items())
+        if key.startswith(OF_THE_BASE) and key not in NOT_OF_THE_BASE
+    ]
+    base = None if starts_alone else "-".join([BASE, *(_plain(text) for text in different)])
+    return Variant(name, row.model, _settings(row.set), None if against == name else against, base, row.note)
+
+
+def _plain(text: str) -> str:
+    """A setting as the end of a folder's name."""
+    return "".join(c if c.isalnum() or c in "._" else "_" for c in text.replace('"', ""))
+
+
+def _with_bases(rows: list[Variant]) -> list[Variant]:
+    names = {row.name for row in rows}
+    bases: dict[str, Variant] = {}
+    for row in rows:
+        if row.base and row.base not in names and row.base not in bases:
+            sets = tuple(s for s in row.sets if s.startswith(OF_THE_BASE) and not s.startswith(NOT_OF_THE_BASE))
+            bases[row.base] = Variant(row.base, "fp16", sets, None, None, "the model that fine-tuning starts from")
+    return [*bases.values(), *rows]
+
+
+def _check(sweep: Sweep) -> None:
+    problems = []
+    by_name = {variant.name: variant for variant in sweep.variants}
+    for variant in sweep.variants:
+        if _plain(variant.name) != variant.name.replace("-", "_") or variant.name in ("", ".", ".."):
+            problems.append(f"the name '{variant.name}' becomes a folder: letters, digits, ., _ and - only")
+        if variant.against is not None and variant.against not in by_name:
+            near = suggest(variant.against, by_name)
+            problems.append(f"{variant.name} is compared with '{variant.against}', which is no variant.{near}")
+        if variant.base is not None and by_name[variant.base].model != "fp16":
+            problems.append(f"'{variant.base}' is the FP16 model that {variant.name} starts from; rename the variant")
+        try:
+            sweep.config(variant, sweep.seeds[0] if sweep.seeds else 0)
+        except InputError as error:
+            problems.append(f"{variant.name}: {error}")
+    if len(set(sweep.seeds)) < len(sweep.seeds) or not sweep.seeds or min(sweep.seeds) < 0:
+        problems.append("seeds are distinct whole numbers from 0 on, at least one")
+    if problems:
+        raise InputError(f"{sweep.file} is not a valid sweep: {'; '.join(problems)}")
+
+
+assert set(MODELS) == set(VariantSection.model_fields["model"].annotation.__args__)  # type: ignore[union-attr]

@@ -1,0 +1,70 @@
+"""`fp4deploy sweep`, `fp4deploy estimate` and `train --dry-run` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from command_line import Invoke
+
+TINY = "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1"
+SMALL = ("--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32")
+
+
+def test_a_sweep_ends_in_a_table_and_its_files(invoke: Invoke, tmp_path: Path, shapes: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(
+        f"set: {{{TINY}}}\nagainst: control\nvariants:\n  control: {{model: fp16_control}}\n  qat: {{model: nvfp4}}\n"
+        "  bad: {set: {quant.exclude: [nothing]}}\n"
+    )
+    result = invoke("sweep", file, "--data", shapes, "--only", "qat,control", "--seeds", "0,1")
+    assert result.exit_code == 0, result.stderr
+    assert "| qat | nvfp4 |" in result.stdout
+    assert "2/2" in result.stdout
+    assert {path.name for path in Path("runs/two").iterdir()} == {
+        "sweep.yaml", "sweep.json", "sweep.md", "sweep.png", "fp16", "control", "qat",
+    }  # fmt: skip
+    failing = invoke("sweep", file, "--data", shapes, "--seeds", "0,1")
+    assert failing.exit_code == 1
+    assert "2 of the runs failed: bad (seed 0), bad (seed 1)" in failing.stderr
+    assert json.loads(Path("runs/two/sweep.json").read_text())["variants"]["qat"]["runs"]["1"]["status"] == "done"
+
+
+def test_wrong_sweeps(invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("variants: {a: {}}\n")
+    for arguments, message in (
+        (("none.yaml",), "There is no sweep file"),
+        ((file, "--seeds", "a"), "--seeds takes whole numbers"),
+        ((file, "--minutes", "0"), "--minutes is 0"),
+        ((file, "--set", "train.lrr=1"), "did you mean train.lr?"),
+    ):
+        result = invoke("sweep", *arguments)
+        assert result.exit_code == 2, result.stderr
+        assert message in result.stderr
+
+
+def test_an_estimate_for_a_set_that_is_not_here(invoke: Invoke, shapes: Path) -> None:
+    options = ("--gpus", 8, "--images", 118287, "--val-images", 5000, "--steps", 2, "--models", "fp16")
+    result = invoke("estimate", "--data", shapes, *SMALL, *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["for"] == {"images": 118287, "val_images": 5000, "gpus": 8, "efficiency": 0.9}
+    (row,), (speed,) = facts["estimated"], facts["measured"]
+    assert row["images_per_s"] == speed["training"] * 8 * 0.9
+    assert not Path("runs").exists()
+    text = invoke("estimate", "--data", shapes, *SMALL, *options)
+    assert "8 GPUs work at 0.9 x 8 the speed of one (assumed, not measured)" in text.stdout
+
+
+def test_a_dry_run_trains_nothing(invoke: Invoke, shapes: Path) -> None:
+    result = invoke("train", "--data", shapes, *SMALL, "--dry-run", "--models", "fp16")
+    assert result.exit_code == 0, result.stderr
+    assert "hours in all" in result.stdout
+    assert not Path("runs").exists()
+    without = invoke("train", "--dry-run")
+    assert without.exit_code == 2
+    assert "An estimate needs data to read" in without.stderr
+    ptq = invoke("estimate", "--data", shapes, "--models", "nvfp4_ptq")
+    assert ptq.exit_code == 2
+    assert "nothing to estimate" in ptq.stderr

@@ -1,0 +1,199 @@
+"""What has to be the same number: killed and resumed, two processes and one, accumulated and large, checkpointed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4deploy.data import generate_shapes
+from fp4deploy.runs import create_run
+from fp4deploy.train import Config, SegmentationLoss, train_models, with_settings
+from fp4deploy.train.loop import Trainer
+from fp4deploy.train.tally import Tally
+
+ROOT = Path(__file__).parents[2]
+
+
+def losses_of(config: Config, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The loss of every batch."""
+    losses: list[float] = []
+    original = Tally.add_loss
+
+    def noted(self: Tally, loss: torch.Tensor) -> None:
+        losses.append(loss.item())
+        original(self, loss)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tally, "add_loss", noted)
+        train_models(config, create_run(folder), (model,))
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nvfp4_train"])
+def test_killed_at_a_random_step_the_following_losses_are_the_same_bits(recipe: str) -> None:
+    """SIGKILL, stochastic rounding, averaged weights, accumulated gradients; the script does 50 steps by default."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "kill_resume.py"),
+            "--steps",
+            "4",
+            "--within",
+            "16",
+            "--recipe",
+            recipe,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["different"] == 0
+    assert report["losses_compared"] == 8
+    assert report["resumed_after_batches"] <= report["killed_after_batches"]
+
+
+TWO = """
+import json, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from fp4deploy.runs import Run
+from fp4deploy.train import load_config, train_models
+from fp4deploy.train.tally import Tally
+
+losses, original = [], Tally.add_loss
+Tally.add_loss = lambda self, loss: (losses.append(loss.item()), original(self, loss))[1]
+settings = [f"data.root={sys.argv[1]}", *json.loads(sys.argv[3])]
+train_models(load_config(None, settings), Run(Path(sys.argv[2])), ("fp16",))
+Path(sys.argv[2], f"losses{dist.get_rank()}.json").write_text(json.dumps(losses))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [["train.ema=0.9", "train.class_balance=median_frequency", "train.label_smoothing=0.1"]]
+)
+def test_two_processes_have_the_losses_of_one(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    """At the same global batch, although each sees other classes and another number of labelled pixels."""
+    data = tmp_path / "data"
+    generate_shapes(data, train=12, val=4, size=32, seed=0)
+    common = ["model.scale=0.125", "data.height=32", "data.width=32", "train.epochs=4", "train.zoom=[0.5,2]", *more]
+    one = with_settings(tiny, [f"data.root={data}", *common, "train.batch_size=4"])
+    alone = losses_of(one, tmp_path / "one", "fp16", monkeypatch)
+    script, run = tmp_path / "two.py", create_run(tmp_path / "two")
+    script.write_text(TWO)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    done = subprocess.run(
+        [*launch, str(data), str(run.path), json.dumps([*common, "train.batch_size=2"])],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((run.path / f"losses{rank}.json").read_text()) for rank in (0, 1)]
+    assert ranks[0] == ranks[1]
+    assert len(alone) == len(ranks[0]) == 12
+    assert ranks[0][0] == pytest.approx(alone[0], rel=1e-6)
+    assert ranks[0] == pytest.approx(alone, rel=1e-3)
+    means = [
+        json.loads((folder / "fp16" / "metrics.jsonl").open().readline()) for folder in (tmp_path / "one", run.path)
+    ]
+    assert means[0]["loss"] == pytest.approx(means[1]["loss"], rel=1e-4)
+
+
+def test_accumulated_cross_entropy_is_that_of_the_large_batch(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every pixel is labelled; Dice is no sum over images and is that of each part (docs/training.md)."""
+    gradients: dict[str, dict[str, torch.Tensor]] = {}
+    original = Trainer._update
+
+    def noted(self: Trainer) -> None:
+        if self.progress.step == 0:
+            gradients[str(self.plan.folder.parent.name)] = {n: p.grad.clone() for n, p in self.bare.named_parameters()}
+        original(self)
+
+    monkeypatch.setattr(Trainer, "_update", noted)
+    plain = SegmentationLoss.__call__
+    monkeypatch.setattr(SegmentationLoss, "__call__", lambda self, z, y: plain(self, z, y.where(y != 255, 0)))
+    for name, batch, accumulate in (("large", 8, 1), ("small", 2, 4)):
+        settings = [f"train.batch_size={batch}", f"train.accumulate={accumulate}", "train.dice=0", "train.epochs=1"]
+        train_models(with_settings(tiny, [*settings, "train.zoom=[1,2]"]), create_run(tmp_path / name), ("fp16",))
+    for name, large in gradients["large"].items():
+        small = gradients["small"][name]
+        torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-5 * large.abs().max().item() + 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"), [("fp16", "nvfp4_qat"), ("nvfp4", "nvfp4_qat"), ("nvfp4", "nvfp4_qat+learned")]
+)
+def test_checkpointed_losses_are_the_same_bits(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, recipe: str
+) -> None:
+    common = ["train.from_scratch=true", f"recipe={recipe}", "train.epochs=3"]
+    plain = losses_of(with_settings(tiny, common), tmp_path / "plain", model, monkeypatch)
+    settings = with_settings(tiny, [*common, "train.checkpointing=true"])
+    again = losses_of(settings, tmp_path / "again", model, monkeypatch)
+    assert len(plain) == 6
+    assert plain == again
+
+
+def test_checkpointing_keeps_less(tiny: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that autograd saves for the backward pass, by shape of what it packs."""
+    from fp4deploy.models import build_unet
+    from fp4deploy.train.checkpointing import checkpoint_blocks
+
+    kept = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = build_unet(3, 0.125).train()
+        if checkpointed:
+            assert checkpoint_blocks(model) == 9
+        seen = [0]
+
+        def pack(tensor: torch.Tensor, seen: list[int] = seen) -> torch.Tensor:
+            seen[0] += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.randn(1, 3, 64, 64))
+        kept.append(seen[0])
+    assert kept[1] < 0.5 * kept[0]
+
+
+def test_a_spike_is_survived_and_reported(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    original = Trainer._step
+
+    def spiked(self: Trainer, *batch: torch.Tensor) -> None:
+        loss = self.loss
+        if self.progress.step == 25:
+            self.loss = lambda logits, target: 100 * loss(logits, target)  # type: ignore[assignment]
+        original(self, *batch)
+        self.loss = loss
+
+    monkeypatch.setattr(Trainer, "_step", spiked)
+    run = create_run(tmp_path / "run")
+    train_models(with_settings(tiny, ["train.epochs=20"]), run, ("fp16",))
+    lines = [json.loads(line) for line in (run.model_dir("fp16") / "metrics.jsonl").open()]
+    assert [line["epoch"] for line in lines if line["loss_spikes"]] == [13]
+    assert lines[12]["loss_spikes"] == 1
+    assert lines[12]["largest_spike"] > 100
+    assert lines[11]["largest_spike"] is None
+    assert lines[-1]["loss"] < lines[11]["loss"]
+    assert "epoch 13: 1 spikes of the loss, the largest" in capfd.readouterr().err
