@@ -8,8 +8,8 @@
 
 A look changes nothing: it draws no random numbers, moves no amax, and leaves the forward that is taken as it is. A
 plain model is watched by hooks, which are there for one forward. The fused UNet never calls its layers; it shows what
-it feeds them instead (`FusedUNet.show_inputs`), before its kernels quantise it. A compiled model ignores hooks: a few of
-its images go through the plain model as well.
+it feeds them instead (`FusedUNet.show_inputs`), before its kernels quantise it. A compiled model ignores hooks: a few
+images go through the plain model as well.
 
 Activations are looked at in a sample of about `SAMPLE` elements: all channels of a regular grid of pixels, over all
 images of the batch or, in the fused UNet, over a few. A dynamic global amax is that of the whole tensor. Nothing waits
@@ -28,13 +28,12 @@ from torch import nn
 
 from fp4deploy.qat.fused_unet import FusedUNet
 from fp4deploy.qat.layers import QUANTIZED, QuantConvTranspose2d, QuantizedLayer
-from fp4deploy.qat.telemetry_statistics import CODED, CODES, RAW, code_moments, encode, quantized_row, raw_row, sample
+from fp4deploy.qat.telemetry_statistics import Row, coded_row, encode, raw_row, sample
 
 SAMPLE = 1 << 19
 WEIGHT, ACTIVATION, GRADIENT, OUTPUT_GRADIENT = "weight", "activation", "gradient", "output_gradient"
 TENSORS = (WEIGHT, ACTIVATION, GRADIENT, OUTPUT_GRADIENT)
 LINEAR = {"mean", "std", "min", "max", "dequantized_mean", "dequantized_std"}  # what a factor on the tensor multiplies
-COUNTS = {"count", "nan", "inf"}
 
 Key = tuple[str, str]  # (layer, tensor)
 Codes = dict[str, torch.Tensor]
@@ -46,44 +45,42 @@ class Statistics:
 
     values: (layer, tensor) -> statistic -> value, NaN where it is undefined.
     codes: (layer, tensor) -> elements of each of the 16 codes; of quantised tensors only.
+    extras: the scalars that were added to the table.
     """
 
     values: dict[Key, dict[str, float]]
     codes: dict[Key, list[int]]
+    extras: dict[str, float]
 
 
 @dataclass
 class Table:
-    """One look, on the device: rows of numbers, and what they are of."""
+    """One look, on the device: rows of numbers, what they are of, and scalars of the step."""
 
-    rows: list[torch.Tensor] = field(default_factory=list)
-    keys: list[tuple[Key, bool]] = field(default_factory=list)
-    scale: torch.Tensor | None = None  # what the loss was multiplied with
-
-    def add(self, key: Key, raw: torch.Tensor, coded: torch.Tensor | None) -> None:
-        """Add the rows of one tensor."""
-        self.rows += [raw] if coded is None else [raw, coded]
-        self.keys.append((key, coded is not None))
+    rows: list[tuple[Key, Row]] = field(default_factory=list)
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def read(self) -> Statistics:
-        """Fetch everything in one copy; waits for the device."""
-        scale = [] if self.scale is None else [self.scale.detach().double().reshape(1)]
-        numbers = torch.cat([*scale, *self.rows]).tolist() if self.rows else []
-        factor = 1 / numbers[0] if scale and self.rows else 1.0
-        start, values, codes = len(scale), {}, {}
-        for key, quantized in self.keys:
-            names = (*RAW, *CODED) if quantized else RAW
-            found = dict(zip(names, numbers[start : start + len(names)], strict=True))
-            start += len(names)
+        """Fetch everything in one copy; waits for the device.
+
+        Gradients of outputs are divided by the extra "loss_scale", with which the loss was multiplied.
+        """
+        scalars = [value.detach().double().reshape(1) for value in self.extras.values()]
+        parts = [*scalars, *(row.sums for _, row in self.rows)]
+        numbers = torch.cat(parts).tolist() if parts else []
+        extras = dict(zip(self.extras, numbers, strict=False))
+        start, scale = len(extras), extras.get("loss_scale", 1.0)
+        values: dict[Key, dict[str, float]] = {}
+        codes: dict[Key, list[int]] = {}
+        for key, row in self.rows:
+            found, counts = row.finish(numbers[start : start + len(row.sums)])
+            start += len(row.sums)
             if key[1] == OUTPUT_GRADIENT:
-                found = {name: value * factor if name in LINEAR else value for name, value in found.items()}
-            if quantized:
-                counts = numbers[start : start + CODES]
-                start += CODES
-                found |= code_moments(counts)
-                codes[key] = [int(count) for count in counts]
+                found = {name: value / scale if name in LINEAR else value for name, value in found.items()}
             values[key] = found
-        return Statistics(values, codes)
+            if row.is_coded:
+                codes[key] = counts
+        return Statistics(values, codes, extras)
 
 
 class Watcher:
@@ -96,8 +93,9 @@ class Watcher:
             for name, layer in model.named_modules()
             if type(layer) in QUANTIZED or isinstance(layer, QuantizedLayer)
         }
-        self.seen: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.seen: dict[Key, Row] = {}
         self.previous: Codes = {}  # packed codes of the weights at the last look
+        self.windows: dict[str, torch.Tensor] = {}  # of the weight gradients of the last look
         self.seed = 0
 
     @contextmanager
@@ -131,29 +129,33 @@ class Watcher:
             self.model.train(training)
 
     @torch.no_grad()
-    def look(self, scale: torch.Tensor | None = None) -> Table:
+    def look(self, **extras: torch.Tensor) -> Table:
         """What was watched, the weights as they are and their gradients: the table of this step, still on the device.
 
         Args:
-            scale: what the loss was multiplied with, float32 []; weight gradients are expected without it.
+            extras: scalars of the step, on the device; weight gradients are expected without the "loss_scale".
         """
-        table = Table(scale=scale)
+        table = Table(extras=extras)
         for name, layer in self.layers.items():
             weight = cast(torch.Tensor, layer.weight)
-            coded = None
-            if isinstance(layer, QuantizedLayer) and layer.recipe.weight is not None:
-                product = layer.product()
-                found = encode(weight, layer.recipe.weight, product.weight_axes, product.weight_groups, seed=self.seed)
-                coded = quantized_row(found, self.previous.get(name))
-                self.previous[name] = found.packed
-            table.add((name, WEIGHT), raw_row(weight), coded)
+            table.rows.append(((name, WEIGHT), self._weight(name, layer, weight)))
             for tensor in (ACTIVATION, OUTPUT_GRADIENT):
                 if (name, tensor) in self.seen:
-                    table.add((name, tensor), *self.seen[name, tensor])
+                    table.rows.append(((name, tensor), self.seen[name, tensor]))
             if weight.grad is not None:
-                table.add((name, GRADIENT), raw_row(weight.grad), None)
+                table.rows.append(((name, GRADIENT), raw_row(weight.grad)))
+                self.windows[name] = window(weight.grad, contracted_axis(layer)).clone()
         self.seen = {}
         return table
+
+    def _weight(self, name: str, layer: nn.Module, weight: torch.Tensor) -> Row:
+        if not isinstance(layer, QuantizedLayer) or layer.recipe.weight is None:
+            return raw_row(weight)
+        product = layer.product()
+        coded = encode(weight, layer.recipe.weight, product.weight_axes, product.weight_groups, seed=self.seed)
+        row = coded_row(coded, self.previous.get(name))
+        self.previous[name] = coded.packed
+        return row
 
     def _hook(self, name: str) -> Callable[..., None]:
         def watch(layer: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -172,25 +174,38 @@ class Watcher:
     @torch.no_grad()
     def _activation(self, name: str, layer: nn.Module, x: torch.Tensor) -> None:
         axis = -1 if isinstance(layer, nn.Linear) else -3
-        coded = None
         with torch.autocast(x.device.type, enabled=False):
             if isinstance(layer, QuantizedLayer) and layer.recipe.activation is not None and not layer.observing:
                 spec, groups = layer.recipe.activation, (layer.product().groups,)
-                coded = quantized_row(encode(x, spec, (axis,), groups, _used_amax(layer), self.limit, self.seed))
-            self.seen[name, ACTIVATION] = raw_row(sample(x.detach(), (axis,), self.limit)), coded
+                row = coded_row(encode(x, spec, (axis,), groups, _used_amax(layer), self.limit, self.seed))
+            else:
+                row = raw_row(sample(x.detach(), (axis,), self.limit))
+        self.seen[name, ACTIVATION] = row
 
     @torch.no_grad()
     def _output_gradient(self, name: str, layer: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
         recipe, product = layer.recipe, layer.product()
         with torch.autocast(gradient.device.type, enabled=False):
-            raw = raw_row(sample(gradient.detach(), (product.input_axis,), self.limit))
             if recipe.dgrad_gradient is not None:
                 axis, groups = product.input_axis, (product.groups,)
                 found = encode(gradient, recipe.dgrad_gradient, (axis,), groups, None, self.limit, self.seed)
             else:
                 rows = _wgrad_rows(layer, gradient, x)
                 found = encode(rows, recipe.wgrad_gradient, (product.wgrad_axis,), limit=self.limit, seed=self.seed)
-            self.seen[name, OUTPUT_GRADIENT] = raw, quantized_row(found)
+        self.seen[name, OUTPUT_GRADIENT] = coded_row(found)
+
+
+def window(x: torch.Tensor, axis: int, rows: int = 64, columns: int = 128) -> torch.Tensor:
+    """The first rows and columns of a weight, or of its gradient, as a matrix: output channels by what they contract.
+
+    `axis`, the contraction axis, runs fastest, so that a block lies in one row: a tap's channels, then the next tap's.
+    """
+    return x.detach().movedim(axis, -1)[:rows, ..., :columns].flatten(1)[:, :columns]
+
+
+def contracted_axis(layer: nn.Module) -> int:
+    """The axis of a layer's weight that its forward product contracts."""
+    return 0 if isinstance(layer, nn.ConvTranspose2d) else 1
 
 
 def _used_amax(layer: QuantizedLayer) -> torch.Tensor | None:

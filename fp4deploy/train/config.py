@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -93,6 +93,19 @@ class TrainSection(Section):
         return value
 
 
+class TelemetrySection(Section):
+    """every: optimiser steps between two looks at every layer (0: none); trackers: where what is seen goes.
+
+    plots: heatmaps at the end of a training; project, wandb_mode: of Weights & Biases.
+    """
+
+    every: int = Field(100, ge=0)
+    trackers: list[Literal["jsonl", "tensorboard", "wandb"]] = ["jsonl"]
+    plots: bool = True
+    project: str = "fp4deploy"
+    wandb_mode: Literal["offline", "online"] = "offline"
+
+
 class Config(Section):
     """A whole training; `seed` fixes initial weights, shuffling and augmentation."""
 
@@ -101,6 +114,7 @@ class Config(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    telemetry: TelemetrySection = TelemetrySection()
 
     @field_validator("recipe")
     @classmethod
@@ -137,7 +151,7 @@ def changed_settings(old: Config, new: Config) -> list[str]:
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in keys
-        if before.get(key) != after.get(key) and key not in harmless
+        if before.get(key) != after.get(key) and key not in harmless and not key.startswith("telemetry.")
     ]
 
 

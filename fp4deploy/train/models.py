@@ -45,6 +45,7 @@ from fp4deploy.runs import MODELS, Run
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.loop import Plan, Trainer
 from fp4deploy.train.state import read_progress
+from fp4deploy.train.trackers import check_trackers
 
 MOST_WORKERS = 12
 
@@ -89,6 +90,7 @@ def train_models(
         raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
     train_data, val_data = (open_dataset(Path(config.data.root), split, config.data.classes) for split in SPLITS)
     _check_class_weights(config, val_data.class_names)
+    check_trackers(config.telemetry.trackers)
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
         _keep_config(config, run, resume)
     budget = int(config.data.cache_gib * 2**30)
@@ -126,7 +128,7 @@ def _train(
         prepare(network, config.recipe)
         if fine_tuned and not resume:
             _calibrate(network, loaders[0], config.train.calibration)
-    trainer = Trainer(plan, network, _card(config, model, data), config.train, loaders)
+    trainer = Trainer(plan, network, _card(config, model, data), config.train, loaders, config.telemetry)
     progress = trainer.run(resume)
     return TrainResult(progress.best_miou, progress.epoch, progress.seconds, plan.checkpoint, dict(progress.per_class))
 
