@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError
 
-from . import bench, build, check, data, doctor, export, inspect, kernels, run, train
+from . import bench, build, check, data, doctor, export, inspect, kernels, run, telemetry, train
 
 DEBUG = "--debug"
 
@@ -121,6 +121,7 @@ app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("kernels")(kernels.kernels)
 app.add_typer(data.app, name="data")
+app.add_typer(telemetry.app, name="telemetry")
 
 
 def main() -> None:

@@ -195,7 +195,7 @@ class Watcher:
         self.seen[name, OUTPUT_GRADIENT] = coded_row(found)
 
 
-def window(x: torch.Tensor, axis: int, rows: int = 64, columns: int = 128) -> torch.Tensor:
+def window(x: torch.Tensor, axis: int, rows: int = 32, columns: int = 64) -> torch.Tensor:
     """The first rows and columns of a weight, or of its gradient, as a matrix: output channels by what they contract.
 
     `axis`, the contraction axis, runs fastest, so that a block lies in one row: a tap's channels, then the next tap's.

@@ -200,6 +200,17 @@ def encode(
     return Coded(source, original, q.codes, codes, values, beyond, scales, magnitude.amax(-1), SMALLEST_NORMAL_E4M3)
 
 
+def codes_in_place(
+    coded: Coded, x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...] = (1,)
+) -> torch.Tensor:
+    """The codes of an `encode` of the whole of `x` where its elements lie: uint8, the shape of `x`."""
+    _, moved, split = split_groups(x, spec, axes, groups)
+    codes = coded.codes.movedim(tuple(range(-len(moved), 0)), moved)
+    for axis in split:
+        codes = codes.flatten(axis, axis + 1)
+    return codes[tuple(slice(size) for size in x.shape)]
+
+
 def _encode_mxfp4(source: torch.Tensor, original: torch.Tensor, spec: QuantSpec, seed: int) -> Coded:
     m = quantize_mxfp4(source, spec.scale_rule, spec.rounding, seed)
     scales = decode_e8m0(m.scales)
