@@ -184,10 +184,16 @@ def _tails(name: str, layer: nn.Module, kept: str, inputs: list[torch.Tensor]) -
             _finite(found["kurtosis"]),
             _finite(peak),
             _finite(found["sqnr_db"]),
-            _finite(1 - found["correlation"] ** 2),
+            _lost(found),
         )
         rows.append(TensorTails(name, type(layer).__name__, tensor, kept, x.numel(), *numbers))
     return rows
+
+
+def _lost(found: dict[str, float]) -> float | None:
+    """1 - r^2; all of it where values that differ became one."""
+    erased = found["std"] > 0 and found["dequantized_std"] == 0
+    return 1.0 if erased else _finite(1 - found["correlation"] ** 2)
 
 
 def _damage(

@@ -19,7 +19,7 @@ for the device before `Table.read`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -174,7 +174,7 @@ class Watcher:
     @torch.no_grad()
     def _activation(self, name: str, layer: nn.Module, x: torch.Tensor) -> None:
         axis = -1 if isinstance(layer, nn.Linear) else -3
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x.device.type):
             if isinstance(layer, QuantizedLayer) and layer.recipe.activation is not None and not layer.observing:
                 spec, groups = layer.recipe.activation, (layer.product().groups,)
                 row = coded_row(encode(x, spec, (axis,), groups, _used_amax(layer), self.limit, self.seed))
@@ -185,7 +185,7 @@ class Watcher:
     @torch.no_grad()
     def _output_gradient(self, name: str, layer: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
         recipe, product = layer.recipe, layer.product()
-        with torch.autocast(gradient.device.type, enabled=False):
+        with _without_autocast(gradient.device.type):
             if recipe.dgrad_gradient is not None:
                 axis, groups = product.input_axis, (product.groups,)
                 found = encode(gradient, recipe.dgrad_gradient, (axis,), groups, None, self.limit, self.seed)
@@ -206,6 +206,10 @@ def window(x: torch.Tensor, axis: int, rows: int = 32, columns: int = 64) -> tor
 def contracted_axis(layer: nn.Module) -> int:
     """The axis of a layer's weight that its forward product contracts."""
     return 0 if isinstance(layer, nn.ConvTranspose2d) else 1
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _used_amax(layer: QuantizedLayer) -> torch.Tensor | None:

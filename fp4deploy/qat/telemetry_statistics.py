@@ -196,7 +196,7 @@ def encode(
     encoding = (1 / (scales * (1 / encoding_scale(whole, q.e4m3_max)))).clamp(max=FLT_MAX)
     magnitude = _magnitude(source, scales, BLOCK)
     beyond = magnitude * torch.where(scales > 0, encoding, 0.0).unsqueeze(-1) > VALUES[7]
-    codes, values = _decode(q.codes, block_step(q.scales, whole, q.e4m3_max), source.shape[-1])
+    codes, values = _decode(q.codes, block_step(q.scales, whole, q.e4m3_max), source.shape[-1], BLOCK)
     return Coded(source, original, q.codes, codes, values, beyond, scales, magnitude.amax(-1), SMALLEST_NORMAL_E4M3)
 
 
@@ -216,7 +216,7 @@ def _encode_mxfp4(source: torch.Tensor, original: torch.Tensor, spec: QuantSpec,
     scales = decode_e8m0(m.scales)
     magnitude = _magnitude(source, scales, MX_BLOCK)
     beyond = magnitude > VALUES[7] * scales.unsqueeze(-1)
-    codes, values = _decode(m.codes, scales, source.shape[-1])
+    codes, values = _decode(m.codes, scales, source.shape[-1], MX_BLOCK)
     return Coded(source, original, m.codes, codes, values, beyond, scales, magnitude.amax(-1), 2.0**-126)
 
 
@@ -301,10 +301,10 @@ def _magnitude(x: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor
     return pad_to_blocks(x.to(torch.float32), (x.ndim - 1,), size).abs().unflatten(-1, (scales.shape[-1], size))
 
 
-def _decode(packed: torch.Tensor, step: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _decode(packed: torch.Tensor, step: torch.Tensor, size: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, dequantised values), [..., size]; `step` has one a block."""
     codes = unpack_codes(packed)
-    values = _table(packed.device)[codes.to(torch.int32)].unflatten(-1, (step.shape[-1], -1)) * step.unsqueeze(-1)
+    values = _table(packed.device)[codes.to(torch.int32)].unflatten(-1, (step.shape[-1], block)) * step.unsqueeze(-1)
     return codes[..., :size], values.flatten(-2)[..., :size]
 
 
