@@ -1,8 +1,8 @@
 """One heatmap as three files: a picture (png), a page that answers the mouse (html), the numbers (json).
 
 The pages share one `plotly.min.js`, 4.5 MB, which lies once above them and is named by a relative path: they open from
-the disk, without a network. Pictures are drawn on a bare figure with fixed margins: there are a hundred of them at the
-end of a training, and laying out each anew would take longer than drawing it.
+the disk, without a network. Pictures are drawn on figures with fixed margins that are used again: there are a hundred
+of them at the end of a training, and laying out each anew would take longer than drawing it.
 
 Colours: viridis for amounts, PuOr for what has a sign and cividis for counts; all three stay distinct to colour-blind
 readers. A cell without a value is grey.
@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ SCRIPT = "plotly.min.js"
 AMOUNT, SIGNED, COUNT = "viridis", "PuOr", "cividis"
 MISSING = "#d5d8dc"
 MOST_TICKS = 17
+STEPS = (1, 2, 4, 10, 16, 20, 40, 100, 200, 400, 1000)  # between labels
 INCH = {"cell": 0.19, "letter": 0.072, "left": 0.55, "right": 1.35, "top": 0.62, "bottom": 0.62}
 Cell = float | int | None
 
@@ -173,46 +175,98 @@ def _png(heatmap: Heatmap) -> bytes:
     import io
 
     import numpy as np
+
+    low, high, log = heatmap.limits()
+    longest = max((len(label) for label in heatmap.rows), default=0)
+    shape = (len(heatmap.rows), len(heatmap.columns))
+    wide = heatmap.cell * shape[1] if heatmap.cell else min(7.0, max(3.4, INCH["cell"] * 2 * shape[1]))
+    width = max(INCH["left"] + INCH["letter"] * longest + wide + INCH["right"], _needed(heatmap))
+    labels = (tuple(heatmap.rows), tuple(heatmap.columns), heatmap.row_title, heatmap.column_title, heatmap.unit)
+    ticks = None if heatmap.ticks is None else tuple(heatmap.ticks)
+    canvas = _canvas(
+        *labels, heatmap.colours, log, log and high < 300 * low, heatmap.cell, ticks, wide, round(width, 1)
+    )
+    values = np.array([[np.nan if v is None else v for v in row] for row in heatmap.values], dtype=float)
+    canvas.image.set_data(np.ma.masked_invalid(values.reshape(shape)))
+    canvas.image.set_clim(low, high)
+    canvas.title.set_text(heatmap.title)
+    canvas.note.set_text(heatmap.note)
+    target = io.BytesIO()
+    canvas.figure.savefig(target, format="png", metadata={"Software": None}, pil_kwargs={"compress_level": 4})
+    return target.getvalue()
+
+
+def _needed(heatmap: Heatmap) -> float:
+    return max(0.085 * len(heatmap.title), 0.068 * len(heatmap.note)) + 0.4
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """A figure with axes, labels and colour bar, to which values, limits and title are given."""
+
+    figure: Any
+    image: Any
+    title: Any
+    note: Any
+
+
+@lru_cache(maxsize=8)
+def _canvas(
+    rows: tuple[str, ...],
+    columns: tuple[str, ...],
+    row_title: str,
+    column_title: str,
+    unit: str,
+    colours: str,
+    log: bool,
+    narrow: bool,
+    cell: float | None,
+    ticks: tuple[float, ...] | None,
+    wide: float,
+    width: float,
+) -> _Canvas:
+    """Making axes and ticks takes longer than drawing them; most pictures of a model share theirs."""
+    import numpy as np
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    rows, columns = len(heatmap.rows), len(heatmap.columns)
-    low, high, log = heatmap.limits()
-    wide = heatmap.cell * columns if heatmap.cell else min(7.0, max(3.4, INCH["cell"] * 2 * columns))
-    tall = (heatmap.cell or INCH["cell"]) * max(rows, 3)
-    longest = max((len(label) for label in heatmap.rows), default=0)
-    left = INCH["left"] + INCH["letter"] * longest
-    width = max(left + wide + INCH["right"], 0.085 * len(heatmap.title) + 0.4, 0.068 * len(heatmap.note) + 0.4)
+    tall = (cell or INCH["cell"]) * max(len(rows), 3)
+    left = INCH["left"] + INCH["letter"] * max((len(label) for label in rows), default=0)
     height = INCH["top"] + tall + INCH["bottom"]
-    figure = Figure(figsize=(width, height), dpi=110)
+    figure = Figure(figsize=(width, height), dpi=96)
     FigureCanvasAgg(figure)
     axis = figure.add_axes((left / width, INCH["bottom"] / height, wide / width, tall / height))
     bar = figure.add_axes(((left + wide + 0.15) / width, INCH["bottom"] / height, 0.14 / width, tall / height))
-    colours = colormaps[heatmap.colours].copy()
-    colours.set_bad(MISSING)
-    norm = LogNorm(low, high) if log else Normalize(low, high)
-    values = np.array([[np.nan if v is None else v for v in row] for row in heatmap.values], dtype=float)
-    image = axis.imshow(values.reshape(rows, columns), aspect="auto", cmap=colours, norm=norm, interpolation="nearest")
+    image = axis.imshow(
+        np.ones((len(rows), len(columns))),
+        aspect="auto",
+        cmap=colormaps[colours].with_extremes(bad=MISSING),
+        norm=LogNorm(1, 2) if log else Normalize(0, 1),
+        interpolation="nearest",
+    )
     painted = figure.colorbar(image, cax=bar)
-    painted.set_label(heatmap.unit, fontsize=8.5)
-    if heatmap.ticks is not None:
-        painted.set_ticks(list(heatmap.ticks), labels=[f"{tick:g}" for tick in heatmap.ticks])
+    painted.set_label(unit, fontsize=8.5)
+    if ticks is not None:
+        painted.set_ticks(list(ticks), labels=[f"{tick:g}" for tick in ticks])
+    elif log:
+        painted.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
+        painted.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        painted.ax.yaxis.set_minor_formatter(NullFormatter())
     bar.tick_params(labelsize=7.5)
-    _ticks(axis.set_xticks, heatmap.columns, max(2, min(MOST_TICKS, int(wide / 0.4))))
-    _ticks(axis.set_yticks, heatmap.rows, 9 if heatmap.cell else rows)
+    _ticks(axis.set_xticks, columns, max(2, min(MOST_TICKS, int(wide / 0.36))))
+    _ticks(axis.set_yticks, rows, 9 if cell else len(rows))
     axis.tick_params(labelsize=7.5, length=2)
-    axis.set_xlabel(heatmap.column_title, fontsize=8.5)
-    axis.set_ylabel(heatmap.row_title, fontsize=8.5)
-    figure.text(0.15 / width, 1 - 0.08 / height, heatmap.title, fontsize=10.5, va="top")
-    figure.text(0.15 / width, 1 - 0.32 / height, heatmap.note, fontsize=8, va="top", color="#555555")
-    target = io.BytesIO()
-    figure.savefig(target, format="png", metadata={"Software": None})
-    return target.getvalue()
+    axis.set_xlabel(column_title, fontsize=8.5)
+    axis.set_ylabel(row_title, fontsize=8.5)
+    title = figure.text(0.15 / width, 1 - 0.08 / height, "", fontsize=10.5, va="top")
+    note = figure.text(0.15 / width, 1 - 0.32 / height, "", fontsize=8, va="top", color="#555555")
+    return _Canvas(figure, image, title, note)
 
 
 def _ticks(put: Any, labels: Sequence[str], most: int) -> None:
-    step = max(1, -(-len(labels) // most))
+    step = next((step for step in STEPS if step * most >= len(labels)), len(labels))
     places = list(range(0, len(labels), step))
     put(places, [labels[place] for place in places])
