@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError
 
-from . import bench, build, check, data, doctor, estimate, export, inspect, kernels, run, sweep, train
+from . import bench, build, check, data, doctor, estimate, export, inspect, kernels, run, sweep, telemetry, train
 
 DEBUG = "--debug"
 
@@ -125,6 +125,7 @@ app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
 app.command("kernels")(kernels.kernels)
 app.add_typer(data.app, name="data")
+app.add_typer(telemetry.app, name="telemetry")
 
 
 def main() -> None:

@@ -15,11 +15,13 @@ from .settings import (
     ClassesOption,
     ConfigOption,
     DataOption,
+    EveryOption,
     ModelsOption,
     OutOption,
     RecipeOption,
     ScratchOption,
     SetOption,
+    TrackerOption,
     parse_models,
     settings,
     start_run,
@@ -43,6 +45,8 @@ def run(
     sets: SetOption = None,
     arch: Annotated[str, typer.Option("--arch", help="GPU to build engines for: sm120 or sm121.")] = "sm120",
     from_scratch: ScratchOption = False,
+    telemetry_every: EveryOption = None,
+    tracker: TrackerOption = None,
 ) -> None:
     """Take an FP16 and an NVFP4 model through every stage, and compare them in a table and a report."""
     from fp4deploy.bench.chain import run_chain
@@ -51,7 +55,9 @@ def run(
     if demo and data is not None:
         raise InputError("--demo uses generated shapes; leave out either --demo or --data.")
     chosen = parse_models(models)
-    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe)
+    resolved = settings(
+        config, sets, data=data, classes=classes, recipe=recipe, every=telemetry_every, trackers=tracker
+    )
     created, resolved = start_run(resolved, out)
     where = Path(resolved.data.root or created.path / "data")
     journal = Journal(commands=_commands(demo, data, config, sets, models))

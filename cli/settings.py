@@ -29,6 +29,16 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Setting such as train.epochs=20; repeatable.", show_default="none"),
 ]
+EveryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--telemetry-every", min=0, help="Steps between two looks at every layer; 0: none.", show_default="100"
+    ),
+]
+TrackerOption = Annotated[
+    list[str] | None,
+    typer.Option("--tracker", help="tensorboard or wandb besides telemetry.jsonl; repeatable.", show_default="jsonl"),
+]
 ScratchOption = Annotated[bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")]
 
 SHAPES = {"train": 400, "val": 100, "size": 96, "seed": 0}  # scenes and pixels
@@ -56,6 +66,8 @@ def settings(
     data: Path | None = None,
     classes: str | None = None,
     recipe: str | None = None,
+    every: int | None = None,
+    trackers: list[str] | None = None,
 ) -> Config:
     """Read the configuration; flags are settings like any `--set` (quoted, as values are YAML), and later ones win.
 
@@ -72,6 +84,10 @@ def settings(
         flags.append(f"data.classes={json.dumps(names)}")
     if recipe is not None:
         flags.append(f"recipe={json.dumps(recipe)}")
+    if every is not None:
+        flags.append(f"telemetry.every={every}")
+    if trackers:
+        flags.append(f"telemetry.trackers={json.dumps(list(dict.fromkeys(['jsonl', *trackers])))}")
     return load_config(config, [*flags, *(sets or [])])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,16 +14,19 @@ from .settings import (
     ClassesOption,
     ConfigOption,
     DataOption,
+    EveryOption,
     ModelsOption,
     OutOption,
     RecipeOption,
     ScratchOption,
     SetOption,
+    TrackerOption,
     parse_models,
     settings,
     start_run,
     tidy_on_failure,
 )
+from .telemetry import draw
 
 if TYPE_CHECKING:
     from fp4deploy.train import Config, TrainResult
@@ -45,22 +48,25 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only measure some steps and estimate the time (fp4deploy estimate).")
     ] = False,
+    telemetry_every: EveryOption = None,
+    tracker: TrackerOption = None,
 ) -> None:
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
     chosen = parse_models(models)
+    flags: Any = {"data": data, "classes": classes, "recipe": recipe, "every": telemetry_every, "trackers": tracker}
     if dry_run:
-        run_estimate(settings(config, sets, data=data, classes=classes, recipe=recipe), chosen)
+        run_estimate(settings(config, sets, **flags), chosen)
         return
     if resume:
         run = open_run(out) if out is not None else latest_run()
-        resolved = settings(run.config_path, sets, data=data, classes=classes, recipe=recipe)
+        resolved = settings(run.config_path, sets, **flags)
         note(f"Continuing {shown(run.path)}.")
-        _report(run, _train(resolved, run, chosen, from_scratch, resume=True))
+        _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
         return
-    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe)
+    resolved = settings(config, sets, **flags)
     run, resolved = start_run(resolved, out)
     with tidy_on_failure(run):
-        _report(run, _train(resolved, run, chosen, from_scratch, resume=False))
+        _report(run, _train(resolved, run, chosen, from_scratch, resume=False), resolved)
 
 
 def _train(
@@ -71,7 +77,9 @@ def _train(
     return train_models(config, run, models, from_scratch=from_scratch, resume=resume)
 
 
-def _report(run: Run, trained: dict[str, TrainResult]) -> None:
+def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
     for model, result in trained.items():
         done(f"{model}: best mIoU {100 * result.best_miou:.2f}, {shown(run.checkpoint(model))}")
+    if config.telemetry.plots and config.telemetry.every and "jsonl" in config.telemetry.trackers:
+        draw(run, list(trained))
     note("Export them with: fp4deploy export --format onnx")

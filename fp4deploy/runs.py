@@ -4,7 +4,9 @@
       config.yaml                     resolved configuration
       <model>/best.safetensors        checkpoint with the best validation mIoU
       <model>/metrics.jsonl           one line an epoch
+      <model>/telemetry.jsonl         statistics of every layer, one line a look
       <model>/state/                  everything an exact resume needs
+      plots/heatmaps/<model>/         of the telemetry; plots/kurtosis/<model>/ of the study
       export/unet.onnx                the NVFP4 model; the FP16 baseline is unet-fp16.onnx
       export/unet.fp4                 the same, packed; and unet-fp16.fp4
       engines/unet.plan               and unet.ledger.json beside it

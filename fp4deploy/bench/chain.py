@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp4deploy.bench.artifact import bench_or_explain
+from fp4deploy.bench.heatmaps import draw_heatmaps
 from fp4deploy.bench.report import Journal, Report, write_report
 from fp4deploy.bench.tables import duration
 from fp4deploy.errors import UnavailableError
@@ -48,6 +49,9 @@ def run_chain(
     journal = journal or Journal()
     with stage(1, "train", say, journal):
         train_models(config, run, models, from_scratch=from_scratch)
+        if config.telemetry.plots and config.telemetry.every and "jsonl" in config.telemetry.trackers:
+            for model in models:
+                draw_heatmaps(run, model)
     with stage(2, "export and verify", say, journal):
         for model in models:
             _export(run, model, data, say)

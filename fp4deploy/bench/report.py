@@ -17,6 +17,7 @@ from fp4deploy.bench import tables
 from fp4deploy.bench.artifact import ArtifactResult
 from fp4deploy.bench.curves import draw_curves, history, save_curves
 from fp4deploy.bench.environment import environment
+from fp4deploy.bench.heatmaps import telemetry_pictures
 from fp4deploy.bench.ledgers import engines
 from fp4deploy.bench.overlays import Overlay, draw_overlays
 from fp4deploy.models import read_card
@@ -58,10 +59,11 @@ def write_report(run: Run, artifacts: Sequence[ArtifactResult], data: Path, jour
     pair = run.checkpoint("fp16"), run.checkpoint("nvfp4")
     overlays: list[Overlay] = draw_overlays(*pair, data) if all(path.is_file() for path in pair) else []
     paths = [run.path / f"report.{suffix}" for suffix in ("json", "md", "html")]
+    pictures = telemetry_pictures(run, facts["models"])
     texts = (
         json.dumps(facts, indent=2, allow_nan=False) + "\n",
         render_markdown(facts),
-        render_html(facts, curves, overlays),
+        render_html(facts, curves, overlays, pictures),
     )
     for path, text in zip(paths, texts, strict=True):
         with atomic_write(path) as temporary:

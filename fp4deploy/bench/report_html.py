@@ -18,7 +18,12 @@ EMULATED = (
 )
 
 
-def render_html(facts: dict[str, Any], curves: str | None, overlays: Sequence[Overlay]) -> str:
+def render_html(
+    facts: dict[str, Any],
+    curves: str | None,
+    overlays: Sequence[Overlay],
+    pictures: Sequence[tuple[str, str]] = (),
+) -> str:
     """The whole page."""
     sections = [
         _header(facts),
@@ -26,6 +31,7 @@ def render_html(facts: dict[str, Any], curves: str | None, overlays: Sequence[Ov
         _artifacts(facts),
         _engines(facts["ledgers"]),
         f"<h2>Training</h2><figure>{curves}</figure>" if curves else "",
+        _telemetry(pictures),
         _samples(facts, overlays),
         _per_class(facts["models"]),
         _environment(facts),
@@ -142,6 +148,18 @@ def _samples(facts: dict[str, Any], overlays: Sequence[Overlay]) -> str:
         told = f"the models differ on {100 * overlay.differing:.2f} % of pixels{worst}"
         cells += f'<div class="caption">{escape(overlay.name)}: {told}</div>'
     return f'<h2>Samples</h2><div class="legend">{legend}</div><div class="samples">{cells}</div>'
+
+
+def _telemetry(pictures: Sequence[tuple[str, str]]) -> str:
+    """Heatmaps of the training: (caption, data URI) of each."""
+    if not pictures:
+        return ""
+    shown = "".join(
+        f'<figure><img src="{uri}" alt="{escape(caption)}"><figcaption>{escape(caption)}</figcaption></figure>'
+        for caption, uri in pictures
+    )
+    where = "All of them, with pages that answer the mouse, lie in <code>plots/heatmaps</code>."
+    return f'<h2>Telemetry</h2><div class="heatmaps">{shown}</div><p class="note">{where}</p>'
 
 
 def _per_class(models: dict[str, Any]) -> str:

@@ -35,6 +35,9 @@ pre { background:var(--wash); border:1px solid var(--line); border-radius:10px; 
 .nvfp4_ptq { background:#fff4e6; color:#d9480f; }
 .note { color:var(--soft); font-size:13px; margin-top:10px; }
 figure { margin:0; } figure svg { width:100%; height:auto; display:block; }
+.heatmaps { display:grid; grid-template-columns:repeat(auto-fit,minmax(420px,1fr)); gap:18px; }
+.heatmaps img { width:100%; height:auto; display:block; }
+.heatmaps figcaption { color:var(--soft); font-size:12.5px; }
 .samples { display:grid; grid-template-columns:repeat(5,1fr); gap:10px 10px; }
 .samples .head { font-size:12.5px; font-weight:600; color:var(--soft); }
 .samples img { width:100%; display:block; border-radius:8px; }

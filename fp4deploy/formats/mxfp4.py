@@ -126,7 +126,7 @@ def e8m0_scales(block_amax: torch.Tensor, scale_rule: str = "floor") -> torch.Te
 def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
     """2^(b - 127) of E8M0 bytes (uint8), float32, same shape; 0xFF is NaN."""
     exponent = scales.to(torch.int32)
-    smallest = torch.tensor(2.0**-127, device=scales.device)
+    smallest = torch.full((), 2.0**-127, device=scales.device)  # a kernel, where a copy would wait for the device
     values = torch.where(exponent == 0, smallest, (exponent << _MANTISSA_BITS).view(torch.float32))
     return torch.where(exponent == E8M0_NAN, float("nan"), values)
 

@@ -13,7 +13,9 @@ recipe that the kernels do not have, no autocast, no GPU), the plain forward run
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -31,6 +33,9 @@ from fp4deploy.qat.recipes import QuantSpec, Recipe
 ops = torch.ops.fp4deploy
 SIMPLE_INPUT = QuantSpec(scale="static")
 SIMPLE_WEIGHT = QuantSpec()
+
+# show(layer, shape [N, C, H, W] of its input, what gives some images of it as they are before they are quantised)
+Show = Callable[[nn.Module, torch.Size, Callable[[slice], torch.Tensor]], None]
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -50,6 +55,30 @@ class FusedUNet(UNet):
         with torch.autocast("cuda", enabled=False):
             return self._fused(x.to(dtype, memory_format=torch.channels_last))
 
+    def fuses(self, x: torch.Tensor) -> bool:
+        """The fused forward would take `x` now, in the autocast that this is called in."""
+        return _compute_dtype(x) is not None and self._fusable()
+
+    @contextmanager
+    def show_inputs(self, show: Show) -> Iterator[None]:
+        """Let the fused forward show what it feeds every layer, which its kernels quantise before it is in memory.
+
+        Shown after the layer's amax was tracked. What is shown is made again from what the kernel read, for the images
+        that are asked for; GroupNorm's moments are those of an image, so the values are the same, rounded to FP16.
+        """
+        self.__dict__["_show"] = show
+        try:
+            yield
+        finally:
+            del self.__dict__["_show"]
+
+    def _show_input(
+        self, layer: nn.Module | None, shape: tuple[int, ...], read: Callable[[slice], torch.Tensor]
+    ) -> None:
+        show: Show | None = self.__dict__.get("_show")
+        if show is not None and layer is not None:
+            show(layer, torch.Size(shape), read)
+
     def _fusable(self) -> bool:
         if not available(self.head.weight.device):
             return False
@@ -66,9 +95,11 @@ class FusedUNet(UNet):
     def _fused(self, x: torch.Tensor) -> torch.Tensor:
         weights = self._weights(x.dtype)
         skips: list[tuple[torch.Tensor, torch.Tensor]] = []
-        parts: Any = (self.encoder, self.up, self.decoder)
-        encoder, ups, decoder = (list(part) for part in parts)
+        modules: Any = (self.encoder, self.up, self.decoder)
+        encoder, ups, decoder = (list(module) for module in modules)
         deepest = len(encoder) - 1
+        image = x
+        self._show_input(encoder[0].conv1, x.shape, lambda images: image[images])
         if isinstance(encoder[0].conv1, QuantizedLayer):  # by default it stays as it is
             x = encoder[0].conv1.quantized_input(x)
         for level, block in enumerate(encoder):
@@ -77,23 +108,30 @@ class FusedUNet(UNet):
                 y, largest = _norm(x, bias, block.norm2, None)
                 after = encoder[level + 1].conv1
                 skip, x = _SkipAndPool.apply(y, _track(y, largest, after, read=False))
+                self._show_input(after, x.shape, partial(_pooled, y))
                 skips.append((skip, largest))
             else:
-                x, _ = _norm(x, bias, block.norm2, ups[0])
+                x = self._norm(x, bias, block.norm2, ups[0])
         for index, (up, block) in enumerate(zip(ups, decoder, strict=True)):
             upwards = F.conv_transpose2d(x, weights[up], _cast(up.bias, x), up.stride)
             skip, largest = skips.pop()
             x = _concat(skip, upwards, largest, block.conv1)
+            self._show_input(block.conv1, x.shape, partial(_joined, skip, upwards))
             x, bias = self._block(block, x, weights)
             after = ups[index + 1] if index + 1 < len(ups) else self.head
-            x, _ = _norm(x, bias, block.norm2, after)
+            x = self._norm(x, bias, block.norm2, after)
         return F.conv2d(x, weights[self.head], _cast(self.head.bias, x))
 
     def _block(self, block: Block, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Up to the second convolution, whose bias is still to be added."""
         x = F.conv2d(x, weights[block.conv1], None, padding=1)
-        x, _ = _norm(x, block.conv1.bias, block.norm1, block.conv2)
+        x = self._norm(x, block.conv1.bias, block.norm1, block.conv2)
         return F.conv2d(x, weights[block.conv2], None, padding=1), block.conv2.bias
+
+    def _norm(self, x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module) -> torch.Tensor:
+        y, _ = _norm(x, bias, norm, after)
+        self._show_input(after, x.shape, lambda images: _normalized(x[images], bias, norm))
+        return y
 
     def _weights(self, dtype: torch.dtype) -> dict[nn.Module, torch.Tensor]:
         """The weight of every convolution as it is multiplied, in `dtype`."""
@@ -204,6 +242,22 @@ def _norm(
     if delayed:
         cast(QuantizedLayer, after).remember(result[1])
     return result
+
+
+def _normalized(x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm) -> torch.Tensor:
+    """relu(norm(x + bias)), not quantised and without a gradient."""
+    x = x.detach().contiguous(memory_format=torch.channels_last)
+    args = (bias, norm.weight, norm.bias, norm.num_groups, norm.eps, None, None, 0.0, False, False)
+    result: torch.Tensor = ops.group_norm_relu(x, *args)[0]
+    return result
+
+
+def _pooled(y: torch.Tensor, images: slice) -> torch.Tensor:
+    return F.max_pool2d(y[images], 2)
+
+
+def _joined(skip: torch.Tensor, upwards: torch.Tensor, images: slice) -> torch.Tensor:
+    return torch.cat([skip[images], upwards[images]], 1)
 
 
 def _track(x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool) -> torch.Tensor | None:

@@ -53,14 +53,12 @@ def quantize_and_measure(
     return values, inside, largest
 
 
-def _quantize_groups(
-    x: torch.Tensor,
-    spec: QuantSpec,
-    axes: tuple[int, ...],
-    amax: torch.Tensor | None,
-    groups: tuple[int, ...],
-    measure: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def split_groups(
+    x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...] = (1,)
+) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """(view of `x`, axes of its blocks there, axes that were split): each group on an axis of its own where one would
+    not fill whole blocks; the contraction axis stays last among the axes.
+    """
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
@@ -70,8 +68,20 @@ def _quantize_groups(
     for axis, count in sorted(split.items(), reverse=True):
         x = x.unflatten(axis, (count, shape[axis] // count))
     moved = tuple(axis + sum(other <= axis for other in split) for axis in axes)
+    return x, moved, tuple(sorted(split))
+
+
+def _quantize_groups(
+    x: torch.Tensor,
+    spec: QuantSpec,
+    axes: tuple[int, ...],
+    amax: torch.Tensor | None,
+    groups: tuple[int, ...],
+    measure: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    x, moved, split = split_groups(x, spec, axes, groups)
     values, inside, largest = _quantize(x, spec, moved, amax, as_mask=bool(split), measure=measure)
-    for axis in sorted(split):
+    for axis in split:
         values = values.flatten(axis, axis + 1)
         inside = None if inside is None else inside.flatten(axis, axis + 1)
     return values, inside, largest

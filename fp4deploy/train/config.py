@@ -99,6 +99,19 @@ class TrainSection(Section):
         return value
 
 
+class TelemetrySection(Section):
+    """every: optimiser steps between two looks at every layer (0: none); trackers: where what is seen goes.
+
+    plots: heatmaps at the end of a training; project, wandb_mode: of Weights & Biases.
+    """
+
+    every: int = Field(100, ge=0)
+    trackers: list[Literal["jsonl", "tensorboard", "wandb"]] = Field(["jsonl"])
+    plots: bool = True
+    project: str = "fp4deploy"
+    wandb_mode: Literal["offline", "online"] = "offline"
+
+
 class Config(Section):
     """A whole training; `seed` fixes initial weights, shuffling and augmentation."""
 
@@ -110,6 +123,7 @@ class Config(Section):
     augment: AugmentSection = AugmentSection()
     quant: QuantSection = QuantSection()
     distill: DistillSection = DistillSection()
+    telemetry: TelemetrySection = TelemetrySection()
 
     @field_validator("recipe")
     @classmethod
@@ -146,7 +160,7 @@ def changed_settings(old: Config, new: Config) -> list[str]:
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in keys
-        if before.get(key) != after.get(key) and key not in harmless
+        if before.get(key) != after.get(key) and key not in harmless and not key.startswith("telemetry.")
     ]
 
 

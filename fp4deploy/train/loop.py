@@ -33,7 +33,7 @@ from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.qat.learned import keep_positive
 from fp4deploy.train.additions import Additions
 from fp4deploy.train.checkpointing import checkpoint_blocks
-from fp4deploy.train.config import TrainSection
+from fp4deploy.train.config import TelemetrySection, TrainSection
 from fp4deploy.train.ema import WeightAverage
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.journal import append_line, keep_epochs
@@ -43,6 +43,7 @@ from fp4deploy.train.progress import Display
 from fp4deploy.train.schedule import learning_rate, make_optimizer, set_learning_rate
 from fp4deploy.train.state import Progress, load_state, save_state
 from fp4deploy.train.tally import Counts, Tally
+from fp4deploy.train.telemetry import Telemetry
 
 MAX_SKIPPED_IN_A_ROW = 30
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
@@ -97,6 +98,7 @@ class Trainer:
         settings: TrainSection,
         loaders: tuple[EpochLoader, EpochLoader],
         extras: Extras = Extras(),
+        telemetry: TelemetrySection | None = None,
     ) -> None:
         self.plan, self.card, self.settings = plan, card, settings
         on_gpu = torch.cuda.is_available()
@@ -128,6 +130,15 @@ class Trainer:
             self.loss = torch.compile(self.loss.__call__)
             if not isinstance(model, FusedUNet):
                 self.model = torch.compile(self.model)
+        self.telemetry = Telemetry(
+            telemetry or TelemetrySection(every=0, trackers=[]),
+            plan.folder,
+            self.bare,
+            self.steps,
+            active=self.accelerator.is_main_process,
+            compiled=settings.compile and not isinstance(model, FusedUNet),
+            config={"model": plan.model, "recipe": card.recipe, "lr": plan.lr, **settings.model_dump(mode="json")},
+        )
         self.progress = Progress()
         self.tally = Tally(self.device, Counts(), settings.spike)
         self.interrupt = Interrupt()
@@ -151,6 +162,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             _remove_leftovers(self.plan.folder)
             keep_epochs(self.plan.metrics_path, self.progress.epoch)
+            self.telemetry.resume(self.progress.step, self.progress.epoch)
         plan, start = self.plan, self.progress
         quiet = not self.accelerator.is_main_process
         with (
@@ -163,6 +175,8 @@ class Trainer:
             except Pause:
                 self._save_state()
                 raise KeyboardInterrupt from None
+            finally:
+                self.telemetry.close()
         self.accelerator.wait_for_everyone()  # the next model starts from this one's checkpoint
         self.accelerator.free_memory()
         return self.progress
@@ -242,7 +256,7 @@ class Trainer:
         first = progress.batch - progress.batch % accumulate
         group = min(accumulate, progress.batches - first)
         last = progress.batch + 1 == first + group
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), self.telemetry.watching(images, progress.step, last):
             logits = self.model(images)
         loss = self.loss(logits, masks)
         if self.additions is not None:
@@ -263,6 +277,7 @@ class Trainer:
         set_learning_rate(self.optimizer, self._learning_rate(self.progress.step))
         norm = self.accelerator.clip_grad_norm_(self.bare.parameters(), self.settings.clip)
         self.tally.add_step(norm)
+        self.telemetry.look(self.progress.step, self.progress.epoch, norm, self.accelerator.scaler)
         if self.accelerator.scaler is not None or torch.isfinite(norm):  # the scaler skips by itself
             self.stepper.step()
         self.stepper.zero_grad(set_to_none=True)
@@ -278,6 +293,7 @@ class Trainer:
         progress = self.progress
         if self.device.type == "cpu" or progress.step % STEPS_BETWEEN_READS == 0:
             counts = self.tally.read()
+            self.telemetry.flush()
             display.step(progress.step, counts.mean_loss)
             if counts.row >= MAX_SKIPPED_IN_A_ROW:
                 raise GateError(
@@ -327,6 +343,7 @@ class Trainer:
                     save_checkpoint(self.plan.checkpoint, self.bare, self.card, extra)
         if main:
             append_line(self.plan.metrics_path, line)
+            self.telemetry.epoch(line)
         self._save_state()
 
     def _save_state(self) -> None:
@@ -334,6 +351,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             save_state(self.plan.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
+            self.telemetry.save()
         self.saved_at = time.monotonic()
 
 

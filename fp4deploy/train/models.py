@@ -50,6 +50,7 @@ from fp4deploy.train.extras import make_extras
 from fp4deploy.train.loop import Plan, Trainer
 from fp4deploy.train.ptq import evaluate_untrained
 from fp4deploy.train.state import read_progress
+from fp4deploy.train.trackers import check_trackers
 
 MOST_WORKERS = 12
 QUANTIZED_MODELS = ("nvfp4", "nvfp4_ptq")
@@ -95,6 +96,7 @@ def train_models(
         raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
     train_data, val_data = (open_dataset(Path(config.data.root), split, config.data.classes) for split in SPLITS)
     _check_class_weights(config, val_data.class_names)
+    check_trackers(config.telemetry.trackers)
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
         _keep_config(config, run, resume)
     budget = int(config.data.cache_gib * 2**30)
@@ -135,7 +137,7 @@ def _train(
             calibrate_on(network, loaders[0], config)
     start = partial(_starting_point, config, run, model, data.class_names)
     extras = make_extras(config, run, model, loaders[0].source, start)
-    trainer = Trainer(plan, network, model_card(config, model, data), config.train, loaders, extras)
+    trainer = Trainer(plan, network, model_card(config, model, data), config.train, loaders, extras, config.telemetry)
     progress = evaluate_untrained(trainer, resume) if untrained else trainer.run(resume)
     return TrainResult(progress.best_miou, progress.epoch, progress.seconds, plan.checkpoint, dict(progress.per_class))
 

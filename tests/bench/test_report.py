@@ -96,6 +96,14 @@ def test_html_escapes_what_it_is_given(facts: dict[str, Any]) -> None:
     assert "<remark>" not in page
 
 
+def test_html_shows_telemetry_where_there_is_some(facts: dict[str, Any]) -> None:
+    assert "Telemetry" not in render_html(facts, None, [])
+    page = render_html(facts, None, [], [("nvfp4: codes <that> changed", "data:image/png;base64,AAAA")])
+    assert "<h2>Telemetry</h2>" in page
+    assert 'src="data:image/png;base64,AAAA"' in page
+    assert "codes &lt;that&gt; changed" in page
+
+
 def test_html_needs_no_network_and_no_script(facts: dict[str, Any]) -> None:
     page = render_html(facts, None, [])
     assert "http://" not in page

@@ -60,16 +60,17 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         "print(json.dumps([codes, sorted({n.partition('.')[0] for n in sys.modules})]))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, "", *COMMANDS, "data shapes", "data check"],
+        [sys.executable, "-c", code, "", *COMMANDS, "data shapes", "data check", "telemetry plot"],
         capture_output=True, text=True, check=True, cwd=tmp_path, env=ENVIRONMENT,
     )  # fmt: skip
     codes, loaded = json.loads(result.stdout)
-    assert codes == [0] * (1 + len(COMMANDS) + 2)
+    assert codes == [0] * (1 + len(COMMANDS) + 3)
     assert [name for name in HEAVY if name in loaded] == []
 
 
 def test_the_contract_of_commands(app: Any) -> None:
-    assert set(commands(app)) == {*COMMANDS, "data shapes", "data check"}
+    telemetry = {"telemetry", "telemetry plot", "telemetry study"}
+    assert set(commands(app)) == {*COMMANDS, "data shapes", "data check", *telemetry}
 
 
 def test_every_option_is_documented(app: Any) -> None:

@@ -1,0 +1,107 @@
+"""Telemetry on the command line: train, draw again, study; flags and bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import Invoke
+from typer.testing import CliRunner
+
+TINY = (
+    "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
+    "--set", "train.epochs=1", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
+    """A run of both models, looked at every second step."""
+    folder = tmp_path_factory.mktemp("telemetry") / "run"
+    command = ("train", "--data", str(shapes), "--out", str(folder), "--telemetry-every", "2", *TINY)
+    result = CliRunner().invoke(app, command, prog_name="fp4deploy")
+    assert result.exit_code == 0, result.stderr
+    assert "files of heatmaps under" in result.stderr
+    return folder
+
+
+def test_train_tracks_and_draws(run: Path) -> None:
+    for model in ("fp16", "nvfp4"):
+        lines = [json.loads(line) for line in (run / model / "telemetry.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if line["kind"] == "look"] == [1, 3, 4]
+    heatmaps = run / "plots" / "heatmaps"
+    for name in (
+        "nvfp4/weights/quantized/semantic_flips",
+        "fp16/weights/prequantize/semantic_head",
+        "nvfp4/gradients/semantic_std",
+    ):
+        for suffix in ("png", "html", "json"):
+            assert (heatmaps / f"{name}.{suffix}").is_file()
+    assert yaml.safe_load((run / "config.yaml").read_text())["telemetry"]["every"] == 2
+
+
+def test_plots_are_drawn_again_from_the_files(run: Path, invoke: Invoke) -> None:
+    target = run / "plots" / "heatmaps" / "nvfp4" / "weights" / "dequantized" / "semantic_sqnr_db.json"
+    before = target.read_bytes()
+    shutil.rmtree(run / "plots")
+    result = invoke("telemetry", "plot", run, "--model", "nvfp4")
+    assert result.exit_code == 0, result.stderr
+    assert target.read_bytes() == before
+    assert not (run / "plots" / "heatmaps" / "fp16").exists()
+
+
+def test_the_study_of_a_checkpoint(run: Path, invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("telemetry", "study", run / "fp16" / "best.safetensors", "--images", 2, "--out", tmp_path / "study")
+    assert result.exit_code == 0, result.stderr
+    assert "| output layer | 1 |" in result.stdout
+    assert json.loads((tmp_path / "study" / "kurtosis.json").read_text())["images"] == 2
+    assert (tmp_path / "study" / "kurtosis.png").is_file()
+
+
+def test_a_run_without_telemetry(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
+    arguments = ("train", "--data", shapes, "--out", "plain", "--models", "fp16", "--telemetry-every", 0, *TINY)
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert not list(Path("plain").rglob("telemetry*"))
+    assert not Path("plain/plots").exists()
+    result = invoke("telemetry", "plot", "plain")
+    assert result.exit_code == 2
+    assert "holds no telemetry" in result.stderr
+    assert "--telemetry-every" in result.stderr
+
+
+def test_bad_flags(invoke: Invoke, shapes: Path, run: Path) -> None:
+    for arguments, told in (
+        (("train", "--data", shapes, "--tracker", "csv"), "'jsonl', 'tensorboard' or 'wandb'"),
+        (("train", "--data", shapes, "--telemetry-every", "-1"), "telemetry-every"),
+        (("telemetry", "plot", run, "--model", "nvfp5"), "fp16, nvfp4"),
+        (("telemetry", "plot", "nowhere"), "is not a run"),
+        (("telemetry", "plot"), "no run under"),
+        (("telemetry", "study", "none.safetensors", "--data", shapes), "no checkpoint"),
+        (("telemetry", "study", run / "fp16" / "best.safetensors", "--images", 0), "images"),
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 2, arguments
+        assert told in result.stderr, (arguments, result.stderr)
+    assert not Path("runs").exists()
+
+
+def test_a_tracker_comes_beside_the_file(
+    app: Any, monkeypatch: pytest.MonkeyPatch, invoke: Invoke, shapes: Path
+) -> None:
+    """The package is checked before a run folder is left behind."""
+    from fp4deploy.errors import UnavailableError
+    from fp4deploy.train import trackers
+
+    def missing() -> Any:
+        raise UnavailableError("wandb is missing. Install it with: pip install 'fp4deploy[wandb]'")
+
+    monkeypatch.setattr(trackers, "_wandb", missing)
+    result = invoke("train", "--data", shapes, "--out", "run", "--tracker", "wandb", *TINY)
+    assert result.exit_code == 3
+    assert "pip install 'fp4deploy[wandb]'" in result.stderr
+    assert not Path("run").exists()

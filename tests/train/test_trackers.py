@@ -1,0 +1,191 @@
+"""Trackers: what they write, what a resume keeps, what is missing."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp4deploy.errors import UnavailableError
+from fp4deploy.train import trackers
+from fp4deploy.train.trackers import (
+    EPOCH,
+    LOOK,
+    Entry,
+    JsonlTracker,
+    check_trackers,
+    make_trackers,
+    read_entries,
+    rounded,
+)
+
+
+def look(step: int, epoch: int = 1) -> Entry:
+    layers: Any = {"a.conv": {"weight": {"mean": 0.25 * step, "kurtosis": None}}}
+    return Entry(LOOK, step, epoch, {"gradient_norm": 1.5}, layers, {"a.conv": {"weight": [step] * 16}})
+
+
+def whole_epoch(epoch: int, step: int) -> Entry:
+    return Entry(EPOCH, step, epoch, {"loss": 2.0, "miou": None})
+
+
+def test_lines_read_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "fp16" / "telemetry.jsonl"
+    tracker = JsonlTracker(path)
+    entries = [look(1), look(11), whole_epoch(1, 20)]
+    for entry in entries:
+        tracker.log(entry)
+    assert read_entries(path) == entries
+    assert json.loads(path.read_text().splitlines()[0])["layers"]["a.conv"]["weight"]["kurtosis"] is None
+    assert read_entries(tmp_path / "none.jsonl") == []
+
+
+def test_a_resume_drops_what_will_come_again(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    tracker = JsonlTracker(path)
+    for entry in (look(1), look(11), whole_epoch(1, 20), look(21, 2), whole_epoch(2, 40)):
+        tracker.log(entry)
+    with path.open("a") as file:
+        file.write('{"kind": "look", "step": 41, "ep')
+    again = JsonlTracker(path)
+    again.resume(30, 1)
+    assert [(entry.kind, entry.step) for entry in read_entries(path)] == [
+        (LOOK, 1),
+        (LOOK, 11),
+        (EPOCH, 20),
+        (LOOK, 21),
+    ]
+    again.log(look(31, 2))
+    assert path.read_text().count("\n") == 5
+    before = path.stat().st_mtime_ns
+    again.resume(40, 2)
+    assert path.stat().st_mtime_ns == before
+    again.resume(20, 0)  # the state was saved at the last step of an epoch that was not yet evaluated
+    assert [(entry.kind, entry.step) for entry in read_entries(path)] == [(LOOK, 1), (LOOK, 11)]
+    again.resume(0, 0)
+    assert read_entries(path) == []
+
+
+@pytest.mark.parametrize("line", ["", "[]", "null", '{"kind": "other", "step": 1, "epoch": 1}', '{"step": 1}', "\x00"])
+def test_damaged_lines_are_left_out(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    JsonlTracker(path).log(look(1))
+    with path.open("a") as file:
+        file.write(line + "\n")
+    assert read_entries(path) == [look(1)]
+    JsonlTracker(path).resume(5, 1)
+    assert path.read_text().count("\n") == 1
+
+
+def test_scalars_have_flat_names_and_what_is_undefined_has_none() -> None:
+    assert look(4).scalars() == {"gradient_norm": 1.5, "a.conv/weight/mean": 1.0}
+    assert look(4).histograms() == {"a.conv/weight/codes": [4] * 16}
+    assert rounded(math.nan) is rounded(math.inf) is None
+    assert rounded(1 / 3) == 0.333333333
+    assert rounded(1.23456789012e-30) == 1.23456789e-30
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_one_paragraph_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def absent(module: str, *rest: Any, **named: Any) -> Any:
+        if module.split(".")[0] == name or ("tensorboard" in module and name == "tensorboard"):
+            raise ImportError(f"No module named '{name}'")
+        return original(module, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(UnavailableError, match=rf"'{name}' needs .* pip install 'fp4deploy\[{name}\]'"):
+        check_trackers(["jsonl", name])
+    check_trackers(["jsonl"])
+
+
+def test_tensorboard_writes_what_was_logged(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        pytest.skip("tensorboard is not installed: pip install 'fp4deploy[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tracker,) = make_trackers(["tensorboard"], tmp_path, "p", "offline", {})
+    tracker.resume(0, 0)
+    for step in (1, 11, 21):
+        tracker.log(look(step))
+    tracker.close()
+    (again,) = make_trackers(["tensorboard"], tmp_path, "p", "offline", {})
+    again.resume(15, 1)
+    again.log(look(21))
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = events.Scalars("a.conv/weight/mean")
+    assert [(entry.step, entry.value) for entry in scalars] == [(1, 0.25), (11, 2.75), (21, 5.25)]
+    assert events.Histograms("a.conv/weight/codes")[-1].histogram_value.num == 21 * 16
+
+
+def test_wandb_offline_leaves_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("wandb") is None:
+        pytest.skip("wandb is not installed: pip install 'fp4deploy[wandb]'")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (tracker,) = make_trackers(["wandb"], tmp_path / "run" / "nvfp4", "p", "offline", {"lr": 0.1})
+    tracker.resume(0, 0)
+    tracker.log(look(1))
+    tracker.log(whole_epoch(1, 1))
+    tracker.close()
+    runs = list((tmp_path / "run" / "nvfp4" / "wandb").glob("offline-run-*"))
+    assert len(runs) == 1
+    assert any(path.stat().st_size > 0 for path in runs[0].glob("*.wandb"))
+
+
+class StandIn:
+    """In place of the package wandb: notes what it is given."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[dict[str, Any], int]] = []
+        self.finished = 0
+
+    def init(self, **options: Any) -> StandIn:
+        self.inits.append(options)
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    def Settings(self, **options: Any) -> dict[str, Any]:
+        return options
+
+    def Histogram(self, np_histogram: Any) -> Any:
+        return np_histogram
+
+
+def test_wandb_is_offline_unless_asked_and_the_same_run_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = StandIn()
+    monkeypatch.setattr(trackers, "_wandb", lambda: package)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for step in (0, 10):
+        (tracker,) = make_trackers(["wandb"], tmp_path / "nvfp4", "mine", "offline", {})
+        tracker.resume(step, 0)
+        tracker.log(look(step + 1))
+        tracker.close()
+        tracker.close()
+    first, second = package.inits
+    assert (first["mode"], first["project"], first["resume"], second["resume"]) == ("offline", "mine", None, "allow")
+    assert first["id"] == second["id"]
+    assert package.finished == 2
+    values, step = package.logged[1]
+    assert step == 11
+    assert values["a.conv/weight/mean"] == 2.75
+    counts, edges = values["a.conv/weight/codes"]
+    assert (counts, len(edges)) == ([11] * 16, 17)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    (tracker,) = make_trackers(["wandb"], tmp_path / "nvfp4", "mine", "offline", {})
+    tracker.log(look(1))
+    assert package.inits[-1]["mode"] == "disabled"
