@@ -247,14 +247,18 @@ def _canvas(
         norm=LogNorm(1, 2) if log else Normalize(0, 1),
         interpolation="nearest",
     )
-    painted = figure.colorbar(image, cax=bar)
+    plain: dict[str, Any] = {}
+    if log:
+        plain = {
+            "ticks": LogLocator(subs=(1, 2, 5) if narrow else (1,)),
+            "format": FuncFormatter(lambda v, _: f"{v:g}"),
+        }
+    painted = figure.colorbar(image, cax=bar, **plain)
     painted.set_label(unit, fontsize=8.5)
     if ticks is not None:
         painted.set_ticks(list(ticks), labels=[f"{tick:g}" for tick in ticks])
     elif log:
-        painted.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
-        painted.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        painted.ax.yaxis.set_minor_formatter(NullFormatter())
+        painted.minorformatter = NullFormatter()
     bar.tick_params(labelsize=7.5)
     _ticks(axis.set_xticks, columns, max(2, min(MOST_TICKS, int(wide / 0.36))))
     _ticks(axis.set_yticks, rows, 9 if cell else len(rows))

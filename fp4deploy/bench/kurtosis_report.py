@@ -19,6 +19,7 @@ COLOURS = {  # Okabe and Ito's, distinct to colour-blind readers
     "normalisation": "#009e73",
     "other": "#999999",
 }
+MOST_BARS = 30
 MARKERS = {"weight": "o", "bias": "v", "input": "s"}
 
 
@@ -118,7 +119,7 @@ def _png(study: Study) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    figure = Figure(figsize=(12.5, 5.6 + 0.1 * max(0, len(study.damage) - 30)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(12.5, 6.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     tails, damage = figure.subplots(1, 2, width_ratios=(1, 1.05))
     for group, colour in COLOURS.items():
@@ -151,16 +152,17 @@ def _png(study: Study) -> bytes:
     tails.xaxis.set_minor_formatter(NullFormatter())
     tails.set_title("Tails of every tensor, and what NVFP4 loses of it", loc="left", fontsize=10)
     tails.legend(fontsize=7.5, frameon=True, framealpha=0.85)
-    bars = sorted(study.damage, key=lambda bar: bar.logit_error)
+    bars = sorted(study.damage, key=lambda bar: bar.logit_error)[-MOST_BARS:]
     damage.barh(
         [f"{bar.layer}, {bar.what}" for bar in bars],
         [100 * bar.logit_error for bar in bars],
         color=[COLOURS[group_of(bar.kept, bar.what).split(",")[0]] for bar in bars],
     )
-    damage.tick_params(axis="y", labelsize=6)
+    damage.tick_params(axis="y", labelsize=7)
     damage.set_ylim(-0.7, len(bars) - 0.3)
     damage.set(xlabel="error of the logits, % of their rms", xlim=(0, None))
-    damage.set_title("One layer alone in NVFP4, everything else in high precision", loc="left", fontsize=10)
+    heading = f"One layer alone in NVFP4, the {len(bars)} largest of {len(study.damage)}"
+    damage.set_title(heading, loc="left", fontsize=10)
     for panel in (tails, damage):
         panel.grid(True, color="#eef0f2")
         panel.set_axisbelow(True)
