@@ -76,5 +76,25 @@ def test_kernels() -> None:
     assert list(said.groups()) == [*fast, *strict]
 
 
+def test_tiles() -> None:
+    found = result("tiles_compiled.json")["kernels"]
+    table = [row for row in rows("ahead_of_time.md") if row[0].startswith("sm_") and len(row) == 7]
+    assert {row[0] for row in table} == {kernel["arch"] for kernel in found}
+    compiled = [
+        [
+            kernel["arch"],
+            kernel["kind"],
+            " x ".join(map(str, kernel["tile"])),
+            f"`{', '.join(kernel['instructions'])}`",
+            *(str(kernel[name]) for name in ("registers", "spills", "shared")),
+        ]
+        for kernel in found
+    ]
+    assert [row for row in table if row not in compiled] == []
+    packed = [row for row in table if row[0] >= "sm_1" and len(row[0]) == 6 and row[1] != "W4A16"]
+    assert packed
+    assert all("kind::mxf4nvf4" in row[3] for row in packed)
+
+
 def _time_and_memory(row: dict[str, float]) -> list[str]:
     return [f"{row['ms']:.2f}", f"{row['peak_bytes'] / 2**20:.0f}"]
