@@ -150,7 +150,7 @@ def assumptions(gpus: int, efficiency: float) -> list[str]:
         "a step costs the same from the first to the last, at the measured batch a GPU",
         scaling if gpus > 1 else "one GPU, as measured",
         "each process has as many loader workers and as fast files as this one had",
-        "start-up, calibration and saving are left out",
+        "start-up, calibration, saving and a teacher's forward pass are left out",
     ]
 
 

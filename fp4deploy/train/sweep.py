@@ -13,6 +13,7 @@ is written down and the sweep goes on.
 from __future__ import annotations
 
 import _thread
+import gc
 import json
 import os
 import signal
@@ -117,6 +118,7 @@ def _run(sweep: Sweep, out: Path, variant: Variant, seed: int, say: Say) -> None
         say(f"{title}: failed. {paragraph}")
         return
     finally:
+        gc.collect()  # the run's loaders have worker processes, its model memory on the GPU
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     error_file.unlink(missing_ok=True)

@@ -47,7 +47,8 @@ def draw_sweep(results: dict[str, Any], out: Path) -> Path | None:
     left.set_xlabel(f"mIoU of the {key} epoch, points")
     right.set_xlabel("difference, points (right: better)")
     left.set_title("each seed (dots) and the mean (bar)", fontsize=10, loc="left")
-    right.set_title(f"{_others(rows)}, paired by seed, 95 % interval", fontsize=10, loc="left")
+    lines = any(row[f"gap_{key}"] and row[f"gap_{key}"]["low"] is not None for _, row in rows)
+    right.set_title(f"{_others(rows)}, paired by seed{', 95 % interval' if lines else ''}", fontsize=10, loc="left")
     for axis in (left, right):
         axis.grid(axis="x", color="#e0e0e0")
         axis.set_axisbelow(True)
@@ -56,7 +57,7 @@ def draw_sweep(results: dict[str, Any], out: Path) -> Path | None:
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
     path = out / "sweep.png"
     with atomic_write(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
     plt.close(figure)
     return path
 

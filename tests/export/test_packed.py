@@ -175,3 +175,9 @@ def test_last_bits_alone_pass() -> None:
     good = packed_file(Path("unet.fp4"), card(), *pack_unet(model))
     found = verify_packed(model, good, images(2).split(1))
     require_packed(found, "best.safetensors")
+
+
+def test_a_quantised_first_layer_is_refused_in_words() -> None:
+    model = prepare(build_unet(3, 0.125), include=["*"])
+    with pytest.raises(InputError, match=r"quantises its first layer.*quant\.exclude=\[encoder\.0\.conv1\]"):
+        pack_unet(model)
