@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,7 @@ from .settings import (
     RecipeOption,
     ScratchOption,
     SetOption,
+    TaskOption,
     parse_models,
     settings,
     start_run,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 def train(
     data: DataOption = None,
     models: ModelsOption = "fp16,nvfp4",
-    task: Annotated[Literal["semantic"], typer.Option("--task", help="What the model learns.")] = "semantic",
+    task: TaskOption = None,
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
     config: ConfigOption = None,
@@ -46,11 +47,11 @@ def train(
     chosen = parse_models(models)
     if resume:
         run = open_run(out) if out is not None else latest_run()
-        resolved = settings(run.config_path, sets, data=data, classes=classes, recipe=recipe)
+        resolved = settings(run.config_path, sets, data=data, classes=classes, recipe=recipe, task=task)
         note(f"Continuing {shown(run.path)}.")
         _report(run, _train(resolved, run, chosen, from_scratch, resume=True))
         return
-    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe)
+    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe, task=task)
     run, resolved = start_run(resolved, out)
     with tidy_on_failure(run):
         _report(run, _train(resolved, run, chosen, from_scratch, resume=False))
@@ -66,5 +67,5 @@ def _train(
 
 def _report(run: Run, trained: dict[str, TrainResult]) -> None:
     for model, result in trained.items():
-        done(f"{model}: best mIoU {100 * result.best_miou:.2f}, {shown(run.checkpoint(model))}")
+        done(f"{model}: best {result.metric} {100 * result.best_score:.2f}, {shown(run.checkpoint(model))}")
     note("Export them with: fp4deploy export --format onnx")

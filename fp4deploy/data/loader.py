@@ -73,7 +73,7 @@ class TransformedDataset(Dataset[Batch]):
 
 
 class EpochLoader(DataLoader[Batch]):
-    """DataLoader yielding (images float32 [N, 3, H, W], masks int64 [N, H, W])."""
+    """DataLoader yielding (images float32 [N, 3, H, W], labels int64, as the transform gives them)."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order and augmentation the next iteration has."""

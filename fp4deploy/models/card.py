@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 
 from fp4deploy.errors import InputError
+from fp4deploy.models.heads import InstanceHead, head_from_json
 
 CARD_KEY = "fp4deploy.card"
 
@@ -20,7 +21,8 @@ class ModelCard:
     """Architecture, precision and input contract of one model.
 
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
-    for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks).
+    for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `task` is "semantic"
+    or "instance", and `head` the layout of an instance model's channels.
     """
 
     precision: str
@@ -33,6 +35,13 @@ class ModelCard:
     background: bool
     recipe: str | None = None
     architecture: str = "unet"
+    task: str = "semantic"
+    head: InstanceHead | None = None
+
+    @property
+    def channels(self) -> int:
+        """Output channels of the model."""
+        return self.head.channels if self.head else len(self.class_names)
 
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same card back."""
@@ -49,6 +58,8 @@ class ModelCard:
             fields = json.loads(text)
             for name in ("class_names", "mean", "std"):
                 fields[name] = tuple(fields[name])
+            if fields.get("head") is not None:
+                fields["head"] = head_from_json(fields["head"])
             return cls(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"The model card cannot be read ({error}); export the model again.") from error

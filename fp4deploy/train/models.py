@@ -29,13 +29,16 @@ from fp4deploy.data import (
     IMAGE_MEAN,
     IMAGE_STD,
     SPLITS,
+    CocoDataset,
     EpochLoader,
     EvalTransform,
+    NumberedEvalTransform,
     SegmentationDataset,
     TrainTransform,
     cache_dataset,
     eval_loader,
     open_dataset,
+    open_instances,
     train_loader,
 )
 from fp4deploy.errors import InputError, suggest
@@ -45,19 +48,21 @@ from fp4deploy.runs import MODELS, Run
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.loop import Plan, Trainer
 from fp4deploy.train.state import read_progress
+from fp4deploy.train.tasks import METRICS, make_head, make_task, require_same_head, require_same_task
 
 MOST_WORKERS = 12
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Outcome of one model: best validation mIoU in [0, 1], epochs trained, seconds spent, files."""
+    """Outcome of one model: best validation score in [0, 1], epochs trained, seconds spent, files; the score's name."""
 
-    best_miou: float
+    best_score: float
     epochs: int
     seconds: float
     checkpoint: Path
     per_class: dict[str, float | None]
+    metric: str = "mIoU"
 
 
 def train_models(
@@ -87,7 +92,7 @@ def train_models(
         config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
     if config.data.root is None:
         raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
-    train_data, val_data = (open_dataset(Path(config.data.root), split, config.data.classes) for split in SPLITS)
+    train_data, val_data = _datasets(config, Path(config.data.root))
     _check_class_weights(config, val_data.class_names)
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
         _keep_config(config, run, resume)
@@ -119,19 +124,35 @@ def _train(
     )
     resume = resume and plan.state_path.is_file()
     torch.manual_seed(config.seed)
-    network: nn.Module = build_unet(len(data.class_names), config.model.scale)
+    card = _card(config, model, data)
+    network: nn.Module = build_unet(card.channels, config.model.scale)
     if fine_tuned and not resume:
-        load_weights(network, _starting_point(config, run, model, data.class_names))
+        load_weights(network, _starting_point(config, run, model, card))
     if model == "nvfp4":
         prepare(network, config.recipe)
         if fine_tuned and not resume:
             _calibrate(network, loaders[0], config.train.calibration)
-    trainer = Trainer(plan, network, _card(config, model, data), config.train, loaders)
+    trainer = Trainer(plan, network, card, config.train, loaders, make_task(config, card, data))
     progress = trainer.run(resume)
-    return TrainResult(progress.best_miou, progress.epoch, progress.seconds, plan.checkpoint, dict(progress.per_class))
+    return TrainResult(
+        progress.best_score,
+        progress.epoch,
+        progress.seconds,
+        plan.checkpoint,
+        dict(progress.per_class),
+        METRICS[config.task],
+    )
 
 
-def _starting_point(config: Config, run: Run, model: str, class_names: tuple[str, ...]) -> Path:
+def _datasets(config: Config, root: Path) -> tuple[SegmentationDataset, SegmentationDataset]:
+    classes, stuff = config.data.classes, config.instance.stuff
+    if config.task == "semantic":
+        return open_dataset(root, SPLITS[0], classes), open_dataset(root, SPLITS[1], classes)
+    train, val = (open_instances(root, split, classes, stuff, numbered=split == SPLITS[0]) for split in SPLITS)
+    return train, val
+
+
+def _starting_point(config: Config, run: Run, model: str, wanted: ModelCard) -> Path:
     given = config.train.init_checkpoint
     path = Path(given) if given else run.checkpoint("fp16")
     if not given:
@@ -141,7 +162,8 @@ def _starting_point(config: Config, run: Run, model: str, class_names: tuple[str
             f"{model} is fine-tuned from an FP16 checkpoint, and there is none at {path}. Train both with "
             "--models fp16,nvfp4, name one with --set train.init_checkpoint=FILE, or train --from-scratch."
         )
-    card = read_card(path)
+    card, class_names = read_card(path), wanted.class_names
+    require_same_task(path, card, wanted)
     if card.scale != config.model.scale:
         raise InputError(
             f"{path} is a UNet of scale {card.scale:g}, and this run has scale {config.model.scale:g}. "
@@ -152,6 +174,7 @@ def _starting_point(config: Config, run: Run, model: str, class_names: tuple[str
             f"{path} was trained on the classes {', '.join(card.class_names)}, and this run has "
             f"{', '.join(class_names)}. Choose the same, in the same order, or another checkpoint."
         )
+    require_same_head(path, card.head, wanted.head)
     return path
 
 
@@ -193,16 +216,25 @@ def _card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
         std=IMAGE_STD,
         background=data.background,
         recipe=config.recipe if quantized else None,
+        task=config.task,
+        head=make_head(config, data) if isinstance(data, CocoDataset) and config.task == "instance" else None,
     )
 
 
 def _loaders(config: Config, train: SegmentationDataset, val: SegmentationDataset) -> tuple[EpochLoader, EpochLoader]:
     size = (config.data.height, config.data.width)
-    augment = TrainTransform(*size, seed=config.seed, zoom=config.train.zoom, jitter=config.train.jitter)
+    augment = TrainTransform(
+        *size,
+        seed=config.seed,
+        zoom=config.train.zoom,
+        jitter=config.train.jitter,
+        upside_down=config.train.upside_down,
+    )
+    plain = NumberedEvalTransform(*size) if config.task == "instance" else EvalTransform(*size)
     batch, workers = config.train.batch_size, _workers(config.data.workers)
     return (
         train_loader(train, augment, batch, workers, config.seed),
-        eval_loader(val, EvalTransform(*size), batch, workers),
+        eval_loader(val, plain, batch, workers),
     )
 
 

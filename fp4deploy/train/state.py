@@ -29,13 +29,13 @@ class Progress:
     """Counters of one training.
 
     `epoch` counts whole epochs; `seconds` and `skipped` are their time (validation included) and their skipped steps,
-    `per_class` belongs to the best of them. Of the next one, `batch` of its `batches` are done, in `epoch_seconds`, and
-    `counts` holds their `tally.Counts`.
+    `best_score` (mIoU or AP) and `per_class` belong to the best of them. Of the next one, `batch` of its `batches` are
+    done, in `epoch_seconds`, and `counts` holds their `tally.Counts`.
     """
 
     epoch: int = 0
     step: int = 0
-    best_miou: float = -1.0
+    best_score: float = -1.0
     seconds: float = 0.0
     per_class: dict[str, float | None] = field(default_factory=dict)
     skipped: int = 0
