@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from fp4deploy.data.regions import pixel_count
 from fp4deploy.errors import InputError
 
 SIZES = ("all", "small", "medium", "large")
@@ -134,11 +134,9 @@ def _indexed(content: dict[str, Any]) -> COCO:
 
 def _detected(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Results as annotations; what COCO.loadRes does, which fails on an empty list."""
-    regions = [result["segmentation"] for result in results]
-    areas = coco_mask.area(regions) if regions else []
     return [
-        {**result, "id": number, "area": float(area), "iscrowd": 0}
-        for number, (result, area) in enumerate(zip(results, areas, strict=True), start=1)
+        {**result, "id": number, "area": pixel_count(result["segmentation"]), "iscrowd": 0}
+        for number, result in enumerate(results, start=1)
     ]
 
 
