@@ -1,7 +1,7 @@
 """Overlays of instance models: image, truth, FP16, NVFP4, and the pixels on which the two models differ.
 
-Each model numbers objects in the order of its scores, so that numbers cannot be compared. Two objects are the same where
-their IoU is above a half, which is true of one partner at most.
+Each model numbers objects in the order of its scores, so that numbers cannot be compared. Two objects are the same
+where their IoU is above a half, which is true of one partner at most.
 """
 
 from __future__ import annotations
