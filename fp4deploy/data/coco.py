@@ -97,11 +97,6 @@ class CocoDataset:
         """The file's category id of every class but background."""
         return {number: category for category, number in self._class_of.items() if number}
 
-    def object_counts(self) -> list[int]:
-        """Objects of each image: annotations that are neither crowds nor stuff nor of another class."""
-        counted = [self._counted(record) for record in self._images]
-        return [len(annotations) for annotations in counted]
-
     def ground_truth(self) -> dict[str, Any]:
         """The split as the content of a COCO file, for scoring: RLE, classes that are counted, crowds included.
 
@@ -124,13 +119,6 @@ class CocoDataset:
             "annotations": annotations,
             "categories": [{"id": category, "name": names[category]} for category in kept],
         }
-
-    def _counted(self, record: ImageRecord) -> list[Annotation]:
-        return [
-            annotation
-            for annotation in self._annotations.get(record.id, [])
-            if not annotation.crowd and self._class_of[annotation.category_id] not in (0, *self.stuff)
-        ]
 
     def load(self, index: int) -> Sample:
         """Decode one image and draw its mask.
