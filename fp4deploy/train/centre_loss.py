@@ -14,7 +14,8 @@ keeps a batch without objects from weighing more than a hundred times its mean e
 
 Everything is computed on the device from the map of numbers, without a loop over objects: sums by scatter-add give the
 centres, and every object stamps a small patch with scatter-max, so that the cost grows with objects x patch and not
-with objects x image. The number of objects is read back once a step.
+with objects x image. The number of objects is read back once a step. With several processes the sums run over all of
+them, as those of the semantic loss do.
 
 Two objects with one centre (a ring around a disc) cannot be told apart by this head; the set loss can.
 """
@@ -30,6 +31,7 @@ from torch import Tensor
 from fp4deploy.metrics import IGNORE
 from fp4deploy.models.heads import OFFSET_UNIT, InstanceHead
 from fp4deploy.train.losses import SegmentationLoss
+from fp4deploy.train.processes import summed
 
 SIGMA_MIN, SIGMA_MAX = 1.0, 8.0  # pixels of the input
 REACH = 3.0  # sigmas after which a peak counts as 0: exp(-4.5) = 0.011
@@ -62,10 +64,12 @@ class CentreLoss:
             outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
             targets = centre_targets(ids, self.sigma)
             labelled = masks != IGNORE
-            mass = torch.maximum((targets.heatmap * labelled).sum(), LEAST_MASS * labelled.sum()).clamp(min=1.0)
-            heat = ((self.head.heatmap(outputs) - targets.heatmap).square() * labelled).sum() / mass
-            apart = (self.head.offsets(outputs) - targets.offsets).abs().sum(1) / 2
-            offset = (apart * targets.things).sum() / targets.things.sum().clamp(min=1)
+            error = ((self.head.heatmap(outputs) - targets.heatmap).square() * labelled).sum()
+            apart = ((self.head.offsets(outputs) - targets.offsets).abs().sum(1) / 2 * targets.things).sum()
+            sums = error, apart, (targets.heatmap * labelled).sum(), labelled.sum(), targets.things.sum()
+            error, apart, peaks, pixels, things = summed(torch.stack([part.to(error.dtype) for part in sums])).unbind()
+            heat = error / torch.maximum(peaks, LEAST_MASS * pixels).clamp(min=1.0)
+            offset = apart / things.clamp(min=1)
             semantic = self.semantic(self.head.semantic(outputs), masks)
             return semantic + self.heatmap * heat + self.offset * offset
 

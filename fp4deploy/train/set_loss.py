@@ -9,7 +9,8 @@ Which channel shows which object is not prescribed. For every image the cost of 
 so that each needs one matrix product of [K, pixels] with [pixels, M], batched over the images. The Hungarian method
 finds the pairing with the smallest sum. It runs on the CPU (K x M numbers an image), for which the CPU waits for the
 device in every step. The loss of the matched pairs is then read out of the same matrix, gradients included. A channel
-without an object is pushed to empty by BCE against 0.
+without an object is pushed to empty by BCE against 0. The means over pairs and over empty channels are those of the
+whole batch, however it is spread over processes.
 
 Where there is more than one class, semantic channels are trained beside the masks with cross-entropy and Dice, and a
 mask's class is what they say on average inside it.
@@ -32,6 +33,7 @@ from torch import Tensor
 from fp4deploy.metrics import IGNORE
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.train.losses import SMOOTH, SegmentationLoss
+from fp4deploy.train.processes import summed
 
 Pairs = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # channels and objects of each image
 
@@ -63,12 +65,13 @@ class SetLoss:
         self._count(left)
         pairs = match(cost, counts)
         image, channel, target = _gathered(pairs, logits.device)
-        matched = cost[image, channel, target].sum() / max(len(image), 1)
         unmatched = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
         unmatched[image, channel] = False
         silence = (F.softplus(flat) * labelled[:, None]).sum(2) / labelled.sum(1).clamp(min=1)[:, None]
-        empty = (silence * unmatched).sum() / unmatched.sum().clamp(min=1)
-        return matched + self.empty * empty
+        matched, empty = cost[image, channel, target].sum(), (silence * unmatched).sum()
+        number = matched.new_tensor(len(image)), unmatched.sum().to(matched.dtype)
+        matched, empty, found, silent = summed(torch.stack([matched, empty, *number])).unbind()
+        return matched / found.clamp(min=1) + self.empty * empty / silent.clamp(min=1)
 
     def _count(self, left: NDArray[np.int64]) -> None:
         self.crowded_images += int((left > 0).sum())
