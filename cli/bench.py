@@ -13,7 +13,7 @@ from fp4deploy.errors import InputError
 from .console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
-    from fp4deploy.bench.artifact import ArtifactResult
+    from fp4deploy.bench.artifact import ArtifactResult, Baseline
 
 
 def bench(
@@ -32,28 +32,42 @@ def bench(
         Path | None, typer.Option("--baseline", help="Artefact, or JSON of an earlier bench, to compare with.")
     ] = None,
     max_drop: Annotated[
-        float, typer.Option("--max-drop", min=0.0, help="Points of mIoU below the baseline allowed (exit 1).")
+        float, typer.Option("--max-drop", min=0.0, help="Points of mIoU or AP below the baseline allowed (exit 1).")
     ] = 0.5,
+    max_dets: Annotated[
+        int | None,
+        typer.Option(
+            "--max-dets", min=1, help="Instances an image that count (instance models).", show_default="as trained"
+        ),
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            help="Folder for COCO results, panoptic files and overlays (instance models).",
+            show_default="not kept",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs at most (also at most 5 s).")] = 50,
     out: Annotated[
         str | None, typer.Option("--json", help="Write the results as JSON; - for stdout.", show_default="no JSON")
     ] = None,
 ) -> None:
-    """Measure mIoU and latency; an engine for another GPU exits 3, a drop below the baseline exits 1."""
-    from fp4deploy.bench.artifact import baseline_miou, gate_drop
+    """Measure mIoU or AP and latency; an engine for another GPU exits 3, a drop below the baseline exits 1."""
+    from fp4deploy.bench.artifact import find_baseline, gate_drop
 
     paths = _resolve(engine)
     where = data or _data(paths)
     note(f"Measuring on the validation split of {shown(where)}.")
     reference = None
     if baseline is not None:
-        reference = baseline_miou(_resolve([baseline])[0] if baseline.suffix != ".json" else baseline, where)
-    found = _measure(paths, where, batch, iterations)
+        reference = find_baseline(_resolve([baseline])[0] if baseline.suffix != ".json" else baseline, where, max_dets)
+    found = _measure(paths, where, batch, iterations, max_dets, keep)
     _write(found, reference, out)
     if reference is not None:
         gate_drop(found, reference, max_drop)
-        note(f"Within {max_drop:g} points of the baseline's {100 * reference:.2f} mIoU.")
+        note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
 
 
 def _resolve(names: list[Path] | None) -> list[Path]:
@@ -82,7 +96,9 @@ def _data(paths: list[Path]) -> Path:
     return data_of(paths[0])
 
 
-def _measure(paths: list[Path], data: Path, batch: int, iterations: int) -> list[ArtifactResult]:
+def _measure(
+    paths: list[Path], data: Path, batch: int, iterations: int, max_dets: int | None, keep: Path | None
+) -> list[ArtifactResult]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of, run_of
 
@@ -90,18 +106,44 @@ def _measure(paths: list[Path], data: Path, batch: int, iterations: int) -> list
     found = []
     for path in paths:
         note(f"  {shown(path)} ...")
-        found.append(run_one(path, data, model=model_of(path, run_of(path)), batch=batch, iterations=iterations))
+        model = model_of(path, run_of(path))
+        folder = _folder(keep, path, model, len(paths)) if keep is not None else None
+        found.append(
+            run_one(
+                path,
+                data,
+                model=model,
+                batch=batch,
+                iterations=iterations,
+                max_detections=max_dets,
+                results=folder,
+            )
+        )
+        if folder is not None and found[-1].instances is not None:
+            note(f"  Wrote the instances to {shown(folder)}.")
     return found
 
 
-def _write(found: list[ArtifactResult], reference: float | None, out: str | None) -> None:
+def _folder(keep: Path, path: Path, model: str | None, count: int) -> Path:
+    """`keep` itself for one artefact, a folder of its own in there for each of several."""
+    if count == 1:
+        return keep
+    return keep / (f"{model}-checkpoint" if model and path.suffix == ".safetensors" else path.name)
+
+
+def _write(found: list[ArtifactResult], reference: Baseline | None, out: str | None) -> None:
     from fp4deploy.bench.environment import environment
 
     entries = [result.to_json() for result in found]
-    print_table(entries, reference, to_stderr=out == "-")
+    print_table(entries, reference.value if reference else None, to_stderr=out == "-")
     if out is None:
         return
-    document = {"artifacts": entries, "baseline_miou": reference, "environment": environment()}
+    document = {
+        "artifacts": entries,
+        "baseline_miou": reference.value if reference and reference.metric == "mIoU" else None,
+        "baseline_ap": reference.value if reference and reference.metric == "AP" else None,
+        "environment": environment(),
+    }
     if out == "-":
         print_json(document)
     else:
@@ -125,9 +167,10 @@ def print_table(
     from fp4deploy.bench import tables
 
     table = Table(box=None, pad_edge=False)
-    for name in tables.HEAD:
+    for name in tables.head(entries):
         table.add_column(name, justify="right" if name in tables.NUMERIC else "left", overflow="fold")
-    body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline) for entry in entries]
+    columns = tables.metrics(entries)
+    body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline, columns) for entry in entries]
     for row in body:
         table.add_row(*row)
     console = notes() if to_stderr else results()

@@ -64,7 +64,7 @@ def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
     from fp4deploy.qat import layer_plan, prepare_as
 
     card = read_card(path)
-    model = build_unet(len(card.class_names), card.scale)
+    model = build_unet(card.channels, card.scale)
     if card.precision == "nvfp4":
         prepare_as(model, card)
     load_weights(model, path)

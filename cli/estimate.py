@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +14,7 @@ from .settings import (
     ModelsOption,
     RecipeOption,
     SetOption,
+    TaskOption,
     parse_models,
     settings,
 )
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 def estimate(
     data: DataOption = None,
     models: ModelsOption = "fp16,nvfp4",
+    task: TaskOption = None,
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
     config: ConfigOption = None,
@@ -44,7 +45,7 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
 ) -> None:
     """Measure a few steps of each model, and estimate the whole schedule; nothing is kept."""
-    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe)
+    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe, task=task)
     run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json)
 
 
@@ -63,9 +64,9 @@ def run_estimate(
     Raises:
         InputError: the data cannot be read, or a model has nothing to train.
     """
-    from fp4deploy.data import SPLITS, open_dataset
     from fp4deploy.errors import InputError
     from fp4deploy.train import estimate as module
+    from fp4deploy.train.models import open_splits
 
     if "nvfp4_ptq" in models:
         raise InputError("nvfp4_ptq is not trained, so there is nothing to estimate; leave it out of --models.")
@@ -73,7 +74,7 @@ def run_estimate(
         raise InputError(
             "An estimate needs data to read. Give --data DIR, or make some with: fp4deploy data shapes DIR"
         )
-    there = [len(open_dataset(Path(config.data.root), split, config.data.classes)) for split in SPLITS]
+    there = [len(split) for split in open_splits(config)]
     train, val = images or there[0], there[1] if val_images is None else val_images
     note(f"Measuring {steps} steps of {', '.join(models)} ...")
     speeds = module.measure(config, models, steps)

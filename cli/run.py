@@ -21,6 +21,7 @@ from .settings import (
     RecipeOption,
     ScratchOption,
     SetOption,
+    TaskOption,
     TrackerOption,
     parse_models,
     settings,
@@ -39,6 +40,7 @@ def run(
     data: DataOption = None,
     out: OutOption = None,
     models: ModelsOption = "fp16,nvfp4",
+    task: TaskOption = None,
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
     config: ConfigOption = None,
@@ -56,11 +58,11 @@ def run(
         raise InputError("--demo uses generated shapes; leave out either --demo or --data.")
     chosen = parse_models(models)
     resolved = settings(
-        config, sets, data=data, classes=classes, recipe=recipe, every=telemetry_every, trackers=tracker
+        config, sets, data=data, classes=classes, recipe=recipe, task=task, every=telemetry_every, trackers=tracker
     )
     created, resolved = start_run(resolved, out)
     where = Path(resolved.data.root or created.path / "data")
-    journal = Journal(commands=_commands(demo, data, config, sets, models))
+    journal = Journal(commands=_commands(demo, data, config, sets, models, task))
     with tidy_on_failure(created):
         report = run_chain(
             resolved, created, where, chosen, from_scratch=from_scratch, arch=arch, say=note, journal=journal
@@ -68,8 +70,11 @@ def run(
     _print(report)
 
 
-def _commands(demo: bool, data: Path | None, config: Path | None, sets: list[str] | None, models: str) -> list[str]:
+def _commands(
+    demo: bool, data: Path | None, config: Path | None, sets: list[str] | None, models: str, task: str | None = None
+) -> list[str]:
     flags = ["--demo"] if demo else []
+    flags += ["--task", task] if task else []
     flags += ["--data", str(data)] if data else []
     flags += ["--config", str(config)] if config else []
     flags += [part for setting in sets or [] for part in ("--set", setting)]

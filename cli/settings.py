@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 DataOption = Annotated[Path | None, typer.Option("--data", help="Dataset folder.", show_default="generated shapes")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder to create.", show_default="runs/<time>")]
 ModelsOption = Annotated[str, typer.Option("--models", help="Any of fp16, nvfp4, fp16_control, nvfp4_ptq, in order.")]
+TaskOption = Annotated[
+    Literal["semantic", "instance"] | None,
+    typer.Option("--task", help="What the model learns: classes, or objects.", show_default="semantic"),
+]
 RecipeOption = Annotated[str | None, typer.Option("--recipe", help="Quantisation recipe.", show_default="nvfp4_qat")]
 ClassesOption = Annotated[str | None, typer.Option("--classes", help="Classes to learn: a,b,c.", show_default="all")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML settings.", show_default="built in")]
@@ -66,6 +70,7 @@ def settings(
     data: Path | None = None,
     classes: str | None = None,
     recipe: str | None = None,
+    task: str | None = None,
     every: int | None = None,
     trackers: list[str] | None = None,
 ) -> Config:
@@ -82,6 +87,8 @@ def settings(
     if classes is not None:
         names = [name.strip() for name in classes.split(",") if name.strip()]
         flags.append(f"data.classes={json.dumps(names)}")
+    if task is not None:
+        flags.append(f"task={task}")
     if recipe is not None:
         flags.append(f"recipe={json.dumps(recipe)}")
     if every is not None:

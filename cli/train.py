@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from .settings import (
     RecipeOption,
     ScratchOption,
     SetOption,
+    TaskOption,
     TrackerOption,
     parse_models,
     settings,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def train(
     data: DataOption = None,
     models: ModelsOption = "fp16,nvfp4",
-    task: Annotated[Literal["semantic"], typer.Option("--task", help="What the model learns.")] = "semantic",
+    task: TaskOption = None,
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
     config: ConfigOption = None,
@@ -53,7 +54,8 @@ def train(
 ) -> None:
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
     chosen = parse_models(models)
-    flags: Any = {"data": data, "classes": classes, "recipe": recipe, "every": telemetry_every, "trackers": tracker}
+    flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
+    flags |= {"every": telemetry_every, "trackers": tracker}
     if dry_run:
         run_estimate(settings(config, sets, **flags), chosen)
         return
@@ -79,7 +81,7 @@ def _train(
 
 def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
     for model, result in trained.items():
-        done(f"{model}: best mIoU {100 * result.best_miou:.2f}, {shown(run.checkpoint(model))}")
+        done(f"{model}: best {result.metric} {100 * result.best_score:.2f}, {shown(run.checkpoint(model))}")
     if config.telemetry.plots and config.telemetry.every and "jsonl" in config.telemetry.trackers:
         draw(run, list(trained))
     note("Export them with: fp4deploy export --format onnx")

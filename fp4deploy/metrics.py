@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchmetrics.classification import MulticlassConfusionMatrix
@@ -23,6 +24,19 @@ class Scores:
     miou: float
     per_class: dict[str, float | None]
     pixel_accuracy: float
+
+    @property
+    def score(self) -> float:
+        """What the best checkpoint has the most of."""
+        return self.miou
+
+    def line(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        return {"miou": self.miou, "per_class": self.per_class}
+
+    def text(self) -> str:
+        """For a person."""
+        return f"mIoU {100 * self.miou:.2f}"
 
 
 class SegmentationScore:

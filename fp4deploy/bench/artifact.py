@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.bench.evaluate import Progress, evaluate
+from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import Latency, measure
 from fp4deploy.bench.ledgers import built_by, ledger_beside
 from fp4deploy.bench.runtimes import open_runtime
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from fp4deploy.export.ledger import sha256
+from fp4deploy.instances import InstanceScores
+from fp4deploy.metrics import Scores
 
 OK = "ok"
 NOT_RUN = "built, not run"
@@ -21,8 +23,9 @@ NOT_RUN = "built, not run"
 
 @dataclass(frozen=True)
 class ArtifactResult:
-    """A measured artefact; `miou` in [0, 1] and `latency` are None where it could not be run, and `reason` says why.
+    """A measured artefact; accuracy in [0, 1] and `latency` are None where it could not be run, and `reason` says why.
 
+    miou: of semantic models. instances: scores of instance models.
     memory: bytes of weights and images, of runtimes that know them (`runtime_packed.memory`).
     """
 
@@ -39,6 +42,17 @@ class ArtifactResult:
     per_class: dict[str, float | None] = field(default_factory=dict)
     latency: Latency | None = None
     memory: dict[str, int] | None = None
+    instances: InstanceScores | None = None
+
+    @property
+    def metric(self) -> str:
+        """Name of the accuracy."""
+        return "AP" if self.instances else "mIoU"
+
+    @property
+    def accuracy(self) -> float | None:
+        """AP of an instance model, mIoU of a semantic one; None where it was not measured."""
+        return _finite(self.instances.ap) if self.instances else self.miou
 
     def to_json(self) -> dict[str, Any]:
         """The entry of `artifacts` in report.json."""
@@ -51,6 +65,9 @@ class ArtifactResult:
             "size_bytes": self.size_bytes,
             "sha256": self.sha256,
             "miou": self.miou,
+            "ap": _finite(self.instances.ap) if self.instances else None,
+            "ap50": _finite(self.instances.ap50) if self.instances else None,
+            "instances": self.instances.to_json() if self.instances else None,
             "pixel_accuracy": self.pixel_accuracy,
             "per_class": self.per_class,
             "latency_ms": {"p50": timed.p50, "p90": timed.p90, "p99": timed.p99} if timed else None,
@@ -72,8 +89,12 @@ def bench_artifact(
     batch: int = 1,
     iterations: int = 50,
     progress: Progress | None = None,
+    max_detections: int | None = None,
+    results: Path | None = None,
 ) -> ArtifactResult:
     """Measure one artefact: accuracy on the validation split of `data` (left out when None), and latency.
+
+    max_detections, results: of instance models, as of `instances.evaluate_instances`.
 
     Raises:
         InputError: the file is not an artefact, or the data does not fit it.
@@ -81,7 +102,10 @@ def bench_artifact(
     """
     path = Path(path)
     runtime = open_runtime(path)
-    scores = evaluate(runtime, data, progress=progress) if data is not None else None
+    found = None
+    if data is not None:
+        found = evaluate_task(runtime, data, progress=progress, max_detections=max_detections, results=results)
+    scores = found if isinstance(found, Scores) else None
     latency = measure(runtime, batch=batch, iterations=iterations)
     return ArtifactResult(
         path=path,
@@ -93,18 +117,34 @@ def bench_artifact(
         status=OK,
         miou=_finite(scores.miou) if scores else None,
         pixel_accuracy=_finite(scores.pixel_accuracy) if scores else None,
-        per_class=dict(scores.per_class) if scores else {},
+        per_class=dict(found.per_class) if found else {},
         latency=latency,
         memory=getattr(runtime, "memory", None),
+        instances=found if isinstance(found, InstanceScores) else None,
     )
 
 
 def bench_or_explain(
-    path: Path, data: Path | None, *, model: str | None = None, batch: int = 1, iterations: int = 50
+    path: Path,
+    data: Path | None,
+    *,
+    model: str | None = None,
+    batch: int = 1,
+    iterations: int = 50,
+    max_detections: int | None = None,
+    results: Path | None = None,
 ) -> ArtifactResult:
     """Like `bench_artifact`, but an engine that cannot run here becomes a row saying so, without numbers."""
     try:
-        return bench_artifact(path, data, model=model, batch=batch, iterations=iterations)
+        return bench_artifact(
+            path,
+            data,
+            model=model,
+            batch=batch,
+            iterations=iterations,
+            max_detections=max_detections,
+            results=results,
+        )
     except UnavailableError as error:
         return not_run(path, str(error), model=model)
 
@@ -125,24 +165,41 @@ def not_run(path: Path, reason: str, *, model: str | None = None) -> ArtifactRes
     )
 
 
-def baseline_miou(path: Path, data: Path | None) -> float:
-    """mIoU to compare with: measured when `path` is an artefact, read when it is what `bench --json` wrote.
+@dataclass(frozen=True)
+class Baseline:
+    """What others are compared with: "mIoU" or "AP", and its value in [0, 1]."""
+
+    metric: str
+    value: float
+
+
+def find_baseline(path: Path, data: Path | None, max_detections: int | None = None) -> Baseline:
+    """Accuracy to compare with: measured when `path` is an artefact, read when it is what `bench --json` wrote.
 
     Raises:
-        InputError: the JSON holds no mIoU, or the artefact cannot be read.
+        InputError: the JSON holds no accuracy, or the artefact cannot be read.
         UnavailableError: the artefact cannot run here.
     """
-    recorded = path.suffix == ".json"
-    miou = _recorded_miou(path) if recorded else bench_artifact(path, data, iterations=1).miou
-    if miou is None:
-        raise InputError(f"The baseline {path} has no mIoU. Give a checkpoint, an .onnx, or the file of bench --json.")
-    return miou
+    if path.suffix == ".json":
+        found = _recorded(path)
+    else:
+        result = bench_artifact(path, data, iterations=1, max_detections=max_detections)
+        found = Baseline(result.metric, result.accuracy) if result.accuracy is not None else None
+    if found is None:
+        raise InputError(
+            f"The baseline {path} has no accuracy. Give a checkpoint, an .onnx, or the file of bench --json."
+        )
+    return found
 
 
-def _recorded_miou(path: Path) -> float | None:
+def _recorded(path: Path) -> Baseline | None:
     try:
-        entries = json.loads(path.read_text())["artifacts"]
-        return next((entry["miou"] for entry in entries if entry["miou"] is not None), None)
+        for entry in json.loads(path.read_text())["artifacts"]:
+            if entry["miou"] is not None:
+                return Baseline("mIoU", float(entry["miou"]))
+            if entry.get("ap") is not None:
+                return Baseline("AP", float(entry["ap"]))
+        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"The baseline {path} is not a file of bench --json ({error}). Write one with: "
@@ -150,21 +207,29 @@ def _recorded_miou(path: Path) -> float | None:
         ) from error
 
 
-def gate_drop(results: list[ArtifactResult], baseline: float, max_drop: float) -> None:
-    """Fail when an artefact's mIoU is more than `max_drop` points (hundredths) below `baseline`.
+def gate_drop(results: list[ArtifactResult], baseline: Baseline, max_drop: float) -> None:
+    """Fail when an artefact's accuracy is more than `max_drop` points (hundredths) below the baseline's.
 
     Raises:
         GateError: one is, or none could be measured.
+        InputError: an artefact has another metric than the baseline.
     """
-    measured = [result for result in results if result.miou is not None]
+    measured = [(result.accuracy, result) for result in results if result.accuracy is not None]
     if not measured:
-        raise GateError("The gate --max-drop cannot be judged: no artefact gave an mIoU on this machine.")
-    worst = min(measured, key=lambda result: result.miou or 0.0)
-    drop = 100 * (baseline - (worst.miou or 0.0))
+        raise GateError(f"The gate --max-drop cannot be judged: no artefact gave an {baseline.metric} on this machine.")
+    other = next((result for _, result in measured if result.metric != baseline.metric), None)
+    if other is not None:
+        raise InputError(
+            f"{other.path.name} has an {other.metric} and the baseline an {baseline.metric}: they are models of "
+            "different tasks. Give a baseline of the same task."
+        )
+    accuracy, worst = min(measured, key=lambda pair: pair[0])
+    drop = 100 * (baseline.value - accuracy)
     if drop > max_drop:
         raise GateError(
-            f"{worst.path.name} has {100 * (worst.miou or 0.0):.2f} mIoU, {drop:.2f} points below the baseline's "
-            f"{100 * baseline:.2f}; --max-drop allows {max_drop:g}. Train NVFP4 longer, or keep more layers in FP16."
+            f"{worst.path.name} has {100 * accuracy:.2f} {worst.metric}, {drop:.2f} points below the baseline's "
+            f"{100 * baseline.value:.2f}; --max-drop allows {max_drop:g}. Train NVFP4 longer, or keep more layers in "
+            "FP16."
         )
 
 

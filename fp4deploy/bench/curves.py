@@ -1,4 +1,4 @@
-"""Training curves of a run: loss and validation mIoU per epoch, every model in its own colour.
+"""Training curves of a run: loss and validation mIoU or AP per epoch, every model in its own colour.
 
 A fine-tuned model starts where FP16 ended, so its epochs are drawn after FP16's: the picture shows the dip of
 quantisation and what fine-tuning wins back.
@@ -14,6 +14,7 @@ from typing import Any
 from fp4deploy.runs import Run, atomic_write
 
 COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd", "nvfp4_ptq": "#f08c00"}
+METRICS = {"miou": "mIoU", "ap": "AP"}
 TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4 PTQ"}
 
 
@@ -43,16 +44,17 @@ def draw_curves(histories: dict[str, list[dict[str, Any]]], fine_tuned: bool) ->
         return None
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
+        metric = "ap" if any("ap" in entry for entries in drawn.values() for entry in entries) else "miou"
         offset = max((entry["epoch"] for entry in drawn.get("fp16", [])), default=0) if fine_tuned else 0
         for model, entries in drawn.items():
             before = 0 if model == "fp16" else offset
             line = {"color": COLOURS[model], "label": TITLES[model], "linewidth": 2, "marker": "o", "markersize": 3}
-            for axis, name, factor in ((axes[0], "loss", 1), (axes[1], "miou", 100)):
+            for axis, name, factor in ((axes[0], "loss", 1), (axes[1], metric, 100)):
                 scored = [entry for entry in entries if entry.get(name) is not None]
                 epochs = [before + entry["epoch"] for entry in scored]
                 axis.plot(epochs, [factor * entry[name] for entry in scored], **line)
         axes[0].set(title="training loss", xlabel="epoch")
-        axes[1].set(title="validation mIoU, points", xlabel="epoch")
+        axes[1].set(title=f"validation {METRICS[metric]}, points", xlabel="epoch")
         axes[1].legend(frameon=False, loc="lower right")
         for axis in axes:
             axis.xaxis.get_major_locator().set_params(integer=True)

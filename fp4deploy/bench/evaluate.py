@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from fp4deploy.bench.instances import evaluate_instances
 from fp4deploy.bench.protocol import Runtime
 from fp4deploy.data import EvalTransform, SegmentationDataset, eval_loader, open_dataset
 from fp4deploy.errors import InputError
+from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models.card import ModelCard
 
@@ -41,8 +43,31 @@ def validation_set(card: ModelCard, data: Path) -> SegmentationDataset:
     return dataset
 
 
+def evaluate_task(
+    runtime: Runtime,
+    data: Path,
+    batch: int = BATCH,
+    progress: Progress | None = None,
+    max_detections: int | None = None,
+    results: Path | None = None,
+) -> Scores | InstanceScores:
+    """Scores of a runtime's own task: mIoU, or AP; the last two arguments as of `evaluate_instances`.
+
+    Raises:
+        InputError: the data does not fit the model, or cannot be read; `results` of a semantic model.
+    """
+    if runtime.card.head is not None:
+        return evaluate_instances(runtime, data, batch, progress, max_detections, results)
+    if results is not None or max_detections is not None:
+        raise InputError(
+            "--results and --max-dets are for instance models, and this one answers a class for every pixel. Leave "
+            "them out, or train one with: fp4deploy train --task instance"
+        )
+    return evaluate(runtime, data, batch, progress)
+
+
 def evaluate(runtime: Runtime, data: Path, batch: int = BATCH, progress: Progress | None = None) -> Scores:
-    """mIoU, IoU per class and pixel accuracy of a runtime over the validation split.
+    """mIoU, IoU per class and pixel accuracy of a semantic runtime over the validation split.
 
     Raises:
         InputError: the data does not fit the model, or cannot be read.

@@ -18,10 +18,14 @@ from fp4deploy.bench.artifact import ArtifactResult
 from fp4deploy.bench.curves import draw_curves, history, save_curves
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.heatmaps import telemetry_pictures
+from fp4deploy.bench.instance_overlays import draw_instance_overlays
 from fp4deploy.bench.ledgers import engines
 from fp4deploy.bench.overlays import Overlay, draw_overlays
 from fp4deploy.models import read_card
 from fp4deploy.runs import Run, atomic_write
+
+METRICS = {"semantic": "mIoU", "instance": "AP"}
+PER_CLASS = {"semantic": "IoU", "instance": "AP"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ def write_report(run: Run, artifacts: Sequence[ArtifactResult], data: Path, jour
     if curves:
         save_curves(run, curves)
     pair = run.checkpoint("fp16"), run.checkpoint("nvfp4")
-    overlays: list[Overlay] = draw_overlays(*pair, data) if all(path.is_file() for path in pair) else []
+    draw = draw_instance_overlays if facts["task"] == "instance" else draw_overlays
+    overlays: list[Overlay] = draw(*pair, data) if all(path.is_file() for path in pair) else []
     paths = [run.path / f"report.{suffix}" for suffix in ("json", "md", "html")]
     pictures = telemetry_pictures(run, facts["models"])
     texts = (
@@ -78,6 +83,7 @@ def collect(run: Run, artifacts: Sequence[ArtifactResult], data: Path, journal: 
         "run": run.path.name,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "data": str(data),
+        "task": _task(run),
         "fine_tuned": _fine_tuned(run),
         "models": {model: _model(run, model, entries) for model in run.models()},
         "artifacts": entries,
@@ -96,6 +102,11 @@ def _inside(path: Path, run: Run) -> str:
         return str(path.resolve().relative_to(run.path.resolve()))
     except ValueError:
         return str(path)
+
+
+def _task(run: Run) -> str:
+    models = run.models()
+    return read_card(run.checkpoint(models[0])).task if models else "semantic"
 
 
 def _fine_tuned(run: Run) -> bool:
@@ -118,7 +129,10 @@ def _model(run: Run, model: str, entries: list[dict[str, Any]]) -> dict[str, Any
         "class_names": list(card.class_names),
         "epochs": len(lines),
         "checkpoint": _inside(run.checkpoint(model), run),
+        "task": card.task,
         "miou": checkpoint["miou"] if checkpoint else None,
+        "ap": checkpoint["ap"] if checkpoint else None,
+        "ap50": checkpoint["ap50"] if checkpoint else None,
         "per_class": checkpoint["per_class"] if checkpoint else {},
     }
 
@@ -126,15 +140,16 @@ def _model(run: Run, model: str, entries: list[dict[str, Any]]) -> dict[str, Any
 def summary(facts: dict[str, Any]) -> list[str]:
     """What the run showed, in whole sentences, from measured numbers only."""
     sentences = []
-    miou = {name: model["miou"] for name, model in facts["models"].items()}
-    control = "fp16_control" if miou.get("fp16_control") is not None else "fp16"
-    first, second = miou.get(control), miou.get("nvfp4")
+    found = {name: tables.accuracy(model) for name, model in facts["models"].items()}
+    control = "fp16_control" if found.get("fp16_control") is not None else "fp16"
+    first, second = found.get(control), found.get("nvfp4")
     if first is not None and second is not None:
         lost = 100 * (first - second)
         verb = "loses" if lost > 0 else "gains"
         title = "the FP16 control" if control == "fp16_control" else "FP16"
         sentences.append(
-            f"NVFP4 {verb} {abs(lost):.2f} points of mIoU against {title} ({100 * second:.2f} and {100 * first:.2f})."
+            f"NVFP4 {verb} {abs(lost):.2f} points of {METRICS[facts['task']]} against {title} "
+            f"({100 * second:.2f} and {100 * first:.2f})."
         )
         if control == "fp16" and facts["fine_tuned"]:
             extra = facts["models"]["nvfp4"]["epochs"]
@@ -181,7 +196,7 @@ def size_pairs(artifacts: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]
 def render_markdown(facts: dict[str, Any]) -> str:
     """report.md: summary, table, per-class IoU, ledger, environment."""
     parts = [f"# {facts['run']}\n", " ".join(facts["summary"]) + "\n"]
-    parts.append(tables.markdown(tables.HEAD, tables.rows(facts["artifacts"])))
+    parts.append(tables.markdown(tables.head(facts["artifacts"]), tables.rows(facts["artifacts"])))
     reasons = [f"* {entry['reason']}" for entry in facts["artifacts"] if entry["reason"]]
     parts += (
         ["\n".join([*reasons, *(f"* {remark}" for remark in facts["remarks"])]) + "\n"]
@@ -191,7 +206,7 @@ def render_markdown(facts: dict[str, Any]) -> str:
     if facts["ledgers"]:
         body = [[entry["engine"], entry["built"], *map(str, entry["counts"].values())] for entry in facts["ledgers"]]
         parts += ["## Engines\n", tables.markdown(("engine", "built by", *facts["ledgers"][0]["counts"]), body)]
-    parts += ["## IoU per class, points\n", per_class_markdown(facts["models"])]
+    parts += [f"## {PER_CLASS[facts['task']]} per class, points\n", per_class_markdown(facts["models"])]
     machine = facts["environment"]
     parts += [
         "## Measured on\n",

@@ -18,6 +18,9 @@ EMULATED = (
 )
 
 
+OBJECTS = "<span>One colour and a white line an object; crowds, which are not scored, in grey.</span>"
+
+
 def render_html(
     facts: dict[str, Any],
     curves: str | None,
@@ -33,7 +36,7 @@ def render_html(
         f"<h2>Training</h2><figure>{curves}</figure>" if curves else "",
         _telemetry(pictures),
         _samples(facts, overlays),
-        _per_class(facts["models"]),
+        _per_class(facts["models"], "AP" if facts["task"] == "instance" else "IoU"),
         _environment(facts),
     ]
     title = escape(f"{facts['run']} · fp4deploy")
@@ -59,11 +62,14 @@ def _header(facts: dict[str, Any]) -> str:
 
 def _tiles(facts: dict[str, Any]) -> str:
     models = facts["models"]
-    reference = (tables.baseline_of(facts["artifacts"]) or {}).get("miou")
+    baseline = tables.baseline_of(facts["artifacts"])
+    reference = tables.accuracy(baseline) if baseline else None
+    metric = "AP" if facts["task"] == "instance" else "mIoU"
     tiles = []
     for name, model in models.items():
-        tail = f"drop {tables.drop(model['miou'], reference)} points" if name == "nvfp4" else "validation, points"
-        tiles.append(_tile(f"mIoU, {TITLES.get(name, name)}", tables.points(model["miou"]), tail))
+        value = tables.accuracy(model)
+        tail = f"drop {tables.drop(value, reference)} points" if name == "nvfp4" else "validation, points"
+        tiles.append(_tile(f"{metric}, {TITLES.get(name, name)}", tables.points(value), tail))
     if ".onnx" in facts["sizes"]:
         small, large = facts["sizes"][".onnx"]
         tail = f"{tables.size(small)} against {tables.size(large)}"
@@ -97,7 +103,7 @@ def _artifacts(facts: dict[str, Any]) -> str:
     reasons = "".join(f"<li>{escape(entry['reason'])}</li>" for entry in entries if entry["reason"])
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in facts["remarks"])
     listed = f'<ul class="note">{reasons}{remarks}</ul>' if reasons or remarks else ""
-    return f'<h2>Artefacts</h2>{_table(tables.HEAD, body)}<p class="note">{EMULATED}{against}</p>{listed}'
+    return f'<h2>Artefacts</h2>{_table(tables.head(entries), body)}<p class="note">{EMULATED}{against}</p>{listed}'
 
 
 def _engines(ledgers: Sequence[dict[str, Any]]) -> str:
@@ -130,14 +136,7 @@ def _layers(entry: dict[str, Any]) -> str:
 def _samples(facts: dict[str, Any], overlays: Sequence[Overlay]) -> str:
     if not overlays:
         return ""
-    model = facts["models"]["nvfp4"]
-    names = model["class_names"]
-    palette = colours(len(names), background=names[0] == "background")
-    legend = "".join(
-        f'<span><i style="background:rgb{colour}"></i>{escape(name)}</span>'
-        for name, colour in zip(names, palette, strict=True)
-        if colour
-    )
+    legend = OBJECTS if facts["task"] == "instance" else _class_legend(facts["models"]["nvfp4"]["class_names"])
     cells = "".join(f'<div class="head">{escape(title)}</div>' for title in overlays[0].pictures)
     for overlay in overlays:
         cells += "".join(
@@ -162,7 +161,16 @@ def _telemetry(pictures: Sequence[tuple[str, str]]) -> str:
     return f'<h2>Telemetry</h2><div class="heatmaps">{shown}</div><p class="note">{where}</p>'
 
 
-def _per_class(models: dict[str, Any]) -> str:
+def _class_legend(names: Sequence[str]) -> str:
+    palette = colours(len(names), background=names[0] == "background")
+    return "".join(
+        f'<span><i style="background:rgb{colour}"></i>{escape(name)}</span>'
+        for name, colour in zip(names, palette, strict=True)
+        if colour
+    )
+
+
+def _per_class(models: dict[str, Any], metric: str) -> str:
     names = next((list(model["per_class"]) for model in models.values() if model["per_class"]), [])
     if not names:
         return ""
@@ -176,7 +184,7 @@ def _per_class(models: dict[str, Any]) -> str:
         lost = tables.drop(values.get("nvfp4"), values.get("fp16_control", values.get("fp16")))
         body.append([escape(name), *(tables.points(value) for value in values.values()), lost, bars])
     titles = [TITLES.get(key, key) for key in models]
-    return f"<h2>IoU per class</h2>{_table(('class', *titles, 'drop', ''), body, numeric=(*titles, 'drop'))}"
+    return f"<h2>{metric} per class</h2>{_table(('class', *titles, 'drop', ''), body, numeric=(*titles, 'drop'))}"
 
 
 def _environment(facts: dict[str, Any]) -> str:

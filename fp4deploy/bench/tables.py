@@ -1,6 +1,7 @@
 """The comparison table as text cells, shared by the terminal, report.md and report.html.
 
-mIoU is shown in points (hundredths); `drop` is the baseline's mIoU minus the row's, so a positive number is a loss.
+mIoU and AP are shown in points (hundredths); `drop` is the baseline's minus the row's, so a positive number is a loss.
+Columns of a metric that no row has are left out.
 """
 
 from __future__ import annotations
@@ -8,23 +9,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-HEAD = ("model", "artefact", "backend", "precision", "size", "mIoU", "drop", "p50 ms", "images/s", "status")
-NUMERIC = frozenset({"size", "mIoU", "drop", "p50 ms", "images/s"})
+SEMANTIC = (("mIoU", "miou"),)  # title and key of a metric
+INSTANCE = (("AP", "ap"), ("AP50", "ap50"))
+NUMERIC = frozenset({"size", "mIoU", "AP", "AP50", "drop", "p50 ms", "images/s"})
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
+
+
+def metrics(artifacts: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Title and key of the metrics to show: mIoU, or AP and AP50, or all where a table has both kinds of models."""
+    instance = any(entry.get("ap") is not None for entry in artifacts)
+    semantic = any(entry["miou"] is not None for entry in artifacts)
+    return (SEMANTIC if semantic or not instance else ()) + (INSTANCE if instance else ())
+
+
+def head(artifacts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Titles of the columns."""
+    titles = (title for title, _ in metrics(artifacts))
+    return ("model", "artefact", "backend", "precision", "size", *titles, "drop", "p50 ms", "images/s", "status")
+
+
+def accuracy(entry: dict[str, Any]) -> float | None:
+    """mIoU of a semantic model's entry, AP of an instance model's; of an artefact or of a model."""
+    return entry["miou"] if entry["miou"] is not None else entry.get("ap")
 
 
 def baseline_of(artifacts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The row others are compared with: the FP16 control's first measured artefact, else the FP16 model's."""
     for model in BASELINES:
         for entry in artifacts:
-            if entry["model"] == model and entry["miou"] is not None:
+            if entry["model"] == model and accuracy(entry) is not None:
                 return entry
     return None
 
 
-def cells(entry: dict[str, Any], baseline: float | None) -> tuple[str, ...]:
-    """One row of the table, in the order of `HEAD`."""
+def cells(
+    entry: dict[str, Any], baseline: float | None, shown: Sequence[tuple[str, str]] = SEMANTIC
+) -> tuple[str, ...]:
+    """One row of the table, in the order of `head`; `shown`: the metrics."""
     timed = entry["latency_ms"]
     return (
         str(entry["model"]),
@@ -32,8 +54,8 @@ def cells(entry: dict[str, Any], baseline: float | None) -> tuple[str, ...]:
         entry["backend"],
         entry["precision"],
         size(entry["size_bytes"]),
-        points(entry["miou"]),
-        drop(entry["miou"], baseline),
+        *(points(entry.get(key)) for _, key in shown),
+        drop(accuracy(entry), baseline),
         milliseconds(timed["p50"]) if timed else NONE,
         rate(entry["images_per_s"]),
         entry["status"],
@@ -43,18 +65,18 @@ def cells(entry: dict[str, Any], baseline: float | None) -> tuple[str, ...]:
 def rows(artifacts: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """All rows of the table."""
     found = baseline_of(artifacts)
-    baseline = found["miou"] if found else None
-    return [cells(entry, baseline) for entry in artifacts]
+    baseline, shown = accuracy(found) if found else None, metrics(artifacts)
+    return [cells(entry, baseline, shown) for entry in artifacts]
 
 
-def points(miou: float | None) -> str:
+def points(value: float | None) -> str:
     """0.8123 -> "81.23"."""
-    return NONE if miou is None else f"{100 * miou:.2f}"
+    return NONE if value is None else f"{100 * value:.2f}"
 
 
-def drop(miou: float | None, baseline: float | None) -> str:
+def drop(value: float | None, baseline: float | None) -> str:
     """Points lost against the baseline, signed: "+0.31" is a loss, "-0.05" a gain."""
-    return NONE if miou is None or baseline is None else f"{100 * (baseline - miou):+.2f}"
+    return NONE if value is None or baseline is None else f"{100 * (baseline - value):+.2f}"
 
 
 def size(count: int | None) -> str:

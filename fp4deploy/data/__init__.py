@@ -3,12 +3,13 @@
 from fp4deploy.data.balance import ClassCounts, cached_counts, class_balance, count_classes
 from fp4deploy.data.cache import CachedDataset, cache_dataset
 from fp4deploy.data.check import check_dataset
+from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import Defect
-from fp4deploy.data.dataset import open_dataset
+from fp4deploy.data.dataset import open_dataset, open_instances
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
 from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, SPLITS, Sample, SegmentationDataset
 from fp4deploy.data.shapes import generate_shapes
-from fp4deploy.data.transforms import EvalTransform, TrainTransform, expand
+from fp4deploy.data.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand
 
 __all__ = [
     "IGNORE",
@@ -17,9 +18,11 @@ __all__ = [
     "SPLITS",
     "CachedDataset",
     "ClassCounts",
+    "CocoDataset",
     "Defect",
     "EpochLoader",
     "EvalTransform",
+    "NumberedEvalTransform",
     "Sample",
     "SegmentationDataset",
     "TrainTransform",
@@ -32,5 +35,6 @@ __all__ = [
     "expand",
     "generate_shapes",
     "open_dataset",
+    "open_instances",
     "train_loader",
 ]

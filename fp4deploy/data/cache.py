@@ -1,9 +1,9 @@
 """Keeping a small dataset decoded in memory.
 
 Decoding a JPEG and drawing its polygons costs more than training a small model on it, and every epoch pays it again.
-A set that fits the budget is decoded once, before training: 4 bytes a pixel (RGB and class), original size, so that
-cached samples are exactly the samples read from disk. Worker processes share the memory of the process that forked
-them. A set that does not fit is not cached at all: a part of it would save only that part of the time.
+A set that fits the budget is decoded once, before training: 4 bytes a pixel (RGB and class; 8 with instances), original
+size, so that cached samples are exactly the samples read from disk. Worker processes share the memory of the process
+that forked them. A set that does not fit is not cached at all: a part of it would save only that part of the time.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def cache_dataset(dataset: SegmentationDataset, budget: int = DEFAULT_BUDGET) ->
         sample = dataset.load(index)
         sample.image.flags.writeable = False
         sample.mask.flags.writeable = False
+        if sample.instances is not None:
+            sample.instances.flags.writeable = False
+            size += sample.instances.nbytes
         samples.append(sample)
         size += sample.image.nbytes + sample.mask.nbytes
         expected = size if len(samples) < _PROBE else size / len(samples) * len(dataset)

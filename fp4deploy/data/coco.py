@@ -12,6 +12,10 @@ Several annotations may cover one pixel. The rules, in drawing order:
 3. A subset of classes is the full mask with the other classes, crowds included, turned into background. A cup on the
    table is thus background where only tables are asked for, and images with none of the classes stay.
 
+The same drawing numbers the objects for instance segmentation: 1, 2, ... from the largest to the smallest, 0 in crowds,
+in the background and in classes called stuff (sky, road: regions that are not counted). `ground_truth` gives the
+objects as they are annotated, hidden parts included, which is what pycocotools scores against.
+
 A category that is itself called "background" is class 0. Annotations that draw nothing (boxes without a segmentation,
 polygons of two points) are skipped; `fp4deploy data check` lists them.
 """
@@ -21,14 +25,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fp4deploy.data.coco_json import Annotation, CocoFile, ImageRecord, find_annotations, find_images, parse
 from fp4deploy.data.images import ImageError, read_image
-from fp4deploy.data.regions import RegionError, decode, encode, pixel_count
-from fp4deploy.data.sample import IGNORE, Pixels, Sample, data_error, select_classes
-from fp4deploy.errors import InputError
+from fp4deploy.data.regions import RegionError, Rle, box, decode, encode, pixel_count
+from fp4deploy.data.sample import IGNORE, InstanceIds, Pixels, Sample, data_error, select_classes
+from fp4deploy.errors import InputError, suggest
 
 BACKGROUND = "background"
 
@@ -39,13 +44,22 @@ class CocoDataset:
     layout = "coco"
     background = True
 
-    def __init__(self, root: Path, split: str, classes: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        split: str,
+        classes: Sequence[str] | None = None,
+        instances: bool = False,
+        stuff: Sequence[str] = (),
+    ) -> None:
         """Read and check the annotation file, and see that every image exists.
 
         Args:
             root: the dataset's folder.
             split: "train" or "val".
             classes: names to learn, in this order; None for all. "background" is always there and need not be named.
+            instances: number the objects as well.
+            stuff: classes that are not counted.
 
         Raises:
             InputError: anything in the annotation file that the masks depend on is wrong, or an image is missing.
@@ -62,6 +76,8 @@ class CocoDataset:
         self._folder = folder
         self._images = _existing_images(parsed, root, folder)
         self.class_names, self._class_of = _number_classes(parsed, classes)
+        self.stuff = _stuff(self.class_names, stuff)
+        self._instances = instances
         self._annotations: dict[int, list[Annotation]] = {}
         for annotation in parsed.annotations:
             self._annotations.setdefault(annotation.image_id, []).append(annotation)
@@ -70,6 +86,39 @@ class CocoDataset:
 
     def __len__(self) -> int:
         return len(self._images)
+
+    @property
+    def images(self) -> tuple[ImageRecord, ...]:
+        """The images in the dataset's order."""
+        return tuple(self._images)
+
+    @property
+    def category_ids(self) -> dict[int, int]:
+        """The file's category id of every class but background."""
+        return {number: category for category, number in self._class_of.items() if number}
+
+    def ground_truth(self) -> dict[str, Any]:
+        """The split as the content of a COCO file, for scoring: RLE, classes that are counted, crowds included.
+
+        Raises:
+            InputError: a segmentation cannot be drawn.
+        """
+        names = {category: self.class_names[number] for number, category in self.category_ids.items()}
+        kept = [category for category, number in self._class_of.items() if number and number not in self.stuff]
+        annotations: list[dict[str, Any]] = []
+        for record in self._images:
+            for annotation in self._annotations.get(record.id, []):
+                region = self._region(annotation, record) if annotation.category_id in kept else None
+                if region is not None:
+                    annotations.append(_scored(annotation, region, number=len(annotations) + 1))
+        return {
+            "images": [
+                {"id": image.id, "file_name": image.file_name, "height": image.height, "width": image.width}
+                for image in self._images
+            ],
+            "annotations": annotations,
+            "categories": [{"id": category, "name": names[category]} for category in kept],
+        }
 
     def load(self, index: int) -> Sample:
         """Decode one image and draw its mask.
@@ -83,17 +132,22 @@ class CocoDataset:
             image = read_image(path, (record.height, record.width))
         except ImageError as error:
             raise data_error(self.root, f"{path} {error}") from error
-        return Sample(image, self._draw(record), record.file_name)
+        mask, instances = self._draw(record)
+        return Sample(image, mask, record.file_name, instances if self._instances else None)
 
-    def _draw(self, record: ImageRecord) -> Pixels:
+    def _region(self, annotation: Annotation, record: ImageRecord) -> Rle | None:
+        try:
+            return encode(annotation.segmentation, record.height, record.width)
+        except RegionError as error:
+            cause = f"Annotation {annotation.id} (image {record.file_name}) {error}."
+            raise data_error(self.root, cause) from error
+
+    def _draw(self, record: ImageRecord) -> tuple[Pixels, InstanceIds]:
         mask = np.zeros((record.height, record.width), dtype=np.uint8)
+        instances = np.zeros(mask.shape, dtype=np.int32)
         objects = []
         for annotation in self._annotations.get(record.id, []):
-            try:
-                region = encode(annotation.segmentation, record.height, record.width)
-            except RegionError as error:
-                cause = f"Annotation {annotation.id} (image {record.file_name}) {error}."
-                raise data_error(self.root, cause) from error
+            region = self._region(annotation, record)
             class_id = self._class_of[annotation.category_id]
             if region is None:
                 continue
@@ -101,9 +155,40 @@ class CocoDataset:
                 objects.append((class_id, region))
             elif class_id:
                 mask[decode(region)] = IGNORE
+        number = 0
         for class_id, region in sorted(objects, key=lambda item: -pixel_count(item[1])):
-            mask[decode(region)] = class_id
-        return mask
+            where = decode(region)
+            mask[where] = class_id
+            counted = class_id not in (0, *self.stuff)
+            number += counted
+            instances[where] = number if counted else 0
+        return mask, instances
+
+
+def _scored(annotation: Annotation, region: Rle, number: int) -> dict[str, Any]:
+    """An annotation for pycocotools, which takes the number 0 for "not matched" and sorts sizes by "area"."""
+    return {
+        "id": number,
+        "image_id": annotation.image_id,
+        "category_id": annotation.category_id,
+        "iscrowd": int(annotation.crowd),
+        "segmentation": region,
+        "area": pixel_count(region) if annotation.area is None else annotation.area,
+        "bbox": box(region),
+    }
+
+
+def _stuff(class_names: tuple[str, ...], names: Sequence[str]) -> tuple[int, ...]:
+    for name in names:
+        if name not in class_names[1:]:
+            raise InputError(
+                f"instance.stuff names the class '{name}', which is not one of those learned."
+                f"{suggest(name, class_names[1:])} They are: {', '.join(class_names[1:])}."
+            )
+    found = tuple(sorted({class_names.index(name) for name in names}))
+    if len(found) == len(class_names) - 1:
+        raise InputError("instance.stuff names every class, so that nothing is left to count. Leave one out.")
+    return found
 
 
 def _more(count: int) -> str:

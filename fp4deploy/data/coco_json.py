@@ -39,7 +39,7 @@ class ImageRecord:
 
 @dataclass(frozen=True)
 class Annotation:
-    """One annotated region; `box` is the unchecked "bbox", [x, y, width, height] in pixels."""
+    """One annotated region; `box` is the unchecked "bbox", [x, y, width, height] in pixels; `area` may be None."""
 
     id: int
     image_id: int
@@ -47,6 +47,7 @@ class Annotation:
     crowd: bool
     segmentation: Polygons | Rle
     box: object
+    area: float | None = None
 
 
 @dataclass
@@ -161,6 +162,7 @@ def _parse_region(parsed: CocoFile, record: dict[str, Any]) -> None:
     except RegionError as error:
         parsed.report("broken-segmentation", f"annotation {record['id']} {error}.", record["id"])
         return
+    area: Any = record.get("area")
     annotation = Annotation(
         id=record["id"],
         image_id=record["image_id"],
@@ -168,6 +170,7 @@ def _parse_region(parsed: CocoFile, record: dict[str, Any]) -> None:
         crowd=bool(record.get("iscrowd", 0)),
         segmentation=segmentation,
         box=record.get("bbox"),
+        area=float(area) if type(area) in (int, float) and area >= 0 else None,
     )
     parsed.annotations.append(annotation)
 

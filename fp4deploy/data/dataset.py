@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp4deploy.data.coco import CocoDataset
+from fp4deploy.data.coco_json import find_annotations
 from fp4deploy.data.masks import MaskDataset
 from fp4deploy.data.sample import SPLITS, SegmentationDataset
 from fp4deploy.errors import InputError
@@ -30,6 +31,28 @@ def require_folder(root: Path) -> None:
         raise InputError(
             f"{root} is not a dataset folder: it needs {LAYOUTS}. To see an example: fp4deploy data shapes DIR"
         )
+
+
+def open_instances(
+    root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (), numbered: bool = True
+) -> CocoDataset:
+    """Open one split to tell objects apart; arguments as of `open_dataset`, and more.
+
+    Args:
+        stuff: classes whose objects are not counted.
+        numbered: samples carry the numbers of their objects (to train on; scoring takes the annotations).
+
+    Raises:
+        InputError: as `open_dataset`; and there are masks only, which do not tell objects apart.
+    """
+    root = Path(root)
+    require_folder(root)
+    if find_annotations(root, split) is None and has_masks(root):
+        raise InputError(
+            f"{root} holds semantic masks, which do not tell one object from the next. Instance segmentation needs "
+            f"annotations/instances_{split}2017.json; or train with: --task semantic"
+        )
+    return CocoDataset(root, split, classes, instances=numbered, stuff=stuff)
 
 
 def open_dataset(root: Path, split: str, classes: Sequence[str] | None = None) -> SegmentationDataset:

@@ -74,7 +74,7 @@ class TransformedDataset(Dataset[Batch]):
 
 
 class EpochLoader(DataLoader[Batch]):
-    """DataLoader yielding (images float32 [N, 3, H, W], masks int64 [N, H, W]), or compact for `expand`."""
+    """DataLoader yielding (images float32 [N, 3, H, W], labels int64, as the transform gives them), or compact."""
 
     @property
     def source(self) -> SegmentationDataset:

@@ -130,3 +130,33 @@ def decode(rle: Rle) -> NDArray[np.bool_]:
 def pixel_count(rle: Rle) -> int:
     """Number of pixels an encoded segmentation covers."""
     return int(coco_mask.area(rle))
+
+
+def box(rle: Rle) -> list[float]:
+    """[x, y, width, height] in pixels of the smallest box around an encoded segmentation; zeros where it is empty."""
+    return [float(value) for value in coco_mask.toBbox(rle)]
+
+
+def encode_ids(ids: NDArray[np.int32]) -> dict[int, Rle]:
+    """Compressed RLE of every object of a map [H, W] of their numbers (0: none), in one pass over the pixels.
+
+    Returns:
+        RLE by number, ascending; `counts` is bytes.
+    """
+    height, width = ids.shape
+    column_major = ids.T.reshape(-1)
+    starts = np.flatnonzero(np.concatenate(([True], column_major[1:] != column_major[:-1])))
+    ends = np.concatenate((starts[1:], [column_major.size]))
+    numbers = column_major[starts]
+    order = np.argsort(numbers, kind="stable")
+    order = order[np.searchsorted(numbers[order], 1) :]
+    found: dict[int, Rle] = {}
+    if not order.size:
+        return found
+    first = np.flatnonzero(np.concatenate(([True], np.diff(numbers[order]) > 0)))
+    for runs in np.split(order, first[1:]):
+        edges = np.stack((starts[runs], ends[runs]), axis=1).reshape(-1)
+        counts = np.diff(np.concatenate(([0], edges, [column_major.size])))
+        rle = {"size": [height, width], "counts": counts.tolist()}
+        found[int(numbers[runs[0]])] = coco_mask.frPyObjects(rle, height, width)
+    return found

@@ -2,6 +2,9 @@
 
 Pixels that must not count, neither in the loss nor in the score, hold `IGNORE`: crowd regions of COCO, void of
 semantic masks, and the border that a crop past the image's edge adds.
+
+For instance segmentation a second map of the same size numbers the objects. A pixel belongs to one object at most, that
+which the mask shows there, so two maps hold any number of objects and are cropped and resized together.
 """
 
 from __future__ import annotations
@@ -23,15 +26,20 @@ IMAGE_MEAN = (0.485, 0.456, 0.406)  # ImageNet, RGB in [0, 1]
 IMAGE_STD = (0.229, 0.224, 0.225)
 
 Pixels = NDArray[np.uint8]
+InstanceIds = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One labelled image: `image` uint8 [H, W, 3] RGB, `mask` uint8 [H, W] of class ids or 255, `name` for messages."""
+    """One labelled image: `image` uint8 [H, W, 3] RGB, `mask` uint8 [H, W] of class ids or 255, `name` for messages.
+
+    `instances` int32 [H, W]: 0 where there is no object, else its number, 1, 2, ...; None for semantic training.
+    """
 
     image: Pixels
     mask: Pixels
     name: str
+    instances: InstanceIds | None = None
 
 
 class SegmentationDataset(Protocol):

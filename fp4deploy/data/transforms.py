@@ -6,7 +6,8 @@ the image lies inside the window and the rest is padding: mean colour, mask 255.
 the original pixels, so enlarging loses nothing. Images are resampled bilinearly (with antialiasing when shrinking),
 masks take the nearest pixel, both from the same box, so they stay aligned. With `aspect` a above 1 the two sides'
 zooms differ by a factor log-uniform in [1/a, a]; with `rotate` the result turns about its centre by up to so many
-degrees, and the corners that this uncovers are padding.
+degrees, and the corners that this uncovers are padding. A map of instances is one more mask: number and class are
+taken from the same pixel, and padding belongs to no instance.
 
 Colour. Brightness b, contrast c and saturation s are drawn from [1 - jitter, 1 + jitter] and applied as `grey + s *
 (x - grey)`, then `m + c * (x - m)` with m the mean grey of the crop, then `b * x`. With `hue` h the colours then turn
@@ -19,6 +20,8 @@ to the training process, which matters more than its arithmetic. A transform cal
 
 Random numbers are a function of (seed, epoch, index of the sample) alone: neither the number of worker processes nor
 resuming in the middle of a run changes a single pixel.
+
+What a transform calls labels is the mask [H, W], or with instances the mask and their numbers, [2, H, W].
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ import torch
 from PIL import Image, ImageStat
 from torch import Tensor
 
-from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, Pixels, Sample
+from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, InstanceIds, Pixels, Sample
 from fp4deploy.errors import InputError
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the source
 Rgb = tuple[float, float, float]
+Labels = Pixels | InstanceIds  # [H, W] of class ids, or [2, H, W] of class ids and numbers of instances
 _GREY = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601 luma
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])  # NTSC, 1953
 _TO_RGB = np.linalg.inv(_YIQ)
@@ -43,28 +47,28 @@ _AUGMENT = 1  # keeps these random streams apart from the one that shuffles
 
 
 class Transform(Protocol):
-    """Sample -> (image float32 [3, H, W] normalised, mask int64 [H, W]), or before that the compact pixels."""
+    """Sample -> (image float32 [3, H, W] normalised, labels int64), or before that the compact pixels."""
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]: ...
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
-        """(Image uint8 [H, W, 3], mask uint8 [H, W])."""
+        """(Image uint8 [H, W, 3], labels uint8 [H, W] or int32 [2, H, W])."""
         ...
 
 
-def expand(images: Tensor, masks: Tensor, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD) -> tuple[Tensor, Tensor]:
+def expand(images: Tensor, labels: Tensor, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD) -> tuple[Tensor, Tensor]:
     """Normalise a compact batch where it lies; a batch that is normalised already is returned as it is.
 
     Args:
         images: uint8 [..., H, W, 3], or float32 [..., 3, H, W].
-        masks: uint8 or int64 [..., H, W].
+        labels: of any integer type and shape.
 
     Returns:
-        float32 [..., 3, H, W], strided as the pixels were (channels last), and int64 [..., H, W].
+        float32 [..., 3, H, W], strided as the pixels were (channels last), and the labels as int64.
     """
     if images.dtype != torch.uint8:
-        return images, masks.long()
+        return images, labels.long()
     scale, offset = _on(images.device, mean, std)
-    return (images.float() * scale + offset).movedim(-1, -3), masks.long()
+    return (images.float() * scale + offset).movedim(-1, -3), labels.long()
 
 
 class EvalTransform:
@@ -75,17 +79,28 @@ class EvalTransform:
         self._mean, self._std = mean, std
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
-        image, mask = expand(*self.compact(sample, epoch, index), self._mean, self._std)
-        return image.contiguous(), mask
+        image, labels = expand(*self.compact(sample, epoch, index), self._mean, self._std)
+        return image.contiguous(), labels
 
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
-        """(Image uint8 [H, W, 3], mask uint8 [H, W])."""
+        """(Image uint8 [H, W, 3], labels uint8 [H, W] or int32 [2, H, W])."""
         height, width = sample.mask.shape
         return _to_tensors(*_resample(sample, (0.0, 0.0, width, height), self.height, self.width))
 
 
+class NumberedEvalTransform(EvalTransform):
+    """As `EvalTransform`, with the sample's index, int64 [], in place of its labels.
+
+    Instances are scored against the annotations at the image's own size, so all that is asked for is which image it is.
+    """
+
+    def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
+        """(Image uint8 [H, W, 3], index int64 [])."""
+        return super().compact(sample, epoch, index)[0], torch.tensor(index)
+
+
 class TrainTransform:
-    """Random window, horizontal flip and colour jitter, then as `EvalTransform`."""
+    """Random window, flip and colour jitter, then as `EvalTransform`; `upside_down` flips top and bottom as well."""
 
     def __init__(
         self,
@@ -101,58 +116,66 @@ class TrainTransform:
         rotate: float = 0.0,
         aspect: float = 1.0,
         hue: float = 0.0,
+        upside_down: bool = False,
     ) -> None:
         if seed < 0:
             raise InputError(f"The seed is {seed}; it must be 0 or more.")
         self.height, self.width, self.seed = height, width, seed
-        self.zoom, self.jitter = zoom, jitter
+        self.zoom, self.jitter, self.upside_down = zoom, jitter, upside_down
         self.flip, self.rotate, self.aspect, self.hue = flip, rotate, aspect, hue
         self._mean, self._std = mean, std
         self._padding = tuple(round(255 * value) for value in mean)
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
-        image, mask = expand(*self.compact(sample, epoch, index), self._mean, self._std)
-        return image.contiguous(), mask
+        image, labels = expand(*self.compact(sample, epoch, index), self._mean, self._std)
+        return image.contiguous(), labels
 
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
-        """(Image uint8 [H, W, 3], mask uint8 [H, W])."""
+        """(Image uint8 [H, W, 3], labels uint8 [H, W] or int32 [2, H, W])."""
         random = np.random.default_rng((_AUGMENT, self.seed, epoch, index))
         zoom = float(np.exp(random.uniform(*np.log(self.zoom))))
         across, down, flip = random.random(), random.random(), random.random() < self.flip
         brightness, contrast, saturation = random.uniform(1 - self.jitter, 1 + self.jitter, size=3)
         stretch, angle, hue = random.uniform(-1, 1, size=3)  # last, so that what is off changes nothing above
 
+        turned = self.upside_down and random.random() < 0.5
+
         side = float(self.aspect ** (stretch / 2))
-        pixels, mask, top, left = self._window(sample, (zoom * side, zoom / side), across, down)
+        pixels, labels, top, left = self._window(sample, (zoom * side, zoom / side), across, down)
         if self.rotate:
-            pixels, mask = self._turn(pixels, mask, self.rotate * angle)
+            pixels, labels = self._turn(pixels, labels, self.rotate * angle)
         image = _recolour(pixels, brightness, contrast, saturation, self.hue * hue)
-        if mask.shape != (self.height, self.width):
-            image, mask = self._pad(image, mask, top, left)
+        if labels.shape[-2:] != (self.height, self.width):
+            image, labels = self._pad(image, labels, top, left)
         if flip:
-            image, mask = image[:, ::-1], mask[:, ::-1]
-        return _to_tensors(image, mask)
+            image, labels = image[:, ::-1], labels[..., ::-1]
+        if turned:
+            image, labels = image[::-1], labels[..., ::-1, :]
+        return _to_tensors(image, labels)
 
     def _window(
         self, sample: Sample, zoom: tuple[float, float], across: float, down: float
-    ) -> tuple[Pixels, Pixels, int, int]:
+    ) -> tuple[Pixels, Labels, int, int]:
         """Resampled window, and where it stands in the result when it is smaller than that; `zoom` in x and in y."""
         height, width = sample.mask.shape
         left, right, columns, column = _span(width, self.width, zoom[0], across)
         top, bottom, rows, row = _span(height, self.height, zoom[1], down)
         return *_resample(sample, (left, top, right, bottom), rows, columns), row, column
 
-    def _turn(self, pixels: Pixels, mask: Pixels, degrees: float) -> tuple[Pixels, Pixels]:
+    def _turn(self, pixels: Pixels, labels: Labels, degrees: float) -> tuple[Pixels, Labels]:
         image = Image.fromarray(pixels).rotate(degrees, Image.Resampling.BILINEAR, fillcolor=self._padding)
-        void = Image.fromarray(mask).rotate(degrees, Image.Resampling.NEAREST, fillcolor=IGNORE)
-        return np.asarray(image), np.asarray(void)
+        maps = [(labels, IGNORE)] if labels.ndim == 2 else [(labels[0], IGNORE), (labels[1], 0)]
+        turned = [Image.fromarray(part).rotate(degrees, Image.Resampling.NEAREST, fillcolor=out) for part, out in maps]
+        return np.asarray(image), _together([np.asarray(part) for part in turned])
 
-    def _pad(self, image: Pixels, mask: Pixels, top: int, left: int) -> tuple[Pixels, Pixels]:
+    def _pad(self, image: Pixels, labels: Labels, top: int, left: int) -> tuple[Pixels, Labels]:
         padded = np.empty((self.height, self.width, 3), dtype=np.uint8)
         padded[:] = self._padding
-        void = np.full((self.height, self.width), IGNORE, dtype=np.uint8)
-        area = slice(top, top + mask.shape[0]), slice(left, left + mask.shape[1])
-        padded[area], void[area] = image, mask
+        void: Labels = np.zeros((*labels.shape[:-2], self.height, self.width), dtype=labels.dtype)
+        (void[0] if void.ndim == 3 else void)[:] = IGNORE
+        height, width = labels.shape[-2:]
+        area = slice(top, top + height), slice(left, left + width)
+        padded[area], void[..., area[0], area[1]] = image, labels
         return padded, void
 
 
@@ -165,13 +188,18 @@ def _span(size: int, target: int, zoom: float, position: float) -> tuple[float, 
     return 0.0, size, count, round(position * (target - count))
 
 
-def _resample(sample: Sample, box: Box, height: int, width: int) -> tuple[Pixels, Pixels]:
+def _resample(sample: Sample, box: Box, height: int, width: int) -> tuple[Pixels, Labels]:
+    maps: list[Labels] = [sample.mask] if sample.instances is None else [sample.mask, sample.instances]
     whole = (0.0, 0.0, sample.mask.shape[1], sample.mask.shape[0])
     if box == whole and sample.mask.shape == (height, width):
-        return sample.image, sample.mask
+        return sample.image, _together(maps)
     image = Image.fromarray(sample.image).resize((width, height), Image.Resampling.BILINEAR, box=box)
-    mask = Image.fromarray(sample.mask).resize((width, height), Image.Resampling.NEAREST, box=box)
-    return np.asarray(image), np.asarray(mask)
+    nearest = [Image.fromarray(labels).resize((width, height), Image.Resampling.NEAREST, box=box) for labels in maps]
+    return np.asarray(image), _together([np.asarray(labels) for labels in nearest])
+
+
+def _together(maps: list[Labels]) -> Labels:
+    return maps[0] if len(maps) == 1 else np.stack(maps, dtype=np.int32)
 
 
 def _recolour(image: Pixels, brightness: float, contrast: float, saturation: float, turn: float) -> Pixels:
@@ -201,6 +229,6 @@ def _on(device: torch.device, mean: Rgb, std: Rgb) -> tuple[Tensor, Tensor]:
     return scale.to(device), offset.to(device)
 
 
-def _to_tensors(image: Pixels, mask: Pixels) -> tuple[Tensor, Tensor]:
+def _to_tensors(image: Pixels, labels: Labels) -> tuple[Tensor, Tensor]:
     """Tensors with memory of their own: samples may be shared and read-only."""
-    return torch.from_numpy(np.array(image, order="C")), torch.from_numpy(np.array(mask, order="C"))
+    return torch.from_numpy(np.array(image, order="C")), torch.from_numpy(np.array(labels, order="C"))

@@ -84,7 +84,7 @@ def export_onnx(
     twin = to_portable(canonical)
     verification = None
     if verify and data is not None:
-        verification = verify_twin(model, twin, validation_images(Path(data), card, images))
+        verification = verify_twin(model, twin, validation_images(Path(data), card, images), head=card.head)
         require_agreement(verification, str(checkpoint))
     size = _write(canonical, out)
     if portable:

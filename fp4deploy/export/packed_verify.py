@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import GateError
-from fp4deploy.export.verify import ALLOWED_ELEMENTS, REQUIRED_AGREEMENT
+from fp4deploy.export.verify import ALLOWED_ELEMENTS, REQUIRED_AGREEMENT, compared
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.models.heads import InstanceHead, agreeing
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import INPUT, Concat, GroupNormReLU, Head, Step, outputs_of
 
@@ -29,7 +30,7 @@ Image = torch.Tensor | Nvfp4Tensor
 class PackedAgreement:
     """How far the packed network and torch agree.
 
-    images, pixels: how much was compared. differing: pixels whose argmax differs, running freely.
+    images, pixels: how much was compared. differing: pixels on which they say something else, running freely.
     steps: the error of each step fed by torch, by layer; None where running freely was enough.
     """
 
@@ -37,15 +38,16 @@ class PackedAgreement:
     pixels: int
     differing: int
     steps: dict[str, float] | None = None
+    head: InstanceHead | None = None
 
     @property
     def share(self) -> float:
-        """Share of pixels with the same argmax, 0..1; 0 where nothing was compared."""
+        """Share of pixels on which both say the same, 0..1; 0 where nothing was compared."""
         return 1 - self.differing / self.pixels if self.pixels else 0.0
 
     def sentence(self) -> str:
         """How far both agree, in words."""
-        text = f"argmax equal to torch on {100 * self.share:.3f} % of pixels"
+        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of pixels"
         if self.steps is None:
             return text
         worst = max(self.steps.values(), default=0.0)
@@ -55,21 +57,19 @@ class PackedAgreement:
 @torch.inference_mode()
 def verify_packed(model: nn.Module, file: PackedFile, images: Iterable[torch.Tensor]) -> PackedAgreement:
     """Compare freely on `images` (float32 [N, 3, H, W] each); where that is not enough, step by step as well."""
-    network, kept = PackedNetwork(file), list(images)
+    network, kept, head = PackedNetwork(file), list(images), file.card.head
     count = pixels = differing = 0
     for batch in kept:
-        expected = model(batch).argmax(1)
-        logits = network(batch)
-        wrong = (logits.argmax(1) != expected) | ~logits.isfinite().all(1)
-        count, pixels, differing = count + len(batch), pixels + expected.numel(), differing + int(wrong.sum())
-    found = PackedAgreement(count, pixels, differing)
+        same = agreeing(model(batch), network(batch), head)
+        count, pixels, differing = count + len(batch), pixels + same.numel(), differing + int((~same).sum())
+    found = PackedAgreement(count, pixels, differing, head=head)
     if found.share >= REQUIRED_AGREEMENT or not kept:
         return found
     steps: dict[str, float] = {}
     for batch in kept:
-        for name, error in compare_steps(model, network, batch).items():
+        for name, error in compare_steps(model, network, batch, head).items():
             steps[name] = max(steps.get(name, 0.0), error)
-    return PackedAgreement(count, pixels, differing, steps)
+    return PackedAgreement(count, pixels, differing, steps, head)
 
 
 def require_packed(found: PackedAgreement, name: str) -> None:
@@ -92,7 +92,9 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     )
 
 
-def compare_steps(model: nn.Module, network: PackedNetwork, batch: torch.Tensor) -> dict[str, float]:
+def compare_steps(
+    model: nn.Module, network: PackedNetwork, batch: torch.Tensor, head: InstanceHead | None = None
+) -> dict[str, float]:
     """The error of each step, fed with what torch has in its place: by layer, in the order of the graph."""
     seen, images = _outputs(model, batch), network.graph.images
     held: dict[str, Image] = {INPUT: batch.permute(0, 2, 3, 1)}
@@ -104,7 +106,10 @@ def compare_steps(model: nn.Module, network: PackedNetwork, batch: torch.Tensor)
             held[step.output] = got[0]
             continue
         expected = _expected(step, seen[step.layer], model.get_submodule(step.layer), network, amaxes)
-        errors[step.layer] = max(_error(*pair, isinstance(step, Head)) for pair in zip(got, expected, strict=True))
+        if isinstance(step, Head):
+            errors[step.layer] = _disagreement(got[0], expected[0], head)
+            continue
+        errors[step.layer] = max(_error(*pair) for pair in zip(got, expected, strict=True))
         held.update(zip(outputs_of(step), expected, strict=False))
     return errors
 
@@ -142,10 +147,14 @@ def _outputs(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     return seen
 
 
-def _error(got: Image, expected: Image, head: bool) -> float:
+def _disagreement(got: Image, expected: Image, head: InstanceHead | None) -> float:
+    """Share of pixels on which two outputs [N, H, W, channels] say something else."""
+    given, wanted = (cast(torch.Tensor, image).permute(0, 3, 1, 2) for image in (got, expected))
+    return float((~agreeing(wanted, given, head)).float().mean())
+
+
+def _error(got: Image, expected: Image) -> float:
     if isinstance(got, Nvfp4Tensor) and isinstance(expected, Nvfp4Tensor):
         return float((got.dequantize() != expected.dequantize()).float().mean())
     got, expected = cast(torch.Tensor, got), cast(torch.Tensor, expected)
-    if head:
-        return float((got.argmax(-1) != expected.argmax(-1)).float().mean())
     return float((got - expected).norm() / expected.norm().clamp(min=1e-30))

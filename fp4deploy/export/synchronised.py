@@ -29,6 +29,7 @@ from torch import nn
 
 from fp4deploy.export.session import portable_session
 from fp4deploy.formats import pad_to_blocks
+from fp4deploy.models.heads import InstanceHead, agreeing
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 
 PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
@@ -54,7 +55,7 @@ class SynchronisedAgreement:
 
     @property
     def share(self) -> float:
-        """Share of pixels with the same argmax, 0..1; 0 where nothing was compared."""
+        """Share of pixels on which both say the same, 0..1; 0 where nothing was compared."""
         return 1 - self.differing / self.pixels if self.pixels else 0.0
 
     @property
@@ -77,7 +78,7 @@ class FedTwin:
 
 
 def compare_synchronised(
-    model: nn.Module, portable: onnx.ModelProto, images: Iterable[torch.Tensor]
+    model: nn.Module, portable: onnx.ModelProto, images: Iterable[torch.Tensor], head: InstanceHead | None = None
 ) -> SynchronisedAgreement:
     """Compare on `images`, float32 [N, C, H, W] each; the activations of one batch are held at a time."""
     layers = quantized_layers(model)
@@ -97,9 +98,9 @@ def compare_synchronised(
             for value, x in zip(uses, operands[name], strict=True)
         ]
         logits, *own = session.run(None, {image_name: image.numpy(), **{value + FED: x for _, value, x in fed}})
-        classes = expected.argmax(axis=1)
-        pixels += classes.size
-        differing += int((logits.argmax(axis=1) != classes).sum()) if np.isfinite(logits).all() else classes.size
+        same = agreeing(torch.from_numpy(expected), torch.from_numpy(logits), head)
+        pixels += same.numel()
+        differing += int((~same).sum()) if np.isfinite(logits).all() else same.numel()
         for (name, _, x), y in zip(fed, own, strict=True):
             wrong[name] += int((y != x).sum())
             seen[name] += x.size

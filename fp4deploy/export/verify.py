@@ -1,7 +1,8 @@
 """The gate between torch and ONNX: the twin must answer as the model it was made from.
 
 Both run on the same real validation images, torch with the weights as they ship (`qat.load_model`), and the class of
-every pixel is compared. At most 0.1 % of the pixels may differ.
+every pixel is compared; of an instance model also its mask, or its centre score and offset (`models.heads.agreeing`).
+At most 0.1 % of the pixels may differ.
 
 FP16 models and small NVFP4 models pass at once (a UNet of scale 0.25 at 96 x 96: 0.005 % differ). A large NVFP4 model
 differs from itself by more than that as soon as anything adds in another order, because FP4 amplifies last-bit
@@ -27,6 +28,7 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.session import portable_session
 from fp4deploy.export.synchronised import SynchronisedAgreement, compare_synchronised
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.heads import InstanceHead, agreeing
 from fp4deploy.qat import quantized_layers
 
 REQUIRED_AGREEMENT = 0.999  # of the pixels
@@ -37,7 +39,7 @@ ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, where torch feeds ever
 class Agreement:
     """How far ONNX Runtime and torch agree.
 
-    images, pixels: how much was compared. differing: pixels whose argmax differs.
+    images, pixels: how much was compared. differing: pixels on which they say something else (argmax, or as `head`).
     largest: the largest absolute difference of two logits.
     synchronised: the comparison with every product fed by torch; None where the free one was enough.
     """
@@ -47,51 +49,68 @@ class Agreement:
     differing: int
     largest: float
     synchronised: SynchronisedAgreement | None = None
+    head: InstanceHead | None = None
 
     @property
     def share(self) -> float:
-        """Share of pixels with the same argmax, 0..1."""
+        """Share of pixels on which both say the same, 0..1."""
         return 1 - self.differing / max(self.pixels, 1)
 
     def sentence(self) -> str:
         """How far both agree, in words."""
-        text = f"argmax equal to torch on {100 * self.share:.3f} % of pixels"
+        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of pixels"
         if self.synchronised is None:
             return text
         fed = 100 * self.synchronised.share
         return f"{text} running freely, where FP4 amplifies last bits, and on {fed:.3f} % with every layer fed by torch"
 
 
-def compare_with_torch(model: nn.Module, portable: onnx.ModelProto, images: Iterable[torch.Tensor]) -> Agreement:
-    """Run both on `images` (float32 [N, C, H, W] each) and compare the logits [N, classes, ...] along axis 1."""
+def compared(head: InstanceHead | None) -> str:
+    """What `agreeing` compares, in words."""
+    if head is None:
+        return "argmax"
+    return "class, centre score and offset" if head.method == "centres" else "class and mask"
+
+
+def compare_with_torch(
+    model: nn.Module,
+    portable: onnx.ModelProto,
+    images: Iterable[torch.Tensor],
+    head: InstanceHead | None = None,
+) -> Agreement:
+    """Run both on `images` (float32 [N, C, H, W] each) and compare the outputs [N, channels, ...] along axis 1."""
     session = portable_session(portable)
     (name,) = (value.name for value in session.get_inputs())
     count = pixels = differing = 0
     largest = 0.0
     for batch in images:
         with torch.inference_mode():
-            expected = model(batch).float().numpy()
+            expected = model(batch).float()
         logits: Any = session.run(None, {name: batch.numpy()})[0]
-        classes = expected.argmax(axis=1)
+        same = agreeing(expected, torch.from_numpy(logits), head)
         count += len(batch)
-        pixels += classes.size
-        differing += int((logits.argmax(axis=1) != classes).sum())
-        largest = float(np.fmax(largest, np.abs(logits - expected).max()))
+        pixels += same.numel()
+        differing += int((~same).sum())
+        largest = float(np.fmax(largest, np.abs(logits - expected.numpy()).max()))
         if not np.isfinite(logits).all():
             differing, largest = pixels, float("inf")
             break
-    return Agreement(count, pixels, differing, largest)
+    return Agreement(count, pixels, differing, largest, head=head)
 
 
 def verify_twin(
-    model: nn.Module, portable: onnx.ModelProto, images: Iterable[torch.Tensor], enough: float = REQUIRED_AGREEMENT
+    model: nn.Module,
+    portable: onnx.ModelProto,
+    images: Iterable[torch.Tensor],
+    enough: float = REQUIRED_AGREEMENT,
+    head: InstanceHead | None = None,
 ) -> Agreement:
     """Compare freely; where less than `enough` of the pixels agree and the model is quantised, synchronised as well."""
     kept = list(images)
-    agreement = compare_with_torch(model, portable, kept)
+    agreement = compare_with_torch(model, portable, kept, head)
     if agreement.share >= enough or not quantized_layers(model):
         return agreement
-    return replace(agreement, synchronised=compare_synchronised(model, portable, kept))
+    return replace(agreement, synchronised=compare_synchronised(model, portable, kept, head))
 
 
 def require_agreement(agreement: Agreement, name: str) -> None:

@@ -2,6 +2,16 @@
 
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.models.checkpoint import load_weights, read_card, save_checkpoint
+from fp4deploy.models.heads import InstanceHead
 from fp4deploy.models.unet import UNet, build_unet
 
-__all__ = ["CARD_KEY", "ModelCard", "UNet", "build_unet", "load_weights", "read_card", "save_checkpoint"]
+__all__ = [
+    "CARD_KEY",
+    "InstanceHead",
+    "ModelCard",
+    "UNet",
+    "build_unet",
+    "load_weights",
+    "read_card",
+    "save_checkpoint",
+]

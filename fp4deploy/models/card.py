@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 
 from fp4deploy.errors import InputError
+from fp4deploy.models.heads import InstanceHead, head_from_json
 
 CARD_KEY = "fp4deploy.card"
 
@@ -21,7 +22,8 @@ class ModelCard:
 
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
-    `exclude` are the patterns that chose the quantised layers; None for the default choice.
+    `exclude` are the patterns that chose the quantised layers; None for the default choice. `task` is "semantic" or
+    "instance", and `head` the layout of an instance model's channels.
     """
 
     precision: str
@@ -36,6 +38,13 @@ class ModelCard:
     architecture: str = "unet"
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] | None = None
+    task: str = "semantic"
+    head: InstanceHead | None = None
+
+    @property
+    def channels(self) -> int:
+        """Output channels of the model."""
+        return self.head.channels if self.head else len(self.class_names)
 
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same card back."""
@@ -54,6 +63,8 @@ class ModelCard:
                 fields[name] = tuple(fields[name])
             for name in ("include", "exclude"):
                 fields[name] = None if fields.get(name) is None else tuple(fields[name])
+            if fields.get("head") is not None:
+                fields["head"] = head_from_json(fields["head"])
             return cls(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"The model card cannot be read ({error}); export the model again.") from error

@@ -23,11 +23,11 @@ from fp4deploy.packed.graph import (
 )
 
 
-def check_graph(graph: Graph, classes: int) -> None:
+def check_graph(graph: Graph, channels: int) -> None:
     """Check the whole graph.
 
     Args:
-        classes: how many the model card names; the head must give as many.
+        channels: how many the model card says that the head gives.
 
     Raises:
         InputError: naming the step and what is wrong with it.
@@ -39,7 +39,7 @@ def check_graph(graph: Graph, classes: int) -> None:
     for number, step in enumerate(graph.steps):
         try:
             _check_names(graph, step, written)
-            _check_step(graph, step, classes)
+            _check_step(graph, step, channels)
         except InputError as error:
             layer = "" if isinstance(step, Concat) else f" '{step.layer}'"
             raise InputError(f"Step {number} of the graph ({step.op}{layer}): {error}") from None
@@ -68,7 +68,7 @@ def _check_names(graph: Graph, step: Step, written: set[str]) -> None:
             _tensor(graph, amax, "F32", [])
 
 
-def _check_step(graph: Graph, step: Step, classes: int) -> None:
+def _check_step(graph: Graph, step: Step, out: int) -> None:
     inputs = [graph.images[name] for name in step.inputs]
     channels = sum(image.channels for image in inputs)
     _require(len({image.stride for image in inputs}) == 1, "its inputs differ in size")
@@ -83,7 +83,7 @@ def _check_step(graph: Graph, step: Step, classes: int) -> None:
     elif isinstance(step, Concat):
         _image(graph.images[step.output], channels, stride)
     elif isinstance(step, Head):
-        _weight(graph, step, classes, channels, 1 + 2 * step.padding)
+        _weight(graph, step, out, channels, 1 + 2 * step.padding)
     elif isinstance(step, Conv2d):
         if len(inputs) == 2:
             _require(step.precision == "nvfp4", "only a packed convolution has two inputs")

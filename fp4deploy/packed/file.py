@@ -83,7 +83,7 @@ def packed_file(
         for name, tensor in host.items()
     }
     graph = Graph(images=dict(images), steps=steps, tensors=infos)
-    check_graph(graph, len(card.class_names))
+    check_graph(graph, card.channels)
     _check_values(path, host)
     return PackedFile(Path(path), card, graph, host, __version__)
 
@@ -130,7 +130,7 @@ def read_packed(path: Path) -> PackedFile:
     card = ModelCard.from_json(metadata["card"])
     _check_tensors(path, graph, tensors)
     try:
-        check_graph(graph, len(card.class_names))
+        check_graph(graph, card.channels)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     _check_values(path, tensors)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.models.unet import STRIDE, channel_widths
@@ -52,9 +52,9 @@ class TrainSection(Section):
 
     accumulate: batches a step; warmup: share of the steps with a rising learning rate; clip: largest gradient norm;
     dice, cross_entropy: weights of the two losses; class_weights: class name -> weight, others weigh 1; zoom: range of
-    the random scale; jitter: strength of the colour augmentation; calibration: batches that set the first activation
-    scales; evaluate_every: epochs between validations; save_minutes: longest time between two resume states, which
-    matters where an epoch takes longer.
+    the random scale; jitter: strength of the colour augmentation; upside_down: flip top and bottom, too; calibration:
+    batches that set the first activation scales; evaluate_every: epochs between validations; save_minutes: longest time
+    between two resume states, which matters where an epoch takes longer.
 
     ema: decay of the average of the weights that is evaluated and kept, 0 for the weights themselves; label_smoothing:
     share of the cross-entropy that all classes have; class_balance: weights of the cross-entropy from the training
@@ -76,6 +76,7 @@ class TrainSection(Section):
     class_weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
     zoom: tuple[float, float] = (0.85, 1.4)
     jitter: float = Field(0.3, ge=0, lt=1)
+    upside_down: bool = False
     calibration: int = Field(4, ge=1)
     evaluate_every: int = Field(1, ge=1)
     save_minutes: float = Field(10.0, gt=0)
@@ -112,10 +113,42 @@ class TelemetrySection(Section):
     wandb_mode: Literal["offline", "online"] = "offline"
 
 
+class InstanceSection(Section):
+    """Instance segmentation only (`task: instance`).
+
+    method: "centres" (any number of objects) or "set" (at most `channels`); stuff: classes that are not counted;
+    max_detections: most objects of an image, and COCO's maxDets. Centres: weights of the losses `heatmap` and `offset`;
+    sigma: width of a peak in square roots of the object's area; nms: odd window in pixels with one centre at most;
+    threshold: smallest centre score. Set: weights of the losses `mask_bce` and `mask_dice`, and `empty` of channels
+    without an object.
+    """
+
+    method: Literal["centres", "set"] = "centres"
+    stuff: list[str] = Field([])
+    max_detections: int = Field(100, ge=1)
+    heatmap: float = Field(1.0, ge=0)
+    offset: float = Field(1.0, ge=0)
+    sigma: float = Field(0.15, gt=0)
+    nms: int = Field(5, ge=3)
+    threshold: float = Field(0.1, ge=0, lt=1)
+    channels: int = Field(20, ge=1)
+    mask_bce: float = Field(5.0, ge=0)
+    mask_dice: float = Field(2.0, ge=0)
+    empty: float = Field(0.5, ge=0)
+
+    @field_validator("nms")
+    @classmethod
+    def _is_odd(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("a window around a pixel has an odd side, such as 5")
+        return value
+
+
 class Config(Section):
     """A whole training; `seed` fixes initial weights, shuffling and augmentation."""
 
     seed: int = Field(0, ge=0)
+    task: Literal["semantic", "instance"] = "semantic"
     recipe: str = "nvfp4_qat"
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -124,6 +157,16 @@ class Config(Section):
     quant: QuantSection = QuantSection()
     distill: DistillSection = DistillSection()
     telemetry: TelemetrySection = TelemetrySection()
+    instance: InstanceSection = InstanceSection()
+
+    @model_validator(mode="after")
+    def _can_be_distilled(self) -> Config:
+        if self.task == "instance" and self.distill.weight:
+            raise ValueError(
+                f"distill.weight = {self.distill.weight:g}: distillation compares the softmax over classes, and the "
+                "outputs of an instance model are not all of classes; leave it 0, or train with task=semantic"
+            )
+        return self
 
     @field_validator("recipe")
     @classmethod
@@ -241,7 +284,8 @@ def _problem(entry: Any) -> str:
     if entry["type"] == "model_type":
         return f"{key} is a section; set one of {', '.join(name for name in _settings() if name.startswith(key))}"
     message = entry["msg"].removeprefix("Value error, ").rstrip(".")
-    return f"{key} = {entry['input']}: {message[0].lower() + message[1:]}"
+    message = message[0].lower() + message[1:]
+    return f"{key} = {entry['input']}: {message}" if key else message
 
 
 def _settings() -> list[str]:

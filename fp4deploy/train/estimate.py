@@ -30,13 +30,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4deploy.data import SPLITS, EpochLoader, Sample, SegmentationDataset, cache_dataset, open_dataset
+from fp4deploy.data import EpochLoader, Sample, SegmentationDataset, cache_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
 from fp4deploy.train.config import Config
 from fp4deploy.train.loop import Plan, Trainer
-from fp4deploy.train.models import QUANTIZED_MODELS, calibrate_on, make_loaders, model_card
+from fp4deploy.train.models import QUANTIZED_MODELS, calibrate_on, make_loaders, model_card, open_splits
+from fp4deploy.train.tasks import make_task
 
 WARM_UP = 5
 EFFICIENCY = 0.9
@@ -94,9 +95,7 @@ def measure(config: Config, models: tuple[str, ...], steps: int = 30) -> list[Sp
     """
     if steps < 1:
         raise InputError(f"At least one step has to be measured, not {steps}.")
-    if config.data.root is None:
-        raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
-    train, val = (open_dataset(Path(config.data.root), split, config.data.classes) for split in SPLITS)
+    train, val = open_splits(config)
     budget = int(config.data.cache_gib * 2**30)
     long = _Repeated(cache_dataset(train, budget), config.train.batch_size * (WARM_UP + 2 * steps + 2))
     loaders = make_loaders(config, long, cache_dataset(val, budget))
@@ -189,14 +188,15 @@ def _speed(
     folder: Path,
 ) -> Speed:
     torch.manual_seed(config.seed)
-    network: nn.Module = build_unet(len(data.class_names), config.model.scale)
+    card = model_card(config, model, data)
+    network: nn.Module = build_unet(card.channels, config.model.scale)
     if model in QUANTIZED_MODELS:
         prepare(network, config.recipe, config.quant.include, config.quant.exclude)
         calibrate_on(network, loaders[0], config)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     plan = Plan(model, 1, config.train.lr, folder / model)
-    trainer = Trainer(plan, network, model_card(config, model, data), config.train, loaders)
+    trainer = Trainer(plan, network, card, config.train, loaders, task=make_task(config, card, data))
     trainer.progress.batches = steps * 10**6  # one group of accumulated batches after the other, without an end
     trainer.model.train()
     batches = trainer._on_device(_endless(loaders[0]))

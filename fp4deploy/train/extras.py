@@ -47,10 +47,11 @@ def _additions(config: Config, model: str, class_names: tuple[str, ...], start: 
 
 def _teacher(path: Path, class_names: tuple[str, ...]) -> nn.Module:
     card = read_card(path)
-    if card.precision != "fp16" or card.class_names != class_names:
+    if card.precision != "fp16" or card.task != "semantic" or card.class_names != class_names:
         raise InputError(
-            f"{path} cannot teach: it is {card.precision} with {len(card.class_names)} classes, and a teacher is an "
-            f"FP16 model of the classes {', '.join(class_names)}. Give another with --set distill.teacher=FILE."
+            f"{path} cannot teach: it is {card.task}, {card.precision}, with {len(card.class_names)} classes, and a "
+            f"teacher is a semantic FP16 model of the classes {', '.join(class_names)}. Give another with "
+            "--set distill.teacher=FILE."
         )
     teacher = build_unet(len(class_names), card.scale)
     load_weights(teacher, path)

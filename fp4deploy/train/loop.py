@@ -25,7 +25,6 @@ from torch import nn
 
 from fp4deploy.data import EpochLoader, expand
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
 from fp4deploy.qat import quantized_layers
@@ -37,12 +36,12 @@ from fp4deploy.train.config import TelemetrySection, TrainSection
 from fp4deploy.train.ema import WeightAverage
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.journal import append_line, keep_epochs
-from fp4deploy.train.losses import SegmentationLoss
 from fp4deploy.train.processes import share_amaxes
 from fp4deploy.train.progress import Display
 from fp4deploy.train.schedule import learning_rate, make_optimizer, set_learning_rate
 from fp4deploy.train.state import Progress, load_state, save_state
 from fp4deploy.train.tally import Counts, Tally
+from fp4deploy.train.tasks import SemanticTask, Task, TaskScores
 from fp4deploy.train.telemetry import Telemetry
 
 MAX_SKIPPED_IN_A_ROW = 30
@@ -70,7 +69,7 @@ class Plan:
 
     @property
     def checkpoint(self) -> Path:
-        """The weights with the best validation mIoU."""
+        """The weights with the best validation score."""
         return self.folder / "best.safetensors"
 
 
@@ -99,6 +98,7 @@ class Trainer:
         loaders: tuple[EpochLoader, EpochLoader],
         extras: Extras = Extras(),
         telemetry: TelemetrySection | None = None,
+        task: Task | None = None,
     ) -> None:
         self.plan, self.card, self.settings = plan, card, settings
         on_gpu = torch.cuda.is_available()
@@ -124,8 +124,8 @@ class Trainer:
         if self.accelerator.num_processes > 1:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
-        weights = _weights(settings.class_weights, card), settings.label_smoothing, _weights(extras.balance, card)
-        self.loss: Any = SegmentationLoss(settings.cross_entropy, settings.dice, *weights)
+        self.task: Task = task or SemanticTask(settings, card, extras.balance)
+        self.loss: Any = self.task.loss
         if settings.compile:
             self.loss = torch.compile(self.loss.__call__)
             if not isinstance(model, FusedUNet):
@@ -181,19 +181,16 @@ class Trainer:
         self.accelerator.free_memory()
         return self.progress
 
-    def evaluate(self) -> Scores:
+    def evaluate(self) -> TaskScores:
         """Score on the validation split."""
-        names = self.card.class_names
-        score = SegmentationScore(len(names), names)
+        evaluation = self.task.evaluation()
         self.model.eval()
         with self._averaged(), torch.inference_mode(), self.accelerator.autocast():
-            for images, masks in self._on_device(self.val_batches):
+            for images, labels in self._on_device(self.val_batches):
                 self._pause_if_asked()
-                prediction = self.model(images).argmax(dim=1)
-                prediction, masks = self.accelerator.gather_for_metrics((prediction, masks))
-                score.update(prediction, masks)
+                evaluation.update(self.model(images), labels, self.accelerator.gather_for_metrics)
         self.model.train()
-        return score.compute()
+        return evaluation.compute()
 
     def _epoch(self, display: Display) -> None:
         progress = self.progress
@@ -208,8 +205,7 @@ class Trainer:
             "step": progress.step,
             "loss": counts.mean_loss,
             "lr": self._learning_rate(progress.step - 1),
-            "miou": scores.miou if scores else None,
-            "per_class": scores.per_class if scores else None,
+            **(scores.line() if scores else {self.task.metric: None, "per_class": None}),
             "seconds": round(progress.epoch_seconds, 3),
             "images_per_s": round(images_seen / seconds, 1) if images_seen else None,
             "arithmetic": "fp16 autocast" if self.accelerator.mixed_precision == "fp16" else "fp32",
@@ -225,9 +221,9 @@ class Trainer:
         progress.batch, progress.epoch_seconds = 0, 0.0
         self.tally = Tally(self.device, counts.next_epoch(), self.settings.spike)
         self.keep(scores, line)
-        display.epoch(progress.epoch, counts.mean_loss, line["miou"], line["seconds"])
-        if counts.remark():
-            display.say(f"{self.plan.model}  epoch {progress.epoch}: {counts.remark()}")
+        display.epoch(progress.epoch, counts.mean_loss, scores.text() if scores else None, line["seconds"])
+        for remark in filter(None, [counts.remark(), *self.task.remarks()]):
+            display.say(f"{self.plan.model}  epoch {progress.epoch}: {remark}")
 
     def _train_rest(self, display: Display) -> tuple[int, float]:
         """Train on the rest of the epoch; returns the images seen and the seconds they took."""
@@ -332,12 +328,12 @@ class Trainer:
     def _averaged(self) -> AbstractContextManager[None]:
         return self.average.applied() if self.average is not None else nullcontext()
 
-    def keep(self, scores: Scores | None, line: dict[str, Any]) -> None:
+    def keep(self, scores: TaskScores | None, line: dict[str, Any]) -> None:
         """Write the best checkpoint where this is it, a line of metrics, and the state."""
         progress, main = self.progress, self.accelerator.is_main_process
-        if scores is not None and (scores.miou > progress.best_miou or progress.best_miou < 0):
-            progress.best_miou, progress.per_class = scores.miou, scores.per_class
-            extra = {"fp4deploy.epoch": str(progress.epoch), "fp4deploy.miou": repr(scores.miou)}
+        if scores is not None and (scores.score > progress.best_score or progress.best_score < 0):
+            progress.best_score, progress.per_class = scores.score, scores.line()["per_class"]
+            extra = {"fp4deploy.epoch": str(progress.epoch), f"fp4deploy.{self.task.metric}": repr(scores.score)}
             if main:
                 with self._averaged():
                     save_checkpoint(self.plan.checkpoint, self.bare, self.card, extra)
@@ -353,10 +349,6 @@ class Trainer:
             save_state(self.plan.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
             self.telemetry.save()
         self.saved_at = time.monotonic()
-
-
-def _weights(by_name: dict[str, float] | None, card: ModelCard) -> torch.Tensor | None:
-    return torch.tensor([by_name.get(name, 1.0) for name in card.class_names]) if by_name else None
 
 
 def _remove_leftovers(folder: Path) -> None:

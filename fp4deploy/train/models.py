@@ -31,14 +31,17 @@ from fp4deploy.data import (
     IMAGE_MEAN,
     IMAGE_STD,
     SPLITS,
+    CocoDataset,
     EpochLoader,
     EvalTransform,
+    NumberedEvalTransform,
     SegmentationDataset,
     TrainTransform,
     cache_dataset,
     eval_loader,
     expand,
     open_dataset,
+    open_instances,
     train_loader,
 )
 from fp4deploy.errors import InputError, suggest
@@ -50,6 +53,7 @@ from fp4deploy.train.extras import make_extras
 from fp4deploy.train.loop import Plan, Trainer
 from fp4deploy.train.ptq import evaluate_untrained
 from fp4deploy.train.state import read_progress
+from fp4deploy.train.tasks import METRICS, make_head, make_task, require_same_head, require_same_task
 from fp4deploy.train.trackers import check_trackers
 
 MOST_WORKERS = 12
@@ -58,13 +62,14 @@ QUANTIZED_MODELS = ("nvfp4", "nvfp4_ptq")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Outcome of one model: best validation mIoU in [0, 1], epochs trained, seconds spent, files."""
+    """Outcome of one model: best validation score in [0, 1], epochs trained, seconds spent, files; the score's name."""
 
-    best_miou: float
+    best_score: float
     epochs: int
     seconds: float
     checkpoint: Path
     per_class: dict[str, float | None]
+    metric: str = "mIoU"
 
 
 def train_models(
@@ -92,9 +97,7 @@ def train_models(
             raise InputError(f"{run.path} holds a {model} already. Continue it with --resume, or choose another --out.")
     if from_scratch:
         config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
-    if config.data.root is None:
-        raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
-    train_data, val_data = (open_dataset(Path(config.data.root), split, config.data.classes) for split in SPLITS)
+    train_data, val_data = open_splits(config)
     _check_class_weights(config, val_data.class_names)
     check_trackers(config.telemetry.trackers)
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
@@ -128,21 +131,46 @@ def _train(
     )
     resume = resume and plan.state_path.is_file()
     torch.manual_seed(config.seed)
-    network: nn.Module = build_unet(len(data.class_names), config.model.scale)
+    card = model_card(config, model, data)
+    network: nn.Module = build_unet(card.channels, config.model.scale)
     if fine_tuned and not resume:
-        load_weights(network, _starting_point(config, run, model, data.class_names))
+        load_weights(network, _starting_point(config, run, model, card))
     if model in QUANTIZED_MODELS:
         prepare(network, config.recipe, config.quant.include, config.quant.exclude)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
             calibrate_on(network, loaders[0], config)
-    start = partial(_starting_point, config, run, model, data.class_names)
+    start = partial(_starting_point, config, run, model, card)
     extras = make_extras(config, run, model, loaders[0].source, start)
-    trainer = Trainer(plan, network, model_card(config, model, data), config.train, loaders, extras, config.telemetry)
+    task = make_task(config, card, data, extras.balance)
+    trainer = Trainer(plan, network, card, config.train, loaders, extras, config.telemetry, task)
     progress = evaluate_untrained(trainer, resume) if untrained else trainer.run(resume)
-    return TrainResult(progress.best_miou, progress.epoch, progress.seconds, plan.checkpoint, dict(progress.per_class))
+    return TrainResult(
+        progress.best_score,
+        progress.epoch,
+        progress.seconds,
+        plan.checkpoint,
+        dict(progress.per_class),
+        METRICS[config.task],
+    )
 
 
-def _starting_point(config: Config, run: Run, model: str, class_names: tuple[str, ...]) -> Path:
+def open_splits(config: Config) -> tuple[SegmentationDataset, SegmentationDataset]:
+    """The training and the validation split that a configuration names, as its task needs them.
+
+    Raises:
+        InputError: it names no data, or the data cannot be read or does not serve the task.
+    """
+    if config.data.root is None:
+        raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
+    root = Path(config.data.root)
+    classes, stuff = config.data.classes, config.instance.stuff
+    if config.task == "semantic":
+        return open_dataset(root, SPLITS[0], classes), open_dataset(root, SPLITS[1], classes)
+    train, val = (open_instances(root, split, classes, stuff, numbered=split == SPLITS[0]) for split in SPLITS)
+    return train, val
+
+
+def _starting_point(config: Config, run: Run, model: str, wanted: ModelCard) -> Path:
     given = config.train.init_checkpoint
     path = Path(given) if given else run.checkpoint("fp16")
     if not given:
@@ -152,7 +180,8 @@ def _starting_point(config: Config, run: Run, model: str, class_names: tuple[str
             f"{model} is fine-tuned from an FP16 checkpoint, and there is none at {path}. Train both with "
             "--models fp16,nvfp4, name one with --set train.init_checkpoint=FILE, or train --from-scratch."
         )
-    card = read_card(path)
+    card, class_names = read_card(path), wanted.class_names
+    require_same_task(path, card, wanted)
     if card.scale != config.model.scale:
         raise InputError(
             f"{path} is a UNet of scale {card.scale:g}, and this run has scale {config.model.scale:g}. "
@@ -163,6 +192,7 @@ def _starting_point(config: Config, run: Run, model: str, class_names: tuple[str
             f"{path} was trained on the classes {', '.join(card.class_names)}, and this run has "
             f"{', '.join(class_names)}. Choose the same, in the same order, or another checkpoint."
         )
+    require_same_head(path, card.head, wanted.head)
     return path
 
 
@@ -215,6 +245,8 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         recipe=config.recipe if quantized else None,
         include=include,
         exclude=exclude,
+        task=config.task,
+        head=make_head(config, data) if isinstance(data, CocoDataset) and config.task == "instance" else None,
     )
 
 
@@ -223,12 +255,19 @@ def make_loaders(
 ) -> tuple[EpochLoader, EpochLoader]:
     """Batches to train and to validate on, augmented and sized as the configuration says."""
     size = (config.data.height, config.data.width)
-    more = config.augment.model_dump()
-    augment = TrainTransform(*size, seed=config.seed, zoom=config.train.zoom, jitter=config.train.jitter, **more)
+    augment = TrainTransform(
+        *size,
+        seed=config.seed,
+        zoom=config.train.zoom,
+        jitter=config.train.jitter,
+        upside_down=config.train.upside_down,
+        **config.augment.model_dump(),
+    )
+    plain = NumberedEvalTransform(*size) if config.task == "instance" else EvalTransform(*size)
     batch, workers = config.train.batch_size, _workers(config.data.workers)
     return (
         train_loader(train, augment, batch, workers, config.seed, compact=True),
-        eval_loader(val, EvalTransform(*size), batch, workers, compact=True),
+        eval_loader(val, plain, batch, workers, compact=True),
     )
 
 

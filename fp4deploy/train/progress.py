@@ -48,11 +48,11 @@ class Display:
         """`done` training steps are done; `loss` is the epoch's mean up to here."""
         self.bar.update(self.task, completed=done, loss=f"epoch {self.running}/{self.epochs}  loss {_shown(loss)}")
 
-    def epoch(self, number: int, loss: float | None, miou: float | None, seconds: float) -> None:
-        """One epoch is done."""
+    def epoch(self, number: int, loss: float | None, score: str | None, seconds: float) -> None:
+        """One epoch is done; `score` as a person reads it, None where it was not measured."""
         self.running = number + 1
-        score = f"  mIoU {100 * miou:.2f}" if miou is not None else ""
-        self.say(f"{self.model}  epoch {number}/{self.epochs}  loss {_shown(loss)}{score}  {seconds:.1f} s")
+        parts = [self.model, f"epoch {number}/{self.epochs}", f"loss {_shown(loss)}", score, f"{seconds:.1f} s"]
+        self.say("  ".join(part for part in parts if part))
 
 
 def _shown(loss: float | None) -> str:

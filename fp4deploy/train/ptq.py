@@ -29,8 +29,7 @@ def evaluate_untrained(trainer: Trainer, resume: bool) -> Progress:
         "epoch": 0,
         "step": 0,
         "loss": None,
-        "miou": scores.miou,
-        "per_class": scores.per_class,
+        **scores.line(),
         "seconds": round(progress.seconds, 3),
         "kernels": trainer.kernels,
     }

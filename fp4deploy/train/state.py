@@ -31,13 +31,13 @@ class Progress:
     """Counters of one training.
 
     `epoch` counts whole epochs; `seconds` and `skipped` are their time (validation included) and their skipped steps,
-    `per_class` belongs to the best of them. Of the next one, `batch` of its `batches` are done, in `epoch_seconds`, and
-    `counts` holds their `tally.Counts`.
+    `best_score` (mIoU or AP) and `per_class` belong to the best of them. Of the next one, `batch` of its `batches` are
+    done, in `epoch_seconds`, and `counts` holds their `tally.Counts`.
     """
 
     epoch: int = 0
     step: int = 0
-    best_miou: float = -1.0
+    best_score: float = -1.0
     seconds: float = 0.0
     per_class: dict[str, float | None] = field(default_factory=dict)
     skipped: int = 0
@@ -92,7 +92,7 @@ def load_state(
         _lay_out_like_parameters(optimizer)
         if average is not None:
             average.load_state(_below(tensors, "average."))
-        progress = Progress(**meta["progress"])
+        progress = _progress(meta["progress"])
     except DAMAGE as error:
         raise _damaged(path, error) from error
     if scaler is not None and meta["scaler"]:
@@ -111,9 +111,15 @@ def read_progress(path: Path) -> Progress:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return Progress(**json.loads((file.metadata() or {})[PROGRESS_KEY])["progress"])
+            return _progress(json.loads((file.metadata() or {})[PROGRESS_KEY])["progress"])
     except DAMAGE as error:
         raise _damaged(path, error) from error
+
+
+def _progress(fields: dict[str, Any]) -> Progress:
+    if "best_miou" in fields:  # its name before there was another score
+        fields["best_score"] = fields.pop("best_miou")
+    return Progress(**fields)
 
 
 def _damaged(path: Path, error: Exception) -> InputError:

@@ -95,7 +95,7 @@ def _run(sweep: Sweep, out: Path, variant: Variant, seed: int, say: Say) -> None
     before = outcome(sweep, out, variant, seed)
     title = f"{variant.name}, seed {seed}"
     if before["status"] == "done":
-        say(f"{title}: done, mIoU {100 * before['best']:.2f}")
+        say(f"{title}: done, {sweep.metric} {100 * before['best']:.2f}")
         return
     run = run_of(out, variant, seed)
     error_file = run.path / ERROR_FILE
@@ -122,7 +122,7 @@ def _run(sweep: Sweep, out: Path, variant: Variant, seed: int, say: Say) -> None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     error_file.unlink(missing_ok=True)
-    say(f"{title}: mIoU {100 * result.best_miou:.2f}, {result.seconds:.0f} s")
+    say(f"{title}: {result.metric} {100 * result.best_score:.2f}, {result.seconds:.0f} s")
 
 
 @contextmanager

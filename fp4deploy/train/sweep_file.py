@@ -13,8 +13,8 @@
       qad: {model: nvfp4, set: {distill.weight: 1}, against: qad_control}
 
 Every variant that is fine-tuned starts from the FP16 model of its seed, which is trained once, so that differences
-within a seed are not those of two trainings. A variant that changes the network or the data (`model.*`, `data.*`) has
-an FP16 model of its own. `fp16` names that model as a variant.
+within a seed are not those of two trainings. A variant that changes the network, its instance head or the data
+(`model.*`, `data.*`) has an FP16 model of its own. `fp16` names that model as a variant.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy.runs import MODELS
 from fp4deploy.train.config import Config, load_config
 from fp4deploy.train.options import Section
+from fp4deploy.train.tasks import METRICS
 
 BASE = "fp16"
-OF_THE_BASE = ("model.", "data.")
+OF_THE_BASE = ("model.", "data.", "instance.method", "instance.channels", "instance.stuff")
 NOT_OF_THE_BASE = ("data.root", "data.workers", "data.cache_gib")
 
 
@@ -47,7 +48,7 @@ class VariantSection(Section):
 
 
 class SweepSection(Section):
-    """The whole file; score: the epoch whose mIoU counts, the best or the last."""
+    """The whole file; score: the epoch whose mIoU or AP counts, the best or the last."""
 
     config: str | None = None
     set: dict[str, Any] = Field(default_factory=dict)
@@ -86,6 +87,11 @@ class Sweep:
     def config(self, variant: Variant, seed: int) -> Config:
         """The configuration of one run; later settings win, the seed last."""
         return load_config(self.configuration, [*self.sets, *variant.sets, f"seed={seed}"])
+
+    @property
+    def metric(self) -> str:
+        """What is compared, "mIoU" or "AP"; all variants have one task."""
+        return METRICS[self.config(self.variants[0], self.seeds[0]).task]
 
     def variant(self, name: str) -> Variant:
         """Look a variant up.
@@ -169,7 +175,8 @@ def _with_bases(rows: list[Variant]) -> list[Variant]:
 
 
 def _check(sweep: Sweep) -> None:
-    problems = []
+    problems: list[str] = []
+    tasks: set[str] = set()
     by_name = {variant.name: variant for variant in sweep.variants}
     for variant in sweep.variants:
         if _plain(variant.name) != variant.name.replace("-", "_") or variant.name in ("", ".", ".."):
@@ -180,9 +187,11 @@ def _check(sweep: Sweep) -> None:
         if variant.base is not None and by_name[variant.base].model != "fp16":
             problems.append(f"'{variant.base}' is the FP16 model that {variant.name} starts from; rename the variant")
         try:
-            sweep.config(variant, sweep.seeds[0] if sweep.seeds else 0)
+            tasks.add(sweep.config(variant, sweep.seeds[0] if sweep.seeds else 0).task)
         except InputError as error:
             problems.append(f"{variant.name}: {error}")
+    if len(tasks) > 1:
+        problems.append("variants have different tasks, whose scores cannot be compared: set task for the whole sweep")
     if len(set(sweep.seeds)) < len(sweep.seeds) or not sweep.seeds or min(sweep.seeds) < 0:
         problems.append("seeds are distinct whole numbers from 0 on, at least one")
     if problems:

@@ -52,9 +52,9 @@ def outcome(sweep: Sweep, out: Path, variant: Variant, seed: int) -> dict[str, A
             progress = read_progress(state)
         except InputError as error:
             return {**found, "status": "failed", "error": str(error)}
-        done = progress.epoch >= planned_epochs(variant, sweep.config(variant, seed)) and progress.best_miou >= 0
+        done = progress.epoch >= planned_epochs(variant, sweep.config(variant, seed)) and progress.best_score >= 0
         found |= {"status": "done" if done else "unfinished", "epochs": progress.epoch, "seconds": progress.seconds}
-        found |= _scores(run.model_dir(variant.model) / "metrics.jsonl", progress.epoch)
+        found |= _scores(run.model_dir(variant.model) / "metrics.jsonl", progress.epoch, sweep.metric)
         found |= {"skipped_steps": progress.skipped}
     error_file = run.path / ERROR_FILE
     if found["status"] != "done" and error_file.is_file():
@@ -62,18 +62,19 @@ def outcome(sweep: Sweep, out: Path, variant: Variant, seed: int) -> dict[str, A
     return found
 
 
-def _scores(metrics: Path, last_epoch: int) -> dict[str, Any]:
+def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, Any]:
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    scored = [line for line in lines if line["epoch"] <= last_epoch and line.get("miou") is not None]
+    key = metric.lower()
+    scored = [line for line in lines if line["epoch"] <= last_epoch and line.get(key) is not None]
     if not scored:
         return {}
-    best = max(scored, key=lambda line: line["miou"])
+    best = max(scored, key=lambda line: line[key])
     spikes = sum(line.get("loss_spikes") or 0 for line in lines)
     rate = [line["images_per_s"] for line in lines if line.get("images_per_s")]
     return {
-        "best": best["miou"],
+        "best": best[key],
         "best_epoch": best["epoch"],
-        "last": scored[-1]["miou"],
+        "last": scored[-1][key],
         "loss_spikes": spikes,
         "images_per_s": statistics.median(rate) if rate else None,
     }
@@ -82,7 +83,7 @@ def _scores(metrics: Path, last_epoch: int) -> dict[str, Any]:
 def collect(sweep: Sweep, out: Path) -> dict[str, Any]:
     """Everything as JSON: of each variant its runs by seed, mean and standard deviation, and the paired difference.
 
-    Scores are mIoU in [0, 1]; differences are in points, positive where the variant is better.
+    Scores are mIoU or AP (`metric`) in [0, 1]; differences are in points, positive where the variant is better.
     """
     rows: dict[str, Any] = {}
     for variant in sweep.variants:
@@ -100,7 +101,8 @@ def collect(sweep: Sweep, out: Path) -> dict[str, Any]:
         other = rows[row["against"]]["runs"] if row["against"] else None
         for key in ("best", "last"):
             row[f"gap_{key}"] = paired(row["runs"], other, key) if other else None
-    return {"file": sweep.file.name, "settings": list(sweep.sets), "score": sweep.score, "variants": rows}
+    about = {"file": sweep.file.name, "settings": list(sweep.sets), "metric": sweep.metric, "score": sweep.score}
+    return {**about, "variants": rows}
 
 
 def _mean(values: list[float]) -> dict[str, Any] | None:
@@ -148,8 +150,9 @@ def write_results(results: dict[str, Any], out: Path) -> None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table: mIoU in points; differences in points with their 95 % interval."""
-    head = ("variant", "model", "settings", "seeds", "mIoU best", "mIoU last", "against", "gap best", "gap last", "min")
+    """The table: mIoU or AP in points; differences in points with their 95 % interval."""
+    scores = (f"{results['metric']} best", f"{results['metric']} last")
+    head = ("variant", "model", "settings", "seeds", *scores, "against", "gap best", "gap last", "min")
     lines = [_line(head), _line(["---"] * len(head))]
     remarks = []
     for name, row in results["variants"].items():
@@ -176,8 +179,9 @@ def markdown(results: dict[str, Any]) -> str:
             if run["status"] == "failed":
                 remarks.append(f"* {name}, seed {seed}, failed: {run['error'][:MOST_OF_AN_ERROR]}")
     text = (
-        f"The score of this sweep is mIoU {results['score']}, in points, mean and standard deviation over seeds. Gaps "
-        "are paired by seed, positive where the variant is better, with a 95 % interval by Student's t."
+        f"The score of this sweep is {results['metric']} {results['score']}, in points, mean and standard deviation "
+        "over seeds. Gaps are paired by seed, positive where the variant is better, with a 95 % interval by Student's "
+        "t."
     )
     return "\n".join([f"# {results['file']}", "", text, "", *lines, *([""] if remarks else []), *remarks, ""])
 

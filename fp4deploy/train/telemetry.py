@@ -31,7 +31,7 @@ from fp4deploy.train.trackers import EPOCH, LOOK, Entry, Layers, Tracker, make_t
 STATE = "telemetry.safetensors"
 STEP_KEY = "fp4deploy.step"
 CODES, GRADIENTS = "codes.", "gradients."
-METRICS = ("loss", "lr", "miou", "skipped_steps")
+METRICS = ("loss", "lr", "miou", "ap", "skipped_steps")
 
 
 @dataclass(frozen=True)

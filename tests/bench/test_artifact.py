@@ -11,9 +11,10 @@ import torch
 
 from fp4deploy.bench.artifact import (
     ArtifactResult,
-    baseline_miou,
+    Baseline,
     bench_artifact,
     bench_or_explain,
+    find_baseline,
     gate_drop,
 )
 from fp4deploy.errors import GateError, InputError, UnavailableError
@@ -72,20 +73,20 @@ def test_explaining_does_not_hide_broken_files(tmp_path: Path) -> None:
 
 
 def test_gate_is_in_points() -> None:
-    gate_drop([row(0.796), row(0.80)], baseline=0.80, max_drop=0.5)
+    gate_drop([row(0.796), row(0.80)], Baseline("mIoU", 0.80), max_drop=0.5)
     with pytest.raises(GateError, match=r"worst.onnx has 79.40 mIoU, 0.60 points below the baseline's 80.00"):
-        gate_drop([row(0.794, "worst.onnx"), row(0.80)], baseline=0.80, max_drop=0.5)
+        gate_drop([row(0.794, "worst.onnx"), row(0.80)], Baseline("mIoU", 0.80), max_drop=0.5)
 
 
 def test_gate_without_a_measurement_fails() -> None:
     with pytest.raises(GateError, match="no artefact gave an mIoU"):
-        gate_drop([row(None)], baseline=0.8, max_drop=0.5)
+        gate_drop([row(None)], Baseline("mIoU", 0.8), max_drop=0.5)
 
 
 def test_baseline_from_json(tmp_path: Path) -> None:
     path = tmp_path / "base.json"
     path.write_text(json.dumps({"artifacts": [row(None).to_json(), row(0.75).to_json()]}))
-    assert baseline_miou(path, None) == 0.75
+    assert find_baseline(path, None) == Baseline("mIoU", 0.75)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"artifacts": [{}]}', '{"artifacts": [{"miou": null}]}'])
@@ -93,9 +94,9 @@ def test_a_json_without_accuracy_is_no_baseline(tmp_path: Path, content: str) ->
     path = tmp_path / "base.json"
     path.write_text(content)
     with pytest.raises(InputError, match=r"baseline .*base\.json"):
-        baseline_miou(path, None)
+        find_baseline(path, None)
 
 
 def test_baseline_from_an_artefact(untrained: Run, shapes: Path) -> None:
     path = untrained.checkpoint("fp16")
-    assert baseline_miou(path, shapes) == bench_artifact(path, shapes, iterations=1).miou
+    assert find_baseline(path, shapes).value == bench_artifact(path, shapes, iterations=1).miou

@@ -24,7 +24,7 @@ from fp4deploy.train import load_config, train_models
 settings = ["model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=2"]
 settings += ["train.epochs=1", "train.finetune_epochs=1", f"data.root={sys.argv[1]}"]
 trained = train_models(load_config(None, settings), Run(Path(sys.argv[2])))
-print({model: result.best_miou for model, result in trained.items()}, flush=True)
+print({model: result.best_score for model, result in trained.items()}, flush=True)
 """
 
 

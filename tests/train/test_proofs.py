@@ -81,7 +81,13 @@ Path(sys.argv[2], f"losses{dist.get_rank()}.json").write_text(json.dumps(losses)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [["train.ema=0.9", "train.class_balance=median_frequency", "train.label_smoothing=0.1"]]
+    "more",
+    [
+        ["train.ema=0.9", "train.class_balance=median_frequency", "train.label_smoothing=0.1"],
+        ["task=instance"],
+        ["task=instance", "instance.method=set", "instance.channels=4"],
+    ],
+    ids=["classes", "centres", "set"],
 )
 def test_two_processes_have_the_losses_of_one(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]

@@ -24,7 +24,7 @@ def test_ptq_is_the_fp16_model_calibrated(tiny: Config, tmp_path: Path, monkeypa
     assert result.epochs == 0
     (line,) = [json.loads(text) for text in (run.model_dir("nvfp4_ptq") / "metrics.jsonl").open()]
     assert (line["epoch"], line["step"], line["loss"]) == (0, 0, None)
-    assert line["miou"] == result.best_miou
+    assert line["miou"] == result.best_score
     before, after = load_file(run.checkpoint("fp16")), load_file(run.checkpoint("nvfp4_ptq"))
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert all(after[name] > 0 for name in after.keys() - before.keys())
@@ -36,7 +36,7 @@ def test_ptq_is_the_fp16_model_calibrated(tiny: Config, tmp_path: Path, monkeypa
         raise AssertionError("measured again")
 
     monkeypatch.setattr(Trainer, "evaluate", never)
-    assert train_models(tiny, run, ("nvfp4_ptq",), resume=True)["nvfp4_ptq"].best_miou == result.best_miou
+    assert train_models(tiny, run, ("nvfp4_ptq",), resume=True)["nvfp4_ptq"].best_score == result.best_score
 
 
 def test_ptq_needs_a_finished_fp16(tiny: Config, tmp_path: Path) -> None:

@@ -1,0 +1,16 @@
+"""From a model's outputs to objects: decoding, COCO results and their average precision, panoptic files, pictures."""
+
+from fp4deploy.instances.decode import Instances, decode
+from fp4deploy.instances.evaluation import InstanceEvaluation
+from fp4deploy.instances.results import read_results, write_results
+from fp4deploy.instances.scores import InstanceScores, average_precision
+
+__all__ = [
+    "InstanceEvaluation",
+    "InstanceScores",
+    "Instances",
+    "average_precision",
+    "decode",
+    "read_results",
+    "write_results",
+]

@@ -1,0 +1,151 @@
+"""Average precision of instance masks, by pycocotools.
+
+For each overlap threshold t, detections are taken in the order of their score and each is matched with the best still
+unmatched object of its class whose IoU is at least t. Precision over recall, made monotone and read at 101 recalls,
+gives the AP of one class at t; AP is the mean over t = 0.50, 0.55, ..., 0.95 and over the classes, AP50 and AP75 are
+those at one t. A detection that lies in a crowd counts neither way. Sizes are small (below 32 x 32 pixels), medium
+(below 96 x 96) and large.
+
+`COCOeval.summarize` knows only 1, 10 and 100 detections an image, and prints -1 for AP where another limit is set. An
+image of nuclei has several hundred, so the numbers are taken from `COCOeval.eval` here, and the limit is a parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from fp4deploy.data.regions import pixel_count
+from fp4deploy.errors import InputError
+
+SIZES = ("all", "small", "medium", "large")
+
+
+@dataclass(frozen=True)
+class InstanceScores:
+    """Average precision and recall, 0 to 1; NaN (None per class) where there is no object to find.
+
+    ap: over ten overlaps; ap50, ap75: at one. ap_small, ap_medium, ap_large: by the object's size in pixels.
+    recall: mean over the overlaps, with at most `max_detections` an image. detections: how many were scored.
+    """
+
+    ap: float
+    ap50: float
+    ap75: float
+    ap_small: float
+    ap_medium: float
+    ap_large: float
+    recall: float
+    max_detections: int
+    detections: int
+    per_class: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def score(self) -> float:
+        """What the best checkpoint has the most of."""
+        return self.ap
+
+    def line(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        return {"ap": self.ap, "ap50": self.ap50, "ap75": self.ap75, "per_class": self.per_class}
+
+    def text(self) -> str:
+        """For a person."""
+        return f"AP {100 * self.ap:.2f}  AP50 {100 * self.ap50:.2f}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For `bench --json`; NaN becomes None."""
+        names = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "recall")
+        values = {name: getattr(self, name) for name in names}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        return {**finite, "max_detections": self.max_detections, "detections": self.detections}
+
+
+def average_precision(
+    ground_truth: dict[str, Any], results: Sequence[dict[str, Any]], max_detections: int = 100
+) -> InstanceScores:
+    """Score results against a ground truth.
+
+    Args:
+        ground_truth: content of a COCO file, segmentations as RLE (`CocoDataset.ground_truth`).
+        results: COCO results (`results.as_results`).
+        max_detections: most detections of an image and class that count.
+
+    Raises:
+        InputError: a result names an image or category that the ground truth does not have.
+    """
+    _check_known(ground_truth, results)
+    with contextlib.redirect_stdout(io.StringIO()):
+        evaluation = COCOeval(
+            _indexed(ground_truth), _indexed({**ground_truth, "annotations": _detected(results)}), "segm"
+        )
+        evaluation.params.maxDets = [max_detections]
+        evaluation.evaluate()
+        evaluation.accumulate()
+    precision: NDArray[np.float64] = evaluation.eval["precision"][..., 0]  # [T, R, K, A]
+    recall: NDArray[np.float64] = evaluation.eval["recall"][..., 0]  # [T, K, A]
+    overlaps = np.asarray(evaluation.params.iouThrs)
+    names = {category["id"]: category["name"] for category in ground_truth["categories"]}
+    per_class = {
+        names[category]: _number(_mean(precision[:, :, place, 0]))
+        for place, category in enumerate(evaluation.params.catIds)
+    }
+    by_size = [_mean(precision[..., size]) for size in range(len(SIZES))]
+    return InstanceScores(
+        ap=by_size[0],
+        ap50=_mean(precision[np.isclose(overlaps, 0.5), ..., 0]),
+        ap75=_mean(precision[np.isclose(overlaps, 0.75), ..., 0]),
+        ap_small=by_size[1],
+        ap_medium=by_size[2],
+        ap_large=by_size[3],
+        recall=_mean(recall[..., 0]),
+        max_detections=max_detections,
+        detections=len(results),
+        per_class=per_class,
+    )
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    """Mean of what exists; pycocotools writes -1 for a class without objects."""
+    found = values[values > -1]
+    return float(found.mean()) if found.size else float("nan")
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _indexed(content: dict[str, Any]) -> COCO:
+    """A COCO object of a dictionary; the annotations are copied, as pycocotools writes into them."""
+    coco = COCO()
+    coco.dataset = {**content, "annotations": [dict(annotation) for annotation in content["annotations"]]}
+    coco.createIndex()
+    return coco
+
+
+def _detected(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results as annotations; what COCO.loadRes does, which fails on an empty list."""
+    return [
+        {**result, "id": number, "area": pixel_count(result["segmentation"]), "iscrowd": 0}
+        for number, result in enumerate(results, start=1)
+    ]
+
+
+def _check_known(ground_truth: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
+    for key, what in (("image_id", "images"), ("category_id", "categories")):
+        known = {record["id"] for record in ground_truth[what]}
+        unknown = sorted({result[key] for result in results} - known)
+        if unknown:
+            raise InputError(
+                f"The results name the {key} {unknown[0]}, which the annotations do not have (and {len(unknown) - 1} "
+                "more). They belong to another dataset or split."
+            )

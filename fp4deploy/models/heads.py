@@ -1,0 +1,111 @@
+"""What the output channels of an instance model mean, and when two such outputs say the same.
+
+A model answers an image with one tensor [N, channels, H, W], whatever its task, so that quantisation, export and every
+runtime treat it alike. The card records which of the two layouts the channels have:
+
+    centres    classes | 1 heatmap | 2 offsets (down, right)      any number of instances
+    set        [classes |] K masks                                at most K instances
+
+`classes` are semantic logits, background first. The set layout has them only where there is more than one class to
+tell apart: with one, a mask's class is known. An offset points from a pixel to the centre of its instance and is in
+units of `OFFSET_UNIT` pixels of the input, so that the channels have similar magnitudes: of all layers the head is the
+one that stays in FP16, and its outputs of hundreds of pixels would leave few bits for the small ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fp4deploy.errors import InputError
+
+METHODS = ("centres", "set")
+OFFSET_UNIT = 16.0  # pixels of the input
+CLOSE = 0.02  # heatmap, and offset in units: beyond it two outputs disagree
+
+
+@dataclass(frozen=True)
+class InstanceHead:
+    """Layout of the channels, and how instances are read from them.
+
+    Args:
+        method: "centres" or "set".
+        classes: semantic channels, background included; 0 where there are none.
+        masks: mask channels of the set method, 0 for centres.
+        stuff: class ids that are regions, not things: they have no instances.
+        nms: side of the window, in pixels of the input, in which only the largest centre stays (odd).
+        threshold: smallest score of a centre.
+        max_detections: most instances of an image, those with the highest scores; also COCO's maxDets.
+    """
+
+    method: Literal["centres", "set"]
+    classes: int
+    masks: int = 0
+    stuff: tuple[int, ...] = ()
+    nms: int = 5
+    threshold: float = 0.1
+    max_detections: int = 100
+
+    @property
+    def channels(self) -> int:
+        """Output channels of the model."""
+        return self.classes + (3 if self.method == "centres" else self.masks)
+
+    def semantic(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Semantic logits [..., classes, H, W] of outputs [..., channels, H, W]."""
+        return outputs.narrow(-3, 0, self.classes)
+
+    def heatmap(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Centre scores [..., H, W], about 0 to 1."""
+        return outputs.select(-3, self.classes)
+
+    def offsets(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Offsets [..., 2, H, W], down and right, in units of `OFFSET_UNIT` pixels."""
+        return outputs.narrow(-3, self.classes + 1, 2)
+
+    def mask_logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Mask logits [..., masks, H, W]."""
+        return outputs.narrow(-3, self.classes, self.masks)
+
+
+def head_from_json(fields: dict[str, Any]) -> InstanceHead:
+    """Head of the JSON object that `dataclasses.asdict` gives.
+
+    Raises:
+        InputError: the method is unknown; TypeError where a field is.
+    """
+    if fields.get("method") not in METHODS:
+        raise InputError(
+            f"The model card names the instance head '{fields.get('method')}', which this version does not know; "
+            f"known are: {', '.join(METHODS)}. Train the model again."
+        )
+    return InstanceHead(**{**fields, "stuff": tuple(fields.get("stuff", ()))})
+
+
+def agreeing(expected: torch.Tensor, given: torch.Tensor, head: InstanceHead | None = None) -> torch.Tensor:
+    """Pixels on which two outputs [N, channels, H, W] of one model say the same.
+
+    Semantic models: the class with the largest logit is the same. Instance models: so are the class and the mask, and
+    neither centre score nor offset differs by more than `CLOSE`, which is a third of a pixel. NaN and Inf agree with
+    nothing.
+
+    Returns:
+        bool [N, H, W]
+    """
+    same = given.isfinite().all(1)
+    if head is None:
+        return same & (expected.argmax(1) == given.argmax(1))
+    if head.classes:
+        same &= head.semantic(expected).argmax(1) == head.semantic(given).argmax(1)
+    if head.method == "set":
+        return same & (_mask(head.mask_logits(expected)) == _mask(head.mask_logits(given)))
+    apart = (expected - given)[:, head.classes :].abs().amax(1)
+    return same & (apart <= CLOSE)
+
+
+def _mask(logits: torch.Tensor) -> torch.Tensor:
+    """Number of the mask that holds a pixel, -1 for none."""
+    best, number = logits.max(1)
+    return number.where(best > 0, -1)
