@@ -210,5 +210,7 @@ def test_one_command_goes_all_the_way(invoke: Invoke, shapes: Path) -> None:
     page = Path("whole/report.html").read_text()
     assert "AP per class" in page
     assert "mIoU" not in page
-    assert page.count("data:image/png;base64") == 20
+    samples = page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0]
+    assert samples.count("data:image/png;base64") == 20
+    assert "<h2>Telemetry</h2>" in page
     assert "points of AP" in Path("whole/report.md").read_text()
