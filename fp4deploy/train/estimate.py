@@ -35,8 +35,9 @@ from fp4deploy.errors import InputError
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
 from fp4deploy.train.config import Config
-from fp4deploy.train.loop import Plan, Trainer
+from fp4deploy.train.loop import Trainer
 from fp4deploy.train.models import QUANTIZED_MODELS, calibrate_on, make_loaders, model_card, open_splits
+from fp4deploy.train.plan import Plan
 from fp4deploy.train.tasks import make_task
 
 WARM_UP = 5

@@ -13,7 +13,7 @@ from fp4deploy.models import build_unet, load_weights, read_card
 from fp4deploy.runs import Run
 from fp4deploy.train.additions import Additions
 from fp4deploy.train.config import Config
-from fp4deploy.train.loop import Extras
+from fp4deploy.train.plan import Extras
 
 COUNTS_FILE = "class_counts.json"
 

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ from fp4deploy.plugins import available
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.qat.learned import keep_positive
-from fp4deploy.train.additions import Additions
 from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.config import TelemetrySection, TrainSection
 from fp4deploy.train.ema import WeightAverage
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.journal import append_line, keep_epochs
+from fp4deploy.train.plan import Extras, Plan
 from fp4deploy.train.processes import share_amaxes
 from fp4deploy.train.progress import Display
 from fp4deploy.train.schedule import learning_rate, make_optimizer, set_learning_rate
@@ -48,44 +48,6 @@ MAX_SKIPPED_IN_A_ROW = 30
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What distinguishes one model's training: its name, length, peak learning rate and target folder."""
-
-    model: str
-    epochs: int
-    lr: float
-    folder: Path
-
-    @property
-    def state_path(self) -> Path:
-        """The resume state, one file."""
-        return self.folder / "state" / "last.safetensors"
-
-    @property
-    def metrics_path(self) -> Path:
-        """One JSON line an epoch."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The weights with the best validation score."""
-        return self.folder / "best.safetensors"
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What a training has besides its settings: additions to the loss, rates of learned amaxes, weights of classes.
-
-    clip_rates: (learning rate over that of the weights, weight decay); balance: class name -> weight in the
-    cross-entropy.
-    """
-
-    additions: Additions | None = None
-    clip_rates: tuple[float, float] = (1.0, 0.0)
-    balance: dict[str, float] | None = None
-
-
 class Trainer:
     """Trains one model; `run` starts or resumes."""
 
@@ -96,11 +58,12 @@ class Trainer:
         card: ModelCard,
         settings: TrainSection,
         loaders: tuple[EpochLoader, EpochLoader],
-        extras: Extras = Extras(),
+        extras: Extras | None = None,
         telemetry: TelemetrySection | None = None,
         task: Task | None = None,
     ) -> None:
         self.plan, self.card, self.settings = plan, card, settings
+        extras = extras or Extras()
         on_gpu = torch.cuda.is_available()
         self.accelerator = Accelerator(mixed_precision="fp16" if on_gpu else "no", cpu=not on_gpu)
         self.device = self.accelerator.device

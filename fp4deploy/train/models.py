@@ -50,7 +50,8 @@ from fp4deploy.qat import calibrate_percentile, find_recipe, prepare
 from fp4deploy.runs import MODELS, Run
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.extras import make_extras
-from fp4deploy.train.loop import Plan, Trainer
+from fp4deploy.train.loop import Trainer
+from fp4deploy.train.plan import Plan
 from fp4deploy.train.ptq import evaluate_untrained
 from fp4deploy.train.state import read_progress
 from fp4deploy.train.tasks import METRICS, make_head, make_task, require_same_head, require_same_task
