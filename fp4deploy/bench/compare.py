@@ -60,17 +60,24 @@ def main_model(run: Facts) -> str | None:
 
 
 def model_groups(runs: Sequence[Facts]) -> list[list[tuple[int, str]]]:
-    """(place of the run, model) of what is compared with each other; the first of a group is its reference."""
+    """(place of the run, model) of what is compared with each other: one task, and one model where runs share one."""
+    scored = [
+        (place, model)
+        for place, run in enumerate(runs)
+        for model, found in run["models"].items()
+        if found["best"] or found["measured"] is not None
+    ]
+    tasks = list(dict.fromkeys(run["task"] for run in runs))
     groups = [
-        [(place, model) for place, run in enumerate(runs) if model in run["models"] and run["models"][model]["best"]]
+        [member for member in scored if member[1] == model and runs[member[0]]["task"] == task]
+        for task in tasks
         for model in PREFERRED
     ]
-    groups = [group for group in groups if len(group) > 1]
-    if groups:
-        return groups
-    chosen = [(place, model) for place, run in enumerate(runs) if (model := main_model(run)) is not None]
-    chosen = [(place, model) for place, model in chosen if runs[place]["models"][model]["best"]]
-    return [chosen] if len(chosen) > 1 else []
+    if any(len(group) > 1 for group in groups):
+        return [group for group in groups if len(group) > 1]
+    mains = [member for member in scored if member[1] == main_model(runs[member[0]])]
+    groups = [[member for member in mains if runs[member[0]]["task"] == task] for task in tasks]
+    return [group for group in groups if len(group) > 1]
 
 
 def differences(runs: Sequence[Facts]) -> list[Facts]:
@@ -92,7 +99,7 @@ def comparable(one: Facts, other: Facts) -> bool:
 
 def scores(runs: Sequence[Facts], groups: Sequence[Sequence[tuple[int, str]]]) -> list[Facts]:
     """One row a trained model, scores and differences in [-1, 1]; None where there is nothing to subtract."""
-    references = {member: group[0] for group in groups for member in group[1:]}
+    references = _references(runs, groups)
     found = []
     for place, run in enumerate(runs):
         control = next((name for name in ("fp16_control", "fp16") if name in run["models"]), None)
@@ -105,10 +112,23 @@ def scores(runs: Sequence[Facts], groups: Sequence[Sequence[tuple[int, str]]]) -
             row["control"] = control if control != name else None
             row |= _gaps("control", row, run["models"].get(row["control"]))
             first = references.get((place, name))
-            same = first is not None and comparable(runs[first[0]], run)
-            row["first"] = [runs[first[0]]["label"], first[1]] if first and same else None
-            row |= _gaps("first", row, runs[first[0]]["models"][first[1]] if first and same else None)
+            row["first"] = [runs[first[0]]["label"], first[1]] if first else None
+            row |= _gaps("first", row, runs[first[0]]["models"][first[1]] if first else None)
             found.append(row)
+    return found
+
+
+def _references(
+    runs: Sequence[Facts], groups: Sequence[Sequence[tuple[int, str]]]
+) -> dict[tuple[int, str], tuple[int, str]]:
+    """Of each (run, model) the first of its group that can be subtracted from it."""
+    found = {}
+    for group in groups:
+        for number, member in enumerate(group):
+            earlier = (other for other in group[:number] if comparable(runs[other[0]], runs[member[0]]))
+            reference = next(earlier, None)
+            if reference is not None:
+                found[member] = reference
     return found
 
 
@@ -123,15 +143,20 @@ def _gaps(name: str, row: Facts, other: Facts | None) -> Facts:
 
 
 def class_changes(runs: Sequence[Facts], group: Sequence[tuple[int, str]]) -> Facts | None:
-    """Scores of classes by name at the best epoch, and their changes to the group's first, the largest loss first."""
-    first = runs[group[0][0]]
-    members = [member for member in group if runs[member[0]]["task"] == first["task"]]
-    columns = [runs[place]["models"][model]["best"]["per_class"] for place, model in members]
-    names = [name for name in columns[0] if sum(name in column for column in columns) > 1]
+    """Scores of classes and their changes to the group's first, largest loss first; of the best epoch where known."""
+    first, members, told = runs[group[0][0]], list(group), "the best epoch"
+    found = [runs[place]["models"][model] for place, model in members]
+    if not all(model["best"] for model in found):
+        told = "the measured checkpoint"
+        members = [m for m, model in zip(members, found, strict=True) if model["measured_per_class"]]
+        found = [model for model in found if model["measured_per_class"]]
+    columns = [m["best"]["per_class"] if told == "the best epoch" else m["measured_per_class"] for m in found]
+    names = [name for name in (columns[0] if columns else []) if sum(name in column for column in columns) > 1]
     if len(members) < 2 or not names:
         return None
     rows = [_row(name, [column.get(name) for column in columns]) for name in names]
-    return {**_group(runs, members), "metric": "AP" if first["task"] == "instance" else "IoU", "rows": _sorted(rows)}
+    metric = "AP" if first["task"] == "instance" else "IoU"
+    return {**_group(runs, members), "metric": metric, "of": told, "rows": _sorted(rows)}
 
 
 def size_changes(runs: Sequence[Facts], group: Sequence[tuple[int, str]]) -> Facts | None:
@@ -141,7 +166,7 @@ def size_changes(runs: Sequence[Facts], group: Sequence[tuple[int, str]]) -> Fac
         return None
     columns = [runs[place]["models"][model]["instances"] for place, model in members]
     rows = [_row(title, [column.get(key) for column in columns]) for key, title in SIZES.items()]
-    return {**_group(runs, members), "metric": "AP", "rows": rows}
+    return {**_group(runs, members), "metric": "AP", "of": "the measured checkpoint", "rows": rows}
 
 
 def _group(runs: Sequence[Facts], members: Sequence[tuple[int, str]]) -> Facts:
@@ -183,22 +208,27 @@ def artifacts(runs: Sequence[Facts]) -> list[Facts]:
 
 def cannot(runs: Sequence[Facts]) -> list[str]:
     """What is not compared or only with care, in sentences."""
-    first, found = runs[0], []
-    for run in runs[1:]:
-        pair = f"{first['label']} and {run['label']}"
-        if run["task"] != first["task"]:
-            tasks = f"{METRICS[first['task']]} and {METRICS[run['task']]}"
-            found.append(f"{pair} learn different tasks: {tasks} are not subtracted from each other.")
-        elif run["models"] and first["models"] and run["class_names"] != first["class_names"]:
-            shared = [name for name in first["class_names"] if name in run["class_names"]]
-            told = f"only the {len(shared)} they share are compared, each by itself" if shared else "none is shared"
-            found.append(f"{pair} know different classes: their means are not subtracted, and {told}.")
+    found = []
+    tasks = {task: [run["label"] for run in runs if run["task"] == task] for task in METRICS}
+    if all(tasks.values()):
+        listed = "; ".join(f"{METRICS[task]} of {', '.join(named)}" for task, named in tasks.items())
+        found.append(f"The runs learn different tasks, which are not subtracted from each other: {listed}.")
+    for task in METRICS:
+        same = [run for run in runs if run["task"] == task and run["class_names"]]
+        other = [run for run in same if run["class_names"] != same[0]["class_names"]]
+        if other:
+            shared = [name for name in same[0]["class_names"] if all(name in run["class_names"] for run in other)]
+            told = f"of classes only the {len(shared)} they share" if shared else "they share none"
+            listed = ", ".join(run["label"] for run in other)
+            found.append(
+                f"{same[0]['label']} and {listed} know different classes: their means are not subtracted, and {told}."
+            )
     sources = {run["data"] for run in runs if run["data"] is not None}
     if len(sources) > 1:
         listed = ", ".join(f"{run['label']}: {run['data']}" for run in runs)
         found.append(f"The runs name different data ({listed}); if the validation images differ, so do their scores.")
     pixels = {(run["config"].get("data.height"), run["config"].get("data.width")) for run in runs}
-    if len(pixels) > 1 and len({run["task"] for run in runs}) == 1 and first["task"] == "semantic":
+    if len(pixels) > 1 and {run["task"] for run in runs} == {"semantic"}:
         found.append("Input sizes differ, and mIoU is counted at the size of the input: on other pixels in each run.")
     return found
 
@@ -208,7 +238,8 @@ def summary(facts: Facts) -> list[str]:
     runs, found = facts["runs"], []
     told = set()
     for row in sorted(facts["scores"], key=lambda row: PREFERRED.index(row["model"])):
-        gap = row["best_to_first"]
+        which = "best" if row["best_to_first"] is not None else "measured"
+        gap = row[f"{which}_to_first"]
         if gap is None or row["run"] in told:
             continue
         told.add(row["run"])
@@ -216,8 +247,8 @@ def summary(facts: Facts) -> list[str]:
         theirs = "" if model == row["model"] else f"'s {TITLES[model]}"
         verb = "the same as" if round(100 * gap, 2) == 0 else f"{abs(100 * gap):.2f} {'above' if gap > 0 else 'below'}"
         found.append(
-            f"{row['run']}: {TITLES[row['model']]} reaches {100 * row['best']:.2f} points of {row['metric']}, "
-            f"{verb} {label}{theirs} ({100 * (row['best'] - gap):.2f})."
+            f"{row['run']}: {TITLES[row['model']]} reaches {100 * row[which]:.2f} points of {row['metric']}, "
+            f"{verb} {label}{theirs} ({100 * (row[which] - gap):.2f})."
         )
     real = [entry["key"] for entry in facts["differences"] if entry["changes_results"]]
     shown = ", ".join(real[:6]) + (f" and {len(real) - 6} more" if len(real) > 6 else "")

@@ -27,7 +27,7 @@ def render_comparison(facts: Facts, curves: str | None, samples: Samples, teleme
         _header(facts, colours),
         _settings(facts, colours),
         _scores(facts, colours),
-        f"<h2>Curves</h2>{f'<figure>{curves}</figure>' if curves else none}",
+        f"<h2>Curves</h2>{f'<figure class=scroll>{curves}</figure>' if curves else none}",
         _artifacts(facts, colours),
         "".join(_changes(group, f"{group['metric']} per class", colours) for group in facts["classes"]),
         "".join(_changes(group, "AP by the size of objects", colours) for group in facts["sizes"]),
@@ -51,11 +51,11 @@ def _name(label: str, colours: dict[str, str]) -> str:
 def _header(facts: Facts, colours: dict[str, str]) -> str:
     first, *others = map(escape, facts["summary"])
     care = "".join(f"<li>{escape(sentence)}</li>" for sentence in facts["cannot"])
-    remarks = "".join(
-        f"<li>{_name(run['label'], colours)} {escape(remark)}</li>"
-        for run in facts["runs"]
-        for remark in run["remarks"]
-    )
+    said: dict[str, list[str]] = {}
+    for run in facts["runs"]:
+        for remark in run["remarks"]:
+            said.setdefault(remark, []).append(_name(run["label"], colours))
+    remarks = "".join(f"<li>{' '.join(names)} {escape(remark)}</li>" for remark, names in said.items())
     listed = f"<ul>{''.join(f'<li>{sentence}</li>' for sentence in others)}</ul>" if others else ""
     told = f'<div class="care"><b>Read with care</b><ul>{care}{remarks}</ul></div>' if care or remarks else ""
     rows = "".join(
@@ -79,14 +79,16 @@ def _what(run: Facts) -> str:
 def _tiles(facts: Facts) -> str:
     tiles = []
     for run in facts["runs"]:
-        rows = [row for row in facts["scores"] if row["run"] == run["label"] and row["best"] is not None]
+        rows = [row for row in facts["scores"] if row["run"] == run["label"]]
+        rows = [row for row in rows if row["best"] is not None or row["measured"] is not None]
         row = min(rows, key=lambda row: _importance(row["model"]), default=None)
         if row is None:
             tiles.append(tile(run["label"], tables.NONE, "no score yet"))
             continue
-        gap = row["best_to_first"]
-        tail = f"{TITLES[row['model']]}, best {row['metric']}" + (f", {signed(gap)}" if gap is not None else "")
-        tiles.append(tile(run["label"], tables.points(row["best"]), tail))
+        which = "best" if row["best"] is not None else "measured"
+        gap = row[f"{which}_to_first"]
+        tail = f"{TITLES[row['model']]}, {which} {row['metric']}" + (f", {signed(gap)}" if gap is not None else "")
+        tiles.append(tile(run["label"], tables.points(row[which]), tail))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
@@ -117,7 +119,8 @@ def _settings(facts: Facts, colours: dict[str, str]) -> str:
     ]
     same = len({key for run in facts["runs"] for key in run["config"]}) - len(body)
     note = f"{same} settings are the same. A setting that a run's file does not name has today's default."
-    return f'<h2>Settings that differ</h2>{table(("setting", *labels), body)}<p class="note">{note}</p>'
+    shown = table(("setting", *labels), body)
+    return f'<h2>Settings that differ</h2><div class="settings">{shown}</div><p class="note">{note}</p>'
 
 
 def _value(value: Any) -> str:
@@ -131,7 +134,13 @@ def _scores(facts: Facts, colours: dict[str, str]) -> str:
     metrics = sorted({row["metric"] for row in facts["scores"]})
     measured = any(row["measured"] is not None for row in facts["scores"])
     head = ["run", "model", "epochs", "best", "at epoch", "last", *(["measured"] if measured else [])]
-    head += ["best − control", "best − first run", "last − first run"]
+    gaps = {
+        "best_to_control": "best − control",
+        "best_to_first": "best − first run",
+        "last_to_first": "last − first run",
+    }
+    gaps |= {"measured_to_first": "measured − first run"} if measured else {}
+    head += gaps.values()
     body = []
     for row in facts["scores"]:
         done = f"{row['epochs']} of {row['planned']}" if row["planned"] not in (None, row["epochs"]) else row["epochs"]
@@ -143,13 +152,15 @@ def _scores(facts: Facts, colours: dict[str, str]) -> str:
             str(row["best_epoch"] if row["best_epoch"] is not None else tables.NONE),
             tables.points(row["last"]),
             *([tables.points(row["measured"])] if measured else []),
-            *(_coloured(row[key]) for key in ("best_to_control", "best_to_first", "last_to_first")),
+            *(_coloured(row[key]) for key in gaps),
         ]
         body.append(cells)
+    ships = "; measured is of the checkpoint as it ships" if measured else ""
     note = (
-        f"{' and '.join(metrics)} in points. Best and last are of the validation during training, measured is of the "
-        "checkpoint as it ships. The control is the run's own FP16 control, or its FP16 where there is none. A best "
-        "epoch is chosen on the images it is reported on, and one pair of runs says nothing about other seeds."
+        f"{' and '.join(metrics)} in points. Best and last are of the validation during training{ships}. The first run "
+        "is the first that a model can be compared with; the control is the run's own FP16 control, or its FP16 where "
+        "there is none. A best epoch is chosen on the images it is reported on, and one pair of runs says nothing "
+        "about other seeds."
     )
     return f'<h2>Scores</h2>{table(head, body, numeric=head[2:])}<p class="note">{note}</p>'
 
@@ -200,10 +211,11 @@ def _changes(group: Facts, title: str, colours: dict[str, str]) -> str:
         )
         cells = [escape(row["name"]), *map(tables.points, row["values"]), *map(_coloured, row["changes"][1:]), bars]
         body.append(cells)
-    told = "points" if "size" in title else "points at the best epoch, the largest loss first"
+    order = "" if "size" in title else ", the largest loss first"
+    bars = f"Bars: loss to the left, gain to the right, full at {100 * most:.2f} points." if any(changes) else ""
     return (
         f"<h2>{escape(title)}: {escape(group['title'])}</h2>{table(head, body, numeric=head[1:-1])}"
-        f'<p class="note">In {told}. Bars: loss to the left, gain to the right, full at {100 * most:.2f} points.</p>'
+        f'<p class="note">Points of {group["of"]}{order}. {bars}</p>'
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.bench import tables
-from fp4deploy.bench.artifact import ArtifactResult
+from fp4deploy.bench.artifact import NOT_RUN, ArtifactResult
 from fp4deploy.bench.curves import draw_curves, history, save_curves
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.heatmaps import telemetry_pictures
@@ -184,7 +184,8 @@ def summary(facts: dict[str, Any]) -> list[str]:
         if entry["model"] == "nvfp4" and entry.get("memory"):
             sentences.append(tables.memory(entry["path"], entry["memory"]))
     plans = [entry for entry in facts["artifacts"] if entry["path"].endswith(".plan")]
-    if plans and all(entry["latency_ms"] is None for entry in plans):
+    unrun = any(entry["status"] == NOT_RUN for entry in plans)
+    if unrun and all(entry["latency_ms"] is None for entry in plans):
         sentences.append("This machine cannot run the engines, so they have no accuracy and no latency here.")
     return sentences
 

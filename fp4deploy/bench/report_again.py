@@ -15,6 +15,8 @@ from fp4deploy.bench.run_facts import readable
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run, atomic_write
 
+MADE = "# made from config.yaml; the command of this run was not recorded"
+
 
 def again(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
     """The facts of report.json made of what `run_facts.read_run` found.
@@ -44,7 +46,7 @@ def again(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
         "ledgers": _ledgers(run, remarks),
         "stages": facts["stages"],
         "remarks": remarks,
-        "commands": facts["commands"],
+        "commands": facts["commands"] if facts["commands_recorded"] else [MADE, *facts["commands"]],
         "environment": facts["environment"],
     }
     return {**found, "summary": summary(found)}

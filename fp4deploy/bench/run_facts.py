@@ -53,7 +53,7 @@ def read_run(run: Run, label: str | None = None) -> dict[str, Any]:
         model["measured_per_class"] = entry["per_class"]
         model["instances"] = entry["instances"]
     if not models:
-        remarks.append("no model has been trained here yet; continue with: fp4deploy train --resume --out DIR")
+        remarks.append(f"no model has been trained here yet; continue with: fp4deploy train --resume --out {run.path}")
     names = next((model["class_names"] for model in models.values() if model["class_names"]), None)
     names = names or next((list(model["best"]["per_class"]) for model in models.values() if model["best"]), [])
     return {
@@ -205,6 +205,7 @@ def _planned(model: str, tree: dict[str, Any]) -> int | None:
 def _artifacts(run: Run, report: dict[str, Any], remarks: list[str]) -> list[dict[str, Any]]:
     """Entries of report.json whose files are as they were, and the files that it does not know."""
     entries = [_checked(run, {**ENTRY, **entry}) for entry in report.get("artifacts", [])]
+    entries = [entry for entry in entries if entry["status"] != ENTRY["status"]]  # listed anew below
     known = {entry["path"] for entry in entries}
     for path in run_artifacts(run).values():
         name = path.relative_to(run.path).as_posix()
@@ -213,7 +214,8 @@ def _artifacts(run: Run, report: dict[str, Any], remarks: list[str]) -> list[dic
             entries.append(found)
     missing = sum(entry["status"] == "changed since" for entry in entries)
     if missing:
-        remarks.append(f"{missing} artefacts have changed since they were measured: their numbers are left out")
+        what = "1 artefact has" if missing == 1 else f"{missing} artefacts have"
+        remarks.append(f"{what} changed since the measurement, whose numbers are left out there")
     order = {model: place for place, model in enumerate(MODELS)}
     return sorted(entries, key=lambda entry: order.get(entry["model"], len(order)))  # stable: as they were listed
 
@@ -223,8 +225,7 @@ def _checked(run: Run, entry: dict[str, Any]) -> dict[str, Any]:
     path = run.path / entry["path"]
     if not path.is_file() or not entry["sha256"]:
         return entry
-    untouched = path.stat().st_mtime_ns <= (run.path / "report.json").stat().st_mtime_ns
-    if path.stat().st_size == entry["size_bytes"] and (untouched or sha256(path) == entry["sha256"]):
+    if path.stat().st_size == entry["size_bytes"] and sha256(path) == entry["sha256"]:
         return entry
     cleared = {name: ENTRY[name] for name in MEASURED}
     reason = f"{entry['path']} has changed since it was measured. Measure it with: fp4deploy bench --engine {path}"
