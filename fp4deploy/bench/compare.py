@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.bench.report import METRICS
+from fp4deploy.bench.report import METRICS, PER_CLASS
 from fp4deploy.bench.run_facts import METRIC_KEYS
 
 TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4 PTQ"}
@@ -144,18 +144,18 @@ def _gaps(name: str, row: Facts, other: Facts | None) -> Facts:
 
 def class_changes(runs: Sequence[Facts], group: Sequence[tuple[int, str]]) -> Facts | None:
     """Scores of classes and their changes to the group's first, largest loss first; of the best epoch where known."""
-    first, members, told = runs[group[0][0]], list(group), "the best epoch"
-    found = [runs[place]["models"][model] for place, model in members]
-    if not all(model["best"] for model in found):
-        told = "the measured checkpoint"
-        members = [m for m, model in zip(members, found, strict=True) if model["measured_per_class"]]
-        found = [model for model in found if model["measured_per_class"]]
-    columns = [m["best"]["per_class"] if told == "the best epoch" else m["measured_per_class"] for m in found]
+    told, key = "the best epoch", "best"
+    members = [(place, model) for place, model in group if runs[place]["models"][model][key]]
+    if len(members) < 2:
+        told, key = "the measured checkpoint", "measured_per_class"
+        members = [(place, model) for place, model in group if runs[place]["models"][model][key]]
+    found = [runs[place]["models"][model][key] for place, model in members]
+    columns = [entry["per_class"] for entry in found] if key == "best" else found
     names = [name for name in (columns[0] if columns else []) if sum(name in column for column in columns) > 1]
     if len(members) < 2 or not names:
         return None
     rows = [_row(name, [column.get(name) for column in columns]) for name in names]
-    metric = "AP" if first["task"] == "instance" else "IoU"
+    metric = PER_CLASS[runs[members[0][0]]["task"]]
     return {**_group(runs, members), "metric": metric, "of": told, "rows": _sorted(rows)}
 
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from fp4deploy.bench import tables
-from fp4deploy.bench.compare import TITLES
+from fp4deploy.bench.compare import TITLES, comparable
 from fp4deploy.bench.compare_curves import colour
 from fp4deploy.bench.report_html import CHIPS, EMULATED, machine_rows, table, tile
 from fp4deploy.bench.report_style import COMPARISON, CSS
@@ -62,9 +62,11 @@ def _header(facts: Facts, colours: dict[str, str]) -> str:
         f"<div>{_name(run['label'], colours)} <code>{escape(run['path'])}</code> {escape(_what(run))}</div>"
         for run in facts["runs"]
     )
+    mixed = any(not comparable(facts["runs"][0], run) for run in facts["runs"])
+    kind = ", or the first run of the same task and classes" if mixed else ""
     return (
         f"<h1>{len(facts['runs'])} runs, side by side</h1>"
-        f'<p class="sub">Changes are against {_name(facts["runs"][0]["label"], colours)}, the first.</p>'
+        f'<p class="sub">Changes are against {_name(facts["runs"][0]["label"], colours)}, the first{kind}.</p>'
         f'<p class="lead">{first}</p>{listed}{_tiles(facts)}<div class="runs">{rows}</div>{told}'
     )
 

@@ -79,5 +79,11 @@ th.n { white-space:normal; } .settings td code { white-space:normal; overflow-wr
 @media (max-width:760px) { figure.scroll svg { min-width:640px; } .answers { grid-template-columns:1fr 1fr; } }
 .differs { background:#fff9ec; }
 .run i, .care, .chip, .legend i, .bar i { print-color-adjust:exact; -webkit-print-color-adjust:exact; }
-@media print { details:not([open]) { display:none; } .scroll { overflow:visible; } table { font-size:10.5px; } }
+@media print {
+  details:not([open]) { display:none; } .scroll { overflow:visible; }
+  table { font-size:10.5px; } th,td { padding:4px 6px; }
+  h2 { margin-top:26px; } figure.scroll { break-inside:avoid; } figure.scroll svg { min-width:0; }
+  .maps { grid-template-columns:1fr 1fr; } .answers { grid-template-columns:repeat(auto-fit,minmax(100px,1fr)); }
+  pre { white-space:pre-wrap; }
+}
 """

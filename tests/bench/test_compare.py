@@ -81,6 +81,21 @@ def test_classes_are_sorted_by_change(pair: tuple[Run, Run]) -> None:
     assert table["rows"][1]["values"] == [0.3, 0.6]
 
 
+def test_a_run_without_scores_takes_no_class_from_the_others(pair: tuple[Run, Run], tmp_path: Path) -> None:
+    measured = [make(tmp_path / name, {"fp16": [{"cat": 0.1}]}) for name in ("three", "four")]
+    for run, value in zip(measured, (0.7, 0.6), strict=True):
+        (run.path / "fp16" / "metrics.jsonl").unlink()
+        (run.path / "fp16" / "best.safetensors").write_bytes(b"weights")
+        found = {**entry(run, "fp16/best.safetensors", "fp16", value), "per_class": {"cat": value}}
+        (run.path / "report.json").write_text(json.dumps({"artifacts": [found], "environment": MACHINE}))
+    mixed = told(*pair, *measured)["classes"]
+    assert [column["run"] for column in mixed[1]["columns"]] == ["one", "two"]
+    only = told(*measured)
+    assert only["classes"][0]["of"] == "the measured checkpoint"
+    assert only["classes"][0]["rows"][0]["changes"][1] == pytest.approx(-0.1)
+    assert "four: FP16 reaches 60.00 points of mIoU, 10.00 below three (70.00)." in only["summary"]
+
+
 def test_settings_that_differ(pair: tuple[Run, Run]) -> None:
     facts = told(*pair)
     assert facts["differences"] == [{"key": "train.lr", "values": [0.002, 0.1], "changes_results": True}]
