@@ -75,7 +75,8 @@ COMPARISON = """
 .answers figcaption { font-size:12.5px; color:var(--soft); overflow-wrap:anywhere; }
 .maps { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr)); gap:14px; align-items:start; }
 .maps img { width:100%; max-width:640px; height:auto; display:block; }
-th.n { white-space:normal; } .settings td code { white-space:normal; overflow-wrap:anywhere; }
+th.n { white-space:normal; }
+.settings td + td code { white-space:normal; overflow-wrap:anywhere; }
 @media (max-width:760px) { figure.scroll svg { min-width:640px; } .answers { grid-template-columns:1fr 1fr; } }
 .differs { background:#fff9ec; }
 .run i, .care, .chip, .legend i, .bar i { print-color-adjust:exact; -webkit-print-color-adjust:exact; }
