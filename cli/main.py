@@ -24,7 +24,22 @@ from typer.core import TyperGroup
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError
 
-from . import bench, build, check, data, doctor, estimate, export, inspect, kernels, run, sweep, telemetry, train
+from . import (
+    bench,
+    build,
+    check,
+    data,
+    doctor,
+    estimate,
+    export,
+    inspect,
+    kernels,
+    report,
+    run,
+    sweep,
+    telemetry,
+    train,
+)
 
 DEBUG = "--debug"
 
@@ -120,6 +135,7 @@ app.command("sweep")(sweep.sweep)
 app.command("export")(export.export)
 app.command("build")(build.build)
 app.command("bench")(bench.bench)
+app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)

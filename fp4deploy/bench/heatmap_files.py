@@ -81,7 +81,8 @@ def save_heatmap(heatmap: Heatmap, stem: Path, script: Path) -> list[Path]:
         InputError: the disk is full or the folder cannot be written.
     """
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("json", "html", "png")]
-    for path, content in zip(paths, (_json(heatmap), _html(heatmap, stem.parent, script), _png(heatmap)), strict=True):
+    contents = _json(heatmap), _html(heatmap, stem.parent, script), picture(heatmap)
+    for path, content in zip(paths, contents, strict=True):
         with atomic_write(path) as temporary:
             temporary.write_bytes(content)
     return paths
@@ -171,7 +172,8 @@ def _colorscale(name: str) -> list[list[Any]]:
     return [[index / 10, to_hex(colormaps[name](index / 10))] for index in range(11)]
 
 
-def _png(heatmap: Heatmap) -> bytes:
+def picture(heatmap: Heatmap) -> bytes:
+    """The picture as PNG."""
     import io
 
     import numpy as np

@@ -112,7 +112,7 @@ def draw_heatmaps(run: Run, model: str, task: str = "semantic") -> list[Path]:
     script = folder.parent / "plotly.min.js"
     save_script(script)
     written = []
-    for stem, heatmap in (*_courses(looks, model), *_matrices(run, model)):
+    for stem, heatmap in (*courses(looks, model), *_matrices(run, model)):
         written += save_heatmap(heatmap, folder / stem.parent / f"{task}_{stem.name}", script)
     return written
 
@@ -137,7 +137,7 @@ def telemetry_pictures(run: Run, models: Iterable[str]) -> list[tuple[str, str]]
     return []
 
 
-def _courses(looks: Sequence[Entry], model: str) -> Iterator[tuple[Path, Heatmap]]:
+def courses(looks: Sequence[Entry], model: str) -> Iterator[tuple[Path, Heatmap]]:
     """Layers x steps of every statistic, layers x codes of the last look."""
     layers = list(dict.fromkeys(layer for entry in looks for layer in entry.layers))
     steps = [str(entry.step) for entry in looks]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.bench import tables
-from fp4deploy.bench.artifact import ArtifactResult
+from fp4deploy.bench.artifact import NOT_RUN, ArtifactResult
 from fp4deploy.bench.curves import draw_curves, history, save_curves
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.heatmaps import telemetry_pictures
@@ -53,27 +53,37 @@ def write_report(run: Run, artifacts: Sequence[ArtifactResult], data: Path, jour
     Raises:
         InputError: the folder cannot be written, or the data no longer fits the models.
     """
+    facts = collect(run, artifacts, data, journal or Journal())
+    return save_report(run, facts, data)
+
+
+def save_report(run: Run, facts: dict[str, Any], data: Path | None) -> Report:
+    """Draw the pictures and write the three files; `data` None, no samples.
+
+    Raises:
+        InputError: the folder cannot be written, or the data no longer fits the models.
+    """
+    paths = [run.path / f"report.{suffix}" for suffix in ("json", "md", "html")]
+    page = draw_page(run, facts, data)
+    texts = json.dumps(facts, indent=2, allow_nan=False) + "\n", render_markdown(facts), page
+    for path, text in zip(paths, texts, strict=True):
+        with atomic_write(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return Report(paths[0], paths[1], paths[2], facts)
+
+
+def draw_page(run: Run, facts: dict[str, Any], data: Path | None) -> str:
+    """report.html, its pictures drawn; the curves are kept under plots/ as well."""
     from fp4deploy.bench.report_html import render_html
 
-    facts = collect(run, artifacts, data, journal or Journal())
     histories = {model: history(run, model) for model in run.models()}
     curves = draw_curves(histories, fine_tuned=facts["fine_tuned"])
     if curves:
         save_curves(run, curves)
     pair = run.checkpoint("fp16"), run.checkpoint("nvfp4")
     draw = draw_instance_overlays if facts["task"] == "instance" else draw_overlays
-    overlays: list[Overlay] = draw(*pair, data) if all(path.is_file() for path in pair) else []
-    paths = [run.path / f"report.{suffix}" for suffix in ("json", "md", "html")]
-    pictures = telemetry_pictures(run, facts["models"])
-    texts = (
-        json.dumps(facts, indent=2, allow_nan=False) + "\n",
-        render_markdown(facts),
-        render_html(facts, curves, overlays, pictures),
-    )
-    for path, text in zip(paths, texts, strict=True):
-        with atomic_write(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    return Report(paths[0], paths[1], paths[2], facts)
+    overlays: list[Overlay] = draw(*pair, data) if data and all(path.is_file() for path in pair) else []
+    return render_html(facts, curves, overlays, telemetry_pictures(run, facts["models"]))
 
 
 def collect(run: Run, artifacts: Sequence[ArtifactResult], data: Path, journal: Journal) -> dict[str, Any]:
@@ -174,7 +184,8 @@ def summary(facts: dict[str, Any]) -> list[str]:
         if entry["model"] == "nvfp4" and entry.get("memory"):
             sentences.append(tables.memory(entry["path"], entry["memory"]))
     plans = [entry for entry in facts["artifacts"] if entry["path"].endswith(".plan")]
-    if plans and all(entry["latency_ms"] is None for entry in plans):
+    unrun = any(entry["status"] == NOT_RUN for entry in plans)
+    if unrun and all(entry["latency_ms"] is None for entry in plans):
         sentences.append("This machine cannot run the engines, so they have no accuracy and no latency here.")
     return sentences
 
@@ -208,12 +219,14 @@ def render_markdown(facts: dict[str, Any]) -> str:
         parts += ["## Engines\n", tables.markdown(("engine", "built by", *facts["ledgers"][0]["counts"]), body)]
     parts += [f"## {PER_CLASS[facts['task']]} per class, points\n", per_class_markdown(facts["models"])]
     machine = facts["environment"]
-    parts += [
-        "## Measured on\n",
+    place = (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['platform']}, Python {machine['python']}; "
         + ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-        + ".\n",
-    ]
+        + ".\n"
+        if machine
+        else "Not recorded.\n"
+    )
+    parts += ["## Measured on\n", place]
     return "\n".join(parts)
 
 

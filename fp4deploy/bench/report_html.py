@@ -69,20 +69,21 @@ def _tiles(facts: dict[str, Any]) -> str:
     for name, model in models.items():
         value = tables.accuracy(model)
         tail = f"drop {tables.drop(value, reference)} points" if name == "nvfp4" else "validation, points"
-        tiles.append(_tile(f"{metric}, {TITLES.get(name, name)}", tables.points(value), tail))
+        tiles.append(tile(f"{metric}, {TITLES.get(name, name)}", tables.points(value), tail))
     if ".onnx" in facts["sizes"]:
         small, large = facts["sizes"][".onnx"]
         tail = f"{tables.size(small)} against {tables.size(large)}"
-        tiles.append(_tile("ONNX file, of FP16's", f"{small / large:.2f} x", tail))
+        tiles.append(tile("ONNX file, of FP16's", f"{small / large:.2f} x", tail))
     for ledger in facts["ledgers"]:
         if ledger["model"] == "nvfp4":
             counts = ledger["counts"]
             tail = f"matrix products; {counts['FP16 layers, FP4 weights']} convolutions with FP4 weights"
-            tiles.append(_tile("FP4 kernels in the engine", f"{counts['FP4 matrix products']}", tail))
+            tiles.append(tile("FP4 kernels in the engine", f"{counts['FP4 matrix products']}", tail))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _tile(name: str, value: str, tail: str) -> str:
+def tile(name: str, value: str, tail: str) -> str:
+    """A number in large letters; plain text."""
     name, value, tail = escape(name), escape(value), escape(tail)
     return f'<div class="tile"><span class="name">{name}</span><b>{value}</b><span>{tail}</span></div>'
 
@@ -103,7 +104,7 @@ def _artifacts(facts: dict[str, Any]) -> str:
     reasons = "".join(f"<li>{escape(entry['reason'])}</li>" for entry in entries if entry["reason"])
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in facts["remarks"])
     listed = f'<ul class="note">{reasons}{remarks}</ul>' if reasons or remarks else ""
-    return f'<h2>Artefacts</h2>{_table(tables.head(entries), body)}<p class="note">{EMULATED}{against}</p>{listed}'
+    return f'<h2>Artefacts</h2>{table(tables.head(entries), body)}<p class="note">{EMULATED}{against}</p>{listed}'
 
 
 def _engines(ledgers: Sequence[dict[str, Any]]) -> str:
@@ -120,7 +121,7 @@ def _engines(ledgers: Sequence[dict[str, Any]]) -> str:
     ]
     details = "".join(_layers(entry) for entry in ledgers)
     return (
-        f"<h2>What the engines compute in</h2>{_table(('engine', 'built by', *counts), body, numeric=counts)}"
+        f"<h2>What the engines compute in</h2>{table(('engine', 'built by', *counts), body, numeric=counts)}"
         f'<p class="note">Read from what the compiler lists of each engine, layer by layer.</p>{details}'
     )
 
@@ -129,8 +130,8 @@ def _layers(entry: dict[str, Any]) -> str:
     body = [[f"<code>{escape(row[0])}</code>", *(escape(cell) for cell in row[1:])] for row in entry["layers"]]
     if not body:
         return ""
-    table = _table(entry["columns"], body, numeric=())
-    return f"<details><summary>{escape(entry['engine'])}, layer by layer</summary>{table}</details>"
+    layers = table(entry["columns"], body, numeric=())
+    return f"<details><summary>{escape(entry['engine'])}, layer by layer</summary>{layers}</details>"
 
 
 def _samples(facts: dict[str, Any], overlays: Sequence[Overlay]) -> str:
@@ -184,20 +185,12 @@ def _per_class(models: dict[str, Any], metric: str) -> str:
         lost = tables.drop(values.get("nvfp4"), values.get("fp16_control", values.get("fp16")))
         body.append([escape(name), *(tables.points(value) for value in values.values()), lost, bars])
     titles = [TITLES.get(key, key) for key in models]
-    return f"<h2>{metric} per class</h2>{_table(('class', *titles, 'drop', ''), body, numeric=(*titles, 'drop'))}"
+    return f"<h2>{metric} per class</h2>{table(('class', *titles, 'drop', ''), body, numeric=(*titles, 'drop'))}"
 
 
 def _environment(facts: dict[str, Any]) -> str:
-    machine = facts["environment"]
-    gpus = ", ".join(f"{gpu['name']} ({gpu['arch']})" for gpu in machine["gpus"]) or "none"
-    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     stages = ", ".join(f"{stage['stage']} {tables.duration(stage['seconds'])}" for stage in facts["stages"])
-    pairs = [
-        ("CPU", f"{machine['cpu']}, {machine['cores']} cores"),
-        ("GPU", gpus),
-        ("system", f"{machine['platform']}, Python {machine['python']}"),
-        ("packages", packages),
-    ]
+    pairs = list(machine_rows(facts["environment"]).items()) or [("machine", "not recorded")]
     pairs += [("time", stages)] if stages else []
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
     commands = "\n".join(escape(command) for command in facts["commands"])
@@ -205,7 +198,19 @@ def _environment(facts: dict[str, Any]) -> str:
     return f"<h2>Measured on</h2><dl>{listed}</dl>{again}"
 
 
-def _table(head: Iterable[str], body: Iterable[Sequence[str]], numeric: Iterable[str] = tables.NUMERIC) -> str:
+def machine_rows(machine: dict[str, Any] | None) -> dict[str, str]:
+    """What `environment` found, for a person; empty where nothing was recorded."""
+    if not machine:
+        return {}
+    return {
+        "CPU": f"{machine['cpu']}, {machine['cores']} cores",
+        "GPU": ", ".join(f"{gpu['name']} ({gpu['arch']})" for gpu in machine["gpus"]) or "none",
+        "system": f"{machine['platform']}, Python {machine['python']}",
+        "packages": ", ".join(f"{name} {version}" for name, version in machine["packages"].items()),
+    }
+
+
+def table(head: Iterable[str], body: Iterable[Sequence[str]], numeric: Iterable[str] = tables.NUMERIC) -> str:
     """A table of ready HTML cells; `head` is plain text."""
     names, right = list(head), set(numeric)
     kinds = [' class="n"' if name in right else "" for name in names]

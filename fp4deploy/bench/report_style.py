@@ -35,7 +35,7 @@ pre { background:var(--wash); border:1px solid var(--line); border-radius:10px; 
 .nvfp4_ptq { background:#fff4e6; color:#d9480f; }
 .note { color:var(--soft); font-size:13px; margin-top:10px; }
 figure { margin:0; } figure svg { width:100%; height:auto; display:block; }
-.heatmaps { display:grid; grid-template-columns:repeat(auto-fit,minmax(420px,1fr)); gap:18px; }
+.heatmaps { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr)); gap:18px; }
 .heatmaps img { width:100%; height:auto; display:block; }
 .heatmaps figcaption { color:var(--soft); font-size:12.5px; }
 .samples { display:grid; grid-template-columns:repeat(5,1fr); gap:10px 10px; }
@@ -56,4 +56,35 @@ dt { color:var(--soft); } dd { margin:0; }
   main { padding:24px 16px 60px; } .samples { grid-template-columns:repeat(3,1fr); } .samples .head { display:none; }
 }
 @media print { main { max-width:none; padding:0; } h2 { break-after:avoid; } }
+"""
+
+COMPARISON = """
+.run { white-space:nowrap; font-weight:600; }
+.run i { display:inline-block; width:11px; height:11px; border-radius:3px; margin-right:6px; vertical-align:-1px; }
+.runs { display:grid; gap:4px; margin:18px 0 8px; color:var(--soft); font-size:13.5px; overflow-wrap:anywhere; }
+.runs .run { color:var(--ink); margin-right:6px; } .sub .run { color:var(--ink); }
+.care { border-left:4px solid #E69F00; background:#fff9ec; padding:12px 16px; border-radius:0 10px 10px 0;
+  margin-top:16px; font-size:14px; overflow-wrap:anywhere; }
+.up { color:#00603f; } .down { color:#a33c00; font-weight:600; }
+.swing { position:relative; height:9px; min-width:150px; margin:3px 0; border-radius:5px; background:#f1f3f5; }
+.swing::after { content:""; position:absolute; left:50%; top:-1px; bottom:-1px; width:1px; background:#868e96; }
+.swing i { position:absolute; top:0; bottom:0; border-radius:2px; print-color-adjust:exact; }
+.pictures { margin:0 0 22px; break-inside:avoid; } .pictures .caption { font-size:13.5px; margin:0 0 6px; }
+.answers { display:grid; grid-template-columns:repeat(auto-fit,minmax(130px,1fr)); gap:10px; }
+.answers figure { max-width:360px; } .answers img { width:100%; display:block; border-radius:8px; }
+.answers figcaption { font-size:12.5px; color:var(--soft); overflow-wrap:anywhere; }
+.maps { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr)); gap:14px; align-items:start; }
+.maps img { width:100%; max-width:640px; height:auto; display:block; }
+th.n { white-space:normal; }
+.settings td + td code { white-space:normal; overflow-wrap:anywhere; }
+@media (max-width:760px) { figure.scroll svg { min-width:640px; } .answers { grid-template-columns:1fr 1fr; } }
+.differs { background:#fff9ec; }
+.run i, .care, .chip, .legend i, .bar i { print-color-adjust:exact; -webkit-print-color-adjust:exact; }
+@media print {
+  details:not([open]) { display:none; } .scroll { overflow:visible; }
+  table { font-size:10.5px; } th,td { padding:4px 6px; }
+  h2 { margin-top:26px; } figure.scroll { break-inside:avoid; } figure.scroll svg { min-width:0; }
+  .maps { grid-template-columns:1fr 1fr; } .answers { grid-template-columns:repeat(auto-fit,minmax(100px,1fr)); }
+  pre { white-space:pre-wrap; }
+}
 """

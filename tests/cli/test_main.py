@@ -22,6 +22,7 @@ COMMANDS = (
     "export",
     "build",
     "bench",
+    "report",
     "check",
     "inspect",
     "doctor",
