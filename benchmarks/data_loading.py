@@ -11,38 +11,18 @@ file, given by --step-ms. The first batches, in which workers start and queues f
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from fp4deploy.data import EpochLoader, cache_dataset, open_dataset
+from fp4deploy.data import cache_dataset, open_dataset
 from fp4deploy.train import load_config
+from fp4deploy.train.estimate import loader_speed
 from fp4deploy.train.models import make_loaders
 
-WARM_UP = 5
 STEPS = Path(__file__).parent / "results" / "training_step_h200.json"
 CASES = ("fp16 fused", "nvfp4 fused")
-
-
-def endless(loader: EpochLoader) -> Iterator[Any]:
-    for epoch in itertools.count():
-        loader.set_epoch(epoch)
-        yield from loader
-
-
-def measure(loader: EpochLoader, batches: int) -> float:
-    """Images a second over so many batches after the warm-up."""
-    feed = endless(loader)
-    for _ in itertools.islice(feed, WARM_UP):
-        pass
-    start = time.perf_counter()
-    seen = sum(len(images) for images, _ in itertools.islice(feed, batches))
-    return seen / (time.perf_counter() - start)
 
 
 def needs(scale: float, batch: int, step_ms: float | None) -> dict[str, float]:
@@ -72,7 +52,7 @@ def main() -> None:
     for workers in map(int, arguments.workers.split(",")):
         section = config.data.model_copy(update={"workers": workers})
         loader, _ = make_loaders(config.model_copy(update={"data": section}), train, val)
-        rate = measure(loader, arguments.batches)
+        rate = loader_speed(loader, arguments.batches)
         enough = {case: rate >= need for case, need in wanted.items()}
         rows.append({"workers": workers, "images_per_s": rate, "enough_for": enough})
         verdict = ", ".join(f"{'enough' if yes else 'too slow'} for {case}" for case, yes in enough.items())

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.bench.report import METRICS, PER_CLASS
+from fp4deploy.bench.report import PER_CLASS
 from fp4deploy.bench.run_facts import METRIC_KEYS
+from fp4deploy.train.tasks import METRICS
 
 TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4 PTQ"}
 PREFERRED = ("nvfp4", "nvfp4_ptq", "fp16_control", "fp16")  # the model that a run was made for

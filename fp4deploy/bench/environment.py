@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +55,8 @@ def environment() -> dict[str, Any]:
     """Everything a reader needs to place a measurement, as JSON values."""
     import torch
 
+    from fp4deploy.plugins.availability import cores
+
     versions = {name: version for name in PACKAGES if (version := package_version(name))}
     return {
         "python": platform.python_version(),
@@ -66,11 +67,6 @@ def environment() -> dict[str, Any]:
         "gpus": [{"name": gpu.name, "arch": gpu.arch, "memory_bytes": gpu.memory_bytes} for gpu in gpus()],
         "packages": versions,
     }
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
@@ -143,6 +139,7 @@ def tools() -> list[Tool]:
 def abilities(found: list[Tool], devices: list[Gpu]) -> list[tuple[str, bool, str]]:
     """What this machine can do: (task, yes or no, how or what is lacking)."""
     from fp4deploy.plugins import why_unavailable
+    from fp4deploy.plugins.availability import cores
 
     have = {tool.name for tool in found if tool.version}
     blackwell = [gpu for gpu in devices if gpu.capability >= (10, 0)]

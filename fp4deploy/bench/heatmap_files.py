@@ -21,7 +21,6 @@ from typing import Any
 
 from fp4deploy.runs import atomic_write
 
-SCRIPT = "plotly.min.js"
 AMOUNT, SIGNED, COUNT = "viridis", "PuOr", "cividis"
 MISSING = "#d5d8dc"
 MOST_TICKS = 17

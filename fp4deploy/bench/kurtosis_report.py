@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,7 +43,11 @@ def render_study(study: Study) -> str:
     """The study as Markdown: what changes the output, then the tails."""
     heading = f"# Kurtosis and NVFP4, {study.precision} checkpoint, {study.images} images\n"
     groups = [
-        [group, f"{len(rows)}", *(f"{100 * _mean(getattr(row, name) for row in rows):.3f}" for name in MEASURES)]
+        [
+            group,
+            f"{len(rows)}",
+            *(f"{100 * statistics.fmean(getattr(row, name) for row in rows):.3f}" for name in MEASURES),
+        ]
         for group, rows in _groups(study).items()
     ]
     names = ("group", "layers", "pixels changed %", "logit error %", "parameters % each", "MACs % each")
@@ -101,11 +105,6 @@ def _kept(reason: str) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
 
 
 def _json(study: Study) -> bytes:

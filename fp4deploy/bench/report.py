@@ -23,8 +23,8 @@ from fp4deploy.bench.ledgers import engines
 from fp4deploy.bench.overlays import Overlay, draw_overlays
 from fp4deploy.models import read_card
 from fp4deploy.runs import Run, atomic_write
+from fp4deploy.train.tasks import METRICS
 
-METRICS = {"semantic": "mIoU", "instance": "AP"}
 PER_CLASS = {"semantic": "IoU", "instance": "AP"}
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import onnx
 
-from fp4deploy.errors import InputError
 from fp4deploy.export.canonical import not_onnx, parse_onnx
 from fp4deploy.export.graph import export_graph
 from fp4deploy.export.portable import to_portable
-from fp4deploy.export.verify import Agreement, require_agreement, validation_images, verify_twin
+from fp4deploy.export.verify import Agreement, check_request, require_agreement, validation_images, verify_twin
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import atomic_write
@@ -70,15 +69,7 @@ def export_onnx(
         InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target.
     """
     out = Path(out)
-    if out.suffix != ".onnx":
-        raise InputError(f"{out} should end in .onnx.")
-    if verify and data is None:
-        raise InputError(
-            f"Exporting {checkpoint} needs real images to verify the file on, and no data was given. "
-            "Give --data DIR with a validation split."
-        )
-    if images < 1:
-        raise InputError(f"At least one image is needed to verify an export, not {images}.")
+    check_request(Path(checkpoint), out, ".onnx", data, images, verify)
     model, card = load_model(Path(checkpoint))
     canonical = export_graph(model, (3, card.height, card.width), card)
     twin = to_portable(canonical)

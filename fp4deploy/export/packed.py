@@ -29,7 +29,7 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.export.layer_constants import deployed_amax, layer_constants
 from fp4deploy.export.packed_verify import PackedAgreement, require_packed, verify_packed
-from fp4deploy.export.verify import validation_images
+from fp4deploy.export.verify import check_request, validation_images
 from fp4deploy.formats import BLOCK
 from fp4deploy.models import UNet
 from fp4deploy.packed import PackedFile, packed_file, write_packed
@@ -63,15 +63,7 @@ def export_packed(
         InputError: not a checkpoint of this project, a recipe without packed form, no data, an unwritable target.
     """
     checkpoint, out = Path(checkpoint), Path(out)
-    if out.suffix != SUFFIX:
-        raise InputError(f"{out} should end in {SUFFIX}.")
-    if verify and data is None:
-        raise InputError(
-            f"Exporting {checkpoint} needs real images to verify the file on, and no data was given. "
-            "Give --data DIR with a validation split."
-        )
-    if images < 1:
-        raise InputError(f"At least one image is needed to verify an export, not {images}.")
+    check_request(Path(checkpoint), out, SUFFIX, data, images, verify)
     model, card = load_model(checkpoint)
     file = packed_file(out, card, *pack_unet(model))
     verification = None

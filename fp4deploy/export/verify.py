@@ -157,6 +157,23 @@ def _explain(found: SynchronisedAgreement) -> str | None:
     return None
 
 
+def check_request(checkpoint: Path, out: Path, suffix: str, data: Path | None, images: int, verify: bool) -> None:
+    """Refuse an export that could not be verified or written, before anything is loaded.
+
+    Raises:
+        InputError: a target with another suffix, nothing to verify on, or no images.
+    """
+    if out.suffix != suffix:
+        raise InputError(f"{out} should end in {suffix}.")
+    if verify and data is None:
+        raise InputError(
+            f"Exporting {checkpoint} needs real images to verify the file on, and no data was given. "
+            "Give --data DIR with a validation split."
+        )
+    if images < 1:
+        raise InputError(f"At least one image is needed to verify an export, not {images}.")
+
+
 def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch.Tensor]:
     """`count` validation images, spread evenly over the set, each float32 [1, 3, H, W] as the card wants them.
 

@@ -35,6 +35,7 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.packed.check import check_graph
 from fp4deploy.packed.graph import Graph, Image, Step, TensorInfo
+from fp4deploy.plugins.disk_cache import digest_of
 
 SUFFIX = ".fp4"
 FORMAT = "packed/1"
@@ -143,11 +144,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _digest_of(metadata: Mapping[str, str]) -> str:
-    whole = hashlib.sha256()
-    for key in SIGNED:
-        text = metadata[key].encode()
-        whole.update(len(text).to_bytes(8, "little") + text)
-    return whole.hexdigest()
+    return digest_of(metadata[key].encode() for key in SIGNED)
 
 
 def _metadata(path: Path, text: str | None) -> dict[str, str]:

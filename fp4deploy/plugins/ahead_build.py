@@ -20,6 +20,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins import ahead_check, ahead_store
 from fp4deploy.plugins.ahead_compile import INSTALL_TRITON, compile_launch, triton_version
 from fp4deploy.plugins.ahead_store import Compiled
+from fp4deploy.plugins.availability import cores
 from fp4deploy.plugins.compiler import KernelError
 from fp4deploy.plugins.disk_cache import write_entry
 from fp4deploy.plugins.triton.launch import Launch
@@ -99,11 +100,6 @@ def make(launch: Launch, arch: str) -> Made:
             reason = str(error).partition("\n")[0]
     errors = [line.strip() for line in lines if "error:" in line or "Assertion" in line]
     return Made(launch, arch, None, " ".join([reason, *errors[:2]]))
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -97,3 +97,8 @@ def _lacking_to_launch(index: int) -> str | None:
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("pycuda")
         lacks.append(f"pycuda {'is missing' if missing else f'does not load ({error})'}: pip install pycuda")
     return "; ".join(lacks) or None
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

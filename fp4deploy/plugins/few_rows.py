@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins import driver
 from fp4deploy.plugins.library import CUDA_TYPES
 
@@ -21,7 +21,6 @@ PIECE = 128  # elements of a row that a warp takes at once
 WARPS = 8
 STAGES = 2  # more delay the first piece; measured on an H200
 BUSY = 0.9  # of the multiprocessors
-E2M1_RANGE = 6.0
 
 
 def variant(rows: int, outputs: int, processors: int, shared: int) -> tuple[dict[str, int], int]:
@@ -59,7 +58,7 @@ def launch(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, out:
     )
     values = (x, weight.codes, weight.scales.view(torch.uint8), weight.amax, bias, out)
     grid = -(-n // (16 * macros["BANDS"]))
-    kernel.launch(grid, 32 * WARPS, *values, m, n, k, E2M1_RANGE * weight.e4m3_max, int(relu), shared=shared)
+    kernel.launch(grid, 32 * WARPS, *values, m, n, k, E2M1_MAX * weight.e4m3_max, int(relu), shared=shared)
 
 
 @lru_cache

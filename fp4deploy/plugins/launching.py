@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import BLOCK, Nvfp4Tensor
+from fp4deploy.formats import BLOCK, E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins import ahead, few_rows
 from fp4deploy.plugins.ahead_compile import triton_version
 from fp4deploy.plugins.triton.launch import Call, Launch
 from fp4deploy.plugins.triton.tiles import NATIVE_FROM, Tile, product_tile, weight_only_tile
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-E2M1_RANGE = 6.0
 MOST_PIXELS = (1 << 31) - (1 << 10)  # and a tile that begins inside
 POINTERS = ("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_scales", "w_amax", "bias", "out")
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
@@ -137,7 +136,7 @@ def product_call(
     flat += (_codes(weight), _scales(weight), weight.amax, _bias(bias, x), out)
     flat += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
     sizes = (image[1], image[2], cb, cb2, pixels[1], pixels[2], m, outputs, stride, padding, dilation)
-    ranges = tuple(E2M1_RANGE * value.e4m3_max for value in (x, second, weight))
+    ranges = tuple(E2M1_MAX * value.e4m3_max for value in (x, second, weight))
     grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1), 1, 1)
     return Call(launch, (*flat, *sizes, *ranges), grid)
 
@@ -171,7 +170,7 @@ def weight_only_call(
     launch = _launch("weight_only:weight_only_kernel", types, constants, wide, tile)
     values = (x, _codes(weight), _scales(weight), weight.amax, _bias(bias, weight), out, m, n, k, cb)
     grid = (-(-m // tile.bm) * -(-n // tile.bn), 1, 1)
-    return Call(launch, (*values, E2M1_RANGE * weight.e4m3_max), grid)
+    return Call(launch, (*values, E2M1_MAX * weight.e4m3_max), grid)
 
 
 def run(call: Call, device: torch.device) -> None:

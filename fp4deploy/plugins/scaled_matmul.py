@@ -28,13 +28,12 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.formats import Nvfp4Tensor, swizzle_scales
+from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor, swizzle_scales
 from fp4deploy.plugins import products
 from fp4deploy.plugins.packed_reference import Output
 
 BACKENDS = ("auto", "kernels", "scaled_mm")
 VARIABLE = "FP4DEPLOY_MATMUL"
-E2M1_RANGE = 6.0
 OLDEST_CUDA = (12, 8)
 
 
@@ -165,4 +164,4 @@ def scaled_matmul(
 
 
 def _global_scale(x: Nvfp4Tensor) -> torch.Tensor:
-    return (x.amax / (E2M1_RANGE * x.e4m3_max)).reshape(1)
+    return (x.amax / (E2M1_MAX * x.e4m3_max)).reshape(1)

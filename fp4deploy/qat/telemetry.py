@@ -32,7 +32,6 @@ from fp4deploy.qat.telemetry_statistics import Row, coded_row, encode, raw_row, 
 
 SAMPLE = 1 << 19
 WEIGHT, ACTIVATION, GRADIENT, OUTPUT_GRADIENT = "weight", "activation", "gradient", "output_gradient"
-TENSORS = (WEIGHT, ACTIVATION, GRADIENT, OUTPUT_GRADIENT)
 LINEAR = {"mean", "std", "min", "max", "dequantized_mean", "dequantized_std"}  # what a factor on the tensor multiplies
 
 Key = tuple[str, str]  # (layer, tensor)

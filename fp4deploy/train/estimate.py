@@ -33,7 +33,7 @@ from torch import nn
 from fp4deploy.data import EpochLoader, Sample, SegmentationDataset, cache_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.models import build_unet
-from fp4deploy.qat import prepare
+from fp4deploy.qat import prepare_as
 from fp4deploy.train.config import Config
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.models import QUANTIZED_MODELS, calibrate_on, make_loaders, model_card, open_splits
@@ -100,7 +100,7 @@ def measure(config: Config, models: tuple[str, ...], steps: int = 30) -> list[Sp
     budget = int(config.data.cache_gib * 2**30)
     long = _Repeated(cache_dataset(train, budget), config.train.batch_size * (WARM_UP + 2 * steps + 2))
     loaders = make_loaders(config, long, cache_dataset(val, budget))
-    fed = _loader_speed(loaders[0], steps)
+    fed = loader_speed(loaders[0], steps)
     with tempfile.TemporaryDirectory() as folder:
         return [_speed(config, model, loaders, val, steps, fed, Path(folder)) for model in models]
 
@@ -192,7 +192,7 @@ def _speed(
     card = model_card(config, model, data)
     network: nn.Module = build_unet(card.channels, config.model.scale)
     if model in QUANTIZED_MODELS:
-        prepare(network, config.recipe, config.quant.include, config.quant.exclude)
+        prepare_as(network, card)
         calibrate_on(network, loaders[0], config)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -234,7 +234,7 @@ def _evaluation_speed(trainer: Trainer) -> float:
     return len(trainer.val_batches.dataset) / (time.perf_counter() - start)
 
 
-def _loader_speed(loader: EpochLoader, steps: int) -> float:
+def loader_speed(loader: EpochLoader, steps: int) -> float:
     """Images a second of the loader alone, its workers warm."""
     batches = _endless(loader)
     for _ in itertools.islice(batches, WARM_UP):

@@ -46,7 +46,7 @@ from fp4deploy.data import (
 )
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
-from fp4deploy.qat import calibrate_percentile, find_recipe, prepare
+from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
 from fp4deploy.runs import MODELS, Run
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.extras import make_extras
@@ -137,7 +137,7 @@ def _train(
     if fine_tuned and not resume:
         load_weights(network, _starting_point(config, run, model, card))
     if model in QUANTIZED_MODELS:
-        prepare(network, config.recipe, config.quant.include, config.quant.exclude)
+        prepare_as(network, card)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
             calibrate_on(network, loaders[0], config)
     start = partial(_starting_point, config, run, model, card)

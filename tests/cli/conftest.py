@@ -67,3 +67,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     card = ModelCard("fp16", 0.125, names, 32, 32, IMAGE_MEAN, IMAGE_STD, True)
     save_checkpoint(path, build_unet(len(names), 0.125), card)
     return path
+
+
+@pytest.fixture
+def at_home(home: Path, app: Any, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Run one command in `home`, the folder that a test file fills once."""
+    monkeypatch.chdir(home)
+    return lambda *arguments: CliRunner().invoke(app, [str(part) for part in arguments], prog_name="fp4deploy")

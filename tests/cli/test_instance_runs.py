@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Invoke
+from command_line import Invoke, run_in
 from PIL import Image
-from typer.testing import CliRunner
 
 from fp4deploy.data import open_instances
 from fp4deploy.instances import average_precision, read_results
@@ -28,26 +26,13 @@ TINY = (
 @pytest.fixture(scope="module")
 def home(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     """A folder in which instance models were trained and exported."""
-    folder = tmp_path_factory.mktemp("home")
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        for command in (
-            ("train", "--task", "instance", "--data", str(shapes), "--out", "runs/one", *TINY),
-            ("export", "--format", "onnx", "--portable"),
-            ("export", "--format", "packed"),
-        ):
-            result = CliRunner().invoke(app, command, prog_name="fp4deploy")
-            assert result.exit_code == 0, result.stderr
-    finally:
-        os.chdir(before)
-    return folder
-
-
-@pytest.fixture
-def at_home(home: Path, app: Any, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    monkeypatch.chdir(home)
-    return lambda *arguments: CliRunner().invoke(app, [str(part) for part in arguments], prog_name="fp4deploy")
+    return run_in(
+        tmp_path_factory.mktemp("home"),
+        app,
+        ("train", "--task", "instance", "--data", str(shapes), "--out", "runs/one", *TINY),
+        ("export", "--format", "onnx", "--portable"),
+        ("export", "--format", "packed"),
+    )
 
 
 def test_the_best_checkpoint_is_that_with_the_highest_ap(home: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import ENVIRONMENT, PACKAGE, Invoke
-from typer.testing import CliRunner
+from command_line import ENVIRONMENT, PACKAGE, Invoke, run_in
 
 from fp4deploy.models import read_card
 
@@ -33,22 +31,12 @@ NO_GPU = not torch.cuda.is_available()
 @pytest.fixture(scope="module")
 def home(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     """A folder in which `fp4deploy train` and `fp4deploy export` ran."""
-    folder = tmp_path_factory.mktemp("home")
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        for command in (("train", "--data", str(shapes), *TINY), ("export", "--format", "onnx", "--portable")):
-            result = CliRunner().invoke(app, command, prog_name="fp4deploy")
-            assert result.exit_code == 0, result.stderr
-    finally:
-        os.chdir(before)
-    return folder
-
-
-@pytest.fixture
-def at_home(home: Path, app: Any, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    monkeypatch.chdir(home)
-    return lambda *arguments: CliRunner().invoke(app, [str(part) for part in arguments], prog_name="fp4deploy")
+    return run_in(
+        tmp_path_factory.mktemp("home"),
+        app,
+        ("train", "--data", str(shapes), *TINY),
+        ("export", "--format", "onnx", "--portable"),
+    )
 
 
 def latest(home: Path) -> Path:

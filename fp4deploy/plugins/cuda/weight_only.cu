@@ -28,7 +28,7 @@
 #define BANDS 4
 #endif
 #ifndef STAGES
-#define STAGES 3
+#define STAGES 2
 #endif
 #ifndef WARPS
 #define WARPS 8
