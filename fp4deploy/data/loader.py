@@ -10,6 +10,7 @@ formatted traceback and calls the exception's type with it. `WorkerInputError` t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +39,11 @@ class EpochSampler(Sampler[Key]):
     def __init__(self, length: int, seed: int | None = None) -> None:
         """`seed` None: in order."""
         self._length, self._seed = length, seed
-        self._epoch = 0
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration yields."""
-        self._epoch = epoch
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return self._length
@@ -50,8 +51,8 @@ class EpochSampler(Sampler[Key]):
     def __iter__(self) -> Iterator[Key]:
         order = np.arange(self._length)
         if self._seed is not None:
-            order = np.random.default_rng((_SHUFFLE, self._seed, self._epoch)).permutation(self._length)
-        return iter([(self._epoch, int(index)) for index in order])
+            order = np.random.default_rng((_SHUFFLE, self._seed, self.epoch)).permutation(self._length)
+        return iter([(self.epoch, int(index)) for index in order])
 
 
 class TransformedDataset(Dataset[Batch]):
@@ -74,7 +75,25 @@ class TransformedDataset(Dataset[Batch]):
 
 
 class EpochLoader(DataLoader[Batch]):
-    """DataLoader yielding (images float32 [N, 3, H, W], labels int64, as the transform gives them), or compact."""
+    """DataLoader yielding (images float32 [N, 3, H, W], labels int64, as the transform gives them), or compact.
+
+    Between two epochs torch's workers stand still until the next iteration begins, and then the first batch takes as
+    long as one worker needs for all its images. `start` begins the next epoch's early.
+    """
+
+    _started: tuple[int, Iterator[Any]] | None = None
+
+    def start(self, epoch: int) -> None:
+        """Let the workers prepare the first batches of `epoch`, which the next iteration must be of to have them."""
+        if self.num_workers:
+            self.set_epoch(epoch)
+            self._started = (epoch, super().__iter__())
+
+    def __iter__(self) -> Any:
+        started, self._started = self._started, None
+        if started is not None and isinstance(self.sampler, EpochSampler) and self.sampler.epoch == started[0]:
+            return started[1]
+        return super().__iter__()
 
     @property
     def source(self) -> SegmentationDataset:

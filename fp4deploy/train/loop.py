@@ -4,9 +4,10 @@ On a GPU: FP16 autocast with a loss scaler over FP32 master weights. On a CPU: F
 slow there; the weights that ship are rounded to FP16 in either case. A step whose gradients are not finite is skipped
 and counted; a long row of them ends the training with an error instead of a ruined checkpoint.
 
-After every epoch, in this order: the best checkpoint, one line of metrics, the state. Ctrl-C ends the running step and
-saves the state inside the epoch; a crash or a full disk leaves the state saved before. Either way the steps that are
-repeated compute the same numbers.
+After every epoch, in this order: the best checkpoint, one line of metrics, and the state, unless there is no new best
+and saving would cost more than a twentieth of the time. Ctrl-C ends the running step and saves the state inside the
+epoch; a crash or a full disk leaves the state saved before. Either way the steps that are repeated compute the same
+numbers. Meanwhile the loader's workers prepare the first batches of the next epoch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from fp4deploy.train.plan import Extras, Plan
 from fp4deploy.train.processes import share_amaxes
 from fp4deploy.train.progress import Display
 from fp4deploy.train.schedule import learning_rate, make_optimizer, set_learning_rate
-from fp4deploy.train.state import Progress, load_state, save_state
+from fp4deploy.train.state import Progress, SavingPace, load_state, save_state
 from fp4deploy.train.tally import Counts, Tally
 from fp4deploy.train.tasks import SemanticTask, Task, TaskScores
 from fp4deploy.train.telemetry import Telemetry
@@ -105,7 +106,7 @@ class Trainer:
         self.progress = Progress()
         self.tally = Tally(self.device, Counts(), settings.spike)
         self.interrupt = Interrupt()
-        self.saved_at = time.monotonic()
+        self.pace = SavingPace(settings.save_minutes)
 
     @property
     def steps(self) -> int:
@@ -205,6 +206,8 @@ class Trainer:
             progress.epoch_seconds = elapsed + time.perf_counter() - start
             if progress.batch % self.settings.accumulate == 0 or progress.batch == total:
                 self._between_steps(display)
+        if progress.epoch + 1 < self.plan.epochs and isinstance(self.train_batches, EpochLoader):
+            self.train_batches.start(progress.epoch + 1)
         self.tally.read()  # waits for the device, so that the time is right
         progress.epoch_seconds = elapsed + time.perf_counter() - start
         return images_seen, time.perf_counter() - start
@@ -261,7 +264,7 @@ class Trainer:
                     "start again with a lower --set train.lr=..."
                 )
         self._pause_if_asked()
-        if time.monotonic() - self.saved_at > 60 * self.settings.save_minutes:
+        if self.pace.due_within_epoch():
             self._save_state()
 
     def _pause_if_asked(self) -> None:
@@ -294,7 +297,8 @@ class Trainer:
     def keep(self, scores: TaskScores | None, line: dict[str, Any]) -> None:
         """Write the best checkpoint where this is it, a line of metrics, and the state."""
         progress, main = self.progress, self.accelerator.is_main_process
-        if scores is not None and (scores.score > progress.best_score or progress.best_score < 0):
+        better = scores is not None and (scores.score > progress.best_score or progress.best_score < 0)
+        if scores is not None and better:
             progress.best_score, progress.per_class = scores.score, scores.line()["per_class"]
             extra = {"fp4deploy.epoch": str(progress.epoch), f"fp4deploy.{self.task.metric}": repr(scores.score)}
             if main:
@@ -303,15 +307,16 @@ class Trainer:
         if main:
             append_line(self.plan.metrics_path, line)
             self.telemetry.epoch(line)
-        self._save_state()
+        if better or progress.epoch == self.plan.epochs or self.pace.due_after_epoch():
+            self._save_state()
 
     def _save_state(self) -> None:
         self.progress.counts = asdict(self.tally.read())
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
-            save_state(self.plan.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
+            with self.pace.saving():
+                save_state(self.plan.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
             self.telemetry.save()
-        self.saved_at = time.monotonic()
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -23,7 +23,7 @@ from fp4deploy.train import Config, load_config, train_models
 from fp4deploy.train.interrupt import Interrupt
 from fp4deploy.train.journal import append_line, keep_epochs
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.state import read_progress
+from fp4deploy.train.state import SavingPace, read_progress
 from fp4deploy.train.tally import Counts, Tally
 
 SETTINGS = [
@@ -213,3 +213,31 @@ def test_a_spike_is_a_loss_far_above_the_running_mean() -> None:
     assert again.read() == counts
     assert Counts(skipped=2).remark() == "2 steps skipped, their gradients were not finite"
     assert Counts().remark() is None
+
+
+def test_saving_takes_at_most_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("fp4deploy.train.state.time.monotonic", lambda: now[0])
+    pace, saved = SavingPace(minutes=10), []
+    for epoch in range(60):
+        now[0] += 1.0  # the epoch
+        if pace.due_after_epoch():
+            with pace.saving():
+                now[0] += 0.5
+            saved.append(epoch)
+    assert saved == [0, 10, 20, 30, 40, 50]
+    assert not pace.due_within_epoch()
+    now[0] += 601
+    assert pace.due_within_epoch()
+
+
+def test_a_slow_disk_is_still_saved_to_every_few_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("fp4deploy.train.state.time.monotonic", lambda: now[0])
+    pace = SavingPace(minutes=10)
+    with pace.saving():
+        now[0] += 3600
+    now[0] += 599
+    assert not pace.due_after_epoch()
+    now[0] += 2
+    assert pace.due_after_epoch()
