@@ -1,0 +1,129 @@
+"""Training on several GPUs: the same loss as on one, and how much faster.
+
+    python benchmarks/scaling.py --data CAMVID --gpus 1,2,4 --json benchmarks/results/scaling_h200.json
+
+Every case is `fp4deploy train` under torchrun, FP16 and NVFP4 from scratch, on a folder that holds each training image
+--repeat times, because an epoch of few steps would be a measure of how it begins. Two kinds of case:
+
+* `same batch`: 16 images a step in all, 16 / n a GPU. Order, augmentation and initial weights are those of one GPU,
+  so that losses differ by rounding alone. The one-GPU case runs twice: how far two such runs are apart, on a GPU whose
+  sums have no fixed order, is what the distance of the others is to be compared with.
+* `same share`: 16 images a GPU. Scaling efficiency is images a second over n times those of one GPU.
+
+Images a second are those of the last epoch, which the journal of each training has; waiting for data is in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+MODELS = ("fp16", "nvfp4")
+BATCH = 16
+PROGRAM = "fp4deploy.cli" if importlib.util.find_spec("fp4deploy.cli") else "cli"  # not installed, from a checkout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="a folder in the masks layout, such as CamVid's")
+    parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "camvid.yaml")
+    parser.add_argument("--gpus", default="1,2")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=6)
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="further settings, KEY=VALUE")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    counts = sorted({int(count) for count in arguments.gpus.split(",")} | {1})
+    with tempfile.TemporaryDirectory() as folder:
+        data = repeated(arguments.data, Path(folder) / "data", arguments.repeat)
+        cases = [(1, BATCH, "same batch"), (1, BATCH, "same batch, again")]
+        cases += [(n, BATCH // n, "same batch") for n in counts if n > 1]
+        cases += [(n, BATCH, "same share") for n in counts if n > 1]
+        rows = []
+        for number, (gpus, batch, kind) in enumerate(cases):
+            settings = [f"train.batch_size={batch}", f"train.epochs={arguments.epochs}", *arguments.sets]
+            journals = train(arguments.config, data, Path(folder) / str(number), gpus, settings)
+            rows += [{"gpus": gpus, "kind": kind, "batch": batch, "model": m, **journals[m]} for m in MODELS]
+        compare(rows)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    report = {
+        "command": "python benchmarks/scaling.py",
+        "config": arguments.config.name,
+        "repeat": arguments.repeat,
+        "machine": {"gpu": gpu, "torch": torch.__version__, "cpu_cores": os.cpu_count()},
+        "rows": rows,
+    }
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def repeated(data: Path, out: Path, times: int) -> Path:
+    """The masks layout with every training image `times` times, as links."""
+    (out / "masks").mkdir(parents=True)
+    (out / "val").symlink_to((data / "val").resolve())
+    (out / "masks" / "val").symlink_to((data / "masks" / "val").resolve())
+    for part in ("train", "masks/train"):
+        (out / part).mkdir()
+        for file in sorted((data / part).iterdir()):
+            for number in range(times):
+                (out / part / f"{file.stem}_{number}{file.suffix}").symlink_to(file.resolve())
+    return out
+
+
+def train(config: Path, data: Path, out: Path, gpus: int, settings: list[str]) -> dict[str, Any]:
+    """Train both models on `gpus` GPUs; of each the losses by epoch, the last mIoU and images a second."""
+    settings = ["train.evaluate_every=1000", "train.from_scratch=true", "telemetry.every=0", *settings]
+    tree = yaml.safe_load(config.read_text())
+    tree["train"]["ema"] = 0  # an average over a few hundred steps says little
+    own = out.with_suffix(".yaml")
+    own.write_text(yaml.safe_dump(tree))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    command = ["-m", PROGRAM, "train", "--config", own, "--data", data, "--models", ",".join(MODELS)]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    print(f"{gpus} GPUs: {' '.join(settings)}", flush=True)
+    done = subprocess.run([*launch, *map(str, command), *sets, "--out", str(out)], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    found = {}
+    for model in MODELS:
+        lines = [json.loads(line) for line in (out / model / "metrics.jsonl").read_text().splitlines()]
+        found[model] = {
+            "losses": [line["loss"] for line in lines],
+            "miou": lines[-1]["miou"],
+            "images_per_s": lines[-1]["images_per_s"],
+            "peak_memory_bytes": lines[-1]["peak_memory_bytes"],
+        }
+    return found
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Add to every row the distance of its losses from one GPU's and its efficiency; print the table."""
+    first = {row["model"]: row for row in rows if row["gpus"] == 1 and row["kind"] == "same batch"}
+    for row in rows:
+        one = first[row["model"]]
+        row["efficiency"] = row["images_per_s"] / (row["gpus"] * one["images_per_s"])
+        if row["kind"] != "same share" and row is not one:
+            pairs = zip(row["losses"], one["losses"], strict=True)
+            row["relative_distance"] = [abs(mine - theirs) / theirs for mine, theirs in pairs]
+        distance = ", ".join(f"{100 * d:.2f} %" for d in row.get("relative_distance", ()))
+        print(
+            f"{row['model']:6s} {row['gpus']} GPUs x {row['batch']:2d}, {row['kind']:18s}"
+            f" {row['images_per_s']:7.0f} images/s, efficiency {100 * row['efficiency']:5.1f} %,"
+            f" losses {' '.join(f'{loss:.4f}' for loss in row['losses'])}, from one GPU's {distance or '-'}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
