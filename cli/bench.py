@@ -15,6 +15,8 @@ from .console import note, notes, print_json, results, shown
 if TYPE_CHECKING:
     from fp4deploy.bench.artifact import ArtifactResult, Baseline
 
+MEASURED = ("val", "test")
+
 
 def bench(
     engine: Annotated[
@@ -28,6 +30,7 @@ def bench(
     data: Annotated[
         Path | None, typer.Option("--data", help="Data to measure on.", show_default="that of the artefact's run")
     ] = None,
+    split: Annotated[str, typer.Option("--split", help="Part of the data: val or test.")] = "val",
     baseline: Annotated[
         Path | None, typer.Option("--baseline", help="Artefact, or JSON of an earlier bench, to compare with.")
     ] = None,
@@ -59,12 +62,15 @@ def bench(
 
     paths = _resolve(engine)
     where = data or _data(paths)
-    note(f"Measuring on the validation split of {shown(where)}.")
+    if split not in MEASURED:
+        raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
+    note(f"Measuring on the split {split} of {shown(where)}.")
     reference = None
     if baseline is not None:
-        reference = find_baseline(_resolve([baseline])[0] if baseline.suffix != ".json" else baseline, where, max_dets)
-    found = _measure(paths, where, batch, iterations, max_dets, keep)
-    _write(found, reference, out)
+        resolved = baseline if baseline.suffix == ".json" else _resolve([baseline])[0]
+        reference = find_baseline(resolved, where, max_dets, split)
+    found = _measure(paths, where, split, batch, iterations, max_dets, keep)
+    _write(found, split, reference, out)
     if reference is not None:
         gate_drop(found, reference, max_drop)
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
@@ -97,7 +103,7 @@ def _data(paths: list[Path]) -> Path:
 
 
 def _measure(
-    paths: list[Path], data: Path, batch: int, iterations: int, max_dets: int | None, keep: Path | None
+    paths: list[Path], data: Path, split: str, batch: int, iterations: int, max_dets: int | None, keep: Path | None
 ) -> list[ArtifactResult]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of, run_of
@@ -117,6 +123,7 @@ def _measure(
                 iterations=iterations,
                 max_detections=max_dets,
                 results=folder,
+                split=split,
             )
         )
         if folder is not None and found[-1].instances is not None:
@@ -131,7 +138,7 @@ def _folder(keep: Path, path: Path, model: str | None, count: int) -> Path:
     return keep / (f"{model}-checkpoint" if model and path.suffix == ".safetensors" else path.name)
 
 
-def _write(found: list[ArtifactResult], reference: Baseline | None, out: str | None) -> None:
+def _write(found: list[ArtifactResult], split: str, reference: Baseline | None, out: str | None) -> None:
     from fp4deploy.bench.environment import environment
 
     entries = [result.to_json() for result in found]
@@ -140,6 +147,7 @@ def _write(found: list[ArtifactResult], reference: Baseline | None, out: str | N
         return
     document = {
         "artifacts": entries,
+        "split": split,
         "baseline_miou": reference.value if reference and reference.metric == "mIoU" else None,
         "baseline_ap": reference.value if reference and reference.metric == "AP" else None,
         "environment": environment(),

@@ -12,6 +12,7 @@ from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import Latency, measure
 from fp4deploy.bench.ledgers import built_by, ledger_beside
 from fp4deploy.bench.runtimes import open_runtime
+from fp4deploy.data import SPLITS
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from fp4deploy.export.ledger import sha256
 from fp4deploy.instances import InstanceScores
@@ -91,8 +92,9 @@ def bench_artifact(
     progress: Progress | None = None,
     max_detections: int | None = None,
     results: Path | None = None,
+    split: str = SPLITS[1],
 ) -> ArtifactResult:
-    """Measure one artefact: accuracy on the validation split of `data` (left out when None), and latency.
+    """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
     max_detections, results: of instance models, as of `instances.evaluate_instances`.
 
@@ -104,7 +106,9 @@ def bench_artifact(
     runtime = open_runtime(path)
     found = None
     if data is not None:
-        found = evaluate_task(runtime, data, progress=progress, max_detections=max_detections, results=results)
+        found = evaluate_task(
+            runtime, data, progress=progress, max_detections=max_detections, results=results, split=split
+        )
     scores = found if isinstance(found, Scores) else None
     latency = measure(runtime, batch=batch, iterations=iterations)
     return ArtifactResult(
@@ -124,27 +128,10 @@ def bench_artifact(
     )
 
 
-def bench_or_explain(
-    path: Path,
-    data: Path | None,
-    *,
-    model: str | None = None,
-    batch: int = 1,
-    iterations: int = 50,
-    max_detections: int | None = None,
-    results: Path | None = None,
-) -> ArtifactResult:
+def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None, **settings: Any) -> ArtifactResult:
     """Like `bench_artifact`, but an engine that cannot run here becomes a row saying so, without numbers."""
     try:
-        return bench_artifact(
-            path,
-            data,
-            model=model,
-            batch=batch,
-            iterations=iterations,
-            max_detections=max_detections,
-            results=results,
-        )
+        return bench_artifact(path, data, model=model, **settings)
     except UnavailableError as error:
         return not_run(path, str(error), model=model)
 
@@ -173,7 +160,7 @@ class Baseline:
     value: float
 
 
-def find_baseline(path: Path, data: Path | None, max_detections: int | None = None) -> Baseline:
+def find_baseline(path: Path, data: Path | None, max_detections: int | None = None, split: str = SPLITS[1]) -> Baseline:
     """Accuracy to compare with: measured when `path` is an artefact, read when it is what `bench --json` wrote.
 
     Raises:
@@ -183,7 +170,7 @@ def find_baseline(path: Path, data: Path | None, max_detections: int | None = No
     if path.suffix == ".json":
         found = _recorded(path)
     else:
-        result = bench_artifact(path, data, iterations=1, max_detections=max_detections)
+        result = bench_artifact(path, data, iterations=1, max_detections=max_detections, split=split)
         found = Baseline(result.metric, result.accuracy) if result.accuracy is not None else None
     if found is None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Accuracy of a runtime on a dataset's validation split.
+"""Accuracy of a runtime on a dataset's validation split, or on its test split.
 
 The images go through the loader and the transform that training validates with, sized and normalised as the model card
 says, so that a difference between two rows of a table is a difference between two artefacts and nothing else.
@@ -13,7 +13,7 @@ import torch
 
 from fp4deploy.bench.instances import evaluate_instances
 from fp4deploy.bench.protocol import Runtime
-from fp4deploy.data import EvalTransform, SegmentationDataset, eval_loader, open_dataset
+from fp4deploy.data import SPLITS, EvalTransform, SegmentationDataset, eval_loader, open_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores, SegmentationScore
@@ -23,23 +23,21 @@ BATCH = 8
 Progress = Callable[[int, int], None]  # images done, images in all
 
 
-def validation_set(card: ModelCard, data: Path) -> SegmentationDataset:
-    """Open the validation split with the classes a model knows, in the model's order.
+def validation_set(card: ModelCard, data: Path, split: str = SPLITS[1]) -> SegmentationDataset:
+    """Open the validation split, or another one, with the classes a model knows, in the model's order.
 
     Raises:
-        InputError: the data lacks one of the classes, or has no validation split.
+        InputError: the data lacks one of the classes, or has no such split.
     """
     named = card.class_names[1:] if card.background else card.class_names
-    dataset = open_dataset(data, "val", classes=named or None)
+    dataset = open_dataset(data, split, classes=named or None)
     if card.class_names and dataset.class_names != card.class_names:
         raise InputError(
             f"The model knows the classes {_listed(card.class_names)}; {data} gives {_listed(dataset.class_names)}. "
             "Give the --data it was trained on."
         )
     if not len(dataset):
-        raise InputError(
-            f"The validation split of {data} holds no images. Look at it with: fp4deploy data check {data}"
-        )
+        raise InputError(f"The split {split} of {data} holds no images. Look at it with: fp4deploy data check {data}")
     return dataset
 
 
@@ -50,30 +48,33 @@ def evaluate_task(
     progress: Progress | None = None,
     max_detections: int | None = None,
     results: Path | None = None,
+    split: str = SPLITS[1],
 ) -> Scores | InstanceScores:
-    """Scores of a runtime's own task: mIoU, or AP; the last two arguments as of `evaluate_instances`.
+    """Scores of a runtime's own task: mIoU, or AP; `max_detections` and `results` as of `evaluate_instances`.
 
     Raises:
         InputError: the data does not fit the model, or cannot be read; `results` of a semantic model.
     """
     if runtime.card.head is not None:
-        return evaluate_instances(runtime, data, batch, progress, max_detections, results)
+        return evaluate_instances(runtime, data, batch, progress, max_detections, results, split)
     if results is not None or max_detections is not None:
         raise InputError(
             "--results and --max-dets are for instance models, and this one answers a class for every pixel. Leave "
             "them out, or train one with: fp4deploy train --task instance"
         )
-    return evaluate(runtime, data, batch, progress)
+    return evaluate(runtime, data, batch, progress, split)
 
 
-def evaluate(runtime: Runtime, data: Path, batch: int = BATCH, progress: Progress | None = None) -> Scores:
-    """mIoU, IoU per class and pixel accuracy of a semantic runtime over the validation split.
+def evaluate(
+    runtime: Runtime, data: Path, batch: int = BATCH, progress: Progress | None = None, split: str = SPLITS[1]
+) -> Scores:
+    """mIoU, IoU per class and pixel accuracy of a semantic runtime over a split.
 
     Raises:
         InputError: the data does not fit the model, or cannot be read.
     """
     card = runtime.card
-    dataset = validation_set(card, data)
+    dataset = validation_set(card, data, split)
     score = SegmentationScore(len(dataset.class_names), dataset.class_names)
     transform = EvalTransform(card.height, card.width, card.mean, card.std)
     seen = 0

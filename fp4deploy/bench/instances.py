@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from fp4deploy.bench.protocol import Runtime
-from fp4deploy.data import CocoDataset, NumberedEvalTransform, eval_loader, open_instances
+from fp4deploy.data import SPLITS, CocoDataset, NumberedEvalTransform, eval_loader, open_instances
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceEvaluation, Instances, InstanceScores, write_results
 from fp4deploy.instances.draw import draw_instances
@@ -29,15 +29,15 @@ from fp4deploy.runs import atomic_write
 OVERLAYS = 16  # pictures written with the results, evenly spaced
 
 
-def instance_set(card: ModelCard, data: Path, numbered: bool = False) -> CocoDataset:
-    """Open the validation split with the classes and the stuff a model knows.
+def instance_set(card: ModelCard, data: Path, numbered: bool = False, split: str = SPLITS[1]) -> CocoDataset:
+    """Open the validation split, or another one, with the classes and the stuff a model knows.
 
     Raises:
         InputError: the data has no instances, or lacks one of the classes.
     """
     assert card.head is not None
     stuff = [card.class_names[number] for number in card.head.stuff]
-    return open_instances(data, "val", card.class_names[1:], stuff, numbered)
+    return open_instances(data, split, card.class_names[1:], stuff, numbered)
 
 
 def evaluate_instances(
@@ -47,8 +47,9 @@ def evaluate_instances(
     progress: Callable[[int, int], None] | None = None,
     max_detections: int | None = None,
     results: Path | None = None,
+    split: str = SPLITS[1],
 ) -> InstanceScores:
-    """Average precision of a runtime over the validation split.
+    """Average precision of a runtime over a split.
 
     Args:
         max_detections: most instances of an image; None: as the card says.
@@ -59,7 +60,7 @@ def evaluate_instances(
     """
     card = runtime.card
     head = _head(card, max_detections)
-    dataset = instance_set(card, data)
+    dataset = instance_set(card, data, split=split)
     evaluation = InstanceEvaluation(dataset, head)
     files = _Files(results, dataset) if results is not None else None
     transform = NumberedEvalTransform(card.height, card.width, card.mean, card.std)

@@ -56,7 +56,7 @@ class CocoDataset:
 
         Args:
             root: the dataset's folder.
-            split: "train" or "val".
+            split: "train", "val" or "test".
             classes: names to learn, in this order; None for all. "background" is always there and need not be named.
             instances: number the objects as well.
             stuff: classes that are not counted.

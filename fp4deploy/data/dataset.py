@@ -8,7 +8,7 @@ from pathlib import Path
 from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import find_annotations
 from fp4deploy.data.masks import MaskDataset
-from fp4deploy.data.sample import SPLITS, SegmentationDataset
+from fp4deploy.data.sample import SPLITS, TEST, SegmentationDataset
 from fp4deploy.errors import InputError
 
 LAYOUTS = (
@@ -19,7 +19,7 @@ LAYOUTS = (
 
 def has_masks(root: Path) -> bool:
     """Whether a folder has the masks layout, which takes priority over COCO annotations beside it."""
-    return any((root / "masks" / split).is_dir() for split in SPLITS)
+    return any((root / "masks" / split).is_dir() for split in (*SPLITS, TEST))
 
 
 def require_folder(root: Path) -> None:
@@ -31,6 +31,12 @@ def require_folder(root: Path) -> None:
         raise InputError(
             f"{root} is not a dataset folder: it needs {LAYOUTS}. To see an example: fp4deploy data shapes DIR"
         )
+
+
+def require_split(split: str) -> None:
+    """Raise InputError unless `split` is one that a dataset can have."""
+    if split not in (*SPLITS, TEST):
+        raise InputError(f"There is no split '{split}'; the splits are: {', '.join((*SPLITS, TEST))}.")
 
 
 def open_instances(
@@ -46,6 +52,7 @@ def open_instances(
         InputError: as `open_dataset`; and there are masks only, which do not tell objects apart.
     """
     root = Path(root)
+    require_split(split)
     require_folder(root)
     if find_annotations(root, split) is None and has_masks(root):
         raise InputError(
@@ -60,14 +67,13 @@ def open_dataset(root: Path, split: str, classes: Sequence[str] | None = None) -
 
     Args:
         root: folder with COCO annotations or with PNG masks; masks win where both are there.
-        split: "train" or "val".
+        split: "train", "val" or "test".
         classes: names of the classes to learn, in this order; None for all.
 
     Raises:
         InputError: the folder, its layout or its content is wrong; the message ends with the next command.
     """
     root = Path(root)
-    if split not in SPLITS:
-        raise InputError(f"There is no split '{split}'; the splits are: {', '.join(SPLITS)}.")
+    require_split(split)
     require_folder(root)
     return MaskDataset(root, split, classes) if has_masks(root) else CocoDataset(root, split, classes)

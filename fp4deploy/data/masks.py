@@ -1,13 +1,13 @@
 """Semantic masks as PNG files, one beside every image:
 
-    DIR/masks/{train,val}/NAME.png      one channel (palette or greyscale); the pixel value is the class
-    DIR/{train,val}/NAME.jpg            or .png; {train,val}2017 works too
+    DIR/masks/{train,val,test}/NAME.png one channel (palette or greyscale); the pixel value is the class
+    DIR/{train,val,test}/NAME.jpg       or .png; train2017 and so on work too
 
 The classes' names come from the first of these that exists:
 
 1. `annotations/instances_*.json`, the categories that have a "mask_value", ordered by it;
 2. `classes.txt`, one name a line, line n (from 0) for value n;
-3. "class_0", "class_1", ... up to the largest value below 255 in either split (this reads every mask once).
+3. "class_0", "class_1", ... up to the largest value below 255 in `train` and `val` (this reads every mask once).
 
 There is no background class here: every class is named by the masks. A value without a class is 255 (ignored), the
 usual meaning of void. With a subset of classes the others become 255 too and not "background": the pixels *are*
@@ -23,7 +23,7 @@ import numpy as np
 
 from fp4deploy.data.coco_json import find_annotations, find_images, parse
 from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, read_class_ids, read_image
-from fp4deploy.data.sample import IGNORE, SPLITS, Pixels, Sample, data_error, select_classes
+from fp4deploy.data.sample import IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes
 
 
 class MaskDataset:
@@ -37,7 +37,7 @@ class MaskDataset:
 
         Args:
             root: the dataset's folder.
-            split: "train" or "val".
+            split: "train", "val" or "test".
             classes: names to learn, in this order; None for all.
 
         Raises:
@@ -98,7 +98,7 @@ def class_values(root: Path) -> dict[str, int]:
     Raises:
         InputError: the annotations or `classes.txt` are unusable, or no mask holds a class.
     """
-    for split in SPLITS:
+    for split in (*SPLITS, TEST):
         path = find_annotations(root, split)
         if path is None:
             continue
@@ -120,7 +120,8 @@ def class_values(root: Path) -> dict[str, int]:
 
 def _largest_value(root: Path) -> int:
     largest = -1
-    for path in (path for split in SPLITS for path in mask_files(root, split).values()):
+    masks = [path for split in SPLITS for path in mask_files(root, split).values()]
+    for path in masks or mask_files(root, TEST).values():
         try:
             values = read_class_ids(path)
         except ImageError as error:

@@ -88,7 +88,7 @@ def test_folders(make_coco, tmp_path):
     assert "instances_{train,val}2017.json" in message
     assert "masks/{train,val}/*.png" in message
     root = make_coco()
-    assert "no split 'test'; the splits are: train, val" in message_of(lambda: open_dataset(root, "test"))
+    assert "no split 'tset'; the splits are: train, val" in message_of(lambda: open_dataset(root, "tset"))
     (root / "annotations" / "instances_val2017.json").unlink()
     assert "no annotations/instances_val2017.json" in message_of(lambda: open_dataset(root, "val"))
 
