@@ -8,10 +8,14 @@ that forked them. A set that does not fit is not cached at all: a part of it wou
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 from fp4deploy.data.sample import Sample, SegmentationDataset
 
 DEFAULT_BUDGET = 2**30  # bytes
-_PROBE = 16  # samples after which the size of the whole set is estimated
+_PROBE = 16  # samples that are read at a time, and after which the size of the whole set is estimated
+MOST_THREADS = 16
 
 
 class CachedDataset:
@@ -39,16 +43,19 @@ def cache_dataset(dataset: SegmentationDataset, budget: int = DEFAULT_BUDGET) ->
     """
     samples: list[Sample] = []
     size = 0
-    for index in range(len(dataset)):
-        sample = dataset.load(index)
-        sample.image.flags.writeable = False
-        sample.mask.flags.writeable = False
-        if sample.instances is not None:
-            sample.instances.flags.writeable = False
-            size += sample.instances.nbytes
-        samples.append(sample)
-        size += sample.image.nbytes + sample.mask.nbytes
-        expected = size if len(samples) < _PROBE else size / len(samples) * len(dataset)
-        if expected > budget:
-            return dataset
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:  # decoders let go of the interpreter
+        for start in range(0, len(dataset), _PROBE):
+            chunk = list(pool.map(dataset.load, range(start, min(start + _PROBE, len(dataset)))))
+            size += sum(map(_frozen_bytes, chunk))
+            samples += chunk
+            if size / len(samples) * len(dataset) > budget:
+                return dataset
     return CachedDataset(dataset, samples)
+
+
+def _frozen_bytes(sample: Sample) -> int:
+    """Make the arrays of a sample read-only; how much memory they take."""
+    arrays = [array for array in (sample.image, sample.mask, sample.instances) if array is not None]
+    for array in arrays:
+        array.flags.writeable = False
+    return sum(array.nbytes for array in arrays)
