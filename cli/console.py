@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fp4deploy.runs import is_first_process
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,13 +32,15 @@ def _console(stream: TextIO) -> Console:
 
 
 def note(text: str) -> None:
-    """One remark on stderr; `text` is printed as it is, without markup."""
-    notes().print(text, markup=False, soft_wrap=True)
+    """One remark on stderr, of the first process alone; `text` is printed as it is, without markup."""
+    if is_first_process():
+        notes().print(text, markup=False, soft_wrap=True)
 
 
 def done(text: str) -> None:
-    """One line of result on stdout, never wrapped, so that a path can be copied."""
-    results().print(text, markup=False, soft_wrap=True)
+    """One line of result on stdout, of the first process alone, never wrapped, so that a path can be copied."""
+    if is_first_process():
+        results().print(text, markup=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp4deploy.errors import InputError
+from fp4deploy.runs import processes
 
 from .bench import print_table
 from .console import done, note, results, shown
@@ -54,6 +55,8 @@ def run(
     from fp4deploy.bench.chain import run_chain
     from fp4deploy.bench.report import Journal
 
+    if processes() > 1:
+        raise InputError("fp4deploy run is one process. Train under torchrun with: fp4deploy train; then export.")
     if demo and data is not None:
         raise InputError("--demo uses generated shapes; leave out either --demo or --data.")
     chosen = parse_models(models)

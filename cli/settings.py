@@ -6,13 +6,14 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.runs import MODELS, Run, create_run
+from fp4deploy.runs import MODELS, Run, create_run, is_first_process
 
 from .console import note, shown
 
@@ -45,6 +46,7 @@ TrackerOption = Annotated[
 ]
 ScratchOption = Annotated[bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")]
 
+GENERATED = "data"  # folder inside the run
 SHAPES = {"train": 400, "val": 100, "size": 96, "seed": 0}  # scenes and pixels
 
 
@@ -104,14 +106,25 @@ def start_run(config: Config, out: Path | None) -> tuple[Run, Config]:
     Raises:
         InputError: the folder exists, or cannot be written.
     """
-    run = create_run(out)
-    note(f"Run folder: {shown(run.path)}")
+    from fp4deploy.train.processes import from_first
+
+    run = Run(from_first(partial(_make_run, config, out)))
     if config.data.root is not None:
         return run, config
-    folder = run.path / "data"
+    folder = str(run.path / GENERATED)
+    return run, config.model_copy(update={"data": config.data.model_copy(update={"root": folder})})
+
+
+def _make_run(config: Config, out: Path | None) -> Path:
+    from fp4deploy.bench.commands import record
+
+    run = create_run(out)
+    note(f"Run folder: {shown(run.path)}")
     with tidy_on_failure(run):
-        generate(folder)
-    return run, config.model_copy(update={"data": config.data.model_copy(update={"root": str(folder)})})
+        record(run)
+        if config.data.root is None:
+            generate(run.path / GENERATED)
+    return run.path
 
 
 def generate(folder: Path) -> None:
@@ -129,6 +142,11 @@ def tidy_on_failure(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         resumable = isinstance(error, KeyboardInterrupt) and run.config_path.is_file()
-        if not resumable and not any(run.path.glob("*/*.safetensors")) and not any(run.path.glob("*/state/*")):
+        if (
+            is_first_process()
+            and not resumable
+            and not any(run.path.glob("*/*.safetensors"))
+            and not any(run.path.glob("*/state/*"))
+        ):
             shutil.rmtree(run.path, ignore_errors=True)
         raise

@@ -30,6 +30,7 @@ def sweep(
     """Train every variant for every seed; the same command goes on where it was stopped."""
     import json
 
+    from fp4deploy.bench.commands import record
     from fp4deploy.train.sweep import run_sweep
     from fp4deploy.train.sweep_file import load_sweep
     from fp4deploy.train.sweep_plot import draw_sweep
@@ -42,7 +43,7 @@ def sweep(
     folder = out if out is not None else Path("runs") / file.stem
     note(f"Sweep: {len(loaded.variants)} variants, {len(loaded.seeds)} seeds, into {shown(folder)}")
     names = tuple(name.strip() for name in (only or "").split(",") if name.strip())
-    results = run_sweep(loaded, folder, names, minutes, note)
+    results = run_sweep(loaded, folder, names, minutes, note, record)
     picture = draw_sweep(results, folder)
     done(markdown(results))
     note(", ".join(shown(path) for path in (folder / "sweep.json", folder / "sweep.md", picture) if path is not None))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp4deploy.runs import Run, latest_run, open_run
+from fp4deploy.runs import Run, is_first_process, latest_run, open_run
 
 from .console import done, note, shown
 from .estimate import run_estimate
@@ -62,7 +63,11 @@ def train(
     if resume:
         run = open_run(out) if out is not None else latest_run()
         resolved = settings(run.config_path, sets, **flags)
+        from fp4deploy.bench.commands import record
+        from fp4deploy.train.processes import from_first
+
         note(f"Continuing {shown(run.path)}.")
+        from_first(partial(record, run))
         _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
         return
     resolved = settings(config, sets, **flags)
@@ -82,6 +87,11 @@ def _train(
 def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
     for model, result in trained.items():
         done(f"{model}: best {result.metric} {100 * result.best_score:.2f}, {shown(run.checkpoint(model))}")
-    if config.telemetry.plots and config.telemetry.every and "jsonl" in config.telemetry.trackers:
+    if (
+        is_first_process()
+        and config.telemetry.plots
+        and config.telemetry.every
+        and "jsonl" in config.telemetry.trackers
+    ):
         draw(run, list(trained))
     note("Export them with: fp4deploy export --format onnx")

@@ -2,6 +2,7 @@
 
     runs/NAME/
       config.yaml                     resolved configuration
+      commands.jsonl                  what was called, when, on what machine
       <model>/best.safetensors        checkpoint with the best validation mIoU
       <model>/metrics.jsonl           one line an epoch
       <model>/telemetry.jsonl         statistics of every layer, one line a look
@@ -53,6 +54,16 @@ class Run:
     def models(self) -> list[str]:
         """Names of the models that have a checkpoint, FP16 first."""
         return [model for model in MODELS if self.checkpoint(model).is_file()]
+
+
+def processes() -> int:
+    """How many processes a launcher such as torchrun started together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """Whether this process is alone, or the one of several that writes files and speaks."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def artifact_stem(model: str) -> str:

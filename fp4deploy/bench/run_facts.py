@@ -4,7 +4,8 @@
 |---|---|
 | settings, task, data, planned epochs | config.yaml |
 | best and last score, score per class | <model>/metrics.jsonl: the validation of the training |
-| size, accuracy and latency of artefacts, machine, commands | report.json, where `fp4deploy run` wrote one |
+| size, accuracy and latency of artefacts | report.json, where `fp4deploy run` wrote one |
+| machine, commands | report.json, else commands.jsonl, which every training writes |
 | artefacts that nobody measured | the files themselves: a size, and "not measured" |
 
 The two accuracies of a model differ a little: a training validates the weights it has, a report measures them as they
@@ -21,6 +22,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.bench.commands import is_machine, recorded
 from fp4deploy.bench.curves import history
 from fp4deploy.bench.locate import model_of, run_artifacts
 from fp4deploy.errors import InputError
@@ -54,6 +56,8 @@ def read_run(run: Run, label: str | None = None) -> dict[str, Any]:
         model["instances"] = entry["instances"]
     if not models:
         remarks.append(f"no model has been trained here yet; continue with: fp4deploy train --resume --out {run.path}")
+    before = recorded(run)
+    commands = report.get("commands") or [entry["command"] for entry in before]
     names = next((model["class_names"] for model in models.values() if model["class_names"]), None)
     names = names or next((list(model["best"]["per_class"]) for model in models.values() if model["best"]), [])
     return {
@@ -67,10 +71,9 @@ def read_run(run: Run, label: str | None = None) -> dict[str, Any]:
         "models": models,
         "artifacts": artifacts,
         "stages": report.get("stages") or [],
-        "commands": report.get("commands")
-        or [f"fp4deploy train --config {run.config_path} --models {_trained(models)}"],
-        "commands_recorded": bool(report.get("commands")),
-        "environment": report.get("environment"),
+        "commands": commands or [f"fp4deploy train --config {run.config_path} --models {_trained(models)}"],
+        "commands_recorded": bool(commands),
+        "environment": report.get("environment") or (before[-1]["environment"] if before else None),
         "remarks": remarks,
     }
 
@@ -137,12 +140,7 @@ def _is_whole(report: dict[str, Any]) -> bool:
     stages = all(isinstance(stage["seconds"], int | float) and stage["stage"] for stage in report.get("stages", []))
     commands = all(isinstance(command, str) for command in report.get("commands", []))
     machine = report.get("environment")
-    placed = not machine or (
-        all(gpu["name"] and gpu["arch"] for gpu in machine["gpus"])
-        and isinstance(machine["packages"], dict)
-        and machine.keys() >= {"cpu", "cores", "platform", "python"}
-    )
-    return entries and stages and commands and placed
+    return entries and stages and commands and (not machine or is_machine(machine))
 
 
 def _model(run: Run, model: str, task: str, tree: dict[str, Any], remarks: list[str]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What the processes of one training share besides gradients: the sums of the loss, and tracked amaxes.
+"""What the processes of one training share besides gradients: the run's folder, the sums of the loss, tracked amaxes.
 
 The loss divides sums over a batch by sums over a batch (labelled pixels, overlaps of a class). The mean of the
 processes' own quotients is not the quotient of the whole batch: a process with few labelled pixels would weigh them
@@ -14,12 +14,36 @@ After the backward, because gradient checkpointing quantises there with the amax
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 
+from fp4deploy.errors import Fp4DeployError
 from fp4deploy.qat import QuantizedLayer
+from fp4deploy.runs import is_first_process, processes
+
+T = TypeVar("T")
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What `make` gives in the first process, which alone calls it, in every process; its error likewise."""
+    if processes() == 1:
+        return make()
+    PartialState(cpu=not torch.cuda.is_available())  # joins the process group
+    made: list[Any] = [None, None]
+    if is_first_process():
+        try:
+            made[0] = make()
+        except Fp4DeployError as error:
+            made[1] = error
+    dist.broadcast_object_list(made)
+    if made[1] is not None:
+        raise made[1]
+    found: T = made[0]
+    return found
 
 
 def summed(sums: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import _thread
 import gc
 import json
-import os
 import signal
 import threading
 import time
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from fp4deploy.errors import Fp4DeployError, InputError
-from fp4deploy.runs import atomic_write
+from fp4deploy.runs import Run, atomic_write, processes
 from fp4deploy.train.config import with_settings
 from fp4deploy.train.models import train_models
 from fp4deploy.train.sweep_file import Sweep, Variant
@@ -42,19 +41,25 @@ class TimeIsUp(Exception):
 
 
 def run_sweep(
-    sweep: Sweep, out: Path, only: tuple[str, ...] = (), minutes: float | None = None, say: Say = print
+    sweep: Sweep,
+    out: Path,
+    only: tuple[str, ...] = (),
+    minutes: float | None = None,
+    say: Say = print,
+    started: Callable[[Run], None] | None = None,
 ) -> dict[str, Any]:
     """Run what is not finished, and return the results (`sweep_results.collect`).
 
     Args:
         only: names of variants; the FP16 models they start from are trained as well. Empty for all.
         minutes: stop after so many, inside of a training with its state saved.
+        started: called with every run that begins or goes on.
 
     Raises:
         InputError: an unknown variant, a folder that is no sweep, several processes, a disk that is full.
         KeyboardInterrupt: after Ctrl-C, with the state saved and the results so far written.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if processes() > 1:
         raise InputError(
             "A sweep runs in one process. To use several GPUs give each a seed of its own in the same --out: "
             "CUDA_VISIBLE_DEVICES=1 fp4deploy sweep FILE --seeds 1"
@@ -65,7 +70,7 @@ def run_sweep(
         with _deadline(minutes):
             for seed in sweep.seeds:
                 for variant in chosen:
-                    _run(sweep, out, variant, seed, say)
+                    _run(sweep, out, variant, seed, say, started)
                     write_results(collect(sweep, out), out)
     except TimeIsUp:
         say(f"{minutes:g} minutes are over. Go on with the same command.")
@@ -91,7 +96,9 @@ def _open(sweep: Sweep, out: Path) -> None:
             temporary.write_text(sweep.file.read_text())
 
 
-def _run(sweep: Sweep, out: Path, variant: Variant, seed: int, say: Say) -> None:
+def _run(
+    sweep: Sweep, out: Path, variant: Variant, seed: int, say: Say, started: Callable[[Run], None] | None = None
+) -> None:
     before = outcome(sweep, out, variant, seed)
     title = f"{variant.name}, seed {seed}"
     if before["status"] == "done":
@@ -110,6 +117,8 @@ def _run(sweep: Sweep, out: Path, variant: Variant, seed: int, say: Say) -> None
         resume = (run.model_dir(variant.model) / "state").is_dir()
         say(f"{title}: {'continuing' if resume else 'starting'}")
         run.path.mkdir(parents=True, exist_ok=True)
+        if started is not None:
+            started(run)
         result = train_models(config, run, (variant.model,), resume=resume)[variant.model]
     except Exception as error:  # one bad variant must not cost the others their night
         paragraph = str(error) if isinstance(error, Fp4DeployError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,67 @@
+"""RUN/commands.jsonl: the commands a run came from, each with its time and its machine.
+
+A report of a run that was trained here, resumed there and exported elsewhere can then say so; `fp4deploy run` also
+keeps its own command and the machine that measured in report.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from datetime import datetime, timezone
+from typing import Any
+
+from fp4deploy.bench.environment import environment
+from fp4deploy.runs import Run, processes
+from fp4deploy.train.journal import append_line
+
+FILE = "commands.jsonl"
+
+
+def record(run: Run, command: str | None = None) -> None:
+    """Append a command, by default that of this process.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    append_line(run.path / FILE, {"at": at, "command": command or this_command(), "environment": environment()})
+
+
+def recorded(run: Run) -> list[dict[str, Any]]:
+    """What was recorded, oldest first; lines that an interruption cut short are left out."""
+    path = run.path / FILE
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("command"), str) and is_machine(entry.get("environment")):
+            found.append(entry)
+    return found
+
+
+def is_machine(value: Any) -> bool:
+    """Whether a JSON value has the shape of `environment`."""
+    try:
+        return (
+            all(gpu["name"] and gpu["arch"] for gpu in value["gpus"])
+            and isinstance(value["packages"], dict)
+            and value.keys() >= {"cpu", "cores", "platform", "python"}
+        )
+    except (KeyError, TypeError, AttributeError):
+        return False
+
+
+def this_command() -> str:
+    """The command line of this process, as a user would type it."""
+    program = ["fp4deploy"]
+    if processes() > 1:
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        here = os.environ.get("LOCAL_WORLD_SIZE", str(processes()))
+        spread = ["--nnodes", str(nodes)] if nodes > 1 else []
+        program = ["torchrun", *spread, "--nproc-per-node", here, "-m", "fp4deploy.cli"]
+    return shlex.join([*program, *sys.argv[1:]])
