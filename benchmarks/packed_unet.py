@@ -6,6 +6,9 @@
 Agreement: the share of validation pixels with the same class as the fake-quantised model that torch computes in FP16
 autocast on the same GPU, each running freely; and that of this model with itself, computed by the fused kernels of
 training instead of layer by layer: FP4 turns a last bit into a step, so that adding in another order changes classes.
+So each step of the packed network is also fed with what torch has in its place, in the same FP16 autocast: `stepped`
+has the largest error of each kind over the layers (share of packed elements that differ, norm of plain images) and the
+share of pixels whose class is another one.
 
 Latency: medians of CUDA events over random images that stay on the GPU; `fp16 eager` and `fp16 compiled` are the FP16
 model in half precision and channels_last, `nvfp4 emulated` is what training sees, `packed` the packed file as a CUDA
@@ -27,6 +30,8 @@ import torch
 
 from fp4deploy.bench.evaluate import validation_set
 from fp4deploy.data import EvalTransform, eval_loader
+from fp4deploy.export.packed_verify import compare_steps
+from fp4deploy.export.verify import validation_images
 from fp4deploy.packed import activation_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.network import PackedNetwork
@@ -45,6 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     found = measure(arguments.run, arguments.data, arguments.batches)
+    found["stepped"] = stepped(arguments.run, arguments.data)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -103,6 +109,28 @@ def agreement(card: Any, data: Path, one: Forward, other: Forward) -> dict[str, 
         equal = one(x).argmax(1) == other(x).argmax(1)
         same, pixels = same + int(equal.sum()), pixels + equal.numel()
     return {"share": same / pixels, "pixels": pixels}
+
+
+@torch.inference_mode()
+def stepped(run: Path, data: Path, images: int = 16) -> dict[str, Any]:
+    """The error of every step of the packed network, fed by torch; the largest over the images, by layer."""
+    model, card = load_model(run / "nvfp4" / "best.safetensors", device="cuda")
+    model = model.to(memory_format=torch.channels_last)
+    network = PackedNetwork(read_packed(run / "export" / "unet.fp4"), "cuda")
+    worst: dict[str, float] = {}
+    for batch in validation_images(data, card, images):
+        with torch.autocast("cuda", dtype=torch.float16):
+            image = batch.to("cuda", torch.float16).contiguous(memory_format=torch.channels_last)
+            errors = compare_steps(model, network, image)
+        for name, error in errors.items():
+            worst[name] = max(worst.get(name, 0.0), error)
+    kinds = {"packed elements": (".norm", "up."), "plain images": (".conv",), "classes": ("head",)}
+    found: dict[str, Any] = {"images": images, "steps": worst}
+    for kind, parts in kinds.items():
+        name, error = max(((n, e) for n, e in worst.items() if any(part in n for part in parts)), key=lambda x: x[1])
+        found[kind] = {"layer": name, "error": error}
+        print(f"fed by torch, {kind}: at most {error:.2e}, {name}")
+    return found
 
 
 def compare(forwards: dict[str, Forward], network: PackedNetwork, batch: int, size: tuple[int, int]) -> dict[str, Any]:
