@@ -200,6 +200,7 @@ struct Facing {
 
 __device__ __forceinline__ void meet() {
 #if CLUSTER > 1
+    __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
     __syncthreads();
