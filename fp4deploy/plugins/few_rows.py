@@ -1,41 +1,74 @@
 """Weight-only products of a few rows: reading the weight is all that takes time, so they have a kernel of their own.
 
-`cuda/weight_only.cu` holds 16, 32 or 64 rows of the weight in a block and as many pieces of them on their way from
-memory as its shared memory takes. Many rows a block read the activations less often, few rows a block leave no
-multiprocessor idle: `variant` takes the most rows that still give nearly every multiprocessor a block.
+`cuda/weight_only.cu` gives a block some rows of the weight and a part of K, which the blocks of a cluster divide among
+themselves: sixteen rows of activations as they are weigh as much as the packed weight of 64 rows, so that blocks of 256
+rows and a quarter of K read a quarter of it. `variant` takes the rows a block that keep the multiprocessors busy in the
+fewest turns.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
 
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins import driver
+from fp4deploy.plugins.compiler import Macros
 from fp4deploy.plugins.library import CUDA_TYPES
 
 FEW_ROWS = 16
 PIECE = 128  # elements of a row that a warp takes at once
-WARPS = 8
-STAGES = 2  # more delay the first piece; measured on an H200
-BUSY = 0.9  # of the multiprocessors
+BANDS = 2  # sixteens of rows of the weight in a warp
+DEPTH = 1  # pieces of a row in a turn
+STAGES = 2  # turns of a warp on their way; more delay the first
+CLUSTERED = 90  # compute capability that has clusters
+START = 1 << 16  # bytes that a multiprocessor could read while a block begins and ends
 
 
-def variant(rows: int, outputs: int, processors: int, shared: int) -> tuple[dict[str, int], int]:
-    """Macros of the kernel, and its shared memory in bytes.
+@dataclass(frozen=True)
+class Variant:
+    """How a product is divided, and with which macros the kernel is compiled.
 
-    rows: of the activations, at most 16; outputs: rows of the weight; processors: multiprocessors of the GPU; shared:
-    bytes of shared memory that a block can have.
+    outputs: rows of the weight of a block; room: pieces of the activations that it holds; shared: bytes.
     """
-    tiles = 1 if rows <= 8 else 2
-    for bands in (4, 2, 1):
-        slot = WARPS * (1152 * bands + 2048 * tiles)
-        stages = min(STAGES, shared // slot)
-        if bands == 1 or (-(-outputs // (16 * bands)) >= BUSY * processors and stages == STAGES):
-            break
-    return {"TILES": tiles, "BANDS": bands, "STAGES": stages, "WARPS": WARPS}, stages * slot
+
+    macros: dict[str, int]
+    outputs: int
+    room: int
+    shared: int
+
+    def grid(self, outputs: int) -> int:
+        """Blocks for a weight of `outputs` rows."""
+        return -(-outputs // self.outputs) * self.macros["CLUSTER"]
+
+
+def variant(rows: int, outputs: int, k: int, processors: int, shared: int, capability: int) -> Variant:
+    """The variant of a product.
+
+    rows: of the activations, at most 16; outputs, k: of the weight; processors: multiprocessors of the GPU; shared:
+    bytes of shared memory that a block can have; capability: 90 for SM90.
+    """
+    held = 1 if rows == 1 else 8 if rows <= 8 else FEW_ROWS
+    cluster = {1: 1, 8: 2, 16: 4}[held] if capability >= CLUSTERED else 1
+    found: dict[float, Variant] = {}
+    for warps, share in product((16, 8), (256, 128, 64, 32, 16)):  # share: outputs of a block, if K were not divided
+        split = 16 * BANDS * warps // (share * cluster)
+        depth = DEPTH if k % (DEPTH * PIECE) == 0 else 1
+        ring = warps * STAGES * 1152 * BANDS * depth
+        piece = 256 * held * depth
+        room = min((shared - ring) // piece, -(-k // (PIECE * depth * cluster)) + split - 1) // max(split, 1) * split
+        if not 1 <= split <= warps or room < split:
+            continue
+        macros = {"ROWS": held, "BANDS": BANDS, "DEPTH": depth, "STAGES": STAGES}
+        macros |= {"WARPS": warps, "SPLIT": split, "CLUSTER": cluster}
+        each = Variant(macros, share * cluster, room, ring + room * piece)
+        cost = -(-each.grid(outputs) // processors) * (share * k * 9 / 16 + START)
+        found.setdefault(cost, each)
+    return found[min(found)]
 
 
 def takes(x: torch.Tensor, weight: Nvfp4Tensor) -> bool:
@@ -52,16 +85,21 @@ def takes(x: torch.Tensor, weight: Nvfp4Tensor) -> bool:
 def launch(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, out: torch.Tensor, relu: bool) -> None:
     """relu(x w^T + bias) into `out` [M, N]; bias float32 [N]."""
     (m, k), n = x.shape, weight.shape[0]
-    macros, shared = variant(m, n, *_resources(x.device.index))
-    kernel = driver.kernel(
-        "weight_only.cu", "weight_only", "PPPPPPiiifi", {"DTYPE": CUDA_TYPES[x.dtype], **macros}, x.device
-    )
+    chosen = _chosen(m, n, k, x.device.index)
+    macros: Macros = {"DTYPE": CUDA_TYPES[x.dtype], **chosen.macros}
+    kernel = driver.kernel("weight_only.cu", "weight_only", "PPPPPPiiiifi", macros, x.device)
     values = (x, weight.codes, weight.scales.view(torch.uint8), weight.amax, bias, out)
-    grid = -(-n // (16 * macros["BANDS"]))
-    kernel.launch(grid, 32 * WARPS, *values, m, n, k, E2M1_MAX * weight.e4m3_max, int(relu), shared=shared)
+    sizes = (m, n, k, chosen.room, E2M1_MAX * weight.e4m3_max, int(relu))
+    kernel.launch(chosen.grid(n), 32 * chosen.macros["WARPS"], *values, *sizes, shared=chosen.shared)
 
 
 @lru_cache
-def _resources(index: int | None) -> tuple[int, int]:
+def _chosen(rows: int, outputs: int, k: int, index: int | None) -> Variant:
+    return variant(rows, outputs, k, *_resources(index))
+
+
+@lru_cache
+def _resources(index: int | None) -> tuple[int, int, int]:
     properties: Any = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    shared = properties.shared_memory_per_block_optin
+    return properties.multi_processor_count, shared, 10 * properties.major + properties.minor

@@ -196,7 +196,7 @@ def _kernel(name: str) -> Any:
 
 def _launch(kernel: str, types: dict[str, str], constants: dict[str, Any], wide: tuple[str, ...], tile: Tile) -> Launch:
     aligned = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales") if wide else ()
-    divisible = tuple(name for name in types if name in wide or (name in aligned and not name.endswith("scales")))
+    divisible = tuple(name for name in types if name in wide or name in aligned)
     return Launch(kernel, tuple(types.items()), tuple(constants.items()), divisible, tile.warps, tile.stages)
 
 
@@ -209,7 +209,8 @@ def _codes(x: Nvfp4Tensor) -> torch.Tensor:
 
 
 def _scales(x: Nvfp4Tensor) -> torch.Tensor:
-    return x.scales.view(torch.uint8).contiguous()
+    scales = x.scales.view(torch.uint8).contiguous()
+    return scales if scales.data_ptr() % 16 == 0 else scales.clone()  # a part of another tensor
 
 
 def _bias(bias: torch.Tensor | None, other: Nvfp4Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def launched() -> list[Variant]:
         mock.patch.object(channels_last, "kernel", recorder.kernel),
         mock.patch.object(norm_pack, "kernel", recorder.kernel),
         mock.patch.object(driver, "kernel", recorder.kernel),
-        mock.patch.object(few_rows, "_resources", return_value=(132, 227 * 1024)),
+        mock.patch.object(few_rows, "_resources", return_value=(132, 227 * 1024, 80)),  # no clusters
     ):
         for exercise in EXERCISES:
             exercise()

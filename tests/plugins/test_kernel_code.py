@@ -101,8 +101,10 @@ VARIANTS = [
     chain("pool.cu", "pool", "pool_gradient"),
     chain("track_amax.cu", "track_amax", "previous_amax"),
     chain("weights.cu"),
-    Variant("weight_only.cu", {"DTYPE": "__half", "TILES": 1, "BANDS": 4}),
-    Variant("weight_only.cu", {"DTYPE": "__nv_bfloat16", "TILES": 2, "BANDS": 4}),
+    Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 1, "SPLIT": 8}),
+    Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 8, "SPLIT": 4, "CLUSTER": 2}),
+    Variant("weight_only.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 16, "SPLIT": 2, "CLUSTER": 4}),
+    Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 16, "SPLIT": 8, "WARPS": 8}),
 ]
 
 

@@ -70,6 +70,16 @@ def test_linear_layers(rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype
         close(fp4_matmul(x, weight), matmul_reference(formats.quantize_nvfp4(x), cache.weight, **EXACT), limit)
 
 
+def test_long_rows_are_read_in_parts() -> None:
+    """Sixteen rows of activations that no block can hold, of a weight with rows left over."""
+    cache, x = fp4_quantize(randn(70, 40_960), randn(70)), randn(16, 40_960)
+    for rows in (1, 7, 16):
+        poison()
+        y = cache.forward(x[:rows])
+        close(y, matmul_reference(x[:rows], cache.weight, cache.bias, **EXACT))
+        assert torch.equal(cache.forward(x[:rows]), y)  # type: ignore[arg-type]
+
+
 def test_memory_with_holes() -> None:
     wide, cache = randn(6, 50, 256), fp4_quantize(randn(96, 128), randn(96))
     for x in (

@@ -1,17 +1,25 @@
 // Weight-only linear layer for a few rows: out = x w^T + bias, w packed, at the speed of reading w.
 //
-// A block takes 16 BANDS rows of w, and each of its warps every WARPS-th piece of 128 elements; sums meet in shared
-// memory, in a fixed order. What limits the time is how much of w is on its way at once, so each warp keeps a ring of
-// STAGES pieces in shared memory that copies fill asynchronously, without any barrier between warps.
+// A block takes 16 BANDS WARPS / SPLIT rows of w; SPLIT of its warps share the same rows and take pieces of 128 DEPTH
+// elements in turn. The blocks of a cluster of CLUSTER (SM90 and newer) have the same rows too and a part of K each:
+// the more rows a block has, the less of x it has to read beside them. Its part of x stays in shared memory, `room`
+// pieces at a time where it is too large. All sums meet in shared memory, in a fixed order.
 //
-// A thread decodes 16 bytes of codes of each row (see plugins/triton/decode.py for the arithmetic: even and odd elements
-// apart, in any order both operands share) and is then holding the fragment of a tensor core's 16 x 16 operand. The 32
-// elements of x that face them are its own too.
+// Two things limit the time: how much of w is on its way at once, and the instructions that decode it. So each warp
+// keeps a ring of STAGES pieces in shared memory that copies fill asynchronously, without any barrier between warps,
+// and there are four warps for each scheduler.
 //
-// Macros: DTYPE __half or __nv_bfloat16; TILES: rows of x in eights, 1 or 2; BANDS: 1, 2 or 4; STAGES; WARPS.
-// x: DTYPE [m, k], aligned to 16 bytes, m <= 8 TILES, k a multiple of 128; codes uint8 [n, k / 2], aligned to 16 bytes,
-// scales uint8 [n, k / 16], aligned to 8; amax float32 [1]; bias float32 [n] or null; out DTYPE [m, n].
-// Launch: block 32 WARPS, grid ceil(n / (16 BANDS)), shared memory STAGES WARPS (1152 BANDS + 2048 TILES) bytes.
+// A thread decodes 16 bytes of codes of each row (see plugins/triton/decode.py for the arithmetic) and is then holding
+// the fragment of a tensor core's 16 x 16 operand. The 32 elements of x that face them are its own too; they are put
+// into the order that decoding leaves, because the order of a sum is free.
+//
+// Macros: DTYPE __half or __nv_bfloat16; ROWS: of x that are held, 1, 8 or 16; BANDS: 1, 2 or 4; DEPTH: 1, 2 or 4;
+// STAGES; WARPS: 8 or 16; SPLIT divides WARPS; CLUSTER: 1, 2, 4 or 8.
+// x: DTYPE [m, k], aligned to 16 bytes, m <= ROWS, k a multiple of 128 DEPTH; codes uint8 [n, k / 2], aligned to 16
+// bytes, scales uint8 [n, k / 16], aligned to 16 (8 where DEPTH is 1); amax float32 [1]; bias float32 [n] or null;
+// out DTYPE [m, n]. room: a multiple of SPLIT.
+// Launch: block 32 WARPS, grid CLUSTER ceil(n / rows of a block), shared memory STAGES WARPS 1152 BANDS DEPTH + room
+// DEPTH 256 ROWS bytes.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -21,24 +29,36 @@
 #ifndef DTYPE
 #define DTYPE __half
 #endif
-#ifndef TILES
-#define TILES 1
+#ifndef ROWS
+#define ROWS 16
 #endif
 #ifndef BANDS
-#define BANDS 4
+#define BANDS 2
+#endif
+#ifndef DEPTH
+#define DEPTH 1
 #endif
 #ifndef STAGES
 #define STAGES 2
 #endif
 #ifndef WARPS
-#define WARPS 8
+#define WARPS 16
+#endif
+#ifndef SPLIT
+#define SPLIT 2
+#endif
+#ifndef CLUSTER
+#define CLUSTER 1
 #endif
 
-constexpr int PIECE = 64;       // bytes of a row that the four threads of a row take at once
-constexpr int HELD = 2 * BANDS;  // rows of w that a thread holds a part of
-constexpr int CODES = 512 * HELD, SCALES = 64 * HELD, FACING = 2048 * TILES;  // bytes of a warp's piece
-constexpr int SLOT = CODES + FACING + SCALES;
-static_assert(STAGES * SLOT >= 8 * TILES * (16 * BANDS + 1) * 4, "the sums of a warp reuse its ring");
+constexpr int TILES = (ROWS + 7) / 8;
+constexpr int HELD = 2 * BANDS;                           // rows of w that a thread holds a part of
+constexpr int CODES = 512 * HELD * DEPTH, SLOT = CODES + 64 * HELD * DEPTH;  // bytes of a warp's piece
+constexpr int FACING = 256 * ROWS * DEPTH;                // bytes of x that face a piece
+constexpr int OWN = 16 * BANDS, OUTPUTS = OWN * WARPS / SPLIT;  // rows of w of a warp, of a block
+constexpr int THREADS = 32 * WARPS, AHEAD = 4;
+static_assert(STAGES * SLOT >= 8 * TILES * (OWN + 1) * 4, "the sums of a warp reuse its ring");
+static_assert(WARPS % SPLIT == 0 && THREADS % (16 * ROWS) == 0 && OUTPUTS % CLUSTER == 0);
 
 __device__ __forceinline__ uint32_t bits(__half2 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
 __device__ __forceinline__ uint32_t bits(__nv_bfloat162 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
@@ -47,7 +67,8 @@ __device__ __forceinline__ __nv_bfloat162 brains(uint32_t word) { return *reinte
 
 // Copies 16 or 8 bytes into shared memory when they come; zeros where `inside` is false.
 __device__ __forceinline__ void fetch16(uint32_t to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+    const int bytes = inside ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void fetch8(uint32_t to, const void* from, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(inside ? 8 : 0) : "memory");
@@ -91,7 +112,14 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t pair, bool high, 
     out[3] = scaled(__byte_perm(odd, 0u, 0x3424), pair, high, tag);
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+// Eight elements of x in that order: 0 2, 4 6, 1 3, 5 7.
+__device__ __forceinline__ uint4 reorder(uint4 v) {
+    return {__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+            __byte_perm(v.z, v.w, 0x7632)};
+}
+
+__device__ __forceinline__ void multiply(
+    float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same<DTYPE, __half>::value)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -102,118 +130,194 @@ __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Where the 16 bytes `word` of what a thread faces lie in the 256 bytes of its four threads: a place that both the copies,
-// which go along x, and the reads, which go along threads, reach without two of a quarter warp in the same banks.
+// Where the 16 bytes `word` of what a thread faces lie in the 256 bytes of its four threads: a place that both the
+// writes, which go along x, and the reads, which go along threads, reach without two of a quarter warp in the same
+// banks.
 __device__ __forceinline__ int place(int group, int part, int word) {
     return group * 256 + (((part ^ (group & 1)) << 2) | (word ^ part)) * 16;
 }
 
 struct Warp {
-    const DTYPE* x;
-    const uint8_t *codes, *scales;  // of the block's first row
-    int m, rows, k;                 // rows: of w from the block's first one on
+    const uint8_t *codes, *scales;  // of the warp's first row
+    int rows, k;                    // rows: of w from there on
     uint32_t ring;
 
     // Piece number `piece` of the row into slot `slot` of the ring.
     __device__ __forceinline__ void start(int piece, int slot) const {
         const int lane = threadIdx.x % 32, group = lane / 4, part = lane % 4, bytes = k / 2;
         const uint32_t to = ring + slot * SLOT;
-        const uint8_t* from = codes + (long long)group * bytes + piece * PIECE + part * 16;
+        const int at = piece * DEPTH * 64;
+        const uint8_t* from = codes + (long long)group * bytes + at + part * 16;
 #pragma unroll
-        for (int held = 0; held < HELD; ++held)
-            fetch16(to + held * 512 + lane * 16, from + (long long)(8 * held) * bytes, group + 8 * held < rows);
+        for (int held = 0; held < HELD; ++held) {
+            const bool inside = group + 8 * held < rows;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            const int row = group + 8 * tile;
-            const DTYPE* facing = x + (row < m ? (long long)row * k : 0) + piece * 2 * PIECE;
-#pragma unroll
-            for (int word = 0; word < 4; ++word)
-                fetch16(to + CODES + tile * 2048 + place(group, word, part), facing + (word * 4 + part) * 8, row < m);
+            for (int d = 0; d < DEPTH; ++d)
+                fetch16(to + (held * DEPTH + d) * 512 + lane * 16, from + d * 64, inside);
+            from += 8 * (long long)bytes;
         }
-        const int at = piece * (PIECE / 8), stride = k / 16;
+        const int stride = k / 16;
 #pragma unroll
-        for (int i = 0; i < (SCALES / 8 + 31) / 32; ++i) {
+        for (int i = 0; i < (OWN + 31) / 32; ++i) {
             const int row = lane + 32 * i;
-            if (row < 8 * HELD) fetch8(to + CODES + FACING + row * 8, scales + (long long)row * stride + at, row < rows);
+            const uint8_t* steps = scales + (long long)row * stride + piece * DEPTH * 8;
+            if (row >= OWN) break;
+            const uint32_t target = to + CODES + row * 8 * DEPTH;
+            if constexpr (DEPTH == 1) fetch8(target, steps, row < rows);
+            else
+#pragma unroll
+                for (int d = 0; d < DEPTH; d += 2) fetch16(target + 8 * d, steps + 8 * d, row < rows);
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) weight_only(
-    const DTYPE* x, const uint8_t* codes, const uint8_t* scales, const float* amax, const float* bias, DTYPE* out, int m,
-    int n, int k, float range, int relu) {
+// Steps of 128 elements of x through registers into their places; of each, a thread has the same row and word.
+struct Facing {
+    static constexpr int STRIDE = THREADS / (16 * ROWS);
+    const uint4* from;  // of step 0
+    uint8_t* to;
+    int first, count;
+    uint4 taken[AHEAD];
+
+    __device__ __forceinline__ Facing(const DTYPE* x, uint8_t* held, int m, int k) {
+        const int row = threadIdx.x / 16 % ROWS, word = threadIdx.x % 16;
+        first = threadIdx.x / (16 * ROWS);
+        from = reinterpret_cast<const uint4*>(x + (long long)(row < m ? row : 0) * k) + first * 16 + word;
+        to = held + first * (256 * ROWS) + place(row, word / 4, word % 4);
+    }
+    __device__ __forceinline__ void load(int done, int step) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+            if (first + done + i * STRIDE < count) taken[i] = __ldg(from + (step + done + i * STRIDE) * 16);
+    }
+    __device__ __forceinline__ void keep(int done) const {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+            if (first + done + i * STRIDE < count)
+                *reinterpret_cast<uint4*>(to + (done + i * STRIDE) * (256 * ROWS)) = reorder(taken[i]);
+    }
+};
+
+__device__ __forceinline__ void meet() {
+#if CLUSTER > 1
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
+// A float of the shared memory of a block of the cluster.
+__device__ __forceinline__ float of_block(uint32_t address, int block) {
+    float value;
+#if CLUSTER > 1
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+#else
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+#endif
+    return value;
+}
+
+#if CLUSTER > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 512 / THREADS) weight_only(
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) weight_only(
+#endif
+    const DTYPE* x, const uint8_t* codes, const uint8_t* scales, const float* amax, const float* bias, DTYPE* out,
+    int m, int n, int k, int room, float range, int relu) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr DTYPE* tag = nullptr;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, part = lane % 4;
-    const int first = blockIdx.x * 16 * BANDS, pieces = k / 2 / PIECE;
-    // Read before the loop, so that nothing waits for it behind.
-    const int column = threadIdx.x % (16 * BANDS);
-    const bool inside = first + column < n;
-    const float factor = amax[0] / range * 128.f, shift = bias && inside ? bias[first + column] : 0.f;
-    uint8_t* mine = shared + warp * STAGES * SLOT;
-    const Warp piece{x, codes + (long long)first * (k / 2), scales + (long long)first * (k / 16), m, n - first, k,
+    const int rank = blockIdx.x % CLUSTER, turn = warp % SPLIT;
+    const int block = blockIdx.x / CLUSTER * OUTPUTS, first = block + warp / SPLIT * OWN;
+    const int pieces = k / (128 * DEPTH), begin = pieces * rank / CLUSTER, end = pieces * (rank + 1) / CLUSTER;
+    uint8_t *mine = shared + warp * STAGES * SLOT, *facing = shared + WARPS * STAGES * SLOT;
+    const Warp piece{codes + (long long)first * (k / 2), scales + (long long)first * (k / 16), n - first, k,
                      (uint32_t)__cvta_generic_to_shared(mine)};
+    Facing near(x, facing, m, k);
+    near.count = min(room, end - begin) * DEPTH;
+    near.load(0, begin * DEPTH);
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-        if (warp + stage * WARPS < pieces) piece.start(warp + stage * WARPS, stage);
+        if (begin + turn + stage * SPLIT < end) piece.start(begin + turn + stage * SPLIT, stage);
         close_group();
     }
     float sums[BANDS][TILES][4] = {};
     uint32_t odd_ones[HELD] = {};
     int slot = 0;
-    for (int at = warp; at < pieces; at += WARPS) {
-        wait_until_open<STAGES - 1>();
-        __syncwarp();
-        const uint8_t* from = mine + slot * SLOT;
-        uint4 held[HELD], facing[TILES][4];
-        uint32_t steps[HELD];
-#pragma unroll
-        for (int row = 0; row < HELD; ++row) {
-            held[row] = *reinterpret_cast<const uint4*>(from + row * 512 + lane * 16);
-            steps[row] = *reinterpret_cast<const uint16_t*>(from + CODES + FACING + (row * 8 + group) * 8 + part * 2);
+    for (int from = begin; from < end; from += room) {
+        if (from != begin) {
+            __syncthreads();
+            near.count = min(room, end - from) * DEPTH;
+            near.load(0, from * DEPTH);
         }
+        near.keep(0);
+        for (int done = AHEAD * near.STRIDE; done < near.count; done += AHEAD * near.STRIDE)
+            near.load(done, from * DEPTH), near.keep(done);
+        __syncthreads();
+        const int until = min(from + room, end);
+        for (int at = from + turn; at < until; at += SPLIT) {
+            wait_until_open<STAGES - 1>();
+            __syncwarp();
+            const uint8_t* ready = mine + slot * SLOT;
+            uint4 held[DEPTH][HELD];
+            uint32_t steps[DEPTH][HELD];
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile)
+            for (int row = 0; row < HELD; ++row)
 #pragma unroll
-            for (int word = 0; word < 4; ++word)
-                facing[tile][word] = *reinterpret_cast<const uint4*>(from + CODES + tile * 2048 + place(group, part, word));
-        __syncwarp();
-        if (at + STAGES * WARPS < pieces) piece.start(at + STAGES * WARPS, slot);
-        close_group();
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
+                for (int d = 0; d < DEPTH; ++d) {
+                    held[d][row] = *reinterpret_cast<const uint4*>(ready + (row * DEPTH + d) * 512 + lane * 16);
+                    const int at_steps = ((row * 8 + group) * DEPTH + d) * 8 + part * 2;
+                    steps[d][row] = *reinterpret_cast<const uint16_t*>(ready + CODES + at_steps);
+                }
+            __syncwarp();
+            if (at + STAGES * SPLIT < end) piece.start(at + STAGES * SPLIT, slot);
+            close_group();
+            slot = slot + 1 == STAGES ? 0 : slot + 1;
+            const uint8_t* beside = facing + (at - from) * FACING;
+            const int beside_row = ROWS == 1 ? 0 : group;
 #pragma unroll
-        for (int row = 0; row < HELD; ++row) {
-            odd_ones[row] |= steps[row] + 0x0101u;  // NaN, 0x7F, shows in a byte's top bit
-            steps[row] = scales_of(steps[row], tag);
-        }
+            for (int d = 0; d < DEPTH; ++d) {
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            uint32_t b[TILES][4];
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                const uint4 v = facing[tile][word];
-                b[tile][0] = __byte_perm(v.x, v.y, 0x5410), b[tile][1] = __byte_perm(v.z, v.w, 0x5410);
-                b[tile][2] = __byte_perm(v.x, v.y, 0x7632), b[tile][3] = __byte_perm(v.z, v.w, 0x7632);
-            }
-#pragma unroll
-            for (int band = 0; band < BANDS; ++band) {
-                uint32_t a[2][4];
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint32_t* four = reinterpret_cast<const uint32_t*>(&held[2 * band + half]);
-                    decode(four[word], steps[2 * band + half], word >= 2, a[half]);
+                for (int row = 0; row < HELD; ++row) {
+                    odd_ones[row] |= steps[d][row] + 0x0101u;  // NaN, 0x7F, shows in a byte's top bit
+                    steps[d][row] = scales_of(steps[d][row], tag);
                 }
 #pragma unroll
-                for (int tile = 0; tile < TILES; ++tile) {
-                    multiply(sums[band][tile], a[0][0], a[1][0], a[0][1], a[1][1], b[tile][0], b[tile][1]);
-                    multiply(sums[band][tile], a[0][2], a[1][2], a[0][3], a[1][3], b[tile][2], b[tile][3]);
+                for (int word = 0; word < 4; ++word) {
+                    uint4 b[TILES];
+#pragma unroll
+                    for (int tile = 0; tile < TILES; ++tile)
+                        b[tile] = *reinterpret_cast<const uint4*>(
+                            beside + d * (256 * ROWS) + tile * 2048 + place(beside_row, part, word));
+#pragma unroll
+                    for (int band = 0; band < BANDS; ++band) {
+                        uint32_t a[2][4];
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const uint32_t* four = reinterpret_cast<const uint32_t*>(&held[d][2 * band + half]);
+                            decode(four[word], steps[d][2 * band + half], word >= 2, a[half]);
+                        }
+#pragma unroll
+                        for (int tile = 0; tile < TILES; ++tile) {
+                            multiply(sums[band][tile], a[0][0], a[1][0], a[0][1], a[1][1], b[tile].x, b[tile].y);
+                            multiply(sums[band][tile], a[0][2], a[1][2], a[0][3], a[1][3], b[tile].z, b[tile].w);
+                        }
+                    }
                 }
             }
         }
     }
+    // Read before the sums are there, so that nothing waits for it behind.
+    constexpr int SHARE = OUTPUTS / CLUSTER;
+    const int column = rank * SHARE + threadIdx.x % SHARE;
+    const bool inside = block + column < n;
+    const float factor = amax[0] / range * 128.f, shift = bias && inside ? bias[block + column] : 0.f;
     wait_until_open<0>();
     __syncwarp();
-    constexpr int ROW = 16 * BANDS + 1;
+    constexpr int ROW = OWN + 1;
     float* own = reinterpret_cast<float*>(mine);  // [8 TILES][ROW]
 #pragma unroll
     for (int row = 0; row < HELD; ++row) {
@@ -228,15 +332,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) weight_only(
                 own[(8 * tile + 2 * part + i) * ROW + 8 * row + group] =
                     nan ? __int_as_float(0x7FC00000) : sums[row / 2][tile][2 * (row % 2) + i];
     }
-    __syncthreads();
-    if (!inside) return;
-    for (int row = threadIdx.x / (16 * BANDS); row < m; row += 32 * WARPS / (16 * BANDS)) {
+    meet();
+    const uint32_t sums_of = (uint32_t)__cvta_generic_to_shared(shared) + column / OWN * (SPLIT * STAGES * SLOT) +
+                             column % OWN * 4;
+    for (int row = threadIdx.x / SHARE; row < m && inside; row += THREADS / SHARE) {
         float total = 0.f;
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i)
-            total += reinterpret_cast<const float*>(shared + i * STAGES * SLOT)[row * ROW + column];
+        for (int i = 0; i < CLUSTER * SPLIT; ++i)
+            total += of_block(sums_of + i % SPLIT * (STAGES * SLOT) + row * (ROW * 4), i / SPLIT);
         total = total * factor + shift;
         if (relu && total < 0.f) total = 0.f;
-        out[(long long)row * n + first + column] = DTYPE(total);
+        out[(long long)row * n + block + column] = DTYPE(total);
     }
+#if CLUSTER > 1
+    meet();  // the others may still read here
+#endif
 }

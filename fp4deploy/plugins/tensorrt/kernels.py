@@ -99,7 +99,7 @@ def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str,
         "ASM": asm,
     }
     whole = all(size % 16 == 0 for size in bytes_of)
-    wide = ("x", "x2", "w", "CB", "CB2") if whole else ()
+    wide = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales", "CB", "CB2") if whole else ()
     return _launch(plugin.entry, types, constants, tile, tuple(name for name in types if name in wide))
 
 

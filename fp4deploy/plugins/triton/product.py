@@ -134,28 +134,30 @@ def _accumulate(
 ):  # fmt: skip
     """acc + the products of one source; WB: bytes of a tap in the filter, `first`: where its channels begin."""
     byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
+    SB, WSB, row_scales, first_scale = CB // 8, WB // 8, row // 8, (first + tl.zeros((), tl.int32)) // 8
+    if EVEN:  # rows of whole steps: the scales of a step can be loaded ahead only as a word
+        SB, WSB = tl.multiple_of(SB, BK // 8), tl.multiple_of(WSB, BK // 8)
+        row_scales, first_scale = tl.multiple_of(row_scales, BK // 8), tl.multiple_of(first_scale, BK // 8)
     xp = x + (pixel * CB)[:, None] + byte[None, :]
-    xsp = x_scales + (pixel * (CB // 8))[:, None] + scale[None, :]
+    xsp = x_scales + (pixel * SB)[:, None] + scale[None, :]
     wp = w + row[:, None] + (first + byte)[None, :]
-    wsp = w_scales + (row // 8)[:, None] + (first // 8 + scale)[None, :]
-    chunks = tl.cdiv(CB, BK)
-    for k in range(KH * KW * chunks):
-        tap = k // chunks
-        c = (k - tap * chunks) * BK
+    wsp = w_scales + row_scales[:, None] + (first_scale + scale)[None, :]
+    tap, c = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for _ in range(KH * KW * tl.cdiv(CB, BK)):
         offset = ((tap // KW) * W + tap % KW) * dilation
         seen = (((inside >> tap) & 1) != 0)[:, None]
         filled = has[:, None]
         if EVEN:
             a = tl.load(xp + (offset * CB + c), mask=seen, other=0)
             b = tl.load(wp + (tap * WB + c), mask=filled, other=0)
-            sa = tl.load(xsp + (offset * (CB // 8) + c // 8), mask=seen, other=0)
-            sb = tl.load(wsp + (tap * (WB // 8) + c // 8), mask=filled, other=0)
+            sa = tl.load(xsp + (offset * SB + c // 8), mask=seen, other=0)
+            sb = tl.load(wsp + (tap * WSB + c // 8), mask=filled, other=0)
         else:
-            bytes_left, scales_left = (c + byte < CB)[None, :], (c // 8 + scale < CB // 8)[None, :]
+            bytes_left, scales_left = (c + byte < CB)[None, :], (c // 8 + scale < SB)[None, :]
             a = tl.load(xp + (offset * CB + c), mask=seen & bytes_left, other=0)
             b = tl.load(wp + (tap * WB + c), mask=filled & bytes_left, other=0)
-            sa = tl.load(xsp + (offset * (CB // 8) + c // 8), mask=seen & scales_left, other=0)
-            sb = tl.load(wsp + (tap * (WB // 8) + c // 8), mask=filled & scales_left, other=0)
+            sa = tl.load(xsp + (offset * SB + c // 8), mask=seen & scales_left, other=0)
+            sb = tl.load(wsp + (tap * WSB + c // 8), mask=filled & scales_left, other=0)
         if NATIVE:
             acc = tl.dot_scaled(
                 a, sa.to(tl.float8e4nv, bitcast=True), "e2m1",
@@ -166,4 +168,8 @@ def _accumulate(
             b_even, b_odd = decode(b, sb, BN, BK, ASM)
             acc = tl.dot(a_even, tl.trans(b_even), acc)
             acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+        c += BK  # counted: a division is a chain of instructions that loads would wait for
+        last = c >= CB
+        tap += last.to(tl.int32)
+        c = tl.where(last, 0, c)
     return acc
