@@ -111,18 +111,59 @@ FP4_FUNCTION bool same_codes(float encode, float other, float step, uint32_t uni
     return same;
 }
 
-// What to count the elements of a scale byte with. `unit`: see `same_codes`; `tied` becomes true if middles must be looked for.
-FP4_FUNCTION Counting counting_of(uint32_t byte, const GlobalScale& global, bool ordinary, uint32_t unit, bool& tied) {
+// Ties that go down and were counted as up. A half of a word of steps that is `pattern` under `mask` is one (bfloat16: at most
+// one element has steps from a middle up to where float16 counts on); `care`: they have to be looked at one by one.
+struct Ties {
+    uint32_t mask, pattern;
+    bool any, care;
+};
+
+// Whether an element lies on `middle`, and whether one lies above it by less than float16 sees.
+struct Beside {
+    bool on, above;
+};
+
+FP4_FUNCTION Beside beside(float middle, float encode, float step, uint32_t unit) {
+    Beside found = {false, false};
+    for (uint32_t i = 0; i < 2; ++i) {
+        const float u = from_bits((bits(middle * step) & (0u - unit)) + i * unit) * encode;
+        found.on = found.on || u == middle;
+        found.above = found.above || (u > middle && u < middle + 0.0009765625f);
+    }
+    return found;
+}
+
+FP4_FUNCTION Ties ties_of(float encode, float step, uint32_t unit) {
+    const Beside quarter = beside(0.25f, encode, step, unit), other = beside(1.25f, encode, step, unit);
+    const bool care = unit != 0x10000u || (other.on && quarter.above);
+    if (care) return {0u, 0x80008000u, true, true};
+    return {other.on ? 0x03FF03FFu : 0x0FFF0FFFu, 0x02000200u, true, false};
+}
+
+// What to count the elements of a scale byte with. `unit`: see `same_codes`.
+FP4_FUNCTION Counting counting_of(uint32_t byte, const GlobalScale& global, bool ordinary, uint32_t unit, Ties& ties) {
     const float d8 = decode_e4m3(byte), step = d8 * global.decode, encode = 1.f / step;
-    tied = false;
+    ties = {0u, 0x80008000u, false, false};
     if (byte == 0u && ordinary) return {FLOAT_MAX, 0.f};  // zeros are counted, anything else is too large
     if (!ordinary || !(encode >= 1.52587890625e-5f)) return {quiet_nan(), d8};  // 2^-16: no product underflows
     for (uint32_t i = 0; i < 4; ++i) {
         const float other = from_bits(bits(encode) + (i & 1u) - (i >> 1) * 2u);  // 0, 1, -2, -1 units
         if (same_codes(encode, other, step, unit)) return {other * COUNTED, d8};
     }
-    tied = true;
+    ties = ties_of(encode, step, unit);
     return {encode * COUNTED, d8};
+}
+
+// One step of E2M1 less where `ties` says so.
+FP4_FUNCTION void step_down(uint32_t (&sum)[8], uint32_t mask, uint32_t pattern) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += __vminu2((sum[i] & mask) ^ pattern, 0x00010001u) * 0x200u - 0x02000200u;
+#else
+    for (int i = 0; i < 8; ++i)
+        for (int shift = 0; shift < 32; shift += 16)
+            if ((((sum[i] & mask) ^ pattern) >> shift & 0xFFFFu) == 0u) sum[i] -= 0x200u << shift;
+#endif
 }
 
 // A candidate's steps of two elements a word, and its error over d8 (d8^2), times 2^-14 (2^-28).
@@ -152,36 +193,58 @@ template <bool Squared> FP4_FUNCTION Steps steps_of(const float (&x)[GROUP], flo
     return result;
 }
 
-// The steps of the better candidate, which it is, and whether that is sure, but for `has_middle`. `largest` is the largest
-// magnitude, NaN if there is one; `one` is 1, unknown to the compiler (see `steps_of`).
+// Both candidates, which is better, and whether that is sure (but for ties). `largest` is the largest magnitude, NaN if there
+// is one; `one` is 1, but not for the compiler, which then leaves a product by it on the pipe that has room.
 struct Chosen {
-    uint32_t sum[8];
+    Steps to_six, to_four;
     bool four, sure;
 };
 
 template <bool Squared>
 FP4_FUNCTION Chosen choose(
     const float (&x)[GROUP], float largest, const Counting& six, const Counting& four, uint32_t one) {
-    const Steps to_six = steps_of<Squared>(x, six.encode, one), to_four = steps_of<Squared>(x, four.encode, one);
+    Chosen result;
+    result.to_six = steps_of<Squared>(x, six.encode, one), result.to_four = steps_of<Squared>(x, four.encode, one);
     float difference, doubt;
     if (Squared) {  // sum 2 |d| 5e-6 <= 2e-5 (1 + sum d^2), by Cauchy and Schwarz
         const float six_unit = six.d8 * six.d8, four_unit = four.d8 * four.d8;
-        const float six_error = to_six.error * six_unit, four_error = to_four.error * four_unit;
+        const float six_error = result.to_six.error * six_unit, four_error = result.to_four.error * four_unit;
         constexpr float part = 3.0517578125e-05f;  // 2^-15
         difference = four_error - six_error;
         doubt = fmaf(part * COUNTED * COUNTED, six_unit + four_unit, part * (six_error + four_error));
     } else {
-        difference = fmaf(to_four.error, four.d8, -(to_six.error * six.d8));
+        difference = fmaf(result.to_four.error, four.d8, -(result.to_six.error * six.d8));
         doubt = 1.220703125e-4f * COUNTED * (six.d8 + four.d8);  // 2^-13: sixteen times 5e-6, and the sums
     }
-    Chosen result;
     result.four = difference < 0.f;
     result.sure = fabsf(difference) >= doubt && largest * six.encode < LARGEST_COUNTED;
+    return result;
+}
+
+// The steps alone.
+FP4_FUNCTION void count_steps(const float (&x)[GROUP], float encode, uint32_t (&sum)[8]) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int i = 0; i < 8; ++i) result.sum[i] = result.four ? to_four.sum[i] : to_six.sum[i];
-    return result;
+    for (int i = 0; i < 8; ++i)
+        sum[i] = truncated_halves(fmaf(x[2 * i], encode, 0.f), fmaf(x[2 * i + 1], encode, 0.f)) + 0x01000100u;
+}
+
+// The error of a candidate as the contract sums it, from its steps (ties right), for an ordinary global scale.
+template <bool Squared, bool Fast>
+FP4_FUNCTION float exact_error(const float (&x)[GROUP], const uint32_t (&sum)[8], float d8, const GlobalScale& global) {
+    const float unit = d8 * (1.f / COUNTED);
+    float total = 0.f;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < GROUP; ++i) {
+        const float q = widened_half(sum[i / 2] & 0x0E000E00u, i % 2), magnitude = fabsf(x[i]);
+        const float difference = Fast ? fmaf(q, unit, -(magnitude * global.scale))
+                                      : divide_by_range((q * unit) * global.amax, global) - magnitude;
+        total += Squared ? difference * difference : fabsf(difference);
+    }
+    return total;
 }
 
 // True if an element was rounded up to an odd code from the middle of two values, or from so little above it that float16

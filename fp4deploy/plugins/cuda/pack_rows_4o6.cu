@@ -1,9 +1,9 @@
 // Packed NVFP4 of rows in memory order, each block mapped to 6 or to 4, whichever errs less (see rows.cuh).
 //
 // `four_over_six.cuh` has the arithmetic of an ordinary group and says where it is not sure; with a table of all scales,
-// which each block of threads makes first, nothing is divided in the loop. About one group in 5000 is not sure.
+// which each block of threads makes first, nothing is divided in the loop. One normal group in 1000 to 5000 is not sure.
 //
-// Macros: DTYPE __half or __nv_bfloat16; E; SQUARED, FAST.
+// Macros: DTYPE __half or __nv_bfloat16; E; SQUARED, FAST; for comparison ADD_PRODUCT, TENSOR, TWICE, AHEAD, RESIDENT.
 // x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups].
 // Launch: block 256, four blocks a multiprocessor, or fewer.
 #include "four_over_six.cuh"
@@ -40,7 +40,7 @@ __device__ __forceinline__ float sixth_of(float amax) {
     return fmaf(fmaf(-6.f, guess, amax), 1.f / 6.f, guess);
 }
 
-#if TENSOR
+#if TENSOR  // sums by the tensor cores: a lane's own elements times 1, those of its three neighbours times 0
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t* a, uint32_t b, __half*) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -82,70 +82,95 @@ __device__ __forceinline__ Sums signed_sums(
 }
 #endif
 
-struct Quick {
-    Packed packed;  // the scale as its byte
-    uint32_t scale;
-    bool sure, middle;
-    float encode;
-};
-
 struct Shared {
     GlobalScale global;
     fp4::Counting counting[fp4::SCALES];
-    bool tied[fp4::SCALES];
+    uint2 ties[fp4::SCALES];
+    bool care[fp4::SCALES];
 };
 
-__device__ __forceinline__ Quick choose(
-    const Group& group, float to_scaled, const Shared& shared, bool ties, uint32_t one
+// What the whole block knows: the products' 1, and whether there are scales with ties.
+struct Known {
+    float to_scaled;
+    uint32_t one;
+    bool ties, care;
 #if TENSOR
-    , uint32_t ones
+    uint32_t ones;
 #endif
-) {
+};
+
+struct Quick {
+    uint2 codes;
+    uint32_t scale;
+    bool sure;
+};
+
+__device__ __forceinline__ Quick pack(const Group& group, const Shared& shared, const Known& known) {
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
     const float largest = largest_of(w);
-    const uint32_t bytes = fp4::candidate_bytes(sixth_of(largest) * to_scaled);
+    const uint32_t bytes = fp4::candidate_bytes(sixth_of(largest) * known.to_scaled);
     const fp4::Counting six = shared.counting[bytes & 0xFFu], four = shared.counting[bytes >> 8];
     float v[16];
 #pragma unroll
     for (int i = 0; i < 8; ++i) widen(w[i], v[2 * i], v[2 * i + 1], tag);
 #if TENSOR
-    struct { uint32_t sum[8]; } to_six, to_four;
-    const Sums of_six = signed_sums(w, v, six.encode, one, to_six.sum, ones);
-    const Sums of_four = signed_sums(w, v, four.encode, one, to_four.sum, ones);
-    const float unit = fp4::COUNTED * one_as_half(tag);
-    const float difference = fmaf(four.d8, of_four.steps, -fmaf(six.d8, of_six.steps, (of_four.elements - of_six.elements) * (to_scaled * unit)));
-    const float doubt = 2.44140625e-4f * unit * (six.d8 + four.d8);
     fp4::Chosen chosen;
+    const Sums of_six = signed_sums(w, v, six.encode, known.one, chosen.to_six.sum, known.ones);
+    const Sums of_four = signed_sums(w, v, four.encode, known.one, chosen.to_four.sum, known.ones);
+    const float unit = fp4::COUNTED * one_as_half(tag);
+    const float difference = fmaf(
+        four.d8, of_four.steps, -fmaf(six.d8, of_six.steps, (of_four.elements - of_six.elements) * (known.to_scaled * unit)));
     chosen.four = difference < 0.f;
-    chosen.sure = fabsf(difference) >= doubt && largest * six.encode < fp4::LARGEST_COUNTED;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) chosen.sum[i] = chosen.four ? to_four.sum[i] : to_six.sum[i];
+    chosen.sure = fabsf(difference) >= 2.44140625e-4f * unit * (six.d8 + four.d8) && largest * six.encode < fp4::LARGEST_COUNTED;
 #else
-    const fp4::Chosen chosen = fp4::choose<SQUARED>(v, largest, six, four, one);
+    const fp4::Chosen chosen = fp4::choose<SQUARED>(v, largest, six, four, known.one);
 #endif
+    uint32_t sum[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = chosen.four ? chosen.to_four.sum[i] : chosen.to_six.sum[i];
     const uint32_t scale = chosen.four ? bytes >> 8 : bytes;
-    const bool middle = ties && fp4::has_middle(chosen.sum) && shared.tied[scale & 0xFFu];
-    const uint2 codes = make_uint2(fp4::codes_of_steps(chosen.sum), fp4::codes_of_steps(chosen.sum + 4));
-    return {{codes, 0.f}, scale, chosen.sure, middle, (chosen.four ? four : six).encode};
+    bool sure = chosen.sure;
+    if (known.ties) {
+        const uint2 tie = shared.ties[scale & 0xFFu];
+        fp4::step_down(sum, tie.x, tie.y);
+    }
+    if (known.care) sure = sure && !(shared.care[scale & 0xFFu] && fp4::has_middle(sum));
+    return {make_uint2(fp4::codes_of_steps(sum), fp4::codes_of_steps(sum + 4)), scale, sure};
 }
 
-// Codes with ties to even, the scale known.
-__device__ __noinline__ uint2 encode_with_care(const uint4* first, const uint4* second, float encode) {
+// A group that `pack` is not sure of, read again. Only the choice is open where nothing saturates and no tie is.
+__device__ __noinline__ Packed decide(const uint4* first, const uint4* second, const Shared* shared) {
     const Group group = {*first, *second};
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
-    uint32_t packed[2] = {0u, 0u};
+    const float largest = largest_of(w);
+    const uint32_t bytes = fp4::candidate_bytes(sixth_of(largest) * shared->global.scale);
+    if (bytes == 0u && is_ordinary(shared->global)) return {make_uint2(0u, 0u), 0.f};  // below the smallest scale
+    const bool care = shared->care[bytes & 0xFFu] || shared->care[bytes >> 8];
+    const fp4::Counting six = shared->counting[bytes & 0xFFu], four = shared->counting[bytes >> 8];
+    if (care || !(largest * six.encode < fp4::LARGEST_COUNTED))
+        return with_care<true, SQUARED, FAST>(first, second, &shared->global);
+    float v[16];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        float low, high;
-        widen(w[i], low, high, tag);
-        packed[i / 4] += fp4::encode_nearest(low * encode) << (8 * (i % 4));
-        packed[i / 4] += fp4::encode_nearest(high * encode) << (8 * (i % 4) + 4);
+    for (int i = 0; i < 8; ++i) widen(w[i], v[2 * i], v[2 * i + 1], tag);
+    uint32_t sum[8];
+    float error[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint2 tie = shared->ties[i ? bytes & 0xFFu : bytes >> 8];
+        fp4::count_steps(v, (i ? six : four).encode, sum);
+        fp4::step_down(sum, tie.x, tie.y);
+        error[i] = fp4::exact_error<SQUARED, FAST>(v, sum, (i ? six : four).d8, shared->global);
     }
-    return make_uint2(packed[0], packed[1]);
+    if (error[0] < error[1]) {
+        const uint2 tie = shared->ties[bytes >> 8];
+        fp4::count_steps(v, four.encode, sum);
+        fp4::step_down(sum, tie.x, tie.y);
+    }
+    return {make_uint2(fp4::codes_of_steps(sum), fp4::codes_of_steps(sum + 4)), (error[0] < error[1] ? four : six).d8};
 }
 
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) pack_rows_4o6(
@@ -156,47 +181,41 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) pack_rows_4o6(
     Group words = load(x, first, groups);
     if (threadIdx.x == 0) shared.global = fp4::global_scale<E>(*amax);
     __syncthreads();
-    bool tied = false;
+    fp4::Ties found = {};
     if (threadIdx.x < fp4::SCALES) {
         constexpr DTYPE* tag = nullptr;
         const bool ordinary = is_ordinary(shared.global);
-        shared.counting[threadIdx.x] = fp4::counting_of(threadIdx.x, shared.global, ordinary, unit_of(tag), tied);
-        shared.tied[threadIdx.x] = tied;
+        shared.counting[threadIdx.x] = fp4::counting_of(threadIdx.x, shared.global, ordinary, unit_of(tag), found);
+        shared.ties[threadIdx.x] = make_uint2(found.mask, found.pattern);
+        shared.care[threadIdx.x] = found.care;
     }
-    const bool ties = __syncthreads_or(tied);
-    const float to_scaled = shared.global.scale;
+    const bool ties = __syncthreads_or(found.any && !found.care), care = __syncthreads_or(found.care);
+    Known known;
+    known.to_scaled = shared.global.scale;
+    known.ties = ties, known.care = care;
+    const int lane = TENSOR ? threadIdx.x % 32 : 0;
 #if ADD_PRODUCT
-    const uint32_t one = 1u + uint32_t((unsigned long long)groups >> 63);  // known too late to be an addition, whose pipe is full
+    known.one = 1u + uint32_t((unsigned long long)groups >> 63);
 #else
-    constexpr uint32_t one = 1u;
+    known.one = 1u;
 #endif
 #if TENSOR
     constexpr DTYPE* tag = nullptr;
-    uint32_t ones;
-    asm volatile("mov.b32 %0, %1;" : "=r"(ones) : "r"(ones_of(tag)));
-    const int lane = threadIdx.x % 32;
-#else
-    constexpr int lane = 0;
+    asm volatile("mov.b32 %0, %1;" : "=r"(known.ones) : "r"(ones_of(tag)));
 #endif
     // How many groups this thread has (and the first of its warp), which fits 32 bits.
     const uint32_t own = first < groups ? uint32_t((groups - first - 1) / stride) + 1u : 0u;
     const uint32_t most = first - lane < groups ? uint32_t((groups - (first - lane) - 1) / stride) + 1u : 0u;
     x += 2 * first, codes += first, scales += first;
     auto step = [&](const Group& now, uint32_t i) {
-#if TENSOR
-        Quick quick = choose(now, to_scaled, shared, ties, one, ones);
-        if (i >= own) return;
-#else
-        Quick quick = choose(now, to_scaled, shared, ties, one);
-#endif
+        Quick quick = pack(now, shared, known);
+        if (TENSOR && i >= own) return;
         const size_t at = size_t(i) * stride;
         if (!quick.sure) {
-            quick.packed = with_care<true, SQUARED, FAST>(x + 2 * at, x + 2 * at + 1, &shared.global);
-            quick.scale = fp4::encode_e4m3(quick.packed.d8);
-        } else if (quick.middle) {
-            quick.packed.codes = encode_with_care(x + 2 * at, x + 2 * at + 1, quick.encode * (1.f / fp4::COUNTED));
+            const Packed packed = decide(x + 2 * at, x + 2 * at + 1, &shared);
+            quick.codes = packed.codes, quick.scale = fp4::encode_e4m3(packed.d8);
         }
-        codes[at] = quick.packed.codes;
+        codes[at] = quick.codes;
         scales[at] = uint8_t(quick.scale);
     };
     auto fetch = [&](uint32_t i) -> Group {
