@@ -16,6 +16,7 @@ from fp4deploy.plugins.library import CUDA_TYPES, LIBRARY, THREADS
 
 SIGNATURE = "PPPPPPqqq"
 FILL = 132 * 16  # blocks that fill a large GPU
+RESIDENT = 4  # blocks of the packing kernels that fit a multiprocessor
 TILE = (128, 4)
 VECTORS = 2  # 16-byte loads of a thread; 2 was the fastest of 1, 2, 4, 8 on an H200
 SMALL = 2**31 - 2**10  # threads that 32-bit indices count
@@ -97,11 +98,11 @@ def _launch(
         _find_amax(x, own, None)
     plain = linear and random is None and variant[0] <= 1 and not variant[4] and not variant[5]
     if plain and packed == 1 and x.dtype != torch.float32:
-        name, resident = ("pack_rows_4o6", 8) if variant[0] else ("pack_rows", 4)
+        name = "pack_rows_4o6" if variant[0] else "pack_rows"
         choices: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
         choices |= {"SQUARED": variant[2], "FAST": variant[3]} if variant[0] else {}
         pack = kernel(f"{name}.cu", name, "PPPPq", choices, x.device)
-        blocks = min(-(-threads // THREADS), resident * processors(x.device))
+        blocks = min(-(-threads // THREADS), RESIDENT * processors(x.device))
         pack.launch(blocks, THREADS, x, amax, outputs[0], outputs[1], threads)
         return
     launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch

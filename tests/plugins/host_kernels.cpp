@@ -2,7 +2,7 @@
 //
 // The loops stand where kernels have threads: a "tile" is one row of 16 (1-D blocks) or sixteen of them (2-D blocks).
 // Compile with -ffp-contract=off, as the kernels with -fmad=false.
-#include "fp4.cuh"
+#include "four_over_six.cuh"
 
 namespace {
 
@@ -71,6 +71,46 @@ void nvfp4_tiles(
             quantize_row(v[row], block, random ? &words : nullptr, out, tile * rows + row);
         }
         out.scales[tile] = uint8_t(fp4::encode_e4m3(block.d8));
+    }
+}
+
+// Groups as pack_rows_4o6.cu decides them; `path`: 0 quickly, 1 by the contract's sums, 2 not here (element by element).
+template <bool Squared, bool Fast>
+void choose_groups(
+    const float* x, int64_t groups, const fp4::GlobalScale& global, uint32_t unit, uint8_t* codes, uint8_t* scales, uint8_t* path) {
+    fp4::Counting counting[fp4::SCALES];
+    fp4::Ties ties[fp4::SCALES];
+    const bool ordinary = global.amax > 1e-20f && global.amax < 1e20f;
+    for (uint32_t byte = 0; byte < fp4::SCALES; ++byte)
+        counting[byte] = fp4::counting_of(byte, global, ordinary, unit, ties[byte]);
+    for (int64_t group = 0; group < groups; ++group) {
+        float v[fp4::GROUP], largest = 0.f;
+        for (int i = 0; i < fp4::GROUP; ++i) {
+            v[i] = x[group * fp4::GROUP + i];
+            largest = fp4::nan_max(largest, std::fabs(v[i]));
+        }
+        const float guess = largest * (1.f / 6.f), sixth = fmaf(fmaf(-6.f, guess, largest), 1.f / 6.f, guess);
+        const uint32_t bytes = fp4::candidate_bytes(sixth * global.scale), byte[2] = {bytes & 0xFFu, bytes >> 8};
+        const fp4::Counting six = counting[byte[0]], four = counting[byte[1]];
+        const fp4::Chosen chosen = fp4::choose<Squared>(v, largest, six, four, 1u);
+        uint32_t sum[2][8];
+        float error[2];
+        for (int i = 0; i < 2; ++i) {
+            fp4::count_steps(v, (i ? four : six).encode, sum[i]);
+            fp4::step_down(sum[i], ties[byte[i]].mask, ties[byte[i]].pattern);
+            error[i] = fp4::exact_error<Squared, Fast>(v, sum[i], (i ? four : six).d8, global);
+        }
+        bool better = chosen.four;
+        path[group] = 0;
+        if (ties[byte[better]].care && fp4::has_middle((better ? chosen.to_four : chosen.to_six).sum)) path[group] = 2;
+        if (!chosen.sure) {
+            const bool care = ties[byte[0]].care || ties[byte[1]].care;
+            path[group] = care || !(largest * six.encode < fp4::LARGEST_COUNTED) ? 2 : 1;
+            better = error[1] < error[0];
+        }
+        const uint32_t words[2] = {fp4::codes_of_steps(sum[better]), fp4::codes_of_steps(sum[better] + 4)};
+        for (int i = 0; i < 8; ++i) codes[group * 8 + i] = uint8_t(words[i / 4] >> (8 * (i % 4)));
+        scales[group] = uint8_t(byte[better]);
     }
 }
 
@@ -150,6 +190,18 @@ void nvfp4(
     const Outputs out{codes, scales, values, inside};
     if (largest == 256) nvfp4_tiles<256>(x, tiles, rows, amax, four_over_six, random, numbers, out);
     else nvfp4_tiles<448>(x, tiles, rows, amax, four_over_six, random, numbers, out);
+}
+
+// x [groups, 16]; how: 1 squared + 2 fast; unit: what float32 bits of the elements are multiples of. Codes [groups, 8],
+// scales [groups], path [groups].
+void choose_rows(
+    const float* x, int64_t groups, const float* amax, int64_t largest, int64_t how, int64_t unit, uint8_t* codes,
+    uint8_t* scales, uint8_t* path) {
+    const fp4::GlobalScale global = largest == 256 ? fp4::global_scale<256>(*amax) : fp4::global_scale<448>(*amax);
+    if (how == 0) choose_groups<false, false>(x, groups, global, uint32_t(unit), codes, scales, path);
+    if (how == 1) choose_groups<true, false>(x, groups, global, uint32_t(unit), codes, scales, path);
+    if (how == 2) choose_groups<false, true>(x, groups, global, uint32_t(unit), codes, scales, path);
+    if (how == 3) choose_groups<true, true>(x, groups, global, uint32_t(unit), codes, scales, path);
 }
 
 // x [blocks, 2, 16].

@@ -1,15 +1,12 @@
 // Packed NVFP4 of rows in memory order, each block mapped to 6 or to 4, whichever errs less (see rows.cuh).
 //
-// Which of the two is better is nearly always clear from half precision, where two elements fit a register. An element
-// times 2^-14 is a float16 whose bits count E2M1 steps (512 of them to a step, subnormal or not), so that rounding is one
-// addition and one mask, and its distance from the value it is rounded to is exact. Only the conversion to float16 errs,
-// by 2^-9 at most: sums further apart than that can add up to decide. Where they are closer, and where an element lies
-// so close to the middle of two values that half precision cannot tell its side, the guess is stored and the group joins a
-// queue of its warp; whenever there are 32 of them they are decided in float32, as the contract says. About one in ten is.
+// `four_over_six.cuh` has the arithmetic of an ordinary group and says where it is not sure; with a table of all scales,
+// which each block of threads makes first, nothing is divided in the loop. One normal group in 1000 to 5000 is not sure.
 //
-// Macros: DTYPE __half or __nv_bfloat16; E; SQUARED, FAST.
+// Macros: DTYPE __half or __nv_bfloat16; E; SQUARED, FAST; for comparison ADD_PRODUCT, TENSOR, TWICE, AHEAD, RESIDENT.
 // x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups].
-// Launch: block 256; four blocks (strict: three) fit a multiprocessor, and twice as many balance their queues.
+// Launch: block 256, four blocks a multiprocessor, or fewer.
+#include "four_over_six.cuh"
 #include "rows.cuh"
 
 #ifndef SQUARED
@@ -18,56 +15,24 @@
 #ifndef FAST
 #define FAST 0
 #endif
-
-constexpr int LANES = 32;
-
-// 16 elements of float16, at most 7 in size before the scaling by 2^-14: the conversion errs by 2^-9 each, and adding
-// four distances of at most 1, two sums of two first, by 2^-10 a chain. The remainder covers float32.
-constexpr float ABSOLUTE_ERROR = 16 * 0.001953125f + 4 * 0.0009765625f + 0.001f;
-// The same for squares, by Cauchy and Schwarz: 2 sqrt(16) 2^-9 sqrt(E) + 16 * 2^-18, and sqrt(E) <= (1 + E) / 2.
-// Summing errs by 2^-11 of the sum each of the five times a value passes through it.
-constexpr float SQUARED_ERROR = 0.0085f, SQUARED_SLOPE = 0.0079f + 5 * 0.00048828125f;
-
-__device__ __forceinline__ __half2 halves(uint32_t word) { return *reinterpret_cast<__half2*>(&word); }
-
-// Eight words of two elements each: x * e * 2^-14 + half a step, as float16 bits. Adding 0 turns -0 into 0.
-struct Counted {
-    uint32_t sum[8];
-    float error;
-};
-
-__device__ __forceinline__ float error_of(const __half2 (&d)[8]) {
-    float total = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-#if SQUARED
-        __half2 t[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) t[j] = __hmul2(d[i + j], __float2half2_rn(16384.f));
-        __half2 part = __hmul2(t[0], t[0]);
-#pragma unroll
-        for (int j = 1; j < 4; ++j) part = __hfma2(t[j], t[j], part);
-#else
-        __half2 part = __hadd2(__hadd2(__habs2(d[i]), __habs2(d[i + 1])), __hadd2(__habs2(d[i + 2]), __habs2(d[i + 3])));
+#ifndef ADD_PRODUCT
+#define ADD_PRODUCT 1
 #endif
-        total = i ? total + (__low2float(part) + __high2float(part)) : __low2float(part) + __high2float(part);
-    }
-    return SQUARED ? total : total * 16384.f;
-}
+#ifndef TENSOR
+#define TENSOR 0
+#endif
+#ifndef TWICE
+#define TWICE 0
+#endif
+#ifndef AHEAD
+#define AHEAD 1
+#endif
+#ifndef RESIDENT
+#define RESIDENT 4
+#endif
 
-__device__ __forceinline__ Counted evaluate(const float (&x)[16], float encode, uint32_t one) {
-    Counted result;
-    __half2 d[8];
-    const float scaled = encode * 6.103515625e-05f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        __half2 y = __floats2half2_rn(fmaf(x[2 * i], scaled, 0.f), fmaf(x[2 * i + 1], scaled, 0.f));
-        result.sum[i] = *reinterpret_cast<uint32_t*>(&y) * one + 0x01000100u;
-        d[i] = __hsub2(y, halves(result.sum[i] & 0xFE00FE00u));
-    }
-    result.error = error_of(d);
-    return result;
-}
+__device__ __forceinline__ uint32_t unit_of(__half*) { return 0x2000u; }
+__device__ __forceinline__ uint32_t unit_of(__nv_bfloat16*) { return 0x10000u; }
 
 // amax / 6 by a product and its correction, rounded like the division where nothing underflows.
 __device__ __forceinline__ float sixth_of(float amax) {
@@ -75,164 +40,203 @@ __device__ __forceinline__ float sixth_of(float amax) {
     return fmaf(fmaf(-6.f, guess, amax), 1.f / 6.f, guess);
 }
 
-// Scale and reciprocal of a candidate. The reciprocal may be off by a few units of the last place: that moves no element
-// across a middle that half precision can see, and the doubt covers what it does to the sums.
-struct Scaled {
-    float encode, d8;
+#if TENSOR  // sums by the tensor cores: a lane's own elements times 1, those of its three neighbours times 0
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t* a, uint32_t b, __half*) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t* a, uint32_t b, __nv_bfloat16*) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+// 1 as an element; 0 where the element belongs to another lane
+__device__ __forceinline__ uint32_t ones_of(__half*) { return threadIdx.x % 4 == threadIdx.x % 32 / 8 ? 0x3C003C00u : 0u; }
+__device__ __forceinline__ uint32_t ones_of(__nv_bfloat16*) { return threadIdx.x % 4 == threadIdx.x % 32 / 8 ? 0x3F803F80u : 0u; }
+__device__ __forceinline__ float one_as_half(__half*) { return 1.f; }
+__device__ __forceinline__ float one_as_half(__nv_bfloat16*) { return 1.875f; }
+// sum of elements, with a sign for whether they are rounded up; of their values
+struct Sums {
+    float elements, steps;
+};
+__device__ __forceinline__ Sums signed_sums(
+    const uint32_t (&w)[8], const float (&v)[16], float encode, uint32_t one, uint32_t (&sum)[8], uint32_t ones) {
+    constexpr DTYPE* tag = nullptr;
+    constexpr __half* half = nullptr;
+    float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+        uint32_t element[4], value[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float low = fmaf(v[2 * (i + j)], encode, 0.f), high = fmaf(v[2 * (i + j) + 1], encode, 0.f);
+            sum[i + j] = fp4::truncated_halves(low, high) * one + 0x01000100u;
+            element[j] = fp4::merged(w[i + j], sum[i + j] * 128u, 0x7FFF7FFFu);
+            value[j] = fp4::merged(sum[i + j] & 0x0E000E00u, element[j], 0x7FFF7FFFu);
+        }
+        multiply(c, element, ones, tag);
+        multiply(d, value, ones, half);
+    }
+    return {c[0] + c[2], d[0] + d[2]};
+}
+#endif
+
+struct Shared {
+    GlobalScale global;
+    fp4::Counting counting[fp4::SCALES];
+    uint2 ties[fp4::SCALES];
+    bool care[fp4::SCALES];
 };
 
-__device__ __forceinline__ Scaled scale_of(float d, const GlobalScale& global) {
-    const float d8 = fp4::round_e4m3(fminf(d, 448.f));
-    return {approximate_reciprocal(d8 * global.decode), d8};
-}
-
-// Four words of float16 bits, three of a magnitude above the ninth, as eight codes.
-__device__ __forceinline__ uint32_t codes_of_sums(const uint32_t* sum) {
-    uint32_t pair[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t code = (sum[i] & 0x0E000E00u) * 8u + (sum[i] & 0x80008000u);  // on top of each half
-        pair[i] = code * 4097u;                                                     // both in the highest byte
-    }
-    return __byte_perm(__byte_perm(pair[0], pair[1], 0x0073), __byte_perm(pair[2], pair[3], 0x0073), 0x5410);
-}
+// What the whole block knows: the products' 1, and whether there are scales with ties.
+struct Known {
+    float to_scaled;
+    uint32_t one;
+    bool ties, care;
+#if TENSOR
+    uint32_t ones;
+#endif
+};
 
 struct Quick {
-    Packed packed;
+    uint2 codes;
+    uint32_t scale;
     bool sure;
 };
 
-// limit: 6.9, or 0 where the global scale is not ordinary. An element that is at most 6.9 times to_six.d8 is also at most
-// 6.9 times to_four.d8: both saturate alike, and E4M3's rounding adds at most a half to 4.
-__device__ __forceinline__ Quick pack(const Group& group, const GlobalScale& global, float limit, uint32_t one) {
+__device__ __forceinline__ Quick pack(const Group& group, const Shared& shared, const Known& known) {
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
     const float largest = largest_of(w);
-    const float b = sixth_of(largest) * global.scale;
-    const Scaled to_six = scale_of(b, global), to_four = scale_of(b * 1.5f, global);
+    const uint32_t bytes = fp4::candidate_bytes(sixth_of(largest) * known.to_scaled);
+    const fp4::Counting six = shared.counting[bytes & 0xFFu], four = shared.counting[bytes >> 8];
     float v[16];
 #pragma unroll
     for (int i = 0; i < 8; ++i) widen(w[i], v[2 * i], v[2 * i + 1], tag);
-    const Counted six = evaluate(v, to_six.encode, one), four = evaluate(v, to_four.encode, one);
-#if SQUARED
-    const float six_unit = to_six.d8 * to_six.d8, four_unit = to_four.d8 * to_four.d8;
-    const float doubt = fmaf(fmaf(SQUARED_SLOPE, six.error, SQUARED_ERROR), six_unit,
-                             fmaf(SQUARED_SLOPE, four.error, SQUARED_ERROR) * four_unit);
+#if TENSOR
+    fp4::Chosen chosen;
+    const Sums of_six = signed_sums(w, v, six.encode, known.one, chosen.to_six.sum, known.ones);
+    const Sums of_four = signed_sums(w, v, four.encode, known.one, chosen.to_four.sum, known.ones);
+    const float unit = fp4::COUNTED * one_as_half(tag);
+    const float difference = fmaf(
+        four.d8, of_four.steps, -fmaf(six.d8, of_six.steps, (of_four.elements - of_six.elements) * (known.to_scaled * unit)));
+    chosen.four = difference < 0.f;
+    chosen.sure = fabsf(difference) >= 2.44140625e-4f * unit * (six.d8 + four.d8) && largest * six.encode < fp4::LARGEST_COUNTED;
 #else
-    const float six_unit = to_six.d8, four_unit = to_four.d8, doubt = ABSOLUTE_ERROR * (six_unit + four_unit);
+    const fp4::Chosen chosen = fp4::choose<SQUARED>(v, largest, six, four, known.one);
 #endif
-    const float difference = fmaf(four.error, four_unit, -(six.error * six_unit));
-    const bool use_four = difference < 0.f;
-    uint32_t sum[8], middle = 0xFFFFFFFFu;  // zero in a half: an element in the middle of two values
+    uint32_t sum[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        sum[i] = use_four ? four.sum[i] : six.sum[i];
-        middle = __vminu2(middle, sum[i] & 0x01FF01FFu);
+    for (int i = 0; i < 8; ++i) sum[i] = chosen.four ? chosen.to_four.sum[i] : chosen.to_six.sum[i];
+    const uint32_t scale = chosen.four ? bytes >> 8 : bytes;
+    bool sure = chosen.sure;
+    if (known.ties) {
+        const uint2 tie = shared.ties[scale & 0xFFu];
+        fp4::step_down(sum, tie.x, tie.y);
     }
-    const bool clear = (middle & 0xFFFFu) != 0u && middle > 0xFFFFu && fabsf(difference) > doubt;
-    const bool ordinary = largest * to_six.encode < limit && to_four.encode >= SMALLEST_ENCODE;
-    return {{make_uint2(codes_of_sums(sum), codes_of_sums(sum + 4)), use_four ? to_four.d8 : to_six.d8}, clear && ordinary};
+    if (known.care) sure = sure && !(shared.care[scale & 0xFFu] && fp4::has_middle(sum));
+    return {make_uint2(fp4::codes_of_steps(sum), fp4::codes_of_steps(sum + 4)), scale, sure};
 }
 
-// The sum of errors of a candidate as the contract takes it, for an ordinary group.
-__device__ __forceinline__ float exact_error(const float (&x)[16], const BlockScale& block, const GlobalScale& global) {
-    float total = 0.f;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const float u = fabsf(x[i]) * block.encode, rounder = fp4::rounder_of(u);
-        const float q = fmaf(rounder, -4194304.f, fmaf(rounder, 4194304.f, u));
-#if FAST
-        const float difference = fmaf(q, block.d8, -(fabsf(x[i]) * global.scale));
-#else
-        const float difference = fp4::divide_by_range((q * block.d8) * global.amax, global) - fabsf(x[i]);
-#endif
-        const float term = SQUARED ? difference * difference : fabsf(difference);
-        total = i ? total + term : term;
-    }
-    return total;
-}
-
-__device__ __forceinline__ Packed decide(const uint4* first, const uint4* second, const GlobalScale* shared) {
+// A group that `pack` is not sure of, read again. Only the choice is open where nothing saturates and no tie is.
+__device__ __noinline__ Packed decide(const uint4* first, const uint4* second, const Shared* shared) {
     const Group group = {*first, *second};
-    const GlobalScale global = *shared;
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
     const float largest = largest_of(w);
-    const float b = sixth_of(largest) * global.scale;
-    const BlockScale six = light_scale(b, global), four = light_scale(b * 1.5f, global);
-    if (!is_ordinary(global) || !is_ordinary(six, largest) || !is_ordinary(four, largest))
-        return with_care<true, SQUARED, FAST>(first, second, shared);
+    const uint32_t bytes = fp4::candidate_bytes(sixth_of(largest) * shared->global.scale);
+    if (bytes == 0u && is_ordinary(shared->global)) return {make_uint2(0u, 0u), 0.f};  // below the smallest scale
+    const bool care = shared->care[bytes & 0xFFu] || shared->care[bytes >> 8];
+    const fp4::Counting six = shared->counting[bytes & 0xFFu], four = shared->counting[bytes >> 8];
+    if (care || !(largest * six.encode < fp4::LARGEST_COUNTED))
+        return with_care<true, SQUARED, FAST>(first, second, &shared->global);
     float v[16];
 #pragma unroll
     for (int i = 0; i < 8; ++i) widen(w[i], v[2 * i], v[2 * i + 1], tag);
-    const BlockScale better = exact_error(v, four, global) < exact_error(v, six, global) ? four : six;
-    return {encode(w, v, better.encode), better.d8};
-}
-
-// Groups that wait for their warp to decide them, with what was stored for them already.
-struct Queue {
-    uint4 first[2 * LANES], second[2 * LANES];
-    uint2 codes[2 * LANES];
-    long long place[2 * LANES];  // the number of the group, above it the scale
-};
-constexpr int SCALE_AT = 56;
-
-// Most guesses were right, and writing a part of a sector that has left the cache means to read it again.
-__device__ __noinline__ void settle(
-    const Queue& queue, int i, const GlobalScale* shared, uint2* codes, uint8_t* scales) {
-    const Packed packed = decide(&queue.first[i], &queue.second[i], shared);
-    const uint2 guess = queue.codes[i];
-    const uint8_t scale = uint8_t(fp4::encode_e4m3(packed.d8));
-    const long long group = queue.place[i] & ((1LL << SCALE_AT) - 1);
-    if (packed.codes.x != guess.x || packed.codes.y != guess.y) codes[group] = packed.codes;
-    if (scale != uint8_t(queue.place[i] >> SCALE_AT)) scales[group] = scale;
-}
-
-extern "C" __global__ void __launch_bounds__(256, FAST ? 4 : 3) pack_rows_4o6(
-    const uint4* x, const float* amax, uint2* codes, uint8_t* scales, long long groups) {
-    __shared__ GlobalScale shared;
-    __shared__ uint32_t known_later;  // a product by 1 moves an addition to the pipe that is idle, unless the compiler sees it
-    __shared__ Queue queues[256 / LANES];
-    const long long stride = (long long)gridDim.x * 256;
-    const int lane = threadIdx.x % LANES;
-    Queue& queue = queues[threadIdx.x / LANES];
-    long long group = (long long)blockIdx.x * 256 + threadIdx.x;
-    Group words = load(x, group, groups);
-    if (threadIdx.x == 0) {
-        shared = fp4::global_scale<E>(*amax);
-        known_later = 1u;
+    uint32_t sum[8];
+    float error[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint2 tie = shared->ties[i ? bytes & 0xFFu : bytes >> 8];
+        fp4::count_steps(v, (i ? six : four).encode, sum);
+        fp4::step_down(sum, tie.x, tie.y);
+        error[i] = fp4::exact_error<SQUARED, FAST>(v, sum, (i ? six : four).d8, shared->global);
     }
+    if (error[0] < error[1]) {
+        const uint2 tie = shared->ties[bytes >> 8];
+        fp4::count_steps(v, four.encode, sum);
+        fp4::step_down(sum, tie.x, tie.y);
+    }
+    return {make_uint2(fp4::codes_of_steps(sum), fp4::codes_of_steps(sum + 4)), (error[0] < error[1] ? four : six).d8};
+}
+
+extern "C" __global__ void __launch_bounds__(256, RESIDENT) pack_rows_4o6(
+    const uint4* x, const float* amax, uint2* codes, uint8_t* scales, long long groups) {
+    __shared__ Shared shared;
+    const long long first = (long long)blockIdx.x * 256 + threadIdx.x;
+    const uint32_t stride = gridDim.x * 256u;
+    Group words = load(x, first, groups);
+    if (threadIdx.x == 0) shared.global = fp4::global_scale<E>(*amax);
     __syncthreads();
-    const GlobalScale global = shared;
-    const float limit = is_ordinary(global) ? 6.9f : 0.f;
-    const uint32_t one = known_later;
-    int waiting = 0;
-    for (; group - lane < groups; group += stride) {  // a warp stays together
-        const Group next = load(x, group + stride, groups);
-        const Quick quick = pack(words, global, limit, one);
-        const uint32_t scale = __float_as_uint(quick.packed.d8 * 7.52316384526264e-37f) >> 20;  // as encode_e4m3
-        if (group < groups) {
-            codes[group] = quick.packed.codes;
-            scales[group] = uint8_t(scale);
+    fp4::Ties found = {};
+    if (threadIdx.x < fp4::SCALES) {
+        constexpr DTYPE* tag = nullptr;
+        const bool ordinary = is_ordinary(shared.global);
+        shared.counting[threadIdx.x] = fp4::counting_of(threadIdx.x, shared.global, ordinary, unit_of(tag), found);
+        shared.ties[threadIdx.x] = make_uint2(found.mask, found.pattern);
+        shared.care[threadIdx.x] = found.care;
+    }
+    const bool ties = __syncthreads_or(found.any && !found.care), care = __syncthreads_or(found.care);
+    Known known;
+    known.to_scaled = shared.global.scale;
+    known.ties = ties, known.care = care;
+    const int lane = TENSOR ? threadIdx.x % 32 : 0;
+#if ADD_PRODUCT
+    known.one = 1u + uint32_t((unsigned long long)groups >> 63);
+#else
+    known.one = 1u;
+#endif
+#if TENSOR
+    constexpr DTYPE* tag = nullptr;
+    asm volatile("mov.b32 %0, %1;" : "=r"(known.ones) : "r"(ones_of(tag)));
+#endif
+    // How many groups this thread has (and the first of its warp), which fits 32 bits.
+    const uint32_t own = first < groups ? uint32_t((groups - first - 1) / stride) + 1u : 0u;
+    const uint32_t most = first - lane < groups ? uint32_t((groups - (first - lane) - 1) / stride) + 1u : 0u;
+    x += 2 * first, codes += first, scales += first;
+    auto step = [&](const Group& now, uint32_t i) {
+        Quick quick = pack(now, shared, known);
+        if (TENSOR && i >= own) return;
+        const size_t at = size_t(i) * stride;
+        if (!quick.sure) {
+            const Packed packed = decide(x + 2 * at, x + 2 * at + 1, &shared);
+            quick.codes = packed.codes, quick.scale = fp4::encode_e4m3(packed.d8);
         }
-        const uint32_t unsure = __ballot_sync(0xFFFFFFFFu, group < groups && !quick.sure);
-        if (unsure >> lane & 1u) {
-            const int i = waiting + __popc(unsure & ((1u << lane) - 1u));
-            queue.first[i] = words.first, queue.second[i] = words.second;
-            queue.codes[i] = quick.packed.codes;
-            queue.place[i] = group | (long long)(scale & 0xFFu) << SCALE_AT;
-        }
-        waiting += __popc(unsure);
-        if (waiting >= LANES) {
-            __syncwarp();
-            waiting -= LANES;
-            settle(queue, waiting + lane, &shared, codes, scales);
-            __syncwarp();
-        }
+        codes[at] = quick.codes;
+        scales[at] = uint8_t(quick.scale);
+    };
+    auto fetch = [&](uint32_t i) -> Group {
+        if (i >= own) return {};
+        const size_t at = size_t(i) * stride;
+        return {x[2 * at], x[2 * at + 1]};
+    };
+#if TWICE
+    for (uint32_t i = 0; i < most; i += 2) {
+        const Group next = fetch(i + 1);
+        step(words, i);
+        words = fetch(i + 2);
+        if (i + 1 < most) step(next, i + 1);
+    }
+#elif AHEAD
+    for (uint32_t i = 0; i < most; ++i) {
+        const Group next = fetch(i + 1);
+        step(words, i);
         words = next;
     }
-    __syncwarp();
-    if (lane < waiting) settle(queue, lane, &shared, codes, scales);
+#else
+    for (uint32_t i = 0; i < most; ++i) step(fetch(i), i);
+#endif
 }

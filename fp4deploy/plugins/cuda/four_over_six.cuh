@@ -1,0 +1,274 @@
+// 4/6 of one group of 16-bit floats, both candidates nearly for the price of one.
+//
+// The contract (`formats/four_over_six.py`) rounds many times on the way to an error; almost always the two errors are far
+// enough apart that roundings do not matter. `choose` computes them in few operations and says where it is not sure.
+//
+// Codes. An element times 2^-14 is a float16 whose bits count E2M1 steps (512 of them to a step, subnormal or not): the code
+// is what stands above the ninth bit once half a step is added. Cutting the float32 product off towards zero never carries
+// it across the middle of two values, so that two elements share a register and the code is exact, but for a tie that
+// goes down (.25, 1.25, 2.5, 5), which counts as up. There are 126 scales, and an element has 8 or 11 bits: whether one can
+// lie on such a middle is known in advance. `agreeing_encode` moves the scale's reciprocal by a unit of the last place where
+// this helps, and says so where it does not; only then middles are looked for.
+//
+// Errors. With q exact and the product in float32, sum |q - x e| d8 and sum (q - x e)^2 d8^2 are off by at most 5e-6 d8 an
+// element, against the contract's sum in either domain: 2^-24 each of the reciprocal, of what it is made of and of the
+// contract's own roundings, times an element of at most 6.9.
+#pragma once
+
+#include "fp4.cuh"
+
+namespace fp4 {
+
+constexpr float COUNTED = 6.103515625e-05f;  // 2^-14
+constexpr float LARGEST_COUNTED = 6.9f * COUNTED;
+constexpr int SCALES = 128;  // E4M3 bytes without a sign
+
+// A scale byte: what multiplies an element, times 2^-14 (NaN: not for `choose`), and its value.
+struct Counting {
+    float encode, d8;
+};
+
+// float16 bits of two floats, cut off towards zero, the first in the low half.
+FP4_FUNCTION uint32_t truncated_halves(float low, float high) {
+#ifdef __CUDA_ARCH__
+    uint32_t out;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+#else
+    uint32_t out = 0u;
+    for (int i = 0; i < 2; ++i) {
+        const float x = i ? high : low, size = std::fabs(x);
+        uint32_t half = (bits(size) >> 13) - (112u << 10);
+        if (size < COUNTED) half = uint32_t(size * 16777216.f);
+        if (size >= 65504.f) half = size <= FLOAT_MAX ? 0x7BFFu : 0x7C00u;
+        if (x != x) half = 0x7FFFu;
+        out |= (half | (bits(x) >> 16 & 0x8000u)) << (16 * i);
+    }
+    return out;
+#endif
+}
+
+// The float of a half of a word of float16.
+FP4_FUNCTION float widened_half(uint32_t word, int which) {
+#ifdef __CUDA_ARCH__
+    float out;
+    if (which) asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, high;\n\t}" : "=f"(out) : "r"(word));
+    else asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\tcvt.f32.f16 %0, low;\n\t}" : "=f"(out) : "r"(word));
+    return out;
+#else
+    const uint32_t half = word >> (16 * which) & 0xFFFFu, size = half & 0x7FFFu;
+    const float value = size < 1024u ? float(size) * 5.9604644775390625e-08f : from_bits((size << 13) + (112u << 23));
+    return half >> 15 ? -value : value;
+#endif
+}
+
+FP4_FUNCTION uint32_t picked_bytes(uint32_t a, uint32_t b, uint32_t which) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(a, b, which);
+#else
+    uint32_t out = 0u;
+    const uint64_t both = uint64_t(b) << 32 | a;
+    for (int i = 0; i < 4; ++i) out |= uint32_t(both >> (8 * (which >> (4 * i) & 7u)) & 0xFFu) << (8 * i);
+    return out;
+#endif
+}
+
+// a where the mask is 1, b where it is 0, in one operation.
+FP4_FUNCTION uint32_t merged(uint32_t a, uint32_t b, uint32_t mask) {
+#ifdef __CUDA_ARCH__
+    uint32_t out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(out) : "r"(a), "r"(b), "r"(mask));
+    return out;
+#else
+    return (a & mask) | (b & ~mask);
+#endif
+}
+
+// E4M3 bytes of b and 1.5 b, rounded to nearest even, at most 448: the first in the low byte.
+FP4_FUNCTION uint32_t candidate_bytes(float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b * 1.5f), "f"(b));
+    return pair;
+#else
+    return encode_e4m3(round_e4m3(minimum(b, 448.f))) | encode_e4m3(round_e4m3(minimum(b * 1.5f, 448.f))) << 8;
+#endif
+}
+
+// True if x * other, ties up, is cut into the same codes as x * encode, ties to even, for all x whose float32 bits are
+// multiples of `unit`; `step` is about 1 / encode. Middles of other binades are these times a power of two.
+FP4_FUNCTION bool same_codes(float encode, float other, float step, uint32_t unit) {
+    bool same = true;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 8; ++i) {
+        const float middle = 0.25f + 0.5f * float(i / 2);
+        const float x = from_bits((bits(middle * step) & (0u - unit)) + (i & 1 ? unit : 0u)), u = x * encode;
+        const bool up = u > middle || (u == middle && (i & 2));  // .75 and 1.75 go up to an even code
+        same = same && up == (x * other >= middle);
+    }
+    return same;
+}
+
+// Ties that go down and were counted as up. A half of a word of steps that is `pattern` under `mask` is one (bfloat16: at most
+// one element has steps from a middle up to where float16 counts on); `care`: they have to be looked at one by one.
+struct Ties {
+    uint32_t mask, pattern;
+    bool any, care;
+};
+
+// Whether an element lies on `middle`, and whether one lies above it by less than float16 sees.
+struct Beside {
+    bool on, above;
+};
+
+FP4_FUNCTION Beside beside(float middle, float encode, float step, uint32_t unit) {
+    Beside found = {false, false};
+    for (uint32_t i = 0; i < 2; ++i) {
+        const float u = from_bits((bits(middle * step) & (0u - unit)) + i * unit) * encode;
+        found.on = found.on || u == middle;
+        found.above = found.above || (u > middle && u < middle + 0.0009765625f);
+    }
+    return found;
+}
+
+FP4_FUNCTION Ties ties_of(float encode, float step, uint32_t unit) {
+    const Beside quarter = beside(0.25f, encode, step, unit), other = beside(1.25f, encode, step, unit);
+    const bool care = unit != 0x10000u || (other.on && quarter.above);
+    if (care) return {0u, 0x80008000u, true, true};
+    return {other.on ? 0x03FF03FFu : 0x0FFF0FFFu, 0x02000200u, true, false};
+}
+
+// What to count the elements of a scale byte with. `unit`: see `same_codes`.
+FP4_FUNCTION Counting counting_of(uint32_t byte, const GlobalScale& global, bool ordinary, uint32_t unit, Ties& ties) {
+    const float d8 = decode_e4m3(byte), step = d8 * global.decode, encode = 1.f / step;
+    ties = {0u, 0x80008000u, false, false};
+    if (byte == 0u && ordinary) return {FLOAT_MAX, 0.f};  // zeros are counted, anything else is too large
+    if (!ordinary || !(encode >= 1.52587890625e-5f)) return {quiet_nan(), d8};  // 2^-16: no product underflows
+    for (uint32_t i = 0; i < 4; ++i) {
+        const float other = from_bits(bits(encode) + (i & 1u) - (i >> 1) * 2u);  // 0, 1, -2, -1 units
+        if (same_codes(encode, other, step, unit)) return {other * COUNTED, d8};
+    }
+    ties = ties_of(encode, step, unit);
+    return {encode * COUNTED, d8};
+}
+
+// One step of E2M1 less where `ties` says so.
+FP4_FUNCTION void step_down(uint32_t (&sum)[8], uint32_t mask, uint32_t pattern) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += __vminu2((sum[i] & mask) ^ pattern, 0x00010001u) * 0x200u - 0x02000200u;
+#else
+    for (int i = 0; i < 8; ++i)
+        for (int shift = 0; shift < 32; shift += 16)
+            if ((((sum[i] & mask) ^ pattern) >> shift & 0xFFFFu) == 0u) sum[i] -= 0x200u << shift;
+#endif
+}
+
+// A candidate's steps of two elements a word, and its error over d8 (d8^2), times 2^-14 (2^-28).
+struct Steps {
+    uint32_t sum[8];
+    float error;
+};
+
+template <bool Squared> FP4_FUNCTION Steps steps_of(const float (&x)[GROUP], float encode, uint32_t one) {
+    Steps result;
+    float error[2] = {0.f, 0.f};
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 8; ++i) {
+        const float low = fmaf(x[2 * i], encode, 0.f), high = fmaf(x[2 * i + 1], encode, 0.f);  // adding 0 makes -0 0
+        result.sum[i] = truncated_halves(low, high) * one + 0x01000100u;
+        const uint32_t q = result.sum[i] & 0x8E008E00u;
+        const float d0 = widened_half(q, 0) - low, d1 = widened_half(q, 1) - high;
+        if (Squared) {
+            error[0] = fmaf(d0, d0, error[0]), error[1] = fmaf(d1, d1, error[1]);
+        } else {
+            error[0] += fabsf(d0), error[1] += fabsf(d1);
+        }
+    }
+    result.error = error[0] + error[1];
+    return result;
+}
+
+// Both candidates, which is better, and whether that is sure (but for ties). `largest` is the largest magnitude, NaN if there
+// is one; `one` is 1, but not for the compiler, which then leaves a product by it on the pipe that has room.
+struct Chosen {
+    Steps to_six, to_four;
+    bool four, sure;
+};
+
+template <bool Squared>
+FP4_FUNCTION Chosen choose(
+    const float (&x)[GROUP], float largest, const Counting& six, const Counting& four, uint32_t one) {
+    Chosen result;
+    result.to_six = steps_of<Squared>(x, six.encode, one), result.to_four = steps_of<Squared>(x, four.encode, one);
+    float difference, doubt;
+    if (Squared) {  // sum 2 |d| 5e-6 <= 2e-5 (1 + sum d^2), by Cauchy and Schwarz
+        const float six_unit = six.d8 * six.d8, four_unit = four.d8 * four.d8;
+        const float six_error = result.to_six.error * six_unit, four_error = result.to_four.error * four_unit;
+        constexpr float part = 3.0517578125e-05f;  // 2^-15
+        difference = four_error - six_error;
+        doubt = fmaf(part * COUNTED * COUNTED, six_unit + four_unit, part * (six_error + four_error));
+    } else {
+        difference = fmaf(result.to_four.error, four.d8, -(result.to_six.error * six.d8));
+        doubt = 1.220703125e-4f * COUNTED * (six.d8 + four.d8);  // 2^-13: sixteen times 5e-6, and the sums
+    }
+    result.four = difference < 0.f;
+    result.sure = fabsf(difference) >= doubt && largest * six.encode < LARGEST_COUNTED;
+    return result;
+}
+
+// The steps alone.
+FP4_FUNCTION void count_steps(const float (&x)[GROUP], float encode, uint32_t (&sum)[8]) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 8; ++i)
+        sum[i] = truncated_halves(fmaf(x[2 * i], encode, 0.f), fmaf(x[2 * i + 1], encode, 0.f)) + 0x01000100u;
+}
+
+// The error of a candidate as the contract sums it, from its steps (ties right), for an ordinary global scale.
+template <bool Squared, bool Fast>
+FP4_FUNCTION float exact_error(const float (&x)[GROUP], const uint32_t (&sum)[8], float d8, const GlobalScale& global) {
+    const float unit = d8 * (1.f / COUNTED);
+    float total = 0.f;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < GROUP; ++i) {
+        const float q = widened_half(sum[i / 2] & 0x0E000E00u, i % 2), magnitude = fabsf(x[i]);
+        const float difference = Fast ? fmaf(q, unit, -(magnitude * global.scale))
+                                      : divide_by_range((q * unit) * global.amax, global) - magnitude;
+        total += Squared ? difference * difference : fabsf(difference);
+    }
+    return total;
+}
+
+// True if an element was rounded up to an odd code from the middle of two values, or from so little above it that float16
+// does not see it: if its lowest ten bits of steps are 0x200.
+FP4_FUNCTION bool has_middle(const uint32_t (&sum)[8]) {
+#ifdef __CUDA_ARCH__
+    uint32_t least = 0xFFFFFFFFu;  // of the ten bits, the highest turned, at the top of each half
+#pragma unroll
+    for (int i = 0; i < 8; ++i) least = __vminu2(least, sum[i] * 64u + 0x80008000u);
+    return least < 0x00400000u || !(least & 0xFFFFu);
+#else
+    bool found = false;
+    for (int i = 0; i < 8; ++i) found = found || (sum[i] & 0x3FFu) == 0x200u || (sum[i] >> 16 & 0x3FFu) == 0x200u;
+    return found;
+#endif
+}
+
+// Eight codes of four words of steps, the first in the lowest nibble.
+FP4_FUNCTION uint32_t codes_of_steps(const uint32_t* sum) {
+    const uint32_t first = picked_bytes(sum[0], sum[1], 0x7351), second = picked_bytes(sum[2], sum[3], 0x7351);
+    const uint32_t even = picked_bytes(first, second, 0x5410), odd = picked_bytes(first, second, 0x7632);
+    const uint32_t low = 0x0F0F0F0Fu;  // a byte is a sign, three zeros, the code, and what is left of the steps
+    const uint32_t codes = merged(even, odd * 16u, low), signs = merged(even >> 4, odd, low);
+    return ((codes >> 1) & 0x77777777u) | signs;
+}
+
+}  // namespace fp4
