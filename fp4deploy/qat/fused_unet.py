@@ -153,13 +153,15 @@ class _Weights(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         plain = weights[len(axes) :]
         copies = [torch.empty_like(weight, dtype=dtype) for weight in plain]
-        torch._foreach_copy_(copies, plain)
+        if copies:  # not where every layer is quantised
+            torch._foreach_copy_(copies, plain)
         return *(fake_quantize_weights(weights[: len(axes)], axes, dtype) if axes else ()), *copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-        torch._foreach_copy_(copies, gradients)
+        if copies:
+            torch._foreach_copy_(copies, gradients)
         return None, None, *copies
 
 
