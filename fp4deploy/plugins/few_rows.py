@@ -53,7 +53,7 @@ def variant(rows: int, outputs: int, k: int, processors: int, shared: int, capab
     bytes of shared memory that a block can have; capability: 90 for SM90.
     """
     held = 1 if rows == 1 else 8 if rows <= 8 else FEW_ROWS
-    cluster = {1: 1, 8: 2, 16: 4}[held] if capability >= CLUSTERED else 1
+    cluster = {1: 1, 8: 2, 16: 2}[held] if capability >= CLUSTERED else 1
     found: dict[float, Variant] = {}
     for warps, share in product((16, 8), (256, 128, 64, 32, 16)):  # share: outputs of a block, if K were not divided
         split = 16 * BANDS * warps // (share * cluster)

@@ -85,9 +85,11 @@ void choose_groups(
         counting[byte] = fp4::counting_of(byte, global, ordinary, unit, ties[byte]);
     for (int64_t group = 0; group < groups; ++group) {
         float v[fp4::GROUP], largest = 0.f;
+        uint32_t w[8];
         for (int i = 0; i < fp4::GROUP; ++i) {
             v[i] = x[group * fp4::GROUP + i];
             largest = fp4::nan_max(largest, std::fabs(v[i]));
+            w[i / 2] = i % 2 ? w[i / 2] | (fp4::bits(v[i]) & 0xFFFF0000u) : fp4::bits(v[i]) >> 16;
         }
         const float guess = largest * (1.f / 6.f), sixth = fmaf(fmaf(-6.f, guess, largest), 1.f / 6.f, guess);
         const uint32_t bytes = fp4::candidate_bytes(sixth * global.scale), byte[2] = {bytes & 0xFFu, bytes >> 8};
@@ -97,7 +99,8 @@ void choose_groups(
         float error[2];
         for (int i = 0; i < 2; ++i) {
             fp4::count_steps(v, (i ? four : six).encode, sum[i]);
-            fp4::step_down(sum[i], ties[byte[i]].mask, ties[byte[i]].pattern);
+            fp4::odd_to_even(sum[i], ties[byte[i]].odd, 1u);
+            fp4::quarter_to_zero(sum[i], w, ties[byte[i]].quarter);
             error[i] = fp4::exact_error<Squared, Fast>(v, sum[i], (i ? four : six).d8, global);
         }
         bool better = chosen.four;

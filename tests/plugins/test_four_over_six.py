@@ -89,3 +89,18 @@ def test_scales_are_ties_apart(header: Header) -> None:
     x[:, 0] = edges
     for dtype in UNITS:
         check(header, x.to(dtype), 1536.0, "mae", 256)
+
+
+def test_every_amax_of_bfloat16(header: Header) -> None:
+    """One binade of global scales, with the elements that lie nearest to middles: ties are of two kinds, and both occur."""
+    d8 = torch.arange(60, 68, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    for mantissa in range(128, 256):
+        amax = mantissa / 32
+        near = (d8[:, None] * middles * (amax / 1536)).bfloat16().view(torch.int16)
+        x = torch.zeros(3 * len(d8), 16, dtype=torch.bfloat16)
+        x[:, 1:8] = torch.cat([near - 1, near, near + 1]).view(torch.bfloat16)
+        x[:, 8:15] = -x[:, 1:8]
+        x[:, 0] = (6.0 * d8 * (amax / 1536)).bfloat16().repeat(3)
+        path = check(header, x, amax, "mae", 256)
+        assert (path < 2).all(), amax  # bfloat16 with E = 256 never has to be looked at one by one

@@ -15,6 +15,10 @@
 // contract's own roundings, times an element of at most 6.9.
 #pragma once
 
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#endif
+
 #include "fp4.cuh"
 
 namespace fp4 {
@@ -73,6 +77,14 @@ FP4_FUNCTION uint32_t picked_bytes(uint32_t a, uint32_t b, uint32_t which) {
 #endif
 }
 
+#ifdef __CUDA_ARCH__
+// All ones in the halves in which two words of bfloat16 have the same magnitude.
+__device__ __forceinline__ uint32_t equal_halves(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 size = __habs2(*reinterpret_cast<__nv_bfloat162*>(&a));
+    return __heq2_mask(size, *reinterpret_cast<__nv_bfloat162*>(&b));
+}
+#endif
+
 // a where the mask is 1, b where it is 0, in one operation.
 FP4_FUNCTION uint32_t merged(uint32_t a, uint32_t b, uint32_t mask) {
 #ifdef __CUDA_ARCH__
@@ -111,23 +123,28 @@ FP4_FUNCTION bool same_codes(float encode, float other, float step, uint32_t uni
     return same;
 }
 
-// Ties that go down and were counted as up. A half of a word of steps that is `pattern` under `mask` is one (bfloat16: at most
-// one element has steps from a middle up to where float16 counts on); `care`: they have to be looked at one by one.
+// Ties that go down and were counted as up, of bfloat16. `odd`: all of them, which are odd codes with nothing behind them,
+// to be made even; or only 0.25, the elements whose magnitude is `quarter`, because elsewhere an element lies above a middle
+// by less than float16 sees (there is at most one from a middle up to where float16 counts on). `care`: they have to be
+// looked at one by one.
 struct Ties {
-    uint32_t mask, pattern;
-    bool any, care;
+    uint32_t odd, quarter;
+    bool care;
 };
+constexpr uint32_t ALL_ODD = 0x02000200u, NO_ELEMENT = 0x7FFF7FFFu;  // a NaN, equal to none
 
 // Whether an element lies on `middle`, and whether one lies above it by less than float16 sees.
 struct Beside {
     bool on, above;
+    uint32_t element;  // float32 bits of the one that lies on it
 };
 
 FP4_FUNCTION Beside beside(float middle, float encode, float step, uint32_t unit) {
-    Beside found = {false, false};
+    Beside found = {false, false, 0u};
     for (uint32_t i = 0; i < 2; ++i) {
-        const float u = from_bits((bits(middle * step) & (0u - unit)) + i * unit) * encode;
-        found.on = found.on || u == middle;
+        const uint32_t element = (bits(middle * step) & (0u - unit)) + i * unit;
+        const float u = from_bits(element) * encode;
+        if (u == middle) found.on = true, found.element = element;
         found.above = found.above || (u > middle && u < middle + 0.0009765625f);
     }
     return found;
@@ -135,15 +152,15 @@ FP4_FUNCTION Beside beside(float middle, float encode, float step, uint32_t unit
 
 FP4_FUNCTION Ties ties_of(float encode, float step, uint32_t unit) {
     const Beside quarter = beside(0.25f, encode, step, unit), other = beside(1.25f, encode, step, unit);
-    const bool care = unit != 0x10000u || (other.on && quarter.above);
-    if (care) return {0u, 0x80008000u, true, true};
-    return {other.on ? 0x03FF03FFu : 0x0FFF0FFFu, 0x02000200u, true, false};
+    if (unit != 0x10000u || (other.on && quarter.above)) return {0u, NO_ELEMENT, true};
+    if (other.on) return {ALL_ODD, NO_ELEMENT, false};
+    return {0u, quarter.on ? picked_bytes(quarter.element, 0u, 0x3232) : NO_ELEMENT, !quarter.on || quarter.above};
 }
 
 // What to count the elements of a scale byte with. `unit`: see `same_codes`.
 FP4_FUNCTION Counting counting_of(uint32_t byte, const GlobalScale& global, bool ordinary, uint32_t unit, Ties& ties) {
     const float d8 = decode_e4m3(byte), step = d8 * global.decode, encode = 1.f / step;
-    ties = {0u, 0x80008000u, false, false};
+    ties = {0u, NO_ELEMENT, false};
     if (byte == 0u && ordinary) return {FLOAT_MAX, 0.f};  // zeros are counted, anything else is too large
     if (!ordinary || !(encode >= 1.52587890625e-5f)) return {quiet_nan(), d8};  // 2^-16: no product underflows
     for (uint32_t i = 0; i < 4; ++i) {
@@ -154,15 +171,27 @@ FP4_FUNCTION Counting counting_of(uint32_t byte, const GlobalScale& global, bool
     return {encode * COUNTED, d8};
 }
 
-// One step of E2M1 less where `ties` says so.
-FP4_FUNCTION void step_down(uint32_t (&sum)[8], uint32_t mask, uint32_t pattern) {
+// Odd codes with nothing behind them made even; `one` as of `choose`. Adding 511 reaches bit 9 unless the nine bits below
+// are 0, and then leaves it as it is.
+FP4_FUNCTION void odd_to_even(uint32_t (&sum)[8], uint32_t odd, uint32_t one) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += __vminu2((sum[i] & mask) ^ pattern, 0x00010001u) * 0x200u - 0x02000200u;
+#endif
+    for (int i = 0; i < 8; ++i) {
+        const uint32_t reached = sum[i] * one + 0x01FF01FFu;
+        sum[i] &= ~(reached & odd);
+    }
+}
+
+// Elements of the magnitude `quarter` (twice in a word) to zero; w: the bfloat16 elements of `sum`.
+FP4_FUNCTION void quarter_to_zero(uint32_t (&sum)[8], const uint32_t (&w)[8], uint32_t quarter) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] &= ~(equal_halves(w[i], quarter) & ALL_ODD);
 #else
     for (int i = 0; i < 8; ++i)
         for (int shift = 0; shift < 32; shift += 16)
-            if ((((sum[i] & mask) ^ pattern) >> shift & 0xFFFFu) == 0u) sum[i] -= 0x200u << shift;
+            if ((w[i] >> shift & 0x7FFFu) == (quarter >> shift & 0xFFFFu)) sum[i] &= ~(0x200u << shift);
 #endif
 }
 

@@ -26,8 +26,9 @@ class Tile:
 
 
 WIDE = Tile(256, 128, 32, 8, 3)
-DEEP = Tile(256, 128, 64, 8, 3)  # two sources
+DEEP = Tile(256, 128, 64, 8, 3)
 SQUARE = Tile(128, 256, 64, 8, 3)  # one tap
+TALL_NARROW = Tile(256, 64, 32, 4, 3)
 MIDDLE = Tile(128, 128, 32, 8, 3)
 NARROW = Tile(128, 64, 32, 4, 3)
 SMALL = Tile(64, 64, 32, 4, 3)
@@ -58,13 +59,15 @@ def product_tile(
         return NATIVE_NARROW if columns <= 64 or quantize or up else NATIVE_WIDE
     if rows <= 64 or (quantize and capability < 90):
         return SMALL
-    if columns <= 64 or quantize or capability < 90:
+    if quantize or capability < 90:
         return NARROW
+    if columns <= 64:
+        return TALL_NARROW if -(-rows // 256) >= FILL else NARROW
     if -(-rows // 256) * -(-columns // 128) < FILL:
         return MIDDLE
     if up or depth % 64:
         return WIDE
-    return DEEP if two else SQUARE if taps == 1 and columns > 128 else WIDE
+    return SQUARE if taps == 1 and columns > 128 and not two else DEEP
 
 
 def weight_only_tile(rows: int, capability: int) -> Tile:
