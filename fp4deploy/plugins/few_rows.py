@@ -1,9 +1,9 @@
 """Weight-only products of a few rows: reading the weight is all that takes time, so they have a kernel of their own.
 
 `cuda/weight_only.cu` gives a block some rows of the weight and a part of K, which the blocks of a cluster divide among
-themselves: sixteen rows of activations as they are weigh as much as the packed weight of 64 rows, so that blocks of 256
-rows and a quarter of K read a quarter of it. `variant` takes the rows a block that keep the multiprocessors busy in the
-fewest turns.
+themselves: sixteen rows of activations as they are weigh as much as the packed weight of 64 rows, so that blocks of 128
+rows and half of K read half of it. `variant` takes the rows a block that keep the multiprocessors busy in the fewest
+turns; how a warp works was measured on an H200, where clusters of four leave multiprocessors idle.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from fp4deploy.plugins.library import CUDA_TYPES
 
 FEW_ROWS = 16
 PIECE = 128  # elements of a row that a warp takes at once
-BANDS = 2  # sixteens of rows of the weight in a warp
-DEPTH = 1  # pieces of a row in a turn
+SHAPES = {1: (2, 1, 1), 8: (2, 1, 2), FEW_ROWS: (1, 2, 2)}  # by rows held: bands, depth, blocks of a cluster
 STAGES = 2  # turns of a warp on their way; more delay the first
 CLUSTERED = 90  # compute capability that has clusters
 START = 1 << 16  # bytes that a multiprocessor could read while a block begins and ends
@@ -53,17 +52,18 @@ def variant(rows: int, outputs: int, k: int, processors: int, shared: int, capab
     bytes of shared memory that a block can have; capability: 90 for SM90.
     """
     held = 1 if rows == 1 else 8 if rows <= 8 else FEW_ROWS
-    cluster = {1: 1, 8: 2, 16: 2}[held] if capability >= CLUSTERED else 1
+    bands, depth, cluster = SHAPES[held]
+    depth = depth if k % (depth * PIECE) == 0 else 1
+    cluster = cluster if capability >= CLUSTERED else 1
     found: dict[float, Variant] = {}
     for warps, share in product((16, 8), (256, 128, 64, 32, 16)):  # share: outputs of a block, if K were not divided
-        split = 16 * BANDS * warps // (share * cluster)
-        depth = DEPTH if k % (DEPTH * PIECE) == 0 else 1
-        ring = warps * STAGES * 1152 * BANDS * depth
+        split = 16 * bands * warps // (share * cluster)
+        ring = warps * STAGES * 1152 * bands * depth
         piece = 256 * held * depth
         room = min((shared - ring) // piece, -(-k // (PIECE * depth * cluster)) + split - 1) // max(split, 1) * split
         if not 1 <= split <= warps or room < split:
             continue
-        macros = {"ROWS": held, "BANDS": BANDS, "DEPTH": depth, "STAGES": STAGES}
+        macros = {"ROWS": held, "BANDS": bands, "DEPTH": depth, "STAGES": STAGES}
         macros |= {"WARPS": warps, "SPLIT": split, "CLUSTER": cluster}
         each = Variant(macros, share * cluster, room, ring + room * piece)
         cost = -(-each.grid(outputs) // processors) * (share * k * 9 / 16 + START)

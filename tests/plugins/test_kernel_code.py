@@ -103,7 +103,7 @@ VARIANTS = [
     chain("weights.cu"),
     Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 1, "SPLIT": 8}),
     Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 8, "SPLIT": 4, "CLUSTER": 2}),
-    Variant("weight_only.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 16, "SPLIT": 2, "CLUSTER": 4}),
+    Variant("weight_only.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 16, "BANDS": 1, "DEPTH": 2, "SPLIT": 2, "CLUSTER": 2}),
     Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 16, "SPLIT": 8, "WARPS": 8}),
 ]
 
