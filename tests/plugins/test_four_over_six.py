@@ -92,7 +92,7 @@ def test_scales_are_ties_apart(header: Header) -> None:
 
 
 def test_every_amax_of_bfloat16(header: Header) -> None:
-    """One binade of global scales, with the elements that lie nearest to middles: ties are of two kinds, and both occur."""
+    """One binade of global scales, with the elements that lie nearest to middles."""
     d8 = torch.arange(60, 68, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     for mantissa in range(128, 256):

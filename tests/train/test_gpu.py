@@ -56,6 +56,16 @@ def test_a_delayed_amax_trains(config: Config, tmp_path: Path, fused: bool) -> N
     assert all(0 < value < 1e4 for value in amaxes)
 
 
+def test_every_layer_quantised_trains_on_the_kernels(config: Config, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    settings = ['quant.include=["*"]', "train.from_scratch=true"]
+    train_models(with_settings(config, settings), run, ("nvfp4",))
+    assert {line["kernels"] for line in lines(run, "nvfp4")} == ({"cuda"} if available() else {"torch"})
+    assert lines(run, "nvfp4")[-1]["loss"] < lines(run, "nvfp4")[0]["loss"]
+    amaxes = [name for name in load_file(run.checkpoint("nvfp4")) if name.endswith("input_amax")]
+    assert len(amaxes) == 23
+
+
 def test_a_step_of_non_finite_gradients_is_skipped_by_the_scaler(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
