@@ -5,8 +5,9 @@
 For each kernel: the median time, the bytes it has to move (input once, outputs once), and the time that a
 device-to-device copy of as many bytes takes in the same run; their quotient is the share of copy bandwidth. Buffers
 rotate, so that no run reads what the last one left in the cache, and the GPU is kept busy while launches queue up, so
-that the host's time is not in the numbers. `--peers` adds torch.compile of the reference and
-ModelOpt's kernel.
+that the host's time is not in the numbers. 4/6 is also timed with three amaxes of which some scales put elements on
+the middle of two values (`TIES`), because rounding those to even takes longer. `--peers` adds torch.compile of the
+reference and ModelOpt's kernel.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fp4deploy.plugins import quantize
 ops = torch.ops.fp4deploy
 ROTATION = 4
 PLAIN = [0, 448, 0, 0, 0, 0]
+TIES = (5.8125, 5.0625, 5.25)
 
 
 def median_ms(run: Callable[[int], object], repeats: int = 30) -> float:
@@ -95,11 +97,13 @@ def cases(dtype: torch.dtype, peers: bool) -> dict[str, tuple[Callable[[int], ob
             2 * read,
         ),
     }
+    amaxes = {"": amax, **{f", amax {size:g}": torch.tensor(size, device="cuda") for size in TIES}}
     for name, four in choice.items():
-        result[f"4/6 {name} packed"] = (
-            lambda i, four=four: quantize.quantize_nvfp4(xs[i], amax=amax, four_over_six=four),
-            packed,
-        )
+        for suffix, given in amaxes.items() if dtype == torch.bfloat16 else [("", amax)]:
+            result[f"4/6 {name} packed{suffix}"] = (
+                lambda i, four=four, given=given: quantize.quantize_nvfp4(xs[i], amax=given, four_over_six=four),
+                packed,
+            )
     if peers:
         result |= peer_cases(xs, amax, read)
     return result

@@ -37,7 +37,7 @@ SetOption = Annotated[
 EveryOption = Annotated[
     int | None,
     typer.Option(
-        "--telemetry-every", min=0, help="Steps between two looks at every layer; 0: none.", show_default="100"
+        "--telemetry-every", min=0, help="Steps between two looks at every layer; 0: none.", show_default="200"
     ),
 ]
 TrackerOption = Annotated[

@@ -27,7 +27,7 @@ def plot(
         raise InputError(f"{shown(found.path)} holds no telemetry of '{model}'; it has: {', '.join(models) or 'none'}.")
     if not models:
         raise InputError(
-            f"{shown(found.path)} holds no telemetry. Train with telemetry: fp4deploy train --telemetry-every 100"
+            f"{shown(found.path)} holds no telemetry. Train with telemetry: fp4deploy train --telemetry-every 200"
         )
     draw(found, [model] if model else models)
 

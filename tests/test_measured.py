@@ -76,6 +76,40 @@ def test_kernels() -> None:
     assert list(said.groups()) == [*fast, *strict]
 
 
+def test_camvid() -> None:
+    found, page = result("camvid_sweep_h200.json")["variants"], rows("training.md")
+    layers = {"fp16": "0", "control": "0", "ptq": "21 of 23", "qat": "21 of 23", "ptq_all": "all", "qat_all": "all"}
+    assert found.keys() == layers.keys()
+    for name, row in found.items():
+        assert [name, layers[name], *map(_spread, (row["best"], row["last"])), *map(_gap, _gaps(row))] in page
+        assert len(row["runs"]) == 3
+    small = result("camvid_quarter_sweep_h200.json")["variants"]
+    text = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    best = {name: f"{100 * row['best']['mean']:.2f}" for name, row in small.items()}
+    said = "FP16 {fp16}, control {control}, PTQ {ptq}, QAT {qat}; all layers in FP4: PTQ {ptq_all}, QAT {qat_all}."
+    assert said.format(**best) in text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for label, name in (("**NVFP4, QAT** | 21 of 23", "qat"), ("NVFP4, QAT | all", "qat_all")):
+        cells = [_spread(found[name]["best"]), *map(_gap, _gaps(found[name]))]
+        assert f"| {label} | {' | '.join(cells).replace('-', '−')} |" in readme
+
+
+def test_dsb2018() -> None:
+    found, page = result("dsb2018_h200.json")["models"], rows("instances.md")
+    for label, name in {"FP16": "fp16", "FP16 control": "fp16_control", "NVFP4 QAT": "nvfp4"}.items():
+        scores = [f"{100 * found[name]['best'][key]:.2f}" for key in ("ap", "ap50", "ap75")]
+        assert any(row[0] == label and row[2:] == scores for row in page), (label, scores)
+
+
+def test_telemetry() -> None:
+    page = rows("telemetry.md")
+    for row in result("telemetry_cost_h200.json")["rows"]:
+        times = [f"{row[name]:.1f}" for name in ("step_ms", "looked_at_ms")]
+        cells = [row["model"], f"{row['scale']:g}", *times, f"{100 * row['share']['1'] / 200:.2f} %"]
+        assert cells in page
+        assert row["share"]["1"] / 200 <= 0.03
+
+
 def test_tiles() -> None:
     found = result("tiles_compiled.json")["kernels"]
     table = [row for row in rows("ahead_of_time.md") if row[0].startswith("sm_") and len(row) == 7]
@@ -98,3 +132,15 @@ def test_tiles() -> None:
 
 def _time_and_memory(row: dict[str, float]) -> list[str]:
     return [f"{row['ms']:.2f}", f"{row['peak_bytes'] / 2**20:.0f}"]
+
+
+def _spread(value: dict[str, float]) -> str:
+    return f"{100 * value['mean']:.2f} ± {100 * value['sd']:.2f}"
+
+
+def _gaps(row: dict[str, Any]) -> list[dict[str, float] | None]:
+    return [row["gap_best"], row["gap_last"]]
+
+
+def _gap(value: dict[str, float] | None) -> str:
+    return "" if value is None else "{mean:+.2f} [{low:+.2f}, {high:+.2f}]".format(**value)

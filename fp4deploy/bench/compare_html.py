@@ -253,7 +253,7 @@ def _samples(samples: Samples) -> str:
 def _telemetry(facts: Facts, rows: Sequence[Row], colours: dict[str, str]) -> str:
     tracked = {row["run"] for row in facts["telemetry"]}
     without = [run["label"] for run in facts["runs"] if run["label"] not in tracked]
-    told = f"Without telemetry: {escape(', '.join(without))} (fp4deploy train --telemetry-every 100)."
+    told = f"Without telemetry: {escape(', '.join(without))} (fp4deploy train --telemetry-every 200)."
     note = f'<p class="note">{told}</p>' if without else ""
     if not tracked:
         return f"<h2>Telemetry</h2>{note}"

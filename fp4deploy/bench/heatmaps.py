@@ -106,7 +106,7 @@ def draw_heatmaps(run: Run, model: str, task: str = "semantic") -> list[Path]:
     if not looks:
         raise InputError(
             f"{run.model_dir(model)} holds no telemetry to draw ({FILE}). Train with: fp4deploy train "
-            "--telemetry-every 100 (with the tracker jsonl)"
+            "--telemetry-every 200 (with the tracker jsonl)"
         )
     folder = heatmap_folder(run, model)
     script = folder.parent / "plotly.min.js"

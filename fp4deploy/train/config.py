@@ -106,7 +106,7 @@ class TelemetrySection(Section):
     plots: heatmaps at the end of a training; project, wandb_mode: of Weights & Biases.
     """
 
-    every: int = Field(100, ge=0)
+    every: int = Field(200, ge=0)
     trackers: list[Literal["jsonl", "tensorboard", "wandb"]] = Field(["jsonl"])
     plots: bool = True
     project: str = "fp4deploy"

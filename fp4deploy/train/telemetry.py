@@ -1,7 +1,7 @@
 """When a training is looked at, and where what was seen goes.
 
 Every N-th optimiser step is looked at, the first and the last of the training too. With t the time of a step and T that
-of a look, looking costs T / (N t) of the training's time; N = 100 keeps that below 3 % (`benchmarks/telemetry_cost.py`
+of a look, looking costs T / (N t) of the training's time; N = 200 keeps that below 3 % (`benchmarks/telemetry_cost.py`
 measures both in one run). A look's table stays on the device until the loop reads its loss, when the device has been
 waited for anyway.
 
