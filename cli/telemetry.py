@@ -51,7 +51,7 @@ def study(
     from fp4deploy.bench.locate import data_of
 
     path = checkpoint or _default_checkpoint()
-    found = study_kurtosis(path, study_images(path, data or data_of(path), images))
+    found = study_kurtosis(path, study_images(path, data or data_of(path), images), on_gpu=True)
     whole = path.resolve()
     files = save_study(found, out or whole.parents[1] / "plots" / "kurtosis" / whole.parent.name)
     done(render_study(found).split("Each layer")[0].strip())

@@ -95,16 +95,18 @@ class Study:
     damage: list[LayerDamage]
 
 
-def study_kurtosis(checkpoint: Path, batches: Iterable[torch.Tensor]) -> Study:
+def study_kurtosis(checkpoint: Path, batches: Iterable[torch.Tensor], on_gpu: bool = False) -> Study:
     """Study a checkpoint (of either precision; its weights are taken as they are) on images.
 
     Args:
-        batches: model inputs, each [N, 3, H, W], on the CPU or wherever the model should run.
+        batches: model inputs, each [N, 3, H, W].
+        on_gpu: run the model on a GPU where there is one.
 
     Raises:
         InputError: not a checkpoint, or no images.
     """
-    inputs = list(batches)
+    device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
+    inputs = [batch.to(device) for batch in batches]
     if not inputs:
         raise InputError("The study of kurtosis needs images. Give it some with --data DIR.")
     model, card = load_model(Path(checkpoint), inputs[0].device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -77,6 +78,7 @@ class CapturedNetwork:
             warnings.warn(
                 f"The packed network runs step by step: recording it as a CUDA graph failed ({error}).", stacklevel=2
             )
+            _end_recording(self.network.device)
             return lambda: self.network(images)
 
         def replay() -> torch.Tensor:
@@ -84,3 +86,13 @@ class CapturedNetwork:
             return logits
 
         return replay
+
+
+def _end_recording(device: torch.device) -> None:
+    """Let random numbers be drawn on `device` after a recording that failed.
+
+    torch's generator learns that a recording is over when it ends well, and refuses to draw before. One that ends well
+    is that of a single fill.
+    """
+    with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)

@@ -64,6 +64,19 @@ def test_tails_are_those_of_scipy(study: Study, checkpoint: Path) -> None:
     assert rows["encoder.2.conv1", "weight"].sqnr_db == pytest.approx(20, abs=3)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_finds_the_same(study: Study, checkpoint: Path, data: Path) -> None:
+    found = study_kurtosis(checkpoint, study_images(checkpoint, data, 4), on_gpu=True)
+    for here, there in zip(study.tensors, found.tensors, strict=True):
+        assert (here.layer, here.tensor) == (there.layer, there.tensor)
+        if here.tensor != "input":  # weights are the same, activations differ by TF32
+            assert there.kurtosis == pytest.approx(here.kurtosis, rel=1e-4)
+    for one, other in zip(study.damage, found.damage, strict=True):
+        assert (one.layer, one.what) == (other.layer, other.what)
+        assert other.logit_error == pytest.approx(one.logit_error, rel=0.3)
+
+
 def test_every_layer_is_quantised_alone(study: Study) -> None:
     assert study.images == 4
     assert study.precision == "nvfp4"
