@@ -2,4 +2,5 @@
 
 from .main import main
 
-main()
+if __name__ == "__main__":  # not in a process of a sweep, which imports this file again
+    main()

@@ -26,6 +26,7 @@ def sweep(
     minutes: Annotated[
         float | None, typer.Option("--minutes", help="Stop and save after so many minutes.", show_default="no limit")
     ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Trainings at a time, a GPU for each.")] = 1,
 ) -> None:
     """Train every variant for every seed; the same command goes on where it was stopped."""
     import json
@@ -43,7 +44,7 @@ def sweep(
     folder = out if out is not None else Path("runs") / file.stem
     note(f"Sweep: {len(loaded.variants)} variants, {len(loaded.seeds)} seeds, into {shown(folder)}")
     names = tuple(name.strip() for name in (only or "").split(",") if name.strip())
-    results = run_sweep(loaded, folder, names, minutes, note, record)
+    results = run_sweep(loaded, folder, names, minutes, note, record, jobs)
     picture = draw_sweep(results, folder)
     done(markdown(results))
     note(", ".join(shown(path) for path in (folder / "sweep.json", folder / "sweep.md", picture) if path is not None))

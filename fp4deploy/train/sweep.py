@@ -1,4 +1,4 @@
-"""Running a sweep: its variants one after the other as ordinary runs, each seed's FP16 model once.
+"""Running a sweep: variants as ordinary runs, one after the other or several at a time, each seed's FP16 model once.
 
     OUT/sweep.yaml                 the file as it was first run
     OUT/fp16/seed0/                the FP16 model of a seed, and what every fine-tuned variant of the seed starts from
@@ -13,26 +13,21 @@ is written down and the sweep goes on.
 from __future__ import annotations
 
 import _thread
-import gc
-import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fp4deploy.errors import Fp4DeployError, InputError
-from fp4deploy.runs import Run, atomic_write, processes
-from fp4deploy.train.config import with_settings
-from fp4deploy.train.models import train_models
+from fp4deploy.errors import InputError
+from fp4deploy.runs import atomic_write, processes
 from fp4deploy.train.sweep_file import Sweep, Variant
-from fp4deploy.train.sweep_results import ERROR_FILE, collect, outcome, run_of, write_results
+from fp4deploy.train.sweep_one import Say, Started, run_one
+from fp4deploy.train.sweep_results import collect, write_results
+from fp4deploy.train.sweep_together import run_together
 
-Say = Callable[[str], None]
 FILE = "sweep.yaml"
 
 
@@ -46,14 +41,16 @@ def run_sweep(
     only: tuple[str, ...] = (),
     minutes: float | None = None,
     say: Say = print,
-    started: Callable[[Run], None] | None = None,
+    started: Started | None = None,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Run what is not finished, and return the results (`sweep_results.collect`).
 
     Args:
         only: names of variants; the FP16 models they start from are trained as well. Empty for all.
         minutes: stop after so many, inside of a training with its state saved.
-        started: called with every run that begins or goes on.
+        started: called with every run that begins or goes on; with several jobs, a function that has a name.
+        jobs: trainings at a time, each in a process and, where there are some, on a GPU of its own.
 
     Raises:
         InputError: an unknown variant, a folder that is no sweep, several processes, a disk that is full.
@@ -61,16 +58,18 @@ def run_sweep(
     """
     if processes() > 1:
         raise InputError(
-            "A sweep runs in one process. To use several GPUs give each a seed of its own in the same --out: "
-            "CUDA_VISIBLE_DEVICES=1 fp4deploy sweep FILE --seeds 1"
+            "A sweep starts its processes itself: to use several GPUs, fp4deploy sweep FILE --jobs 4, without torchrun."
         )
     chosen = _chosen(sweep, only)
     _open(sweep, out)
     try:
         with _deadline(minutes):
-            for seed in sweep.seeds:
-                for variant in chosen:
-                    _run(sweep, out, variant, seed, say, started)
+            tasks = [(variant, seed) for seed in sweep.seeds for variant in chosen]
+            if jobs > 1:
+                run_together(sweep, out, tasks, jobs, say, started)
+            else:
+                for variant, seed in tasks:
+                    run_one(sweep, out, variant, seed, say, started)
                     write_results(collect(sweep, out), out)
     except TimeIsUp:
         say(f"{minutes:g} minutes are over. Go on with the same command.")
@@ -94,44 +93,6 @@ def _open(sweep: Sweep, out: Path) -> None:
     if not (out / FILE).is_file():
         with atomic_write(out / FILE) as temporary:
             temporary.write_text(sweep.file.read_text())
-
-
-def _run(
-    sweep: Sweep, out: Path, variant: Variant, seed: int, say: Say, started: Callable[[Run], None] | None = None
-) -> None:
-    before = outcome(sweep, out, variant, seed)
-    title = f"{variant.name}, seed {seed}"
-    if before["status"] == "done":
-        say(f"{title}: done, {sweep.metric} {100 * before['best']:.2f}")
-        return
-    run = run_of(out, variant, seed)
-    error_file = run.path / ERROR_FILE
-    try:
-        config = sweep.config(variant, seed)
-        if variant.base is not None:
-            base = sweep.variant(variant.base)
-            if outcome(sweep, out, base, seed)["status"] != "done":
-                raise InputError(f"The FP16 model it starts from, {base.name} of seed {seed}, is not there.")
-            start = run_of(out, base, seed).checkpoint("fp16")
-            config = with_settings(config, [f"train.init_checkpoint={json.dumps(str(start))}"])
-        resume = (run.model_dir(variant.model) / "state").is_dir()
-        say(f"{title}: {'continuing' if resume else 'starting'}")
-        run.path.mkdir(parents=True, exist_ok=True)
-        if started is not None:
-            started(run)
-        result = train_models(config, run, (variant.model,), resume=resume)[variant.model]
-    except Exception as error:  # one bad variant must not cost the others their night
-        paragraph = str(error) if isinstance(error, Fp4DeployError) else f"{type(error).__name__}: {error}"
-        with atomic_write(error_file) as temporary:
-            temporary.write_text(json.dumps({"error": " ".join(paragraph.split())[:2000]}) + "\n")
-        say(f"{title}: failed. {paragraph}")
-        return
-    finally:
-        gc.collect()  # the run's loaders have worker processes, its model memory on the GPU
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    error_file.unlink(missing_ok=True)
-    say(f"{title}: {result.metric} {100 * result.best_score:.2f}, {result.seconds:.0f} s")
 
 
 @contextmanager

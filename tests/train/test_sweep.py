@@ -16,7 +16,7 @@ from scipy import stats
 
 from fp4deploy.errors import InputError
 from fp4deploy.train import Config
-from fp4deploy.train import sweep as module
+from fp4deploy.train import sweep_one as module
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.sweep import run_sweep
 from fp4deploy.train.sweep_file import load_sweep
@@ -248,5 +248,5 @@ def test_wrong_use(tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(InputError, match="is no sweep"):
         run_sweep(sweep, tmp_path / "full")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(InputError, match="one process"):
+    with pytest.raises(InputError, match="starts its processes itself"):
         run_sweep(sweep, tmp_path / "out")
