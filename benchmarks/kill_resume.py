@@ -1,14 +1,16 @@
 """SIGKILL in the middle of a training, then --resume: are the losses that follow the same bits?
 
-    python benchmarks/kill_resume.py --steps 50 [--model nvfp4] [--recipe nvfp4_train] [--seed 0]
+    python benchmarks/kill_resume.py --steps 50 [--model nvfp4] [--recipe nvfp4_train] [--seed 0] [--device cuda]
 
-Trains a small UNet on generated shapes three times on the CPU, each time in a process of its own: once without
+Trains a small UNet on generated shapes three times, each time in a process of its own: once without
 interruption; once until a random step, at which the process is killed (kill -9: no handler, nothing flushed); and once
 more on from what the killed one left on the disk. Every loss is written down as its exact bits. The `--steps` losses
 after the resume must be those of the uninterrupted training, bit for bit; exit code 1 if one is not.
 
 States are saved every few steps, inside epochs; averaged weights, accumulated gradients and, with nvfp4_train,
-stochastic rounding are part of it. On a GPU sums have no fixed order, and two uninterrupted trainings differ already.
+stochastic rounding are part of it. On a GPU what is compared is a checksum over the bits of all weights after every
+batch: the value of the cross-entropy is a sum by atomics there, which the weights do not depend on. Off the fused path,
+as with nvfp4_train, convolutions have no fixed order either, and two uninterrupted trainings differ already.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import tempfile
 import time
 from pathlib import Path
 
+SIZES = {
+    "cpu": ("model.scale=0.125", "data.height=32", "data.width=32"),
+    "cuda": ("model.scale=0.25", "data.height=64", "data.width=64"),
+}
 SETTINGS = (
-    "model.scale=0.125",
-    "data.height=32",
-    "data.width=32",
     "data.workers=0",
     "train.batch_size=2",
     "train.accumulate=2",
@@ -38,24 +41,16 @@ SETTINGS = (
 IMAGES = 60  # 30 batches, 15 steps an epoch
 
 
-def child(data: str, run: str, losses: str, settings: list[str], model: str) -> None:
-    """Train, writing down every loss; on with the run where it has a state."""
+def child(data: str, run: str, losses: str, settings: list[str], model: str, device: str) -> None:
+    """Train, writing down the bits of every batch; on with the run where it has a state."""
     import torch
 
     from fp4deploy.runs import Run
     from fp4deploy.train import load_config, train_models
-    from fp4deploy.train.tally import Tally
 
-    original = Tally.add_loss
-
-    def noted(self: Tally, loss: torch.Tensor) -> None:
-        original(self, loss)
-        with Path(losses).open("a") as file:
-            file.write(float(loss).hex() + "\n")
-
-    Tally.add_loss = noted  # type: ignore[method-assign]
+    write_down(Path(losses), device)
     torch.set_num_threads(1)
-    config = load_config(None, [f"data.root={data}", *SETTINGS, *settings])
+    config = load_config(None, [f"data.root={data}", *SIZES[device], *SETTINGS, *settings])
     folder = Run(Path(run))
     resume = (folder.model_dir(model) / "state" / "last.safetensors").is_file()
     if resume:
@@ -63,14 +58,43 @@ def child(data: str, run: str, losses: str, settings: list[str], model: str) -> 
 
         progress = read_progress(folder.model_dir(model) / "state" / "last.safetensors")
         batches = progress.epoch * (IMAGES // 2) + progress.batch
-        Path(losses).write_text(f"{batches}\n")
+        Path(losses).write_text(f"after {batches}\n")
     train_models(config, folder, (model,), resume=resume)
 
 
-def start(data: Path, run: Path, losses: Path, settings: list[str], model: str) -> subprocess.Popen[bytes]:
+def write_down(file: Path, device: str) -> None:
+    """Append a line after every batch: the loss on a CPU, a checksum of the weights on a GPU."""
+    import torch
+
+    from fp4deploy.train.loop import Trainer
+    from fp4deploy.train.tally import Tally
+
+    def append(text: str) -> None:
+        with file.open("a") as lines:
+            lines.write(text + "\n")
+
+    add_loss, step = Tally.add_loss, Trainer._step
+
+    def noted_loss(self: Tally, loss: torch.Tensor) -> None:
+        add_loss(self, loss)
+        append(float(loss).hex())
+
+    def noted_weights(self: Trainer, *batch: torch.Tensor) -> None:
+        step(self, *batch)
+        words = [value.detach().view(torch.int32).long() for value in self.bare.parameters()]
+        odd = [torch.arange(1, 2 * value.numel(), 2, device=value.device).view(value.shape) for value in words]
+        append(str(sum(int((value * factor).sum()) for value, factor in zip(words, odd, strict=True))))
+
+    if device == "cuda":
+        Trainer._step = noted_weights  # type: ignore[method-assign]
+    else:
+        Tally.add_loss = noted_loss  # type: ignore[method-assign]
+
+
+def start(data: Path, run: Path, losses: Path, settings: list[str], model: str, device: str) -> subprocess.Popen[bytes]:
     """A process of its own that trains."""
-    arguments = json.dumps([str(data), str(run), str(losses), settings, model])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = json.dumps([str(data), str(run), str(losses), settings, model, device])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     command = [sys.executable, __file__, "--child", arguments]
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
@@ -82,6 +106,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="nvfp4_qat")
     parser.add_argument("--seed", type=int, default=None, help="of the random step; by default another each time")
     parser.add_argument("--within", type=int, default=IMAGES, help="the kill comes in the first so many batches")
+    parser.add_argument("--device", default="cpu", choices=tuple(SIZES))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -95,9 +120,9 @@ def main() -> None:
     settings = [f"train.epochs={epochs}", f"recipe={arguments.recipe}"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        generate_shapes(folder / "data", train=IMAGES, val=4, size=32, seed=0)
+        generate_shapes(folder / "data", train=IMAGES, val=4, size=32 if arguments.device == "cpu" else 64, seed=0)
         straight, killed, resumed = (folder / f"{part}.txt" for part in ("straight", "killed", "resumed"))
-        common = (settings, arguments.model)
+        common = (settings, arguments.model, arguments.device)
         if start(folder / "data", folder / "a", straight, *common).wait() != 0:
             sys.exit("the uninterrupted training failed")
         process = start(folder / "data", folder / "b", killed, *common)
@@ -108,20 +133,21 @@ def main() -> None:
             sys.exit("the training ended before it could be killed")
         if start(folder / "data", folder / "b", resumed, *common).wait() != 0:
             sys.exit("the resumed training failed")
-        expected, lines = straight.read_text().split(), resumed.read_text().split()
+        expected, lines = straight.read_text().splitlines(), resumed.read_text().splitlines()
         died = len(killed.read_text().splitlines())
-    if len(lines[0].split("x")) > 1:
+    if not lines[0].startswith("after "):
         sys.exit("nothing had been saved before the kill: run again with another --seed")
-    begin = int(lines[0])
+    begin = int(lines[0].split()[1])
     found, wanted = lines[1 : 1 + batches], expected[begin : begin + batches]
     different = sum(a != b for a, b in zip(found, wanted, strict=True))
     report = {
         "model": arguments.model,
         "recipe": arguments.recipe,
+        "device": arguments.device,
         "killed_after_batches": died,
         "resumed_after_batches": begin,
         "steps_an_epoch": IMAGES // 4,
-        "losses_compared": len(found),
+        "batches_compared": len(found),
         "different": different,
     }
     print(json.dumps(report))

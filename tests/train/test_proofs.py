@@ -59,7 +59,7 @@ def test_killed_at_a_random_step_the_following_losses_are_the_same_bits(recipe: 
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["different"] == 0
-    assert report["losses_compared"] == 8
+    assert report["batches_compared"] == 8
     assert report["resumed_after_batches"] <= report["killed_after_batches"]
 
 
