@@ -15,8 +15,6 @@ from .console import note, notes, print_json, results, shown
 if TYPE_CHECKING:
     from fp4deploy.bench.artifact import ArtifactResult, Baseline
 
-MEASURED = ("val", "test")
-
 
 def bench(
     engine: Annotated[
@@ -59,6 +57,7 @@ def bench(
 ) -> None:
     """Measure mIoU or AP and latency; an engine for another GPU exits 3, a drop below the baseline exits 1."""
     from fp4deploy.bench.artifact import find_baseline, gate_drop
+    from fp4deploy.data import MEASURED
 
     paths = _resolve(engine)
     where = data or _data(paths)

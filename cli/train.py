@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,11 +62,8 @@ def train(
     if resume:
         run = open_run(out) if out is not None else latest_run()
         resolved = settings(run.config_path, sets, **flags)
-        from fp4deploy.bench.commands import record
-        from fp4deploy.train.processes import from_first
-
         note(f"Continuing {shown(run.path)}.")
-        from_first(partial(record, run))
+        _record(run)
         _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
         return
     resolved = settings(config, sets, **flags)
@@ -82,6 +78,13 @@ def _train(
     from fp4deploy.train import train_models
 
     return train_models(config, run, models, from_scratch=from_scratch, resume=resume)
+
+
+def _record(run: Run) -> None:
+    from fp4deploy.bench.commands import record
+
+    if is_first_process():
+        record(run)
 
 
 def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:

@@ -12,7 +12,7 @@ from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import Latency, measure
 from fp4deploy.bench.ledgers import built_by, ledger_beside
 from fp4deploy.bench.runtimes import open_runtime
-from fp4deploy.data import SPLITS
+from fp4deploy.data import VAL
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from fp4deploy.export.ledger import sha256
 from fp4deploy.instances import InstanceScores
@@ -92,7 +92,7 @@ def bench_artifact(
     progress: Progress | None = None,
     max_detections: int | None = None,
     results: Path | None = None,
-    split: str = SPLITS[1],
+    split: str = VAL,
 ) -> ArtifactResult:
     """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
@@ -160,7 +160,7 @@ class Baseline:
     value: float
 
 
-def find_baseline(path: Path, data: Path | None, max_detections: int | None = None, split: str = SPLITS[1]) -> Baseline:
+def find_baseline(path: Path, data: Path | None, max_detections: int | None = None, split: str = VAL) -> Baseline:
     """Accuracy to compare with: measured when `path` is an artefact, read when it is what `bench --json` wrote.
 
     Raises:

@@ -13,7 +13,7 @@ import sys
 from datetime import datetime, timezone
 from typing import Any
 
-from fp4deploy.bench.environment import environment
+from fp4deploy.bench.environment import environment, is_machine
 from fp4deploy.runs import Run, processes
 from fp4deploy.train.journal import append_line
 
@@ -42,18 +42,6 @@ def recorded(run: Run) -> list[dict[str, Any]]:
         if isinstance(entry, dict) and isinstance(entry.get("command"), str) and is_machine(entry.get("environment")):
             found.append(entry)
     return found
-
-
-def is_machine(value: Any) -> bool:
-    """Whether a JSON value has the shape of `environment`."""
-    try:
-        return (
-            all(gpu["name"] and gpu["arch"] for gpu in value["gpus"])
-            and isinstance(value["packages"], dict)
-            and value.keys() >= {"cpu", "cores", "platform", "python"}
-        )
-    except (KeyError, TypeError, AttributeError):
-        return False
 
 
 def this_command() -> str:

@@ -13,7 +13,7 @@ import torch
 
 from fp4deploy.bench.instances import evaluate_instances
 from fp4deploy.bench.protocol import Runtime
-from fp4deploy.data import SPLITS, EvalTransform, SegmentationDataset, eval_loader, open_dataset
+from fp4deploy.data import VAL, EvalTransform, SegmentationDataset, eval_loader, open_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores, SegmentationScore
@@ -23,7 +23,7 @@ BATCH = 8
 Progress = Callable[[int, int], None]  # images done, images in all
 
 
-def validation_set(card: ModelCard, data: Path, split: str = SPLITS[1]) -> SegmentationDataset:
+def validation_set(card: ModelCard, data: Path, split: str = VAL) -> SegmentationDataset:
     """Open the validation split, or another one, with the classes a model knows, in the model's order.
 
     Raises:
@@ -48,7 +48,7 @@ def evaluate_task(
     progress: Progress | None = None,
     max_detections: int | None = None,
     results: Path | None = None,
-    split: str = SPLITS[1],
+    split: str = VAL,
 ) -> Scores | InstanceScores:
     """Scores of a runtime's own task: mIoU, or AP; `max_detections` and `results` as of `evaluate_instances`.
 
@@ -66,7 +66,7 @@ def evaluate_task(
 
 
 def evaluate(
-    runtime: Runtime, data: Path, batch: int = BATCH, progress: Progress | None = None, split: str = SPLITS[1]
+    runtime: Runtime, data: Path, batch: int = BATCH, progress: Progress | None = None, split: str = VAL
 ) -> Scores:
     """mIoU, IoU per class and pixel accuracy of a semantic runtime over a split.
 

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from fp4deploy.bench.protocol import Runtime
-from fp4deploy.data import SPLITS, CocoDataset, NumberedEvalTransform, eval_loader, open_instances
+from fp4deploy.data import VAL, CocoDataset, NumberedEvalTransform, eval_loader, open_instances
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceEvaluation, Instances, InstanceScores, write_results
 from fp4deploy.instances.draw import draw_instances
@@ -29,7 +29,7 @@ from fp4deploy.runs import atomic_write
 OVERLAYS = 16  # pictures written with the results, evenly spaced
 
 
-def instance_set(card: ModelCard, data: Path, numbered: bool = False, split: str = SPLITS[1]) -> CocoDataset:
+def instance_set(card: ModelCard, data: Path, numbered: bool = False, split: str = VAL) -> CocoDataset:
     """Open the validation split, or another one, with the classes and the stuff a model knows.
 
     Raises:
@@ -47,7 +47,7 @@ def evaluate_instances(
     progress: Callable[[int, int], None] | None = None,
     max_detections: int | None = None,
     results: Path | None = None,
-    split: str = SPLITS[1],
+    split: str = VAL,
 ) -> InstanceScores:
     """Average precision of a runtime over a split.
 

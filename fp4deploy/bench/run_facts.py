@@ -22,8 +22,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.bench.commands import is_machine, recorded
+from fp4deploy.bench.commands import recorded
 from fp4deploy.bench.curves import history
+from fp4deploy.bench.environment import is_machine
 from fp4deploy.bench.locate import model_of, run_artifacts
 from fp4deploy.errors import InputError
 from fp4deploy.export.ledger import sha256

@@ -7,7 +7,7 @@ from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import Defect
 from fp4deploy.data.dataset import open_dataset, open_instances
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
-from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, SPLITS, Sample, SegmentationDataset
+from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, MEASURED, SPLITS, VAL, Sample, SegmentationDataset
 from fp4deploy.data.shapes import generate_shapes
 from fp4deploy.data.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand
 
@@ -15,7 +15,9 @@ __all__ = [
     "IGNORE",
     "IMAGE_MEAN",
     "IMAGE_STD",
+    "MEASURED",
     "SPLITS",
+    "VAL",
     "CachedDataset",
     "ClassCounts",
     "CocoDataset",

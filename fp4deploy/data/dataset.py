@@ -8,7 +8,7 @@ from pathlib import Path
 from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import find_annotations
 from fp4deploy.data.masks import MaskDataset
-from fp4deploy.data.sample import SPLITS, TEST, SegmentationDataset
+from fp4deploy.data.sample import ALL_SPLITS, SegmentationDataset
 from fp4deploy.errors import InputError
 
 LAYOUTS = (
@@ -19,7 +19,7 @@ LAYOUTS = (
 
 def has_masks(root: Path) -> bool:
     """Whether a folder has the masks layout, which takes priority over COCO annotations beside it."""
-    return any((root / "masks" / split).is_dir() for split in (*SPLITS, TEST))
+    return any((root / "masks" / split).is_dir() for split in ALL_SPLITS)
 
 
 def require_folder(root: Path) -> None:
@@ -35,8 +35,8 @@ def require_folder(root: Path) -> None:
 
 def require_split(split: str) -> None:
     """Raise InputError unless `split` is one that a dataset can have."""
-    if split not in (*SPLITS, TEST):
-        raise InputError(f"There is no split '{split}'; the splits are: {', '.join((*SPLITS, TEST))}.")
+    if split not in ALL_SPLITS:
+        raise InputError(f"There is no split '{split}'; the splits are: {', '.join(ALL_SPLITS)}.")
 
 
 def open_instances(

@@ -23,7 +23,7 @@ import numpy as np
 
 from fp4deploy.data.coco_json import find_annotations, find_images, parse
 from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, read_class_ids, read_image
-from fp4deploy.data.sample import IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes
+from fp4deploy.data.sample import ALL_SPLITS, IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes
 
 
 class MaskDataset:
@@ -98,7 +98,7 @@ def class_values(root: Path) -> dict[str, int]:
     Raises:
         InputError: the annotations or `classes.txt` are unusable, or no mask holds a class.
     """
-    for split in (*SPLITS, TEST):
+    for split in ALL_SPLITS:
         path = find_annotations(root, split)
         if path is None:
             continue

@@ -21,8 +21,10 @@ from fp4deploy.errors import InputError, suggest
 
 IGNORE = 255
 MAX_CLASSES = 255  # ids 0..254 fit a uint8 mask beside IGNORE
-SPLITS = ("train", "val")  # what a training reads
-TEST = "test"  # what only `fp4deploy bench --split test` reads
+TRAIN, VAL, TEST = "train", "val", "test"
+SPLITS = (TRAIN, VAL)  # what a training reads
+MEASURED = (VAL, TEST)  # what a model is measured on; TEST is read by `fp4deploy bench --split test` alone
+ALL_SPLITS = (*SPLITS, TEST)
 IMAGE_MEAN = (0.485, 0.456, 0.406)  # ImageNet, RGB in [0, 1]
 IMAGE_STD = (0.229, 0.224, 0.225)
 

@@ -277,7 +277,12 @@ def _workers(given: int | None) -> int:
     if given is not None:
         return given
     processes = PartialState(cpu=not torch.cuda.is_available()).num_processes
-    return min(MOST_WORKERS, (os.cpu_count() or 1) // processes) if torch.cuda.is_available() else 0
+    return share_of_workers(processes) if torch.cuda.is_available() else 0
+
+
+def share_of_workers(trainings: int) -> int:
+    """Loader processes that feed a GPU, where so many trainings share the CPU cores."""
+    return min(MOST_WORKERS, (os.cpu_count() or 1) // trainings)
 
 
 def _keep_config(config: Config, run: Run, resume: bool) -> None:

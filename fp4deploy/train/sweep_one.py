@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.runs import Run, atomic_write
 from fp4deploy.train.config import with_settings
-from fp4deploy.train.models import MOST_WORKERS, train_models
+from fp4deploy.train.models import share_of_workers, train_models
 from fp4deploy.train.sweep_file import Sweep, Variant
 from fp4deploy.train.sweep_results import ERROR_FILE, outcome, run_of
 
@@ -55,7 +54,7 @@ def run_one(
             start = run_of(out, base, seed).checkpoint("fp16")
             config = with_settings(config, [f"train.init_checkpoint={json.dumps(str(start))}"])
         if jobs > 1 and config.data.workers is None and torch.cuda.is_available():
-            config = with_settings(config, [f"data.workers={min(MOST_WORKERS, (os.cpu_count() or 1) // jobs)}"])
+            config = with_settings(config, [f"data.workers={share_of_workers(jobs)}"])
         resume = (run.model_dir(variant.model) / "state").is_dir()
         say(f"{title}: {'continuing' if resume else 'starting'}")
         run.path.mkdir(parents=True, exist_ok=True)

@@ -91,8 +91,7 @@ void choose_groups(
             largest = fp4::nan_max(largest, std::fabs(v[i]));
             w[i / 2] = i % 2 ? w[i / 2] | (fp4::bits(v[i]) & 0xFFFF0000u) : fp4::bits(v[i]) >> 16;
         }
-        const float guess = largest * (1.f / 6.f), sixth = fmaf(fmaf(-6.f, guess, largest), 1.f / 6.f, guess);
-        const uint32_t bytes = fp4::candidate_bytes(sixth * global.scale), byte[2] = {bytes & 0xFFu, bytes >> 8};
+        const uint32_t bytes = fp4::candidate_bytes(fp4::sixth_of(largest) * global.scale), byte[2] = {bytes & 0xFFu, bytes >> 8};
         const fp4::Counting six = counting[byte[0]], four = counting[byte[1]];
         const fp4::Chosen chosen = fp4::choose<Squared>(v, largest, six, four, 1u);
         uint32_t sum[2][8];

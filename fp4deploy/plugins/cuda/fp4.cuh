@@ -216,11 +216,14 @@ struct Candidates {
     BlockScale six, four;
 };
 
+// amax / 6 by a product and its correction, rounded like the division where nothing underflows (every mantissa checked).
+FP4_FUNCTION float sixth_of(float amax) {
+    const float guess = amax * (1.f / 6.f);
+    return fmaf(fmaf(-6.f, guess, amax), 1.f / 6.f, guess);
+}
+
 FP4_FUNCTION Candidates four_over_six(float block_amax, const GlobalScale& global) {
-    // a / 6 by a product and its correction, rounded like the division where nothing underflows (every mantissa checked).
-    float sixth = block_amax * (1.f / 6.f);
-    sixth = block_amax > 1e-30f ? fmaf(fmaf(-6.f, sixth, block_amax), 1.f / 6.f, sixth) : block_amax / 6.f;
-    float b = sixth * global.scale;
+    float b = (block_amax > 1e-30f ? sixth_of(block_amax) : block_amax / 6.f) * global.scale;
     return {rounded_scale(b, block_amax, global), rounded_scale(b * 1.5f, block_amax, global)};
 }
 

@@ -19,12 +19,6 @@
 __device__ __forceinline__ uint32_t unit_of(__half*) { return 0x2000u; }
 __device__ __forceinline__ uint32_t unit_of(__nv_bfloat16*) { return 0x10000u; }
 
-// amax / 6 by a product and its correction, rounded like the division where nothing underflows.
-__device__ __forceinline__ float sixth_of(float amax) {
-    const float guess = amax * (1.f / 6.f);
-    return fmaf(fmaf(-6.f, guess, amax), 1.f / 6.f, guess);
-}
-
 struct Shared {
     GlobalScale global;
     fp4::Counting counting[fp4::SCALES];
@@ -50,7 +44,7 @@ __device__ __forceinline__ Quick pack(const Group& group, const Shared& shared, 
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
     const float largest = largest_of(w);
-    const uint32_t bytes = fp4::candidate_bytes(sixth_of(largest) * known.to_scaled);
+    const uint32_t bytes = fp4::candidate_bytes(fp4::sixth_of(largest) * known.to_scaled);
     const fp4::Counting six = shared.counting[bytes & 0xFFu], four = shared.counting[bytes >> 8];
     float v[16];
 #pragma unroll
@@ -82,7 +76,7 @@ __device__ __noinline__ Packed decide(const uint4* first, const uint4* second, c
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
     const float largest = largest_of(w);
-    const uint32_t bytes = fp4::candidate_bytes(sixth_of(largest) * shared->global.scale);
+    const uint32_t bytes = fp4::candidate_bytes(fp4::sixth_of(largest) * shared->global.scale);
     if (bytes == 0u && is_ordinary(shared->global)) return {make_uint2(0u, 0u), 0.f};  // below the smallest scale
     const bool care = shared->care[bytes & 0xFFu] || shared->care[bytes >> 8];
     const fp4::Counting six = shared->counting[bytes & 0xFFu], four = shared->counting[bytes >> 8];
