@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 from pathlib import Path
 
 from fp4deploy.data import cache_dataset, open_dataset
+from fp4deploy.plugins.availability import cores
 from fp4deploy.train import load_config
 from fp4deploy.train.estimate import loader_speed
 from fp4deploy.train.models import make_loaders
@@ -62,7 +62,7 @@ def main() -> None:
             "command": "python benchmarks/data_loading.py",
             "config": arguments.config.name,
             "cached": type(train).__name__ == "CachedDataset",
-            "cpu_cores": os.cpu_count(),
+            "cpu_cores": cores(),
             "python": platform.python_version(),
             "takes_images_per_s": wanted,
             "rows": rows,

@@ -10,7 +10,8 @@ Every case is `fp4deploy train` under torchrun, FP16 and NVFP4 from scratch, on 
   sums have no fixed order, is what the distance of the others is to be compared with.
 * `same share`: 16 images a GPU. Scaling efficiency is images a second over n times those of one GPU.
 
-Images a second are those of the last epoch, which the journal of each training has; waiting for data is in them.
+Images a second are those of the last epoch, which the journal of each training has; waiting for data is in them. With
+--beside, cases for which there are GPUs run at the same time; each then has a share of the CPU's cores.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +44,52 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=6)
     parser.add_argument("--set", dest="sets", action="append", default=[], help="further settings, KEY=VALUE")
+    parser.add_argument("--beside", action="store_true", help="several cases at a time")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     counts = sorted({int(count) for count in arguments.gpus.split(",")} | {1})
     with tempfile.TemporaryDirectory() as folder:
         data = repeated(arguments.data, Path(folder) / "data", arguments.repeat)
         cases = [(1, BATCH, "same batch"), (1, BATCH, "same batch, again")]
-        cases += [(n, BATCH // n, "same batch") for n in counts if n > 1]
-        cases += [(n, BATCH, "same share") for n in counts if n > 1]
-        rows = []
-        for number, (gpus, batch, kind) in enumerate(cases):
-            settings = [f"train.batch_size={batch}", f"train.epochs={arguments.epochs}", *arguments.sets]
-            journals = train(arguments.config, data, Path(folder) / str(number), gpus, settings)
-            rows += [{"gpus": gpus, "kind": kind, "batch": batch, "model": m, **journals[m]} for m in MODELS]
+        for n in counts[1:]:
+            cases += [(n, BATCH // n, "same batch"), (n, BATCH, "same share")]
+        rows: list[dict[str, Any]] = []
+        for wave in waves(cases, counts[-1] if arguments.beside else 1):
+            folders = [Path(folder) / str(len(rows) + number) for number in range(len(wave))]
+            settings = [f"train.epochs={arguments.epochs}", *arguments.sets]
+            with ThreadPoolExecutor() as pool:
+                trained = [
+                    pool.submit(train, arguments.config, data, out, first, gpus, batch, settings)
+                    for out, (first, gpus, batch, _) in zip(folders, wave, strict=True)
+                ]
+            for (_, gpus, batch, kind), journals in zip(wave, trained, strict=True):
+                found = journals.result()
+                rows += [{"gpus": gpus, "kind": kind, "batch": batch, "model": m, **found[m]} for m in MODELS]
         compare(rows)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     report = {
         "command": "python benchmarks/scaling.py",
         "config": arguments.config.name,
         "repeat": arguments.repeat,
+        "beside": arguments.beside,
         "machine": {"gpu": gpu, "torch": torch.__version__, "cpu_cores": os.cpu_count()},
         "rows": rows,
     }
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def waves(cases: list[tuple[int, int, str]], room: int) -> list[list[tuple[int, int, int, str]]]:
+    """(first GPU, GPUs, batch, kind) of the cases that run at the same time on `room` GPUs; one at least."""
+    found: list[list[tuple[int, int, int, str]]] = []
+    for gpus, batch, kind in cases:
+        taken = sum(case[1] for case in found[-1]) if found else room
+        if taken + gpus > room:
+            found.append([])
+            taken = 0
+        found[-1].append((taken, gpus, batch, kind))
+    return found
 
 
 def repeated(data: Path, out: Path, times: int) -> Path:
@@ -81,9 +105,13 @@ def repeated(data: Path, out: Path, times: int) -> Path:
     return out
 
 
-def train(config: Path, data: Path, out: Path, gpus: int, settings: list[str]) -> dict[str, Any]:
-    """Train both models on `gpus` GPUs; of each the losses by epoch, the last mIoU and images a second."""
-    settings = ["train.evaluate_every=1000", "train.from_scratch=true", "telemetry.every=0", *settings]
+def train(
+    config: Path, data: Path, out: Path, first: int, gpus: int, batch: int, settings: list[str]
+) -> dict[str, Any]:
+    """Train both models on `gpus` GPUs from the `first` on; of each the losses by epoch, the last mIoU and images a
+    second."""
+    settings = [f"train.batch_size={batch}", "train.evaluate_every=1000", "telemetry.every=0", *settings]
+    settings += ["train.from_scratch=true", "telemetry.plots=false"]
     tree = yaml.safe_load(config.read_text())
     tree["train"]["ema"] = 0  # an average over a few hundred steps says little
     own = out.with_suffix(".yaml")
@@ -91,8 +119,12 @@ def train(config: Path, data: Path, out: Path, gpus: int, settings: list[str]) -
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     command = ["-m", PROGRAM, "train", "--config", own, "--data", data, "--models", ",".join(MODELS)]
     sets = [part for setting in settings for part in ("--set", setting)]
-    print(f"{gpus} GPUs: {' '.join(settings)}", flush=True)
-    done = subprocess.run([*launch, *map(str, command), *sets, "--out", str(out)], capture_output=True, text=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64)))).split(",")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + gpus])}
+    begun = time.perf_counter()
+    whole = [*launch, *map(str, command), *sets, "--out", str(out)]
+    done = subprocess.run(whole, capture_output=True, text=True, env=environment)
+    print(f"{gpus} GPUs, {time.perf_counter() - begun:.0f} s: {' '.join(settings)}", flush=True)
     if done.returncode:
         sys.exit(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     found = {}

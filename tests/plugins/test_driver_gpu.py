@@ -177,8 +177,8 @@ def test_each_device(source: Path) -> None:
             with torch.cuda.stream(stream):
                 x = torch.randn(COUNT, device=f"cuda:{index}")
                 out = torch.empty_like(x)
-            with torch.cuda.device(1 - index):
-                run(here, x, out)
+                with torch.cuda.device(1 - index):
+                    run(here, x, out)
             torch.cuda.synchronize(index)
             assert torch.equal(out, x + 1)
             assert torch.cuda.current_device() == 0
