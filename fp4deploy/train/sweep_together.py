@@ -117,7 +117,7 @@ class _Process:
         self, context: SpawnContext, number: int, jobs: int, said: Any, sweep: Sweep, out: Path, started: Started | None
     ) -> None:
         self.tasks: Any = context.Queue()
-        arguments = (number, jobs, self.tasks, said, sweep, out, started)
+        arguments = (multiprocessing.get_start_method(), number, jobs, self.tasks, said, sweep, out, started)
         self.process = context.Process(target=_work, args=arguments, name=f"sweep {number}")
         with _gpu(number):
             self.process.start()
@@ -139,8 +139,18 @@ def _gpu(number: int) -> Iterator[None]:
             del os.environ[VISIBLE]
 
 
-def _work(number: int, jobs: int, tasks: Any, said: Any, sweep: Sweep, out: Path, started: Started | None) -> None:
+def _work(
+    start_method: str,
+    number: int,
+    jobs: int,
+    tasks: Any,
+    said: Any,
+    sweep: Sweep,
+    out: Path,
+    started: Started | None,
+) -> None:
     """The life of a process."""
+    multiprocessing.set_start_method(start_method, force=True)  # else a loader's workers import torch anew, too
     os.setpgrp()  # Ctrl-C reaches the first process alone, which passes it on once
     torch.set_num_threads(max(1, cores() // jobs))
     parent = os.getppid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
+from fp4deploy.runs import Run
 from fp4deploy.train.sweep import run_sweep
 from fp4deploy.train.sweep_file import Sweep, Variant, load_sweep
 from fp4deploy.train.sweep_together import LOG, _gpu, _ready
@@ -38,11 +40,18 @@ def sweep_of(folder: Path, epochs: int = 1) -> Sweep:
     return load_sweep(file)
 
 
+def note_start_method(run: Run) -> None:
+    """Called in the process of a run: how the workers of its loaders will be started."""
+    (run.path / "start_method").write_text(multiprocessing.get_start_method())
+
+
 @pytest.mark.slow
 def test_two_at_a_time_give_what_one_gives(tmp_path: Path) -> None:
     sweep, said = sweep_of(tmp_path), list[str]()
     alone = run_sweep(sweep, tmp_path / "alone", say=lambda _: None)
-    together = run_sweep(sweep, tmp_path / "together", say=said.append, jobs=2)
+    together = run_sweep(sweep, tmp_path / "together", say=said.append, started=note_start_method, jobs=2)
+    methods = {file.read_text() for file in (tmp_path / "together").rglob("start_method")}
+    assert methods == {multiprocessing.get_start_method()}
     for name, row in alone["variants"].items():
         for seed, run in row["runs"].items():
             other = together["variants"][name]["runs"][seed]
