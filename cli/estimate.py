@@ -40,7 +40,7 @@ def estimate(
     ] = None,
     efficiency: Annotated[
         float, typer.Option("--efficiency", min=0.01, max=1.0, help="Assumed share of the ideal speed of several GPUs.")
-    ] = 0.9,
+    ] = 0.8,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to measure.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
 ) -> None:
@@ -55,7 +55,7 @@ def run_estimate(
     gpus: int = 1,
     images: int | None = None,
     val_images: int | None = None,
-    efficiency: float = 0.9,
+    efficiency: float = 0.8,
     steps: int = 30,
     as_json: bool = False,
 ) -> None:

@@ -74,6 +74,10 @@ def test_kernels() -> None:
     )
     assert said is not None
     assert list(said.groups()) == [*fast, *strict]
+    ties = {row["case"]: row["ms"] for row in result("kernels_ties_h200.json")["torch.bfloat16"]}
+    for amax in ("5.8125", "5.0625", "5.25"):
+        names = [f"4/6 {m} {k} packed, amax {amax}" for m in ("mae", "mse") for k in ("fast", "strict")]
+        assert page[amax] == [f"{ties[name] / ties['packed, amax given']:.2f}" for name in names]
 
 
 def test_camvid() -> None:
@@ -84,14 +88,66 @@ def test_camvid() -> None:
         assert [name, layers[name], *map(_spread, (row["best"], row["last"])), *map(_gap, _gaps(row))] in page
         assert len(row["runs"]) == 3
     small = result("camvid_quarter_sweep_h200.json")["variants"]
-    text = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
-    best = {name: f"{100 * row['best']['mean']:.2f}" for name, row in small.items()}
-    said = "FP16 {fp16}, control {control}, PTQ {ptq}, QAT {qat}; all layers in FP4: PTQ {ptq_all}, QAT {qat_all}."
-    assert said.format(**best) in text
+    assert small.keys() == layers.keys()
+    for name, row in small.items():
+        assert [name, layers[name], *map(_spread, (row["best"], row["last"])), *map(_gap, _gaps(row))] in page
+        assert len(row["runs"]) == 3
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for label, name in (("**NVFP4, QAT** | 21 of 23", "qat"), ("NVFP4, QAT | all", "qat_all")):
         cells = [_spread(found[name]["best"]), *map(_gap, _gaps(found[name]))]
         assert f"| {label} | {' | '.join(cells).replace('-', '−')} |" in readme
+
+
+def test_every_layer_on_camvid() -> None:
+    found = result("camvid_every_layer_sweep_h200.json")["variants"]
+    page = {row[0]: row for row in rows("training.md") if len(row) == 8 and row[2].isdigit()}
+    for name, row in found.items():
+        cells, gaps = page[name], (row["gap_best"] or {"by_seed": {}})["by_seed"]
+        assert cells[3:5] == [
+            f"{100 * row['runs'][seed]['best']:.2f}" if seed in row["runs"] else "" for seed in ("0", "1")
+        ]
+        assert cells[2] == str(row["runs"]["0"]["epochs"])
+        if cells[5]:
+            assert cells[5:] == [row["against"], *(f"{gaps[s]:+.2f}" if s in gaps else "" for s in ("0", "1"))]
+    assert {name for name in page if page[name][5]} == {"qat_all", "qat_first", "qat_all_long", "scratch_all"}
+
+
+def test_several_gpus() -> None:
+    page = rows("training.md")
+    for row in result("scaling_h200.json")["rows"]:
+        distance = ", ".join(f"{100 * part:.2f} %" for part in row.get("relative_distance", ()))
+        speed = [f"{row['images_per_s']:.0f}", f"{100 * row['efficiency']:.0f} %"]
+        assert [row["model"], f"{row['gpus']} x {row['batch']}", *speed, distance] in page
+
+
+def test_resume_estimate_and_loading() -> None:
+    for row in result("kill_resume_h200.json")["rows"]:
+        assert (row["device"], row["batches_compared"], row["different"]) == ("cuda", 100, 0)
+    page = rows("training.md")
+    for name in ("coco2017", "coco2017_instance"):
+        facts = result(f"estimate_{name}_h200.json")
+        for measured, whole in zip(facts["measured"], facts["estimated"], strict=True):
+            speed = [f"{measured[key]:.0f}" for key in ("training", "loader")]
+            assert [name, measured["model"], *speed, str(whole["epochs"]), f"{whole['hours']:.2f}"] in page
+    loading = result("data_loading_h200.json")
+    text = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    rates, workers = ([f"{row[key]:.0f}" for row in loading["rows"]] for key in ("images_per_s", "workers"))
+    assert f"gave {', '.join(rates)} images/s with {', '.join(workers)} workers on {loading['cpu_cores']} cores" in text
+
+
+def test_kurtosis() -> None:
+    damage = result("kurtosis_camvid_h200.json")["damage"]
+    groups = {
+        "first layer": [row for row in damage if row["layer"] == "encoder.0.conv1"],
+        "output layer": [row for row in damage if row["layer"] == "head"],
+        "a normalisation's parameters": [row for row in damage if row["what"] == "parameters"],
+        "a normalisation's input": [row for row in damage if row["what"] == "input"],
+    }
+    rest = [row for row in damage if all(row not in group for group in groups.values())]
+    page = {row[0]: row[1:4] for row in rows("telemetry.md")}
+    for label, group in (*groups.items(), ("a product that runs in FP4", rest)):
+        means = [100 * sum(row[key] for row in group) / len(group) for key in ("logit_error", "changed")]
+        assert page[label] == [str(len(group)), *(f"{mean:.2f} %" for mean in means)]
 
 
 def test_dsb2018() -> None:
