@@ -7,7 +7,7 @@ device-to-device copy of as many bytes takes in the same run; their quotient is 
 rotate, so that no run reads what the last one left in the cache, and the GPU is kept busy while launches queue up, so
 that the host's time is not in the numbers. The given amax is a float32 number such as tracking, learning or a
 calibration gives (`AMAX`). 4/6 is also timed with three amaxes of which some scales put bfloat16 elements on the middle
-of two values (`TIES`), because rounding those to even takes longer; an amax that is a bfloat16 number itself often does.
+of two values (`TIES`), because rounding those to even takes longer; an amax that is a bfloat16 itself often does.
 `--peers` adds torch.compile of the reference and ModelOpt's kernel.
 """
 

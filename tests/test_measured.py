@@ -96,6 +96,9 @@ def test_camvid() -> None:
     for label, name in (("**NVFP4, QAT** | 21 of 23", "qat"), ("NVFP4, QAT | all", "qat_all")):
         cells = [_spread(found[name]["best"]), *map(_gap, _gaps(found[name]))]
         assert f"| {label} | {' | '.join(cells).replace('-', '−')} |" in readme
+    gaps = {name: _gap(small[name]["gap_best"]).replace("-", "−") for name in ("qat", "qat_all")}
+    said = f"FP16 has {100 * small['fp16']['best']['mean']:.2f} and QAT {gaps['qat']} to its control, "
+    assert f"{said}with every layer in FP4 {gaps['qat_all']}." in " ".join(readme.split())
 
 
 def test_every_layer_on_camvid() -> None:
