@@ -15,7 +15,6 @@ from .settings import (
     ConfigOption,
     DataOption,
     EveryOption,
-    ModelsOption,
     OutOption,
     RecipeOption,
     ScratchOption,
@@ -35,7 +34,14 @@ if TYPE_CHECKING:
 
 def train(
     data: DataOption = None,
-    models: ModelsOption = "fp16,nvfp4",
+    models: Annotated[
+        str | None,
+        typer.Option(
+            "--models",
+            help="Any of fp16, nvfp4, fp16_control, nvfp4_ptq, in order.",
+            show_default="fp16,nvfp4; with --resume those the run was asked for",
+        ),
+    ] = None,
     task: TaskOption = None,
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
@@ -53,7 +59,7 @@ def train(
     tracker: TrackerOption = None,
 ) -> None:
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
-    chosen = parse_models(models)
+    chosen = parse_models("fp16,nvfp4" if models is None else models)
     flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
     flags |= {"every": telemetry_every, "trackers": tracker}
     if dry_run:
@@ -62,7 +68,9 @@ def train(
     if resume:
         run = open_run(out) if out is not None else latest_run()
         resolved = settings(run.config_path, sets, **flags)
-        note(f"Continuing {shown(run.path)}.")
+        if models is None:
+            chosen = run.asked_models() or chosen
+        note(f"Continuing {shown(run.path)}: {', '.join(chosen)}.")
         _record(run)
         _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
         return

@@ -2,6 +2,7 @@
 
     runs/NAME/
       config.yaml                     resolved configuration
+      models.json                     the models it was asked to train, which --resume continues
       commands.jsonl                  what was called, when, on what machine
       <model>/best.safetensors        checkpoint with the best validation mIoU
       <model>/metrics.jsonl           one line an epoch
@@ -19,9 +20,10 @@ Ctrl-C leaves the previous version whole.
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,6 +39,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
+        self.models_path = self.path / "models.json"
         self.export_dir = self.path / "export"
         self.engine_dir = self.path / "engines"
 
@@ -54,6 +57,31 @@ class Run:
     def models(self) -> list[str]:
         """Names of the models that have a checkpoint, FP16 first."""
         return [model for model in MODELS if self.checkpoint(model).is_file()]
+
+    def asked_models(self) -> tuple[str, ...]:
+        """The models that trainings into this run were asked for, in their order; () where none has been noted.
+
+        Raises:
+            InputError: what was noted cannot be read.
+        """
+        if not self.models_path.is_file():
+            return ()
+        try:
+            names = json.loads(self.models_path.read_text(encoding="utf-8"))
+            return tuple(name for name in names if name in MODELS)
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{self.models_path} is no list of models: {error}. Remove it, and name --models."
+            ) from None
+
+    def ask_models(self, models: Iterable[str]) -> None:
+        """Note that `models` are to be trained, behind those asked for before.
+
+        Raises:
+            InputError: the disk is full or the folder cannot be written.
+        """
+        with atomic_write(self.models_path) as path:
+            path.write_text(json.dumps(list(dict.fromkeys((*self.asked_models(), *models)))) + "\n", encoding="utf-8")
 
 
 def processes() -> int:

@@ -51,6 +51,17 @@ def test_models_are_those_with_a_checkpoint(tmp_path: Path) -> None:
     assert [artifact_stem(model) for model in run.models()] == ["unet-fp16", "unet"]
 
 
+def test_what_was_asked_for_is_remembered(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "mine")
+    assert run.asked_models() == ()
+    run.ask_models(["fp16"])
+    run.ask_models(["fp16_control", "fp16"])
+    assert run.asked_models() == ("fp16", "fp16_control")
+    run.models_path.write_text("{truncated")
+    with pytest.raises(InputError, match=r"models.json is no list of models.*--models"):
+        run.asked_models()
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
     target = tmp_path / "file"
     with atomic_write(target) as temporary:

@@ -103,13 +103,13 @@ def train_models(
     check_trackers(config.telemetry.trackers)
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
         _keep_config(config, run, resume)
+        run.ask_models(models)
     budget = int(config.data.cache_gib * 2**30)
     loaders = make_loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
     try:
         return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
     except KeyboardInterrupt:
-        chosen = "" if tuple(models) == ("fp16", "nvfp4") else f" --models {','.join(models)}"
-        command = f"fp4deploy train --out {shlex.quote(str(run.path))}{chosen} --resume"
+        command = f"fp4deploy train --out {shlex.quote(str(run.path))} --resume"
         print(f"interrupted; resume with: {command}", file=sys.stderr)
         raise
 
