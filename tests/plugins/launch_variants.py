@@ -56,7 +56,6 @@ def launched() -> list[Variant]:
         mock.patch.object(channels_last, "kernel", recorder.kernel),
         mock.patch.object(norm_pack, "kernel", recorder.kernel),
         mock.patch.object(driver, "kernel", recorder.kernel),
-        mock.patch.object(few_rows, "_resources", return_value=(132, 227 * 1024, 80)),  # no clusters
     ):
         for exercise in EXERCISES:
             exercise()
@@ -115,14 +114,22 @@ def _packed_norms() -> None:
     norm_pack.apply_kernels(x, ab, [wanted(_amax()), wanted(_amax(), pooled=True), wanted(_amax())])
 
 
-def _few_rows(rows: int, outputs: int, dtype: torch.dtype) -> Callable[[], object]:
+def _few_rows(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
     x, out = torch.zeros(rows, 128, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
-    return lambda: few_rows.launch(x, quantize_nvfp4(torch.zeros(outputs, 128)), None, out, True)
+
+    def launch() -> None:
+        chosen = few_rows.variant(rows, outputs, 128, *gpu)
+        with mock.patch.object(few_rows, "_chosen", return_value=chosen):
+            few_rows.launch(x, quantize_nvfp4(torch.zeros(outputs, 128)), None, out, True)
+
+    return launch
 
 
 PLAIN, MX_CEIL = [0, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
 STRICT, FAST = [1, 256, 0, 0, 0, 0], [1, 448, 1, 1, 0, 0]
 ROWS_HADAMARD = [0, 448, 0, 0, 1, 1]
+# Multiprocessors, shared memory of a block, capability.
+A100, H200, SM120 = (108, 166_912, 80), (132, 232_448, 90), (188, 101_376, 120)
 MATRIX, ODD, IMAGE = (32, 64), (8, 17), (2, 32, 4, 6)
 
 # One of each kind; the products of all options are for the GPU tests.
@@ -150,7 +157,12 @@ EXERCISES: list[Callable[[], object]] = [
     lambda: weights._fake_quantize_weights([torch.zeros(MATRIX)], [1], HALF),
     lambda: _images(True),
     _packed_norms,
-    _few_rows(1, 8192, HALF),
-    _few_rows(16, 8192, BFLOAT),
-    _few_rows(9, 40, HALF),
+    _few_rows(1, 8192, HALF, *A100),
+    _few_rows(16, 8192, BFLOAT, *A100),
+    _few_rows(9, 40, HALF, *A100),
+    _few_rows(1, 8192, HALF, *H200),
+    _few_rows(8, 4096, BFLOAT, *H200),
+    _few_rows(9, 40, HALF, *H200),
+    _few_rows(16, 8192, HALF, *H200),
+    _few_rows(16, 8192, BFLOAT, *SM120),
 ]

@@ -16,6 +16,7 @@ from launch_variants import Variant, launched
 from fp4deploy.plugins import compiler
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
+FROM_SM90 = ("weight_stream.cu",)  # bulk copies, clusters, barriers that count bytes
 CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 # What a letter of a launch signature (see `driver.Kernel`) is in PTX.
 LETTERS = {"P": "u64", "q": "u64", "i": "u32", "f": "f32"}
@@ -41,7 +42,7 @@ def entry_points(ptx: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_compiles_for_every_architecture(variant: Variant, tmp_path: Path) -> None:
-    targets = known_architectures()
+    targets = [arch for arch in known_architectures() if arch != "sm_80" or variant.source not in FROM_SM90]
     numbers = [arch.removeprefix("sm_") for arch in targets]
     command = [
         str(NVCC),

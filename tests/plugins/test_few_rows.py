@@ -6,36 +6,79 @@ import pytest
 
 from fp4deploy.plugins.few_rows import PIECE, Variant, variant
 
-GPUS = {"A100": (108, 166_912, 80), "L40": (142, 101_376, 89), "H200": (132, 232_448, 90), "B200": (148, 232_448, 100)}
-SIZES = [(1, 128), (40, 128), (1024, 1024), (4096, 4096), (8192, 8192), (8192, 28672), (28672, 8192), (128_256, 4096)]
+OLDER = {"A100": (108, 166_912, 80), "L40": (142, 101_376, 89)}
+NEWER = {
+    "H200": (132, 232_448, 90),
+    "B200": (148, 232_448, 100),
+    "SM110": (20, 232_448, 110),
+    "SM120": (188, 101_376, 120),
+    "SM121": (48, 101_376, 121),
+}
+SIZES = [(1, 128), (40, 128), (200, 1152), (1024, 1024), (4096, 4096), (8192, 8192), (8200, 8832), (128_256, 4096)]
+SIZES += [(8192, 28672), (28672, 8192)]
+ROWS = [1, 2, 8, 9, 16]
 
 
 def divided(rows: int, outputs: int, k: int, gpu: str) -> Variant:
-    processors, shared, capability = GPUS[gpu]
-    return variant(rows, outputs, k, processors, shared, capability)
+    return variant(rows, outputs, k, *(OLDER | NEWER)[gpu])
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("gpu", OLDER)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "k"), SIZES)
-def test_the_kernel_takes_it(rows: int, outputs: int, k: int, gpu: str) -> None:
-    _, shared, capability = GPUS[gpu]
+def test_weight_only_takes_it(rows: int, outputs: int, k: int, gpu: str) -> None:
+    _, shared, _ = OLDER[gpu]
     found = divided(rows, outputs, k, gpu)
     macros = found.macros
+    assert found.name == "weight_only"
     assert rows <= macros["ROWS"]
-    assert capability >= 90 or macros["CLUSTER"] == 1
+    assert found.threads == 32 * macros["WARPS"]
     assert found.outputs == 16 * macros["BANDS"] * macros["WARPS"] // macros["SPLIT"]
     assert macros["WARPS"] % macros["SPLIT"] == 0
-    assert found.outputs % macros["CLUSTER"] == 0
-    assert 32 * macros["WARPS"] % (16 * macros["ROWS"]) == 0
+    assert found.threads % (16 * macros["ROWS"]) == 0
     assert k % (PIECE * macros["DEPTH"]) == 0
+    assert found.room is not None
     assert found.room >= macros["SPLIT"]
     assert found.room % macros["SPLIT"] == 0
     ring = macros["STAGES"] * macros["WARPS"] * 1152 * macros["BANDS"] * macros["DEPTH"]
     assert found.shared == ring + found.room * macros["DEPTH"] * 256 * macros["ROWS"] <= shared
+    assert (found.grid(outputs) - 1) * found.outputs < outputs <= found.grid(outputs) * found.outputs
+
+
+@pytest.mark.parametrize("gpu", NEWER)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("outputs", "k"), SIZES)
+def test_weight_stream_takes_it(rows: int, outputs: int, k: int, gpu: str) -> None:
+    """What weight_stream.cu asserts and asks for; two stages are filled while others are read."""
+    processors, shared, capability = NEWER[gpu]
+    found = divided(rows, outputs, k, gpu)
+    macros = found.macros
+    held, wide, share, cluster = (macros[name] for name in ("ROWS", "WIDE", "OUTPUTS", "CLUSTER"))
+    assert found.name == "weight_stream"
+    assert found.room is None
+    assert rows <= held
+    assert found.outputs == share
+    assert wide in (256, 512)
+    assert share in (16, 32, 64)
+    assert wide * share >= 8192
+    assert macros["STAGES"] >= 2
+    assert found.threads == 416
+    rings = macros["STAGES"] * share * (9 * wide // 8 + 80) + 2 * held * (4 * wide + 16)
+    assert found.shared == rings + 16 * (macros["STAGES"] + 2) <= shared
     grid = found.grid(outputs)
-    assert grid % macros["CLUSTER"] == 0
-    assert (grid // macros["CLUSTER"] - 1) * found.outputs < outputs <= grid // macros["CLUSTER"] * found.outputs
+    assert grid % cluster == 0
+    assert (grid // cluster - 1) * cluster * share < outputs <= grid * share
+    if cluster > 1:
+        assert held > 1
+        assert capability < 120
+        assert 2 * grid >= processors
+        assert grid * share < outputs + 2 * share
+
+
+def test_what_was_measured_is_what_an_h200_runs() -> None:
+    for rows, stages, cluster in ((1, 5, 1), (8, 4, 2), (16, 3, 2)):
+        macros = divided(rows, 8192, 8192, "H200").macros
+        assert macros == {"ROWS": rows, "WIDE": 512, "OUTPUTS": 64, "STAGES": stages, "CLUSTER": cluster}
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
@@ -44,12 +87,20 @@ def test_a_square_weight_keeps_an_h200_busy_in_one_turn(rows: int) -> None:
         assert 120 <= divided(rows, size, size, "H200").grid(size) <= 132
 
 
-def test_more_rows_share_a_block_of_more_outputs() -> None:
-    outputs = [divided(rows, 8192, 8192, "H200").outputs for rows in (1, 8, 16)]
-    assert outputs == sorted(outputs)
-    assert outputs[0] < outputs[-1]
+def test_a_small_weight_is_divided_into_small_blocks() -> None:
+    for rows in ROWS:
+        assert divided(rows, 1024, 1024, "H200").grid(1024) == 64
+        assert divided(rows, 40, 4096, "H200").macros["CLUSTER"] == 1
+
+
+def test_less_shared_memory_means_narrower_stages_or_fewer_rows_of_the_weight() -> None:
+    for rows in ROWS:
+        wide, lean = (divided(rows, 8192, 8192, gpu) for gpu in ("B200", "SM120"))
+        assert lean.shared <= 101_376 < wide.shared
+        assert lean.macros["WIDE"] * lean.outputs * lean.macros["STAGES"] < 512 * 64 * wide.macros["STAGES"]
 
 
 def test_activations_that_do_not_fit_are_read_in_parts() -> None:
-    assert divided(16, 8192, 28672, "A100").room * PIECE < 28672
-    assert divided(8, 8192, 8192, "H200").room * PIECE * 2 >= 8192
+    room = divided(16, 8192, 28672, "A100").room
+    assert room is not None
+    assert room * PIECE < 28672

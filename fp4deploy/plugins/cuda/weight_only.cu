@@ -1,9 +1,8 @@
-// Weight-only linear layer for a few rows: out = x w^T + bias, w packed, at the speed of reading w.
+// Weight-only linear layer for a few rows, before SM90: out = x w^T + bias, w packed, at the speed of reading w.
 //
 // A block takes 16 BANDS WARPS / SPLIT rows of w; SPLIT of its warps share the same rows and take pieces of 128 DEPTH
-// elements in turn. The blocks of a cluster of CLUSTER (SM90 and newer) have the same rows too and a part of K each:
-// the more rows a block has, the less of x it has to read beside them. Its part of x stays in shared memory, `room`
-// pieces at a time where it is too large. All sums meet in shared memory, in a fixed order.
+// elements in turn. x stays in shared memory, `room` pieces at a time where it is too large. All sums meet in shared
+// memory, in a fixed order.
 //
 // Two things limit the time: how much of w is on its way at once, and the instructions that decode it. So each warp
 // keeps a ring of STAGES pieces in shared memory that copies fill asynchronously, without any barrier between warps,
@@ -14,12 +13,12 @@
 // into the order that decoding leaves, because the order of a sum is free.
 //
 // Macros: DTYPE __half or __nv_bfloat16; ROWS: of x that are held, 1, 8 or 16; BANDS: 1, 2 or 4; DEPTH: 1, 2 or 4;
-// STAGES; WARPS: 8 or 16; SPLIT divides WARPS; CLUSTER: 1, 2, 4 or 8.
+// STAGES; WARPS: 8 or 16; SPLIT divides WARPS.
 // x: DTYPE [m, k], aligned to 16 bytes, m <= ROWS, k a multiple of 128 DEPTH; codes uint8 [n, k / 2], aligned to 16
 // bytes, scales uint8 [n, k / 16], aligned to 16 (8 where DEPTH is 1); amax float32 [1]; bias float32 [n] or null;
 // out DTYPE [m, n]. room: a multiple of SPLIT.
-// Launch: block 32 WARPS, grid CLUSTER ceil(n / rows of a block), shared memory STAGES WARPS 1152 BANDS DEPTH + room
-// DEPTH 256 ROWS bytes.
+// Launch: block 32 WARPS, grid ceil(n / rows of a block), shared memory STAGES WARPS 1152 BANDS DEPTH + room DEPTH 256
+// ROWS bytes.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -47,9 +46,6 @@
 #ifndef SPLIT
 #define SPLIT 2
 #endif
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
 
 constexpr int TILES = (ROWS + 7) / 8;
 constexpr int HELD = 2 * BANDS;                           // rows of w that a thread holds a part of
@@ -58,7 +54,7 @@ constexpr int FACING = 256 * ROWS * DEPTH;                // bytes of x that fac
 constexpr int OWN = 16 * BANDS, OUTPUTS = OWN * WARPS / SPLIT;  // rows of w of a warp, of a block
 constexpr int THREADS = 32 * WARPS, AHEAD = 4;
 static_assert(STAGES * SLOT >= 8 * TILES * (OWN + 1) * 4, "the sums of a warp reuse its ring");
-static_assert(WARPS % SPLIT == 0 && THREADS % (16 * ROWS) == 0 && OUTPUTS % CLUSTER == 0);
+static_assert(WARPS % SPLIT == 0 && THREADS % (16 * ROWS) == 0);
 
 __device__ __forceinline__ uint32_t bits(__half2 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
 __device__ __forceinline__ uint32_t bits(__nv_bfloat162 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
@@ -198,66 +194,46 @@ struct Facing {
     }
 };
 
-__device__ __forceinline__ void meet() {
-#if CLUSTER > 1
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-
-// A float of the shared memory of a block of the cluster.
-__device__ __forceinline__ float of_block(uint32_t address, int block) {
+// A float of shared memory.
+__device__ __forceinline__ float sum_at(uint32_t address) {
     float value;
-#if CLUSTER > 1
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-#else
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-#endif
     return value;
 }
 
-#if CLUSTER > 1
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 512 / THREADS) weight_only(
-#else
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) weight_only(
-#endif
     const DTYPE* x, const uint8_t* codes, const uint8_t* scales, const float* amax, const float* bias, DTYPE* out,
     int m, int n, int k, int room, float range, int relu) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr DTYPE* tag = nullptr;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, part = lane % 4;
-    const int rank = blockIdx.x % CLUSTER, turn = warp % SPLIT;
-    const int block = blockIdx.x / CLUSTER * OUTPUTS, first = block + warp / SPLIT * OWN;
-    const int pieces = k / (128 * DEPTH), begin = pieces * rank / CLUSTER, end = pieces * (rank + 1) / CLUSTER;
+    const int turn = warp % SPLIT, block = blockIdx.x * OUTPUTS, first = block + warp / SPLIT * OWN;
+    const int pieces = k / (128 * DEPTH);
     uint8_t *mine = shared + warp * STAGES * SLOT, *facing = shared + WARPS * STAGES * SLOT;
     const Warp piece{codes + (long long)first * (k / 2), scales + (long long)first * (k / 16), n - first, k,
                      (uint32_t)__cvta_generic_to_shared(mine)};
     Facing near(x, facing, m, k);
-    near.count = min(room, end - begin) * DEPTH;
-    near.load(0, begin * DEPTH);
+    near.count = min(room, pieces) * DEPTH;
+    near.load(0, 0);
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-        if (begin + turn + stage * SPLIT < end) piece.start(begin + turn + stage * SPLIT, stage);
+        if (turn + stage * SPLIT < pieces) piece.start(turn + stage * SPLIT, stage);
         close_group();
     }
     float sums[BANDS][TILES][4] = {};
     uint32_t odd_ones[HELD] = {};
     int slot = 0;
-    for (int from = begin; from < end; from += room) {
-        if (from != begin) {
+    for (int from = 0; from < pieces; from += room) {
+        if (from != 0) {
             __syncthreads();
-            near.count = min(room, end - from) * DEPTH;
+            near.count = min(room, pieces - from) * DEPTH;
             near.load(0, from * DEPTH);
         }
         near.keep(0);
         for (int done = AHEAD * near.STRIDE; done < near.count; done += AHEAD * near.STRIDE)
             near.load(done, from * DEPTH), near.keep(done);
         __syncthreads();
-        const int until = min(from + room, end);
+        const int until = min(from + room, pieces);
         for (int at = from + turn; at < until; at += SPLIT) {
             wait_until_open<STAGES - 1>();
             __syncwarp();
@@ -273,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) weight_only
                     steps[d][row] = *reinterpret_cast<const uint16_t*>(ready + CODES + at_steps);
                 }
             __syncwarp();
-            if (at + STAGES * SPLIT < end) piece.start(at + STAGES * SPLIT, slot);
+            if (at + STAGES * SPLIT < pieces) piece.start(at + STAGES * SPLIT, slot);
             close_group();
             slot = slot + 1 == STAGES ? 0 : slot + 1;
             const uint8_t* beside = facing + (at - from) * FACING;
@@ -311,8 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) weight_only
         }
     }
     // Read before the sums are there, so that nothing waits for it behind.
-    constexpr int SHARE = OUTPUTS / CLUSTER;
-    const int column = rank * SHARE + threadIdx.x % SHARE;
+    const int column = threadIdx.x % OUTPUTS;
     const bool inside = block + column < n;
     const float factor = amax[0] / range * 128.f, shift = bias && inside ? bias[block + column] : 0.f;
     wait_until_open<0>();
@@ -332,19 +307,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) weight_only
                 own[(8 * tile + 2 * part + i) * ROW + 8 * row + group] =
                     nan ? __int_as_float(0x7FC00000) : sums[row / 2][tile][2 * (row % 2) + i];
     }
-    meet();
+    __syncthreads();
     const uint32_t sums_of = (uint32_t)__cvta_generic_to_shared(shared) + column / OWN * (SPLIT * STAGES * SLOT) +
                              column % OWN * 4;
-    for (int row = threadIdx.x / SHARE; row < m && inside; row += THREADS / SHARE) {
+    for (int row = threadIdx.x / OUTPUTS; row < m && inside; row += THREADS / OUTPUTS) {
         float total = 0.f;
 #pragma unroll
-        for (int i = 0; i < CLUSTER * SPLIT; ++i)
-            total += of_block(sums_of + i % SPLIT * (STAGES * SLOT) + row * (ROW * 4), i / SPLIT);
+        for (int i = 0; i < SPLIT; ++i) total += sum_at(sums_of + i * (STAGES * SLOT) + row * (ROW * 4));
         total = total * factor + shift;
         if (relu && total < 0.f) total = 0.f;
         out[(long long)row * n + block + column] = DTYPE(total);
     }
-#if CLUSTER > 1
-    meet();  // the others may still read here
-#endif
 }
