@@ -216,7 +216,9 @@ def _widen_cast(graph: ir.Graph, node: ir.Node) -> None:
 
 def _reads_half_input(graph: ir.Graph, node: ir.Node) -> bool:
     source = node.inputs[0]
-    return source in graph.inputs and source.dtype in HALF and node.attributes["to"].as_int() == ir.DataType.FLOAT
+    if source is None or source.dtype != ir.DataType.FLOAT16 or source not in graph.inputs:
+        return False
+    return node.attributes["to"].as_int() == ir.DataType.FLOAT
 
 
 def _round_input(graph: ir.Graph, node: ir.Node) -> None:

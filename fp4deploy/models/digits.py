@@ -1,31 +1,33 @@
 """The digits stem: a normalised image as E2M1 numbers, so that a first layer in FP4 reads it almost as it is.
 
 Quantising three channels with one scale a pixel leaves an image about 3 bits. But hardware multiplies blocks of 16
-channels, so that 13 of 16 are empty, and a number can be written into several of them, digit by digit:
+channels, so that 13 of 16 are empty, and a number can be written into several of them, digit by digit (`rest` is what
+the digits before leave):
 
-    v  = clamp(x GAIN, -4.5, 4.5)        x rounded to FP16 first; GAIN takes the largest 8-bit pixel to just below 4.5
-    d1 = round(v)                        -4 ... 4            stands for d1
-    d2 = round(6 (v - d1)) / 2           -1.5 ... 1.5        stands for d2 / 3
-    d3 = round(12 rest) / 2              -.5, 0, .5          stands for d3 / 6
-    d4 = round(24 rest) / 2              -.5, 0, .5          stands for d4 / 12         (rest: what the digits before left)
+    v  = clamp(x GAIN, -4.5, 4.5)     x rounded to FP16 first; GAIN takes the largest 8-bit pixel to just below 4.5
+    d1 = round(v)                     -4 ... 4         stands for d1
+    d2 = round(6 rest) / 2            -1.5 ... 1.5     stands for d2 / 3
+    d3 = round(12 rest) / 2           -.5, 0, .5       stands for d3 / 6
+    d4 = round(24 rest) / 2           -.5, 0, .5       stands for d4 / 12
 
     channels   d1 | d2 | d3 | d4 | 6     three of each digit (red, green, blue), and a constant
 
-    x = (d1 + d2/3 + d3/6 + d4/12) / GAIN     off by at most 1/48/GAIN = 0.0123; half a step of an 8-bit pixel is 0.0087
-                                              (and what FP16 rounds x by, at most 0.001)
+    x = (d1 + d2/3 + d3/6 + d4/12) / GAIN     off by at most 1/48/GAIN = 0.0123, and what FP16 rounds x by (0.001);
+                                              half a step of an 8-bit pixel is 0.0087
 
-**The constant pins the scale.** The amax of every block is 6 and so is that of the tensor, which amax tracking finds by
-itself. The step is then exactly 1 and every digit is its own code, in NVFP4 (static or dynamic, with 4/6 or without) and
-in MXFP4. (A file stores the scale 6 / 2688, from which the step comes back one ulp of FP32 below 1: the codes are the
-same, and so are the digits in FP16.) Without it a pixel whose largest digit is 4 would get the scale 4/6, and lose the others. The constant is also
-where a NaN or an Inf of the image shows, as NaN: it is computed from the image, 6 + 0 (r + g + b).
+**The constant pins the scale.** The amax of every block is 6 and so is that of the tensor, which amax tracking finds
+by itself. The step is then exactly 1 and every digit is its own code, in NVFP4 (static or dynamic, with 4/6 or
+without) and in MXFP4. (A file stores the scale 6 / 2688, from which the step comes back one ulp of FP32 below 1: the
+codes are the same, and so are the digits in FP16.) Without the constant a pixel whose largest digit is 4 would get the
+scale 4/6, and lose the others. It is also where a NaN or an Inf of the image shows, as NaN, because it is computed
+from the image: 6 + 0 (r + g + b).
 
 **The weights.** A plain first layer w is [w, w/3, w/6, w/12] / GAIN over the digits and 0 over the constant, the same
-function of the image (`expand_weight`). Coarse weights for what carries little are enough: in a block whose maximum is w
-the value w/12 is E2M1's smallest step. Training moves all of them freely. The constant is a bias that padding at the
-border of the image does not have.
+function of the image (`expand_weight`). What carries little may have a coarse weight: where a block's maximum is w,
+E2M1 writes the four as 6, 2, 1 and 0.5, its smallest step. Training moves all of them freely. The constant becomes a
+bias that padding at the border of the image does not have.
 
-**Exact everywhere.** A float16 times GAIN = 27/16 fits float32, and so does every difference below, multiplied out by 6
+**Exact everywhere.** A float16 times GAIN = 27/16 fits float32, and so does every difference below it, multiplied out
 so that nothing is divided: torch, ONNX Runtime and an engine compute the same digits, whatever they fuse. What gives a
 digit is rounding, whose gradient is zero: none reaches the image.
 """

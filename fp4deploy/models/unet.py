@@ -19,6 +19,7 @@ Segmentation", 2015 (padding kept "same" here, so that the logits have the size 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import nn
@@ -71,7 +72,7 @@ class UNet(nn.Module):
         self.decoder = nn.ModuleList(Block(2 * width, width) for width in downwards[1:])
         self.head = nn.Conv2d(widths[0], classes, 1)
         if digits:  # after everything has drawn its weights
-            first: nn.Conv2d = self.encoder[0].conv1
+            first = cast(Block, self.encoder[0]).conv1
             first.in_channels, first.weight = CHANNELS, nn.Parameter(expand_weight(first.weight.detach()))
 
     def read_image(self, x: torch.Tensor) -> torch.Tensor:
