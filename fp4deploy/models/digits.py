@@ -45,7 +45,7 @@ _LIMIT = 4.5  # beyond it v saturates: round(4.5) is 4, and d2 stands for the re
 
 
 def digits(x: torch.Tensor) -> torch.Tensor:
-    """Normalised image [N, 3, H, W] -> its digits [N, 13, H, W] in the dtype and layout of `x`, all E2M1 values.
+    """Normalised image [N, 3, H, W] -> its digits [N, 13, H, W] in the dtype of `x`, all E2M1 values.
 
     |x| beyond 4.5 / GAIN = 2.67 saturates, which no 8-bit pixel does. NaN and Inf give NaN.
     """
