@@ -20,7 +20,7 @@ by itself. The step is then exactly 1 and every digit is its own code, in NVFP4 
 without) and in MXFP4. (A file stores the scale 6 / 2688, from which the step comes back one ulp of FP32 below 1: the
 codes are the same, and so are the digits in FP16.) Without the constant a pixel whose largest digit is 4 would get the
 scale 4/6, and lose the others. It is also where a NaN or an Inf of the image shows, as NaN, because it is computed
-from the image: 6 + 0 (r + g + b).
+from the image: 6 + s - s with s = r + g + b.
 
 **The weights.** A plain first layer w is [w, w/3, w/6, w/12] / GAIN over the digits and 0 over the constant, the same
 function of the image (`expand_weight`). What carries little may have a coarse weight: where a block's maximum is w,
@@ -49,7 +49,7 @@ def digits(x: torch.Tensor) -> torch.Tensor:
 
     |x| beyond 4.5 / GAIN = 2.67 saturates, which no 8-bit pixel does. NaN and Inf give NaN.
     """
-    wide = x.to(torch.float16).to(torch.float32)
+    wide = (x if x.dtype == torch.float16 else _rounded(x)).to(torch.float32)
     v = (wide * GAIN).clamp(-_LIMIT, _LIMIT)
     d1 = v.round()
     rest = (v - d1) * 6
@@ -57,9 +57,15 @@ def digits(x: torch.Tensor) -> torch.Tensor:
     rest = (rest - twice2) * 2
     twice3 = rest.round()
     twice4 = ((rest - twice3) * 2).round()
-    constant = wide.sum(1, keepdim=True) * 0 + CONSTANT
+    total = wide.sum(1, keepdim=True)
+    constant = (total - total) + CONSTANT
     parts = (d1, twice2 * 0.5, twice3 * 0.5, twice4 * 0.5, constant)
     return torch.cat([part.to(x.dtype) for part in parts], 1)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """`x` in float16. torch.compile leaves out a cast there and back again, but not one whose bits are used."""
+    return (x.to(torch.float16).view(torch.int16) & -1).view(torch.float16)
 
 
 def image_of(written: torch.Tensor) -> torch.Tensor:

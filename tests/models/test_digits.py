@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,17 @@ def test_layout_autocast_and_half_precision_keep_the_digits(layout: torch.memory
             assert torch.equal(digits(x), written)
         assert torch.equal(written.to(dtype).float(), written)
     assert torch.equal(digits(x.half()).float(), written)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch.compile on a CPU, g++, is missing")
+def test_a_compiler_leaves_no_rounding_out() -> None:
+    x = torch.cat([image(), torch.randn(2, 3, 32, 32)])
+    x[0, 1, 2, 3], x[1, 0, 3, 3] = float("nan"), float("inf")
+    torch._dynamo.reset()
+    found = torch.compile(digits, fullgraph=True)(x)
+    assert torch.equal(found.nan_to_num(9), digits(x).nan_to_num(9))
+    assert not torch.equal(digits(x), digits(x + x * 2**-12))  # an FP16 rounding of x is seen in its digits
 
 
 def test_the_gradient_reaches_the_first_layer_and_ends_there() -> None:
