@@ -22,20 +22,21 @@ def check(
         str, typer.Option("--recipe", help="Recipe to plan for (unet and FP16 checkpoints).")
     ] = "nvfp4_qat",
     classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes (unet only).")] = 21,
+    digits: Annotated[bool, typer.Option("--digits", help="The UNet reads the image as digits (unet only).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Show per layer whether it runs in FP4 or FP16, and why."""
-    plans = _plans(model, recipe, classes)
+    plans = _plans(model, recipe, classes, digits)
     if as_json:
         print_json({"model": model, "layers": [dataclasses.asdict(plan) for plan in plans]})
         return
     _print_table(model, plans)
 
 
-def _plans(model: str, recipe: str, classes: int) -> list[LayerPlan]:
+def _plans(model: str, recipe: str, classes: int, digits: bool) -> list[LayerPlan]:
     name, _, scale = model.partition(":")
     if name == "unet" and not Path(model).exists():
-        return _unet_plans(scale, recipe, classes)
+        return _unet_plans(scale, recipe, classes, digits)
     path = Path(model)
     if not path.is_file():
         raise InputError(
@@ -48,7 +49,7 @@ def _plans(model: str, recipe: str, classes: int) -> list[LayerPlan]:
     raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
 
 
-def _unet_plans(scale: str, recipe: str, classes: int) -> list[LayerPlan]:
+def _unet_plans(scale: str, recipe: str, classes: int, digits: bool) -> list[LayerPlan]:
     from fp4deploy.models import build_unet
     from fp4deploy.qat import layer_plan
 
@@ -56,7 +57,7 @@ def _unet_plans(scale: str, recipe: str, classes: int) -> list[LayerPlan]:
         factor = float(scale or "1.0")
     except ValueError:
         raise InputError(f"'{scale}' is not a scale. Give a number: unet:0.25, unet:0.5, unet:1.0.") from None
-    return layer_plan(build_unet(classes, factor), recipe)
+    return layer_plan(build_unet(classes, factor, digits), recipe)
 
 
 def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
@@ -64,7 +65,7 @@ def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
     from fp4deploy.qat import layer_plan, prepare_as
 
     card = read_card(path)
-    model = build_unet(card.channels, card.scale)
+    model = build_unet(card.channels, card.scale, card.digits)
     if card.precision == "nvfp4":
         prepare_as(model, card)
     load_weights(model, path)

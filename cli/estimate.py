@@ -103,6 +103,7 @@ def _print(facts: dict[str, object]) -> None:
     console = results()
     done(
         f"{facts['device']}, batch {facts['batch_size']}, {facts['height']} x {facts['width']}, scale {facts['scale']}"
+        f"{', digits' if facts['digits'] else ''}"
     )
     console.print(measured)
     done(

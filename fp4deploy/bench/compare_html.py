@@ -73,7 +73,7 @@ def _header(facts: Facts, colours: dict[str, str]) -> str:
 
 def _what(run: Facts) -> str:
     model = next(iter(run["models"].values()), None)
-    scale = f"UNet of scale {model['scale']:g}, " if model and model["scale"] else ""
+    scale = f"{tables.network(model)}, " if model and model["scale"] else ""
     pixels = f"{run['config'].get('data.width', '?')} x {run['config'].get('data.height', '?')} pixels"
     return f"{run['task']}, {scale}{pixels}, data {run['data'] or 'not named'}"
 

@@ -133,6 +133,7 @@ def _model(run: Run, model: str, entries: list[dict[str, Any]]) -> dict[str, Any
         "precision": card.precision,
         "architecture": card.architecture,
         "scale": card.scale,
+        "digits": card.digits,
         "recipe": card.recipe,
         "height": card.height,
         "width": card.width,

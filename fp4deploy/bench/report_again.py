@@ -87,7 +87,7 @@ def _model(name: str, model: dict[str, Any], facts: dict[str, Any]) -> dict[str,
     best = model["best"] or {"score": None, "per_class": {}}
     score = model["measured"] if model["measured"] is not None else best["score"]
     instance = facts["task"] == "instance"
-    kept = ("precision", "scale", "recipe", "height", "width", "class_names", "epochs")
+    kept = ("precision", "scale", "digits", "recipe", "height", "width", "class_names", "epochs")
     return {
         **{key: model[key] for key in kept},
         "architecture": "unet",

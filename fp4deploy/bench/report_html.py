@@ -49,7 +49,7 @@ def render_html(
 
 def _header(facts: dict[str, Any]) -> str:
     model = next(iter(facts["models"].values()), None)
-    what = f"UNet of scale {model['scale']:g}, {model['width']} x {model['height']} pixels · " if model else ""
+    what = f"{tables.network(model)}, {model['width']} x {model['height']} pixels · " if model else ""
     first, *others = [escape(sentence) for sentence in facts["summary"]] or [""]
     listed = f"<ul>{''.join(f'<li>{sentence}</li>' for sentence in others)}</ul>" if others else ""
     created = facts["created"].replace("T", " ").removesuffix("+00:00")

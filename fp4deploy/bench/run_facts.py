@@ -172,6 +172,7 @@ def _model(run: Run, model: str, task: str, tree: dict[str, Any], remarks: list[
         "precision": card.precision if card else None,
         "recipe": card.recipe if card else None,
         "scale": card.scale if card else None,
+        "digits": card.digits if card else False,
         "height": card.height if card else None,
         "width": card.width if card else None,
         "class_names": list(card.class_names) if card else [],

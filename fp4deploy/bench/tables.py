@@ -69,6 +69,11 @@ def rows(artifacts: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [cells(entry, baseline, shown) for entry in artifacts]
 
 
+def network(model: dict[str, Any]) -> str:
+    """The network of a model in words."""
+    return f"UNet of scale {model['scale']:g}{', digits' if model['digits'] else ''}"
+
+
 def points(value: float | None) -> str:
     """0.8123 -> "81.23"."""
     return NONE if value is None else f"{100 * value:.2f}"

@@ -8,6 +8,7 @@ Each image is written in the forms that its readers want, found by walking the U
 | a level's output | the convolution of the level below | pooled, packed with the `input_amax` of that convolution |
 | | the decoder's concatenation | packed with the `input_amax` of the decoder's convolution |
 | a transposed convolution's output | the same concatenation | packed with the same amax, in the product's epilogue |
+| the network's input, or its digits | the first convolution | packed with its `input_amax` where it is quantised |
 | what a layer in FP16 reads | | plain |
 
 A skip is therefore packed twice, with two scales: 0.5625 bytes an element for the skip and a quarter of that for the
@@ -37,6 +38,8 @@ from fp4deploy.packed.file import SUFFIX
 from fp4deploy.packed.graph import INPUT, Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Head, Image, Step
 from fp4deploy.qat import load_model
 from fp4deploy.qat.layers import QuantizedLayer
+
+FIRST = "encoder.0.conv1"
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,6 @@ def pack_unet(model: nn.Module) -> tuple[dict[str, Image], list[Step], dict[str,
     """
     if not isinstance(model, UNet):
         raise InputError(f"Only a UNet has a packed form, not {type(model).__name__}. Export it as ONNX.")
-    if isinstance(model.encoder[0].conv1, QuantizedLayer):
-        raise InputError(
-            "This model quantises its first layer, and a packed network reads the image as it is. Export it as ONNX, "
-            "or train it with that layer left out: --set 'quant.exclude=[encoder.0.conv1]'."
-        )
     return _Packer(model).pack()
 
 
@@ -94,13 +92,14 @@ class _Packer:
     def __init__(self, model: UNet) -> None:
         self.model = model
         self.layers = dict(model.named_modules())
-        self.images = {INPUT: Image(channels=cast(nn.Conv2d, self.layers["encoder.0.conv1"]).in_channels, stride=1)}
+        self.images: dict[str, Image] = {}
         self.steps: list[Step] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
     def pack(self) -> tuple[dict[str, Image], list[Step], dict[str, torch.Tensor]]:
         levels, ups = len(self.model.encoder), len(self.model.up)
-        x, skips = INPUT, []
+        first = cast(nn.Conv2d, self.layers[FIRST])
+        x, skips = self._image(INPUT, first.in_channels, 1, FIRST), []
         for level in range(levels):
             block, stride = f"encoder.{level}", 2**level
             if level == levels - 1:

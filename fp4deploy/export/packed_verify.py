@@ -97,7 +97,7 @@ def compare_steps(
 ) -> dict[str, float]:
     """The error of each step, fed with what torch has in its place: by layer, in the order of the graph."""
     seen, images = _outputs(model, batch), network.graph.images
-    held: dict[str, Image] = {INPUT: batch.permute(0, 2, 3, 1)}
+    held: dict[str, Image] = {INPUT: network.read(batch)}
     amaxes = {name: None if image.amax is None else model.get_buffer(image.amax) for name, image in images.items()}
     errors: dict[str, float] = {}
     for step in network.graph.steps:

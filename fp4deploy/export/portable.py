@@ -11,7 +11,8 @@ ONNX Runtime has no FP4 kernels, so the twin spells the same numbers in standard
   Runtime's own expansion, and its InstanceNormalization, add up to a million numbers in one go and are off by 2e-4;
   this is off by 3e-6. It matters: each error moves some activations over a rounding boundary of E2M1, and the twin
   then drifts from torch by whole steps.
-* everything FP16 becomes FP32, and the casts to FP16 vanish.
+* everything FP16 becomes FP32, and the casts to FP16 vanish. One does not: where the graph casts its FP16 input to FP32
+  itself, as digits do (`models.digits`), the twin rounds the input, so that it computes from the same numbers.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class WidenToFloat(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
+        exact = [node for node in graph if node.op_type == "Cast" and _reads_half_input(graph, node)]
         for value in (*graph.inputs, *graph.initializers.values()):
             _widen(value)
         for node in list(graph):
@@ -96,8 +98,10 @@ class WidenToFloat(ir.passes.InPlacePass):
                     node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
             for value in node.outputs:
                 _widen(value)
-            if node.op_type == "Cast":
+            if node.op_type == "Cast" and node not in exact:
                 _widen_cast(graph, node)
+        for node in exact:
+            _round_input(graph, node)
         return ir.passes.PassResult(model, modified=True)
 
 
@@ -208,6 +212,22 @@ def _widen_cast(graph: ir.Graph, node: ir.Node) -> None:
     if same and node.outputs[0] not in graph.outputs:
         node.outputs[0].replace_all_uses_with(source)
         graph.remove(node, safe=True)
+
+
+def _reads_half_input(graph: ir.Graph, node: ir.Node) -> bool:
+    source = node.inputs[0]
+    if source is None or source.dtype != ir.DataType.FLOAT16 or source not in graph.inputs:
+        return False
+    return node.attributes["to"].as_int() == ir.DataType.FLOAT
+
+
+def _round_input(graph: ir.Graph, node: ir.Node) -> None:
+    """A cast to FP16 before the cast of what was an FP16 input."""
+    name = f"{node.name}.rounded"
+    half = ir.val(name, ir.DataType.FLOAT16, node.outputs[0].shape)
+    rounded = ir.node("Cast", [node.inputs[0]], {"to": int(ir.DataType.FLOAT16)}, outputs=[half], name=name)
+    graph.insert_before(node, rounded)
+    node.replace_input_with(0, half)
 
 
 def _refuse_leftovers(model: onnx.ModelProto) -> None:

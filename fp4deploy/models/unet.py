@@ -9,6 +9,9 @@ One class serves FP16 and NVFP4: `qat.prepare` changes layers in place and keeps
 checkpoint loads into the NVFP4 model name by name. GroupNorm rather than BatchNorm: no running statistics to
 re-estimate after quantisation, and the same arithmetic in training and in the engine.
 
+With `digits` the encoder reads the image as E2M1 digits, 13 channels instead of 3 (`digits`), so that its first
+convolution can run in FP4 as well; everything behind it is the same.
+
 Source of the architecture: Ronneberger, Fischer, Brox, "U-Net: Convolutional Networks for Biomedical Image
 Segmentation", 2015 (padding kept "same" here, so that the logits have the size of the image).
 """
@@ -16,11 +19,13 @@ Segmentation", 2015 (padding kept "same" here, so that the logits have the size 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.models.digits import CHANNELS, COLOURS, digits, expand_weight
 
 WIDTHS = (64, 128, 256, 512, 1024)
 GROUPS = 8
@@ -45,16 +50,19 @@ class Block(nn.Module):
 class UNet(nn.Module):
     """Semantic segmentation UNet: image [N, in_channels, H, W] -> logits [N, classes, H, W].
 
-    H and W must be multiples of 16 (four poolings).
+    H and W must be multiples of 16 (four poolings). With `digits` the first convolution reads the image's digits, and
+    starts as the same function of it that a UNet of the same seed without them starts as.
 
     Raises:
-        InputError: `scale` gives a width that GroupNorm's 8 groups do not divide.
+        InputError: `scale` gives a width that GroupNorm's 8 groups do not divide, or digits of what is not RGB.
     """
 
-    def __init__(self, classes: int, scale: float = 1.0, in_channels: int = 3) -> None:
+    def __init__(self, classes: int, scale: float = 1.0, in_channels: int = COLOURS, digits: bool = False) -> None:
         super().__init__()
         widths = channel_widths(scale)
-        self.classes, self.scale = classes, scale
+        if digits and in_channels != COLOURS:
+            raise InputError(f"Digits are made of RGB images, and this UNet reads {in_channels} channels.")
+        self.classes, self.scale, self.digits = classes, scale, digits
         self.encoder = nn.ModuleList(
             Block(before, after) for before, after in zip((in_channels, *widths[:-1]), widths, strict=True)
         )
@@ -63,8 +71,16 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(nn.ConvTranspose2d(deep, shallow, 2, stride=2) for deep, shallow in pairwise(downwards))
         self.decoder = nn.ModuleList(Block(2 * width, width) for width in downwards[1:])
         self.head = nn.Conv2d(widths[0], classes, 1)
+        if digits:  # after everything has drawn its weights
+            first = cast(Block, self.encoder[0]).conv1
+            first.in_channels, first.weight = CHANNELS, nn.Parameter(expand_weight(first.weight.detach()))
+
+    def read_image(self, x: torch.Tensor) -> torch.Tensor:
+        """What the encoder reads of an image: the image itself [N, 3, H, W], or its digits [N, 13, H, W]."""
+        return digits(x) if self.digits else x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.read_image(x)
         skips: list[torch.Tensor] = []
         for level, block in enumerate(self.encoder):
             x = block(self.pool(x) if level else x)
@@ -90,8 +106,8 @@ def channel_widths(scale: float) -> tuple[int, ...]:
     return widths
 
 
-def build_unet(classes: int, scale: float = 1.0) -> UNet:
+def build_unet(classes: int, scale: float = 1.0, digits: bool = False) -> UNet:
     """Build a freshly initialised UNet for RGB images."""
     if classes < 1:
         raise InputError(f"A model needs at least one class, not {classes}.")
-    return UNet(classes, scale)
+    return UNet(classes, scale, digits=digits)

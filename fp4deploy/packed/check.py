@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import BLOCK
+from fp4deploy.models.digits import CHANNELS
 from fp4deploy.packed.graph import (
     INPUT,
+    RGB,
     Concat,
     Conv2d,
     ConvTranspose2d,
@@ -33,8 +35,13 @@ def check_graph(graph: Graph, channels: int) -> None:
         InputError: naming the step and what is wrong with it.
     """
     image = graph.images.get(INPUT)
-    if image is None or image.stride != 1 or image.amax is not None or image.channels != 3:
-        raise InputError(f"The graph has no plain RGB input named '{INPUT}'.")
+    wanted = CHANNELS if graph.digits else RGB.channels
+    if image is None or image.stride != RGB.stride or image.channels != wanted:
+        kind = "digits" if graph.digits else "RGB"
+        raise InputError(f"The graph has no input named '{INPUT}' of the {wanted} channels of {kind}.")
+    if image.amax is not None:
+        _require(image.amax in graph.tensors, f"the tensor '{image.amax}' that the input is packed with is missing")
+        _tensor(graph, image.amax, "F32", [])
     written = {INPUT}
     for number, step in enumerate(graph.steps):
         try:
@@ -47,7 +54,7 @@ def check_graph(graph: Graph, channels: int) -> None:
             raise InputError(f"Step {number} of the graph ({step.op}): the head is the last step, and only the last.")
         written.update(outputs_of(step))
     unused = [name for name in graph.images if name not in written]
-    read = {name for step in graph.steps for name in tensors_of(step, graph.images)}
+    read = {name for step in graph.steps for name in tensors_of(step, graph.images)} | {image.amax}
     unused += [name for name in graph.tensors if name not in read]
     if unused:
         raise InputError(f"{len(unused)} names of the graph are never used (first '{unused[0]}').")

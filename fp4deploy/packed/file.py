@@ -73,7 +73,7 @@ def packed_file(
     steps: list[Step],
     tensors: Mapping[str, torch.Tensor],
 ) -> PackedFile:
-    """A network as it would be read from `path`, checked and not written.
+    """A network as it would be read from `path`, checked and not written; the card says whether it reads digits.
 
     Raises:
         InputError: the graph does not fit together, or a tensor holds NaN or Inf.
@@ -83,7 +83,7 @@ def packed_file(
         name: TensorInfo(dtype=TYPES[tensor.dtype], shape=list(tensor.shape), sha256=digest(tensor))
         for name, tensor in host.items()
     }
-    graph = Graph(images=dict(images), steps=steps, tensors=infos)
+    graph = Graph(images=dict(images), steps=steps, tensors=infos, digits=card.digits)
     check_graph(graph, card.channels)
     _check_values(path, host)
     return PackedFile(Path(path), card, graph, host, __version__)

@@ -11,6 +11,9 @@
 An image is NHWC, `channels` wide, and has one pixel for `stride` x `stride` pixels of the network's input. `amax` names
 the float32 tensor that it is packed with; without one it is plain FP16.
 
+The image named "image" is what the first step reads: the network's RGB input, or with `digits` its 13 digits
+(`models.digits`). It is packed as any other where the first layer is quantised.
+
 `concat` is there for plain convolutions, and for skips whose channels are no multiple of 16: a block of 16 would hold
 channels of both images, so that it can only be made of both. Everywhere else no concatenation is ever written.
 
@@ -115,11 +118,15 @@ Step = Annotated[Conv2d | ConvTranspose2d | Head | GroupNormReLU | Concat, Field
 
 
 class Graph(Strict):
-    """The whole network. `images` has every image by name, "image" being the input; the last step is the head."""
+    """The whole network. `images` has every image by name, "image" being the input; the last step is the head.
+
+    digits: the input is written as digits. A file of before this field has none.
+    """
 
     images: dict[Name, Image]
     steps: Annotated[list[Step], Field(min_length=1, max_length=10000)]
     tensors: dict[Name, TensorInfo]
+    digits: bool = False
 
     @property
     def stride(self) -> int:
@@ -128,6 +135,7 @@ class Graph(Strict):
 
 
 INPUT = "image"
+RGB = Image(channels=3, stride=1)  # what a network is given, whatever it makes of it
 
 
 def outputs_of(step: Step) -> list[str]:

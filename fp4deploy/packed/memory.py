@@ -2,7 +2,8 @@
 
 An image lives from the step that writes it to the last one that reads it, and during a step its inputs and outputs are
 all alive. The peak is the largest sum over the steps: what an allocator without waste needs. The logits count, the
-scratch of kernels (sums of GroupNorm, a few bytes a channel) does not.
+scratch of kernels (sums of GroupNorm, a few bytes a channel) does not. A network that reads its input as digits, or
+packed, begins with the RGB image, the digits and what is packed of them; the FP32 in which digits are found is scratch.
 
     plain, FP16       2 C                            bytes a pixel
     packed, NVFP4     ceil16(C) / 2 + ceil16(C) / 16
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import BLOCK
-from fp4deploy.packed.graph import INPUT, Concat, Conv2d, Graph, Image, Product, Step, outputs_of
+from fp4deploy.packed.graph import INPUT, RGB, Concat, Conv2d, Graph, Image, Product, Step, outputs_of
 
 FP16_BYTES = 2
 
@@ -39,13 +40,20 @@ def activation_bytes(graph: Graph, height: int, width: int, batch: int = 1) -> i
     last = last_reads(graph)
     sizes = {name: image_bytes(image, height, width, batch) for name, image in graph.images.items()}
     logits = image_bytes(Image(channels=_classes(graph), stride=1), height, width, batch)
-    alive, peak = {INPUT}, 0
+    alive, peak = {INPUT}, _reading_bytes(graph, height, width, batch)
     for number, step in enumerate(graph.steps):
         alive.update(outputs_of(step))
         ends = number == len(graph.steps) - 1
         peak = max(peak, sum(sizes[name] for name in alive) + (logits if ends else 0))
         alive = {name for name in alive if last.get(name, -1) > number}
     return peak
+
+
+def _reading_bytes(graph: Graph, height: int, width: int, batch: int) -> int:
+    """The given image and what the first step reads of it, made one from the other."""
+    read = graph.images[INPUT]
+    forms = [RGB, read.model_copy(update={"amax": None}) if graph.digits else None, read if read.amax else None]
+    return sum(image_bytes(image, height, width, batch) for image in forms if image is not None)
 
 
 def check_size(graph: Graph, height: int, width: int) -> None:

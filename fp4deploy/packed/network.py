@@ -17,9 +17,11 @@ import torch.nn.functional as F
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.models.digits import digits
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
     INPUT,
+    RGB,
     Concat,
     Conv2d,
     ConvTranspose2d,
@@ -63,13 +65,12 @@ class PackedNetwork:
         Raises:
             InputError: images that are not RGB, or of a size the network cannot halve often enough.
         """
-        if images.ndim != 4 or images.shape[1] != self.graph.images[INPUT].channels or not len(images):
+        if images.ndim != 4 or images.shape[1] != RGB.channels or not len(images):
             raise InputError(f"The network takes RGB images [N, 3, H, W], not {list(images.shape)}.")
         check_size(self.graph, *images.shape[2:])
-        rgb = images.to(self.device, self.dtype).permute(0, 2, 3, 1).contiguous()
-        held: dict[str, Image] = {INPUT: rgb}
         results: list[Image] = []
         with torch.inference_mode():
+            held: dict[str, Image] = {INPUT: self.read(images)}
             for number, step in enumerate(self.graph.steps):
                 results = self.run_step(step, [held[name] for name in step.inputs])
                 for name in step.inputs:
@@ -77,6 +78,12 @@ class PackedNetwork:
                         held.pop(name, None)
                 held.update(zip(outputs_of(step), results, strict=False))  # the head names none
         return cast(torch.Tensor, results[0]).permute(0, 3, 1, 2)
+
+    def read(self, images: torch.Tensor) -> Image:
+        """What the first step reads of images [N, 3, H, W]: themselves or their digits, NHWC, packed or plain."""
+        x = images.to(self.device, self.dtype)
+        x = (digits(x) if self.graph.digits else x).permute(0, 2, 3, 1).contiguous()
+        return self.form(x, self.amax(INPUT))
 
     def run_step(self, step: Step, inputs: list[Image]) -> list[Image]:
         """The images that one step writes, from those it reads; the head's are the logits [N, H, W, classes]."""

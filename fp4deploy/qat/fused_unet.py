@@ -53,7 +53,7 @@ class FusedUNet(UNet):
         if dtype is None or not self._fusable():
             return super().forward(x)
         with torch.autocast("cuda", enabled=False):
-            return self._fused(x.to(dtype, memory_format=torch.channels_last))
+            return self._fused(self.read_image(x).to(dtype, memory_format=torch.channels_last))
 
     def fuses(self, x: torch.Tensor) -> bool:
         """The fused forward would take `x` now, in the autocast that this is called in."""

@@ -29,7 +29,7 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Modul
         InputError: not a checkpoint, another model's weights, an uncalibrated activation, a value FP16 cannot hold.
     """
     card = read_card(path)
-    model: nn.Module = build_unet(card.channels, card.scale)
+    model: nn.Module = build_unet(card.channels, card.scale, card.digits)
     if card.precision == "nvfp4":
         prepare_as(model, card)
     load_weights(model, path)

@@ -1,9 +1,9 @@
 """Decide layer by layer what runs in FP4, say why, and turn the chosen layers into quantised ones in place.
 
-Kept in high precision by default: the first layer with weights (it reads the image: three channels would leave 13 of
-every block's 16 elements empty), the last one (its error goes straight into the logits, with no normalisation after
-it), and everything that is not a product (normalisation, pooling, activation functions). A layer that no quantised
-class stands for (a subclass with a forward of its own, a 3-D convolution, an embedding) says so.
+Kept in high precision by default: the first layer with weights (it reads the image, of which FP4 leaves 3 bits where
+`models.digits` has not written it as 13 channels), the last one (its error goes straight into the logits, with no
+normalisation after it), and everything that is not a product (normalisation, pooling, activation functions). A layer
+that no quantised class stands for (a subclass with a forward of its own, a 3-D convolution, an embedding) says so.
 """
 
 from __future__ import annotations

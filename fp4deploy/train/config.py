@@ -22,9 +22,13 @@ from fp4deploy.train.options import AugmentSection, DistillSection, QuantSection
 
 
 class ModelSection(Section):
-    """scale: width of the UNet, channels int(scale * {64, ..., 1024})."""
+    """scale: width of the UNet, channels int(scale * {64, ..., 1024}); digits: the image is read as digits.
+
+    Digits keep a first layer in FP4 from losing the image (`models.digits`): for quant.include: ["*"].
+    """
 
     scale: float = 0.25
+    digits: bool = False
 
     @field_validator("scale")
     @classmethod

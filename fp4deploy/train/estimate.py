@@ -172,6 +172,7 @@ def as_json(
         "height": config.data.height,
         "width": config.data.width,
         "scale": config.model.scale,
+        "digits": config.model.digits,
         "measured": [asdict(speed) for speed in speeds],
         "for": {"images": images, "val_images": val_images, "gpus": gpus, "efficiency": share if gpus > 1 else 1.0},
         "assumptions": assumptions(gpus, share),
@@ -190,7 +191,7 @@ def _speed(
 ) -> Speed:
     torch.manual_seed(config.seed)
     card = model_card(config, model, data)
-    network: nn.Module = build_unet(card.channels, config.model.scale)
+    network: nn.Module = build_unet(card.channels, card.scale, card.digits)
     if model in QUANTIZED_MODELS:
         prepare_as(network, card)
         calibrate_on(network, loaders[0], config)

@@ -53,7 +53,7 @@ def _teacher(path: Path, class_names: tuple[str, ...]) -> nn.Module:
             f"teacher is a semantic FP16 model of the classes {', '.join(class_names)}. Give another with "
             "--set distill.teacher=FILE."
         )
-    teacher = build_unet(len(class_names), card.scale)
+    teacher = build_unet(len(class_names), card.scale, card.digits)
     load_weights(teacher, path)
     return teacher
 

@@ -133,9 +133,10 @@ def _train(
     resume = resume and plan.state_path.is_file()
     torch.manual_seed(config.seed)
     card = model_card(config, model, data)
-    network: nn.Module = build_unet(card.channels, config.model.scale)
+    network: nn.Module = build_unet(card.channels, card.scale, card.digits)
     if fine_tuned and not resume:
-        load_weights(network, _starting_point(config, run, model, card))
+        path = _starting_point(config, run, model, card)
+        load_weights(network, path, to_digits=card.digits and not read_card(path).digits)
     if model in QUANTIZED_MODELS:
         prepare_as(network, card)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
@@ -188,6 +189,12 @@ def _starting_point(config: Config, run: Run, model: str, wanted: ModelCard) -> 
             f"{path} is a UNet of scale {card.scale:g}, and this run has scale {config.model.scale:g}. "
             f"Set --set model.scale={card.scale:g}, or choose another checkpoint."
         )
+    if card.digits and not wanted.digits:
+        raise InputError(
+            f"{path} reads its images as digits, 13 channels, and this run reads them as they are. Set "
+            "--set model.digits=true, or choose another checkpoint. (The other way round works: the weights of a model "
+            "without digits are expanded.)"
+        )
     if card.class_names != class_names:
         raise InputError(
             f"{path} was trained on the classes {', '.join(card.class_names)}, and this run has "
@@ -237,6 +244,7 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
     return ModelCard(
         precision="nvfp4" if quantized else "fp16",
         scale=config.model.scale,
+        digits=config.model.digits,
         class_names=data.class_names,
         height=config.data.height,
         width=config.data.width,

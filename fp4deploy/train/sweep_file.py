@@ -14,7 +14,8 @@
 
 Every variant that is fine-tuned starts from the FP16 model of its seed, which is trained once, so that differences
 within a seed are not those of two trainings. A variant that changes the network, its instance head or the data
-(`model.*`, `data.*`) has an FP16 model of its own. `fp16` names that model as a variant.
+(`model.*`, `data.*`) has an FP16 model of its own, or starts from the one that `base` names: weights of a network
+without digits serve one with. `fp16` names the common model as a variant.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ NOT_OF_THE_BASE = ("data.root", "data.workers", "data.cache_gib")
 
 
 class VariantSection(Section):
-    """model: what is trained; set: settings; against: the variant to compare with, null for none; note: a remark."""
+    """model: what is trained; set: settings; against: the variant to compare with, null for none; note: a remark.
+
+    base: the FP16 variant to start from, where it is not the one that the settings ask for.
+    """
 
     model: Literal["fp16", "nvfp4", "fp16_control", "nvfp4_ptq"] = "nvfp4"
     set: dict[str, Any] = Field(default_factory=dict)
     against: str | None = ""
+    base: str | None = None
     note: str = ""
 
 
@@ -150,12 +155,16 @@ def _variant(name: str, row: VariantSection, section: SweepSection) -> Variant:
     if row.model == "nvfp4" and own.get("train.from_scratch"):
         starts_alone = True
     against = section.against if row.against == "" else row.against
+    if row.base is not None and starts_alone:
+        raise InputError(f"{name} starts from no FP16 model of the sweep, so that base: {row.base} says nothing.")
+    if row.base is not None and row.base not in (BASE, *section.variants):
+        raise InputError(f"{name} has base: {row.base}, which is no variant.{suggest(row.base, section.variants)}")
     different = [
         f"{key}={json.dumps(value)}"
         for key, value in sorted(row.set.items())
         if key.startswith(OF_THE_BASE) and key not in NOT_OF_THE_BASE
     ]
-    base = None if starts_alone else "-".join([BASE, *(_plain(text) for text in different)])
+    base = None if starts_alone else row.base or "-".join([BASE, *(_plain(text) for text in different)])
     return Variant(name, row.model, _settings(row.set), None if against == name else against, base, row.note)
 
 
@@ -169,7 +178,8 @@ def _with_bases(rows: list[Variant]) -> list[Variant]:
     bases: dict[str, Variant] = {}
     for row in rows:
         if row.base and row.base not in names and row.base not in bases:
-            sets = tuple(s for s in row.sets if s.startswith(OF_THE_BASE) and not s.startswith(NOT_OF_THE_BASE))
+            own = row.sets if row.base != BASE else ()
+            sets = tuple(s for s in own if s.startswith(OF_THE_BASE) and not s.startswith(NOT_OF_THE_BASE))
             bases[row.base] = Variant(row.base, "fp16", sets, None, None, "the model that fine-tuning starts from")
     return [*bases.values(), *rows]
 

@@ -49,3 +49,8 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_markdown_aligns_numbers_right() -> None:
     assert tables.markdown(("model", "mIoU"), [("a", "1")]) == "| model | mIoU |\n| --- | ---: |\n| a | 1 |\n"
+
+
+def test_a_network_in_words() -> None:
+    assert tables.network({"scale": 0.25, "digits": False}) == "UNet of scale 0.25"
+    assert tables.network({"scale": 1.0, "digits": True}) == "UNet of scale 1, digits"

@@ -118,3 +118,21 @@ def test_data_check_lists_every_defect(invoke: Invoke, tmp_path: Path) -> None:
     text = invoke("data", "check", "set").stdout
     assert len(text.splitlines()) == len(defects)
     assert "annotation 1:" in text
+
+
+def test_check_plans_a_unet_with_digits(invoke: Invoke) -> None:
+    layers = json.loads(invoke("check", "unet:0.25", "--digits", "--json").stdout)["layers"]
+    assert layers[0]["reason"] == "first layer: reads the image (13 input channels, a block has 16)"
+    assert sum(layer["precision"] == "FP4" for layer in layers) == 21
+
+
+def test_check_and_inspect_a_checkpoint_with_digits(invoke: Invoke, tmp_path: Path) -> None:
+    from fp4deploy.models import ModelCard, build_unet, save_checkpoint
+
+    card = ModelCard("fp16", 0.125, ("a", "b"), 32, 32, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), False, digits=True)
+    save_checkpoint(tmp_path / "best.safetensors", build_unet(2, 0.125, digits=True), card)
+    assert "13 input channels" in invoke("check", "best.safetensors").stdout
+    assert "digits: True" in invoke("inspect", "best.safetensors").stdout
+    facts = json.loads(invoke("inspect", "best.safetensors", "--json").stdout)
+    assert facts["digits"] is True
+    assert {"tensor": "encoder.0.conv1.weight", "type": "F32", "shape": [8, 13, 3, 3]} in facts["layers"]

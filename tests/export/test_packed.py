@@ -177,7 +177,14 @@ def test_last_bits_alone_pass() -> None:
     require_packed(found, "best.safetensors")
 
 
-def test_a_quantised_first_layer_is_refused_in_words() -> None:
-    model = prepare(build_unet(3, 0.125), include=["*"])
-    with pytest.raises(InputError, match=r"quantises its first layer.*quant\.exclude=\[encoder\.0\.conv1\]"):
-        pack_unet(model)
+@pytest.mark.parametrize("digits", [False, True])
+def test_a_quantised_first_layer_reads_its_image_packed(digits: bool) -> None:
+    torch.manual_seed(0)
+    model = prepared(prepare(build_unet(5, 0.125, digits), include=["*"]), None)
+    calibrate(model, [images(2)])
+    round_to_deployed(model)
+    file = packed_file(Path("x.fp4"), dataclasses.replace(card(), digits=digits), *pack_unet(model))
+    read = file.graph.images["image"]
+    assert (read.channels, read.amax) == (13 if digits else 3, "encoder.0.conv1.input_amax")
+    found = verify_packed(model, file, images(2).split(1))
+    require_packed(found, "best.safetensors")

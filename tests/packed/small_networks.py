@@ -21,21 +21,26 @@ def images(count: int, seed: int = 1, size: int = SIZE) -> torch.Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
 
-def card(recipe: str | None, scale: float) -> ModelCard:
-    precision = "nvfp4" if recipe else "fp16"
-    return ModelCard(precision, scale, CLASSES, SIZE, SIZE, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), False, recipe)
+def card(recipe: str | None, scale: float, digits: bool = False) -> ModelCard:
+    precision, size, rgb = "nvfp4" if recipe else "fp16", (SIZE, SIZE), ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+    return ModelCard(precision, scale, CLASSES, *size, *rgb, False, recipe, digits=digits)
 
 
 @cache
-def packed(recipe: str | None = "nvfp4_qat", scale: float = 0.25) -> tuple[nn.Module, PackedFile]:
-    """An untrained UNet as it ships, and the network packed from it; not to be changed."""
+def packed(
+    recipe: str | None = "nvfp4_qat", scale: float = 0.25, digits: bool = False, everything: bool = False
+) -> tuple[nn.Module, PackedFile]:
+    """An untrained UNet as it ships, and the network packed from it; not to be changed.
+
+    everything: first and last layer are quantised as well.
+    """
     torch.manual_seed(0)
-    model = build_unet(len(CLASSES), scale)
+    model = build_unet(len(CLASSES), scale, digits)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape)
     if recipe:
-        prepare(model, recipe)
+        prepare(model, recipe, include=["*"] if everything else None)
         calibrate(model, [images(2, seed=0)])
     round_to_deployed(model)
-    return model.eval(), packed_file(Path("unet.fp4"), card(recipe, scale), *pack_unet(model))
+    return model.eval(), packed_file(Path("unet.fp4"), card(recipe, scale, digits), *pack_unet(model))

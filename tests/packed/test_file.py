@@ -56,6 +56,22 @@ def test_what_was_written_comes_back(written: Path) -> None:
     assert written.read_bytes() == before
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_network_that_reads_digits_comes_back(tmp_path: Path, everything: bool) -> None:
+    _, file = packed("nvfp4_qat", 0.125, True, everything)
+    path = tmp_path / "digits.fp4"
+    write_packed(PackedFile(path, file.card, file.graph, file.tensors, file.version))
+    read = read_packed(path)
+    assert read.graph.digits
+    assert read.card.digits
+    assert torch.equal(PackedNetwork(read)(images(1)), PackedNetwork(file)(images(1)))
+
+
+def test_a_file_of_before_digits_has_none(written: Path) -> None:
+    change_graph(written, lambda graph: graph.pop("digits"))
+    assert not read_packed(written).graph.digits
+
+
 def test_missing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="There is no packed network"):
         read_packed(tmp_path / "absent.fp4")

@@ -55,11 +55,25 @@ def test_the_peak_of_a_unet_by_hand() -> None:
     assert activation_bytes(packed()[1].graph, 64, 48, batch=3) == 3 * pixels * 2 * (channels + channels)
 
 
+def test_reading_an_image_as_digits_counts() -> None:
+    """At scale 0.125 it is the peak: RGB, 13 digits in FP16 and nine bytes of them packed, against 8 channels twice."""
+    pixels = 64 * 48
+    _, file = packed("nvfp4_qat", 0.125, True, True)
+    assert activation_bytes(file.graph, 64, 48) == pixels * (2 * 3 + 2 * 13 + 9)
+    _, plain = packed("nvfp4_qat", 0.125, False, True)
+    assert activation_bytes(plain.graph, 64, 48) == pixels * 41
+    _, wide = packed("nvfp4_qat", 0.25, True, True)
+    assert activation_bytes(wide.graph, 64, 48) < activation_bytes(packed()[1].graph, 64, 48)
+
+
+@pytest.mark.parametrize(("digits", "everything"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("scale", [0.125, 0.25])
-def test_images_have_the_bytes_that_are_counted(scale: float) -> None:
-    _, file = packed("nvfp4_qat", scale)
+def test_images_have_the_bytes_that_are_counted(scale: float, digits: bool, everything: bool) -> None:
+    _, file = packed("nvfp4_qat", scale, digits, everything)
     network, graph = PackedNetwork(file), file.graph
-    held = {INPUT: torch.randn(2, 32, 32, 3)}
+    held = {INPUT: network.read(torch.randn(2, 3, 32, 32))}
+    if everything:
+        assert held[INPUT].codes.nbytes + held[INPUT].scales.nbytes == image_bytes(graph.images[INPUT], 32, 32, 2)
     for step in graph.steps:
         written = network.run_step(step, [held[name] for name in step.inputs])
         for name, image in zip(outputs_of(step), written, strict=False):

@@ -11,9 +11,11 @@ from fp4deploy.data import EvalTransform, generate_shapes, open_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.export.packed import pack_unet
 from fp4deploy.export.packed_verify import compare_steps
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
+from fp4deploy.models.digits import digits as written
 from fp4deploy.packed import PackedNetwork, packed_file
-from fp4deploy.packed.graph import Concat, Conv2d
+from fp4deploy.packed.graph import Concat, Conv2d, Product
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
 RECIPES = ["nvfp4_qat", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"]
@@ -27,6 +29,31 @@ def test_every_step_computes_what_torch_computes(recipe: str, scale: float) -> N
         errors = compare_steps(model, PackedNetwork(file), images(2))
     assert len(errors) == 41  # 23 products and 18 normalisations
     assert max(errors.values()) < 2e-4, errors
+
+
+@pytest.mark.parametrize("scale", [0.125, 0.25])
+@pytest.mark.parametrize(("digits", "everything"), [(True, False), (False, True), (True, True)])
+def test_every_step_where_the_image_is_digits_or_packed(digits: bool, everything: bool, scale: float) -> None:
+    model, file = packed("nvfp4_qat", scale, digits, everything)
+    with torch.inference_mode():
+        errors = compare_steps(model, PackedNetwork(file), images(2))
+    assert len(errors) == 41
+    assert max(errors.values()) < 2e-4, errors
+    products = [step for step in file.graph.steps if isinstance(step, Product)]
+    assert sum(step.precision == "nvfp4" for step in products) == (23 if everything else 21)
+
+
+def test_the_digits_that_a_packed_network_reads_are_those_of_torch() -> None:
+    _, file = packed("nvfp4_qat", 0.125, True, True)
+    read = PackedNetwork(file).read(images(2))
+    assert isinstance(read, Nvfp4Tensor)
+    assert torch.equal(read.dequantize(torch.float16), written(images(2)).half().permute(0, 2, 3, 1))
+
+
+def test_an_fp16_model_with_digits_is_exact() -> None:
+    model, file = packed(None, 0.25, True)
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedNetwork(file)(images(2)), model(images(2)), rtol=0, atol=2e-5)
 
 
 def test_an_fp16_model_is_exact() -> None:
@@ -99,13 +126,16 @@ def test_sizes_that_cannot_be_halved_are_refused(shape: tuple[int, ...]) -> None
         PackedNetwork(packed()[1])(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 4, 32, 32), (0, 3, 32, 32)])
-def test_what_is_not_rgb_images_is_refused(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("digits", [False, True])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 4, 32, 32), (0, 3, 32, 32), (1, 13, 32, 32)])
+def test_what_is_not_rgb_images_is_refused(shape: tuple[int, ...], digits: bool) -> None:
     with pytest.raises(InputError, match=r"\[N, 3, H, W\]"):
-        PackedNetwork(packed()[1])(torch.zeros(shape))
+        PackedNetwork(packed("nvfp4_qat", 0.25, digits)[1])(torch.zeros(shape))
 
 
-def test_a_nan_in_the_image_shows() -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("digits", "everything"), [(False, False), (False, True), (True, False), (True, True)])
+def test_a_broken_image_shows(bad: float, digits: bool, everything: bool) -> None:
     broken = images(1)
-    broken[0, 1, 5, 5] = float("nan")
-    assert PackedNetwork(packed()[1])(broken).isnan().any()
+    broken[0, 1, 5, 5] = bad
+    assert PackedNetwork(packed("nvfp4_qat", 0.25, digits, everything)[1])(broken).isnan().any()

@@ -33,14 +33,20 @@ def by_reference(network: PackedNetwork, step: Any, inputs: list[Any], monkeypat
         return network.run_step(step, inputs)
 
 
+FIRST = [(False, False), (True, False), (False, True), (True, True)]  # the image as digits; every layer quantised
+
+
 @pytest.mark.parametrize("recipe", [None, "nvfp4_qat", "nvfp4_4o6_weight_qat"])
 @pytest.mark.parametrize("scale", [0.125, 0.25, 0.5])
-def test_every_step_against_its_reference(recipe: str | None, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("digits", "everything"), FIRST)
+def test_every_step_against_its_reference(
+    recipe: str | None, scale: float, digits: bool, everything: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each from the same inputs: of packed images a thousandth of the elements may differ by a rounding, no more."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    _, file = packed(recipe, scale)
+    _, file = packed(recipe, scale, digits, everything)
     network = PackedNetwork(file, "cuda")
-    held: dict[str, Any] = {INPUT: images(2, size=64).cuda().half().permute(0, 2, 3, 1).contiguous()}
+    held: dict[str, Any] = {INPUT: network.read(images(2, size=64).cuda())}
     for step in network.graph.steps:
         inputs = [held[name] for name in step.inputs]
         got, expected = network.run_step(step, inputs), by_reference(network, step, inputs, monkeypatch)
@@ -54,10 +60,22 @@ def test_every_step_against_its_reference(recipe: str | None, scale: float, monk
         held.update(zip(outputs_of(step), got, strict=False))
 
 
+def test_what_the_first_step_reads_has_the_bytes_of_the_cpu() -> None:
+    """Digits packed on the GPU; without digits the image is FP16 there and FP32 on the CPU."""
+    _, file = packed("nvfp4_qat", 0.25, True, True)
+    here, there = (PackedNetwork(file, device).read(images(3, size=48)) for device in ("cuda", "cpu"))
+    assert isinstance(here, Nvfp4Tensor)
+    assert isinstance(there, Nvfp4Tensor)
+    assert here.shape == there.shape == (3, 48, 48, 13)
+    assert torch.equal(here.codes.cpu(), there.codes)
+    assert torch.equal(here.scales.view(torch.uint8).cpu(), there.scales.view(torch.uint8))
+
+
 @pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])
-def test_classes_are_those_of_torch(recipe: str | None) -> None:
+@pytest.mark.parametrize(("digits", "everything"), [(False, False), (True, True)])
+def test_classes_are_those_of_torch(recipe: str | None, digits: bool, everything: bool) -> None:
     """Free-running, FP16 against FP32: the same bound as between torch's own precisions on an untrained model."""
-    model, file = packed(recipe)
+    model, file = packed(recipe, 0.25, digits, everything)
     x = images(4, size=64)
     with torch.inference_mode():
         expected = model(x)
@@ -68,8 +86,11 @@ def test_classes_are_those_of_torch(recipe: str | None) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])
-def test_a_recorded_network_gives_the_same_bits(recipe: str | None, recwarn: pytest.WarningsRecorder) -> None:
-    _, file = packed(recipe)
+@pytest.mark.parametrize(("digits", "everything"), [(False, False), (True, True)])
+def test_a_recorded_network_gives_the_same_bits(
+    recipe: str | None, digits: bool, everything: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    _, file = packed(recipe, 0.25, digits, everything)
     network = PackedNetwork(file, "cuda")
     recorded = CapturedNetwork(network)
     results = []

@@ -66,8 +66,33 @@ CASES: dict[str, tuple[Change, str]] = {
     "a norm of another amax": (lambda g: g["tensors"]["up.0.input_amax"].update(shape=[1]), "'up.0.input_amax'"),
     "no head": (lambda g: g["steps"].pop(), "the head is the last step"),
     "steps after the head": (lambda g: g["steps"].insert(0, g["steps"].pop()), "head"),
-    "no input": (lambda g: g["images"].pop("image"), "no plain RGB input"),
+    "no input": (lambda g: g["images"].pop("image"), "no input named 'image' of the 3 channels of RGB"),
+    "digits of three channels": (
+        lambda g: g.update(digits=True),
+        "no input named 'image' of the 13 channels of digits",
+    ),
+    "a packed input for a plain layer": (
+        lambda g: g["images"]["image"].update(amax="up.0.input_amax"),
+        "'encoder.0.conv1'.*is not fp16",
+    ),
+    "an input packed with nothing": (lambda g: g["images"]["image"].update(amax="none"), "'none'.*is missing"),
 }
+
+
+@pytest.mark.parametrize("digits", [False, True])
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_reads_digits_or_a_packed_image_passes(digits: bool, everything: bool) -> None:
+    _, file = packed("nvfp4_qat", 0.125, digits, everything)
+    check_graph(file.graph, len(CLASSES))
+    channels, amax = 13 if digits else 3, "encoder.0.conv1.input_amax" if everything else None
+    assert (file.graph.images["image"].channels, file.graph.images["image"].amax) == (channels, amax)
+
+
+def test_the_amax_of_the_input_is_one_number() -> None:
+    graph = copy.deepcopy(packed("nvfp4_qat", 0.125, True, True)[1].graph.model_dump())
+    graph["tensors"]["encoder.0.conv1.input_amax"]["shape"] = [1]
+    with pytest.raises(InputError, match=r"'encoder\.0\.conv1\.input_amax' is F32 \[1\]"):
+        check_graph(Graph.model_validate(graph), len(CLASSES))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -57,6 +57,8 @@ class Conv:
 
 CONVOLUTIONS = {
     "one block, many amax": Conv((1, 5, 7), (16,), 16, out_amax=MANY_AMAXES),
+    "channels 3": Conv((2, 6, 5), (3,), 20, bias=False, relu=False),
+    "channels 13, digits": Conv((1, 5, 6), (13,), 33, amax=(6.0, None), bias=False, relu=False),
     "channels 17": Conv((2, 6, 5), (17,), 20, stride=2),
     "channels 20, even size": Conv((1, 6, 8), (20,), 33, k=2, padding=0, relu=False, out_amax=MANY_AMAXES),
     "channels 80": Conv((1, 5, 6), (80,), 17, bias=False),

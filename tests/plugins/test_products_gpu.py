@@ -48,6 +48,8 @@ def same_bytes(found: Nvfp4Tensor, unfused: torch.Tensor) -> bool:
     [
         ((1, 5, 7, 32), 20, 3, {"padding": 1}),
         ((2, 9, 6, 17), 16, 3, {"padding": 1, "stride": 2}),
+        ((2, 33, 31, 13), 64, 3, {"padding": 1}),
+        ((1, 12, 11, 3), 16, 3, {"padding": 1}),
         ((3, 12, 11, 48), 70, 5, {"padding": 4, "dilation": 2}),
         ((1, 1, 1, 64), 10, 1, {}),
         ((16, 33, 31, 64), 64, 3, {"padding": 1}),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy import stats
 
 from fp4deploy.errors import InputError
@@ -189,6 +190,21 @@ def test_without_its_fp16_model_a_variant_fails_alone(
     assert runs["scratch"]["status"] == "done"
 
 
+def test_a_variant_with_digits_starts_from_the_model_without(tiny_data: Path, tmp_path: Path) -> None:
+    text = FILE[: FILE.index("  ptq:")] + "  qat: {base: fp16, set: {model.digits: true, quant.include: ['*']}}\n"
+    sweep = load_sweep(written(tmp_path, tiny_data, text), seeds=(0,))
+    assert [(row.name, row.base) for row in sweep.variants] == [("fp16", None), ("control", "fp16"), ("qat", "fp16")]
+    results = run_sweep(sweep, tmp_path / "out", say=lambda _: None)
+    assert {name: row["runs"]["0"]["status"] for name, row in results["variants"].items()} == dict.fromkeys(
+        ("fp16", "control", "qat"), "done"
+    )
+    shapes = [
+        load_file(tmp_path / "out" / name / "seed0" / model / "best.safetensors")["encoder.0.conv1.weight"].shape
+        for name, model in (("fp16", "fp16"), ("qat", "nvfp4"))
+    ]
+    assert shapes == [(8, 3, 3, 3), (8, 13, 3, 3)]
+
+
 def test_the_picture_is_drawn_where_there_is_something_to_see(
     swept: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
 ) -> None:
@@ -225,6 +241,9 @@ def test_a_table_of_one_seed_has_no_interval(swept: tuple[Path, dict[str, Any], 
         ("variants: {a: {against: b}}", "compared with 'b', which is no variant"),
         ("variants: {a: {set: {train.lrr: 1}}}", r"a: The configuration is not valid: .*did you mean train\.lr\?"),
         ("variants: {a/b: {}}", "becomes a folder"),
+        ("variants: {a: {base: fp17}}", "a has base: fp17, which is no variant"),
+        ("variants: {a: {}, b: {base: a}}", "'a' is the FP16 model that b starts from"),
+        ("variants: {a: {model: fp16, base: fp16}}", "starts from no FP16 model of the sweep"),
         ("variants: {fp16: {model: nvfp4_ptq}}", "rename the variant"),
         ("{seeds: [1, 1], variants: {a: {}}}", "distinct whole numbers"),
         ("{config: none.yaml, variants: {a: {}}}", "no configuration file"),
