@@ -102,6 +102,9 @@ def _deadline(minutes: float | None) -> Iterator[None]:
         yield
         return
     end = time.monotonic() + 60 * minutes
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # in the background of a shell; what is ignored cannot be used to stop, either
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(60 * minutes, _thread.interrupt_main, (signal.SIGINT,))
     timer.daemon = True
     timer.start()
@@ -113,3 +116,4 @@ def _deadline(minutes: float | None) -> Iterator[None]:
         raise TimeIsUp from None
     finally:
         timer.cancel()
+        signal.signal(signal.SIGINT, before)

@@ -152,6 +152,7 @@ def _work(
     """The life of a process."""
     multiprocessing.set_start_method(start_method, force=True)  # else a loader's workers import torch anew, too
     os.setpgrp()  # Ctrl-C reaches the first process alone, which passes it on once
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where that one ignores it, as behind nohup
     torch.set_num_threads(max(1, cores() // jobs))
     parent = os.getppid()
     try:

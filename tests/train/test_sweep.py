@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def written(folder: Path, root: Path, text: str = FILE) -> Path:
     path = folder / "mine.yaml"
     path.write_text(text.replace("ROOT", json.dumps(str(root))))
     return path
+
+
+@pytest.fixture
+def in_the_background() -> Iterator[None]:
+    """SIGINT ignored, as by whatever a shell starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +161,12 @@ def test_ctrl_c_keeps_what_there_is_and_the_same_command_goes_on(
         assert results["variants"]["qat"]["runs"][seed]["best"] == straight[seed]["best"]
 
 
+@pytest.mark.parametrize("where", [None, "in_the_background"])
 def test_a_sweep_stops_when_its_minutes_are_over(
-    tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, where: str | None
 ) -> None:
+    if where is not None:
+        request.getfixturevalue(where)
     original = Trainer._step
 
     def slow(self: Trainer, *batch: torch.Tensor) -> None:

@@ -94,6 +94,18 @@ def test_a_process_that_dies_costs_its_own_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_minutes_stop_processes_of_a_background_job(tmp_path: Path) -> None:
+    sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        results = run_sweep(sweep, out, ("control",), minutes=0.2, say=lambda _: None, jobs=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert children() == []
+    assert {run["status"] for run in results["variants"]["fp16"]["runs"].values()} <= {"unfinished", "missing"}
+
+
+@pytest.mark.slow
 def test_an_interruption_is_passed_on_and_saved(tmp_path: Path) -> None:
     sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"
     journals = [out / "fp16" / f"seed{seed}" / "fp16" / "metrics.jsonl" for seed in (0, 1)]
