@@ -64,6 +64,7 @@ def built(folder: Path, chosen: Variant, dtype: torch.dtype) -> Product:
     assert text.count(SHARED) == 1
     (folder / "weight_stream.hpp").write_text(text.replace(SHARED, "uint8_t* shared = here->memory;"))
     (folder / "stream.cuh").write_text(Path(__file__).with_name("host_stream.hpp").read_text())
+    (folder / "few_rows.cuh").write_text((SOURCES / "few_rows.cuh").read_text())
     (folder / "main.cpp").write_text(MAIN)
     macros = {"DTYPE": CUDA_TYPES[dtype], "TAKEN": chosen.shared, **chosen.macros}
     command = [str(nvcc), "-std=c++20", "-O1", "--cudart", "none", "-Xcompiler", "-pthread,-w"]

@@ -19,11 +19,9 @@
 // out DTYPE [m, n]. room: a multiple of SPLIT.
 // Launch: block 32 WARPS, grid ceil(n / rows of a block), shared memory STAGES WARPS 1152 BANDS DEPTH + room DEPTH 256
 // ROWS bytes.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
 #include <type_traits>
+
+#include "few_rows.cuh"
 
 #ifndef DTYPE
 #define DTYPE __half
@@ -56,11 +54,6 @@ constexpr int THREADS = 32 * WARPS, AHEAD = 4;
 static_assert(STAGES * SLOT >= 8 * TILES * (OWN + 1) * 4, "the sums of a warp reuse its ring");
 static_assert(WARPS % SPLIT == 0 && THREADS % (16 * ROWS) == 0);
 
-__device__ __forceinline__ uint32_t bits(__half2 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
-__device__ __forceinline__ uint32_t bits(__nv_bfloat162 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
-__device__ __forceinline__ __half2 halves(uint32_t word) { return *reinterpret_cast<__half2*>(&word); }
-__device__ __forceinline__ __nv_bfloat162 brains(uint32_t word) { return *reinterpret_cast<__nv_bfloat162*>(&word); }
-
 // Copies 16 or 8 bytes into shared memory when they come; zeros where `inside` is false.
 __device__ __forceinline__ void fetch16(uint32_t to, const void* from, bool inside) {
     const int bytes = inside ? 16 : 0;
@@ -83,35 +76,6 @@ __device__ __forceinline__ uint32_t scales_of(uint32_t bytes, __half*) {
 __device__ __forceinline__ uint32_t scales_of(uint32_t bytes, __nv_bfloat16*) {
     const uint32_t placed = __byte_perm(bytes, 0u, 0x1404) >> 4;  // scale * 2^-120
     return bits(__hmul2(__hmul2(brains(placed), brains(0x7B807B80u)), brains(0x7B007B00u)));  // 2^120, 2^119
-}
-
-// Codes on top of halves times a scale, which is the low or the high one of a pair.
-__device__ __forceinline__ uint32_t scaled(uint32_t code, uint32_t pair, bool high, __half*) {
-    const __half2 scale = high ? __high2half2(halves(pair)) : __low2half2(halves(pair));
-    return bits(__hmul2(halves(code), scale));
-}
-// s000eem0 on top of a half is the value times 2^-126 once the three bits stand in bfloat16's exponent and mantissa.
-__device__ __forceinline__ uint32_t scaled(uint32_t code, uint32_t pair, bool high, __nv_bfloat16*) {
-    const uint32_t moved = (code & 0x80008000u) | ((code >> 3) & 0x01C001C0u);
-    const __nv_bfloat162 scale = high ? __high2bfloat162(brains(pair)) : __low2bfloat162(brains(pair));
-    return bits(__hmul2(brains(moved), scale));
-}
-
-// Eight codes of a word: the fragments of the even elements in [0], [1], of the odd ones in [2], [3].
-__device__ __forceinline__ void decode(uint32_t word, uint32_t pair, bool high, uint32_t (&out)[4]) {
-    constexpr DTYPE* tag = nullptr;
-    const uint32_t odd = ((word >> 3) & 0x0E0E0E0Eu) | (word & 0x80808080u);
-    const uint32_t even = ((word << 1) & 0x0E0E0E0Eu) | ((word << 4) & 0x80808080u);
-    out[0] = scaled(__byte_perm(even, 0u, 0x1404), pair, high, tag);
-    out[1] = scaled(__byte_perm(even, 0u, 0x3424), pair, high, tag);
-    out[2] = scaled(__byte_perm(odd, 0u, 0x1404), pair, high, tag);
-    out[3] = scaled(__byte_perm(odd, 0u, 0x3424), pair, high, tag);
-}
-
-// Eight elements of x in that order: 0 2, 4 6, 1 3, 5 7.
-__device__ __forceinline__ uint4 reorder(uint4 v) {
-    return {__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
-            __byte_perm(v.z, v.w, 0x7632)};
 }
 
 __device__ __forceinline__ void multiply(
@@ -274,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) weight_only
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
                             const uint32_t* four = reinterpret_cast<const uint32_t*>(&held[d][2 * band + half]);
-                            decode(four[word], steps[d][2 * band + half], word >= 2, a[half]);
+                            decode<DTYPE>(four[word], steps[d][2 * band + half], word >= 2, a[half]);
                         }
 #pragma unroll
                         for (int tile = 0; tile < TILES; ++tile) {

@@ -27,6 +27,8 @@
 
 #include "stream.cuh"
 
+#include "few_rows.cuh"
+
 #ifndef DTYPE
 #define DTYPE __half
 #endif
@@ -58,11 +60,6 @@ constexpr int ROW = OWN + 4;  // floats: the four pairs of rows that a warp writ
 static_assert(WIDE % 256 == 0 && BANDS >= 1 && OUTPUTS == CONSUMERS / COLUMNS * OWN && OUTPUTS % PRODUCERS == 0);
 static_assert(STAGES >= 2 && BARS_AT >= CONSUMERS * 8 * TILES * ROW * 4, "the sums reuse the rings");
 
-__device__ __forceinline__ uint32_t bits(__half2 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
-__device__ __forceinline__ uint32_t bits(__nv_bfloat162 pair) { return *reinterpret_cast<uint32_t*>(&pair); }
-__device__ __forceinline__ __half2 halves(uint32_t word) { return *reinterpret_cast<__half2*>(&word); }
-__device__ __forceinline__ __nv_bfloat162 brains(uint32_t word) { return *reinterpret_cast<__nv_bfloat162*>(&word); }
-
 // Two E4M3 bytes as a pair; a scaled element is then its value times UNIT.
 constexpr bool HALF = std::is_same<DTYPE, __half>::value;
 constexpr float UNIT = HALF ? 1.f / 16384.f : 1.f / 128.f;
@@ -73,35 +70,6 @@ __device__ __forceinline__ uint32_t scales_of(uint32_t bytes, __nv_bfloat16*) {
     const uint32_t pair = bits(__hmul2(first, brains(0x7B007B00u)));             // 2^119
     const bool low = (bytes & 0x7Fu) == 0x7Fu, high = (bytes & 0x7F00u) == 0x7F00u;
     return pair | (low ? 0x7FC0u : 0u) | (high ? 0x7FC00000u : 0u);
-}
-
-// Codes on top of halves, times 2^-14, times a scale, which is the low or the high one of a pair.
-__device__ __forceinline__ uint32_t scaled(uint32_t code, uint32_t pair, bool high, __half*) {
-    const __half2 scale = high ? __high2half2(halves(pair)) : __low2half2(halves(pair));
-    return bits(__hmul2(halves(code), scale));
-}
-// s000eem0 on top of a half is the value times 2^-126 once the three bits stand in bfloat16's exponent and mantissa.
-__device__ __forceinline__ uint32_t scaled(uint32_t code, uint32_t pair, bool high, __nv_bfloat16*) {
-    const uint32_t moved = (code & 0x80008000u) | ((code >> 3) & 0x01C001C0u);
-    const __nv_bfloat162 scale = high ? __high2bfloat162(brains(pair)) : __low2bfloat162(brains(pair));
-    return bits(__hmul2(brains(moved), scale));
-}
-
-// Eight codes of a word: the fragments of the even elements in [0], [1], of the odd ones in [2], [3].
-__device__ __forceinline__ void decode(uint32_t word, uint32_t pair, bool high, uint32_t (&out)[4]) {
-    constexpr DTYPE* tag = nullptr;
-    const uint32_t odd = ((word >> 3) & 0x0E0E0E0Eu) | (word & 0x80808080u);
-    const uint32_t even = ((word << 1) & 0x0E0E0E0Eu) | ((word << 4) & 0x80808080u);
-    out[0] = scaled(__byte_perm(even, 0u, 0x1404), pair, high, tag);
-    out[1] = scaled(__byte_perm(even, 0u, 0x3424), pair, high, tag);
-    out[2] = scaled(__byte_perm(odd, 0u, 0x1404), pair, high, tag);
-    out[3] = scaled(__byte_perm(odd, 0u, 0x3424), pair, high, tag);
-}
-
-// Eight elements of x in that order: 0 2, 4 6, 1 3, 5 7.
-__device__ __forceinline__ uint4 reorder(uint4 v) {
-    return {__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
-            __byte_perm(v.z, v.w, 0x7632)};
 }
 
 // The place in a ring: its slots are filled and emptied in turn, and the parity of a barrier says which time it is.
@@ -248,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_stream(
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const uint32_t* four = reinterpret_cast<const uint32_t*>(&held[2 * band + half]);
-                    decode(four[word], steps[2 * band + half], word >= 2, a[half]);
+                    decode<DTYPE>(four[word], steps[2 * band + half], word >= 2, a[half]);
                 }
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
