@@ -8,6 +8,7 @@ import typer
 
 from .console import done, note, print_json, results
 from .settings import (
+    DEFAULT,
     ClassesOption,
     ConfigOption,
     DataOption,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def estimate(
     data: DataOption = None,
-    models: ModelsOption = "fp16,nvfp4",
+    models: ModelsOption = DEFAULT,
     task: TaskOption = None,
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
@@ -39,8 +40,15 @@ def estimate(
         int | None, typer.Option("--val-images", min=0, help="Validation images.", show_default="the data's")
     ] = None,
     efficiency: Annotated[
-        float, typer.Option("--efficiency", min=0.01, max=1.0, help="Assumed share of the ideal speed of several GPUs.")
-    ] = 0.8,
+        float | None,
+        typer.Option(
+            "--efficiency",
+            min=0.01,
+            max=1.0,
+            help="Assumed share of the ideal speed of several GPUs.",
+            show_default="0.8, what four GPUs reached",
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to measure.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
 ) -> None:
@@ -55,7 +63,7 @@ def run_estimate(
     gpus: int = 1,
     images: int | None = None,
     val_images: int | None = None,
-    efficiency: float = 0.8,
+    efficiency: float | None = None,
     steps: int = 30,
     as_json: bool = False,
 ) -> None:
@@ -74,12 +82,13 @@ def run_estimate(
         raise InputError(
             "An estimate needs data to read. Give --data DIR, or make some with: fp4deploy data shapes DIR"
         )
+    share = module.EFFICIENCY if efficiency is None else efficiency
     there = [len(split) for split in open_splits(config)]
     train, val = images or there[0], there[1] if val_images is None else val_images
     note(f"Measuring {steps} steps of {', '.join(models)} ...")
     speeds = module.measure(config, models, steps)
-    found = module.estimate(config, speeds, train, val, gpus, efficiency)
-    facts = module.as_json(config, speeds, found, train, val, gpus, efficiency)
+    found = module.estimate(config, speeds, train, val, gpus, share)
+    facts = module.as_json(config, speeds, found, train, val, gpus, share)
     if as_json:
         print_json(facts)
     else:

@@ -13,6 +13,7 @@ from fp4deploy.runs import processes
 from .bench import print_table
 from .console import done, note, results, shown
 from .settings import (
+    DEFAULT,
     ClassesOption,
     ConfigOption,
     DataOption,
@@ -40,7 +41,7 @@ def run(
     ] = False,
     data: DataOption = None,
     out: OutOption = None,
-    models: ModelsOption = "fp16,nvfp4",
+    models: ModelsOption = DEFAULT,
     task: TaskOption = None,
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
@@ -81,7 +82,7 @@ def _commands(
     flags += ["--data", str(data)] if data else []
     flags += ["--config", str(config)] if config else []
     flags += [part for setting in sets or [] for part in ("--set", setting)]
-    flags += ["--models", models] if models != "fp16,nvfp4" else []
+    flags += ["--models", models] if models != DEFAULT else []
     return [" ".join(["fp4deploy run", *flags])]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.runs import MODELS, Run, create_run, is_first_process
+from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, create_run, is_first_process
 
 from .console import note, shown
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 DataOption = Annotated[Path | None, typer.Option("--data", help="Dataset folder.", show_default="generated shapes")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder to create.", show_default="runs/<time>")]
-ModelsOption = Annotated[str, typer.Option("--models", help="Any of fp16, nvfp4, fp16_control, nvfp4_ptq, in order.")]
+MODELS_HELP = f"Any of {', '.join(MODELS)}, in order."
+DEFAULT = ",".join(DEFAULT_MODELS)
+ModelsOption = Annotated[str, typer.Option("--models", help=MODELS_HELP)]
 TaskOption = Annotated[
     Literal["semantic", "instance"] | None,
     typer.Option("--task", help="What the model learns: classes, or objects.", show_default="semantic"),

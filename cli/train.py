@@ -11,6 +11,8 @@ from fp4deploy.runs import Run, is_first_process, latest_run, open_run
 from .console import done, note, shown
 from .estimate import run_estimate
 from .settings import (
+    DEFAULT,
+    MODELS_HELP,
     ClassesOption,
     ConfigOption,
     DataOption,
@@ -38,8 +40,8 @@ def train(
         str | None,
         typer.Option(
             "--models",
-            help="Any of fp16, nvfp4, fp16_control, nvfp4_ptq, in order.",
-            show_default="fp16,nvfp4; with --resume those the run was asked for",
+            help=MODELS_HELP,
+            show_default=f"{DEFAULT}; with --resume those the run was asked for",
         ),
     ] = None,
     task: TaskOption = None,
@@ -59,7 +61,7 @@ def train(
     tracker: TrackerOption = None,
 ) -> None:
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
-    chosen = parse_models("fp16,nvfp4" if models is None else models)
+    chosen = parse_models(DEFAULT if models is None else models)
     flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
     flags |= {"every": telemetry_every, "trackers": tracker}
     if dry_run:

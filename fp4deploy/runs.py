@@ -30,6 +30,7 @@ from pathlib import Path
 from fp4deploy.errors import InputError
 
 MODELS = ("fp16", "nvfp4", "fp16_control", "nvfp4_ptq")
+DEFAULT_MODELS = ("fp16", "nvfp4")  # what is trained where nobody says
 RUNS = Path("runs")
 
 

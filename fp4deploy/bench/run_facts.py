@@ -29,7 +29,7 @@ from fp4deploy.bench.locate import model_of, run_artifacts
 from fp4deploy.errors import InputError
 from fp4deploy.export.ledger import sha256
 from fp4deploy.models import read_card
-from fp4deploy.runs import MODELS, Run
+from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
 
 METRIC_KEYS = {"semantic": "miou", "instance": "ap"}
 ENTRY: dict[str, Any] = {
@@ -88,7 +88,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _trained(models: dict[str, Any]) -> str:
-    return ",".join(models) or "fp16,nvfp4"
+    return ",".join(models or DEFAULT_MODELS)
 
 
 def _config(run: Run, remarks: list[str]) -> dict[str, Any]:

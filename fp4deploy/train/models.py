@@ -47,7 +47,7 @@ from fp4deploy.data import (
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
-from fp4deploy.runs import MODELS, Run
+from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.extras import make_extras
 from fp4deploy.train.loop import Trainer
@@ -76,7 +76,7 @@ class TrainResult:
 def train_models(
     config: Config,
     run: Run,
-    models: Sequence[str] = ("fp16", "nvfp4"),
+    models: Sequence[str] = DEFAULT_MODELS,
     from_scratch: bool = False,
     resume: bool = False,
 ) -> dict[str, TrainResult]:

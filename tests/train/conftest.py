@@ -26,6 +26,6 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny(tiny_data: Path) -> Config:
     return load_config(None, [f"data.root={tiny_data}", *TINY])

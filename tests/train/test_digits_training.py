@@ -13,31 +13,23 @@ from fp4deploy.models import build_unet, load_weights, read_card
 from fp4deploy.models.digits import CHANNELS, expand_weight
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import Run, create_run
-from fp4deploy.train import Config, load_config, train_models, with_settings
+from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
 
-SMALL = [
-    "model.scale=0.125",
-    "data.height=32",
-    "data.width=32",
-    "train.epochs=2",
-    "train.finetune_epochs=2",
-    "train.batch_size=4",
-]
 EVERYTHING = ["model.digits=true", "quant.include=['*']"]
 FIRST = "encoder.0.conv1.weight"
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(tiny: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two epochs of FP16 and two of NVFP4, all layers in FP4; the FP16 model quantised and not trained as well."""
     run = create_run(tmp_path_factory.mktemp("digits") / "run")
-    train_models(settings(tiny_data), run, ("fp16", "nvfp4", "nvfp4_ptq"))
+    train_models(settings(tiny), run, ("fp16", "nvfp4", "nvfp4_ptq"))
     return run
 
 
-def settings(data: Path, *more: str) -> Config:
-    return load_config(None, [f"data.root={data}", *SMALL, *EVERYTHING, *more])
+def settings(tiny: Config, *more: str) -> Config:
+    return with_settings(tiny, [*EVERYTHING, *more])
 
 
 def test_every_product_is_in_fp4_and_the_card_says_digits(trained: Run) -> None:
@@ -58,9 +50,9 @@ def test_training_moves_the_weights_of_all_channels(trained: Run) -> None:
 
 @pytest.mark.parametrize(("model", "step"), [("fp16", 3), ("nvfp4", 1)])
 def test_interrupted_and_resumed_equals_straight(
-    trained: Run, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, step: int
+    trained: Run, tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, step: int
 ) -> None:
-    run, config, original = create_run(tmp_path / "run"), settings(tiny_data), Trainer._step
+    run, config, original = create_run(tmp_path / "run"), settings(tiny), Trainer._step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
         if self.plan.model == model and self.progress.step == step:
@@ -77,12 +69,12 @@ def test_interrupted_and_resumed_equals_straight(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_plain_fp16_checkpoint_is_expanded(tiny: Config, trained: Run, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_plain_fp16_checkpoint_is_expanded(tiny: Config, trained: Run, tmp_path: Path) -> None:
     plain = create_run(tmp_path / "plain")
     train_models(tiny, plain, ("fp16",))
     run = create_run(tmp_path / "run")
     start = f"train.init_checkpoint={plain.checkpoint('fp16')}"
-    train_models(settings(tiny_data, start), run, ("nvfp4_ptq", "fp16_control"))
+    train_models(settings(tiny, start), run, ("nvfp4_ptq", "fp16_control"))
     before, after = load_file(plain.checkpoint("fp16")), load_file(run.checkpoint("nvfp4_ptq"))
     assert torch.equal(after[FIRST], expand_weight(before[FIRST]))
     assert all(torch.equal(after[name], value) for name, value in before.items() if name != FIRST)
@@ -95,21 +87,21 @@ def test_digits_cannot_be_taken_away_again(tiny: Config, trained: Run, tmp_path:
         train_models(with_settings(tiny, [start]), create_run(tmp_path / "run"), ("nvfp4",))
 
 
-def test_a_run_does_not_change_its_mind(trained: Run, tiny_data: Path) -> None:
-    config = settings(tiny_data, "model.digits=false")
+def test_a_run_does_not_change_its_mind(trained: Run, tiny: Config) -> None:
+    config = settings(tiny, "model.digits=false")
     with pytest.raises(InputError, match="model.digits: True -> False"):
         train_models(config, trained, ("nvfp4",), resume=True)
 
 
 @pytest.mark.parametrize("digits", [True, False], ids=["its own kind", "the other kind"])
 def test_a_teacher_reads_the_image_its_own_way(
-    trained: Run, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: bool
+    trained: Run, tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: bool
 ) -> None:
     seen = []
     monkeypatch.setattr(Trainer, "run", lambda self, resume: seen.append(self.additions.teacher) or self.progress)
     more = [f"distill.teacher={trained.checkpoint('fp16')}", "distill.weight=1", "train.from_scratch=true"]
     more += [f"model.digits={str(digits).lower()}"]
-    train_models(settings(tiny_data, *more), create_run(tmp_path / "run"), ("nvfp4",))
+    train_models(settings(tiny, *more), create_run(tmp_path / "run"), ("nvfp4",))
     expected = build_unet(len(read_card(trained.checkpoint("fp16")).class_names), 0.125, digits=True)
     load_weights(expected, trained.checkpoint("fp16"))
     x = torch.randn(1, 3, 32, 32)
@@ -117,9 +109,9 @@ def test_a_teacher_reads_the_image_its_own_way(
         torch.testing.assert_close(seen[0](x), expected.eval()(x))
 
 
-def test_checkpointed_blocks_give_the_same_model(trained: Run, tiny_data: Path, tmp_path: Path) -> None:
+def test_checkpointed_blocks_give_the_same_model(trained: Run, tiny: Config, tmp_path: Path) -> None:
     run = create_run(tmp_path / "run")
-    train_models(settings(tiny_data, "train.checkpointing=true"), run, ("fp16",))
+    train_models(settings(tiny, "train.checkpointing=true"), run, ("fp16",))
     expected, found = (load_file(each.checkpoint("fp16")) for each in (trained, run))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
@@ -131,10 +123,10 @@ def test_an_instance_model_has_digits_too(tiny: Config, tmp_path: Path) -> None:
     assert (card.task, card.digits, len(quantized_layers(model))) == ("instance", True, 23)
 
 
-def test_an_estimate_measures_what_would_be_trained(tiny_data: Path) -> None:
+def test_an_estimate_measures_what_would_be_trained(tiny: Config) -> None:
     from fp4deploy.train import estimate
 
-    config = settings(tiny_data)
+    config = settings(tiny)
     (speed,) = estimate.measure(config, ("nvfp4",), steps=1)
     assert speed.training > 0
     assert estimate.as_json(config, [speed], [], 8, 4, 1, 0.9)["digits"] is True
