@@ -79,19 +79,20 @@ class Kernel:
         "_call",
         "_error",
         "_function",
-        "_gpu",
-        "_label",
         "_pack",
         "_pointers",
         "_pop",
         "_push",
         "_shared",
         "device",
+        "gpu",
+        "label",
+        "name",
     )
 
-    def __init__(self, gpu: Gpu, function: Any, label: str, signature: str) -> None:
-        self.device = gpu.index
-        self._gpu, self._function, self._label = gpu, function, label
+    def __init__(self, gpu: Gpu, function: Any, name: str, label: str, signature: str) -> None:
+        self.device, self.name = gpu.index, name
+        self.gpu, self._function, self.label = gpu, function, label
         self._pack, self._pointers = packing(signature)
         self._shared = _STATIC_SHARED
         # Looked up once. pycuda's prepared calls end in `_launch_kernel`; what they do before is a deprecated call that
@@ -100,7 +101,7 @@ class Kernel:
         self._error = gpu.driver.Error
 
     def __repr__(self) -> str:
-        return f"Kernel({self._label}, cuda:{self.device})"
+        return f"Kernel({self.label}, cuda:{self.device})"
 
     def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0) -> None:
         """Put the kernel on torch's current stream of its device.
@@ -115,21 +116,21 @@ class Kernel:
             TypeError: the arguments do not fit the signature, or a tensor lies on another device.
             KernelError: the driver refuses the launch, or reports the failure of an earlier kernel.
         """
-        buffer = self._buffer(args)
+        buffer = self.arguments(args)
         size = grid if isinstance(grid, tuple) else (grid,)
         threads = block if isinstance(block, tuple) else (block,)
         stream = raw_stream(self.device)
         if stream == 0:
             self._submit(size, threads, buffer, shared, None)
         else:
-            with self._gpu.fork(stream) as twin:
+            with self.gpu.fork(stream) as twin:
                 self._submit(size, threads, buffer, shared, twin)
 
     def resources(self) -> dict[str, int]:
         """What the compiler gave it: registers a thread, spilled and static shared bytes, threads a block can have."""
         names = {"registers": "NUM_REGS", "local_bytes": "LOCAL_SIZE_BYTES", "shared_bytes": "SHARED_SIZE_BYTES"}
         names["max_threads"] = "MAX_THREADS_PER_BLOCK"
-        attribute = self._gpu.driver.function_attribute
+        attribute = self.gpu.driver.function_attribute
         self._push()
         try:
             return {key: self._function.get_attribute(getattr(attribute, name)) for key, name in names.items()}
@@ -140,19 +141,24 @@ class Kernel:
         self._push()
         try:
             if shared > self._shared:
-                self._function.set_attribute(self._gpu.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+                self._function.set_attribute(self.gpu.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
                 self._shared = shared
             self._call(grid, block, buffer, shared, stream)
         except self._error as error:
             raise KernelError(
-                f"The kernel {self._label} was not launched on cuda:{self.device} with grid {grid}, block {block} and "
+                f"The kernel {self.label} was not launched on cuda:{self.device} with grid {grid}, block {block} and "
                 f"{shared} bytes of shared memory: {error}. An illegal address or a failed launch can be an earlier "
                 "kernel's: CUDA_LAUNCH_BLOCKING=1 shows whose."
             ) from error
         finally:
             self._pop()
 
-    def _buffer(self, args: tuple[Any, ...]) -> bytes:
+    def arguments(self, args: tuple[Any, ...]) -> bytes:
+        """The parameter buffer of a launch.
+
+        Raises:
+            TypeError: the arguments do not fit the signature, or a tensor lies on another device.
+        """
         values = list(args)
         try:
             for position in self._pointers:
@@ -165,7 +171,7 @@ class Kernel:
                     values[position] = value.data_ptr()
             return self._pack(*values)
         except (struct.error, TypeError, IndexError, AttributeError) as error:
-            raise TypeError(f"The kernel {self._label} does not take these arguments: {error}.") from error
+            raise TypeError(f"The kernel {self.label} does not take these arguments: {error}.") from error
 
 
 def packing(signature: str) -> tuple[Callable[..., bytes], tuple[int, ...]]:
@@ -189,12 +195,17 @@ def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | 
     packing(signature)
     label = f"{name} of {describe(path, macros)}"
     refuse_capture(index, label)
-    cubin = compile_cubin(path, architecture(torch.cuda.get_device_capability(index)), macros)
+    cubin = machine_code(path, macros, index)
     same = (str(path), name, signature, index, *sorted((macros or {}).items()))
     with _lock:
         if same not in _kernels:
             _kernels[same] = _on_gpu(index, cubin, name, signature, label)
         return _kernels.setdefault(key, _kernels[same])
+
+
+def machine_code(source: str | Path, macros: Macros | None, index: int) -> bytes:
+    """Of a kernel's source for this GPU, from the disk cache or from nvcc; raises what `compile_cubin` does."""
+    return compile_cubin(source, architecture(torch.cuda.get_device_capability(index)), macros)
 
 
 def refuse_capture(index: int, label: str) -> None:
@@ -225,4 +236,4 @@ def _on_gpu(index: int, cubin: bytes, name: str, signature: str, label: str) -> 
     """With the lock held."""
     if index not in _gpus:
         _gpus[index] = Gpu(index)
-    return Kernel(_gpus[index], _gpus[index].function(cubin, name, label), label, signature)
+    return Kernel(_gpus[index], _gpus[index].function(cubin, name, label), name, label, signature)

@@ -5,7 +5,7 @@ long runs of them, as many bytes ahead of the multiplying warps as shared memory
 activations: sixteen rows as they are weigh as much as the packed weight of 57, and each block needs all of them. Blocks
 beside each other, which multiply different rows of the weight, therefore read them together where the hardware can
 write one read to two multiprocessors at once (SM90 to SM110), and where enough blocks read at the same time for this to
-matter.
+matter. In a row of products each begins to read its weight while the one in front ends (`behind`).
 
 **Before** `cuda/weight_only.cu` lets each warp copy what it multiplies, a piece ahead.
 
@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
-from fp4deploy.plugins import driver
+from fp4deploy.plugins import behind, driver
 from fp4deploy.plugins.compiler import Macros
 from fp4deploy.plugins.library import CUDA_TYPES
 
@@ -130,10 +130,16 @@ def launch(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, out:
     chosen = _chosen(m, n, k, x.device.index)
     room, signature = ((), "PPPPPPiiifi") if chosen.room is None else ((chosen.room,), "PPPPPPiiiifi")
     macros: Macros = {"DTYPE": CUDA_TYPES[x.dtype], **chosen.macros}
-    kernel = driver.kernel(f"{chosen.name}.cu", chosen.name, signature, macros, x.device)
+    source = f"{chosen.name}.cu"
+    kernel = driver.kernel(source, chosen.name, signature, macros, x.device)
     values = (x, weight.codes, weight.scales.view(torch.uint8), weight.amax, bias, out)
     sizes = (m, n, k, *room, E2M1_MAX * weight.e4m3_max, int(relu))
-    kernel.launch(chosen.grid(n), chosen.threads, *values, *sizes, shared=chosen.shared)
+    grid, block, shared = chosen.grid(n), chosen.threads, chosen.shared
+    if chosen.room is None:
+        code = partial(driver.machine_code, source, macros, kernel.device)
+        behind.launch(kernel, code, weight, grid, block, (*values, *sizes), shared)
+    else:
+        kernel.launch(grid, block, *values, *sizes, shared=shared)
 
 
 @lru_cache

@@ -96,7 +96,7 @@ struct Block {
 inline std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs
 inline std::unique_ptr<std::barrier<>> opening, closing;  // of the whole cluster, of its multiplying threads
 inline thread_local Block* here;
-inline thread_local bool opened;
+inline thread_local bool opened, waited;  // waited: for the kernel in front
 inline thread_local std::vector<std::function<void()>> own_copies;
 inline const uint8_t *firsts[3], *lasts[3];  // x, codes, scales
 inline uint32_t rings_end;
@@ -135,6 +135,7 @@ inline void finish_copies() {
 }
 inline void fetch_into(Block* block, uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     check_copy(to, from, bytes, 16);
+    if (!waited && (const uint8_t*)from >= firsts[0] && (const uint8_t*)from < lasts[0]) fail("x is read too early");
     block->later([=] {
         if (block->running == 0) fail("a copy into a block that has ended");
         memcpy(block->memory + to, from, bytes);
@@ -182,6 +183,11 @@ inline void arrive_at_cluster() {}
 inline void wait_for_cluster() {
     (opened ? closing : opening)->arrive_and_wait();
     opened = true;
+}
+
+inline void wait_for_kernel_in_front() { waited = true; }
+inline void let_next_kernel_in() {
+    if (!waited) fail("the next kernel comes in before the one in front has ended");
 }
 
 inline float value_of_e4m3(int code) {
@@ -240,6 +246,7 @@ void run_grid(int grid, int cluster, Kernel kernel) {
                 here = blocks[i / ALL].get();
                 threadIdx.x = i % ALL, blockIdx.x = first + i / ALL;
                 kernel();
+                if (threadIdx.x < MULTIPLYING && !waited) fail("the output is written too early");
                 if (threadIdx.x < MULTIPLYING) --here->running;
             });
         for (auto& thread : threads) thread.join();

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins import channels_last, driver, few_rows, norm_pack, operators, weights
+from fp4deploy.plugins import behind, channels_last, driver, few_rows, norm_pack, operators, weights
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 Shape = tuple[int, ...]
@@ -56,6 +56,7 @@ def launched() -> list[Variant]:
         mock.patch.object(channels_last, "kernel", recorder.kernel),
         mock.patch.object(norm_pack, "kernel", recorder.kernel),
         mock.patch.object(driver, "kernel", recorder.kernel),
+        mock.patch.object(behind, "enabled", False),
     ):
         for exercise in EXERCISES:
             exercise()

@@ -17,6 +17,9 @@
 // the fragment of a tensor core's 16 x 16 operand. The 32 elements of x that face them are its own too; they are put
 // into the order that decoding leaves, because the order of a sum is free.
 //
+// Launched behind the kernel in front (plugins/behind.py), codes and scales are read before that has ended; x, amax and
+// bias are read, and out is written, after it. The next kernel is let in when the one in front has ended.
+//
 // Macros: DTYPE __half or __nv_bfloat16; ROWS: of x, at most, 1, 8 or 16; WIDE: 256 or 512; OUTPUTS: 16, 32 or 64, and
 // WIDE OUTPUTS at least 8192; STAGES: at least 2; CLUSTER: 1 or 2.
 // x: DTYPE [m, k], m <= ROWS, k a multiple of 128; codes uint8 [n, k / 2], scales uint8 [n, k / 16]; all three aligned
@@ -118,6 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_stream(
     else __syncthreads();
 
     if (warp >= CONSUMERS + PRODUCERS) {  // x
+        wait_for_kernel_in_front();
+        let_next_kernel_in();
         Place<XSTAGES> place;
         for (int step = 0; step < stages; ++step, place.advance()) {
             const int stage = stage_of(step);
@@ -175,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_stream(
         return;
     }
 
+    wait_for_kernel_in_front();
     const int group = lane / 4, part = lane % 4, column = warp % COLUMNS, own = warp / COLUMNS * OWN;
     // Read before the sums are there, so that nothing waits for it behind.
     const int output = threadIdx.x % OUTPUTS;

@@ -1,0 +1,187 @@
+"""Launches that begin before the kernel in front has ended: its last blocks and the first reads of a weight overlap.
+
+A product of a few rows is over in some ten microseconds, and for one or two of them the GPU is idle: the last blocks of
+a kernel end, the first of the next begin and wait for memory. With the launch attribute "programmatic stream
+serialization" a kernel begins earlier and waits for the one in front by an instruction, `griddepcontrol.wait`.
+`weight_stream.cu` reads **codes and scales before** that instruction; activations, amax and bias are read, and the
+output is written, **after** it.
+
+**When that is allowed.** Codes and scales must be complete without waiting for the kernel in front. They are if a
+launch in order on the same stream has used this weight before: what wrote them had ended when it began, and kernels of
+a stream begin one after the other. So the first launch with a weight on a stream is one in order, and so is every one
+
+- after codes or scales were changed: they have another address, or another of torch's counts (`Tensor._version`);
+- with inference tensors, which have no such count;
+- while a CUDA graph is captured, where nothing runs yet.
+
+A weight that was freed is no danger: another one in its place is another `Nvfp4Tensor` and begins in order. What torch
+does not count is for the caller to tell, by `forget`: writing into codes or scales by `tensor.data`, by a replayed
+graph, by kernels of one's own.
+
+**Why chains are safe.** A kernel writes after its wait: all that were launched before it have ended then, because each
+has waited for the one in front of it. So no output overtakes a reader, and memory that torch hands on is free. A kernel
+lets the next one in only after its own wait: what still runs while the next one reads its weight is this one alone,
+which writes nothing but its output. Kernels of others behind it wait for all of it, as ever.
+
+pycuda launches without attributes, and does not give the handle of a function that the driver would want. So the same
+machine code is loaded once more, through ctypes, into the same context; a launch needs no fork (see
+`fp4deploy.plugins.context`), because the driver takes torch's stream as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.plugins.compiler import KernelError
+from fp4deploy.plugins.context import raw_stream
+from fp4deploy.plugins.driver import Kernel
+
+enabled = True  # False launches everything in order, to compare
+_SERIALIZATION, _DYNAMIC_SHARED, _CARVEOUT = 6, 8, 9  # of CUlaunchAttributeID and CUfunction_attribute
+State = tuple[int, int, int, int]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)),
+        *(("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint)),
+    )
+
+
+class _Arguments(ctypes.Structure):
+    """CU_LAUNCH_PARAM_BUFFER_POINTER, the buffer, CU_LAUNCH_PARAM_BUFFER_SIZE, its size, CU_LAUNCH_PARAM_END."""
+
+    _fields_ = (
+        *(("one", ctypes.c_void_p), ("buffer", ctypes.c_char_p)),
+        *(("two", ctypes.c_void_p), ("size", ctypes.POINTER(ctypes.c_size_t)), ("end", ctypes.c_void_p)),
+    )
+
+
+@dataclass
+class _Record:
+    """The streams on which a weight in this state was used by a launch in order."""
+
+    weight: weakref.ref[Nvfp4Tensor]
+    state: State
+    streams: set[int] = field(default_factory=set)
+
+
+_functions: dict[Kernel, ctypes.c_void_p] = {}
+_records: dict[int, _Record] = {}  # by id of the weight
+
+
+def launch(
+    kernel: Kernel, code: Callable[[], bytes], weight: Nvfp4Tensor, grid: int, block: int, args: tuple, shared: int
+) -> None:
+    """As `kernel.launch`, but behind the kernel in front where `weight` is known to be complete.
+
+    code: gives the kernel's machine code, for the second loading.
+
+    Raises:
+        TypeError: as `kernel.launch`.
+        KernelError: as `kernel.launch`; or the driver does not load the code.
+    """
+    state, library = _state(weight) if enabled else None, _library()
+    if state is None or library is None or _capturing(kernel.device):
+        kernel.launch(grid, block, *args, shared=shared)
+        return
+    if kernel not in _functions:  # already now, because loading may wait for the GPU
+        _functions[kernel] = _load(library, kernel, code(), shared)
+    stream, record = raw_stream(kernel.device), _records.get(id(weight))
+    if record is None or record.weight() is not weight or record.state != state:
+        record = _Record(_until_freed(weight), state)
+    if stream in record.streams:
+        _submit(library, kernel, _config(grid, block, shared, stream), kernel.arguments(args))
+        return
+    kernel.launch(grid, block, *args, shared=shared)
+    record.streams.add(stream)
+    _records[id(weight)] = record
+
+
+def forget(weight: Nvfp4Tensor) -> None:
+    """Launch in order next: codes or scales were written where torch does not count it."""
+    _records.pop(id(weight), None)
+
+
+def _until_freed(weight: Nvfp4Tensor) -> weakref.ref[Nvfp4Tensor]:
+    key = id(weight)
+    return weakref.ref(weight, lambda _: _records.pop(key, None))
+
+
+def _state(weight: Nvfp4Tensor) -> State | None:
+    codes, scales = weight.codes, weight.scales
+    if codes.is_inference() or scales.is_inference():
+        return None
+    return codes.data_ptr(), codes._version, scales.data_ptr(), scales._version
+
+
+def _capturing(device: int) -> bool:
+    if torch.cuda.current_device() == device:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+@lru_cache
+def _library() -> Any:
+    """The driver, or None where it is missing or older than the launch with attributes."""
+    try:
+        found = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return found if hasattr(found, "cuLaunchKernelEx") else None
+
+
+def _load(library: Any, kernel: Kernel, code: bytes, shared: int) -> ctypes.c_void_p:
+    what = f"The kernel {kernel.label} was not loaded on cuda:{kernel.device}"
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    kernel.gpu.context.push()
+    try:
+        _check(library, library.cuModuleLoadData(ctypes.byref(module), code), what)
+        _check(library, library.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), what)
+        _check(library, library.cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared), what)
+        _check(library, library.cuFuncSetAttribute(function, _CARVEOUT, 100), what)
+    finally:
+        kernel.gpu.driver.Context.pop()
+    return function
+
+
+def _submit(library: Any, kernel: Kernel, config: _Config, buffer: bytes) -> None:
+    extra = _Arguments(1, buffer, 2, _size(len(buffer)), None)
+    kernel.gpu.context.push()
+    try:
+        result = library.cuLaunchKernelEx(ctypes.byref(config), _functions[kernel], None, ctypes.byref(extra))
+    finally:
+        kernel.gpu.driver.Context.pop()
+    _check(library, result, f"The kernel {kernel.label} was not launched on cuda:{kernel.device}")
+
+
+@lru_cache(4096)
+def _config(grid: int, block: int, shared: int, stream: int) -> _Config:
+    behind = (_Attribute * 1)(_Attribute(id=_SERIALIZATION, value=1))
+    return _Config((grid, 1, 1), (block, 1, 1), shared, stream, behind, 1)
+
+
+@lru_cache
+def _size(count: int) -> Any:
+    return ctypes.pointer(ctypes.c_size_t(count))
+
+
+def _check(library: Any, result: int, what: str) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(result, ctypes.byref(text))
+        said = (text.value or b"no text").decode()
+        raise KernelError(f"{what}: CUDA error {result}, {said}. It can be an earlier kernel's.")
