@@ -55,6 +55,16 @@ def test_packed_network() -> None:
     assert f"{100 * found['agreement']['share']:.2f} % of the pixels" in text
 
 
+def test_every_layer_packed() -> None:
+    page = rows("packed.md")
+    one, many = result("packed_digits_h200.json")["batches"]
+    for name in ("21 of 23", "all", "all, digits"):
+        assert [name, *_time_and_memory(one[name]), *_time_and_memory(many[name])] in page
+    text = (ROOT / "docs" / "packed.md").read_text(encoding="utf-8")
+    costs = [batch["all, digits"]["ms"] - batch["all"]["ms"] for batch in (one, many)]
+    assert "made in {:.2f} ms for one image and {:.2f} for 16".format(*costs) in text
+
+
 def test_kernels() -> None:
     found = {row["case"]: row for row in result("kernels_h200.json")["torch.bfloat16"]}
     page = {row[0]: row[1:] for row in rows("kernels.md")}

@@ -1,0 +1,73 @@
+"""What it costs to run the first and last layer of a packed UNet in FP4, without digits and with them.
+
+    python benchmarks/packed_digits.py --json benchmarks/results/packed_digits_h200.json
+
+UNets of random weights, calibrated on random images: latency and memory do not depend on the values. Networks take
+turns, each as a CUDA graph; medians of CUDA events over random images that stay on the GPU. Memory is the peak of one
+forward pass above the weights, not captured. `digits` count everything: they are made of the image in every pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from packed_unet import median_ms, peak
+
+from fp4deploy.export.packed import pack_unet
+from fp4deploy.models import ModelCard, build_unet
+from fp4deploy.packed import packed_file
+from fp4deploy.packed.capture import CapturedNetwork
+from fp4deploy.packed.network import PackedNetwork
+from fp4deploy.qat import calibrate, prepare, round_to_deployed
+
+RECIPE, CLASSES = "nvfp4_qat", tuple(f"class {i}" for i in range(12))
+KINDS = {"21 of 23": (False, None), "all": (False, ["*"]), "all, digits": (True, ["*"])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--size", type=int, nargs=2, default=[352, 480], metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    height, width = arguments.size
+    networks = {kind: network(arguments.scale, height, width, *how) for kind, how in KINDS.items()}
+    rows = [compare(networks, batch, height, width) for batch in arguments.batches]
+    if arguments.json:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
+        model = {"scale": arguments.scale, "height": height, "width": width, "recipe": RECIPE}
+        found = {"command": "python benchmarks/packed_digits.py", "machine": machine, "model": model, "batches": rows}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def network(scale: float, height: int, width: int, digits: bool, include: list[str] | None) -> PackedNetwork:
+    torch.manual_seed(0)
+    model = build_unet(len(CLASSES), scale, digits)
+    prepare(model, RECIPE, include=include)
+    calibrate(model.cuda(), [torch.randn(1, 3, height, width, device="cuda")])
+    round_to_deployed(model.cpu())
+    rgb = ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+    card = ModelCard("nvfp4", scale, CLASSES, height, width, *rgb, False, RECIPE, digits=digits)
+    return PackedNetwork(packed_file(Path("unet.fp4"), card, *pack_unet(model.eval())), "cuda")
+
+
+@torch.inference_mode()
+def compare(networks: dict[str, PackedNetwork], batch: int, height: int, width: int) -> dict[str, Any]:
+    x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
+    row: dict[str, Any] = {"batch": batch}
+    for kind, one in networks.items():
+        memory = peak(lambda n=one: n(x))
+        row[kind] = {"ms": median_ms(CapturedNetwork(one).prepared(x)), "peak_bytes": memory}
+        print(f"batch {batch:3d}  {kind:12s} {row[kind]['ms']:8.3f} ms  {memory / 2**20:8.1f} MiB above the weights")
+    return row
+
+
+if __name__ == "__main__":
+    main()
