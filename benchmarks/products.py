@@ -10,6 +10,8 @@ before Blackwell the kernels decode in registers: the ratio says what that costs
 Weight-only products of a few rows are timed as they run in a loop, where a kernel reads its weight while the one in
 front ends (`plugins.behind`), and with each launch in order.
 
+`few_channels` are the first and the last layer, which are FP4 where every layer is, and the outer levels of scale 0.25.
+
 `--sweep` tries every tile on every shape and prints the best.
 """
 
@@ -28,15 +30,28 @@ import torch.nn.functional as F
 from kernels import copy_ms, median_ms
 
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.models import digits
 from fp4deploy.models.unet import channel_widths
 from fp4deploy.plugins import behind, launching, products
 from fp4deploy.plugins.quantize import quantize_nvfp4
-from fp4deploy.plugins.triton.tiles import LEAN, MIDDLE, NARROW, SMALL, WIDE, Tile
+from fp4deploy.plugins.triton.tiles import (
+    LEAN,
+    MIDDLE,
+    NARROW,
+    SMALL,
+    TALL_NARROW,
+    TALL_THIN,
+    TALL_THINNEST,
+    WIDE,
+    Tile,
+)
 
+Shape = tuple[str, tuple[int, ...], int, int, int, int]  # name, channels of the sources, outputs, height, width, size
 BATCH, HEIGHT, WIDTH = 16, 352, 480
 SWEPT = (
     *(WIDE, MIDDLE, NARROW, SMALL),
     *(Tile(256, 128, 64, 8, 3), Tile(128, 128, 32, 4, 3), Tile(128, 64, 32, 8, 3), Tile(256, 128, 32, 8, 2)),
+    *(TALL_NARROW, TALL_THIN, TALL_THINNEST),
 )
 SWEPT_SQUARE = (WIDE, Tile(256, 128, 64, 8, 3), Tile(256, 128, 64, 8, 2), Tile(128, 256, 64, 8, 3), MIDDLE)
 SWEPT_LEAN = (
@@ -46,8 +61,8 @@ SWEPT_LEAN = (
 )
 
 
-def layers() -> list[tuple[str, tuple[int, ...], int, int, int, int]]:
-    """(name, channels of the sources, output channels, height, width, size) of the quantised convolutions."""
+def layers() -> list[Shape]:
+    """The quantised convolutions of scale 1.0."""
     widths = channel_widths(1.0)
     found = []
     for level, (before, after) in enumerate(zip((3, *widths[:-1]), widths, strict=True)):
@@ -61,6 +76,21 @@ def layers() -> list[tuple[str, tuple[int, ...], int, int, int, int]]:
         found.append((f"decoder.{len(widths) - 2 - level}.conv1", (width, width), width, h, w, 3))
         found.append((f"decoder.{len(widths) - 2 - level}.conv2", (width,), width, h, w, 3))
     return found
+
+
+def few_channels() -> list[Shape]:
+    """What is quantised where every layer is, and the outer levels of scale 0.25: 16 and 32 channels."""
+    half = (HEIGHT // 2, WIDTH // 2)
+    return [
+        ("first layer, digits", (digits.CHANNELS,), 64, HEIGHT, WIDTH, 3),
+        ("output layer", (64,), 12, HEIGHT, WIDTH, 1),
+        ("encoder.0.conv2, 0.25", (16,), 16, HEIGHT, WIDTH, 3),
+        ("encoder.1.conv1, 0.25", (16,), 32, *half, 3),
+        ("encoder.1.conv2, 0.25", (32,), 32, *half, 3),
+        ("decoder.2.conv1, 0.25", (32, 32), 32, *half, 3),
+        ("up.3, 0.25", (32,), 16, *half, 2),
+        ("decoder.3.conv1, 0.25", (16, 16), 16, HEIGHT, WIDTH, 3),
+    ]
 
 
 def packed(*shape: int) -> Nvfp4Tensor:
@@ -86,24 +116,28 @@ class Layer:
         self.filters = filters.contiguous(memory_format=torch.channels_last)
 
     @property
+    def size(self) -> int:
+        return self.weight.shape[1]
+
+    @property
     def up(self) -> bool:
-        return self.weight.shape[1] == 2
+        return self.size == 2
 
     def fp16(self) -> torch.Tensor:
         if self.up:
             return F.conv_transpose2d(self.images, self.filters, None, 2)
-        return F.conv2d(self.images, self.filters, None, padding=1)
+        return F.conv2d(self.images, self.filters, None, padding=self.size // 2)
 
     def packed(self, tile: Tile | None = None) -> torch.Tensor:
         if tile is not None:
             return self.tiled(tile)
         if self.up:
             return products.conv_transpose2d(self.sources[0], self.weight)
-        return products.conv2d(self.sources, self.weight, padding=1)
+        return products.conv2d(self.sources, self.weight, padding=self.size // 2)
 
     def tiled(self, tile: Tile) -> torch.Tensor:
         n, h, w = self.sources[0].shape[:3]
-        factor, taps, padding = (2, (1, 1), 0) if self.up else (1, (3, 3), 1)
+        factor, taps, padding = (2, (1, 1), 0) if self.up else (1, (self.size, self.size), self.size // 2)
         out = torch.empty(n, factor * h, factor * w, self.weight.shape[0], dtype=torch.float16, device="cuda")
         call = launching.product_call(
             *(self.sources, self.weight, None, (n, h, w), (n, h, w), out, None, None, torch.float16, 90),
@@ -116,10 +150,10 @@ class Layer:
         return out
 
 
-def convolutions(sweep: bool) -> list[dict[str, Any]]:
+def convolutions(shapes: list[Shape], sweep: bool) -> list[dict[str, Any]]:
     """A row for each layer: times, throughput and ratio."""
     rows = []
-    for name, channels, outputs, h, w, size in layers():
+    for name, channels, outputs, h, w, size in shapes:
         layer = Layer(tuple(packed(BATCH, h, w, c) for c in channels), packed(outputs, size, size, sum(channels)))
         error = relative_error(layer.packed(), layer.fp16().permute(0, 2, 3, 1))
         if error > 2e-3:
@@ -129,7 +163,7 @@ def convolutions(sweep: bool) -> list[dict[str, Any]]:
         row = {"layer": name, "channels": list(channels), "outputs": outputs, "height": h, "width": w, "size": size}
         row |= {"fp16_ms": fp16, "packed_ms": ours, "ratio": fp16 / ours, "relative_error": error}
         row |= {"fp16_tflops": operations / fp16 / 1e9, "packed_tflops": operations / ours / 1e9}
-        line = f"{name:20s} {channels!s:14s}->{outputs:5d} {h:3d}x{w:3d}  FP16 {fp16 * 1e3:6.0f} us"
+        line = f"{name:21s} {channels!s:14s}->{outputs:5d} {h:3d}x{w:3d}  FP16 {fp16 * 1e3:6.0f} us"
         line += f"  packed {ours * 1e3:6.0f} us  {row['packed_tflops']:4.0f} TFLOP/s  ratio {fp16 / ours:.2f}"
         print(line + (best(layer.packed, SWEPT, fp16) if sweep else ""), flush=True)
         rows.append(row)
@@ -206,7 +240,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    found = {"matrices": matrices(arguments.sweep), "convolutions": convolutions(arguments.sweep)}
+    found = {"matrices": matrices(arguments.sweep), "convolutions": convolutions(layers(), arguments.sweep)}
+    found["few_channels"] = convolutions(few_channels(), arguments.sweep)
     if arguments.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         machine["python"] = platform.python_version()

@@ -23,6 +23,7 @@ from fp4deploy.plugins.triton.tiles import NATIVE_FROM, Tile, product_tile, weig
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 MOST_PIXELS = (1 << 31) - (1 << 10)  # and a tile that begins inside
 POINTERS = ("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_scales", "w_amax", "bias", "out")
+ALIGNED = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales")  # to 16 bytes
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
 Size3 = tuple[int, int, int]
 
@@ -131,7 +132,7 @@ def product_call(
     types |= {"out_scales": "*u8", "out_amax": "*fp32"} | dict.fromkeys(SIZES, "i32")
     types |= dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
     wide = ("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ()
-    launch = _launch("product:product_kernel", types, constants, wide, tile)
+    launch = _launch("product:product_kernel", types, constants, (*ALIGNED, *wide), tile)
     flat: tuple[torch.Tensor, ...] = (_codes(x), _scales(x), x.amax, _codes(second), _scales(second), second.amax)
     flat += (_codes(weight), _scales(weight), weight.amax, _bias(bias, x), out)
     flat += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
@@ -166,8 +167,9 @@ def weight_only_call(
     plain = f"*{TYPES[x.dtype]}"
     types = {"x": plain, "w": "*u8", "w_scales": "*u8", "w_amax": "*fp32", "bias": "*fp32", "out": plain}
     types |= dict.fromkeys(("M", "N", "K", "CB"), "i32") | {"w_range": "fp32"}
-    wide = ("K", "CB") if k % 16 == 0 and cb % 16 == 0 and x.data_ptr() % 16 == 0 else ()
-    launch = _launch("weight_only:weight_only_kernel", types, constants, wide, tile)
+    wide = k % 16 == 0 and cb % 16 == 0 and x.data_ptr() % 16 == 0
+    multiples = ("w", "w_scales", *(("x", "K", "CB") if wide else ()))
+    launch = _launch("weight_only:weight_only_kernel", types, constants, multiples, tile)
     values = (x, _codes(weight), _scales(weight), weight.amax, _bias(bias, weight), out, m, n, k, cb)
     grid = (-(-m // tile.bm) * -(-n // tile.bn), 1, 1)
     return Call(launch, (*values, E2M1_MAX * weight.e4m3_max), grid)
@@ -194,9 +196,10 @@ def _kernel(name: str) -> Any:
     return getattr(importlib.import_module(f"fp4deploy.plugins.triton.{module}"), function)
 
 
-def _launch(kernel: str, types: dict[str, str], constants: dict[str, Any], wide: tuple[str, ...], tile: Tile) -> Launch:
-    aligned = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales") if wide else ()
-    divisible = tuple(name for name in types if name in wide or name in aligned)
+def _launch(
+    kernel: str, types: dict[str, str], constants: dict[str, Any], multiples: tuple[str, ...], tile: Tile
+) -> Launch:
+    divisible = tuple(name for name in types if name in multiples)
     return Launch(kernel, tuple(types.items()), tuple(constants.items()), divisible, tile.warps, tile.stages)
 
 
@@ -205,12 +208,15 @@ def _tile_constants(tile: Tile) -> dict[str, int]:
 
 
 def _codes(x: Nvfp4Tensor) -> torch.Tensor:
-    return x.codes.contiguous()
+    return _aligned(x.codes.contiguous())
 
 
 def _scales(x: Nvfp4Tensor) -> torch.Tensor:
-    scales = x.scales.view(torch.uint8).contiguous()
-    return scales if scales.data_ptr() % 16 == 0 else scales.clone()  # a part of another tensor
+    return _aligned(x.scales.view(torch.uint8).contiguous())
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x if x.data_ptr() % 16 == 0 else x.clone()  # a part of another tensor
 
 
 def _bias(bias: torch.Tensor | None, other: Nvfp4Tensor) -> torch.Tensor:

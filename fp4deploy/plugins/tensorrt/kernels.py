@@ -22,6 +22,7 @@ from fp4deploy.plugins.ahead_compile import compile_launch
 from fp4deploy.plugins.ahead_store import architecture_name
 from fp4deploy.plugins.compiler import KernelError
 from fp4deploy.plugins.cubin import entry_point
+from fp4deploy.plugins.launching import ALIGNED
 from fp4deploy.plugins.tensorrt.definitions import QUANTIZE, Attributes, Plugin
 from fp4deploy.plugins.triton.launch import Launch, Value
 from fp4deploy.plugins.triton.tiles import (
@@ -98,9 +99,8 @@ def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str,
         "NATIVE": capability(arch) >= NATIVE_FROM,
         "ASM": asm,
     }
-    whole = all(size % 16 == 0 for size in bytes_of)
-    wide = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales", "CB", "CB2") if whole else ()
-    return _launch(plugin.entry, types, constants, tile, tuple(name for name in types if name in wide))
+    wide = ("CB", "CB2") if all(size % 16 == 0 for size in bytes_of) else ()
+    return _launch(plugin.entry, types, constants, tile, tuple(name for name in types if name in (*ALIGNED, *wide)))
 
 
 def source_bytes(attributes: Attributes) -> list[int]:

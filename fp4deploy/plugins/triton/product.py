@@ -71,6 +71,7 @@ def product_kernel(
     ASM: tl.constexpr,
 ):
     OUT: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    CB, CB2 = CB // 8 * 8, CB2 // 8 * 8  # what they are anyway: blocks of 16. So eight bytes are one load, not eight
     pid = tl.program_id(0)
     tiles = tl.cdiv(outputs, BN)
     columns = 4 * tiles if UP else tiles

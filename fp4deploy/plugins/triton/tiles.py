@@ -29,6 +29,8 @@ WIDE = Tile(256, 128, 32, 8, 3)
 DEEP = Tile(256, 128, 64, 8, 3)
 SQUARE = Tile(128, 256, 64, 8, 3)  # one tap
 TALL_NARROW = Tile(256, 64, 32, 4, 3)
+TALL_THIN = Tile(256, 32, 32, 4, 3)
+TALL_THINNEST = Tile(256, 16, 32, 4, 3)
 MIDDLE = Tile(128, 128, 32, 8, 3)
 NARROW = Tile(128, 64, 32, 4, 3)
 SMALL = Tile(64, 64, 32, 4, 3)
@@ -62,7 +64,8 @@ def product_tile(
     if quantize or capability < 90:
         return NARROW
     if columns <= 64:
-        return TALL_NARROW if -(-rows // 256) >= FILL else NARROW
+        tall = TALL_THINNEST if columns <= 16 else TALL_THIN if columns <= 32 else TALL_NARROW
+        return tall if -(-rows // 256) >= FILL else NARROW
     if -(-rows // 256) * -(-columns // 128) < FILL:
         return MIDDLE
     if up or depth % 64:
@@ -78,6 +81,6 @@ def weight_only_tile(rows: int, capability: int) -> Tile:
 
 def tiles(capability: int, quantize: bool, up: bool, two: bool, taps: int, depth: int) -> tuple[Tile, ...]:
     """All that `product_tile` can choose for these."""
-    sizes = [(rows, columns) for rows in (1, 100, 1 << 20) for columns in (1, 65, 129)]
+    sizes = [(rows, columns) for rows in (1, 100, 1 << 20) for columns in (1, 17, 33, 65, 129)]
     chosen = {product_tile(*size, capability, quantize, up, two, taps, depth) for size in sizes}
     return tuple(sorted(chosen, key=lambda tile: (tile.bm, tile.bn)))

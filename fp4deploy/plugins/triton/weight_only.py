@@ -38,6 +38,7 @@ def weight_only_kernel(
     ASM: tl.constexpr,
 ):
     OUT: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    CB = CB // 8 * 8  # what it is anyway: eight bytes of a row are one load
     pid = tl.program_id(0)
     tiles = tl.cdiv(N, BN)
     m = (pid // tiles) * BM + tl.arange(0, BM)
