@@ -5,9 +5,19 @@ from fp4deploy.data.cache import CachedDataset, cache_dataset
 from fp4deploy.data.check import check_dataset
 from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import Defect
-from fp4deploy.data.dataset import open_dataset, open_instances
+from fp4deploy.data.dataset import has_split, open_dataset, open_instances
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
-from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, MEASURED, SPLITS, VAL, Sample, SegmentationDataset
+from fp4deploy.data.sample import (
+    IGNORE,
+    IMAGE_MEAN,
+    IMAGE_STD,
+    MEASURED,
+    SPLITS,
+    TEST,
+    VAL,
+    Sample,
+    SegmentationDataset,
+)
 from fp4deploy.data.shapes import generate_shapes
 from fp4deploy.data.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand
 
@@ -17,6 +27,7 @@ __all__ = [
     "IMAGE_STD",
     "MEASURED",
     "SPLITS",
+    "TEST",
     "VAL",
     "CachedDataset",
     "ClassCounts",
@@ -36,6 +47,7 @@ __all__ = [
     "eval_loader",
     "expand",
     "generate_shapes",
+    "has_split",
     "open_dataset",
     "open_instances",
     "train_loader",

@@ -22,6 +22,11 @@ def has_masks(root: Path) -> bool:
     return any((root / "masks" / split).is_dir() for split in ALL_SPLITS)
 
 
+def has_split(root: Path, split: str) -> bool:
+    """Whether a folder has a split, in the layout that it has."""
+    return (root / "masks" / split).is_dir() if has_masks(root) else find_annotations(root, split) is not None
+
+
 def require_folder(root: Path) -> None:
     """Raise InputError unless `root` is a folder with one of the two layouts."""
     if not root.is_dir():

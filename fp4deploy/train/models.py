@@ -272,12 +272,15 @@ def make_loaders(
         upside_down=config.train.upside_down,
         **config.augment.model_dump(),
     )
-    plain = NumberedEvalTransform(*size) if config.task == "instance" else EvalTransform(*size)
     batch, workers = config.train.batch_size, _workers(config.data.workers)
-    return (
-        train_loader(train, augment, batch, workers, config.seed, compact=True),
-        eval_loader(val, plain, batch, workers, compact=True),
-    )
+    return train_loader(train, augment, batch, workers, config.seed, compact=True), validation_loader(config, val)
+
+
+def validation_loader(config: Config, data: SegmentationDataset) -> EpochLoader:
+    """Batches of a whole split to score a model on, sized as the configuration says."""
+    size = (config.data.height, config.data.width)
+    plain = NumberedEvalTransform(*size) if config.task == "instance" else EvalTransform(*size)
+    return eval_loader(data, plain, config.train.batch_size, _workers(config.data.workers), compact=True)
 
 
 def _workers(given: int | None) -> int:

@@ -12,6 +12,7 @@ import torch
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.runs import Run, atomic_write
 from fp4deploy.train.config import with_settings
+from fp4deploy.train.held_out import score_test
 from fp4deploy.train.models import share_of_workers, train_models
 from fp4deploy.train.sweep_file import Sweep, Variant
 from fp4deploy.train.sweep_results import ERROR_FILE, outcome, run_of
@@ -40,10 +41,11 @@ def run_one(
     """
     before = outcome(sweep, out, variant, seed)
     title = f"{variant.name}, seed {seed}"
+    run = run_of(out, variant, seed)
     if before["status"] == "done":
         say(f"{title}: done, {sweep.metric} {100 * before['best']:.2f}")
+        _test(sweep, variant, seed, run, title, say)
         return
-    run = run_of(out, variant, seed)
     error_file = run.path / ERROR_FILE
     try:
         config = sweep.config(variant, seed)
@@ -72,6 +74,18 @@ def run_one(
             torch.cuda.empty_cache()
     error_file.unlink(missing_ok=True)
     say(f"{title}: {result.metric} {100 * result.best_score:.2f}, {result.seconds:.0f} s")
+    _test(sweep, variant, seed, run, title, say)
+
+
+def _test(sweep: Sweep, variant: Variant, seed: int, run: Run, title: str, say: Say) -> None:
+    """The test split, where there is one; what it lacks costs its score and nothing else."""
+    try:
+        scores = score_test(sweep.config(variant, seed), run, variant.model)
+    except InputError as error:
+        say(f"{title}: not scored on the test split. {error}")
+    else:
+        if scores is not None:
+            say(f"{title}: on the test split {scores}")
 
 
 def write_error(out: Path, variant: Variant, seed: int, paragraph: str) -> None:

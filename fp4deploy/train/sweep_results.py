@@ -21,10 +21,12 @@ from typing import Any
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run, atomic_write
 from fp4deploy.train.config import Config
+from fp4deploy.train.held_out import read_test
 from fp4deploy.train.state import read_progress
 from fp4deploy.train.sweep_file import Sweep, Variant
 
 LEVEL = 0.95
+SCORES = ("best", "last", "test")  # of the best and the last epoch, and of the best checkpoint on the test split
 ERROR_FILE = "error.json"
 MOST_OF_AN_ERROR = 300  # characters in the table; sweep.json has all of it
 
@@ -56,6 +58,8 @@ def outcome(sweep: Sweep, out: Path, variant: Variant, seed: int) -> dict[str, A
         found |= {"status": "done" if done else "unfinished", "epochs": progress.epoch, "seconds": progress.seconds}
         found |= _scores(run.model_dir(variant.model) / "metrics.jsonl", progress.epoch, sweep.metric)
         found |= {"skipped_steps": progress.skipped}
+        tested = read_test(run, variant.model)
+        found |= {"test": tested[sweep.metric.lower()]} if tested else {}
     error_file = run.path / ERROR_FILE
     if found["status"] != "done" and error_file.is_file():
         found |= {"status": "failed", "error": json.loads(error_file.read_text())["error"]}
@@ -95,11 +99,11 @@ def collect(sweep: Sweep, out: Path) -> dict[str, Any]:
             "note": variant.note,
             "against": variant.against,
             "runs": runs,
-            **{key: _mean([run[key] for run in done]) for key in ("best", "last")},
+            **{key: _mean([run[key] for run in done if key in run]) for key in SCORES},
         }
     for row in rows.values():
         other = rows[row["against"]]["runs"] if row["against"] else None
-        for key in ("best", "last"):
+        for key in SCORES:
             row[f"gap_{key}"] = paired(row["runs"], other, key) if other else None
     about = {"file": sweep.file.name, "settings": list(sweep.sets), "metric": sweep.metric, "score": sweep.score}
     return {**about, "variants": rows}
@@ -113,7 +117,9 @@ def _mean(values: list[float]) -> dict[str, Any] | None:
 
 def paired(runs: dict[str, Any], others: dict[str, Any], key: str) -> dict[str, Any] | None:
     """Mean of the differences over the seeds that both have finished, in points, with its interval."""
-    seeds = [seed for seed in runs if runs[seed]["status"] == "done" and others[seed]["status"] == "done"]
+    seeds = [
+        seed for seed in runs if all(each[seed]["status"] == "done" and key in each[seed] for each in (runs, others))
+    ]
     differences = {seed: 100 * (runs[seed][key] - others[seed][key]) for seed in seeds}
     if not differences:
         return None
@@ -151,8 +157,9 @@ def write_results(results: dict[str, Any], out: Path) -> None:
 
 def markdown(results: dict[str, Any]) -> str:
     """The table: mIoU or AP in points; differences in points with their 95 % interval."""
-    scores = (f"{results['metric']} best", f"{results['metric']} last")
-    head = ("variant", "model", "settings", "seeds", *scores, "against", "gap best", "gap last", "min")
+    keys = [key for key in SCORES if any(row.get(key) for row in results["variants"].values()) or key != "test"]
+    scores, gaps = [f"{results['metric']} {key}" for key in keys], [f"gap {key}" for key in keys]
+    head = ["variant", "model", "settings", "seeds", *scores, "against", *gaps, "min"]
     lines = [_line(head), _line(["---"] * len(head))]
     remarks = []
     for name, row in results["variants"].items():
@@ -166,11 +173,9 @@ def markdown(results: dict[str, Any]) -> str:
                     row["model"],
                     ", ".join(filter(None, [row["note"], *row["settings"]])) or "–",
                     f"{len(done)}/{len(runs)}",
-                    _score(row["best"]),
-                    _score(row["last"]),
+                    *(_score(row[key]) for key in keys),
                     row["against"] or "–",
-                    gap_text(row["gap_best"]),
-                    gap_text(row["gap_last"]),
+                    *(gap_text(row[f"gap_{key}"]) for key in keys),
                     f"{statistics.fmean(seconds) / 60:.1f}" if seconds else "–",
                 ]
             )

@@ -1,0 +1,70 @@
+"""The test split: images that chose no best epoch. A model of a sweep is scored on it once, when its training is over.
+
+    test.json     beside the model's checkpoint: split, images, and the scores as metrics.jsonl has them
+
+Scored is the best checkpoint as it ships (`qat.load_model`), in the arithmetic of validation: FP16 autocast
+on a GPU, FP32 on a CPU. `fp4deploy bench --split test` scores every artefact of a run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4deploy.data import TEST, expand, has_split, open_dataset, open_instances
+from fp4deploy.qat import load_model
+from fp4deploy.runs import Run, atomic_write
+from fp4deploy.train.config import Config
+from fp4deploy.train.models import validation_loader
+from fp4deploy.train.tasks import TaskScores, make_task
+
+FILE = "test.json"
+
+
+def score_test(config: Config, run: Run, model: str) -> str | None:
+    """Score the best checkpoint of a model on the test split, unless it is scored or there is no such split.
+
+    Returns:
+        The scores for a person; None where nothing was to do.
+
+    Raises:
+        InputError: images or the checkpoint cannot be read, or a file cannot be written.
+    """
+    path = run.model_dir(model) / FILE
+    root = config.data.root
+    if root is None or path.is_file() or not has_split(Path(root), TEST):
+        return None
+    images, scores = _score(config, Path(root), run.checkpoint(model))
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps({"split": TEST, "images": images, **scores.line()}, indent=1) + "\n")
+    return scores.text()
+
+
+def read_test(run: Run, model: str) -> dict[str, Any]:
+    """What `score_test` has written; empty where it has not."""
+    path = run.model_dir(model) / FILE
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+@torch.inference_mode()
+def _score(config: Config, root: Path, checkpoint: Path) -> tuple[int, TaskScores]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network, card = load_model(checkpoint, device)
+    classes, stuff = config.data.classes, config.instance.stuff
+    semantic = config.task == "semantic"
+    data = open_dataset(root, TEST, classes) if semantic else open_instances(root, TEST, classes, stuff, numbered=False)
+    evaluation = make_task(config, card, data).evaluation()
+    with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
+        for batch in validation_loader(config, data):
+            images, labels = expand(*(part.to(device, non_blocking=True) for part in batch))
+            evaluation.update(network(images), labels, _alone)
+    return len(data), evaluation.compute()
+
+
+def _alone(parts: Any, *_: Any) -> Any:
+    """What a gathering of one process gives."""
+    return parts
