@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 
-from fp4deploy.bench.evaluate import validation_set
-from fp4deploy.data import EvalTransform, eval_loader
+from fp4deploy.data import EvalTransform, eval_loader, validation_set
 from fp4deploy.export.packed_verify import compare_steps
 from fp4deploy.export.verify import validation_images
 from fp4deploy.packed import activation_bytes, read_packed

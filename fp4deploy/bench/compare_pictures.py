@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fp4deploy.bench.compare import TITLES, comparable
-from fp4deploy.bench.evaluate import validation_set
 from fp4deploy.bench.heatmap_files import Heatmap, picture
 from fp4deploy.bench.heatmaps import courses
 from fp4deploy.bench.instance_overlays import different
-from fp4deploy.bench.instances import instance_set
 from fp4deploy.bench.overlays import Pixels, colours, tinted
 from fp4deploy.bench.run_facts import readable
 from fp4deploy.bench.runtime_torch import TorchRuntime
-from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform
+from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, instance_set, validation_set
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances

@@ -13,32 +13,13 @@ import torch
 
 from fp4deploy.bench.instances import evaluate_instances
 from fp4deploy.bench.protocol import Runtime
-from fp4deploy.data import VAL, EvalTransform, SegmentationDataset, eval_loader, open_dataset
+from fp4deploy.data import VAL, EvalTransform, eval_loader, validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores, SegmentationScore
-from fp4deploy.models.card import ModelCard
 
 BATCH = 8
 Progress = Callable[[int, int], None]  # images done, images in all
-
-
-def validation_set(card: ModelCard, data: Path, split: str = VAL) -> SegmentationDataset:
-    """Open the validation split, or another one, with the classes a model knows, in the model's order.
-
-    Raises:
-        InputError: the data lacks one of the classes, or has no such split.
-    """
-    named = card.class_names[1:] if card.background else card.class_names
-    dataset = open_dataset(data, split, classes=named or None)
-    if card.class_names and dataset.class_names != card.class_names:
-        raise InputError(
-            f"The model knows the classes {_listed(card.class_names)}; {data} gives {_listed(dataset.class_names)}. "
-            "Give the --data it was trained on."
-        )
-    if not len(dataset):
-        raise InputError(f"The split {split} of {data} holds no images. Look at it with: fp4deploy data check {data}")
-    return dataset
 
 
 def evaluate_task(
@@ -90,8 +71,3 @@ def evaluate(
         if progress:
             progress(seen, len(dataset))
     return score.compute()
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown

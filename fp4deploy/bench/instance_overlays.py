@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from fp4deploy.bench.instances import instance_set
 from fp4deploy.bench.overlays import CANDIDATES, DIFFERENCE, SHOWN, Overlay, Pixels, png_uri
 from fp4deploy.bench.runtime_torch import TorchRuntime
-from fp4deploy.data import IGNORE, NumberedEvalTransform
+from fp4deploy.data import IGNORE, NumberedEvalTransform, instance_set
 from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances
 

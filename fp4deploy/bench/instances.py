@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from fp4deploy.bench.protocol import Runtime
-from fp4deploy.data import VAL, CocoDataset, NumberedEvalTransform, eval_loader, open_instances
+from fp4deploy.data import VAL, CocoDataset, NumberedEvalTransform, eval_loader, instance_set
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceEvaluation, Instances, InstanceScores, write_results
 from fp4deploy.instances.draw import draw_instances
@@ -27,17 +27,6 @@ from fp4deploy.models import InstanceHead, ModelCard
 from fp4deploy.runs import atomic_write
 
 OVERLAYS = 16  # pictures written with the results, evenly spaced
-
-
-def instance_set(card: ModelCard, data: Path, numbered: bool = False, split: str = VAL) -> CocoDataset:
-    """Open the validation split, or another one, with the classes and the stuff a model knows.
-
-    Raises:
-        InputError: the data has no instances, or lacks one of the classes.
-    """
-    assert card.head is not None
-    stuff = [card.class_names[number] for number in card.head.stuff]
-    return open_instances(data, split, card.class_names[1:], stuff, numbered)
 
 
 def evaluate_instances(

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4deploy.bench.evaluate import validation_set
-from fp4deploy.data import EvalTransform
+from fp4deploy.data import EvalTransform, validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import read_card

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fp4deploy.bench.evaluate import validation_set
 from fp4deploy.bench.runtime_torch import TorchRuntime
-from fp4deploy.data import IGNORE, EvalTransform
+from fp4deploy.data import IGNORE, EvalTransform, validation_set
 
 CANDIDATES = 16
 SHOWN = 4

@@ -6,6 +6,7 @@ from fp4deploy.data.check import check_dataset
 from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import Defect
 from fp4deploy.data.dataset import has_split, open_dataset, open_instances
+from fp4deploy.data.for_model import instance_set, validation_set
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
 from fp4deploy.data.sample import (
     IGNORE,
@@ -48,7 +49,9 @@ __all__ = [
     "expand",
     "generate_shapes",
     "has_split",
+    "instance_set",
     "open_dataset",
     "open_instances",
     "train_loader",
+    "validation_set",
 ]

@@ -88,6 +88,11 @@ class CocoDataset:
         return len(self._images)
 
     @property
+    def annotated(self) -> bool:
+        """False for a file of images alone, as COCO's own test split is."""
+        return bool(self._annotations)
+
+    @property
     def images(self) -> tuple[ImageRecord, ...]:
         """The images in the dataset's order."""
         return tuple(self._images)

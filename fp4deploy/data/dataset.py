@@ -22,9 +22,11 @@ def has_masks(root: Path) -> bool:
     return any((root / "masks" / split).is_dir() for split in ALL_SPLITS)
 
 
-def has_split(root: Path, split: str) -> bool:
-    """Whether a folder has a split, in the layout that it has."""
-    return (root / "masks" / split).is_dir() if has_masks(root) else find_annotations(root, split) is not None
+def has_split(root: Path, split: str, instances: bool = False) -> bool:
+    """Whether a folder has a split, in the layout that it is read in (`instances`: with objects told apart)."""
+    if has_masks(root) and not instances:
+        return (root / "masks" / split).is_dir()
+    return find_annotations(root, split) is not None
 
 
 def require_folder(root: Path) -> None:

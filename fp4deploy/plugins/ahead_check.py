@@ -22,9 +22,7 @@ SHARED_KIB = {
 DECODED = {"sm_90": ("wgmma.mma_async",), "sm_100": ("tcgen05.mma", "mma.sync"), "sm_103": ("tcgen05.mma", "mma.sync")}
 WGMMA_ROWS = 64
 TOLERATED = 64  # bytes of spills a thread: the tile for two sources on sm_90 spills less, and is the fastest measured
-TOLERATED_UNEVEN = (
-    256  # the same where rows are no whole steps of the tile (EVEN is false) and are checked as they are read
-)
+TOLERATED_UNEVEN = 256  # where rows are no whole steps of the tile (EVEN is false) and their ends are checked
 
 
 def complaints(compiled: Compiled) -> list[str]:

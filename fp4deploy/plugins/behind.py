@@ -16,7 +16,7 @@ a stream begin one after the other. So the first launch with a weight on a strea
 
 A weight that was freed is no danger: another one in its place is another `Nvfp4Tensor` and begins in order. What torch
 does not count is for the caller to tell, by `forget`: writing into codes or scales by `tensor.data`, by a replayed
-graph, by kernels of one's own.
+graph, by a collective of torch.distributed, by kernels of one's own.
 
 **Why chains are safe.** A kernel writes after its wait: all that were launched before it have ended then, because each
 has waited for the one in front of it. So no output overtakes a reader, and memory that torch hands on is free. A kernel

@@ -2,19 +2,22 @@
 
     test.json     beside the model's checkpoint: split, images, and the scores as metrics.jsonl has them
 
-Scored is the best checkpoint as it ships (`qat.load_model`), in the arithmetic of validation: FP16 autocast
-on a GPU, FP32 on a CPU. `fp4deploy bench --split test` scores every artefact of a run.
+Scored is the best checkpoint as it ships (`qat.load_model`), in FP16 autocast on a GPU and in FP32 on a CPU. Training
+on removes the file, and whoever has changed the split removes it by hand. `fp4deploy bench --split test` scores every
+artefact of a run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fp4deploy.data import TEST, expand, has_split, open_dataset, open_instances
+from fp4deploy.data import TEST, CocoDataset, expand, has_split, instance_set, validation_set
+from fp4deploy.errors import InputError
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run, atomic_write
 from fp4deploy.train.config import Config
@@ -31,13 +34,16 @@ def score_test(config: Config, run: Run, model: str) -> str | None:
         The scores for a person; None where nothing was to do.
 
     Raises:
-        InputError: images or the checkpoint cannot be read, or a file cannot be written.
+        InputError: images or the checkpoint cannot be read, the split lacks a class or has nothing to score, or a file
+            cannot be written.
     """
     path = run.model_dir(model) / FILE
     root = config.data.root
-    if root is None or path.is_file() or not has_split(Path(root), TEST):
+    if root is None or path.is_file() or not has_split(Path(root), TEST, config.task == "instance"):
         return None
     images, scores = _score(config, Path(root), run.checkpoint(model))
+    if not math.isfinite(scores.score):
+        raise InputError(f"The test split of {root} holds no object of the classes that are scored.")
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps({"split": TEST, "images": images, **scores.line()}, indent=1) + "\n")
     return scores.text()
@@ -50,13 +56,18 @@ def read_test(run: Run, model: str) -> dict[str, Any]:
     return found
 
 
+def forget_test(run: Run, model: str) -> None:
+    """Before the model is trained on: its checkpoint will be another one."""
+    (run.model_dir(model) / FILE).unlink(missing_ok=True)
+
+
 @torch.inference_mode()
 def _score(config: Config, root: Path, checkpoint: Path) -> tuple[int, TaskScores]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network, card = load_model(checkpoint, device)
-    classes, stuff = config.data.classes, config.instance.stuff
-    semantic = config.task == "semantic"
-    data = open_dataset(root, TEST, classes) if semantic else open_instances(root, TEST, classes, stuff, numbered=False)
+    data = validation_set(card, root, TEST) if card.head is None else instance_set(card, root, split=TEST)
+    if isinstance(data, CocoDataset) and not data.annotated:
+        raise InputError(f"The test split of {root} has images and no annotations: there is nothing to score.")
     evaluation = make_task(config, card, data).evaluation()
     with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
         for batch in validation_loader(config, data):

@@ -183,6 +183,8 @@ def markdown(results: dict[str, Any]) -> str:
         for seed, run in runs.items():
             if run["status"] == "failed":
                 remarks.append(f"* {name}, seed {seed}, failed: {run['error'][:MOST_OF_AN_ERROR]}")
+            elif "test" in keys and run["status"] == "done" and "test" not in run:
+                remarks.append(f"* {name}, seed {seed}, is not scored on the test split.")
     text = (
         f"The score of this sweep is {results['metric']} {results['score']}, in points, mean and standard deviation "
         "over seeds. Gaps are paired by seed, positive where the variant is better, with a 95 % interval by Student's "

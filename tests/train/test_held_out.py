@@ -74,6 +74,22 @@ def test_scores_come_with_the_test_split_and_are_those_of_bench(
     assert not any("test split" in text for text in said)
 
 
+def test_an_error_that_nobody_foresaw_costs_the_score_alone(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    add_test_split(data)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a worker died")
+
+    monkeypatch.setattr(sweep_one, "score_test", broken)
+    results, said = swept(tmp_path, data, "train.warmup=0")
+    assert "qat, seed 0: not scored on the test split. RuntimeError: a worker died" in said
+    assert [run["status"] for row in results["variants"].values() for run in row["runs"].values()] == ["done"] * 3
+
+
 def test_a_test_image_that_cannot_be_read_costs_the_score_alone(tiny_data: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(tiny_data, data)
@@ -91,13 +107,54 @@ def test_a_test_image_that_cannot_be_read_costs_the_score_alone(tiny_data: Path,
     assert all(row["test"]["mean"] >= 0 for row in results["variants"].values())
 
 
-def test_objects_are_scored_by_ap(tiny_data: Path, tmp_path: Path) -> None:
+def test_a_test_split_without_annotations_is_not_scored(tiny_data: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(tiny_data, data)
     add_test_split(data)
-    results, said = swept(tmp_path, data, "task=instance", only=("control",))
+    path = data / "annotations" / "instances_test2017.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"annotations": []}))
+    results, said = swept(tmp_path, data)
+    assert sum("not scored on the test split. The test split of" in text for text in said) == 6
+    assert all(row["test"] is None and row["best"] for row in results["variants"].values())
+
+
+def test_classes_are_those_of_the_model(tiny_data: Path, tmp_path: Path) -> None:
+    """A category more in the test split's file does not move the others."""
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    add_test_split(data)
+    plain, _ = swept(tmp_path, data, "train.jitter=0", only=("control",))
+    path = data / "annotations" / "instances_test2017.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"categories": [{"id": 90, "name": "aaa"}, *content["categories"]]}))
+    for found in (tmp_path / "out").rglob("test.json"):
+        found.unlink()
+    again, _ = swept(tmp_path, data, "train.jitter=0", only=("control",))
+    assert again == plain
+
+
+def test_what_is_trained_on_is_scored_anew(tiny_data: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    add_test_split(data)
+    swept(tmp_path, data, "train.jitter=0", only=("control",))
+    folder = tmp_path / "out" / "fp16" / "seed0" / "fp16"
+    (folder / "test.json").write_text('{"miou": 2}')
+    shutil.rmtree(folder / "state")
+    results, _ = swept(tmp_path, data, "train.jitter=0", only=("control",))
+    assert results["variants"]["fp16"]["test"]["mean"] < 1
+
+
+def test_objects_are_scored_by_ap(tiny_data: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    shutil.copytree(data / "train2017", data / "test2017")
+    shutil.copy(data / "annotations" / "instances_train2017.json", data / "annotations" / "instances_test2017.json")
+    settings = ("task=instance", "train.epochs=40", "train.evaluate_every=40", "train.lr=3e-3")
+    results, said = swept(tmp_path, data, *settings, only=("control",))
     (folder,) = (tmp_path / "out" / "fp16" / "seed0").glob("fp16")
     scores = evaluate_task(TorchRuntime(folder / "best.safetensors"), data, split="test")
     assert json.loads((folder / "test.json").read_text())["ap50"] == pytest.approx(scores.line()["ap50"])
     assert results["variants"]["fp16"]["runs"]["0"]["test"] == pytest.approx(scores.score)
+    assert scores.score > 0
     assert any("on the test split AP " in text for text in said)

@@ -1,0 +1,45 @@
+"""The split of a dataset that a trained model is measured on: opened with the classes that the model knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp4deploy.data.coco import CocoDataset
+from fp4deploy.data.dataset import open_dataset, open_instances
+from fp4deploy.data.sample import VAL, SegmentationDataset
+from fp4deploy.errors import InputError
+from fp4deploy.models.card import ModelCard
+
+
+def validation_set(card: ModelCard, data: Path, split: str = VAL) -> SegmentationDataset:
+    """Open the validation split, or another one, with the classes a model knows, in the model's order.
+
+    Raises:
+        InputError: the data lacks one of the classes, or has no such split.
+    """
+    named = card.class_names[1:] if card.background else card.class_names
+    dataset = open_dataset(data, split, classes=named or None)
+    if card.class_names and dataset.class_names != card.class_names:
+        raise InputError(
+            f"The model knows the classes {_listed(card.class_names)}; {data} gives {_listed(dataset.class_names)}. "
+            "Give the --data it was trained on."
+        )
+    if not len(dataset):
+        raise InputError(f"The split {split} of {data} holds no images. Look at it with: fp4deploy data check {data}")
+    return dataset
+
+
+def instance_set(card: ModelCard, data: Path, numbered: bool = False, split: str = VAL) -> CocoDataset:
+    """Open the validation split, or another one, with the classes and the stuff a model knows.
+
+    Raises:
+        InputError: the data has no instances, or lacks one of the classes.
+    """
+    assert card.head is not None
+    stuff = [card.class_names[number] for number in card.head.stuff]
+    return open_instances(data, split, card.class_names[1:], stuff, numbered)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
