@@ -13,18 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fp4deploy.data.coco_json import Annotation, CocoFile, Defect, ImageRecord, find_annotations, find_images, parse
-from fp4deploy.data.dataset import has_masks, require_folder
+from fp4deploy.data.dataset import has_masks, has_split, require_folder
 from fp4deploy.data.images import ImageError, read_class_ids, read_image
 from fp4deploy.data.masks import class_values, image_files, mask_files
 from fp4deploy.data.regions import MIN_COORDINATES, RegionError, encode, pixel_count
-from fp4deploy.data.sample import SPLITS
+from fp4deploy.data.sample import SPLITS, TEST
 from fp4deploy.errors import InputError
 
 _BOX_TOLERANCE = 1.0  # pixels; COCO's own boxes are rounded to hundredths
 
 
 def check_dataset(root: Path) -> list[Defect]:
-    """List the defects of both splits; an empty list means that training can read everything.
+    """List the defects of the splits to train and to validate on, and of a test split where there is one.
+
+    An empty list means that training can read everything.
 
     Raises:
         InputError: `root` is not a dataset folder at all. Defects of its content never raise.
@@ -33,18 +35,20 @@ def check_dataset(root: Path) -> list[Defect]:
     require_folder(root)
     defects: list[Defect] = []
     masks = has_masks(root)
-    parsed = {split: parse(path) for split in SPLITS if (path := find_annotations(root, split))}
-    for split in SPLITS:
+    splits = (*SPLITS, TEST) if has_split(root, TEST) else SPLITS
+    parsed = {split: parse(path) for split in splits if (path := find_annotations(root, split))}
+    for split in splits:
         if masks:
             defects += _check_masks(root, split)
         if split in parsed:
             defects += _check_annotations(root, split, parsed[split], read_images=not masks)
         elif not masks:
             defects.append(Defect(f"annotations/instances_{split}2017.json", None, "missing-file", "does not exist."))
-    categories = [file.categories for file in parsed.values() if file.categories]
-    if len(categories) == 2 and categories[0] != categories[1]:
-        parsed["val"].report("different-categories", f"lists other categories than {parsed['train'].path.name}.")
-        defects.append(parsed["val"].defects[-1])
+    listed = [file for file in parsed.values() if file.categories]
+    for file in listed[1:]:
+        if file.categories != listed[0].categories:
+            file.report("different-categories", f"lists other categories than {listed[0].path.name}.")
+            defects.append(file.defects[-1])
     if masks:
         try:
             class_values(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,28 @@ def test_splits_with_different_categories(make_coco):
     path = root / "annotations" / "instances_val2017.json"
     path.write_text(path.read_text().replace('"cup"', '"mug"'))
     assert kinds(root) == {("different-categories", None)}
+
+
+def test_a_test_split_is_checked_where_there_is_one(make_coco, make_masks):
+    root = make_coco()
+    shutil.copytree(root / "val2017", root / "test2017")
+    path = root / "annotations" / "instances_test2017.json"
+    shutil.copy(root / "annotations" / "instances_val2017.json", path)
+    assert check_dataset(root) == []
+    image = root / "test2017" / "a.png"
+    image.write_bytes(image.read_bytes()[:60])
+    path.write_text(path.read_text().replace('"cup"', '"mug"'))
+    assert [(d.file, d.kind) for d in check_dataset(root)] == [
+        ("test2017/a.png", "unreadable-image"),
+        ("annotations/instances_test2017.json", "different-categories"),
+    ]
+    root = make_masks()
+    shutil.copytree(root / "val", root / "test")
+    (root / "masks" / "test").mkdir()
+    assert {(d.file, d.kind) for d in check_dataset(root)} == {
+        ("masks/test", "missing-file"),
+        ("test/x.jpg", "missing-mask"),
+    }
 
 
 def test_defects_of_masks(make_masks):
