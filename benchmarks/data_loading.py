@@ -18,8 +18,8 @@ from pathlib import Path
 from fp4deploy.data import cache_dataset, open_dataset
 from fp4deploy.plugins.availability import cores
 from fp4deploy.train import load_config
+from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.estimate import loader_speed
-from fp4deploy.train.models import make_loaders
 
 STEPS = Path(__file__).parent / "results" / "training_step_h200.json"
 CASES = ("fp16 fused", "nvfp4 fused")

@@ -34,9 +34,10 @@ from fp4deploy.data import EpochLoader, Sample, SegmentationDataset, cache_datas
 from fp4deploy.errors import InputError
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare_as
+from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.models import QUANTIZED_MODELS, calibrate_on, make_loaders, model_card, open_splits
+from fp4deploy.train.models import QUANTIZED_MODELS, calibrate_on, model_card, open_splits
 from fp4deploy.train.plan import Plan
 from fp4deploy.train.tasks import make_task
 

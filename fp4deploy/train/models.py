@@ -15,7 +15,6 @@ Fine-tuning alone improves a model, so that comparing NVFP4 with the checkpoint 
 from __future__ import annotations
 
 import itertools
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -33,21 +32,17 @@ from fp4deploy.data import (
     SPLITS,
     CocoDataset,
     EpochLoader,
-    EvalTransform,
-    NumberedEvalTransform,
     SegmentationDataset,
-    TrainTransform,
     cache_dataset,
-    eval_loader,
     expand,
     open_dataset,
     open_instances,
-    train_loader,
 )
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
+from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.extras import make_extras
 from fp4deploy.train.loop import Trainer
@@ -57,7 +52,6 @@ from fp4deploy.train.state import read_progress
 from fp4deploy.train.tasks import METRICS, make_head, make_task, require_same_head, require_same_task
 from fp4deploy.train.trackers import check_trackers
 
-MOST_WORKERS = 12
 QUANTIZED_MODELS = ("nvfp4", "nvfp4_ptq")
 
 
@@ -257,43 +251,6 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         task=config.task,
         head=make_head(config, data) if isinstance(data, CocoDataset) and config.task == "instance" else None,
     )
-
-
-def make_loaders(
-    config: Config, train: SegmentationDataset, val: SegmentationDataset
-) -> tuple[EpochLoader, EpochLoader]:
-    """Batches to train and to validate on, augmented and sized as the configuration says."""
-    size = (config.data.height, config.data.width)
-    augment = TrainTransform(
-        *size,
-        seed=config.seed,
-        zoom=config.train.zoom,
-        jitter=config.train.jitter,
-        upside_down=config.train.upside_down,
-        **config.augment.model_dump(),
-    )
-    batch, workers = config.train.batch_size, _workers(config.data.workers)
-    return train_loader(train, augment, batch, workers, config.seed, compact=True), validation_loader(config, val)
-
-
-def validation_loader(config: Config, data: SegmentationDataset) -> EpochLoader:
-    """Batches of a whole split to score a model on, sized as the configuration says."""
-    size = (config.data.height, config.data.width)
-    plain = NumberedEvalTransform(*size) if config.task == "instance" else EvalTransform(*size)
-    return eval_loader(data, plain, config.train.batch_size, _workers(config.data.workers), compact=True)
-
-
-def _workers(given: int | None) -> int:
-    """Loader processes: as given; else none on a CPU, which training needs itself, and enough to feed a GPU."""
-    if given is not None:
-        return given
-    processes = PartialState(cpu=not torch.cuda.is_available()).num_processes
-    return share_of_workers(processes) if torch.cuda.is_available() else 0
-
-
-def share_of_workers(trainings: int) -> int:
-    """Loader processes that feed a GPU, where so many trainings share the CPU cores."""
-    return min(MOST_WORKERS, (os.cpu_count() or 1) // trainings)
 
 
 def _keep_config(config: Config, run: Run, resume: bool) -> None:

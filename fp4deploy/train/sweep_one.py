@@ -11,9 +11,10 @@ import torch
 
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.runs import Run, atomic_write
+from fp4deploy.train.batches import share_of_workers
 from fp4deploy.train.config import Config, with_settings
 from fp4deploy.train.held_out import forget_test, score_test
-from fp4deploy.train.models import share_of_workers, train_models
+from fp4deploy.train.models import train_models
 from fp4deploy.train.sweep_file import Sweep, Variant
 from fp4deploy.train.sweep_results import ERROR_FILE, outcome, run_of
 

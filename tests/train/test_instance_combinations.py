@@ -13,8 +13,9 @@ from fp4deploy.models import read_card
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
+from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.estimate import estimate, measure
-from fp4deploy.train.models import make_loaders, model_card, open_splits
+from fp4deploy.train.models import model_card, open_splits
 from fp4deploy.train.state import _progress
 from fp4deploy.train.sweep import run_sweep
 from fp4deploy.train.sweep_file import load_sweep

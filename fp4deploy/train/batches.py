@@ -1,0 +1,58 @@
+"""The batches that a model is trained and scored on, and how many processes load them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import PartialState
+
+from fp4deploy.data import (
+    EpochLoader,
+    EvalTransform,
+    NumberedEvalTransform,
+    SegmentationDataset,
+    TrainTransform,
+    eval_loader,
+    train_loader,
+)
+from fp4deploy.train.config import Config
+
+MOST_WORKERS = 12
+
+
+def make_loaders(
+    config: Config, train: SegmentationDataset, val: SegmentationDataset
+) -> tuple[EpochLoader, EpochLoader]:
+    """Batches to train and to validate on, augmented and sized as the configuration says."""
+    size = (config.data.height, config.data.width)
+    augment = TrainTransform(
+        *size,
+        seed=config.seed,
+        zoom=config.train.zoom,
+        jitter=config.train.jitter,
+        upside_down=config.train.upside_down,
+        **config.augment.model_dump(),
+    )
+    batch, workers = config.train.batch_size, _workers(config.data.workers)
+    return train_loader(train, augment, batch, workers, config.seed, compact=True), validation_loader(config, val)
+
+
+def validation_loader(config: Config, data: SegmentationDataset) -> EpochLoader:
+    """Batches of a whole split to score a model on, sized as the configuration says."""
+    size = (config.data.height, config.data.width)
+    plain = NumberedEvalTransform(*size) if config.task == "instance" else EvalTransform(*size)
+    return eval_loader(data, plain, config.train.batch_size, _workers(config.data.workers), compact=True)
+
+
+def _workers(given: int | None) -> int:
+    """Loader processes: as given; else none on a CPU, which training needs itself, and enough to feed a GPU."""
+    if given is not None:
+        return given
+    processes = PartialState(cpu=not torch.cuda.is_available()).num_processes
+    return share_of_workers(processes) if torch.cuda.is_available() else 0
+
+
+def share_of_workers(trainings: int) -> int:
+    """Loader processes that feed a GPU, where so many trainings share the CPU cores."""
+    return min(MOST_WORKERS, (os.cpu_count() or 1) // trainings)
