@@ -2,9 +2,9 @@
 
     python benchmarks/packed_digits.py --json benchmarks/results/packed_digits_h200.json
 
-UNets of random weights, calibrated on random images: latency and memory do not depend on the values. Networks take
-turns, each as a CUDA graph; medians of CUDA events over random images that stay on the GPU. Memory is the peak of one
-forward pass above the weights, not captured. `digits` count everything: they are made of the image in every pass.
+UNets of random weights, calibrated on random images: latency and memory do not depend on the values. One network after
+the other in one process, each as a CUDA graph; medians of CUDA events over random images that stay on the GPU. Memory
+is the peak of one forward pass above the weights, not captured. Digits count: they are made of the image in every pass.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from gpu_cases import DEVICE, poison, randn
+from together import together
 
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins import ahead, available, behind, few_rows, fp4_linear, fp4_quantize, products
@@ -228,20 +228,14 @@ def test_threads(own: bool, early: list[int]) -> None:
             x = in_order(x, weights[i % 3])
         expected.append(x)
     found: list[list[torch.Tensor]] = [[] for _ in inputs]
-    start = threading.Barrier(len(inputs))
 
     def work(at: int) -> None:
-        start.wait()
         with torch.cuda.stream(torch.cuda.Stream() if own else torch.cuda.default_stream()):
             for _ in range(10):
                 found[at].append(chain(inputs[at], weights)[-1])
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(len(inputs), work)
     for each, right in zip(found, expected, strict=True):
         assert len(each) == 10
         assert all(torch.equal(one, right) for one in each)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 import sys
-import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from cuda_stand_in import Pycuda, Tensor
+from together import together
 
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins import KernelError, availability, available, driver, kernel, why_unavailable
@@ -193,19 +193,14 @@ def test_another_stream_is_forked_and_joined(pycuda: Pycuda, source: Path, monke
 
 
 def test_threads_load_a_kernel_once(pycuda: Pycuda, source: Path) -> None:
-    start, found = threading.Barrier(4), []
+    found = []
 
-    def work() -> None:
-        start.wait()
+    def work(_: int) -> None:
         add = kernel(source, "add", "P", None, 0)
         add.launch(1, 1, None)
         found.append(add)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(4, work)
     assert len(set(map(id, found))) == 1
     assert pycuda.calls.count("load") == 1
     assert len(pycuda.calls) == 6

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from together import together
 
 from fp4deploy import plugins
 from fp4deploy.errors import InputError
@@ -245,17 +245,11 @@ def test_threads_share_a_cache() -> None:
     inputs = [randn(9, 96, seed=seed, dtype=torch.float16) for seed in range(4)]
     expected = [(cache.forward(x), cache.forward(x, "dynamic")) for x in inputs]
     found: list[list[Any]] = [[] for _ in inputs]
-    start = threading.Barrier(len(inputs))
 
     def work(at: int) -> None:
-        start.wait()
         found[at] += [(cache.forward(inputs[at]), cache.forward(inputs[at], "dynamic")) for _ in range(20)]
 
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(len(inputs), work)
     for at, pair in enumerate(expected):
         assert len(found[at]) == 20
         assert all(torch.equal(a, b) for each in found[at] for a, b in zip(each, pair, strict=True))

@@ -6,13 +6,13 @@ several threads and in CUDA graphs.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from gpu_cases import AMAXES, DEVICE, equal, poison, randn
+from together import together
 
 from fp4deploy import formats
 from fp4deploy.plugins import ahead, available, fp4_conv2d, fp4_linear, fp4_matmul, fp4_quantize
@@ -135,20 +135,14 @@ def test_threads_with_streams_share_a_cache() -> None:
     expected = [[cache.forward(x, amax) for amax in AMAXES] for x in inputs]
     torch.cuda.synchronize()
     found: list[list[Any]] = [[] for _ in inputs]
-    start = threading.Barrier(len(inputs))
 
     def work(at: int) -> None:
-        start.wait()
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(20):
                 found[at].append([cache.forward(inputs[at], amax) for amax in AMAXES])
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(len(inputs), work)
     for each, right in zip(found, expected, strict=True):
         assert len(each) == 20
         assert all(torch.equal(a, b) for pair in each for a, b in zip(pair, right, strict=True))

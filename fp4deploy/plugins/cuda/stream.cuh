@@ -79,17 +79,16 @@ __device__ __forceinline__ void fetch_run_for_all(uint32_t to, const void* from,
         "l"(from), "r"(bytes), "r"(bar), "h"((uint16_t)((1 << BLOCKS) - 1))
         : "memory");
 }
+// What the kernel in front has written can be read from here on. Until all blocks let it in, or have ended, the next
+// kernel does not begin. Launched in order, without the attribute that asks for it, both do nothing.
+__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_in() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Two E4M3 bytes as halves; NaN stays NaN.
 __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t bytes) {
     uint32_t pair;
     asm("{\n.reg .b16 two;\ncvt.u16.u32 two, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(pair) : "r"(bytes));
     return pair;
 }
-// What the kernel in front has written can be read from here on. Until all blocks let it in, or have ended, the next
-// kernel does not begin. Launched in order, without the attribute that asks for it, both do nothing.
-__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_in() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // c += a b of 16 x 16 and 16 x 8 elements.
 __device__ __forceinline__ void multiply(
     float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, __half*) {
