@@ -24,7 +24,7 @@ def rows(name: str) -> list[list[str]]:
 
 def test_products() -> None:
     found, page = result("products_h200.json"), rows("products.md")
-    for layer in found["convolutions"]:
+    for layer in found["convolutions"] + found["few_channels"]:
         channels = f"{' + '.join(map(str, layer['channels']))} -> {layer['outputs']}"
         times = [f"{layer[name] * 1e3:.0f}" for name in ("fp16_ms", "packed_ms")]
         size = f"{layer['height']} x {layer['width']}"
@@ -102,7 +102,8 @@ def test_camvid() -> None:
     for sweep in (found, small):
         for name in layers:
             row = sweep[name]
-            assert [name, layers[name], *map(_spread, (row["best"], row["last"])), *map(_gap, _gaps(row))] in page
+            cells = [*map(_spread, (row["best"], row["last"])), *map(_gap, _gaps(row))]
+            assert [name, layers[name], *cells, _spread(row["test"]), _gap(row["gap_test"])] in page
             assert len(row["runs"]) == 3
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for label, name in (
@@ -110,21 +111,23 @@ def test_camvid() -> None:
         ("NVFP4, QAT | all", "qat_all"),
         ("**NVFP4, QAT, image as digits** | all", "qat_all_digits"),
     ):
-        cells = [_spread(found[name]["best"]), *map(_gap, _gaps(found[name]))]
+        row = found[name]
+        cells = [text for key in ("best", "test") for text in (_spread(row[key]), _gap(row[f"gap_{key}"]))]
         assert f"| {label} | {' | '.join(cells).replace('-', '−')} |" in readme
-    fp16 = f"{100 * small['fp16']['best']['mean']:.2f}"
-    gaps = [_gap(small[name]["gap_best"]).replace("-", "−") for name in ("qat", "qat_all", "qat_all_digits")]
-    said = "FP16 has {} and QAT {} to its control; with every layer in FP4 {}, with the image as digits {}."
-    assert said.format(fp16, *gaps) in " ".join(readme.split())
+    fp16 = [f"{100 * small['fp16'][key]['mean']:.2f}" for key in ("best", "test")]
+    names = ("qat", "qat_all", "qat_all_digits")
+    gaps = [_gap(small[name][f"gap_{key}"]).replace("-", "−") for name in names for key in ("best", "test")]
+    said = "FP16 has {} and {}, and QAT {} and {} to its control; with every layer in FP4 {} and {}, with the image as "
+    assert (said + "digits {} and {}.").format(*fp16, *gaps) in " ".join(readme.split())
 
 
 def test_ablation() -> None:
     """Every variant that ran stands in the table, and every other one of the sweep below it."""
     found, page = result("camvid_sweep_h200.json")["variants"], rows("training.md")
     cells = [[row[0], *row[2:]] for row in page]
-    for name in found.keys() - {"fp16", "control"}:
+    for name in found.keys() - {"fp16", "control", "fp16-model.digits_true"}:
         row = found[name]
-        assert [name, str(len(row["runs"])), row["against"], *map(_gap, _gaps(row))] in cells
+        assert [name, str(len(row["runs"])), row["against"], *map(_gap, _gaps(row)), _gap(row["gap_test"])] in cells
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     missing = re.search(r"Not measured: ([^.]*)\.\n", text)
     assert missing is not None

@@ -94,9 +94,9 @@ struct Block {
     }
 };
 inline std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs
-inline std::unique_ptr<std::barrier<>> opening, closing;  // of the whole cluster, of its multiplying threads
+inline std::unique_ptr<std::barrier<>> opening;  // of the whole cluster
 inline thread_local Block* here;
-inline thread_local bool opened, waited;  // waited: for the kernel in front
+inline thread_local bool waited;  // for the kernel in front
 inline thread_local std::vector<std::function<void()>> own_copies;
 inline const uint8_t *firsts[3], *lasts[3];  // x, codes, scales
 inline uint32_t rings_end;
@@ -179,11 +179,7 @@ void meet() {
     static_assert(COUNT == MULTIPLYING);
     here->multiplying.arrive_and_wait();
 }
-inline void arrive_at_cluster() {}
-inline void wait_for_cluster() {
-    (opened ? closing : opening)->arrive_and_wait();
-    opened = true;
-}
+inline void meet_cluster() { opening->arrive_and_wait(); }
 
 inline void wait_for_kernel_in_front() { waited = true; }
 inline void let_next_kernel_in() {
@@ -234,7 +230,6 @@ template <typename Kernel>
 void run_grid(int grid, int cluster, Kernel kernel) {
     for (int first = 0; first < grid; first += cluster) {
         opening = std::make_unique<std::barrier<>>(cluster * ALL);
-        closing = std::make_unique<std::barrier<>>(cluster * MULTIPLYING);
         std::vector<std::thread> threads;
         for (int i = 0; i < cluster; ++i) {
             blocks.push_back(std::make_unique<Block>());

@@ -29,7 +29,7 @@ __device__ __forceinline__ void open_barrier(uint32_t bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 __device__ __forceinline__ void barriers_are_open() {
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
@@ -55,14 +55,9 @@ template <int COUNT>
 __device__ __forceinline__ void meet() {
     asm volatile("barrier.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
-// All threads of the cluster that have not ended.
-__device__ __forceinline__ void arrive_at_cluster() {
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_cluster() {
-    __syncwarp();
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+// All threads of the cluster. Nothing but barriers has been written, and those `barriers_are_open` has made visible.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // The barrier at this address in another block of the cluster.
 __device__ __forceinline__ void arrive_at(uint32_t bar, int block) {

@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_stream(
         }
         barriers_are_open();
     }
-    if (CLUSTER > 1) arrive_at_cluster(), wait_for_cluster();
+    if (CLUSTER > 1) meet_cluster();
     else __syncthreads();
 
     if (warp >= CONSUMERS + PRODUCERS) {  // x
@@ -232,13 +232,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_stream(
             }
         }
         __syncwarp();
-        if (lane < CLUSTER) {
+        if (lane < CLUSTER && step + XSTAGES < stages) {  // what a block is told it waits for, and may end
             if (CLUSTER > 1) arrive_at(xempty + 8 * xplace.slot, lane);
             else arrive(xempty + 8 * xplace.slot);
         }
         xplace.advance();
     }
-    if (CLUSTER > 1) arrive_at_cluster();
     meet<32 * CONSUMERS>();  // every stage has been read
     float* mine = reinterpret_cast<float*>(shared) + warp * (8 * TILES * ROW);
 #pragma unroll
@@ -259,5 +258,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_stream(
         if (relu && total < 0.f) total = 0.f;
         out[(long long)row * n + block + output] = DTYPE(total);
     }
-    if (CLUSTER > 1) wait_for_cluster();  // a block stays until the others have told its barriers everything
 }
