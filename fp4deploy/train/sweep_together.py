@@ -2,20 +2,20 @@
 
 This process hands out runs: the first in the list whose FP16 model has been trained. A process keeps its GPU and takes
 one run after the other; what a training says goes to `train.log` of its run. Ctrl-C, or the end of the sweep's time, is
-passed on, and waited for while states are saved. A process that dies costs the run it had, which counts as failed.
+passed on, and waited for while states are saved. A process that dies costs the run it had, which counts as failed: each
+has a pipe of its own, because a queue that all write to stays locked when one is killed while it writes.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,7 +39,6 @@ def run_together(
         KeyboardInterrupt: after Ctrl-C, when every process has saved its state.
     """
     context = multiprocessing.get_context("spawn")  # a process that has touched CUDA cannot be forked
-    said: Any = context.Queue()
     waiting, running = list(tasks), dict[int, Task]()
     crew: dict[int, _Process] = {}
     try:
@@ -49,18 +48,17 @@ def run_together(
                 if task is not None:
                     waiting.remove(task)
                     running[number] = task
-                    if number not in crew:
-                        crew[number] = _Process(context, number, jobs, said, sweep, out, started)
-                    crew[number].tasks.put(task)
-            speaker, text = _heard(said)
-            if text is not None:
-                say(text)
-            elif speaker is not None:
-                del running[speaker]
-                write_results(collect(sweep, out), out)
-            else:
-                for number in _dead(crew, running):
-                    _bury(out, running.pop(number), crew.pop(number), say)
+                    if number not in crew or not crew[number].process.is_alive():
+                        crew[number] = _Process(context, number, jobs, sweep, out, started)
+                    crew[number].give(task)
+            for number, text in _heard(crew):
+                if text is not None:
+                    say(text)
+                else:
+                    del running[number]
+                    write_results(collect(sweep, out), out)
+            for number in [number for number in running if crew[number].is_dead()]:
+                _bury(out, running.pop(number), crew.pop(number), say)
     finally:
         _end(crew, running)
 
@@ -71,17 +69,17 @@ def _ready(waiting: list[Task], running: list[Task]) -> Task | None:
     return next((task for task in waiting if (task[0].base, task[1]) not in unfinished), None)
 
 
-def _heard(said: Any) -> tuple[int | None, str | None]:
-    """(process, what it says, or None when its run is over); two None where nobody said anything for a while."""
-    try:
-        heard: tuple[int, str | None] = said.get(timeout=POLL)
-        return heard
-    except queue.Empty:
-        return None, None
-
-
-def _dead(crew: dict[int, _Process], running: dict[int, Task]) -> list[int]:
-    return [number for number in running if not crew[number].process.is_alive()]
+def _heard(crew: dict[int, _Process]) -> Iterator[tuple[int, str | None]]:
+    """(process, what it says, or None when its run is over), of those that say something now or within a while."""
+    lines = {member.line: number for number, member in crew.items() if not member.over}
+    for line in wait(list(lines), POLL):
+        assert isinstance(line, Connection)
+        try:
+            text: str | None = line.recv()
+        except (EOFError, OSError):  # it has ended, or was killed within a word
+            crew[lines[line]].over = True
+        else:
+            yield lines[line], text
 
 
 def _bury(out: Path, task: Task, dead: _Process, say: Say) -> None:
@@ -101,7 +99,7 @@ def _end(crew: dict[int, _Process], running: dict[int, Task]) -> None:
                 with suppress(ProcessLookupError):
                     os.kill(member.process.pid, signal.SIGINT)
             else:
-                member.tasks.put(None)
+                member.give(None)
         for member in crew.values():
             member.process.join()
     except KeyboardInterrupt:  # a second time: do not wait for them
@@ -111,16 +109,27 @@ def _end(crew: dict[int, _Process], running: dict[int, Task]) -> None:
 
 
 class _Process:
-    """A process, and the queue that it takes its runs from."""
+    """A process, and the line by which it is given runs and says what it does."""
 
     def __init__(
-        self, context: SpawnContext, number: int, jobs: int, said: Any, sweep: Sweep, out: Path, started: Started | None
+        self, context: SpawnContext, number: int, jobs: int, sweep: Sweep, out: Path, started: Started | None
     ) -> None:
-        self.tasks: Any = context.Queue()
-        arguments = (multiprocessing.get_start_method(), number, jobs, self.tasks, said, sweep, out, started)
+        self.line, its_end = context.Pipe()
+        self.over = False  # everything that it had to say was heard
+        arguments = (multiprocessing.get_start_method(), number, jobs, its_end, sweep, out, started)
         self.process = context.Process(target=_work, args=arguments, name=f"sweep {number}")
         with _gpu(number):
             self.process.start()
+        its_end.close()
+
+    def give(self, task: Task | None) -> None:
+        """A run, or None to let it go; one that has died meanwhile is found so later."""
+        with suppress(OSError):
+            self.line.send(task)
+
+    def is_dead(self) -> bool:
+        """It does not run, and nothing is left that it has said."""
+        return not self.process.is_alive() and (self.over or not self.line.poll())
 
 
 @contextmanager
@@ -143,8 +152,7 @@ def _work(
     start_method: str,
     number: int,
     jobs: int,
-    tasks: Any,
-    said: Any,
+    line: Connection,
     sweep: Sweep,
     out: Path,
     started: Started | None,
@@ -155,16 +163,24 @@ def _work(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where that one ignores it, as behind nohup
     torch.set_num_threads(max(1, cores() // jobs))
     parent = os.getppid()
+
+    def say(text: str | None) -> None:
+        with suppress(BrokenPipeError):  # the sweep has died; its trainings end as they would
+            line.send(text)
+
     try:
         while os.getppid() == parent:
-            with suppress(queue.Empty):
-                task: Task | None = tasks.get(timeout=POLL)
-                if task is None:
-                    return
-                variant, seed = task
-                with _into(run_of(out, variant, seed).path / LOG):
-                    run_one(sweep, out, variant, seed, lambda text: said.put((number, text)), started, jobs)
-                said.put((number, None))
+            if not line.poll(POLL):
+                continue
+            task: Task | None = line.recv()
+            if task is None:
+                return
+            variant, seed = task
+            with _into(run_of(out, variant, seed).path / LOG):
+                run_one(sweep, out, variant, seed, say, started, jobs)
+            say(None)
+    except EOFError:  # the sweep has died
+        return
     except KeyboardInterrupt:
         return
 

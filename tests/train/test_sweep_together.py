@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -17,7 +19,7 @@ from fp4deploy.data import generate_shapes
 from fp4deploy.runs import Run
 from fp4deploy.train.sweep import run_sweep
 from fp4deploy.train.sweep_file import Sweep, Variant, load_sweep
-from fp4deploy.train.sweep_together import LOG, _gpu, _ready
+from fp4deploy.train.sweep_together import LOG, _gpu, _heard, _ready
 
 FILE = """
 set: {model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: EPOCHS, train.finetune_epochs: 1,
@@ -91,6 +93,17 @@ def test_a_process_that_dies_costs_its_own_run(tmp_path: Path) -> None:
     assert "Its process died (signal SIGKILL)" in runs["fp16", "0"]["error"]
     assert runs["control", "0"]["status"] == "failed"
     assert runs["fp16", "1"]["status"] == runs["control", "1"]["status"] == "done"
+
+
+def test_half_a_word_of_a_process_that_died() -> None:
+    here, there = multiprocessing.Pipe()
+    there.send("a word")
+    os.write(there.fileno(), (32).to_bytes(4, "big") + b"half")
+    there.close()
+    member: Any = SimpleNamespace(line=here, over=False)
+    assert list(_heard({3: member})) == [(3, "a word")]
+    assert list(_heard({3: member})) == []
+    assert member.over
 
 
 @pytest.mark.slow
