@@ -71,15 +71,15 @@ def _ready(waiting: list[Task], running: list[Task]) -> Task | None:
 
 def _heard(crew: dict[int, _Process]) -> Iterator[tuple[int, str | None]]:
     """(process, what it says, or None when its run is over), of those that say something now or within a while."""
-    lines = {member.line: number for number, member in crew.items() if not member.over}
-    for line in wait(list(lines), POLL):
-        assert isinstance(line, Connection)
-        try:
-            text: str | None = line.recv()
-        except (EOFError, OSError):  # it has ended, or was killed within a word
-            crew[lines[line]].over = True
-        else:
-            yield lines[line], text
+    ready = wait([member.line for member in crew.values() if not member.line.closed], POLL)
+    for number, member in crew.items():
+        if member.line in ready:
+            try:
+                text: str | None = member.line.recv()
+            except (EOFError, OSError):  # it has ended, or was killed within a word
+                member.line.close()
+            else:
+                yield number, text
 
 
 def _bury(out: Path, task: Task, dead: _Process, say: Say) -> None:
@@ -115,7 +115,6 @@ class _Process:
         self, context: SpawnContext, number: int, jobs: int, sweep: Sweep, out: Path, started: Started | None
     ) -> None:
         self.line, its_end = context.Pipe()
-        self.over = False  # everything that it had to say was heard
         arguments = (multiprocessing.get_start_method(), number, jobs, its_end, sweep, out, started)
         self.process = context.Process(target=_work, args=arguments, name=f"sweep {number}")
         with _gpu(number):
@@ -129,7 +128,7 @@ class _Process:
 
     def is_dead(self) -> bool:
         """It does not run, and nothing is left that it has said."""
-        return not self.process.is_alive() and (self.over or not self.line.poll())
+        return not self.process.is_alive() and (self.line.closed or not self.line.poll())
 
 
 @contextmanager
@@ -162,27 +161,28 @@ def _work(
     os.setpgrp()  # Ctrl-C reaches the first process alone, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where that one ignores it, as behind nohup
     torch.set_num_threads(max(1, cores() // jobs))
-    parent = os.getppid()
 
     def say(text: str | None) -> None:
-        with suppress(BrokenPipeError):  # the sweep has died; its trainings end as they would
+        with suppress(ConnectionError):  # the sweep has died; its trainings end as they would
             line.send(text)
 
     try:
-        while os.getppid() == parent:
-            if not line.poll(POLL):
-                continue
-            task: Task | None = line.recv()
-            if task is None:
-                return
+        while (task := _next(line)) is not None:
             variant, seed = task
             with _into(run_of(out, variant, seed).path / LOG):
                 run_one(sweep, out, variant, seed, say, started, jobs)
             say(None)
-    except EOFError:  # the sweep has died
-        return
     except KeyboardInterrupt:
         return
+
+
+def _next(line: Connection) -> Task | None:
+    """The next run; None where there is none any more, or the sweep has died."""
+    try:
+        task: Task | None = line.recv()
+    except (EOFError, ConnectionError):
+        return None
+    return task
 
 
 @contextmanager
