@@ -1,11 +1,11 @@
 """Weight-only products of a few rows: reading the weight is all that takes time, so they have kernels of their own.
 
 **From SM90 on** `cuda/weight_stream.cu` gives a block some rows of the weight and lets warps that do nothing else copy
-long runs of them, as many bytes ahead of the multiplying warps as shared memory holds. What limits it is then the
-activations: sixteen rows as they are weigh as much as the packed weight of 57, and each block needs all of them. Blocks
-beside each other, which multiply different rows of the weight, therefore read them together where the hardware can
-write one read to two multiprocessors at once (SM90 to SM110), and where enough blocks read at the same time for this to
-matter. In a row of products each begins to read its weight while the one in front ends (`behind`).
+long runs of them, as many bytes ahead of the multiplying warps as shared memory holds. The activations count as well:
+sixteen rows as they are weigh as much as the packed weight of 57, and each block needs all of them. Blocks beside each
+other, which multiply different rows of the weight, therefore read them together where the hardware can write one read
+to two multiprocessors at once (SM90 to SM110), and where enough blocks read at the same time for this to matter. In a
+row of products each begins to read its weight while the one in front ends (`behind`).
 
 **Before** `cuda/weight_only.cu` lets each warp copy what it multiplies, a piece ahead.
 

@@ -18,7 +18,7 @@ from fp4deploy.formats import BLOCK, E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins import ahead, few_rows
 from fp4deploy.plugins.ahead_compile import triton_version
 from fp4deploy.plugins.triton.launch import Call, Launch
-from fp4deploy.plugins.triton.tiles import NATIVE_FROM, Tile, product_tile, weight_only_tile
+from fp4deploy.plugins.triton.tiles import NATIVE_FROM, Tile, product_tile, step_constants, weight_only_tile
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 MOST_PIXELS = (1 << 31) - (1 << 10)  # and a tile that begins inside
@@ -118,7 +118,7 @@ def product_call(
         "KW": taps[1],
         "TWO": two,
         "UP": up,
-        "EVEN": cb % tile.bk == 0 and cb2 % tile.bk == 0,
+        **step_constants(tile, taps[0] * taps[1], (cb, cb2) if two else (cb,)),
         "BIAS": bias is not None,
         "RELU": relu,
         "QUANTIZE": quantize,

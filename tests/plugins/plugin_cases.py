@@ -62,6 +62,8 @@ CASES = {
     "128 channels, 130 outputs": Case((2, 21, 22), (128,), 130),
     "7x7, stride 2": Case((1, 15, 14), (80,), 40, kernel=7, padding=3, stride=2),
     "1x1, stride 2": Case((2, 20, 20), (16,), 100, kernel=1, padding=0, stride=2),
+    "16 channels": Case((2, 7, 9), (16,), 16),
+    "two sources, 16 channels": Case((2, 11, 9), (16, 16), 20, relu=True),
     "no padding": Case((1, 7, 8), (32,), 24, padding=0),
     "two sources": Case((2, 11, 9), (64, 64), 64, relu=True),
     "two sources, uneven": Case((2, 5, 7), (32, 20), 17),

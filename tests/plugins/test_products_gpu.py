@@ -51,6 +51,9 @@ def same_bytes(found: Nvfp4Tensor, unfused: torch.Tensor) -> bool:
         ((2, 33, 31, 13), 64, 3, {"padding": 1}),
         ((1, 12, 11, 3), 16, 3, {"padding": 1}),
         ((3, 12, 11, 48), 70, 5, {"padding": 4, "dilation": 2}),
+        ((8, 66, 75, 16), 16, 3, {"padding": 1}),
+        ((8, 66, 75, 32), 32, 3, {"padding": 2, "dilation": 2, "stride": 2}),
+        ((2, 15, 14, 16), 40, 7, {"padding": 3}),
         ((1, 1, 1, 64), 10, 1, {}),
         ((16, 33, 31, 64), 64, 3, {"padding": 1}),
         ((2, 40, 50, 128), 128, 3, {"padding": 1}),
@@ -76,7 +79,10 @@ def test_convolution(shape: tuple[int, ...], outputs: int, size: int, options: d
     assert same_bytes(fused, found)
 
 
-@pytest.mark.parametrize(("first", "second", "outputs"), [(16, 20, 33), (64, 64, 64), (128, 128, 256), (32, 16, 16)])
+@pytest.mark.parametrize(
+    ("first", "second", "outputs"),
+    [(16, 20, 33), (64, 64, 64), (128, 128, 256), (32, 16, 16), (16, 16, 16), (32, 32, 32)],
+)
 def test_two_sources(first: int, second: int, outputs: int) -> None:
     torch.manual_seed(0)
     x, y, w = packed(2, 19, 21, first), packed(2, 19, 21, second, scale=30.0), packed(outputs, 3, 3, first + second)

@@ -33,6 +33,7 @@ from fp4deploy.plugins.triton.tiles import (
     NATIVE_WIDE,
     SMALL,
     Tile,
+    step_constants,
 )
 
 SCRATCH = 2
@@ -91,7 +92,7 @@ def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str,
         "KH": taps[0],
         "KW": taps[1],
         "UP": plugin.up,
-        "EVEN": all(size % tile.bk == 0 for size in bytes_of),
+        **step_constants(tile, taps[0] * taps[1], tuple(bytes_of)),
         "RELU": bool(attributes["relu"][0]),
         "BM": tile.bm,
         "BN": tile.bn,

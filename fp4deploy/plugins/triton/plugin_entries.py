@@ -24,14 +24,14 @@ def product_entry(
     x, x_scales, x_scale, w, w_scales, w_scale, bias,
     H, W, CB, OH, OW, M, outputs, stride, padding, dilation,
     out,
-    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, EVEN: tl.constexpr, RELU: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, EVEN: tl.constexpr, TAPS: tl.constexpr, RELU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One packed source, float16 output."""
     product_kernel(
         x, x_scales, x_scale, x, x_scales, x_scale, w, w_scales, w_scale, bias, out, out, x_scale,
         H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        KH, KW, False, UP, EVEN, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
+        KH, KW, False, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
 
@@ -40,14 +40,14 @@ def packed_product_entry(
     x, x_scales, x_scale, w, w_scales, w_scale, bias, out_amax,
     H, W, CB, OH, OW, M, outputs, stride, padding, dilation,
     out, out_scales,
-    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, EVEN: tl.constexpr, RELU: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, EVEN: tl.constexpr, TAPS: tl.constexpr, RELU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One packed source, packed output."""
     product_kernel(
         x, x_scales, x_scale, x, x_scales, x_scale, w, w_scales, w_scale, bias, out, out_scales, out_amax,
         H, W, CB, 0, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        KH, KW, False, UP, EVEN, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
+        KH, KW, False, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
 
@@ -56,14 +56,14 @@ def two_product_entry(
     x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias,
     H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation,
     out,
-    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, EVEN: tl.constexpr, RELU: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, EVEN: tl.constexpr, TAPS: tl.constexpr, RELU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Two packed sources, concatenated along channels without being written; float16 output."""
     product_kernel(
         x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out, out, x_scale,
         H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        KH, KW, True, UP, EVEN, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
+        KH, KW, True, UP, EVEN, TAPS, True, RELU, False, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
 
@@ -72,14 +72,14 @@ def packed_two_product_entry(
     x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out_amax,
     H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation,
     out, out_scales,
-    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, EVEN: tl.constexpr, RELU: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, EVEN: tl.constexpr, TAPS: tl.constexpr, RELU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Two packed sources, packed output."""
     product_kernel(
         x, x_scales, x_scale, x2, x2_scales, x2_scale, w, w_scales, w_scale, bias, out, out_scales, out_amax,
         H, W, CB, CB2, OH, OW, M, outputs, stride, padding, dilation, ONE, ONE, ONE,
-        KH, KW, True, UP, EVEN, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
+        KH, KW, True, UP, EVEN, TAPS, True, RELU, True, False, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
 
 

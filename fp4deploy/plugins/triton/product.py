@@ -15,6 +15,9 @@ are zero beyond the border. Which taps of a pixel lie inside the image is a word
 **Two sources.** The channels of a concatenation come first from one image, then from the other, each with its own
 global scale; the sum of the first is rescaled between them, so that one accumulator serves both.
 
+**Few channels.** A step of BK bytes is longer than the channels of a tap where there are 16 or 32 of them. Then it
+takes TAPS taps at once, one beside the other: nine taps of 16 channels are three steps instead of nine.
+
 **Native.** On Blackwell `tl.dot_scaled` multiplies codes and scales as they are. Elsewhere they are decoded to float16
 in registers (`decode`) and multiplied by float16 tensor cores; both are exact up to the order of the sum.
 """
@@ -59,7 +62,8 @@ def product_kernel(
     KW: tl.constexpr,
     TWO: tl.constexpr,
     UP: tl.constexpr,
-    EVEN: tl.constexpr,  # BK divides CB and CB2
+    EVEN: tl.constexpr,  # BK divides CB and CB2, or TAPS is more than 1
+    TAPS: tl.constexpr,  # of a step; if more than 1, CB (and CB2, if there is one) is BK / TAPS
     BIAS: tl.constexpr,
     RELU: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -93,17 +97,17 @@ def product_kernel(
     row = rows_before * (CB + CB2)
 
     acc = tl.zeros((BM, BN), tl.float32)
-    acc = _accumulate(
+    acc = _products(
         acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, CB + CB2, 0,
-        W, dilation, KH, KW, EVEN, BM, BN, BK, NATIVE, ASM,
+        W, dilation, KH, KW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
     factor = tl.load(x_amax) / x_range
     if TWO:
         second = tl.load(x2_amax) / x2_range
         second += (second == 0.0).to(tl.float32)  # its products are zero then
-        acc = _accumulate(
+        acc = _products(
             acc * (factor / second), x2, x2_scales, CB2, pixel, inside, w, w_scales, row, has, CB + CB2, CB,
-            W, dilation, KH, KW, EVEN, BM, BN, BK, NATIVE, ASM,
+            W, dilation, KH, KW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
         )  # fmt: skip
         factor = second
     factor = factor * (tl.load(w_amax) / w_range)
@@ -128,12 +132,31 @@ def product_kernel(
 
 
 @triton.jit
-def _accumulate(
+def _products(
+    acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, WB, first,
+    W, dilation, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, TAPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc + the products of one source; WB: bytes of a tap in the filter, `first`: where its channels begin."""
+    if TAPS == 1:
+        acc = _one_tap_a_step(
+            acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, WB, first,
+            W, dilation, KH, KW, EVEN, BM, BN, BK, NATIVE, ASM,
+        )  # fmt: skip
+    else:
+        acc = _several_taps_a_step(
+            acc, x, x_scales, pixel, inside, w, w_scales, row, has, WB, first,
+            W, dilation, KH, KW, TAPS, BM, BN, BK, NATIVE, ASM,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _one_tap_a_step(
     acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, WB, first,
     W, dilation, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc + the products of one source; WB: bytes of a tap in the filter, `first`: where its channels begin."""
     byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
     SB, WSB, row_scales, first_scale = CB // 8, WB // 8, row // 8, (first + tl.zeros((), tl.int32)) // 8
     if EVEN:  # rows of whole steps: the scales of a step can be loaded ahead only as a word
@@ -159,18 +182,56 @@ def _accumulate(
             b = tl.load(wp + (tap * WB + c), mask=filled & bytes_left, other=0)
             sa = tl.load(xsp + (offset * SB + c // 8), mask=seen & scales_left, other=0)
             sb = tl.load(wsp + (tap * WSB + c // 8), mask=filled & scales_left, other=0)
-        if NATIVE:
-            acc = tl.dot_scaled(
-                a, sa.to(tl.float8e4nv, bitcast=True), "e2m1",
-                tl.trans(b), sb.to(tl.float8e4nv, bitcast=True), "e2m1", acc,
-            )  # fmt: skip
-        else:
-            a_even, a_odd = decode(a, sa, BM, BK, ASM)
-            b_even, b_odd = decode(b, sb, BN, BK, ASM)
-            acc = tl.dot(a_even, tl.trans(b_even), acc)
-            acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+        acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, NATIVE, ASM)
         c += BK  # counted: a division is a chain of instructions that loads would wait for
         last = c >= CB
         tap += last.to(tl.int32)
         c = tl.where(last, 0, c)
+    return acc
+
+
+@triton.jit
+def _several_taps_a_step(
+    acc, x, x_scales, pixel, inside, w, w_scales, row, has, WB, first,
+    W, dilation, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    BYTES: tl.constexpr = BK // TAPS  # of a pixel: a constant, so that what loads know of alignment is exact
+    STEPS: tl.constexpr = BYTES // 8
+    LAST: tl.constexpr = KH * KW - 1
+    byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
+    xp, xsp = x + (pixel * BYTES)[:, None], x_scales + (pixel * STEPS)[:, None]
+    wp, wsp = w + row[:, None], w_scales + (row // 8)[:, None]
+    for step in range((LAST + TAPS) // TAPS):
+        tap, tap_scale = step * TAPS + byte // BYTES, step * TAPS + scale // STEPS
+        seen = ((inside[:, None] >> tl.minimum(tap, LAST)[None, :]) & 1) != 0
+        seen_scale = ((inside[:, None] >> tl.minimum(tap_scale, LAST)[None, :]) & 1) != 0
+        real, real_scale = (tap <= LAST)[None, :], (tap_scale <= LAST)[None, :]
+        at = (((tap // KW) * W + tap % KW) * dilation) * BYTES + byte % BYTES
+        at_scale = (((tap_scale // KW) * W + tap_scale % KW) * dilation) * STEPS + scale % STEPS
+        a = tl.load(xp + at[None, :], mask=seen & real, other=0)
+        b = tl.load(wp + (tap * WB + first + byte % BYTES)[None, :], mask=has[:, None] & real, other=0)
+        sa = tl.load(xsp + at_scale[None, :], mask=seen_scale & real_scale, other=0)
+        at_scale = tap_scale * (WB // 8) + first // 8 + scale % STEPS
+        sb = tl.load(wsp + at_scale[None, :], mask=has[:, None] & real_scale, other=0)
+        acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, NATIVE, ASM)
+    return acc
+
+
+@triton.jit
+def _multiply(
+    acc, a, sa, b, sb,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc + a b^T of codes a [BM, BK], b [BN, BK] and their scales."""
+    if NATIVE:
+        acc = tl.dot_scaled(
+            a, sa.to(tl.float8e4nv, bitcast=True), "e2m1",
+            tl.trans(b), sb.to(tl.float8e4nv, bitcast=True), "e2m1", acc,
+        )  # fmt: skip
+    else:
+        a_even, a_odd = decode(a, sa, BM, BK, ASM)
+        b_even, b_odd = decode(b, sb, BN, BK, ASM)
+        acc = tl.dot(a_even, tl.trans(b_even), acc)
+        acc = tl.dot(a_odd, tl.trans(b_odd), acc)
     return acc

@@ -73,6 +73,16 @@ def product_tile(
     return SQUARE if taps == 1 and columns > 128 and not two else DEEP
 
 
+def step_constants(tile: Tile, taps: int, depths: tuple[int, ...]) -> dict[str, int]:
+    """What a step of the tile takes of a filter.
+
+    taps: of the filter; depths: bytes of a tap in each source. EVEN: only whole steps or whole taps; TAPS: how many at
+    once, which are more than one where all sources have the same few channels.
+    """
+    few = taps > 1 and tile.bk % depths[0] == 0 and len({*depths}) == 1
+    return {"EVEN": few or all(depth % tile.bk == 0 for depth in depths), "TAPS": tile.bk // depths[0] if few else 1}
+
+
 def weight_only_tile(rows: int, capability: int) -> Tile:
     """The tile of a weight-only product."""
     lean = NATIVE_LEAN if capability >= NATIVE_FROM else LEAN

@@ -17,7 +17,8 @@ from fp4deploy.plugins.triton.tiles import tiles
 
 DTYPES = (torch.float16, torch.bfloat16)
 SIZES, SIZE, BOOLS = (1, 3, 5, 7), (1, 8, 8), (False, True)
-CHANNELS = (256, 64, 96, 48)  # whole steps of every tile, of the shallow ones, of none; rows of odd bytes
+# Whole steps of every tile, of the shallow ones, of none; rows of odd bytes; two taps a step, and four.
+CHANNELS = (256, 64, 96, 48, 32, 16)
 
 
 Shape = tuple[tuple[Nvfp4Tensor, ...], Nvfp4Tensor, bool]
