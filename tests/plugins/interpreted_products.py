@@ -65,7 +65,7 @@ CONVOLUTIONS = {
     "channels 64 and 64": Conv((2, 5, 4), (64, 64), 40),
     "channels 16 and 16, four taps a step": Conv((2, 5, 4), (16, 16), 40),
     "channels 32 and 32, two taps a step": Conv((1, 6, 7), (32, 32), 20, stride=2, dilation=2, padding=2),
-    "channels 16, 5x5, dilation 2": Conv((1, 9, 8), (16,), 20, k=5, padding=4, dilation=2, relu=False),
+    "channels 16, dilation 2": Conv((1, 9, 8), (16,), 20, padding=2, dilation=2, relu=False),
     "channels 32, even size": Conv((1, 6, 8), (32,), 33, k=2, padding=1),
     "no padding": Conv((1, 7, 8), (32,), 24, padding=0, relu=False),
     "padding beyond the filter": Conv((1, 3, 3), (16,), 8, padding=4),

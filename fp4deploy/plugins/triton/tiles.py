@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NATIVE_FROM = 100
+MOST_TAPS = 9  # of a filter, to take several a step: with more, the masks of loads spill registers
 FILL = 132  # programs that give every multiprocessor of a large GPU something to do
 
 
@@ -77,9 +78,9 @@ def step_constants(tile: Tile, taps: int, depths: tuple[int, ...]) -> dict[str, 
     """What a step of the tile takes of a filter.
 
     taps: of the filter; depths: bytes of a tap in each source. EVEN: only whole steps or whole taps; TAPS: how many at
-    once, which are more than one where all sources have the same few channels.
+    once, which are more than one where all sources have the same few channels and the filter is at most 3 x 3.
     """
-    few = taps > 1 and tile.bk % depths[0] == 0 and len({*depths}) == 1
+    few = 1 < taps <= MOST_TAPS and tile.bk % depths[0] == 0 and len({*depths}) == 1
     return {"EVEN": few or all(depth % tile.bk == 0 for depth in depths), "TAPS": tile.bk // depths[0] if few else 1}
 
 
