@@ -111,7 +111,7 @@ def product_call(
     cb, cb2 = x.codes.shape[-1], second.codes.shape[-1] if two else 0
     quantize = out_scales is not None
     if tile is None:
-        depth = min(cb, cb2) if two else cb
+        depth = math.gcd(cb, cb2) if two else cb
         tile = product_tile(m, outputs, capability, quantize, up, two, taps[0] * taps[1], depth)
     constants: dict[str, Any] = {
         "KH": taps[0],

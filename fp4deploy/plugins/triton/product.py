@@ -15,8 +15,8 @@ are zero beyond the border. Which taps of a pixel lie inside the image is a word
 **Two sources.** The channels of a concatenation come first from one image, then from the other, each with its own
 global scale; the sum of the first is rescaled between them, so that one accumulator serves both.
 
-**Few channels.** A step of BK bytes is longer than the channels of a tap where there are 16 or 32 of them. In filters
-of up to 3 x 3 it then takes TAPS taps at once, side by side: nine taps of 16 channels are three steps instead of nine.
+**Few channels.** Where a tap has fewer channels than a step of BK bytes, and they divide it, a step takes TAPS taps at
+once, side by side, in filters of up to nine: with BK 32, nine taps of 16 channels are three steps instead of nine.
 
 **Native.** On Blackwell `tl.dot_scaled` multiplies codes and scales as they are. Elsewhere they are decoded to float16
 in registers (`decode`) and multiplied by float16 tensor cores; both are exact up to the order of the sum.

@@ -55,8 +55,8 @@ def product_tile(
     """The tile of a product of packed operands.
 
     rows, columns: of the output; capability: 90 for SM90; quantize: the output is packed, up: it is scattered to four
-    pixels, both of which take registers; two: two sources; taps: of the filter; depth: bytes of a source's channels, of
-    the smaller one.
+    pixels, both of which take registers; two: two sources; taps: of the filter; depth: bytes of a source's channels, or
+    what divides those of both.
     """
     if capability >= NATIVE_FROM:
         return NATIVE_NARROW if columns <= 64 or quantize or up else NATIVE_WIDE
