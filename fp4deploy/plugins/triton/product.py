@@ -62,7 +62,7 @@ def product_kernel(
     KW: tl.constexpr,
     TWO: tl.constexpr,
     UP: tl.constexpr,
-    EVEN: tl.constexpr,  # BK divides CB and CB2, or TAPS is more than 1
+    EVEN: tl.constexpr,  # BK divides CB and CB2
     TAPS: tl.constexpr,  # of a step; if more than 1, CB (and CB2, if there is one) is BK / TAPS
     BIAS: tl.constexpr,
     RELU: tl.constexpr,

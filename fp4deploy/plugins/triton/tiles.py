@@ -77,11 +77,11 @@ def product_tile(
 def step_constants(tile: Tile, taps: int, depths: tuple[int, ...]) -> dict[str, int]:
     """What a step of the tile takes of a filter.
 
-    taps: of the filter; depths: bytes of a tap in each source. EVEN: only whole steps or whole taps; TAPS: how many at
-    once, which are more than one where all sources have the same few channels and the filter is at most 3 x 3.
+    taps: of the filter; depths: bytes of a tap in each source. EVEN: a tap is whole steps in each; TAPS: how many a
+    step takes, more than one where all sources have the same few channels and the filter has at most nine taps.
     """
     few = 1 < taps <= MOST_TAPS and tile.bk % depths[0] == 0 and len({*depths}) == 1
-    return {"EVEN": few or all(depth % tile.bk == 0 for depth in depths), "TAPS": tile.bk // depths[0] if few else 1}
+    return {"EVEN": all(depth % tile.bk == 0 for depth in depths), "TAPS": tile.bk // depths[0] if few else 1}
 
 
 def weight_only_tile(rows: int, capability: int) -> Tile:
