@@ -41,7 +41,7 @@ def median_ms(run: Callable[[int], object], repeats: int = 30) -> float:
     times = []
     for index in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(500_000)  # the GPU waits while the launches queue up: kernels are timed, not the host
+        torch.cuda._sleep(2_000_000)  # the GPU waits while the launches queue up: kernels are timed, not the host
         start.record()
         for inner in range(4):
             kept[(4 * index + inner) % ROTATION] = run((4 * index + inner) % ROTATION)

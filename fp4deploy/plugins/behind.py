@@ -23,14 +23,16 @@ has waited for the one in front of it. So no output overtakes a reader, and memo
 lets the next one in only after its own wait: what still runs while the next one reads its weight is this one alone,
 which writes nothing but its output. Kernels of others behind it wait for all of it, as ever.
 
-pycuda launches without attributes, and does not give the handle of a function that the driver would want. So the same
-machine code is loaded once more, through ctypes, into the same context; a launch needs no fork (see
-`fp4deploy.plugins.context`), because the driver takes torch's stream as it is.
+pycuda launches without attributes, lays out parameters itself, which it cannot for those that are aligned to 64 bytes,
+and does not give the handle of a function that the driver would want. So the same machine code is loaded once more,
+through ctypes, into the same context; a launch needs no fork (see `fp4deploy.plugins.context`), because the driver
+takes torch's stream as it is.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,7 +44,8 @@ import torch
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.compiler import KernelError
 from fp4deploy.plugins.context import raw_stream
-from fp4deploy.plugins.driver import Kernel
+from fp4deploy.plugins.driver import Kernel, refuse_capture
+from fp4deploy.plugins.tensor_map import library
 
 enabled = True  # False launches everything in order, to compare
 _SERIALIZATION, _DYNAMIC_SHARED, _CARVEOUT = 6, 8, 9  # of CUlaunchAttributeID and CUfunction_attribute
@@ -57,15 +60,6 @@ class _Config(ctypes.Structure):
     _fields_ = (
         *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)),
         *(("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint)),
-    )
-
-
-class _Arguments(ctypes.Structure):
-    """CU_LAUNCH_PARAM_BUFFER_POINTER, the buffer, CU_LAUNCH_PARAM_BUFFER_SIZE, its size, CU_LAUNCH_PARAM_END."""
-
-    _fields_ = (
-        *(("one", ctypes.c_void_p), ("buffer", ctypes.c_char_p)),
-        *(("two", ctypes.c_void_p), ("size", ctypes.POINTER(ctypes.c_size_t)), ("end", ctypes.c_void_p)),
     )
 
 
@@ -85,27 +79,27 @@ _records: dict[int, _Record] = {}  # by id of the weight
 def launch(
     kernel: Kernel, code: Callable[[], bytes], weight: Nvfp4Tensor, grid: int, block: int, args: tuple, shared: int
 ) -> None:
-    """As `kernel.launch`, but behind the kernel in front where `weight` is known to be complete.
+    """Launch a kernel behind the one in front where `weight` is known to be complete, else in order.
 
     code: gives the kernel's machine code, for the second loading.
 
     Raises:
-        TypeError: as `kernel.launch`.
-        KernelError: as `kernel.launch`; or the driver does not load the code.
+        TypeError: the arguments do not fit the signature, or a tensor lies on another device.
+        KernelError: the driver does not load the code, refuses the launch, or reports the failure of an earlier kernel;
+            or a CUDA graph is being captured and the kernel was not loaded before.
     """
-    state, library = _state(weight) if enabled else None, _library()
-    if state is None or library is None or _capturing(kernel.device):
-        kernel.launch(grid, block, *args, shared=shared)
-        return
     if kernel not in _functions:  # already now, because loading may wait for the GPU
-        _functions[kernel] = _load(library, kernel, code(), shared)
-    stream, record = raw_stream(kernel.device), _records.get(id(weight))
+        refuse_capture(kernel.device, kernel.label)
+        _functions[kernel] = _load(library(), kernel, code(), shared)
+    stream, state = raw_stream(kernel.device), _state(weight) if enabled else None
+    if state is None or _capturing(kernel.device):
+        _submit(library(), kernel, _config(grid, block, shared, stream, False), kernel.arguments(args))
+        return
+    record = _records.get(id(weight))
     if record is None or record.weight() is not weight or record.state != state:
         record = _Record(_until_freed(weight), state)
-    if stream in record.streams:
-        _submit(library, kernel, _config(grid, block, shared, stream), kernel.arguments(args))
-        return
-    kernel.launch(grid, block, *args, shared=shared)
+    known = stream in record.streams
+    _submit(library(), kernel, _config(grid, block, shared, stream, known), kernel.arguments(args))
     record.streams.add(stream)
     _records[id(weight)] = record
 
@@ -134,16 +128,6 @@ def _capturing(device: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-@lru_cache
-def _library() -> Any:
-    """The driver, or None where it is missing or older than the launch with attributes."""
-    try:
-        found = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return found if hasattr(found, "cuLaunchKernelEx") else None
-
-
 def _load(library: Any, kernel: Kernel, code: bytes, shared: int) -> ctypes.c_void_p:
     what = f"The kernel {kernel.label} was not loaded on cuda:{kernel.device}"
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -159,24 +143,29 @@ def _load(library: Any, kernel: Kernel, code: bytes, shared: int) -> ctypes.c_vo
 
 
 def _submit(library: Any, kernel: Kernel, config: _Config, buffer: bytes) -> None:
-    extra = _Arguments(1, buffer, 2, _size(len(buffer)), None)
+    """Each parameter is handed over by itself: where a GPU wants it is for the driver to know."""
+    content, places = _room(kernel, len(buffer), threading.get_ident())
+    content.raw = buffer
     kernel.gpu.context.push()
     try:
-        result = library.cuLaunchKernelEx(ctypes.byref(config), _functions[kernel], None, ctypes.byref(extra))
+        result = library.cuLaunchKernelEx(ctypes.byref(config), _functions[kernel], places, None)
     finally:
         kernel.gpu.driver.Context.pop()
     _check(library, result, f"The kernel {kernel.label} was not launched on cuda:{kernel.device}")
 
 
 @lru_cache(4096)
-def _config(grid: int, block: int, shared: int, stream: int) -> _Config:
-    behind = (_Attribute * 1)(_Attribute(id=_SERIALIZATION, value=1))
-    return _Config((grid, 1, 1), (block, 1, 1), shared, stream, behind, 1)
+def _room(kernel: Kernel, size: int, thread: int) -> tuple[Any, Any]:
+    """Where a thread puts the parameters of a kernel, and the places of each; the driver copies them."""
+    content = ctypes.create_string_buffer(size)
+    first = ctypes.addressof(content)
+    return content, (ctypes.c_void_p * len(kernel.offsets))(*(first + at for at in kernel.offsets))
 
 
-@lru_cache
-def _size(count: int) -> Any:
-    return ctypes.pointer(ctypes.c_size_t(count))
+@lru_cache(4096)
+def _config(grid: int, block: int, shared: int, stream: int, behind: bool) -> _Config:
+    attributes = (_Attribute * 1)(_Attribute(id=_SERIALIZATION, value=1))
+    return _Config((grid, 1, 1), (block, 1, 1), shared, stream, attributes, int(behind))
 
 
 def _check(library: Any, result: int, what: str) -> None:

@@ -88,12 +88,14 @@ class Kernel:
         "gpu",
         "label",
         "name",
+        "offsets",
     )
 
     def __init__(self, gpu: Gpu, function: Any, name: str, label: str, signature: str) -> None:
         self.device, self.name = gpu.index, name
         self.gpu, self._function, self.label = gpu, function, label
         self._pack, self._pointers = packing(signature)
+        self.offsets = offsets(signature)
         self._shared = _STATIC_SHARED
         # Looked up once. pycuda's prepared calls end in `_launch_kernel`; what they do before is a deprecated call that
         # stores the block size in the function, where two threads would meet, and a search for the packing function.
@@ -185,6 +187,14 @@ def packing(signature: str) -> tuple[Callable[..., bytes], tuple[int, ...]]:
     letters = [letter for letter in re.findall(r"\d*.", signature) if letter != "0q"]
     pointers = tuple(position for position, letter in enumerate(letters) if letter == "P")
     return struct.Struct(f"@{signature}").pack, pointers
+
+
+def offsets(signature: str) -> tuple[int, ...]:
+    """Where each argument begins in the buffer that `packing` fills."""
+    letters = [found for found in re.finditer(r"\d*.", signature) if found.group() != "0q"]
+    return tuple(
+        struct.calcsize(f"@{signature[: letter.end()]}") - struct.calcsize(f"@{letter.group()}") for letter in letters
+    )
 
 
 def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | None, index: int | None) -> Kernel:

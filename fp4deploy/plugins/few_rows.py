@@ -1,16 +1,17 @@
 """Weight-only products of a few rows: reading the weight is all that takes time, so they have kernels of their own.
 
-**From SM90 on** `cuda/weight_stream.cu` gives a block some rows of the weight and lets warps that do nothing else copy
-long runs of them, as many bytes ahead of the multiplying warps as shared memory holds. The activations count as well:
-sixteen rows as they are weigh as much as the packed weight of 57, and each block needs all of them. Blocks beside each
-other, which multiply different rows of the weight, therefore read them together where the hardware can write one read
-to two multiprocessors at once (SM90 to SM110), and where enough blocks read at the same time for this to matter. In a
-row of products each begins to read its weight while the one in front ends (`behind`).
+**From SM90 on** `cuda/weight_stream.cu` gives a block some rows of the weight and lets the copy engine read them in
+boxes (`tensor_map`), as many bytes ahead of the multiplying warps as shared memory holds. The activations count as
+well: sixteen rows as they are weigh as much as the packed weight of 57, and each block needs all of them. Blocks beside
+each other, which multiply different rows of the weight, therefore read them together where the hardware can write one
+read to two multiprocessors at once (SM90 to SM110), and where enough blocks read at the same time for this to matter.
+In a row of products each begins to read its weight while the one in front ends (`behind`).
 
-**Before** `cuda/weight_only.cu` lets each warp copy what it multiplies, a piece ahead.
+**Before**, and where K is not a multiple of 256, so that rows of scales are not aligned to the engine's 16 bytes,
+`cuda/weight_only.cu` lets each warp copy what it multiplies, a piece ahead.
 
 `variant` takes the rows a block that keep the multiprocessors busy in the fewest turns. How a block works inside was
-measured on an H200 (docs/products.md); on GPUs with 99 KiB of shared memory (SM120, SM121) its stages are narrower, and
+measured on an H200 (docs/products.md); on GPUs with 99 KiB of shared memory (SM120, SM121) it has fewer stages, and
 that was not measured.
 """
 
@@ -28,6 +29,7 @@ from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins import behind, driver
 from fp4deploy.plugins.compiler import Macros
 from fp4deploy.plugins.library import CUDA_TYPES
+from fp4deploy.plugins.tensor_map import library, tensor_map
 
 FEW_ROWS = 16
 PIECE = 128  # elements of a row that a warp takes at once
@@ -35,10 +37,12 @@ STREAMS = 90  # compute capability that has bulk copies, clusters and barriers t
 MULTICAST = range(STREAMS, 120)  # capabilities that write one read to several multiprocessors
 SHAPES = {1: (2, 1), 8: (2, 1), FEW_ROWS: (1, 2)}  # weight_only: by rows held, bands and depth
 STAGES = 2  # weight_only: turns of a warp on their way; more delay the first
-RINGS = (2, 8)  # weight_stream: stages of the weight, at least and at most
-FACING = 2  # and of the activations
-MULTIPLIED = 64 * 16 * 8  # bytes of codes that the eight multiplying warps take at least from a stage, 16 rows each
-THREADS = 32 * (8 + 4 + 1)  # they, and those that copy weight and activations
+WHOLE = 256  # weight_stream: K is a multiple of this
+WIDE = 256  # bytes of codes of a row in a stage
+BOX, SCALE_BOX = 128, WIDE // 8  # bytes of a row in a box of codes, of scales
+SHARES = (64, 32, 16)  # rows of the weight of a block
+TEAMS = (3, 2, 1)  # of four warps, of which each has two stages at least
+MOST_STAGES = 12
 START = 1 << 16  # bytes that a multiprocessor could read while a block begins and ends
 
 
@@ -70,7 +74,7 @@ def variant(rows: int, outputs: int, k: int, processors: int, shared: int, capab
     bytes of shared memory that a block can have; capability: 90 for SM90.
     """
     held = 1 if rows == 1 else 8 if rows <= 8 else FEW_ROWS
-    if capability >= STREAMS:
+    if capability >= STREAMS and k % WHOLE == 0:
         sharing = held > 1 and capability in MULTICAST
         possible = _streams(held, shared, outputs, processors if sharing else None)
     else:
@@ -83,19 +87,20 @@ def variant(rows: int, outputs: int, k: int, processors: int, shared: int, capab
 
 
 def _streams(held: int, shared: int, outputs: int, sharing: int | None) -> Iterator[Variant]:
-    """Variants of weight_stream, the widest stages first.
+    """Variants of weight_stream, the largest blocks first.
 
     sharing: None, or the multiprocessors: blocks share the activations if they occupy half of them.
     """
-    for wide, share in product((512, 256), (64, 32, 16)):
-        slot = share * (9 * wide // 8 + 80) + 16
-        facing = FACING * (held * (4 * wide + 16) + 16)
-        stages = min((shared - facing) // slot, RINGS[1])
-        if stages < RINGS[0] or wide * share < MULTIPLIED:
+    for share in SHARES:
+        slot = -(-(share * 9 * WIDE // 8 + held * (4 * WIDE + 16)) // 1024) * 1024
+        stages = min(shared // (slot + 16), MOST_STAGES)
+        teams = next((teams for teams in TEAMS if stages >= 2 * teams), None)
+        if teams is None:
             continue
+        stages -= stages % teams
         cluster = 2 if sharing is not None and 2 * -(-outputs // share) >= sharing else 1
-        macros = {"ROWS": held, "WIDE": wide, "OUTPUTS": share, "STAGES": stages, "CLUSTER": cluster}
-        yield Variant("weight_stream", macros, share, THREADS, stages * slot + facing)
+        macros = {"ROWS": held, "OUTPUTS": share, "TEAMS": teams, "STAGES": stages, "CLUSTER": cluster}
+        yield Variant("weight_stream", macros, share, 32 * (4 * teams + 1), stages * (slot + 16))
 
 
 def _whole_rows(held: int, k: int, shared: int) -> Iterator[Variant]:
@@ -128,18 +133,23 @@ def launch(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, out:
     """relu(x w^T + bias) into `out` [M, N]; bias float32 [N]."""
     (m, k), n = x.shape, weight.shape[0]
     chosen = _chosen(m, n, k, x.device.index)
-    room, signature = ((), "PPPPPPiiifi") if chosen.room is None else ((chosen.room,), "PPPPPPiiiifi")
     macros: Macros = {"DTYPE": CUDA_TYPES[x.dtype], **chosen.macros}
-    source = f"{chosen.name}.cu"
-    kernel = driver.kernel(source, chosen.name, signature, macros, x.device)
-    values = (x, weight.codes, weight.scales.view(torch.uint8), weight.amax, bias, out)
-    sizes = (m, n, k, *room, E2M1_MAX * weight.e4m3_max, int(relu))
+    source, span = f"{chosen.name}.cu", E2M1_MAX * weight.e4m3_max
     grid, block, shared = chosen.grid(n), chosen.threads, chosen.shared
     if chosen.room is None:
-        code = partial(driver.machine_code, source, macros, kernel.device)
-        behind.launch(kernel, code, weight, grid, block, (*values, *sizes), shared)
+        kernel = driver.kernel(source, chosen.name, "128s128sPPPPiiifi", macros, x.device)
+        maps = (
+            tensor_map(weight.codes, chosen.outputs, BOX, WIDE // BOX),
+            tensor_map(weight.scales, chosen.outputs, SCALE_BOX),
+        )
+        values: tuple[Any, ...] = (*maps, x, weight.amax, bias, out, m, n, k, span, int(relu))
+        behind.launch(
+            kernel, partial(driver.machine_code, source, macros, kernel.device), weight, grid, block, values, shared
+        )
     else:
-        kernel.launch(grid, block, *values, *sizes, shared=shared)
+        kernel = driver.kernel(source, chosen.name, "PPPPPPiiiifi", macros, x.device)
+        values = (x, weight.codes, weight.scales, weight.amax, bias, out, m, n, k, chosen.room, span, int(relu))
+        kernel.launch(grid, block, *values, shared=shared)
 
 
 @lru_cache
@@ -150,5 +160,10 @@ def _chosen(rows: int, outputs: int, k: int, index: int | None) -> Variant:
 @lru_cache
 def _resources(index: int | None) -> tuple[int, int, int]:
     properties: Any = torch.cuda.get_device_properties(index)
-    shared = properties.shared_memory_per_block_optin
-    return properties.multi_processor_count, shared, 10 * properties.major + properties.minor
+    shared, capability = properties.shared_memory_per_block_optin, 10 * properties.major + properties.minor
+    # A driver without tensor maps runs what older GPUs run.
+    return (
+        properties.multi_processor_count,
+        shared,
+        capability if library() is not None else min(capability, STREAMS - 1),
+    )

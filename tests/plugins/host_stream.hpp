@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -35,6 +36,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
+#define __grid_constant__
 using std::max;
 using std::min;
 
@@ -46,11 +48,11 @@ inline thread_local Index threadIdx, blockIdx;
     abort();
 }
 
-constexpr int MULTIPLYING = 256, ALL = 416, MEMORY = 232448;
+constexpr int MULTIPLYING = 128 * TEAMS, ALL = MULTIPLYING + 32, MEMORY = 232448;
 struct Phases { int count = 0, pending = 0; long expected = 0; uint32_t parity = 0; };
 struct Warp { std::barrier<> meeting{32}; uint32_t operands[32][6]; };
 struct Block {
-    alignas(128) uint8_t memory[MEMORY];
+    alignas(1024) uint8_t memory[MEMORY];
     std::barrier<> everyone{ALL}, multiplying{MULTIPLYING};
     Warp warps[ALL / 32];
     Phases phases[MEMORY / 8];
@@ -97,7 +99,6 @@ inline std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs
 inline std::unique_ptr<std::barrier<>> opening;  // of the whole cluster
 inline thread_local Block* here;
 inline thread_local bool waited;  // for the kernel in front
-inline thread_local std::vector<std::function<void()>> own_copies;
 inline const uint8_t *firsts[3], *lasts[3];  // x, codes, scales
 inline uint32_t rings_end;
 
@@ -119,20 +120,6 @@ inline void check_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t u
         if ((const uint8_t*)from >= firsts[i] && (const uint8_t*)from + bytes <= lasts[i]) return;
     fail("a copy leaves its tensor");
 }
-inline void fetch8(uint32_t to, const void* from) {
-    check_copy(to, from, 8, 8);
-    own_copies.push_back([block = here, to, from] { memcpy(block->memory + to, from, 8); });
-}
-inline void arrive_behind_copies(uint32_t bar) {
-    here->later([block = here, bar, mine = std::move(own_copies)] {
-        for (auto& copy : mine) copy();
-        block->arrived(bar, 1, 0);
-    });
-    own_copies.clear();
-}
-inline void finish_copies() {
-    if (!own_copies.empty()) fail("copies that no barrier counts");
-}
 inline void fetch_into(Block* block, uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     check_copy(to, from, bytes, 16);
     if (!waited && (const uint8_t*)from >= firsts[0] && (const uint8_t*)from < lasts[0]) fail("x is read too early");
@@ -144,6 +131,33 @@ inline void fetch_into(Block* block, uint32_t to, const void* from, uint32_t byt
 }
 inline void fetch_run(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     fetch_into(here, to, from, bytes, bar);
+}
+// In words: 0 or 1 for codes or scales, bytes of a row, rows, bytes and rows of a box, boxes beside each other.
+struct TensorMap {
+    uint64_t words[16];
+};
+inline void expect_map(const TensorMap&) {}
+// The driver's swizzle: the number of a 16-byte word, modulo those of a row, is changed by that of the 128 bytes it lies in.
+inline uint32_t swizzled(uint32_t at, uint32_t width) { return at ^ (at >> 7 & (width / 16 - 1)) << 4; }
+inline void fetch_box(uint32_t to, const TensorMap& map, int column, int row, uint32_t bar) {
+    const auto [which, pitch, rows, width, height] = std::array{
+        map.words[0], map.words[1], map.words[2], map.words[3], map.words[4]};
+    const uint32_t bytes = width * height;
+    if (to % (8 * width) || column % 16) fail("a box is not aligned");
+    if (to + bytes > rings_end) fail("a copy leaves the ring");
+    here->later([=, block = here] {
+        if (block->running == 0) fail("a copy into a block that has ended");
+        for (uint32_t i = 0; i < bytes; ++i) {
+            const uint64_t y = row + i / width, x = column + i % width;
+            const uint8_t byte = y < rows && x < pitch ? firsts[1 + which][y * pitch + x] : 0;
+            block->memory[swizzled(to + i, width)] = byte;
+        }
+        block->arrived(bar, 0, -(long)bytes);
+    });
+}
+inline void fetch_boxes(uint32_t to, const TensorMap& map, int first, int row, uint32_t bar) {
+    const int width = map.words[3], bytes = width * map.words[4];
+    for (int i = 0; i < (int)map.words[5]; ++i) fetch_box(to + i * bytes, map, (first + i) * width, row, bar);
 }
 template <int BLOCKS>
 void fetch_run_for_all(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
@@ -186,6 +200,10 @@ inline void let_next_kernel_in() {
     if (!waited) fail("the next kernel comes in before the one in front has ended");
 }
 
+inline float read_ahead(const float* from) {
+    if (!waited) fail("a number is read too early");
+    return *from;
+}
 inline float value_of_e4m3(int code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
     if ((code & 127) == 127) return NAN;

@@ -6,6 +6,7 @@ place of `driver.kernel`: nothing reaches a GPU, and what would have been compil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,12 @@ class Recorder:
             assert len(arguments) == len(signature), (source, name, signature)
 
         self.found.setdefault((source, tuple(sorted((macros or {}).items()))), set()).add((name, signature))
-        return mock.Mock(launch=launch)
+        return mock.Mock(launch=launch, signature=signature)
+
+    def behind(
+        self, kernel: mock.Mock, code: object, weight: object, grid: int, block: int, args: tuple, shared: int
+    ) -> None:
+        assert len(args) == len(re.findall(r"\d*.", kernel.signature))
 
 
 def launched() -> list[Variant]:
@@ -56,7 +62,8 @@ def launched() -> list[Variant]:
         mock.patch.object(channels_last, "kernel", recorder.kernel),
         mock.patch.object(norm_pack, "kernel", recorder.kernel),
         mock.patch.object(driver, "kernel", recorder.kernel),
-        mock.patch.object(behind, "enabled", False),
+        mock.patch.object(behind, "launch", recorder.behind),
+        mock.patch.object(few_rows, "tensor_map", return_value=bytes(128)),
     ):
         for exercise in EXERCISES:
             exercise()
@@ -116,12 +123,12 @@ def _packed_norms() -> None:
 
 
 def _few_rows(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
-    x, out = torch.zeros(rows, 128, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
+    x, out = torch.zeros(rows, 256, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
 
     def launch() -> None:
-        chosen = few_rows.variant(rows, outputs, 128, *gpu)
+        chosen = few_rows.variant(rows, outputs, 256, *gpu)
         with mock.patch.object(few_rows, "_chosen", return_value=chosen):
-            few_rows.launch(x, quantize_nvfp4(torch.zeros(outputs, 128)), None, out, True)
+            few_rows.launch(x, quantize_nvfp4(torch.zeros(outputs, 256)), None, out, True)
 
     return launch
 

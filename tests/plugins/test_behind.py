@@ -14,6 +14,8 @@ from cuda_stand_in import Pycuda, Tensor
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 from fp4deploy.plugins import KernelError, behind, driver
 
+MAP = bytes(range(128))
+
 
 class Library:
     """Stands for libcuda: notes what is launched, and fails when told to."""
@@ -36,14 +38,12 @@ class Library:
         self.attributes.append((attribute, value))
         return 0
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: None, extra: Any) -> int:
-        given, words = config._obj, extra._obj
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        given = config._obj
         attributes = [(given.attributes[i].id, given.attributes[i].value) for i in range(given.count)]
-        address = ctypes.c_void_p.from_buffer(words, type(words).buffer.offset).value  # the field itself ends at a zero
-        buffer = ctypes.string_at(address or 0, words.size.contents.value)
-        assert (words.one, words.two, words.end) == (1, 2, None)
-        self.launched.append((*given.grid, *given.block, given.shared, given.stream or 0, attributes, buffer))
-        return self.result
+        values = [ctypes.string_at(place, size) for place, size in zip(parameters, (128, 8, 4), strict=True)]
+        self.launched.append((*given.grid, *given.block, given.shared, given.stream or 0, attributes, values))
+        return 1 if given.block[0] == 2048 else self.result
 
     def cuGetErrorString(self, result: int, text: Any) -> int:
         text._obj.value = b"said the driver"
@@ -53,7 +53,7 @@ class Library:
 @pytest.fixture
 def library(pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     found = Library()
-    monkeypatch.setattr(behind, "_library", lambda: found)
+    monkeypatch.setattr(behind, "library", lambda: found)
     monkeypatch.setattr(behind, "_functions", {})
     monkeypatch.setattr(behind, "_records", {})
     return found
@@ -69,16 +69,15 @@ class Launches:
 
     def __init__(self, library: Library, pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library, self.pycuda, self.monkeypatch = library, pycuda, monkeypatch
-        self.kernel = driver.kernel("weight_stream.cu", "add", "Pi", device="cuda:1")
+        self.kernel = driver.kernel("weight_stream.cu", "add", "128sPi", device="cuda:1")
 
     def go(self, weight: Nvfp4Tensor, stream: int = 0, block: int = 416) -> str:
         self.monkeypatch.setattr(behind, "raw_stream", lambda _: stream)
-        ordered, early = len(self.pycuda.calls), len(self.library.launched)
-        behind.launch(self.kernel, lambda: b"code", weight, 6, block, (Tensor(8, 1), 3), 50_000)
+        before = len(self.library.launched)
+        behind.launch(self.kernel, lambda: b"code", weight, 6, block, (MAP, Tensor(8, 1), 3), 50_000)
         assert not getattr(self.pycuda.stack, "devices", [])
-        ordered, early = len(self.pycuda.calls) - ordered, len(self.library.launched) - early
-        assert (ordered > 0) + early == 1
-        return "behind" if early else "order"
+        assert len(self.library.launched) == before + 1
+        return "behind" if self.library.launched[-1][-2] else "order"
 
 
 @pytest.fixture
@@ -98,8 +97,10 @@ def test_what_the_driver_gets(launches: Launches, weight: Nvfp4Tensor) -> None:
     assert launches.library.loaded == [b"code"]  # before anything can be in front
     assert launches.library.attributes == [(8, 50_000), (9, 100)]
     launches.go(weight, 9)
-    buffer = (8).to_bytes(8, "little") + (3).to_bytes(4, "little")
-    assert launches.library.launched == [(6, 1, 1, 416, 1, 1, 50_000, 9, [(6, 1)], buffer)]
+    values = [MAP, (8).to_bytes(8, "little"), (3).to_bytes(4, "little")]
+    assert launches.library.launched == [
+        (6, 1, 1, 416, 1, 1, 50_000, 9, attributes, values) for attributes in ([], [(6, 1)])
+    ]
     assert launches.library.loaded == [b"code"]
     assert (ctypes.sizeof(behind._Attribute), ctypes.sizeof(behind._Config)) == (72, 56)
 
@@ -156,22 +157,23 @@ def test_inference_tensors_have_no_count(launches: Launches, weight: Nvfp4Tensor
 
 def test_a_capture_runs_nothing(launches: Launches, weight: Nvfp4Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert [launches.go(weight) for _ in range(2)] == ["order", "order"]
+    with pytest.raises(KernelError, match="was not loaded when the capture of a CUDA graph began"):
+        launches.go(weight)
     assert launches.library.loaded == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launches.go(quantize_nvfp4(torch.randn(4, 32)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert [launches.go(weight) for _ in range(2)] == ["order", "order"]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
 
 
-def test_switched_off_or_without_the_driver(
-    launches: Launches, weight: Nvfp4Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_switched_off(launches: Launches, weight: Nvfp4Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     launches.go(weight)
     monkeypatch.setattr(behind, "enabled", False)
     assert launches.go(weight) == "order"
     monkeypatch.setattr(behind, "enabled", True)
     assert launches.go(weight) == "behind"
-    monkeypatch.setattr(behind, "_library", lambda: None)
-    assert launches.go(weight) == "order"
 
 
 def test_failures(launches: Launches, weight: Nvfp4Tensor) -> None:
@@ -181,8 +183,8 @@ def test_failures(launches: Launches, weight: Nvfp4Tensor) -> None:
         KernelError, match=r"add of weight_stream.cu .* was not launched on cuda:1: CUDA error 700, said"
     ):
         launches.go(weight)
-    with pytest.raises(TypeError, match=r"argument 0 is on cuda:0"):
-        behind.launch(launches.kernel, lambda: b"", weight, 6, 416, (Tensor(8, 0), 3), 0)
+    with pytest.raises(TypeError, match=r"argument 1 is on cuda:0"):
+        behind.launch(launches.kernel, lambda: b"", weight, 6, 416, (MAP, Tensor(8, 0), 3), 0)
     behind._functions.clear()
     with pytest.raises(KernelError, match="was not loaded on cuda:1: CUDA error 700"):
         launches.go(weight)

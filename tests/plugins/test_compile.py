@@ -19,7 +19,7 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 FROM_SM90 = ("weight_stream.cu",)  # bulk copies, clusters, barriers that count bytes
 CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 # What a letter of a launch signature (see `driver.Kernel`) is in PTX.
-LETTERS = {"P": "u64", "q": "u64", "i": "u32", "f": "f32"}
+LETTERS = {"P": "u64", "q": "u64", "i": "u32", "f": "f32", "128s": "b8[128]"}
 NVCC = compiler.find_nvcc()
 VARIANTS = launched()
 
@@ -35,9 +35,10 @@ def known_architectures() -> list[str]:
 
 
 def entry_points(ptx: str) -> dict[str, str]:
-    """Name -> parameter types, such as "u64 u64 f32"."""
+    """Name -> parameter types, such as "u64 b8[128] f32"."""
     found = re.findall(r"\.entry (\w+)\s*\((.*?)\)", ptx, re.DOTALL)
-    return {name: " ".join(re.findall(r"\.param \.(\w+)", parameters)) for name, parameters in found}
+    kind = re.compile(r"\.param (?:\.align \d+ )?\.(\w+)(?: \.ptr \.align \d+)? \w+(\[\d+\])?")
+    return {name: " ".join(map("".join, kind.findall(parameters))) for name, parameters in found}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -64,7 +65,8 @@ def test_compiles_for_every_architecture(variant: Variant, tmp_path: Path) -> No
         assert (tmp_path / f"{stem}.compute_{number}.cubin").stat().st_size > 0
         entries = entry_points((tmp_path / f"{stem}.compute_{number}.ptx").read_text())
         for name, signature in variant.entries:
-            assert entries.get(name) == " ".join(LETTERS[letter] for letter in signature), (name, signature, number)
+            expected = " ".join(LETTERS[letter] for letter in re.findall(r"\d*.", signature))
+            assert entries.get(name) == expected, (name, signature, number)
 
 
 def test_every_source_is_launched() -> None:

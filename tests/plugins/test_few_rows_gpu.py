@@ -24,8 +24,8 @@ pytestmark = [
 HALF, BFLOAT = torch.float16, torch.bfloat16
 LIMITS = {HALF: 1e-3, BFLOAT: 4e-3}
 ROWS = (1, 2, 8, 9, 13, 16)
-# Tails of N; K that is a multiple of 128 only, K that ends inside a stage, K of one stage and less.
-SHAPES = ((1, 128), (72, 8192 + 640), (200, 1152), (1000, 1536 + 128), (4096, 4096), (8200, 1280), (8200, 8192 + 640))
+# Tails of N; K that ends inside a stage, K of less than one, K that is a multiple of 128 only.
+SHAPES = ((1, 256), (72, 8192 + 768), (1000, 1536 + 256), (4096, 4096), (8200, 1280), (200, 1152), (8200, 8192 + 768))
 LONG = 50_000_000  # cycles: about 30 ms
 KERNELS = ("of this GPU", "of older ones")
 
@@ -37,7 +37,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     chosen = capability if request.param == KERNELS[0] else 80
     monkeypatch.setattr(few_rows, "_resources", lambda _: (processors, shared, chosen))
     few_rows._chosen.cache_clear()
-    yield few_rows._chosen(16, 128, 128, 0).name
+    yield few_rows._chosen(16, 128, 256, 0).name
     few_rows._chosen.cache_clear()
 
 
@@ -105,7 +105,7 @@ def test_rows_do_not_meet(n: int, k: int, dtype: torch.dtype, kernel: str) -> No
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_a_side_stream(rows: int, kernel: str) -> None:
-    weight, x = weight_of(200, 1152), randn(rows, 1152)
+    weight, x = weight_of(200, 1280), randn(rows, 1280)
     expected = product(2 * x, weight)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -133,7 +133,7 @@ def test_a_graph(rows: int, kernel: str) -> None:
 
 def test_both_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the order of a sum."""
-    weight, x = weight_of(1000, 1664), randn(16, 1664)
+    weight, x = weight_of(1000, 1792), randn(16, 1792)
     processors, shared, capability = few_rows._resources(0)
     found = []
     for each in (capability, 80):

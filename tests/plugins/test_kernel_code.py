@@ -105,11 +105,11 @@ VARIANTS = [
     Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 8, "SPLIT": 4}),
     Variant("weight_only.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 16, "BANDS": 1, "DEPTH": 2, "SPLIT": 2}),
     Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 16, "SPLIT": 8, "WARPS": 8}),
-    Variant("weight_stream.cu", {"DTYPE": "__half", "ROWS": 1, "STAGES": 5}),
-    Variant("weight_stream.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 8, "STAGES": 4, "CLUSTER": 2}),
-    Variant("weight_stream.cu", {"DTYPE": "__half", "ROWS": 16, "STAGES": 3, "CLUSTER": 2}),
-    Variant("weight_stream.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 16, "STAGES": 3, "CLUSTER": 2}),
-    Variant("weight_stream.cu", {"DTYPE": "__half", "ROWS": 16, "WIDE": 256, "OUTPUTS": 32, "STAGES": 5}),
+    Variant("weight_stream.cu", {"DTYPE": "__half", "ROWS": 1, "STAGES": 9}),
+    Variant("weight_stream.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 8, "CLUSTER": 2}),
+    Variant("weight_stream.cu", {"DTYPE": "__half", "ROWS": 16, "CLUSTER": 2}),
+    Variant("weight_stream.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 16, "CLUSTER": 2}),
+    Variant("weight_stream.cu", {"DTYPE": "__half", "ROWS": 16, "OUTPUTS": 32, "TEAMS": 1, "STAGES": 3}),
 ]
 
 

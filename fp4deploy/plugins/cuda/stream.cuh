@@ -10,15 +10,29 @@
 
 #include <cstdint>
 
-// 8 bytes, by the thread.
-__device__ __forceinline__ void fetch8(uint32_t to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+// A matrix of bytes and the size of its boxes, as the driver describes them (plugins/tensor_map.py).
+struct alignas(64) TensorMap {
+    uint64_t words[16];
+};
+__device__ __forceinline__ void expect_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// The barrier counts this thread once its copies so far are there.
-__device__ __forceinline__ void arrive_behind_copies(uint32_t bar) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+// The box that begins at a column and a row, by the copy engine; what lies outside of the matrix comes as zeros, and the
+// barrier counts it as well.
+__device__ __forceinline__ void fetch_box(uint32_t to, const TensorMap& map, int column, int row, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(bar)
+        : "memory");
 }
-__device__ __forceinline__ void finish_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Boxes beside each other, one behind the other: `first` is the number of the first.
+__device__ __forceinline__ void fetch_boxes(uint32_t to, const TensorMap& map, int first, int row, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(&map), "r"(0), "r"(row), "r"(first), "r"(bar)
+        : "memory");
+}
 // A run of 16-byte words, by the copy engine; the barrier counts its bytes.
 __device__ __forceinline__ void fetch_run(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -78,6 +92,12 @@ __device__ __forceinline__ void fetch_run_for_all(uint32_t to, const void* from,
 // kernel does not begin. Launched in order, without the attribute that asks for it, both do nothing.
 __device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_kernel_in() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// A number that nothing waits for before it is used, wherever the compiler would like to use it.
+__device__ __forceinline__ float read_ahead(const float* from) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from));
+    return value;
+}
 // Two E4M3 bytes as halves; NaN stays NaN.
 __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t bytes) {
     uint32_t pair;
