@@ -92,6 +92,17 @@ def test_arguments_lie_as_in_a_c_structure() -> None:
         assert signature in str(error.value)
 
 
+def test_where_each_argument_begins() -> None:
+    signature = "128s?Piqf0q12si"
+    pack, _ = driver.packing(signature)
+    found, ends = driver.offsets(signature), (bytes(128), True, 2, 3, 4, 5.0, b"sixsixsixsix", 7)
+    buffer = pack(*ends)
+    letters = ("128s", "?", "P", "i", "q", "f", "12s", "i")
+    assert tuple(struct.unpack_from(letter, buffer, at)[0] for letter, at in zip(letters, found, strict=True)) == ends
+    assert found == (0, 128, 136, 144, 152, 160, 168, 180)
+    assert driver.offsets("") == ()
+
+
 def test_a_launch(pycuda: Pycuda, source: Path) -> None:
     add = kernel(source, "add", "PPqf", {"N": 1}, "cuda:1")
     add.launch(3, (32, 2), Tensor(64, 1), None, 5, 1.5)
