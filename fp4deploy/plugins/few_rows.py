@@ -139,8 +139,8 @@ def launch(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, out:
     if chosen.room is None:
         kernel = driver.kernel(source, chosen.name, "128s128sPPPPiiifi", macros, x.device)
         maps = (
-            tensor_map(weight.codes, chosen.outputs, BOX, WIDE // BOX),
-            tensor_map(weight.scales, chosen.outputs, SCALE_BOX),
+            tensor_map(kernel.gpu, weight.codes, chosen.outputs, BOX, WIDE // BOX),
+            tensor_map(kernel.gpu, weight.scales, chosen.outputs, SCALE_BOX),
         )
         values: tuple[Any, ...] = (*maps, x, weight.amax, bias, out, m, n, k, span, int(relu))
         behind.launch(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_cases import DEVICE, close, poison, randn
+from together import together
 
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins import ahead, available, few_rows, products
@@ -129,6 +130,14 @@ def test_a_graph(rows: int, kernel: str) -> None:
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, result)
+
+
+def test_a_thread_that_has_done_nothing_on_a_gpu() -> None:
+    """It has no context, and what the driver is told of this weight is not known yet."""
+    weight, x = weight_of(264, 1024), randn(16, 1024)
+    found: list[torch.Tensor] = []
+    together(1, lambda _: found.append(product(x, weight)))
+    close(found[0], right(x, weight))
 
 
 def test_both_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,14 @@
 //
 // Launched behind the kernel in front (plugins/behind.py), the EARLY first stages of w are read before that has ended;
 // x, amax and bias are read, and out is written, after it. Memory answers in the order of asking: with more of w asked
-// for, the first x would come later. The next kernel is let in when the last stages have been asked for: sooner, its
+// for, the first x would come later. The next kernel is let in before the LAST stages are asked for: sooner, its
 // reading would delay this one's.
 //
 // Macros: DTYPE __half or __nv_bfloat16; ROWS: of x, at most, 1, 8 or 16; OUTPUTS: 16, 32 or 64; TEAMS: 1 to 3; STAGES:
 // a multiple of TEAMS, at least 2; CLUSTER: 1 or 2.
-// codes: two boxes beside each other of 128 bytes of OUTPUTS rows, swizzled by 128 bytes, of uint8 [n, k / 2]; scales: one
-// of 32 bytes, swizzled by 32 bytes, of uint8 [n, k / 16] (plugins/tensor_map.py); x: DTYPE [m, k], m <= ROWS, k a multiple of 256, aligned to 16
-// bytes; amax float32 [1]; bias float32 [n] or null; out DTYPE [m, n].
+// codes: two boxes beside each other of 128 bytes of OUTPUTS rows, swizzled by 128 bytes, of uint8 [n, k / 2]; scales:
+// one of 32 bytes, swizzled by 32 bytes, of uint8 [n, k / 16] (plugins/tensor_map.py); x: DTYPE [m, k], m <= ROWS, k a
+// multiple of 256, aligned to 16 bytes; amax float32 [1]; bias float32 [n] or null; out DTYPE [m, n].
 // Launch: block 32 (4 TEAMS + 1), grid ceil(n / OUTPUTS) rounded up to a multiple of CLUSTER, shared memory STAGES (SLOT
 // + 16) bytes, where SLOT = 288 OUTPUTS + 1040 ROWS, rounded up to a multiple of 1024.
 #include <type_traits>
@@ -61,7 +61,7 @@ constexpr int EARLY = ROWS > 8 ? 2 : 3, LAST = 3;
 constexpr int XPITCH = 4 * WIDE + 16, STEPS_AT = OUTPUTS * WIDE, X_AT = STEPS_AT + OUTPUTS * WIDE / 8;
 constexpr int SLOT = (X_AT + ROWS * XPITCH + 1023) / 1024 * 1024, BARS_AT = STAGES * SLOT;
 constexpr int LINE = ROWS == 1 ? 1 : 8 * TILES + 4;  // floats between the sums of two rows of w
-static_assert(BANDS >= 1 && OUTPUTS % 16 == 0 && STAGES >= 2 && STAGES % TEAMS == 0);
+static_assert(BANDS >= 1 && OUTPUTS % 16 == 0 && STAGES >= 2 && STAGES % TEAMS == 0 && ROWS % CLUSTER == 0);
 static_assert(BARS_AT >= CONSUMERS * OUTPUTS * LINE * 4, "the sums reuse the ring");
 
 // Two E4M3 bytes as a pair; a scaled element is then its value times UNIT.
