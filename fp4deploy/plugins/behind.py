@@ -43,9 +43,8 @@ import torch
 
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.compiler import KernelError
-from fp4deploy.plugins.context import raw_stream
+from fp4deploy.plugins.context import library, raw_stream
 from fp4deploy.plugins.driver import Kernel, refuse_capture
-from fp4deploy.plugins.tensor_map import library
 
 enabled = True  # False launches everything in order, to compare
 _SERIALIZATION, _DYNAMIC_SHARED, _CARVEOUT = 6, 8, 9  # of CUlaunchAttributeID and CUfunction_attribute
@@ -90,23 +89,29 @@ def launch(
     """
     if kernel not in _functions:  # already now, because loading may wait for the GPU
         refuse_capture(kernel.device, kernel.label)
-        _functions[kernel] = _load(library(), kernel, code(), shared)
-    stream, state = raw_stream(kernel.device), _state(weight) if enabled else None
-    if state is None or _capturing(kernel.device):
-        _submit(library(), kernel, _config(grid, block, shared, stream, False), kernel.arguments(args))
-        return
-    record = _records.get(id(weight))
-    if record is None or record.weight() is not weight or record.state != state:
-        record = _Record(_until_freed(weight), state)
-    known = stream in record.streams
-    _submit(library(), kernel, _config(grid, block, shared, stream, known), kernel.arguments(args))
-    record.streams.add(stream)
-    _records[id(weight)] = record
+        _functions[kernel] = _load(kernel, code(), shared)
+    stream = raw_stream(kernel.device)
+    record = _record(weight) if enabled and not _capturing(kernel.device) else None
+    known = record is not None and stream in record.streams
+    _submit(kernel, _config(grid, block, shared, stream, known), kernel.arguments(args))
+    if record is not None:
+        record.streams.add(stream)
+        _records[id(weight)] = record
 
 
 def forget(weight: Nvfp4Tensor) -> None:
     """Launch in order next: codes or scales were written where torch does not count it."""
     _records.pop(id(weight), None)
+
+
+def _record(weight: Nvfp4Tensor) -> _Record | None:
+    """Of the weight as it is, a new one after a change; None where changes are not counted."""
+    state, record = _state(weight), _records.get(id(weight))
+    if state is None:
+        return None
+    if record is not None and record.weight() is weight and record.state == state:
+        return record
+    return _Record(_until_freed(weight), state)
 
 
 def _until_freed(weight: Nvfp4Tensor) -> weakref.ref[Nvfp4Tensor]:
@@ -128,30 +133,30 @@ def _capturing(device: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _load(library: Any, kernel: Kernel, code: bytes, shared: int) -> ctypes.c_void_p:
+def _load(kernel: Kernel, code: bytes, shared: int) -> ctypes.c_void_p:
     what = f"The kernel {kernel.label} was not loaded on cuda:{kernel.device}"
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     kernel.gpu.context.push()
     try:
-        _check(library, library.cuModuleLoadData(ctypes.byref(module), code), what)
-        _check(library, library.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), what)
-        _check(library, library.cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared), what)
-        _check(library, library.cuFuncSetAttribute(function, _CARVEOUT, 100), what)
+        _check(library().cuModuleLoadData(ctypes.byref(module), code), what)
+        _check(library().cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), what)
+        _check(library().cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared), what)
+        _check(library().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
     finally:
         kernel.gpu.driver.Context.pop()
     return function
 
 
-def _submit(library: Any, kernel: Kernel, config: _Config, buffer: bytes) -> None:
+def _submit(kernel: Kernel, config: _Config, buffer: bytes) -> None:
     """Each parameter is handed over by itself: where a GPU wants it is for the driver to know."""
     content, places = _room(kernel, len(buffer), threading.get_ident())
     content.raw = buffer
     kernel.gpu.context.push()
     try:
-        result = library.cuLaunchKernelEx(ctypes.byref(config), _functions[kernel], places, None)
+        result = library().cuLaunchKernelEx(ctypes.byref(config), _functions[kernel], places, None)
     finally:
         kernel.gpu.driver.Context.pop()
-    _check(library, result, f"The kernel {kernel.label} was not launched on cuda:{kernel.device}")
+    _check(result, f"The kernel {kernel.label} was not launched on cuda:{kernel.device}")
 
 
 @lru_cache(4096)
@@ -168,9 +173,9 @@ def _config(grid: int, block: int, shared: int, stream: int, behind: bool) -> _C
     return _Config((grid, 1, 1), (block, 1, 1), shared, stream, attributes, int(behind))
 
 
-def _check(library: Any, result: int, what: str) -> None:
+def _check(result: int, what: str) -> None:
     if result:
         text = ctypes.c_char_p()
-        library.cuGetErrorString(result, ctypes.byref(text))
+        library().cuGetErrorString(result, ctypes.byref(text))
         said = (text.value or b"no text").decode()
         raise KernelError(f"{what}: CUDA error {result}, {said}. It can be an earlier kernel's.")

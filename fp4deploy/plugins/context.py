@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -103,6 +104,16 @@ class Fork:
             self._end.wait(self._theirs)
         finally:
             self._lock.release()
+
+
+@lru_cache
+def library() -> Any:
+    """The driver itself, for what pycuda has not; None where it is missing or older than CUDA 12.0."""
+    try:
+        found = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return found if hasattr(found, "cuTensorMapEncodeTiled") and hasattr(found, "cuLaunchKernelEx") else None
 
 
 def raw_stream(index: int) -> int:

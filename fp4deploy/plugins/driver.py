@@ -184,17 +184,19 @@ def packing(signature: str) -> tuple[Callable[..., bytes], tuple[int, ...]]:
     """
     if not SIGNATURE.fullmatch(signature):
         raise InputError(f"The signature '{signature}' is not made of P q Q i I f d ? b B h H, 0q and 64s.")
-    letters = [letter for letter in re.findall(r"\d*.", signature) if letter != "0q"]
-    pointers = tuple(position for position, letter in enumerate(letters) if letter == "P")
+    pointers = tuple(position for position, letter in enumerate(_letters(signature)) if letter.group() == "P")
     return struct.Struct(f"@{signature}").pack, pointers
 
 
 def offsets(signature: str) -> tuple[int, ...]:
     """Where each argument begins in the buffer that `packing` fills."""
-    letters = [found for found in re.finditer(r"\d*.", signature) if found.group() != "0q"]
-    return tuple(
-        struct.calcsize(f"@{signature[: letter.end()]}") - struct.calcsize(f"@{letter.group()}") for letter in letters
-    )
+    ends = ((struct.calcsize(f"@{signature[: letter.end()]}"), letter.group()) for letter in _letters(signature))
+    return tuple(end - struct.calcsize(f"@{letter}") for end, letter in ends)
+
+
+def _letters(signature: str) -> list[re.Match[str]]:
+    """Those of a signature that are arguments."""
+    return [letter for letter in re.finditer(r"\d*.", signature) if letter.group() != "0q"]
 
 
 def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | None, index: int | None) -> Kernel:

@@ -28,8 +28,9 @@ import torch
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins import behind, driver
 from fp4deploy.plugins.compiler import Macros
+from fp4deploy.plugins.context import library
 from fp4deploy.plugins.library import CUDA_TYPES
-from fp4deploy.plugins.tensor_map import library, tensor_map
+from fp4deploy.plugins.tensor_map import tensor_map
 
 FEW_ROWS = 16
 PIECE = 128  # elements of a row that a warp takes at once

@@ -11,26 +11,15 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from fp4deploy.plugins.compiler import KernelError
-from fp4deploy.plugins.context import Gpu
+from fp4deploy.plugins.context import Gpu, library
 
 SIZE, _ALIGNMENT = 128, 64  # bytes
 _BYTES, _PLAIN, _AS_ASKED, _ZEROS = 0, 0, 0, 0  # of the driver's enumerations: uint8, not interleaved, promotion, fill
 _SWIZZLES = {32: 1, 128: 3}  # by bytes of a row of a box
-
-
-@lru_cache
-def library() -> Any:
-    """The driver, or None where it is missing or older than CUDA 12.0."""
-    try:
-        found = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return found if hasattr(found, "cuTensorMapEncodeTiled") and hasattr(found, "cuLaunchKernelEx") else None
 
 
 def tensor_map(gpu: Gpu, matrix: torch.Tensor, rows: int, width: int, beside: int = 1) -> bytes:

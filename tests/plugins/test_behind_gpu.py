@@ -34,10 +34,10 @@ def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found: list[int] = []
     submit = behind._submit
 
-    def noted(library: Any, kernel: Any, config: Any, buffer: bytes) -> None:
+    def noted(kernel: Any, config: Any, buffer: bytes) -> None:
         if config.count:
             found.append(config.stream or 0)
-        submit(library, kernel, config, buffer)
+        submit(kernel, config, buffer)
 
     monkeypatch.setattr(behind, "_submit", noted)
     yield found

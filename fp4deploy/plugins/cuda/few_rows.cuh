@@ -28,9 +28,9 @@ __device__ __forceinline__ uint32_t scaled(uint32_t code, uint32_t pair, bool hi
 
 // Eight codes of a word: the fragments of elements 0 4, 2 6, 1 5, 3 7. A code n in the low bits of a half, times 512 + 4096,
 // has its exponent and mantissa at bits 11 to 9 and its sign, once 4096 is taken away again, at bit 15; taking it away
-// from a zero borrows from the other half, which has 16 to spare below bit 9, and gives -0. The code 8 bits above, which
-// is multiplied as well, falls on the bits below 9 of the other half, or out of the word. So four codes need one mask
-// before, and multiplications instead of shifts and permutations, which keep another pipe busy.
+// from a zero borrows from the other half, which has 16 to spare below bit 9, and gives -0. The code 8 bits
+// above or below, which is multiplied as well, falls below bit 9 of a half, or out of the word. So four codes need one
+// mask before, and multiplications instead of shifts and permutations, which keep another pipe busy.
 template <typename T>
 __device__ __forceinline__ void decode(uint32_t word, uint32_t pair, bool high, uint32_t (&out)[4]) {
     constexpr T* tag = nullptr;

@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_stream(
             const DTYPE* from = x + (long long)rank * k + at;
             if (m == ROWS && k - at >= 2 * WIDE) {  // a third of the instructions, which one warp waits for
 #pragma unroll
-                for (int i = 0; i < (ROWS + CLUSTER - 1) / CLUSTER; ++i)
+                for (int i = 0; i < ROWS / CLUSTER; ++i)
                     fetch_row(to + i * CLUSTER * XPITCH, from + (long long)i * CLUSTER * k, 4 * WIDE, bar);
             } else
                 for (int row = rank; row < m; row += CLUSTER)
@@ -167,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_stream(
         const DTYPE* from = x + stage_of(step) * 2 * WIDE;
         if (elected())
             for (int row = rank + CLUSTER * warp; row < m; row += CLUSTER * CONSUMERS)
-                fetch_row(base + step * SLOT + X_AT + row * XPITCH, from + (long long)row * k, x_bytes(step), full + 8 * step);
+                fetch_row(
+                    base + step * SLOT + X_AT + row * XPITCH, from + (long long)row * k, x_bytes(step), full + 8 * step);
         __syncwarp();
     }
     const int group = lane / 4, part = lane % 4, team = warp / COLUMNS, column = warp % COLUMNS;
