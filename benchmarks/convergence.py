@@ -24,7 +24,7 @@ from torch import nn
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
 from fp4deploy.qat.fused_unet import fuse
-from fp4deploy.train.losses import SegmentationLoss
+from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 STEPS, BATCH, SIZE, CLASSES, SCALE = 50, 8, 128, 4, 0.5
 

@@ -24,7 +24,7 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.formats import FourOverSix
-from fp4deploy.plugins import quantize
+from fp4deploy.plugins.quantize import dispatch
 
 ops = torch.ops.fp4deploy
 ROTATION = 4
@@ -85,17 +85,17 @@ def cases(dtype: torch.dtype, peers: bool) -> dict[str, tuple[Callable[[int], ob
             lambda i: ops.quantize_and_amax(xs[i], 1, amax, None, PLAIN),
             2 * read + codes // 4,
         ),
-        "fake quantise, amax found": (lambda i: quantize.fake_quantize_nvfp4(xs[i], mask=False), 2 * read),
+        "fake quantise, amax found": (lambda i: dispatch.fake_quantize_nvfp4(xs[i], mask=False), 2 * read),
         "packed, amax given": (lambda i: ops.pack_along(xs[i], 1, amax, None, PLAIN, False), packed),
         "packed swizzled": (lambda i: ops.pack_along(xs[i], 1, amax, None, PLAIN, True), packed),
-        "packed, amax found": (lambda i: quantize.quantize_nvfp4(xs[i]), packed),
+        "packed, amax found": (lambda i: dispatch.quantize_nvfp4(xs[i]), packed),
         "amax alone": (lambda i: ops.finite_amax(xs[i]), read),
-        "row-scaled packed": (lambda i: quantize.quantize_nvfp4(xs[i], row_scaled=True), packed),
-        "2-D packed": (lambda i: quantize.quantize_nvfp4(xs[i], "2d", amax), packed),
-        "MXFP4 packed": (lambda i: quantize.quantize_mxfp4(xs[i]), packed),
-        "stochastic packed": (lambda i: quantize.quantize_nvfp4(xs[i], amax=amax, rounding="stochastic"), packed),
+        "row-scaled packed": (lambda i: dispatch.quantize_nvfp4(xs[i], row_scaled=True), packed),
+        "2-D packed": (lambda i: dispatch.quantize_nvfp4(xs[i], "2d", amax), packed),
+        "MXFP4 packed": (lambda i: dispatch.quantize_mxfp4(xs[i]), packed),
+        "stochastic packed": (lambda i: dispatch.quantize_nvfp4(xs[i], amax=amax, rounding="stochastic"), packed),
         "Hadamard + fake quantise": (
-            lambda i: quantize.fake_quantize_nvfp4(xs[i], amax=amax, hadamard=True, mask=False),
+            lambda i: dispatch.fake_quantize_nvfp4(xs[i], amax=amax, hadamard=True, mask=False),
             2 * read,
         ),
     }
@@ -103,7 +103,7 @@ def cases(dtype: torch.dtype, peers: bool) -> dict[str, tuple[Callable[[int], ob
     for name, four in choice.items():
         for suffix, given in amaxes.items() if dtype == torch.bfloat16 else [("", amax)]:
             result[f"4/6 {name} packed{suffix}"] = (
-                lambda i, four=four, given=given: quantize.quantize_nvfp4(xs[i], amax=given, four_over_six=four),
+                lambda i, four=four, given=given: dispatch.quantize_nvfp4(xs[i], amax=given, four_over_six=four),
                 packed,
             )
     if peers:

@@ -66,8 +66,8 @@ def write_down(file: Path, device: str) -> None:
     """Append a line after every batch: the loss on a CPU, a checksum of the weights on a GPU."""
     import torch
 
+    from fp4deploy.train.logging.running_statistics import Tally
     from fp4deploy.train.loop import Trainer
-    from fp4deploy.train.tally import Tally
 
     def append(text: str) -> None:
         with file.open("a") as lines:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from packed_unet import median_ms, peak
 
-from fp4deploy.export.packed import pack_unet
+from fp4deploy.export.to_packed import pack_unet
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import packed_file
 from fp4deploy.packed.capture import CapturedNetwork

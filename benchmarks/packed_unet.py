@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from fp4deploy.data import EvalTransform, eval_loader, validation_set
-from fp4deploy.export.packed_verify import compare_steps
-from fp4deploy.export.verify import validation_images
+from fp4deploy.export.verify.outputs import validation_images
+from fp4deploy.export.verify.packed import compare_steps
 from fp4deploy.packed import activation_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.network import PackedNetwork

@@ -32,9 +32,9 @@ from kernels import copy_ms, median_ms
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import digits
 from fp4deploy.models.unet import channel_widths
-from fp4deploy.plugins import behind, launching, products
-from fp4deploy.plugins.quantize import quantize_nvfp4
-from fp4deploy.plugins.triton.tiles import (
+from fp4deploy.plugins.gemm import arguments as launching
+from fp4deploy.plugins.gemm import dispatch
+from fp4deploy.plugins.gemm.triton.tiles import (
     LEAN,
     MIDDLE,
     NARROW,
@@ -45,6 +45,8 @@ from fp4deploy.plugins.triton.tiles import (
     WIDE,
     Tile,
 )
+from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+from fp4deploy.plugins.runtime import pdl
 
 Shape = tuple[str, tuple[int, ...], int, int, int, int]  # name, channels of the sources, outputs, height, width, size
 BATCH, HEIGHT, WIDTH = 16, 352, 480
@@ -132,8 +134,8 @@ class Layer:
         if tile is not None:
             return self.tiled(tile)
         if self.up:
-            return products.conv_transpose2d(self.sources[0], self.weight)
-        return products.conv2d(self.sources, self.weight, padding=self.size // 2)
+            return dispatch.conv_transpose2d(self.sources[0], self.weight)
+        return dispatch.conv2d(self.sources, self.weight, padding=self.size // 2)
 
     def tiled(self, tile: Tile) -> torch.Tensor:
         n, h, w = self.sources[0].shape[:3]
@@ -185,11 +187,11 @@ def best(run: Any, swept: tuple[Tile, ...], fp16: float) -> str:
 
 def ordered_ms(run: Callable[[int], object]) -> float:
     """Median milliseconds where no kernel begins before the one in front has ended."""
-    behind.enabled = False
+    pdl.enabled = False
     try:
         return median_ms(run)
     finally:
-        behind.enabled = True
+        pdl.enabled = True
 
 
 def matrices(sweep: bool) -> list[dict[str, Any]]:
@@ -197,8 +199,8 @@ def matrices(sweep: bool) -> list[dict[str, Any]]:
     rows = []
     a, b = packed(4096, 4096), packed(4096, 4096)
     x, y = a.dequantize(torch.float16), b.dequantize(torch.float16)
-    error = relative_error(products.matmul(a, b), x @ y.T)
-    fp16, ours = median_ms(lambda i: x @ y.T), median_ms(lambda i: products.matmul(a, b))
+    error = relative_error(dispatch.matmul(a, b), x @ y.T)
+    fp16, ours = median_ms(lambda i: x @ y.T), median_ms(lambda i: dispatch.matmul(a, b))
     row = {"case": "W4A4 4096", "fp16_ms": fp16, "packed_ms": ours, "ratio": fp16 / ours, "relative_error": error}
     rows.append(row)
     print(f"W4A4 4096^3          FP16 {fp16 * 1e3:6.1f} us  packed {ours * 1e3:6.1f} us  ratio {fp16 / ours:.2f}")
@@ -215,10 +217,10 @@ def matrices(sweep: bool) -> list[dict[str, Any]]:
     floor = copy_ms(count)
     for m in (1, 8, 16):
         x = torch.randn(m, size, device="cuda", dtype=torch.float16)
-        error = relative_error(products.matmul(x, weights[0]), x @ plain[0].T)
+        error = relative_error(dispatch.matmul(x, weights[0]), x @ plain[0].T)
         fp16 = median_ms(lambda i, x=x: F.linear(x, plain[i]))
-        ours = median_ms(lambda i, x=x: products.matmul(x, weights[i]))
-        ordered = ordered_ms(lambda i, x=x: products.matmul(x, weights[i]))
+        ours = median_ms(lambda i, x=x: dispatch.matmul(x, weights[i]))
+        ordered = ordered_ms(lambda i, x=x: dispatch.matmul(x, weights[i]))
         row = {"case": f"W4A16 M={m}", "fp16_ms": fp16, "packed_ms": ours, "ordered_ms": ordered, "ratio": fp16 / ours}
         row |= {"copy_ms": floor, "share_of_copy": floor / ours, "relative_error": error}
         rows.append(row)

@@ -31,8 +31,8 @@ from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.train.config import TelemetrySection
-from fp4deploy.train.losses import SegmentationLoss
-from fp4deploy.train.telemetry import Telemetry
+from fp4deploy.train.logging.telemetry import Telemetry
+from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 CLASSES = 12
 SHAPES = {"cuda": (16, 352, 480), "cpu": (8, 96, 96)}

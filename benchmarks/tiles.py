@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from fp4deploy.plugins.ahead_build import Made, build
-from fp4deploy.plugins.ahead_compile import triton_version
-from fp4deploy.plugins.ahead_store import TARGETS
-from fp4deploy.plugins.triton.launch import Launch
-from fp4deploy.plugins.triton.variants import all_variants
+from fp4deploy.plugins.aot.build import Made, build
+from fp4deploy.plugins.aot.compile import triton_version
+from fp4deploy.plugins.aot.spec import Launch
+from fp4deploy.plugins.aot.store import TARGETS
+from fp4deploy.plugins.gemm.triton.variants import all_variants
 
 
 def main() -> None:

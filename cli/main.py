@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError
 
-from . import (
+from .commands import (
     bench,
     build,
     check,

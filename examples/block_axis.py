@@ -44,7 +44,7 @@ from fp4deploy.data.shapes import generate_shapes
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models.unet import Block, UNet, build_unet
-from fp4deploy.train.losses import SegmentationLoss
+from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 

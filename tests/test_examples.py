@@ -200,7 +200,7 @@ def test_the_code_in_the_recipes_page_runs() -> None:
 
 
 def test_the_code_in_the_products_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4deploy.plugins import scaled_matmul
+    from fp4deploy.plugins.gemm import scaled_mm
 
     monkeypatch.chdir(tmp_path)
     page = doc("products.md")
@@ -211,7 +211,7 @@ def test_the_code_in_the_products_page_runs(tmp_path: Path, monkeypatch: pytest.
         exec(code, space)
     assert space["again"].released
     assert (tmp_path / "layer.safetensors").is_file()
-    assert ", ".join(f'`"{name}"`' for name in scaled_matmul.BACKENDS) in page
+    assert ", ".join(f'`"{name}"`' for name in scaled_mm.BACKENDS) in page
 
 
 @pytest.mark.parametrize("name", ["vit", "conv"])

@@ -11,10 +11,10 @@ from typing import Any
 from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import Latency, measure
 from fp4deploy.bench.ledgers import built_by, ledger_beside
-from fp4deploy.bench.runtimes import open_runtime
+from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import VAL
 from fp4deploy.errors import GateError, InputError, UnavailableError
-from fp4deploy.export.ledger import sha256
+from fp4deploy.export.ledger.ledger import sha256
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fp4deploy.bench.environment import environment, is_machine
 from fp4deploy.runs import Run, processes
-from fp4deploy.train.journal import append_line
+from fp4deploy.train.logging.metrics_log import append_line
 
 FILE = "commands.jsonl"
 

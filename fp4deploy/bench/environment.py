@@ -55,7 +55,7 @@ def environment() -> dict[str, Any]:
     """Everything a reader needs to place a measurement, as JSON values."""
     import torch
 
-    from fp4deploy.plugins.availability import cores
+    from fp4deploy.plugins.runtime.availability import cores
 
     versions = {name: version for name in PACKAGES if (version := package_version(name))}
     return {
@@ -112,7 +112,7 @@ def working_version(module: str) -> str | None:
 
 def nvcc_version() -> str | None:
     """Release of the CUDA compiler the kernels are built with; None where there is none that runs."""
-    from fp4deploy.plugins import compiler
+    from fp4deploy.plugins.runtime import nvcc as compiler
 
     program = compiler.find_nvcc()
     try:
@@ -124,7 +124,7 @@ def nvcc_version() -> str | None:
 
 def tools() -> list[Tool]:
     """The libraries and programs that decide what this machine can do."""
-    from fp4deploy.plugins.compiler import INSTALL_NVCC
+    from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC
 
     python = [
         ("torch", "trains; runs checkpoints", "pip install torch"),
@@ -151,7 +151,7 @@ def tools() -> list[Tool]:
 def abilities(found: list[Tool], devices: list[Gpu]) -> list[tuple[str, bool, str]]:
     """What this machine can do: (task, yes or no, how or what is lacking)."""
     from fp4deploy.plugins import why_unavailable
-    from fp4deploy.plugins.availability import cores
+    from fp4deploy.plugins.runtime.availability import cores
 
     have = {tool.name for tool in found if tool.version}
     blackwell = [gpu for gpu in devices if gpu.capability >= (10, 0)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fp4deploy.bench.instances import evaluate_instances
-from fp4deploy.bench.protocol import Runtime
+from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, EvalTransform, eval_loader, validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceScores

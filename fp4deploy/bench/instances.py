@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from fp4deploy.bench.protocol import Runtime
+from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, CocoDataset, NumberedEvalTransform, eval_loader, instance_set
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceEvaluation, Instances, InstanceScores, write_results

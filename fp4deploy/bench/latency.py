@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from fp4deploy.bench.protocol import Runtime
+    from fp4deploy.bench.runtimes.protocol import Runtime
 
 MIN_RUNS = 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.export.ledger import COLUMNS, Ledger, ledger_path, load_ledger
+from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, ledger_path, load_ledger
 from fp4deploy.runs import Run, artifact_stem
 
 TITLES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp4deploy.bench.runtimes import RUNTIMES
+from fp4deploy.bench.runtimes.open import RUNTIMES
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.runs import RUNS, Run, artifact_stem, latest_run, open_run
 

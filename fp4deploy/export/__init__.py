@@ -9,26 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp4deploy.export.engine import BuildResult, build_engine
-    from fp4deploy.export.graph import export_graph
-    from fp4deploy.export.ledger import Ledger, load_ledger
-    from fp4deploy.export.onnx_file import ExportResult, export_onnx, read_onnx
-    from fp4deploy.export.onnx_layers import OnnxLayer, describe_onnx, inspect_onnx
-    from fp4deploy.export.portable import to_portable
+    from fp4deploy.export.engine.build import BuildResult, build_engine
+    from fp4deploy.export.ledger.ledger import Ledger, load_ledger
+    from fp4deploy.export.onnx.canonical import read_onnx
+    from fp4deploy.export.onnx.decomposed import to_portable
+    from fp4deploy.export.onnx.graph import export_graph
+    from fp4deploy.export.onnx.layers import OnnxLayer, describe_onnx, inspect_onnx
+    from fp4deploy.export.to_onnx import ExportResult, export_onnx
 
 _HOMES = {
-    "BuildResult": "engine",
-    "build_engine": "engine",
-    "export_graph": "graph",
-    "Ledger": "ledger",
-    "load_ledger": "ledger",
-    "ExportResult": "onnx_file",
-    "export_onnx": "onnx_file",
-    "read_onnx": "onnx_file",
-    "OnnxLayer": "onnx_layers",
-    "describe_onnx": "onnx_layers",
-    "inspect_onnx": "onnx_layers",
-    "to_portable": "portable",
+    "BuildResult": "engine.build",
+    "build_engine": "engine.build",
+    "export_graph": "onnx.graph",
+    "Ledger": "ledger.ledger",
+    "load_ledger": "ledger.ledger",
+    "ExportResult": "to_onnx",
+    "export_onnx": "to_onnx",
+    "read_onnx": "onnx.canonical",
+    "OnnxLayer": "onnx.layers",
+    "describe_onnx": "onnx.layers",
+    "inspect_onnx": "onnx.layers",
+    "to_portable": "onnx.decomposed",
 }
 
 __all__ = [

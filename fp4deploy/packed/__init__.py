@@ -3,7 +3,7 @@
     export.packed  --write_packed-->  unet.fp4  --read_packed-->  PackedFile  -->  PackedNetwork(images) = logits
 
 Nothing in the file is code: tensors as safetensors, the network as JSON whose every field has one meaning. This room
-knows images and tensors, not models; which layer of a checkpoint becomes which step is decided in `export.packed`.
+knows images and tensors, not models; which layer of a checkpoint becomes which step is decided in `export.to_packed`.
 """
 
 from fp4deploy.packed.file import PackedFile, packed_file, read_packed, write_packed

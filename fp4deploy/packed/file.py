@@ -35,7 +35,7 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.packed.check import check_graph
 from fp4deploy.packed.graph import Graph, Image, Step, TensorInfo
-from fp4deploy.plugins.disk_cache import digest_of
+from fp4deploy.plugins.runtime.cache import digest_of
 
 SUFFIX = ".fp4"
 FORMAT = "packed/1"

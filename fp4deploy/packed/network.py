@@ -1,8 +1,9 @@
 """Running a packed network: one pass over its steps, images kept no longer than they are read.
 
-On a GPU images between steps are FP16 or packed, products come from `plugins.products` and normalisations from
-`plugins.norm_pack`. On the CPU packed tensors are decoded before each product and everything between is FP32, as in
-every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the speed is not.
+On a GPU images between steps are FP16 or packed, products come from `plugins.gemm.dispatch` and normalisations from
+`plugins.quantize.norm_pack`. On the CPU packed tensors are decoded before each product and everything between is FP32,
+as in every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the speed is
+not.
 
     network = PackedNetwork(read_packed("unet.fp4"), "cuda")
     logits = network(images)                       [N, 3, H, W] -> [N, classes, H, W]
@@ -32,9 +33,9 @@ from fp4deploy.packed.graph import (
     outputs_of,
 )
 from fp4deploy.packed.memory import check_size, last_reads
-from fp4deploy.plugins.norm_pack import Image, Wanted, norm_relu_pack
-from fp4deploy.plugins.products import conv2d, conv_transpose2d
-from fp4deploy.plugins.quantize import quantize_nvfp4
+from fp4deploy.plugins.gemm.dispatch import conv2d, conv_transpose2d
+from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+from fp4deploy.plugins.quantize.norm_pack import Image, Wanted, norm_relu_pack
 
 
 class PackedNetwork:

@@ -9,14 +9,14 @@ Layers in NVFP4 by name (`fp4_linear`, `fp4_conv2d`, ..., docs/products.md) are 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fp4deploy.plugins.availability import available, why_unavailable
-from fp4deploy.plugins.compiler import KernelError, compile_cubin
-from fp4deploy.plugins.driver import Kernel, kernel
+from fp4deploy.plugins.runtime.availability import available, why_unavailable
+from fp4deploy.plugins.runtime.launch import Kernel, kernel
+from fp4deploy.plugins.runtime.nvcc import KernelError, compile_cubin
 
 if TYPE_CHECKING:
-    from fp4deploy.plugins.conv import fp4_conv2d
-    from fp4deploy.plugins.linear import fp4_cached_linear, fp4_linear, fp4_matmul
-    from fp4deploy.plugins.weight_cache import FP4WeightCache, fp4_quantize
+    from fp4deploy.plugins.gemm.conv import fp4_conv2d
+    from fp4deploy.plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
+    from fp4deploy.plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
 
 __all__ = [
     "FP4WeightCache",
@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FP4WeightCache": "weight_cache",
-    "fp4_cached_linear": "linear",
-    "fp4_conv2d": "conv",
-    "fp4_linear": "linear",
-    "fp4_matmul": "linear",
-    "fp4_quantize": "weight_cache",
+    "FP4WeightCache": "gemm.weight_cache",
+    "fp4_cached_linear": "gemm.linear",
+    "fp4_conv2d": "gemm.conv",
+    "fp4_linear": "gemm.linear",
+    "fp4_matmul": "gemm.linear",
+    "fp4_quantize": "gemm.weight_cache",
 }
 
 

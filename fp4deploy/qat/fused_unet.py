@@ -25,8 +25,8 @@ from torch import nn
 from fp4deploy.models import UNet
 from fp4deploy.models.unet import Block
 from fp4deploy.plugins import available
-from fp4deploy.plugins.channels_last import channels_fit
-from fp4deploy.plugins.weights import fake_quantize_weights, weight_fits
+from fp4deploy.plugins.quantize.channels_last import channels_fit
+from fp4deploy.plugins.quantize.weights import fake_quantize_weights, weight_fits
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 

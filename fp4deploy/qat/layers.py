@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4deploy.formats import finite_amax
-from fp4deploy.plugins.quantize import previous_amax
+from fp4deploy.plugins.quantize.dispatch import previous_amax
 from fp4deploy.qat.gradient_products import quantized_product
 from fp4deploy.qat.learned import fake_quantize_learned
 from fp4deploy.qat.products import ConvProduct, LinearProduct

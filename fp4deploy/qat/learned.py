@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import BLOCK
-from fp4deploy.plugins.quantize import mask_gradient
+from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.qat.quantizers import quantize_operand
 from fp4deploy.qat.recipes import QuantSpec
 

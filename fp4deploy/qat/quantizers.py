@@ -11,7 +11,12 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.formats import BLOCK, MX_BLOCK
-from fp4deploy.plugins.quantize import fake_quantize_and_amax, fake_quantize_mxfp4, fake_quantize_nvfp4, finite_amax
+from fp4deploy.plugins.quantize.dispatch import (
+    fake_quantize_and_amax,
+    fake_quantize_mxfp4,
+    fake_quantize_nvfp4,
+    finite_amax,
+)
 from fp4deploy.qat.recipes import QuantSpec
 
 
@@ -32,7 +37,7 @@ def quantize_operand(
 
     Returns:
         x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16), and what
-        did not saturate, for `plugins.quantize.mask_gradient`; None where no static scale clips.
+        did not saturate, for `plugins.quantize.dispatch.mask_gradient`; None where no static scale clips.
     """
     if spec is None:
         return x, None

@@ -1,7 +1,7 @@
 """Training: configuration, losses, and one loop for every precision."""
 
 from fp4deploy.train.config import Config, load_config, save_config, with_settings
-from fp4deploy.train.losses import SegmentationLoss, dice_loss
+from fp4deploy.train.losses.segmentation import SegmentationLoss, dice_loss
 from fp4deploy.train.models import TrainResult, train_models
 
 __all__ = [

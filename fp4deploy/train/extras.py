@@ -11,8 +11,8 @@ from fp4deploy.data import SegmentationDataset, cached_counts, class_balance
 from fp4deploy.errors import InputError
 from fp4deploy.models import build_unet, load_weights, read_card
 from fp4deploy.runs import Run
-from fp4deploy.train.additions import Additions
 from fp4deploy.train.config import Config
+from fp4deploy.train.losses.auxiliary import Additions
 from fp4deploy.train.plan import Extras
 
 COUNTS_FILE = "class_counts.json"

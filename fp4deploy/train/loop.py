@@ -35,15 +35,15 @@ from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.config import TelemetrySection, TrainSection
 from fp4deploy.train.ema import WeightAverage
 from fp4deploy.train.interrupt import Interrupt, Pause
-from fp4deploy.train.journal import append_line, keep_epochs
+from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
+from fp4deploy.train.logging.progress import Display
+from fp4deploy.train.logging.running_statistics import Counts, Tally
+from fp4deploy.train.logging.telemetry import Telemetry
 from fp4deploy.train.plan import Extras, Plan
 from fp4deploy.train.processes import share_amaxes
-from fp4deploy.train.progress import Display
 from fp4deploy.train.schedule import learning_rate, make_optimizer, set_learning_rate
 from fp4deploy.train.state import Progress, SavingPace, load_state, save_state
-from fp4deploy.train.tally import Counts, Tally
 from fp4deploy.train.tasks import SemanticTask, Task, TaskScores
-from fp4deploy.train.telemetry import Telemetry
 
 MAX_SKIPPED_IN_A_ROW = 30
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it

@@ -45,12 +45,12 @@ from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.extras import make_extras
+from fp4deploy.train.logging.trackers import check_trackers
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.plan import Plan
 from fp4deploy.train.ptq import evaluate_untrained
 from fp4deploy.train.state import read_progress
 from fp4deploy.train.tasks import METRICS, make_head, make_task, require_same_head, require_same_task
-from fp4deploy.train.trackers import check_trackers
 
 QUANTIZED_MODELS = ("nvfp4", "nvfp4_ptq")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4deploy.train.additions import Additions
+from fp4deploy.train.losses.auxiliary import Additions
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceEvaluation
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models import InstanceHead, ModelCard
-from fp4deploy.train.centre_loss import CentreLoss
 from fp4deploy.train.config import Config, InstanceSection, TrainSection
-from fp4deploy.train.losses import SegmentationLoss
-from fp4deploy.train.set_loss import SetLoss
+from fp4deploy.train.losses.centres import CentreLoss
+from fp4deploy.train.losses.segmentation import SegmentationLoss
+from fp4deploy.train.losses.sets import SetLoss
 
 METRICS = {"semantic": "mIoU", "instance": "AP"}
 Gather = Callable[..., Any]

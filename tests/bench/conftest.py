@@ -10,7 +10,7 @@ import torch
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.export import build_engine, export_onnx
-from fp4deploy.export.packed import export_packed
+from fp4deploy.export.to_packed import export_packed
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.runs import Run, artifact_stem

@@ -9,7 +9,7 @@ import pytest
 import fp4deploy.plugins
 from fp4deploy.bench import environment
 from fp4deploy.errors import UnavailableError
-from fp4deploy.plugins import compiler
+from fp4deploy.plugins.runtime import nvcc as compiler
 
 
 def row(task: str) -> tuple[bool, str]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp4deploy.bench.evaluate import evaluate
-from fp4deploy.bench.runtimes import open_runtime
+from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import EvalTransform, open_dataset, validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.metrics import SegmentationScore

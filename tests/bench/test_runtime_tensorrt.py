@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp4deploy.bench import runtime_tensorrt
-from fp4deploy.bench.runtime_tensorrt import TensorRtRuntime, open_plan
+from fp4deploy.bench.runtimes import tensorrt as runtime_tensorrt
+from fp4deploy.bench.runtimes.tensorrt import TensorRtRuntime, open_plan
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.export.ledger import ledger_path
+from fp4deploy.export.ledger.ledger import ledger_path
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:

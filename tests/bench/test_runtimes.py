@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from fp4deploy.bench.runtimes import open_runtime
+from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run
 

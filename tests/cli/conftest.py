@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ENVIRONMENT, PACKAGE, Invoke
 from typer.testing import CliRunner
+
+from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 
 
 @pytest.fixture(scope="session")

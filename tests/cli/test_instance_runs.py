@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Invoke, run_in
 from PIL import Image
 
 from fp4deploy.data import open_instances
 from fp4deploy.instances import average_precision, read_results
 from fp4deploy.instances.panoptic import from_rgb, read_panoptic
 from fp4deploy.models import read_card
+from tests.cli.command_line import Invoke, run_in
 
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",

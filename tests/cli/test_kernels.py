@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Invoke
 
 from fp4deploy.errors import UnavailableError
-from fp4deploy.plugins import ahead_build, ahead_store
-from fp4deploy.plugins.ahead_build import Made
-from fp4deploy.plugins.ahead_store import Compiled
-from fp4deploy.plugins.triton.launch import Launch
+from fp4deploy.plugins.aot import build as aot_build
+from fp4deploy.plugins.aot import store
+from fp4deploy.plugins.aot.build import Made
+from fp4deploy.plugins.aot.spec import Launch
+from fp4deploy.plugins.aot.store import Compiled
+from tests.cli.command_line import Invoke
 
 
 @pytest.fixture
@@ -32,11 +33,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             )
             compiled = Compiled(
                 b"code", "", launch.kernel.partition(":")[2], (), (), 1024, 8, 99, 0, (kind,), arch, "3.6.0", "",
-                ahead_store.description(launch),
+                store.description(launch),
             )  # fmt: skip
             yield index, Made(launch, arch, None, "no luck") if arch == "sm_121" else Made(launch, arch, compiled)
 
-    monkeypatch.setattr(ahead_build, "build", build)
+    monkeypatch.setattr(aot_build, "build", build)
     return found
 
 
@@ -82,7 +83,7 @@ def test_all_architectures(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     invoke("kernels", *arguments)
-    assert list(dict.fromkeys(arch for _, arch in calls[0][0])) == list(ahead_store.TARGETS)
+    assert list(dict.fromkeys(arch for _, arch in calls[0][0])) == list(store.TARGETS)
 
 
 def test_the_gpu_present(invoke: Invoke, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_an_unknown_architecture_exits_2(invoke: Invoke) -> None:
 
 
 def test_no_triton_exits_3(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_build, "triton_version", lambda: None)
+    monkeypatch.setattr(aot_build, "triton_version", lambda: None)
     result = invoke("kernels", "--arch", "sm120")
     assert result.exit_code == UnavailableError.exit_code == 3
     assert "Triton is missing, and it compiles the kernels: pip install triton" in result.stderr
@@ -116,5 +117,5 @@ def test_a_folder_that_cannot_be_written_exits_2(tmp_path: Path) -> None:
     launch = Launch("launch:kernel", (), ())
     compiled = Compiled(b"code", "", "kernel", (), (), 0, 4, 9, 0, (), "sm_90", "3.6.0", "", "{}")
     with pytest.raises(InputError) as error:
-        ahead_build._save(compiled, launch, tmp_path / "file" / "kernels")
+        aot_build._save(compiled, launch, tmp_path / "file" / "kernels")
     assert "cannot be written: Not a directory" in str(error.value)

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Invoke
+
+from tests.cli.command_line import Invoke
 
 
 def test_check_gives_every_layer_a_reason(invoke: Invoke) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ENVIRONMENT, PACKAGE, Invoke
 
 from fp4deploy.errors import GateError, InputError, UnavailableError
+from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 
 HEAVY = ("torch", "onnx", "onnxruntime", "onnx_ir", "numpy", "yaml", "matplotlib", "accelerate", "torchmetrics", "PIL")
 COMMANDS = (

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ENVIRONMENT, PACKAGE, Invoke
 
 from fp4deploy.bench.commands import FILE, recorded
-from fp4deploy.bench.run_facts import read_run
+from fp4deploy.report.run_data import read_run
 from fp4deploy.runs import Run
+from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 
 SMALL = ("model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=4", "train.epochs=1")
 SETS = tuple(part for setting in (*SMALL, "train.finetune_epochs=1") for part in ("--set", setting))

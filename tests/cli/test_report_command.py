@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Invoke
+
+from tests.cli.command_line import Invoke
 
 
 @pytest.fixture

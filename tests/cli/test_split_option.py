@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import Invoke
+
+from tests.cli.command_line import Invoke
 
 
 def test_the_split_is_said_and_written(invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import ENVIRONMENT, PACKAGE, Invoke, run_in
 
 from fp4deploy.models import read_card
+from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke, run_in
 
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
@@ -119,7 +119,7 @@ def test_a_damaged_packed_file(at_home: Invoke, tmp_path: Path) -> None:
 
 def test_export_goes_on_after_a_refused_model(at_home: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4deploy.export import onnx_file
-    from fp4deploy.export.verify import Agreement, require_agreement
+    from fp4deploy.export.verify.outputs import Agreement, require_agreement
 
     def refuse_fp16(agreement: Agreement, name: str) -> None:
         require_agreement(Agreement(1, 100, 50, 1.0) if "/fp16/" in name else agreement, name)
@@ -268,13 +268,13 @@ def test_run_chains_every_stage(invoke: Invoke, shapes: Path, tmp_path: Path) ->
 def test_run_without_an_engine_builder_says_so(
     invoke: Invoke, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp4deploy.bench import chain
+    from fp4deploy import pipeline
     from fp4deploy.errors import UnavailableError
 
     def missing(*arguments: object, **options: object) -> None:
         raise UnavailableError("TensorRT-RTX is missing. Add it with: pip install tensorrt-rtx")
 
-    monkeypatch.setattr(chain, "build_engine", missing)
+    monkeypatch.setattr(pipeline, "build_engine", missing)
     result = invoke("run", "--data", shapes, "--out", "all", "--models", "fp16", *TINY, "--set", "train.epochs=1")
     assert result.exit_code == 0, result.stderr
     facts = json.loads((tmp_path / "all" / "report.json").read_text())

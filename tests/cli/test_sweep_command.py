@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from command_line import Invoke
+from tests.cli.command_line import Invoke
 
 TINY = "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1"
 SMALL = ("--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32")

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Invoke
 from typer.testing import CliRunner
+
+from tests.cli.command_line import Invoke
 
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
@@ -95,7 +96,7 @@ def test_a_tracker_comes_beside_the_file(
 ) -> None:
     """The package is checked before a run folder is left behind."""
     from fp4deploy.errors import UnavailableError
-    from fp4deploy.train import trackers
+    from fp4deploy.train.logging import trackers
 
     def missing() -> Any:
         raise UnavailableError("wandb is missing. Install it with: pip install 'fp4deploy[wandb]'")

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hand_made import CONTENT, HEIGHT, WIDTH
 from PIL import Image
+
+from tests.data.hand_made import CONTENT, HEIGHT, WIDTH
 
 Change = Callable[[dict[str, Any]], None]
 

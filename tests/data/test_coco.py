@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_made import HEIGHT, SQUARE, WIDTH, runs
 from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
 from fp4deploy.data import IGNORE, open_dataset
 from fp4deploy.errors import InputError
+from tests.data.hand_made import HEIGHT, SQUARE, WIDTH, runs
 
 
 def box(left, top, right, bottom):

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hand_made import HEIGHT, WIDTH, runs
 
 from fp4deploy.data import (
     IGNORE,
@@ -21,6 +20,7 @@ from fp4deploy.data import (
 from fp4deploy.data.regions import decode, encode_ids
 from fp4deploy.data.sample import Sample
 from fp4deploy.errors import InputError
+from tests.data.hand_made import HEIGHT, WIDTH, runs
 
 INNER = [4, 4, 6, 4, 6, 6, 4, 6]  # columns and rows 4..5, inside SQUARE
 

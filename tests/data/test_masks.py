@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_made import HEIGHT, WIDTH
 from PIL import Image
 
 from fp4deploy.data import IGNORE, open_dataset
 from fp4deploy.errors import InputError
+from tests.data.hand_made import HEIGHT, WIDTH
 
 
 def test_a_pixel_value_is_a_class_and_values_without_one_are_ignored(make_masks):

@@ -8,7 +8,7 @@ import onnx
 import torch
 from torch import nn
 
-from fp4deploy.export.graph import export_graph
+from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.models import build_unet
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exported_models import Shapes, images, initializer, prepared, unet
 from onnx import numpy_helper
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.layer_constants import deployed_amax
-from fp4deploy.export.packed import export_packed, pack_unet
-from fp4deploy.export.packed_verify import compare_steps, require_packed, verify_packed
+from fp4deploy.export.onnx.layer_constants import deployed_amax
+from fp4deploy.export.to_packed import export_packed, pack_unet
+from fp4deploy.export.verify.packed import compare_steps, require_packed, verify_packed
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
 from fp4deploy.qat import calibrate, prepare, quantized_layers, round_to_deployed
+from tests.export.exported_models import Shapes, images, initializer, prepared, unet
 
 NAMES = ("a", "b", "c", "d", "e")
 

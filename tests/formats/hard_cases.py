@@ -6,9 +6,9 @@ from functools import cache
 
 import numpy as np
 import torch
-from scalar_contract import E4M3_MIDPOINTS
 
 from fp4deploy.formats import FourOverSix, block_scales, quantize_nvfp4
+from tests.formats.scalar_contract import E4M3_MIDPOINTS
 
 TIES = [0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, 6.0]
 # Amax 2688 makes the global scale 1: a block's scale is its amax / 6.

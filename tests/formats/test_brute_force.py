@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hard_cases import UNIT_AMAX, as_numpy, neighbours
-from scalar_contract import E2M1, E4M3, E4M3_MIDPOINTS, mxfp4, nvfp4
 
 from fp4deploy.formats import (
     E2M1_VALUES,
@@ -17,6 +15,8 @@ from fp4deploy.formats import (
     round_e2m1,
     unpack_codes,
 )
+from tests.formats.hard_cases import UNIT_AMAX, as_numpy, neighbours
+from tests.formats.scalar_contract import E2M1, E4M3, E4M3_MIDPOINTS, mxfp4, nvfp4
 
 SCALES = torch.tensor(E4M3[1:], dtype=torch.float32)
 CODES = torch.tensor(E2M1)

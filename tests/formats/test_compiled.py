@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hard_cases import hard_cases
 
 from fp4deploy.formats import fake_quantize_mxfp4, fake_quantize_nvfp4
+from tests.formats.hard_cases import hard_cases
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hard_cases import as_numpy, e4m3_ties, generator, hard_cases, near_ties, with_amax
-from scalar_contract import CHOICES, Choice, Quantized, hadamard, mxfp4, nvfp4, random_bytes
 
 from fp4deploy.formats import (
     FourOverSix,
@@ -19,6 +17,8 @@ from fp4deploy.formats import (
     random_hadamard,
     unpack_codes,
 )
+from tests.formats.hard_cases import as_numpy, e4m3_ties, generator, hard_cases, near_ties, with_amax
+from tests.formats.scalar_contract import CHOICES, Choice, Quantized, hadamard, mxfp4, nvfp4, random_bytes
 
 CASES = list(hard_cases())
 SEED, OFFSET = 0x0123456789ABCDEF, 77

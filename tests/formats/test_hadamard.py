@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hard_cases import generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import random_hadamard
 from fp4deploy.formats.hadamard import SIGN_MASK, SIGNS
+from tests.formats.hard_cases import generator
 
 SIGNS_OF_THE_CONTRACT = "+ + + - + - - - - - - + - + - -"
 OF_0_TO_15 = [-14.5, -7.5, 6.5, -0.5, 6.5, -0.5, -14.5, 8.5, 7.5, 14.5, 0.5, 1.5, 0.5, -2.5, 9.5, -15.5]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hard_cases import UNIT_AMAX, generator, neighbours
 
 from fp4deploy.formats import (
     FourOverSix,
@@ -17,6 +16,7 @@ from fp4deploy.formats import (
     quantize_nvfp4,
     round_e2m1,
 )
+from tests.formats.hard_cases import UNIT_AMAX, generator, neighbours
 
 
 def in_a_block_of_scale_one(values: torch.Tensor) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hard_cases import generator
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import (
@@ -20,6 +19,7 @@ from fp4deploy.formats import (
     quantize_mxfp4,
     quantize_nvfp4,
 )
+from tests.formats.hard_cases import generator
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "nearest": {},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hard_cases import generator
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, quantize_nvfp4, unpack_codes
+from tests.formats.hard_cases import generator
 
 CHOICES = [None, FourOverSix(), FourOverSix("mse", 448, True)]
 

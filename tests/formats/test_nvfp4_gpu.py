@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hard_cases import hard_cases
 
 from fp4deploy.formats import (
     FourOverSix,
@@ -17,6 +16,7 @@ from fp4deploy.formats import (
     random_hadamard,
     swizzle_scales,
 )
+from tests.formats.hard_cases import hard_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hard_cases import generator
-from scalar_contract import E2M1, e2m1_stochastic
-from scalar_contract import philox as scalar_philox
-from scalar_contract import random_bytes as scalar_bytes
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import (
@@ -24,6 +20,10 @@ from fp4deploy.formats import (
     random_bytes,
     round_e2m1,
 )
+from tests.formats.hard_cases import generator
+from tests.formats.scalar_contract import E2M1, e2m1_stochastic
+from tests.formats.scalar_contract import philox as scalar_philox
+from tests.formats.scalar_contract import random_bytes as scalar_bytes
 
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 PUBLISHED = {

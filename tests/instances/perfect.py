@@ -9,8 +9,8 @@ from torch import Tensor
 from fp4deploy.data import IGNORE
 from fp4deploy.data.sample import Sample
 from fp4deploy.models import InstanceHead
-from fp4deploy.train.centre_loss import centre_targets
-from fp4deploy.train.set_loss import select_objects
+from fp4deploy.train.losses.centres import centre_targets
+from fp4deploy.train.losses.sets import select_objects
 
 SURE = 20.0  # a logit
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from perfect import labels_of, perfect_outputs
 
 from fp4deploy.data import CocoDataset, generate_shapes, open_instances
 from fp4deploy.instances import InstanceEvaluation, decode
 from fp4deploy.instances.decode import find_centres
 from fp4deploy.models import InstanceHead
+from tests.instances.perfect import labels_of, perfect_outputs
 
 
 def blobs(*boxes: tuple[int, int, int, int], size: int = 40) -> torch.Tensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from perfect import labels_of, perfect_outputs
 from PIL import Image
 
 from fp4deploy.data import generate_shapes, open_instances
@@ -15,6 +14,7 @@ from fp4deploy.instances import InstanceEvaluation, Instances
 from fp4deploy.instances.draw import OUTLINE, PALETTE, draw_instances, outline
 from fp4deploy.instances.panoptic import PanopticWriter, from_rgb, panoptic, read_panoptic, to_rgb
 from fp4deploy.models import InstanceHead
+from tests.instances.perfect import labels_of, perfect_outputs
 
 
 def test_ids_survive_rgb() -> None:

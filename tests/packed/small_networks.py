@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp4deploy.export.packed import pack_unet
+from fp4deploy.export.to_packed import pack_unet
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.qat import calibrate, prepare, round_to_deployed

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from small_networks import images, packed
 
 from fp4deploy.errors import InputError
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed, write_packed
 from fp4deploy.packed.file import KEY, _digest_of
+from tests.packed.small_networks import images, packed
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_networks import packed
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
@@ -12,6 +11,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, activation_bytes, full_precision, plain_bytes
 from fp4deploy.packed.graph import INPUT, Head, outputs_of
 from fp4deploy.packed.memory import image_bytes
+from tests.packed.small_networks import packed
 
 
 @pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_networks import CLASSES, SIZE, images, packed
 from torch import nn
 
 from fp4deploy.data import EvalTransform, generate_shapes, open_dataset
 from fp4deploy.errors import InputError
-from fp4deploy.export.packed import pack_unet
-from fp4deploy.export.packed_verify import compare_steps
+from fp4deploy.export.to_packed import pack_unet
+from fp4deploy.export.verify.packed import compare_steps
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.models.digits import digits as written
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.graph import Concat, Conv2d, Product
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
+from tests.packed.small_networks import CLASSES, SIZE, images, packed
 
 RECIPES = ["nvfp4_qat", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"]
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_networks import CLASSES, images, packed
 
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedNetwork
 from fp4deploy.packed import network as network_module
 from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.graph import INPUT, GroupNormReLU, outputs_of
-from fp4deploy.plugins import norm_pack, packed_reference
+from fp4deploy.plugins.gemm import reference
+from fp4deploy.plugins.quantize import norm_pack
+from tests.packed.small_networks import CLASSES, images, packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +28,8 @@ def values(image: Any) -> torch.Tensor:
 
 def by_reference(network: PackedNetwork, step: Any, inputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     with monkeypatch.context() as patch:
-        patch.setattr(network_module, "conv2d", packed_reference.conv2d_reference)
-        patch.setattr(network_module, "conv_transpose2d", packed_reference.conv_transpose2d_reference)
+        patch.setattr(network_module, "conv2d", reference.conv2d_reference)
+        patch.setattr(network_module, "conv_transpose2d", reference.conv_transpose2d_reference)
         patch.setattr(norm_pack, "_runs", lambda _: False)
         return network.run_step(step, inputs)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from small_networks import CLASSES, packed
 
 from fp4deploy.errors import InputError
 from fp4deploy.packed.check import check_graph
 from fp4deploy.packed.graph import Graph
+from tests.packed.small_networks import CLASSES, packed
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_stand_in import fresh, pycuda
-from device_cases import Header
 
-from fp4deploy.plugins.compiler import SOURCES
+from fp4deploy.plugins.runtime.nvcc import include_options
+from tests.plugins.cuda_stand_in import fresh, pycuda
+from tests.plugins.quantize.device_cases import Header
 
 __all__ = ["fresh", "pycuda"]  # fixtures
 
@@ -27,7 +27,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Header:
         pytest.skip("no C++ compiler here (CXX, c++, g++, clang++)")
     out = tmp_path_factory.mktemp("header") / "host_kernels.so"
     source = Path(__file__).with_name("host_kernels.cpp")
-    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC", "-I", str(SOURCES)]
+    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC", *include_options()]
     done = subprocess.run([compiler, *options, str(source), "-o", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     library = ctypes.CDLL(str(out))

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp4deploy.plugins import ahead, availability, driver
+from fp4deploy.plugins.aot import load as aot
+from fp4deploy.plugins.runtime import availability
+from fp4deploy.plugins.runtime import launch as cuda_launch
 
 
 class Refused(Exception):
@@ -94,13 +96,13 @@ class Pycuda(ModuleType):
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A driver that remembers nothing."""
     monkeypatch.delenv("FP4DEPLOY_KERNELS", raising=False)
-    monkeypatch.setattr(driver, "_gpus", {})
-    monkeypatch.setattr(driver, "_kernels", {})
-    monkeypatch.setattr(ahead, "_functions", {})
-    for found in (availability._lacking, availability._lacking_to_launch, ahead._no_binaries):
+    monkeypatch.setattr(cuda_launch, "_gpus", {})
+    monkeypatch.setattr(cuda_launch, "_kernels", {})
+    monkeypatch.setattr(aot, "_functions", {})
+    for found in (availability._lacking, availability._lacking_to_launch, aot._no_binaries):
         found.cache_clear()
     yield
-    for found in (availability._lacking, availability._lacking_to_launch, ahead._no_binaries):
+    for found in (availability._lacking, availability._lacking_to_launch, aot._no_binaries):
         found.cache_clear()
 
 
@@ -125,6 +127,6 @@ def pycuda(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Pycuda:
     monkeypatch.setattr(availability, "find_nvcc", lambda: Path("nvcc"))
     monkeypatch.setattr(availability, "nvcc_version", lambda _: "release 13.0")
     monkeypatch.setattr(availability, "supported", lambda *_: True)
-    monkeypatch.setattr(driver, "compile_cubin", lambda path, arch, macros: f"{path}{arch}{macros}".encode())
-    monkeypatch.setattr(driver, "raw_stream", lambda _: 0)
+    monkeypatch.setattr(cuda_launch, "compile_cubin", lambda path, arch, macros: f"{path}{arch}{macros}".encode())
+    monkeypatch.setattr(cuda_launch, "raw_stream", lambda _: 0)
     return found

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_cases import generator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4
 from fp4deploy.plugins import available
 from fp4deploy.qat import RECIPES, QuantizedLayer, QuantSpec, Recipe, calibrate, prepare, quantized_layers, restore
+from tests.qat.layer_cases import generator
 
 DELAYED = replace(RECIPES["nvfp4_qat_delayed"], amax_decay=0.5)
 FOUR_OVER_SIX = replace(DELAYED, name="4/6", activation=QuantSpec(scale="static", four_over_six=FourOverSix()))

@@ -13,8 +13,8 @@ from fp4deploy.models.digits import CHANNELS, digits
 from fp4deploy.plugins import available
 from fp4deploy.qat import prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
-from fp4deploy.qat.telemetry import Watcher
-from fp4deploy.train.losses import SegmentationLoss
+from fp4deploy.qat.telemetry.collect import Watcher
+from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer_cases import LAYERS, generator, make
 from torch import nn
 
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare
 from fp4deploy.qat.ste import fake_quantize
+from tests.qat.layer_cases import LAYERS, generator, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 

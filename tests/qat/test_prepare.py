@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import LAYERS, generator, make
 from torch import nn
 
 from fp4deploy.errors import InputError
@@ -22,6 +21,7 @@ from fp4deploy.qat import (
     quantized_layers,
     restore,
 )
+from tests.qat.layer_cases import LAYERS, generator, make
 
 OFF = Recipe("off")
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer_cases import LAYERS, make
-from reference_products import Products, check, one_step, reference
 from torch import nn
 
 from fp4deploy.formats import FourOverSix
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare
+from tests.qat.layer_cases import LAYERS, make
+from tests.qat.reference_products import Products, check, one_step, reference
 
 PLAIN = QuantSpec()
 TURNED = QuantSpec(hadamard=True)

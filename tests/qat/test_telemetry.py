@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer_cases import LAYERS
 from torch import nn
 
 from fp4deploy.models import build_unet
@@ -15,7 +14,7 @@ from fp4deploy.plugins import available
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, calibrate, prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.qat.quantizers import quantize_operand
-from fp4deploy.qat.telemetry import (
+from fp4deploy.qat.telemetry.collect import (
     ACTIVATION,
     GRADIENT,
     OUTPUT_GRADIENT,
@@ -26,7 +25,8 @@ from fp4deploy.qat.telemetry import (
     contracted_axis,
     window,
 )
-from fp4deploy.qat.telemetry_statistics import SHARES, raw_row
+from fp4deploy.qat.telemetry.statistics import SHARES, raw_row
+from tests.qat.layer_cases import LAYERS
 
 
 def on_gpu() -> bool:

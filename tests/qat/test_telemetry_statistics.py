@@ -22,7 +22,7 @@ from fp4deploy.formats import (
 )
 from fp4deploy.qat.quantizers import quantize_operand
 from fp4deploy.qat.recipes import QuantSpec
-from fp4deploy.qat.telemetry_statistics import (
+from fp4deploy.qat.telemetry.statistics import (
     CODED,
     CODES,
     DEQUANTIZED,

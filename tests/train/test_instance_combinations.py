@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from fp4deploy.errors import InputError
+from fp4deploy.experiments.sweep.results import markdown
+from fp4deploy.experiments.sweep.run import run_sweep
+from fp4deploy.experiments.sweep.spec import load_sweep
 from fp4deploy.models import read_card
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import create_run
@@ -17,9 +20,6 @@ from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.estimate import estimate, measure
 from fp4deploy.train.models import model_card, open_splits
 from fp4deploy.train.state import _progress
-from fp4deploy.train.sweep import run_sweep
-from fp4deploy.train.sweep_file import load_sweep
-from fp4deploy.train.sweep_results import markdown
 from fp4deploy.train.tasks import InstanceTask, SemanticTask, make_task
 
 

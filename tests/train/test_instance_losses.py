@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +12,9 @@ import torch.nn.functional as F
 from fp4deploy.models import InstanceHead
 from fp4deploy.models.heads import OFFSET_UNIT
 from fp4deploy.train import SegmentationLoss
-from fp4deploy.train.centre_loss import LEAST_MASS, CentreLoss, centre_targets
-from fp4deploy.train.set_loss import SetLoss, match, pair_cost, select_objects
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "instances"))
-
-from perfect import perfect_outputs
+from fp4deploy.train.losses.centres import LEAST_MASS, CentreLoss, centre_targets
+from fp4deploy.train.losses.sets import SetLoss, match, pair_cost, select_objects
+from tests.instances.perfect import perfect_outputs
 
 
 def scene(count: int = 2, size: int = 24, objects: int = 4, seed: int = 0) -> torch.Tensor:

@@ -21,10 +21,10 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models
 from fp4deploy.train.interrupt import Interrupt
-from fp4deploy.train.journal import append_line, keep_epochs
+from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
+from fp4deploy.train.logging.running_statistics import Counts, Tally
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.state import SavingPace, read_progress
-from fp4deploy.train.tally import Counts, Tally
 
 SETTINGS = [
     "model.scale=0.125",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp4deploy.train import SegmentationLoss, dice_loss
-from fp4deploy.train.losses import cross_entropy
+from fp4deploy.train.losses.segmentation import cross_entropy
 
 
 def sample(classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,8 +14,8 @@ import torch
 from fp4deploy.data import generate_shapes
 from fp4deploy.runs import create_run
 from fp4deploy.train import Config, SegmentationLoss, train_models, with_settings
+from fp4deploy.train.logging.running_statistics import Tally
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.tally import Tally
 
 ROOT = Path(__file__).parents[2]
 

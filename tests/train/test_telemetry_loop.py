@@ -15,10 +15,10 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
-from fp4deploy.train import trackers as trackers_module
+from fp4deploy.train.logging import trackers as trackers_module
+from fp4deploy.train.logging.telemetry import STATE, read_gradients
+from fp4deploy.train.logging.trackers import EPOCH, LOOK, Entry, read_entries
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.telemetry import STATE, read_gradients
-from fp4deploy.train.trackers import EPOCH, LOOK, Entry, read_entries
 
 SMALL = [
     "model.scale=0.125",

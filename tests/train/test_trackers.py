@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fp4deploy.errors import UnavailableError
-from fp4deploy.train import trackers
-from fp4deploy.train.trackers import (
+from fp4deploy.train.logging import trackers
+from fp4deploy.train.logging.trackers import (
     EPOCH,
     LOOK,
     Entry,

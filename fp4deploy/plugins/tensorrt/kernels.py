@@ -18,14 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp4deploy.plugins.ahead_compile import compile_launch
-from fp4deploy.plugins.ahead_store import architecture_name
-from fp4deploy.plugins.compiler import KernelError
-from fp4deploy.plugins.cubin import entry_point
-from fp4deploy.plugins.launching import ALIGNED
-from fp4deploy.plugins.tensorrt.definitions import QUANTIZE, Attributes, Plugin
-from fp4deploy.plugins.triton.launch import Launch, Value
-from fp4deploy.plugins.triton.tiles import (
+from fp4deploy.plugins.aot.compile import compile_launch
+from fp4deploy.plugins.aot.spec import Launch, Value
+from fp4deploy.plugins.aot.store import architecture_name
+from fp4deploy.plugins.gemm.arguments import ALIGNED
+from fp4deploy.plugins.gemm.triton.tiles import (
     MIDDLE,
     NARROW,
     NATIVE_FROM,
@@ -35,6 +32,9 @@ from fp4deploy.plugins.triton.tiles import (
     Tile,
     step_constants,
 )
+from fp4deploy.plugins.runtime.cubin import entry_point
+from fp4deploy.plugins.runtime.nvcc import KernelError
+from fp4deploy.plugins.tensorrt.definitions import QUANTIZE, Attributes, Plugin
 
 SCRATCH = 2
 MOST_SHARED = 48 * 1024

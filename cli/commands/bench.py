@@ -1,0 +1,189 @@
+"""`fp4deploy bench`: accuracy and latency of any artefact on the same data, with an accuracy gate on request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp4deploy.errors import InputError
+
+from ..console import note, notes, print_json, results, shown
+
+if TYPE_CHECKING:
+    from fp4deploy.bench.artifact import ArtifactResult, Baseline
+
+
+def bench(
+    engine: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--engine",
+            help="Artefact (.plan, .onnx, .fp4, checkpoint), or its name in the latest run; repeatable.",
+            show_default="every artefact of the latest run",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Data to measure on.", show_default="that of the artefact's run")
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Part of the data: val or test.")] = "val",
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", help="Artefact, or JSON of an earlier bench, to compare with.")
+    ] = None,
+    max_drop: Annotated[
+        float, typer.Option("--max-drop", min=0.0, help="Points of mIoU or AP below the baseline allowed (exit 1).")
+    ] = 0.5,
+    max_dets: Annotated[
+        int | None,
+        typer.Option(
+            "--max-dets", min=1, help="Instances an image that count (instance models).", show_default="as trained"
+        ),
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            help="Folder for COCO results, panoptic files and overlays (instance models).",
+            show_default="not kept",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs at most (also at most 5 s).")] = 50,
+    out: Annotated[
+        str | None, typer.Option("--json", help="Write the results as JSON; - for stdout.", show_default="no JSON")
+    ] = None,
+) -> None:
+    """Measure mIoU or AP and latency; an engine for another GPU exits 3, a drop below the baseline exits 1."""
+    from fp4deploy.bench.artifact import find_baseline, gate_drop
+    from fp4deploy.data import MEASURED
+
+    paths = _resolve(engine)
+    where = data or _data(paths)
+    if split not in MEASURED:
+        raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
+    note(f"Measuring on the split {split} of {shown(where)}.")
+    reference = None
+    if baseline is not None:
+        resolved = baseline if baseline.suffix == ".json" else _resolve([baseline])[0]
+        reference = find_baseline(resolved, where, max_dets, split)
+    found = _measure(paths, where, split, batch, iterations, max_dets, keep)
+    _write(found, split, reference, out)
+    if reference is not None:
+        gate_drop(found, reference, max_drop)
+        note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
+
+
+def _resolve(names: list[Path] | None) -> list[Path]:
+    from fp4deploy.bench.locate import find_artifact, run_artifacts
+    from fp4deploy.runs import latest_run
+
+    if not names:
+        run = latest_run()
+        artifacts = list(run_artifacts(run).values())
+        if not artifacts:
+            raise InputError(f"{run.path} has no artefact to measure yet. Continue with: fp4deploy train")
+        note(f"Taking every artefact of the latest run, {shown(run.path)}.")
+        return artifacts
+    found = []
+    for name in names:
+        path = find_artifact(name)
+        if path != name:
+            note(f"{name} is {shown(path)}.")
+        found.append(path)
+    return found
+
+
+def _data(paths: list[Path]) -> Path:
+    from fp4deploy.bench.locate import data_of
+
+    return data_of(paths[0])
+
+
+def _measure(
+    paths: list[Path], data: Path, split: str, batch: int, iterations: int, max_dets: int | None, keep: Path | None
+) -> list[ArtifactResult]:
+    from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
+    from fp4deploy.bench.locate import model_of, run_of
+
+    run_one = bench_artifact if len(paths) == 1 else bench_or_explain
+    found = []
+    for path in paths:
+        note(f"  {shown(path)} ...")
+        model = model_of(path, run_of(path))
+        folder = _folder(keep, path, model, len(paths)) if keep is not None else None
+        found.append(
+            run_one(
+                path,
+                data,
+                model=model,
+                batch=batch,
+                iterations=iterations,
+                max_detections=max_dets,
+                results=folder,
+                split=split,
+            )
+        )
+        if folder is not None and found[-1].instances is not None:
+            note(f"  Wrote the instances to {shown(folder)}.")
+    return found
+
+
+def _folder(keep: Path, path: Path, model: str | None, count: int) -> Path:
+    """`keep` itself for one artefact, a folder of its own in there for each of several."""
+    if count == 1:
+        return keep
+    return keep / (f"{model}-checkpoint" if model and path.suffix == ".safetensors" else path.name)
+
+
+def _write(found: list[ArtifactResult], split: str, reference: Baseline | None, out: str | None) -> None:
+    from fp4deploy.bench.environment import environment
+
+    entries = [result.to_json() for result in found]
+    print_table(entries, reference.value if reference else None, to_stderr=out == "-")
+    if out is None:
+        return
+    document = {
+        "artifacts": entries,
+        "split": split,
+        "baseline_miou": reference.value if reference and reference.metric == "mIoU" else None,
+        "baseline_ap": reference.value if reference and reference.metric == "AP" else None,
+        "environment": environment(),
+    }
+    if out == "-":
+        print_json(document)
+    else:
+        _save(document, Path(out))
+
+
+def _save(document: dict[str, Any], path: Path) -> None:
+    from fp4deploy.runs import atomic_write
+
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    note(f"Wrote {shown(path)}.")
+
+
+def print_table(
+    entries: list[dict[str, Any]], baseline: float | None = None, *, to_stderr: bool = False, reasons: bool = True
+) -> None:
+    """The comparison table; reasons of rows that were not run follow it."""
+    from rich.table import Table
+
+    from fp4deploy.bench import tables
+
+    table = Table(box=None, pad_edge=False)
+    for name in tables.head(entries):
+        table.add_column(name, justify="right" if name in tables.NUMERIC else "left", overflow="fold")
+    columns = tables.metrics(entries)
+    body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline, columns) for entry in entries]
+    for row in body:
+        table.add_row(*row)
+    console = notes() if to_stderr else results()
+    console.print(table)
+    for entry in entries:
+        if reasons and entry.get("memory"):
+            console.print(tables.memory(entry["path"], entry["memory"]), markup=False, soft_wrap=True)
+        if reasons and entry["reason"]:
+            console.print(f"{entry['path']}: {entry['reason']}", markup=False, soft_wrap=True)

@@ -1,0 +1,86 @@
+"""`fp4deploy build`: canonical ONNX to an engine and its ledger, with no GPU where TensorRT-RTX builds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from fp4deploy.errors import InputError
+from fp4deploy.runs import latest_run
+
+from ..console import done, note, shown
+
+if TYPE_CHECKING:
+    from fp4deploy.export.engine.build import BuildResult
+
+
+def build(
+    models: Annotated[
+        list[Path] | None, typer.Argument(help="Canonical .onnx files.", show_default="all of the latest run")
+    ] = None,
+    backend: Annotated[
+        Literal["tensorrt", "tensorrt-rtx"], typer.Option("--backend", help="Library that builds.")
+    ] = "tensorrt-rtx",
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch", help="GPU to build for, such as sm120.", show_default="sm120; with tensorrt the GPU present"
+        ),
+    ] = None,
+    conv: Annotated[
+        Literal["auto", "qdq", "gemm", "plugin"],
+        typer.Option("--conv", help="Form of FP4 convolutions; auto picks per layer, plugin needs tensorrt."),
+    ] = "auto",
+    batch: Annotated[int, typer.Option("--max-batch", min=1, help="Largest batch the engine takes.")] = 8,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail (exit 1) on a layer that silently fell back.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Target .plan (one model) or folder.", show_default="RUN/engines")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", help="Keep the compiler's log here (one model).", show_default="not kept")
+    ] = None,
+) -> None:
+    """Build an engine of each model, with a ledger of which layer runs in which precision."""
+    from fp4deploy.export.engine.build import build_engine
+
+    found = list(models or _latest())
+    if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
+        raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
+    for path in found:
+        note(f"Building {shown(path)} ...")
+        target = target_of(path, out)
+        result = build_engine(path, target, backend, arch, conv, strict, batch=(1, 1, batch), log=log)
+        done(describe(result))
+    note("Measure with: fp4deploy bench --engine FILE, or read a ledger with: fp4deploy inspect FILE")
+
+
+def describe(result: BuildResult) -> str:
+    """One line about a built engine."""
+    return f"{shown(result.plan)} ({result.size_bytes / 1e6:.2f} MB, {result.seconds:.1f} s): {result.ledger.summary()}"
+
+
+def canonical_models(folder: Path) -> list[Path]:
+    """Canonical files of an export folder: all .onnx but the portable twins."""
+    return [path for path in sorted(folder.glob("*.onnx")) if not path.name.endswith(".portable.onnx")]
+
+
+def target_of(path: Path, out: Path | None) -> Path:
+    """Where an engine goes: `out`, or engines/ of the run that holds the model, or beside the model."""
+    from fp4deploy.bench.locate import run_of
+
+    if out is not None and out.suffix == ".plan":
+        return out
+    run = run_of(path)
+    folder = out or (run.engine_dir if run is not None else path.parent)
+    return folder / f"{path.stem}.plan"
+
+
+def _latest() -> list[Path]:
+    run = latest_run()
+    found = canonical_models(run.export_dir)
+    if not found:
+        raise InputError(f"The latest run, {run.path}, has no exported model yet. Export it with: fp4deploy export")
+    note(f"Taking the latest run, {shown(run.path)}: {', '.join(path.name for path in found)}.")
+    return found

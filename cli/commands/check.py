@@ -1,0 +1,101 @@
+"""`fp4deploy check`: per layer FP4 or FP16, with the reason, before training or building anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp4deploy.errors import InputError
+
+from ..console import print_json, results
+
+if TYPE_CHECKING:
+    from fp4deploy.qat import LayerPlan
+
+
+def check(
+    model: Annotated[str, typer.Argument(help="unet, unet:SCALE (such as unet:0.25), a checkpoint, or an .onnx file.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", help="Recipe to plan for (unet and FP16 checkpoints).")
+    ] = "nvfp4_qat",
+    classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes (unet only).")] = 21,
+    digits: Annotated[bool, typer.Option("--digits", help="The UNet reads the image as digits (unet only).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
+) -> None:
+    """Show per layer whether it runs in FP4 or FP16, and why."""
+    plans = _plans(model, recipe, classes, digits)
+    if as_json:
+        print_json({"model": model, "layers": [dataclasses.asdict(plan) for plan in plans]})
+        return
+    _print_table(model, plans)
+
+
+def _plans(model: str, recipe: str, classes: int, digits: bool) -> list[LayerPlan]:
+    name, _, scale = model.partition(":")
+    if name == "unet" and not Path(model).exists():
+        return _unet_plans(scale, recipe, classes, digits)
+    path = Path(model)
+    if not path.is_file():
+        raise InputError(
+            f"{model} is neither a model nor a file. Valid: unet, unet:0.25, a .safetensors checkpoint, an .onnx file."
+        )
+    if path.suffix == ".onnx":
+        return _onnx_plans(path)
+    if path.suffix == ".safetensors":
+        return _checkpoint_plans(path, recipe)
+    raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
+
+
+def _unet_plans(scale: str, recipe: str, classes: int, digits: bool) -> list[LayerPlan]:
+    from fp4deploy.models import build_unet
+    from fp4deploy.qat import layer_plan
+
+    try:
+        factor = float(scale or "1.0")
+    except ValueError:
+        raise InputError(f"'{scale}' is not a scale. Give a number: unet:0.25, unet:0.5, unet:1.0.") from None
+    return layer_plan(build_unet(classes, factor, digits), recipe)
+
+
+def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
+    from fp4deploy.models import build_unet, load_weights, read_card
+    from fp4deploy.qat import layer_plan, prepare_as
+
+    card = read_card(path)
+    model = build_unet(card.channels, card.scale, card.digits)
+    if card.precision == "nvfp4":
+        prepare_as(model, card)
+    load_weights(model, path)
+    return layer_plan(model, card.recipe or recipe)
+
+
+def _onnx_plans(path: Path) -> list[LayerPlan]:
+    import json
+
+    from fp4deploy.export import read_onnx
+    from fp4deploy.qat import LayerPlan
+
+    entries = {entry.key: entry.value for entry in read_onnx(path).metadata_props}
+    if "fp4deploy.layers" not in entries:
+        raise InputError(f"{path} carries no plan of its layers. Write it with: fp4deploy export")
+    layers = json.loads(entries["fp4deploy.layers"])
+    return [
+        LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", ""))
+        for name, layer in layers.items()
+    ]
+
+
+def _print_table(model: str, plans: list[LayerPlan]) -> None:
+    from rich.table import Table
+
+    table = Table("layer", "kind", "precision", "reason", box=None, pad_edge=False)
+    for plan in plans:
+        style = "green" if plan.precision == "FP4" else None
+        table.add_row(plan.name, plan.kind, plan.precision, plan.reason, style=style)
+    console = results()
+    console.print(table)
+    quantised = sum(plan.precision == "FP4" for plan in plans)
+    console.print(f"\n{model}: {quantised} of {len(plans)} layers in FP4.", markup=False)

@@ -1,0 +1,43 @@
+"""`fp4deploy doctor`: what this machine can do, what is missing, and the command that adds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from ..console import print_json, results
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the tables.")] = False,
+) -> None:
+    """Show what this machine can do, what is missing, and the command that adds it."""
+    from fp4deploy.bench.environment import abilities, environment, gpus, tools
+
+    found, devices = tools(), gpus()
+    tasks = abilities(found, devices)
+    if as_json:
+        able = {task: {"able": able, "how": how} for task, able, how in tasks}
+        print_json({**environment(), "tools": [dataclasses.asdict(tool) for tool in found], "abilities": able})
+        return
+    _print_tables(environment(), found, tasks)
+
+
+def _print_tables(machine: dict, found: list, tasks: list[tuple[str, bool, str]]) -> None:
+    from rich.table import Table
+
+    devices = ", ".join(f"{gpu['name']} ({gpu['arch']})" for gpu in machine["gpus"]) or "none"
+    console = results()
+    console.print(f"Python {machine['python']} on {machine['cpu']}, {machine['cores']} cores; CUDA GPU: {devices}\n")
+    libraries = Table("library", "version", "what for", "to add it", box=None, pad_edge=False)
+    for tool in found:
+        version = tool.version or "[red]missing[/red]"
+        libraries.add_row(tool.name, version, tool.purpose, "" if tool.version else tool.install)
+    console.print(libraries)
+    console.print("\nThis machine can:")
+    able = Table(show_header=False, box=None, pad_edge=False)
+    for task, yes, how in tasks:
+        able.add_row(f"  {task}", "[green]yes[/green]" if yes else "[red]no[/red]", how)
+    console.print(able)

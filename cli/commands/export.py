@@ -1,0 +1,127 @@
+"""`fp4deploy export`: a run or a checkpoint to canonical Q/DQ ONNX or a packed network, verified before it lands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
+
+from ..console import done, note, shown
+
+if TYPE_CHECKING:
+    from fp4deploy.export import ExportResult
+
+
+SUFFIXES = {"onnx": ".onnx", "packed": ".fp4"}
+
+
+def export(
+    source: Annotated[
+        Path | None, typer.Argument(help="Run folder or checkpoint.", show_default="the latest run")
+    ] = None,
+    form: Annotated[
+        Literal["onnx", "packed"], typer.Option("--format", help="Canonical Q/DQ graph, or a packed network (.fp4).")
+    ] = "onnx",
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Also write the twin that plain ONNX Runtime runs.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Data to verify on.", show_default="the run's own")
+    ] = None,
+    images: Annotated[int, typer.Option("--images", min=1, help="Validation images to verify on.")] = 16,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch before writing.")] = True,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Target file (one checkpoint) or folder.", show_default="RUN/export")
+    ] = None,
+) -> None:
+    """Write the hardware-neutral ONNX graph, or a packed network; exit 1 if it computes another result than torch."""
+    if portable and form == "packed":
+        raise InputError("--portable is the twin of an ONNX file; leave it out with --format packed.")
+    suffix = SUFFIXES[form]
+    failed: list[GateError | InputError] = []
+    for checkpoint, target in _targets(source, out, suffix):
+        note(f"Exporting {shown(checkpoint)} ...")
+        verify_on = (data or _data(checkpoint)) if verify else None
+        try:
+            if form == "packed":
+                line = _packed(checkpoint, target, verify_on, images, verify)
+            else:
+                line = _onnx(checkpoint, target, portable, verify_on, images, verify)
+        except (GateError, InputError) as error:
+            failed.append(error)
+            continue
+        done(line)
+    if failed:
+        raise type(min(failed, key=lambda error: error.exit_code))(" ".join(dict.fromkeys(map(str, failed))))
+    if form == "packed":
+        note("Measure it with: fp4deploy bench; look into it with: fp4deploy inspect FILE")
+    else:
+        note("Build an engine of it with: fp4deploy build")
+
+
+def _onnx(checkpoint: Path, target: Path, portable: bool, data: Path | None, images: int, verify: bool) -> str:
+    from fp4deploy.export import export_onnx
+
+    return describe(export_onnx(checkpoint, target, portable, data, images, verify))
+
+
+def _packed(checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool) -> str:
+    from fp4deploy.bench.tables import size
+    from fp4deploy.export.to_packed import export_packed
+    from fp4deploy.packed import plain_bytes
+
+    result = export_packed(checkpoint, target, data, images, verify)
+    weights, plain = result.file.weight_bytes, plain_bytes(result.file.graph)
+    agreed = f", {result.verification.sentence()}" if result.verification else ""
+    return f"{shown(target)} (weights {size(weights)}, {weights / plain:.3f} of FP16's {size(plain)}){agreed}"
+
+
+def describe(result: ExportResult) -> str:
+    """One line about an exported model."""
+    portable = f" and {shown(result.portable_path)}" if result.portable_path else ""
+    agreed = f", {result.verification.sentence()}" if result.verification else ""
+    return f"{shown(result.path)}{portable} ({result.path.stat().st_size / 1e6:.2f} MB){agreed}"
+
+
+def _targets(source: Path | None, out: Path | None, suffix: str) -> list[tuple[Path, Path]]:
+    if source is not None and not source.exists():
+        raise InputError(f"There is no {source}. Give a run folder or a checkpoint; train one with: fp4deploy train")
+    if source is not None and source.is_file():
+        return [(source, _target(source, out, suffix))]
+    run = open_run(source) if source is not None else latest_run()
+    if source is None:
+        note(f"Taking the latest run, {shown(run.path)}.")
+    models = run.models()
+    if not models:
+        raise InputError(f"{run.path} holds no checkpoint yet. Continue its training with: fp4deploy train --resume")
+    if out is not None and out.suffix == suffix and len(models) > 1:
+        raise InputError(f"{run.path} holds {len(models)} models, so --out must be a folder, not {out}.")
+    return [(run.checkpoint(model), _in_folder(run, model, out, suffix)) for model in models]
+
+
+def _in_folder(run: Run, model: str, out: Path | None, suffix: str) -> Path:
+    if out is not None and out.suffix == suffix:
+        return out
+    return (out or run.export_dir) / f"{artifact_stem(model)}{suffix}"
+
+
+def _target(checkpoint: Path, out: Path | None, suffix: str) -> Path:
+    from fp4deploy.bench.locate import model_of, run_of
+
+    run = run_of(checkpoint)
+    model = model_of(checkpoint, run)
+    if run is not None and model is not None:
+        return _in_folder(run, model, out, suffix)
+    if out is not None and out.suffix == suffix:
+        return out
+    return (out or checkpoint.parent) / f"{checkpoint.stem}{suffix}"
+
+
+def _data(checkpoint: Path) -> Path | None:
+    from fp4deploy.bench.locate import data_of, run_of
+
+    return data_of(checkpoint) if run_of(checkpoint) is not None else None

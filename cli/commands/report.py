@@ -1,0 +1,81 @@
+"""`fp4deploy report`: the report of one run anew, or several runs beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp4deploy.errors import InputError
+from fp4deploy.runs import latest_run
+
+from ..console import done, note, print_json, shown
+
+if TYPE_CHECKING:
+    from fp4deploy.runs import Run
+
+
+def report(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run folders; the others are compared with the first.", show_default="the latest run"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="HTML file to write.", show_default="in the run; of several, beside the first"),
+    ] = None,
+    json_out: Annotated[
+        str | None, typer.Option("--json", help="Write the facts as JSON; - for stdout.", show_default="no JSON")
+    ] = None,
+) -> None:
+    """Write one self-contained page: a run's report anew, or a comparison. Nothing is trained or measured."""
+    from fp4deploy.report.compare_files import open_runs
+
+    _check(out, json_out)
+    found = open_runs(runs) if runs else [latest_run()]
+    facts, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
+    say = note if json_out == "-" else done
+    for sentence in facts["summary"]:
+        say(sentence)
+    say(f"\nReport: {shown(page)}")
+    if json_out == "-":
+        print_json(facts)
+    elif json_out is not None:
+        from fp4deploy.runs import atomic_write
+
+        with atomic_write(Path(json_out)) as temporary:
+            temporary.write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        note(f"Wrote {shown(Path(json_out))}.")
+
+
+def _check(out: Path | None, json_out: str | None) -> None:
+    """Refuse what cannot be written before anything is drawn."""
+    if out is not None and (out.suffix.lower() not in (".html", ".htm") or out.is_dir()):
+        raise InputError(f"--out takes the HTML file to write, such as report.html, not {out}.")
+    if json_out not in (None, "-") and Path(str(json_out)).is_dir():
+        raise InputError(f"--json takes the file to write, or - for stdout; {json_out} is a folder.")
+
+
+def _one(run: Run, out: Path | None) -> tuple[dict[str, Any], Path]:
+    from fp4deploy.report.regenerate import rewrite
+    from fp4deploy.report.run_data import read_run
+
+    written = rewrite(run, read_run(run), out)
+    for remark in written.facts["remarks"]:
+        note(remark)
+    return written.facts, written.html
+
+
+def _several(runs: list[Run], out: Path | None) -> tuple[dict[str, Any], Path]:
+    from fp4deploy.report.compare_files import default_page, write_comparison
+
+    page = out or default_page(runs)
+    facts = write_comparison(runs, page)
+    for sentence in facts["cannot"]:
+        note(sentence)
+    for run in facts["runs"]:
+        for remark in run["remarks"]:
+            note(f"{run['label']}: {remark}")
+    return facts, page

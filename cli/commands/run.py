@@ -1,0 +1,96 @@
+"""`fp4deploy run`: train, export, build, bench and report in one go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp4deploy.errors import InputError
+from fp4deploy.runs import processes
+
+from ..console import done, note, results, shown
+from ..settings import (
+    DEFAULT,
+    ClassesOption,
+    ConfigOption,
+    DataOption,
+    EveryOption,
+    ModelsOption,
+    OutOption,
+    RecipeOption,
+    ScratchOption,
+    SetOption,
+    TaskOption,
+    TrackerOption,
+    parse_models,
+    settings,
+    start_run,
+    tidy_on_failure,
+)
+from .bench import print_table
+
+if TYPE_CHECKING:
+    from fp4deploy.report.run import Report
+
+
+def run(
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Generated shapes and small settings: minutes on two cores.")
+    ] = False,
+    data: DataOption = None,
+    out: OutOption = None,
+    models: ModelsOption = DEFAULT,
+    task: TaskOption = None,
+    recipe: RecipeOption = None,
+    classes: ClassesOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    arch: Annotated[str, typer.Option("--arch", help="GPU to build engines for: sm120 or sm121.")] = "sm120",
+    from_scratch: ScratchOption = False,
+    telemetry_every: EveryOption = None,
+    tracker: TrackerOption = None,
+) -> None:
+    """Take an FP16 and an NVFP4 model through every stage, and compare them in a table and a report."""
+    from fp4deploy.pipeline import run_chain
+    from fp4deploy.report.run import Journal
+
+    if processes() > 1:
+        raise InputError("fp4deploy run is one process. Train under torchrun with: fp4deploy train; then export.")
+    if demo and data is not None:
+        raise InputError("--demo uses generated shapes; leave out either --demo or --data.")
+    chosen = parse_models(models)
+    resolved = settings(
+        config, sets, data=data, classes=classes, recipe=recipe, task=task, every=telemetry_every, trackers=tracker
+    )
+    created, resolved = start_run(resolved, out)
+    where = Path(resolved.data.root or created.path / "data")
+    journal = Journal(commands=_commands(demo, data, config, sets, models, task))
+    with tidy_on_failure(created):
+        report = run_chain(
+            resolved, created, where, chosen, from_scratch=from_scratch, arch=arch, say=note, journal=journal
+        )
+    _print(report)
+
+
+def _commands(
+    demo: bool, data: Path | None, config: Path | None, sets: list[str] | None, models: str, task: str | None = None
+) -> list[str]:
+    flags = ["--demo"] if demo else []
+    flags += ["--task", task] if task else []
+    flags += ["--data", str(data)] if data else []
+    flags += ["--config", str(config)] if config else []
+    flags += [part for setting in sets or [] for part in ("--set", setting)]
+    flags += ["--models", models] if models != DEFAULT else []
+    return [" ".join(["fp4deploy run", *flags])]
+
+
+def _print(report: Report) -> None:
+    console = results()
+    console.print()
+    print_table(report.facts["artifacts"], reasons=False)
+    console.print()
+    for sentence in report.facts["summary"]:
+        done(sentence)
+    done(f"\nReport: {shown(report.html)}\n        {shown(report.markdown)}\n        {shown(report.json)}")

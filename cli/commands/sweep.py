@@ -1,0 +1,68 @@
+"""`fp4deploy sweep`: variants of one training over seeds, as a table of paired differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp4deploy.errors import GateError, InputError
+
+from ..console import done, note, shown
+from ..settings import DataOption, SetOption
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="YAML with a configuration, variants and seeds.")],
+    data: DataOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of the sweep; an existing one goes on.", show_default="runs/<FILE>"),
+    ] = None,
+    sets: SetOption = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds: 0,1,2.", show_default="the file's")] = None,
+    only: Annotated[str | None, typer.Option("--only", help="Variants to run: a,b.", show_default="all")] = None,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", help="Stop and save after so many minutes.", show_default="no limit")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Trainings at a time, a GPU for each.")] = 1,
+) -> None:
+    """Train every variant for every seed; the same command goes on where it was stopped."""
+    import json
+
+    from fp4deploy.bench.commands import record
+    from fp4deploy.experiments.sweep.plot import draw_sweep
+    from fp4deploy.experiments.sweep.results import markdown
+    from fp4deploy.experiments.sweep.run import run_sweep
+    from fp4deploy.experiments.sweep.spec import load_sweep
+
+    if minutes is not None and not minutes > 0:
+        raise InputError(f"--minutes is {minutes:g}; give a time above 0, or leave it out.")
+    flags = [f"data.root={json.dumps(str(data))}"] if data is not None else []
+    loaded = load_sweep(file, (*flags, *(sets or [])), _seeds(seeds))
+    folder = out if out is not None else Path("runs") / file.stem
+    note(f"Sweep: {len(loaded.variants)} variants, {len(loaded.seeds)} seeds, into {shown(folder)}")
+    names = tuple(name.strip() for name in (only or "").split(",") if name.strip())
+    results = run_sweep(loaded, folder, names, minutes, note, record, jobs)
+    picture = draw_sweep(results, folder)
+    done(markdown(results))
+    note(", ".join(shown(path) for path in (folder / "sweep.json", folder / "sweep.md", picture) if path is not None))
+    failed = [
+        f"{name} (seed {seed})"
+        for name, row in results["variants"].items()
+        for seed, run in row["runs"].items()
+        if run["status"] == "failed"
+    ]
+    if failed:
+        listed = ", ".join(failed)
+        raise GateError(f"{len(failed)} of the runs failed: {listed}. The table says why; run again to retry.")
+
+
+def _seeds(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InputError(f"--seeds takes whole numbers such as 0,1,2, not '{text}'.") from None

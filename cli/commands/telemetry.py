@@ -1,0 +1,80 @@
+"""`fp4deploy telemetry`: draw again what a training tracked; study where a trained model's tails lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp4deploy.errors import InputError
+from fp4deploy.runs import Run, latest_run, open_run
+
+from ..console import done, note, shown
+
+app = typer.Typer(help="Heatmaps of a training; the study of kurtosis.", no_args_is_help=True)
+
+
+@app.command("plot")
+def plot(
+    run: Annotated[Path | None, typer.Argument(help="Run folder.", show_default="the latest run")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Only this model.", show_default="all")] = None,
+) -> None:
+    """Draw every heatmap of a run from its telemetry.jsonl and checkpoints, under plots/heatmaps/<model>/."""
+    found = open_run(run) if run is not None else latest_run()
+    models = _tracked(found)
+    if model is not None and model not in models:
+        raise InputError(f"{shown(found.path)} holds no telemetry of '{model}'; it has: {', '.join(models) or 'none'}.")
+    if not models:
+        raise InputError(
+            f"{shown(found.path)} holds no telemetry. Train with telemetry: fp4deploy train --telemetry-every 200"
+        )
+    draw(found, [model] if model else models)
+
+
+@app.command("study")
+def study(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="Checkpoint.", show_default="nvfp4, else fp16, of the latest run")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
+    ] = None,
+    images: Annotated[int, typer.Option("--images", min=1, help="Validation images to look at.")] = 16,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for kurtosis.{json,md,png}.", show_default="the run's plots/")
+    ] = None,
+) -> None:
+    """Say which tensors NVFP4 quantises badly, and what each layer alone in NVFP4 does to the output."""
+    from fp4deploy.bench.locate import data_of
+    from fp4deploy.experiments.sensitivity.files import render_study, save_study
+    from fp4deploy.experiments.sensitivity.study import study_images, study_kurtosis
+
+    path = checkpoint or _default_checkpoint()
+    found = study_kurtosis(path, study_images(path, data or data_of(path), images), on_gpu=True)
+    whole = path.resolve()
+    files = save_study(found, out or whole.parents[1] / "plots" / "kurtosis" / whole.parent.name)
+    done(render_study(found).split("Each layer")[0].strip())
+    for file in files:
+        done(shown(file))
+
+
+def draw(run: Run, models: list[str]) -> None:
+    """Draw the heatmaps of `models`, and say where they are."""
+    from fp4deploy.report.figures.heatmaps import draw_heatmaps, heatmap_folder
+
+    for model in models:
+        files = draw_heatmaps(run, model)
+        note(f"{model}: {len(files)} files of heatmaps under {shown(heatmap_folder(run, model))}")
+
+
+def _tracked(run: Run) -> list[str]:
+    return sorted(path.parent.name for path in run.path.glob("*/telemetry.jsonl"))
+
+
+def _default_checkpoint() -> Path:
+    run = latest_run()
+    for model in ("nvfp4", *run.models()):
+        if run.checkpoint(model).is_file():
+            return run.checkpoint(model)
+    raise InputError(f"{shown(run.path)} has no checkpoint yet. Train one with: fp4deploy train")

@@ -1,0 +1,110 @@
+"""`fp4deploy train`: FP16 and NVFP4 models in one loop, into a new run or on with an interrupted one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp4deploy.runs import Run, is_first_process, latest_run, open_run
+
+from ..console import done, note, shown
+from ..settings import (
+    DEFAULT,
+    MODELS_HELP,
+    ClassesOption,
+    ConfigOption,
+    DataOption,
+    EveryOption,
+    OutOption,
+    RecipeOption,
+    ScratchOption,
+    SetOption,
+    TaskOption,
+    TrackerOption,
+    parse_models,
+    settings,
+    start_run,
+    tidy_on_failure,
+)
+from .estimate import run_estimate
+from .telemetry import draw
+
+if TYPE_CHECKING:
+    from fp4deploy.train import Config, TrainResult
+
+
+def train(
+    data: DataOption = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            "--models",
+            help=MODELS_HELP,
+            show_default=f"{DEFAULT}; with --resume those the run was asked for",
+        ),
+    ] = None,
+    task: TaskOption = None,
+    recipe: RecipeOption = None,
+    classes: ClassesOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    out: OutOption = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the latest run, or the one given by --out.")
+    ] = False,
+    from_scratch: ScratchOption = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only measure some steps and estimate the time (fp4deploy estimate).")
+    ] = False,
+    telemetry_every: EveryOption = None,
+    tracker: TrackerOption = None,
+) -> None:
+    """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
+    chosen = parse_models(DEFAULT if models is None else models)
+    flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
+    flags |= {"every": telemetry_every, "trackers": tracker}
+    if dry_run:
+        run_estimate(settings(config, sets, **flags), chosen)
+        return
+    if resume:
+        run = open_run(out) if out is not None else latest_run()
+        resolved = settings(run.config_path, sets, **flags)
+        if models is None:
+            chosen = run.asked_models() or chosen
+        note(f"Continuing {shown(run.path)}: {', '.join(chosen)}.")
+        _record(run)
+        _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
+        return
+    resolved = settings(config, sets, **flags)
+    run, resolved = start_run(resolved, out)
+    with tidy_on_failure(run):
+        _report(run, _train(resolved, run, chosen, from_scratch, resume=False), resolved)
+
+
+def _train(
+    config: Config, run: Run, models: tuple[str, ...], from_scratch: bool, resume: bool
+) -> dict[str, TrainResult]:
+    from fp4deploy.train import train_models
+
+    return train_models(config, run, models, from_scratch=from_scratch, resume=resume)
+
+
+def _record(run: Run) -> None:
+    from fp4deploy.bench.commands import record
+
+    if is_first_process():
+        record(run)
+
+
+def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
+    for model, result in trained.items():
+        done(f"{model}: best {result.metric} {100 * result.best_score:.2f}, {shown(run.checkpoint(model))}")
+    if (
+        is_first_process()
+        and config.telemetry.plots
+        and config.telemetry.every
+        and "jsonl" in config.telemetry.trackers
+    ):
+        draw(run, list(trained))
+    note("Export them with: fp4deploy export --format onnx")

@@ -1,0 +1,1 @@
+"""Runtimes behind one Protocol: ONNX Runtime, torch, packed networks, TensorRT, TensorRT-RTX."""

@@ -1,0 +1,72 @@
+"""One face for everything that can answer an image: ONNX Runtime, torch, packed, TensorRT, TensorRT-RTX.
+
+A runtime takes normalised images float32 [N, 3, H, W] and gives logits float32 [N, classes, H, W], both in the memory
+of the CPU, whatever it computes in; so accuracy is measured by the same code for every artefact. Its `time` measures
+the network alone: input and output stay where the runtime computes (CUDA events on a GPU, a clock on a CPU).
+
+| file | runtime | where |
+|---|---|---|
+| `.onnx` | ONNX Runtime; canonical FP4 files through the portable lowering, in memory | CPU |
+| `.safetensors` | torch with fake quantisation; fp16 autocast on CUDA, FP32 on the CPU | CUDA or CPU |
+| `.fp4` | packed NVFP4 kernels; on the CPU the same numbers, decoded in torch | CUDA or CPU |
+| `.plan` | the library that built it, as its ledger says; without a ledger, the first that loads it | CUDA |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fp4deploy.bench.runtimes.protocol import Runtime
+from fp4deploy.errors import InputError
+
+
+def open_runtime(path: Path) -> Runtime:
+    """Load an artefact into the runtime its suffix asks for.
+
+    Raises:
+        InputError: the file is missing, of another kind, or broken.
+        UnavailableError: this machine cannot run it.
+    """
+    path = Path(path)
+    opener = RUNTIMES.get(path.suffix.lower())
+    if opener is None:
+        raise InputError(
+            f"{path} is of an unknown kind. bench takes .onnx (canonical or portable), .safetensors "
+            "(a checkpoint), .fp4 (a packed network) and .plan (an engine); make one with: fp4deploy export"
+        )
+    if not path.is_file():
+        raise InputError(f"There is no file {path}. Make one with: fp4deploy export, then fp4deploy build")
+    return opener(path)
+
+
+def _onnx(path: Path) -> Runtime:
+    from fp4deploy.bench.runtimes.ort import OrtRuntime
+
+    return OrtRuntime(path)
+
+
+def _checkpoint(path: Path) -> Runtime:
+    from fp4deploy.bench.runtimes.pytorch import TorchRuntime
+
+    return TorchRuntime(path)
+
+
+def _packed(path: Path) -> Runtime:
+    from fp4deploy.bench.runtimes.packed import PackedRuntime
+
+    return PackedRuntime(path)
+
+
+def _plan(path: Path) -> Runtime:
+    from fp4deploy.bench.runtimes.tensorrt import open_plan
+
+    return open_plan(path)
+
+
+RUNTIMES: dict[str, Callable[[Path], Runtime]] = {
+    ".onnx": _onnx,
+    ".safetensors": _checkpoint,
+    ".fp4": _packed,
+    ".plan": _plan,
+}

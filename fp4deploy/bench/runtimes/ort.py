@@ -1,0 +1,65 @@
+"""ONNX Runtime on the CPU: portable files as they are, canonical files through the portable lowering in memory.
+
+ONNX Runtime has no FP4 kernels, so the lowering spells NVFP4 in standard operators of FP32 and INT8: the numbers are
+those of the contract, the speed is that of an emulation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+
+from fp4deploy.bench.environment import cpu_name
+from fp4deploy.bench.latency import time_cpu
+from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.errors import InputError
+from fp4deploy.export import read_onnx, to_portable
+from fp4deploy.export.onnx.session import portable_session
+from fp4deploy.models.card import CARD_KEY, ModelCard
+
+
+class OrtRuntime:
+    """An `.onnx` file written by `fp4deploy export`."""
+
+    def __init__(self, path: Path) -> None:
+        model = read_onnx(path)
+        self.card = onnx_card(model, path)
+        canonical = is_canonical(model)
+        if canonical:
+            model = to_portable(model)
+        self._session = portable_session(model)
+        self._input = self._session.get_inputs()[0].name
+        form = "CPU, lowered in memory" if canonical else "CPU"
+        self.name = f"ONNX Runtime {ort.__version__} ({form})"
+        self.device = cpu_name()
+        self.precision = "NVFP4 (emulated)" if self.card.precision == "nvfp4" else "FP16 (run in FP32)"
+
+    def infer(self, images: Array) -> Array:
+        """Logits float32 [N, classes, H, W]."""
+        return self._session.run(None, {self._input: images})[0]
+
+    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+        """Milliseconds a session run."""
+        feed = {self._input: images}
+        return time_cpu(lambda: self._session.run(None, feed), warmup, iterations, max_seconds)
+
+
+def onnx_card(model: onnx.ModelProto, path: Path) -> ModelCard:
+    """Read the model card out of the metadata.
+
+    Raises:
+        InputError: there is none.
+    """
+    for entry in model.metadata_props:
+        if entry.key == CARD_KEY:
+            return ModelCard.from_json(entry.value)
+    raise InputError(
+        f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy export"
+    )
+
+
+def is_canonical(model: onnx.ModelProto) -> bool:
+    """Whether this is the FP16 source of truth rather than the FP32 portable twin."""
+    return model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16

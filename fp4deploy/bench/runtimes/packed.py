@@ -1,0 +1,72 @@
+"""Packed networks (`.fp4`): on a GPU as one CUDA graph of packed kernels, on the CPU decoded in torch.
+
+Normalised images go in as FP32 and are rounded where the network computes (FP16 on a GPU, FP32 on the CPU). Besides
+accuracy and latency such a file tells how much memory its weights and its images take, and an FP16 model's, from the
+graph alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fp4deploy import __version__
+from fp4deploy.bench.environment import cpu_name
+from fp4deploy.bench.latency import time_cpu, time_cuda
+from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
+from fp4deploy.packed.capture import CapturedNetwork, graphs_wanted
+from fp4deploy.plugins import why_unavailable
+
+
+class PackedRuntime:
+    """A `.fp4` file on CUDA where there is a GPU, else on the CPU."""
+
+    def __init__(self, path: Path, device: str | None = None) -> None:
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        file = read_packed(path)
+        self.card = file.card
+        self.cuda = self._device.type == "cuda"
+        self._network = CapturedNetwork(PackedNetwork(file, self._device), graphs_wanted())
+        self.name = f"fp4deploy {__version__} packed ({_where(self._device, self._network.enabled)})"
+        self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
+        self.precision = _precision(self.card.precision, self.cuda)
+        self.memory = memory(file)
+
+    def infer(self, images: Array) -> Array:
+        """Logits float32 [N, classes, H, W]."""
+        return self._network(torch.from_numpy(images)).float().cpu().numpy()
+
+    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+        """Milliseconds a forward pass."""
+        call = self._network.prepared(torch.from_numpy(np.ascontiguousarray(images)))
+        if not self.cuda:
+            return time_cpu(call, warmup, iterations, max_seconds)
+        stream = torch.cuda.current_stream(self._device)
+        return time_cuda(call, stream, warmup, iterations, max_seconds)
+
+
+def memory(file: PackedFile, batch: int = 1) -> dict[str, int]:
+    """Bytes of weights and of the images alive at once, of this file and of its model in FP16."""
+    size = (file.card.height, file.card.width, batch)
+    return {
+        "weight_bytes": file.weight_bytes,
+        "weight_bytes_fp16": plain_bytes(file.graph),
+        "activation_bytes": activation_bytes(file.graph, *size),
+        "activation_bytes_fp16": activation_bytes(full_precision(file.graph), *size),
+    }
+
+
+def _where(device: torch.device, graphs: bool) -> str:
+    if device.type == "cpu":
+        return "CPU, decoded"
+    kernels = "torch" if why_unavailable(device) else "kernels"
+    return f"CUDA, {kernels}{', one graph' if graphs else ''}"
+
+
+def _precision(precision: str, cuda: bool) -> str:
+    if precision == "nvfp4":
+        return "NVFP4" if cuda else "NVFP4 (emulated)"
+    return "FP16" if cuda else "FP16 (run in FP32)"

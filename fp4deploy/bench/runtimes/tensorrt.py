@@ -1,0 +1,129 @@
+"""TensorRT and TensorRT-RTX engines: load, bind torch CUDA tensors, run on a stream of our own.
+
+Both libraries have the same Python face (Runtime, ICudaEngine, IExecutionContext, `execute_async_v3`), so one class
+serves both; they differ in the module's name and in what they run. An engine is tied to its library and GPU: the ledger
+beside it (`unet.ledger.json`) says which, and a machine that cannot run it gets one sentence, never a number.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp4deploy.bench.latency import time_cuda
+from fp4deploy.bench.ledgers import TITLES, built_by
+from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.export.engine import build as engine
+from fp4deploy.export.ledger.ledger import Ledger, ledger_path
+from fp4deploy.models.card import ModelCard
+
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+HINT = "Bench it on that GPU; here, bench the ONNX file it was built from."
+
+
+class TensorRtRuntime:
+    """A deserialised engine with a dynamic batch, bound to CUDA tensors."""
+
+    def __init__(self, path: Path, backend: str, ledger: Ledger | None, trt: ModuleType, loaded: Any) -> None:
+        self._trt, self._engine = trt, loaded
+        self._context = loaded.create_execution_context()
+        if self._context is None:
+            raise UnavailableError(f"{path} was loaded, but this GPU has no room to run it; free memory on it.")
+        names = [loaded.get_tensor_name(i) for i in range(loaded.num_io_tensors)]
+        inputs = [name for name in names if loaded.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+        outputs = [name for name in names if loaded.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
+        if len(inputs) != 1 or len(outputs) != 1:
+            raise InputError(f"{path} has {len(inputs)} inputs and {len(outputs)} outputs; bench takes one of each.")
+        self._input, self._output = inputs[0], outputs[0]
+        self._stream = torch.cuda.Stream()
+        self.card = (ledger.model_card() if ledger else None) or self._assumed_card()
+        self.name = f"{TITLES[backend]} {trt.__version__}"
+        self.device = torch.cuda.get_device_name()
+        self.precision = {"nvfp4": "NVFP4", "fp16": "FP16"}.get(self.card.precision, self.card.precision)
+
+    def infer(self, images: Array) -> Array:
+        """Logits float32 [N, classes, H, W]; more images than the engine's largest batch run in turns."""
+        largest = self._engine.get_tensor_profile_shape(self._input, 0)[2][0]
+        return np.concatenate([self._run(images[i : i + largest]) for i in range(0, len(images), largest)])
+
+    def _run(self, images: Array) -> Array:
+        _given, answer = self._bind(torch.from_numpy(images))  # held by name while the engine reads it by address
+        self._launch()
+        self._stream.synchronize()
+        return answer.float().cpu().numpy()
+
+    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+        """Milliseconds between two CUDA events around `execute_async_v3`."""
+        _given, _answer = self._bind(torch.from_numpy(images))
+        return time_cuda(self._launch, self._stream, warmup, iterations, max_seconds)
+
+    def _bind(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given = images.to("cuda", self._dtype(self._input)).contiguous()
+        if not self._context.set_input_shape(self._input, tuple(given.shape)):
+            raise InputError(f"The engine does not take images of shape {list(given.shape)}; build it for that size.")
+        shape = tuple(self._context.get_tensor_shape(self._output))
+        wanted = torch.empty(shape, device="cuda", dtype=self._dtype(self._output))
+        self._context.set_tensor_address(self._input, given.data_ptr())
+        self._context.set_tensor_address(self._output, wanted.data_ptr())
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return given, wanted
+
+    def _launch(self) -> None:
+        if not self._context.execute_async_v3(self._stream.cuda_stream):
+            raise UnavailableError("The engine failed while running; its library printed the reason above.")
+
+    def _dtype(self, name: str) -> torch.dtype:
+        kinds = {self._trt.DataType.HALF: torch.float16, self._trt.DataType.FLOAT: torch.float32}
+        return kinds[self._engine.get_tensor_dtype(name)]
+
+    def _assumed_card(self) -> ModelCard:
+        _, _, height, width = self._engine.get_tensor_shape(self._input)
+        return ModelCard("unknown", 0.0, (), height, width, IMAGE_MEAN, IMAGE_STD, background=False)
+
+
+def open_plan(path: Path) -> TensorRtRuntime:
+    """Load an engine with the library that built it, as its ledger says; without a ledger, as its first bytes say.
+
+    Raises:
+        InputError: the file is not an engine, or not the one its ledger was written for.
+        UnavailableError: no GPU, another GPU, or the library is missing.
+    """
+    ledger = engine.open_plan(path) if ledger_path(path).is_file() else None
+    with path.open("rb") as file:
+        backend = engine.PLAN_MAGIC.get(file.read(4))
+    if backend is None:
+        raise InputError(f"{path} is not an engine plan. Build one with: fp4deploy build")
+    _require_gpu(path, ledger, backend)
+    try:
+        trt = importlib.import_module(MODULES[backend])
+    except Exception as error:
+        raise UnavailableError(
+            f"{path} needs {TITLES[backend]}, which cannot be imported here ({error}). "
+            f"Add it with: pip install {MODULES[backend].replace('_', '-')}"
+        ) from None
+    loaded = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(path.read_bytes())
+    if loaded is None:
+        raise UnavailableError(
+            f"{path} cannot run here: {TITLES[backend]} {trt.__version__} refused it on "
+            f"{torch.cuda.get_device_name()}; its reason is printed above. {HINT}"
+        )
+    return TensorRtRuntime(path, backend, ledger, trt, loaded)
+
+
+def _require_gpu(path: Path, ledger: Ledger | None, backend: str) -> None:
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if ledger is not None:
+        try:
+            engine.require_device(ledger, capability)
+        except UnavailableError:
+            here = f"{torch.cuda.get_device_name()} (sm{capability[0]}{capability[1]})" if capability else "no CUDA GPU"
+            raise UnavailableError(f"{path} was built by {built_by(ledger)}; this machine has {here}. {HINT}") from None
+    elif capability is None:
+        raise UnavailableError(f"{path} is an engine of {TITLES[backend]}; this machine has no CUDA GPU. {HINT}")

@@ -1,0 +1,1 @@
+"""The sensitivity study: which tensors and layers NVFP4 harms."""

@@ -1,0 +1,1 @@
+"""Sweeps: variants of a configuration over seeds, from shared FP16 models."""

@@ -1,0 +1,119 @@
+"""Running a sweep: variants as ordinary runs, one after the other or several at a time, each seed's FP16 model once.
+
+    OUT/sweep.yaml                 the file as it was first run
+    OUT/fp16/seed0/                the FP16 model of a seed, and what every fine-tuned variant of the seed starts from
+    OUT/VARIANT/seed0/             a run like any other: config.yaml, the model's folder; error.json where it failed
+    OUT/sweep.{json,md,png}        what was found, written after every run
+
+Seeds come first, variants second, so that a sweep that is cut short has whole seeds to compare. Calling it again goes
+on: finished runs are read, an interrupted one continues from its saved state, a failed one is tried again. A failure
+is written down and the sweep goes on.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.errors import InputError
+from fp4deploy.experiments.sweep.results import collect, write_results
+from fp4deploy.experiments.sweep.spec import Sweep, Variant
+from fp4deploy.experiments.sweep.variant import Say, Started, run_one
+from fp4deploy.experiments.sweep.workers import run_together
+from fp4deploy.runs import atomic_write, processes
+
+FILE = "sweep.yaml"
+
+
+class TimeIsUp(Exception):
+    """The minutes that a sweep was given are over; what runs has been saved."""
+
+
+def run_sweep(
+    sweep: Sweep,
+    out: Path,
+    only: tuple[str, ...] = (),
+    minutes: float | None = None,
+    say: Say = print,
+    started: Started | None = None,
+    jobs: int = 1,
+) -> dict[str, Any]:
+    """Run what is not finished, and return the results (`sweep_results.collect`).
+
+    Args:
+        only: names of variants; the FP16 models they start from are trained as well. Empty for all.
+        minutes: stop after so many, inside of a training with its state saved.
+        started: called with every run that begins or goes on; with several jobs, a function that has a name.
+        jobs: trainings at a time, each in a process and, where there are some, on a GPU of its own.
+
+    Raises:
+        InputError: an unknown variant, a folder that is no sweep, several processes, a disk that is full.
+        KeyboardInterrupt: after Ctrl-C, with the state saved and the results so far written.
+    """
+    if processes() > 1:
+        raise InputError(
+            "A sweep starts its processes itself: to use several GPUs, fp4deploy sweep FILE --jobs 4, without torchrun."
+        )
+    chosen = _chosen(sweep, only)
+    _open(sweep, out)
+    try:
+        with _deadline(minutes):
+            tasks = [(variant, seed) for seed in sweep.seeds for variant in chosen]
+            if jobs > 1:
+                run_together(sweep, out, tasks, jobs, say, started)
+            else:
+                for variant, seed in tasks:
+                    run_one(sweep, out, variant, seed, say, started)
+                    write_results(collect(sweep, out), out)
+    except TimeIsUp:
+        say(f"{minutes:g} minutes are over. Go on with the same command.")
+    finally:
+        results = collect(sweep, out)
+        write_results(results, out)
+    return results
+
+
+def _chosen(sweep: Sweep, only: tuple[str, ...]) -> list[Variant]:
+    if not only:
+        return list(sweep.variants)
+    wanted = {sweep.variant(name).name for name in only}
+    wanted |= {base for name in only if (base := sweep.variant(name).base)}
+    return [variant for variant in sweep.variants if variant.name in wanted]
+
+
+def _open(sweep: Sweep, out: Path) -> None:
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / FILE).is_file())):
+        raise InputError(f"{out} exists and is no sweep: it holds no {FILE}. Give another --out.")
+    if not (out / FILE).is_file():
+        with atomic_write(out / FILE) as temporary:
+            temporary.write_text(sweep.file.read_text())
+
+
+@contextmanager
+def _deadline(minutes: float | None) -> Iterator[None]:
+    """After so many minutes do as Ctrl-C does, and say `TimeIsUp` instead of KeyboardInterrupt."""
+    if minutes is None:
+        yield
+        return
+    end = time.monotonic() + 60 * minutes
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # in the background of a shell; what is ignored cannot be used to stop, either
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(60 * minutes, _thread.interrupt_main, (signal.SIGINT,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if time.monotonic() < end:
+            raise
+        raise TimeIsUp from None
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,110 @@
+"""One run of a sweep: from its configuration to a trained model, or to the error that stands for it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fp4deploy.errors import Fp4DeployError, InputError
+from fp4deploy.experiments.sweep.results import ERROR_FILE, outcome, run_of
+from fp4deploy.experiments.sweep.spec import Sweep, Variant
+from fp4deploy.runs import Run, atomic_write
+from fp4deploy.train.batches import share_of_workers
+from fp4deploy.train.config import Config, with_settings
+from fp4deploy.train.models import train_models
+from fp4deploy.train.test_split import forget_test, score_test
+
+Say = Callable[[str], None]
+Started = Callable[[Run], None]
+
+
+def run_one(
+    sweep: Sweep,
+    out: Path,
+    variant: Variant,
+    seed: int,
+    say: Say = print,
+    started: Started | None = None,
+    jobs: int = 1,
+) -> None:
+    """Train one variant with one seed, go on with it, or leave it where it is done; a failure is written down.
+
+    Args:
+        started: called with the run when it begins or goes on.
+        jobs: trainings that share this machine's CPU cores.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, with the state saved.
+    """
+    before = outcome(sweep, out, variant, seed)
+    title = f"{variant.name}, seed {seed}"
+    run = run_of(out, variant, seed)
+    if before["status"] == "done":
+        say(f"{title}: done, {sweep.metric} {100 * before['best']:.2f}")
+        _test(_shared(sweep.config(variant, seed), jobs), run, variant.model, title, say)
+        return
+    error_file = run.path / ERROR_FILE
+    try:
+        config = _shared(sweep.config(variant, seed), jobs)
+        if variant.base is not None:
+            base = sweep.variant(variant.base)
+            if outcome(sweep, out, base, seed)["status"] != "done":
+                raise InputError(f"The FP16 model it starts from, {base.name} of seed {seed}, is not there.")
+            start = run_of(out, base, seed).checkpoint("fp16")
+            config = with_settings(config, [f"train.init_checkpoint={json.dumps(str(start))}"])
+        resume = (run.model_dir(variant.model) / "state").is_dir()
+        say(f"{title}: {'continuing' if resume else 'starting'}")
+        run.path.mkdir(parents=True, exist_ok=True)
+        if started is not None:
+            started(run)
+        forget_test(run, variant.model)
+        result = train_models(config, run, (variant.model,), resume=resume)[variant.model]
+    except Exception as error:  # one bad variant must not cost the others their night
+        write_error(out, variant, seed, _paragraph(error))
+        say(f"{title}: failed. {_paragraph(error)}")
+        return
+    finally:
+        _tidy()
+    error_file.unlink(missing_ok=True)
+    say(f"{title}: {result.metric} {100 * result.best_score:.2f}, {result.seconds:.0f} s")
+    _test(config, run, variant.model, title, say)
+
+
+def _test(config: Config, run: Run, model: str, title: str, say: Say) -> None:
+    """The test split, where there is one; what goes wrong there costs the score and nothing else."""
+    try:
+        scores = score_test(config, run, model)
+    except Exception as error:
+        say(f"{title}: not scored on the test split. {_paragraph(error)}")
+    else:
+        if scores is not None:
+            say(f"{title}: on the test split {scores}")
+    finally:
+        _tidy()
+
+
+def _shared(config: Config, jobs: int) -> Config:
+    """With as many loader processes as `jobs` trainings beside each other leave it."""
+    if jobs > 1 and config.data.workers is None and torch.cuda.is_available():
+        return with_settings(config, [f"data.workers={share_of_workers(jobs)}"])
+    return config
+
+
+def _paragraph(error: Exception) -> str:
+    return str(error) if isinstance(error, Fp4DeployError) else f"{type(error).__name__}: {error}"
+
+
+def _tidy() -> None:
+    gc.collect()  # loaders have worker processes, models memory on the GPU
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def write_error(out: Path, variant: Variant, seed: int, paragraph: str) -> None:
+    """Keep why a run failed, where its outcome is looked for."""
+    with atomic_write(run_of(out, variant, seed).path / ERROR_FILE) as temporary:
+        temporary.write_text(json.dumps({"error": " ".join(paragraph.split())[:2000]}) + "\n")

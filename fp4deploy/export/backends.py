@@ -1,8 +1,0 @@
-"""The engine libraries that `build` knows, by their `--backend` name."""
-
-from __future__ import annotations
-
-from fp4deploy.export import rtx, tensorrt
-from fp4deploy.export.backend import Backend
-
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (rtx.BACKEND, tensorrt.BACKEND)}

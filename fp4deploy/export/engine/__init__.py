@@ -1,0 +1,1 @@
+"""Engines of TensorRT and TensorRT-RTX: backends, the compiler in a process of its own, plan and ledger."""

@@ -1,0 +1,206 @@
+"""Build an engine from a canonical ONNX file: check, lower, compile, and write the plan with its ledger.
+
+    unet.onnx -> checks (lowering_pattern) -> lowering (lowering, _gemm, _plugin) -> compiler, a process (compile)
+              -> unet.plan + unet.ledger.json (ledger)
+
+Nothing is written until all of it succeeded, and both files appear together; a failed or interrupted build leaves what
+was there before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.export.engine.backend import Backend
+from fp4deploy.export.engine.backends import BACKENDS
+from fp4deploy.export.engine.compile import CompileAnswer, CompileJob, run_child
+from fp4deploy.export.ledger.actual import realise
+from fp4deploy.export.ledger.build_log import parse_engine_layers
+from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger, sha256
+from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
+from fp4deploy.plugins.aot.store import architecture_name
+from fp4deploy.runs import atomic_write
+
+PLAN_MAGIC = {b"vtrt": "tensorrt-rtx", b"ftrt": "tensorrt"}
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished build; `seconds` is the time in the compiler, `size_bytes` that of the plan."""
+
+    plan: Path
+    ledger_path: Path
+    ledger: Ledger
+    seconds: float
+    size_bytes: int
+
+
+def build_engine(
+    onnx_path: Path,
+    out: Path,
+    backend: str = "tensorrt-rtx",
+    arch: str | None = None,
+    conv: str = "auto",
+    strict: bool = False,
+    batch: tuple[int, int, int] = (1, 1, 8),
+    log: Path | None = None,
+) -> BuildResult:
+    """Build a plan and its ledger from an ONNX file.
+
+    Args:
+        onnx_path: what `export_onnx` wrote (NVFP4 or FP16), or any FP16 ONNX file of opset 23 or below.
+        out: the plan; its ledger is written beside it as <stem>.ledger.json.
+        backend: "tensorrt-rtx" (any machine) or "tensorrt" (the GPU present).
+        arch: such as "sm120"; by default sm120 for TensorRT-RTX and the GPU present for TensorRT.
+        conv: form of FP4 convolutions, see `lowering`.
+        strict: fail where a layer is not what was planned for it; then nothing is written.
+        batch: smallest, most frequent and largest batch.
+        log: keep the compiler's verbose log here, also of a failed build.
+
+    Raises:
+        InputError: a wrong value, a file that is no canonical ONNX, a graph that the compiler refuses.
+        UnavailableError: the library or the GPU is missing.
+        GateError: `strict`, and a layer fell back.
+    """
+    chosen, target = _check_choices(backend, arch, conv, batch)
+    onnx_path, out = Path(onnx_path), Path(out)
+    lowered = lower(read_buildable(onnx_path), conv, backend)
+    if lowered.fp4 and target not in chosen.fp4_arches:
+        raise InputError(
+            f"{onnx_path} holds FP4 layers, and {target} has no FP4 tensor cores that {chosen.title} can use. "
+            f"Valid --arch values for it: {', '.join(chosen.fp4_arches)}; or build the FP16 model."
+        )
+    plugins = any(layer.form == "plugin" for layer in lowered.layers)
+    if plugins:
+        architecture_name(target)
+    chosen.require_installed()
+    with tempfile.TemporaryDirectory(prefix="fp4deploy-build-") as folder:
+        job = CompileJob(chosen.name, target, batch, folder, plugins)
+        answer = _compile(lowered, job, log)
+        ledger = _ledger(onnx_path, out, lowered, job, answer, conv)
+        if strict:
+            ledger.require_no_fallback()
+        _write(job.plan, out, ledger)
+    return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
+
+
+def open_plan(plan: Path) -> Ledger:
+    """Ledger of a plan, checked to belong to it: says backend, arch and model card before any library is loaded.
+
+    Raises:
+        InputError: the file is missing, is no plan, has no ledger, or is not the plan the ledger was written for.
+    """
+    plan = Path(plan)
+    if not plan.is_file():
+        raise InputError(f"{plan} does not exist. Build it with: fp4deploy build MODEL.onnx --out {plan}")
+    with plan.open("rb") as file:
+        magic = file.read(4)
+    if magic not in PLAN_MAGIC:
+        raise InputError(f"{plan} is not an engine plan. Build one with: fp4deploy build MODEL.onnx")
+    beside = ledger_path(plan)
+    if not beside.is_file():
+        raise InputError(
+            f"{plan} has no ledger ({beside.name}) beside it, which says for which GPU and input it was built. Keep "
+            "the two files together, or build it again with: fp4deploy build MODEL.onnx"
+        )
+    ledger = load_ledger(beside)
+    if ledger.plan_bytes != plan.stat().st_size or ledger.plan_sha256 != sha256(plan):
+        raise InputError(f"{plan} is not the plan that {beside.name} was written for. Build it again: fp4deploy build")
+    return ledger
+
+
+def require_device(ledger: Ledger, capability: tuple[int, int] | None) -> None:
+    """Refuse a plan that the GPU present cannot run; `capability` is (major, minor), None without a GPU.
+
+    A TensorRT-RTX plan runs on its own generation from its own capability on (sm120 on 12.0 and 12.1); a TensorRT plan
+    on the capability it was built on.
+
+    Raises:
+        UnavailableError: one sentence that says which GPU is needed and which is present.
+    """
+    number = int(ledger.arch.removeprefix("sm"))
+    need = divmod(number, 10)
+    present = "no GPU" if capability is None else f"a GPU of sm{capability[0]}{capability[1]}"
+    same = capability is not None and capability[0] == need[0] and capability[1] >= need[1]
+    if capability is None or not same or (ledger.backend == "tensorrt" and capability != need):
+        raise UnavailableError(
+            f"{ledger.plan} was built for {ledger.arch} ({ledger.backend}), and this machine has {present}."
+        )
+
+
+def _check_choices(backend: str, arch: str | None, conv: str, batch: tuple[int, int, int]) -> tuple[Backend, str]:
+    if backend not in BACKENDS:
+        raise InputError(
+            f"--backend {backend} is unknown.{suggest(backend, BACKENDS)} Valid values: {', '.join(BACKENDS)}."
+        )
+    chosen = BACKENDS[backend]
+    check_conv_mode(conv, backend)
+    if arch is not None and arch.lower() not in chosen.arches:
+        raise InputError(
+            f"--arch {arch} is unknown to {chosen.title}.{suggest(arch, chosen.arches)} "
+            f"Valid values: {', '.join(chosen.arches)}."
+        )
+    if not 1 <= batch[0] <= batch[1] <= batch[2]:
+        raise InputError(f"The batch range {batch} is not 1 <= min <= opt <= max.")
+    if arch is None:
+        chosen.require_installed()
+    return chosen, arch.lower() if arch is not None else chosen.default_arch()
+
+
+def _compile(lowered: LoweredModel, job: CompileJob, log: Path | None) -> CompileAnswer:
+    onnx.save(lowered.model, job.onnx)
+    try:
+        return run_child(job)
+    finally:
+        if log is not None and job.log.is_file():
+            with atomic_write(Path(log)) as temporary:
+                shutil.copyfile(job.log, temporary)
+
+
+def _ledger(
+    onnx_path: Path, out: Path, lowered: LoweredModel, job: CompileJob, answer: CompileAnswer, conv: str
+) -> Ledger:
+    engine = parse_engine_layers(answer.layers)
+    layers = lowered.layers if job.arch in BACKENDS[job.backend].fp4_arches else decoded(lowered.layers, job.arch)
+    return Ledger(
+        backend=job.backend,
+        backend_version=answer.version,
+        arch=job.arch,
+        conv=conv,
+        evidence=answer.evidence,
+        source=onnx_path.name,
+        source_sha256=sha256(onnx_path),
+        plan=out.name,
+        plan_sha256=sha256(job.plan),
+        plan_bytes=job.plan.stat().st_size,
+        build_seconds=round(answer.seconds, 3),
+        batch=job.batch,
+        card=lowered.card,
+        layers=realise(layers, engine),
+        engine=engine,
+    )
+
+
+def decoded(layers: Iterable[PlannedLayer], arch: str) -> tuple[PlannedLayer, ...]:
+    """The plan for a GPU without FP4 tensor cores: plugins read packed operands there and multiply them in FP16."""
+    return tuple(
+        dataclasses.replace(layer, compute="FP16", reason=f"{layer.reason}; {arch} decodes to FP16 in registers")
+        if layer.form == "plugin"
+        else layer
+        for layer in layers
+    )
+
+
+def _write(built: Path, out: Path, ledger: Ledger) -> None:
+    """Put plan and ledger in place together."""
+    with atomic_write(out) as plan, atomic_write(ledger_path(out)) as text:
+        shutil.copyfile(built, plan)
+        text.write_text(ledger.to_json(), encoding="utf-8")

@@ -1,0 +1,255 @@
+"""The realised-precision ledger: which layer of the model runs in which precision in the engine, and why.
+
+A compiler is free to decode FP4 weights and compute in FP16 without a word, so wanting FP4 proves nothing. The evidence
+is the compiler's own list of engine layers, one line a kernel:
+
+    Name: up.0.gemm.matmul_U30, LayerType: gemm, Inputs: [ { ..., Datatype: FP4E2M1, ... }, ...], Constants: [...],
+    Outputs: [...], TacticName: ..., Metadata: [ONNX Layer: up.0.gemm.matmul]...
+
+With TensorRT-RTX it comes from the verbose build log, which needs no GPU; with TensorRT from the engine inspector. ONNX
+node names start with torch module names, which leads from a kernel back to a layer. A layer is read as
+
+| field | from |
+|---|---|
+| wanted | the recipe, carried in the ONNX metadata |
+| planned | the lowering: FP4 for a matrix product or a plugin, FP16 for a convolution with FP4 weights |
+| realised | the operand types of the kernel that multiplies: FP4 only where *both* operands are FP4 |
+| weights | the type of the layer's constants inside the plan |
+
+A plugin is a kernel of this project, which the engine holds as it was compiled: to the engine its codes are INT8. Such
+a layer is as planned where the engine lists a plugin for it that reads INT8: FP4, and FP16 on GPUs before Blackwell,
+where the kernel decodes.
+
+A layer **fell back** when it wanted FP4 and its realised precision or its weight storage is not the planned one, or
+when no kernel was found for it: nothing is claimed without evidence. The plan was built and inspected, not run; the
+ledger speaks of the kernels that were chosen, not of time or accuracy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.export.ledger.build_log import EngineLayer
+from fp4deploy.models.card import ModelCard
+
+FORMAT = 1
+STATEMENT = "built and inspected, not run"
+UNKNOWN = "unknown"
+BITS = {"FP4": 4, "FP8": 8, "INT8": 8, "FP16": 16, "BF16": 16, "FP32": 32, "Int32": 32, "Int64": 64}
+COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "reason")
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """What one torch layer should become in the engine.
+
+    `wanted` is the recipe's precision; `form` is "gemm", "qdq", "plugin" or "plain"; `compute` and `weights` are what
+    this lowering can reach, and `reason` says why where that is less than wanted. `nodes` are the layer's ONNX nodes,
+    `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
+    """
+
+    name: str
+    kind: str
+    wanted: str
+    form: str
+    compute: str
+    weights: str
+    reason: str
+    macs: int
+    nodes: tuple[str, ...]
+    compute_nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One torch layer: wanted, planned and realised precision, with the engine kernels and ONNX nodes that prove it."""
+
+    layer: str
+    kind: str
+    wanted: str
+    planned: str
+    realised: str
+    weights: str
+    form: str
+    reason: str
+    macs: int
+    fell_back: bool
+    kernels: tuple[str, ...]
+    onnx_nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over the rows.
+
+    `fp4_mac_share` is the part of all multiply-accumulates that FP4 tensor cores do; `constant_bytes` what weights and
+    other constants take in the plan (the rest of it is compiled code, about 60 kB a kernel).
+    """
+
+    fp4_gemms: int
+    fp16_with_fp4_weights: int
+    fp16: int
+    fell_back: int
+    engine_layers: int
+    macs: int
+    fp4_mac_share: float
+    constant_bytes: int
+    plugins: int = 0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Everything known about one built plan; `card` is the model card as plain JSON, None for a foreign ONNX file."""
+
+    backend: str
+    backend_version: str
+    arch: str
+    conv: str
+    evidence: str
+    source: str
+    source_sha256: str
+    plan: str
+    plan_sha256: str
+    plan_bytes: int
+    build_seconds: float
+    batch: tuple[int, int, int]
+    card: dict[str, Any] | None
+    layers: tuple[LedgerRow, ...]
+    engine: tuple[EngineLayer, ...]
+    statement: str = STATEMENT
+
+    @property
+    def precision(self) -> str:
+        """Precision of the model in the plan: "nvfp4" where any layer keeps FP4 weights, else "fp16"."""
+        return "nvfp4" if any(row.weights == "FP4" for row in self.layers) else "fp16"
+
+    def model_card(self) -> ModelCard | None:
+        """Model card of the source, or None for a foreign ONNX file."""
+        return ModelCard.from_json(json.dumps(self.card)) if self.card else None
+
+    def fallbacks(self) -> tuple[LedgerRow, ...]:
+        """Layers that wanted FP4 and are not what was planned for them."""
+        return tuple(row for row in self.layers if row.fell_back)
+
+    def require_no_fallback(self) -> None:
+        """The gate of `--strict`.
+
+        Raises:
+            GateError: a layer fell back; the message lists all of them.
+        """
+        failed = self.fallbacks()
+        if not failed:
+            return
+        listed = "; ".join(
+            f"{row.layer} (planned {row.planned}, realised {row.realised}, weights {row.weights})" for row in failed
+        )
+        raise GateError(
+            f"{len(failed)} of {len(self.layers)} layers fell back: {listed}. No engine was written. "
+            "Build without --strict to keep the engine and its ledger."
+        )
+
+    def totals(self) -> Totals:
+        """Counts for a summary line."""
+        macs = sum(row.macs for row in self.layers)
+        fp4 = sum(row.macs for row in self.layers if row.realised == "FP4")
+        return Totals(
+            fp4_gemms=sum(layer.type == "gemm" and layer.precision == "FP4" for layer in self.engine),
+            fp16_with_fp4_weights=sum(row.realised == "FP16" and row.weights == "FP4" for row in self.layers),
+            fp16=sum(row.realised == "FP16" and row.weights == "FP16" for row in self.layers),
+            fell_back=len(self.fallbacks()),
+            engine_layers=len(self.engine),
+            macs=macs,
+            fp4_mac_share=fp4 / macs if macs else 0.0,
+            constant_bytes=_constant_bytes(self.engine),
+            plugins=sum(row.form == "plugin" and not row.fell_back for row in self.layers),
+        )
+
+    def rows(self) -> list[dict[str, str]]:
+        """One dict of strings a layer, keys `COLUMNS`, ready for a table."""
+        return [{column: str(getattr(row, column)) for column in COLUMNS} for row in self.layers]
+
+    def summary(self) -> str:
+        """One honest sentence."""
+        total = self.totals()
+        plugins = f"{_count(total.plugins, 'plugin')} and " if total.plugins else ""
+        products = plugins + _count(total.fp4_gemms, "FP4 matrix product")
+        return (
+            f"{products} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
+            f"{_count(total.fp16_with_fp4_weights, 'FP16 layer')} with FP4 weights, "
+            f"{_count(total.fp16, 'FP16 layer')}, "
+            f"{_count(total.fell_back, 'fallback')}; {self.statement}."
+        )
+
+    def to_json(self) -> str:
+        """Serialise; `from_json` gives the same ledger back."""
+        fields = dataclasses.asdict(self) | {"format": FORMAT, "totals": dataclasses.asdict(self.totals())}
+        return json.dumps(fields, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Ledger:
+        """Parse what `to_json` wrote.
+
+        Raises:
+            InputError: the text is not a ledger, or of a later format.
+        """
+        try:
+            fields = json.loads(text)
+            if fields.pop("format") != FORMAT:
+                raise ValueError(f"format is not {FORMAT}")
+            fields.pop("totals", None)
+            fields["batch"] = tuple(fields["batch"])
+            fields["layers"] = tuple(_row(entry) for entry in fields["layers"])
+            fields["engine"] = tuple(EngineLayer.from_dict(entry) for entry in fields["engine"])
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"The ledger cannot be read ({error}); build the engine again: fp4deploy build") from error
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def _constant_bytes(engine: Iterable[EngineLayer]) -> int:
+    constants = {tensor.name: tensor for layer in engine for tensor in layer.constants}
+    return sum(math.prod(tensor.shape) * BITS.get(tensor.precision, 0) for tensor in constants.values()) // 8
+
+
+def _row(entry: Mapping[str, Any]) -> LedgerRow:
+    lists = {name: tuple(entry[name]) for name in ("kernels", "onnx_nodes")}
+    return LedgerRow(**{**entry, **lists})
+
+
+def ledger_path(plan: Path) -> Path:
+    """Where the ledger of a plan lies: engines/unet.plan -> engines/unet.ledger.json."""
+    return plan.with_name(f"{plan.stem}.ledger.json")
+
+
+def load_ledger(path: Path) -> Ledger:
+    """Read a ledger file.
+
+    Raises:
+        InputError: the file is missing or not a ledger.
+    """
+    try:
+        return Ledger.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist. Build the engine with: fp4deploy build MODEL.onnx") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as a ledger ({error}).") from None
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,262 @@
+"""Lower FP4 convolutions to FP4 matrix products, the only operation that TensorRT runs on FP4 tensor cores.
+
+A convolution contracts over taps and input channels, K = KH*KW*C, so it *is* a matrix product once the pixels that one
+output sees lie in one column:
+
+    1x1               y[N,P,O] = x[N,P,C] . W[O,C]^T                      P = H*W, nothing is copied
+    ConvTranspose 2x2 y[N,P,4*O] = x[N,P,C] . W[4*O,C]^T, then DepthToSpace: the four taps never overlap at stride 2
+    KxK (im2col)      y[N,P,O] = columns(x)[N,P,KH*KW*C] . W[O,KH*KW*C]^T
+
+Weights are stored [O, KH*KW*C] in OHWI order with blocks along C, so **no code or scale changes**: the im2col form
+takes them as they are, and [O, 4*C] is the same bytes as [4*O, C] (DepthToSpace mode CRD reads the taps in that
+order). Activations are quantised in blocks of 16 channels of one tap; quantising after im2col gives the same codes as
+before it, because the blocks are the same ones and padding is zero. The results differ from the convolution's by
+accumulation order alone.
+
+Trade-off: im2col writes KH*KW copies of the activation before the quantiser reads them, about 46 bytes an element for
+3x3, so `auto` leaves 3x3 as a convolution with FP4 weights and `gemm` is for layers with many channels and few pixels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import InPlacePass, PassResult
+
+from fp4deploy.export.lowering.pattern import (
+    BLOCK,
+    DYNAMIC_QUANTIZE,
+    SCALE_TYPE_E4M3,
+    Fp4Layer,
+    attribute,
+    find_fp4_layers,
+)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Strides, dilations, paddings (top, left, bottom, right) and output size of a convolution, in pixels."""
+
+    strides: tuple[int, int]
+    dilations: tuple[int, int]
+    pads: tuple[int, int, int, int]
+    size: tuple[int, int]
+
+
+def geometry(layer: Fp4Layer) -> Geometry | None:
+    """Geometry of a convolution that is one matrix product: one group, explicit padding; else None."""
+    node = layer.compute
+    plain = attribute(node, "group", 1) == 1 and attribute(node, "auto_pad", "NOTSET") == "NOTSET"
+    if layer.kind != "Conv2d" or layer.shape is None or not plain:
+        return None
+    strides, dilations = _integers(node, "strides", [1, 1]), _integers(node, "dilations", [1, 1])
+    top, left, bottom, right = _integers(node, "pads", [0, 0, 0, 0])
+    padded = (layer.shape[1] + top + bottom, layer.shape[2] + left + right)
+    reach = [(taps - 1) * step + 1 for taps, step in zip(layer.kernel, dilations, strict=True)]
+    rows, columns = ((padded[i] - reach[i]) // strides[i] + 1 for i in range(2))
+    return Geometry((strides[0], strides[1]), (dilations[0], dilations[1]), (top, left, bottom, right), (rows, columns))
+
+
+def _integers(node: ir.Node, name: str, default: list[int]) -> list[int]:
+    found = attribute(node, name, default)
+    assert isinstance(found, list)
+    return found
+
+
+def is_pointwise(layer: Fp4Layer) -> bool:
+    """1x1 of any stride: one tap, so at most a strided slice stands before the matrix product."""
+    return layer.kernel == (1, 1) and geometry(layer) is not None
+
+
+def is_upsampling(layer: Fp4Layer) -> bool:
+    """ConvTranspose 2x2 stride 2: every output pixel sees one tap."""
+    if layer.kind != "ConvTranspose2d" or layer.kernel != (2, 2) or layer.shape is None:
+        return False
+    node = layer.compute
+    plain = attribute(node, "group", 1) == 1 and attribute(node, "dilations", [1, 1]) == [1, 1]
+    unpadded = attribute(node, "pads", [0] * 4) == [0] * 4 and attribute(node, "output_padding", [0, 0]) == [0, 0]
+    return plain and unpadded and attribute(node, "strides", [1, 1]) == [2, 2]
+
+
+class _Tape:
+    """Adds nodes and constants named after one layer; new nodes go in front of its compute node.
+
+    `use` counts the places where a module is called, from 1; each has nodes of its own.
+    """
+
+    def __init__(self, graph: ir.Graph, layer: Fp4Layer, use: int) -> None:
+        self.graph, self.layer = graph, layer
+        self.prefix = f"{layer.name}.gemm" if use == 1 else f"{layer.name}.gemm_{use}"
+
+    def constant(self, suffix: str, array: np.ndarray) -> ir.Value:
+        name = f"{self.prefix}.{suffix}"
+        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
+        self.graph.register_initializer(value)
+        return value
+
+    def ints(self, suffix: str, *values: int) -> ir.Value:
+        return self.constant(suffix, np.array(values, np.int64))
+
+    def node(self, suffix: str, op: str, inputs: list[ir.Value], **attributes: int | str | list[int]) -> ir.Value:
+        return self.insert(suffix, op, inputs, attributes)[0]
+
+    def insert(
+        self,
+        suffix: str,
+        op: str,
+        inputs: list[ir.Value],
+        attributes: Mapping[str, int | str | list[int]],
+        outputs: int = 1,
+        domain: str = "",
+    ) -> list[ir.Value]:
+        name = f"{self.prefix}.{suffix}"
+        node = ir.node(op, inputs, dict(attributes), domain=domain, num_outputs=outputs, name=name)
+        for index, value in enumerate(node.outputs):
+            value.name = f"{name}.{index}" if outputs > 1 else name
+        self.graph.insert_before(self.layer.compute, node)
+        return list(node.outputs)
+
+    def replace(self, result: ir.Value) -> None:
+        """Let every user of the convolution read `result`, and remove the convolution."""
+        old = self.layer.compute.outputs[0]
+        result.shape = old.shape
+        if old.dtype is not None:
+            result.dtype = old.dtype
+        result.name, old.name = old.name, f"{old.name}.lowered"
+        old.replace_all_uses_with(result, replace_graph_outputs=True)
+        self.graph.remove(self.layer.compute, safe=True)
+
+
+def _product(tape: _Tape, activation: ir.Value, weight: ir.Value, bias_repeat: int = 1) -> ir.Value:
+    """[N,C,P] activation and [M,C] weight -> [N,M,P], bias added; both operands are dequantised FP16."""
+    columns = tape.node("columns", "Transpose", [activation], perm=[0, 2, 1])
+    contracted = tape.node("weight", "Transpose", [weight], perm=[1, 0])
+    result = tape.node("matmul", "MatMul", [columns, contracted])
+    node = tape.layer.compute
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if bias is not None:
+        if bias_repeat > 1 and bias.const_value is not None:
+            bias = tape.constant("bias", np.repeat(bias.const_value.numpy(), bias_repeat))
+        result = tape.node("biased", "Add", [result, bias])
+    return tape.node("rows", "Transpose", [result], perm=[0, 2, 1])
+
+
+def _lower_pointwise(tape: _Tape) -> None:
+    layer = tape.layer
+    assert layer.shape is not None
+    result = _product(tape, layer.dequantized, layer.half)
+    shape = tape.ints("image_shape", 0, layer.out_channels, *layer.shape[1:])
+    tape.replace(tape.node("image", "Reshape", [result, shape]))
+
+
+def _reshape_storage(value: ir.Value, shape: tuple[int, int]) -> None:
+    """Give a packed initialiser a new shape over the same bytes."""
+    tensor = value.const_value
+    assert tensor is not None
+    assert tensor.dtype is not None
+    raw = np.frombuffer(tensor.tobytes(), np.uint8)
+    storage = (
+        ir.PackedTensor(raw, tensor.dtype, shape=ir.Shape(shape), name=value.name)
+        if tensor.dtype == ir.DataType.FLOAT4E2M1
+        else ir.Tensor(tensor.numpy().reshape(shape), dtype=tensor.dtype, name=value.name)
+    )
+    value.const_value, value.shape = storage, ir.Shape(shape)
+
+
+def _forget_shapes(layer: Fp4Layer) -> None:
+    """Drop the shapes recorded for the dequantised weight, which the new storage contradicts."""
+    node = layer.half.producer()
+    while node is not None:
+        for value in node.outputs:
+            value.shape = None
+        above = node.inputs[1] if node.op_type == "DequantizeLinear" and node.inputs[1] is not None else None
+        if above is not None:
+            above.shape = None
+        first = node.inputs[0]
+        node = first.producer() if first is not None else None
+
+
+def _lower_upsampling(tape: _Tape) -> None:
+    layer = tape.layer
+    assert layer.shape is not None
+    channels, height, width = layer.shape
+    rows = 4 * layer.out_channels
+    _reshape_storage(layer.codes, (rows, channels))
+    _reshape_storage(layer.scales, (rows, channels // BLOCK))
+    _forget_shapes(layer)
+    result = _product(tape, layer.dequantized, layer.half, bias_repeat=4)
+    image = tape.node("image", "Reshape", [result, tape.ints("image_shape", 0, rows, height, width)])
+    tape.replace(tape.node("spread", "DepthToSpace", [image], blocksize=2, mode="CRD"))
+
+
+def _im2col(tape: _Tape, plan: Geometry) -> ir.Value:
+    """[N,C,H,W] -> [N, KH*KW*C, rows*columns], taps outermost as in OHWI weights."""
+    layer = tape.layer
+    assert layer.shape is not None
+    source, channels = layer.source, layer.shape[0]
+    if any(plan.pads):
+        top, left, bottom, right = plan.pads
+        source = tape.node("padded", "Pad", [source, tape.ints("pads", 0, 0, top, left, 0, 0, bottom, right)])
+    axes, steps = tape.ints("axes", 2, 3), tape.ints("steps", *plan.strides)
+    taps = []
+    for row in range(layer.kernel[0]):
+        for column in range(layer.kernel[1]):
+            start = (row * plan.dilations[0], column * plan.dilations[1])
+            end = tuple(first + (plan.size[i] - 1) * plan.strides[i] + 1 for i, first in enumerate(start))
+            window = [tape.ints(f"start{row}{column}", *start), tape.ints(f"end{row}{column}", *end), axes, steps]
+            taps.append(tape.node(f"tap{row}{column}", "Slice", [source, *window]))
+    size = len(taps) * channels
+    stacked = tape.node("taps", "Concat", taps, axis=1) if len(taps) > 1 else taps[0]
+    return tape.node("flat", "Reshape", [stacked, tape.ints("flat_shape", 0, size, plan.size[0] * plan.size[1])])
+
+
+def _lower_im2col(tape: _Tape, plan: Geometry) -> None:
+    layer = tape.layer
+    scale = layer.quantize.inputs[1]
+    assert scale is not None
+    codes, scales = tape.insert(
+        "quantize",
+        DYNAMIC_QUANTIZE,
+        [_im2col(tape, plan), scale],
+        {"axis": 1, "block_size": BLOCK, "scale_type": SCALE_TYPE_E4M3},
+        outputs=2,
+        domain=layer.quantize.domain,
+    )
+    block = tape.node("scales_dequantized", "DequantizeLinear", [scales, scale])
+    value = tape.node("dequantized", "DequantizeLinear", [codes, block], axis=1, block_size=BLOCK)
+    half = tape.node("half", "Cast", [value], to=int(ir.DataType.FLOAT16))
+    result = _product(tape, half, layer.half)
+    shape = tape.ints("image_shape", 0, layer.out_channels, *plan.size)
+    tape.replace(tape.node("image", "Reshape", [result, shape]))
+
+
+class ConvToGemm(InPlacePass):
+    """Lower the named FP4 layers; layers of another form than the three above are left as they are."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = frozenset(names)
+
+    def call(self, model: ir.Model) -> PassResult:
+        modified, uses = False, Counter[str]()
+        for layer in find_fp4_layers(model):
+            if layer.name not in self.names:
+                continue
+            uses[layer.name] += 1
+            tape = _Tape(model.graph, layer, uses[layer.name])
+            plan = geometry(layer)
+            if is_pointwise(layer) and plan is not None and plan.strides == (1, 1) and not any(plan.pads):
+                _lower_pointwise(tape)
+            elif is_upsampling(layer):
+                _lower_upsampling(tape)
+            elif plan is not None:
+                _lower_im2col(tape, plan)
+            else:
+                continue
+            modified = True
+        return PassResult(model, modified)

@@ -1,0 +1,218 @@
+"""Lower a canonical ONNX file for an engine, and write down what each layer is planned to become.
+
+`--conv` chooses the form of FP4 convolutions:
+
+| mode | 1x1 | ConvTranspose 2x2 stride 2 | other convolutions |
+|---|---|---|---|
+| auto | FP4 matrix product | FP4 matrix product | convolution: weights stored in FP4, computed in FP16 |
+| qdq | FP4 matrix product | convolution, as right | convolution: weights stored in FP4, computed in FP16 |
+| gemm | FP4 matrix product | FP4 matrix product | im2col and FP4 matrix product |
+| plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, uneven strides or paddings: as auto |
+
+(TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a matrix product. It takes
+no plugins: `plugin` is for TensorRT, see `lowering_plugin`.)
+
+The plan is the yardstick of the ledger: a layer whose realised precision is not the planned one fell back, and
+`--strict` fails on it. Model-local functions are dropped, because the engine has its own `TRT_FP4DynamicQuantize`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import InPlacePass, PassResult, Sequential
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from fp4deploy.errors import InputError, suggest
+from fp4deploy.export.ledger.ledger import PlannedLayer
+from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
+from fp4deploy.export.lowering.pattern import BLOCK, Fp4Layer, check_multiple, find_fp4_layers, is_fp4
+from fp4deploy.export.lowering.plan import count_macs, plan_layers
+from fp4deploy.export.lowering.plugin import ConvToPlugin
+from fp4deploy.export.lowering.plugin_match import read_source
+from fp4deploy.export.lowering.scales import SpreadGlobalScales
+from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, parse_onnx
+from fp4deploy.models.card import CARD_KEY
+
+CONV_MODES = ("auto", "qdq", "gemm", "plugin")
+
+
+@dataclass(frozen=True)
+class LoweredModel:
+    """An engine-ready graph and its plan; `card` is the model card as plain JSON, or None for a foreign file.
+
+    `fp4`: the graph asks the engine for FP4. A plugin does not: to the engine its codes are INT8.
+    """
+
+    model: onnx.ModelProto
+    layers: tuple[PlannedLayer, ...]
+    card: dict[str, Any] | None
+    fp4: bool
+
+
+class DropFunctions(InPlacePass):
+    """Remove model-local functions: they give meaning to operators that the engine has built in."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        modified = bool(model.functions)
+        model.functions.clear()
+        return PassResult(model, modified)
+
+
+class NameNodes(InPlacePass):
+    """Give every node a unique name, because the ledger finds layers by the names of their nodes."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        modified, seen = False, set[str]()
+        for index, node in enumerate(model.graph):
+            if not node.name or node.name in seen:
+                node.name = f"{node.outputs[0].name or node.op_type}.{index}"
+                modified = True
+            seen.add(node.name)
+        return PassResult(model, modified)
+
+
+def check_conv_mode(conv: str, backend: str) -> None:
+    """Refuse a `--conv` value that this backend cannot take.
+
+    Raises:
+        InputError: unknown value, or plugins asked of TensorRT-RTX.
+    """
+    if conv not in CONV_MODES:
+        raise InputError(f"--conv {conv} is unknown.{suggest(conv, CONV_MODES)} Valid values: {', '.join(CONV_MODES)}.")
+    if conv == "plugin" and backend == "tensorrt-rtx":
+        valid = ", ".join(mode for mode in CONV_MODES if mode != "plugin")
+        raise InputError(
+            "TensorRT-RTX takes no plugins: --conv plugin needs --backend tensorrt. "
+            f"Valid --conv values with --backend tensorrt-rtx: {valid}."
+        )
+
+
+def read_buildable(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file that an engine may be built of.
+
+    Raises:
+        InputError: the file is missing, not ONNX, or of an opset or IR version the engines do not take.
+    """
+    model = parse_onnx(path)
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    if opset > OPSET or model.ir_version > IR_VERSION:
+        raise InputError(
+            f"{path} has opset {opset} and IR version {model.ir_version}; engines take at most opset {OPSET} and IR "
+            f"version {IR_VERSION}. Export it again: fp4deploy export --format onnx"
+        )
+    return model
+
+
+def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-rtx") -> LoweredModel:
+    """Check a graph and lower its FP4 convolutions to the form that `conv` asks for. `proto` is not changed.
+
+    Raises:
+        InputError: an FP4 layer breaks a rule of the canonical graph (the message names it), or the opset is too old.
+    """
+    check_conv_mode(conv, backend)
+    for tensor in proto.graph.initializer:
+        _check_stored(tensor)
+    model = ir.from_proto(_with_shapes(proto))
+    fp4 = is_fp4(model)
+    opset = model.opset_imports.get("", 0)
+    if fp4 and opset < OPSET:
+        raise InputError(
+            f"The file has opset {opset}, and FP4 tensors exist from opset {OPSET}. "
+            "Export it again: fp4deploy export --format onnx"
+        )
+    wishes = _wishes(proto)
+    _check_wishes(wishes, fp4)
+    layers = {layer.name: layer for layer in find_fp4_layers(model)}
+    plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
+    reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
+    for name, reason in reasons.items():
+        _check_buildable(layers[name], reason)
+    lowered = {name: reason for name, reason in reasons.items() if reason is not None}
+    macs = count_macs(model)
+    share = [SpreadGlobalScales()] if backend == "tensorrt-rtx" else []
+    forms = (ConvToPlugin(plugins), ConvToGemm(lowered))
+    Sequential(DropFunctions(), NameNodes(), *forms, *share, RemoveUnusedNodesPass(), NameNodes())(model)
+    plan = plan_layers(model, wishes, layers, lowered, macs, conv, plugins)
+    card = _metadata(proto, CARD_KEY)
+    return LoweredModel(ir.to_proto(model), plan, card if isinstance(card, dict) else None, is_fp4(model))
+
+
+def _check_stored(tensor: onnx.TensorProto) -> None:
+    """Compare the bytes of a constant with its shape; for FP4 codes say which K the bytes are."""
+    name, shape, stored = tensor.name, list(tensor.dims), len(tensor.raw_data)
+    if not tensor.HasField("raw_data") or stored == math.ceil(
+        math.prod(shape) * ir.DataType(tensor.data_type).itemsize
+    ):
+        return
+    if tensor.data_type == onnx.TensorProto.FLOAT4E2M1 and len(shape) == 2 and shape[0]:
+        layer = name.removesuffix(".weight.codes")
+        check_multiple(layer, "contracted weights (K)", shape[1])
+        raise InputError(
+            f"Layer {layer}: its weight has shape {shape}, and its {stored} bytes make "
+            f"K = {2 * stored / shape[0]:g}. K must be {shape[1]}, a multiple of {BLOCK}. The file is damaged; export "
+            "it again: fp4deploy export --format onnx"
+        )
+    raise InputError(
+        f"The constant {name} has shape {shape} and {stored} bytes, which do not belong together. The file is damaged; "
+        "export it again: fp4deploy export --format onnx"
+    )
+
+
+def _with_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with inferred shapes where inference succeeds (they are only used to count multiplications)."""
+    try:
+        return onnx.shape_inference.infer_shapes(proto)
+    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError):
+        return proto
+
+
+def _metadata(proto: onnx.ModelProto, key: str) -> Any:
+    text = next((entry.value for entry in proto.metadata_props if entry.key == key), "null")
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise InputError(f"The metadata '{key}' of the file is not JSON; export it again.") from None
+
+
+def _wishes(proto: onnx.ModelProto) -> dict[str, dict[str, str]]:
+    """Torch layer name -> {kind, precision, reason} as the exporter wrote it; empty for foreign files."""
+    found = _metadata(proto, LAYERS_KEY)
+    return found if isinstance(found, dict) else {}
+
+
+def _check_wishes(wishes: dict[str, dict[str, str]], fp4: bool) -> None:
+    names = [name for name, wish in wishes.items() if wish.get("precision") == "FP4"]
+    if names and not fp4:
+        raise InputError(
+            f"The file says that {len(names)} layers are FP4 ({names[0]}, ...) and holds no FP4 tensor: it looks like "
+            "the portable twin, which is for ONNX Runtime. Build the canonical file beside it (without .portable)."
+        )
+
+
+def _gemm_reason(layer: Fp4Layer, conv: str) -> str | None:
+    """Why a layer becomes a matrix product, or None where it stays what it is."""
+    if is_pointwise(layer):
+        return "1x1 convolution as an FP4 matrix product, the only form of it that the compiler takes"
+    if conv == "qdq" or layer.kind == "Linear":
+        return None
+    if is_upsampling(layer):
+        return "ConvTranspose 2x2 stride 2 as an FP4 matrix product and DepthToSpace"
+    if conv == "gemm" and geometry(layer) is not None:
+        return f"{layer.kernel[0]}x{layer.kernel[1]} convolution as im2col and an FP4 matrix product"
+    return None
+
+
+def _check_buildable(layer: Fp4Layer, gemm: str | None) -> None:
+    """TensorRT-RTX 1.7 fails on a 1x1 convolution with FP4 weights (it moves the blocks to a third-last axis)."""
+    if gemm is None and layer.kind != "Linear" and layer.kernel == (1, 1):
+        raise InputError(
+            f"Layer {layer.name}: a 1x1 {layer.kind} with groups or automatic padding cannot be built in FP4. "
+            "Exclude it from quantisation and export again; fp4deploy check lists every layer."
+        )

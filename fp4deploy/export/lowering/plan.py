@@ -1,0 +1,181 @@
+"""What each torch layer of a lowered graph should become: the ledger's yardstick.
+
+Layers are found by the weights their Conv, ConvTranspose, MatMul, Gemm or plugin reads, and by the names that the
+exporter gave to nodes and constants. Layers without a product (GroupNorm) are known from the exporter's metadata alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import onnx_ir as ir
+
+from fp4deploy.export.ledger.ledger import PlannedLayer
+from fp4deploy.export.lowering.gemm import geometry, is_upsampling
+from fp4deploy.export.lowering.pattern import COMPUTE_OPS, Fp4Layer, attribute, chain, layer_name, weight_initializer
+from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
+
+MARK = ".plugin."  # between a layer's name and the role of a constant of its plugin
+
+_SAME_SHAPE = ("Relu", "GroupNormalization", "InstanceNormalization", "Identity", "Cast", "Sigmoid")
+_PRECISIONS = {ir.DataType.FLOAT16: "FP16", ir.DataType.FLOAT: "FP32", ir.DataType.BFLOAT16: "BF16"}
+
+
+def count_macs(model: ir.Model) -> dict[str, int]:
+    """Multiply-accumulates for one image of every layer with a product; 0 where a shape is unknown."""
+    macs: dict[str, int] = {}
+    for node in model.graph:
+        if node.op_type in COMPUTE_OPS:
+            macs[_name(node)] = macs.get(_name(node), 0) + _macs(node)
+    return macs
+
+
+def plan_layers(
+    model: ir.Model,
+    wishes: dict[str, dict[str, str]],
+    fp4_layers: dict[str, Fp4Layer],
+    lowered: dict[str, str],
+    macs: dict[str, int],
+    conv: str,
+    plugins: Collection[str] = (),
+) -> tuple[PlannedLayer, ...]:
+    """Plan of every layer of a lowered model, those with a product first, in graph order.
+
+    Args:
+        wishes: torch layer name -> {kind, precision, reason} as the exporter wrote it.
+        fp4_layers: FP4 layers by name, as they were before lowering.
+        lowered: name -> reason of the layers that became matrix products.
+        macs: name -> multiply-accumulates for one image, counted before lowering.
+        plugins: names of the layers that became plugins.
+    """
+    computing: dict[str, list[ir.Node]] = {}
+    for node in model.graph:
+        own = plugin_layer(node)
+        if own is not None:
+            computing.setdefault(own, []).append(node)
+        elif node.op_type in COMPUTE_OPS and (_name(node) in wishes or weight_initializer(node) is not None):
+            computing.setdefault(_name(node), []).append(node)
+    names = [*computing, *(name for name in wishes if name not in computing)]
+    owned = _nodes_by_layer(model, computing, names)
+    plan = []
+    for name in names:
+        nodes, wish = computing.get(name, []), wishes.get(name, {})
+        layer, first = fp4_layers.get(name), nodes[0] if nodes else None
+        wanted = wish.get("precision") or ("FP4" if layer is not None else "FP16")
+        form, compute, weights, reason = _forecast(
+            layer, first, wanted, lowered.get(name), conv, wish.get("reason", ""), name in plugins
+        )
+        kind = wish.get("kind") or (layer.kind if layer else COMPUTE_OPS[first.op_type] if first is not None else "")
+        plan.append(
+            PlannedLayer(
+                name=name,
+                kind=kind,
+                wanted=wanted,
+                form=form,
+                compute=compute,
+                weights=weights,
+                reason=reason,
+                macs=macs.get(name, 0),
+                nodes=owned[name],
+                compute_nodes=tuple(node.name or "" for node in nodes),
+            )
+        )
+    return tuple(plan)
+
+
+def plugin_layer(node: ir.Node) -> str | None:
+    """The layer that a product plugin of a lowered graph computes; None for every other node."""
+    if node.domain != NAMESPACE or node.op_type == QUANTIZE.name:
+        return None
+    names = [value.name or "" for value in node.inputs if value is not None]
+    return next(name.rpartition(MARK)[0] for name in names if f"{MARK}weight_codes" in name)
+
+
+def _name(node: ir.Node) -> str:
+    return layer_name(node, weight_initializer(node))
+
+
+def _macs(node: ir.Node) -> int:
+    """Multiply-accumulates for one image; 0 where a shape is unknown."""
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    if weight is None or weight.shape is None:
+        return 0
+    pixels = _pixels(node)
+    kernel = math.prod(size for size in weight.shape if isinstance(size, int))
+    return kernel * math.prod(size if isinstance(size, int) else 1 for size in pixels) if pixels is not None else 0
+
+
+def _pixels(node: ir.Node) -> list[int | ir.SymbolicDim] | None:
+    """Extents that a weight is applied at: output pixels of a convolution, input pixels of a transposed one."""
+    if node.op_type in ("MatMul", "Gemm"):
+        shape = known_shape(node.inputs[0])
+        return shape[1:-1] if shape is not None else None
+    if node.op_type == "Conv" and node.outputs[0].shape is not None:
+        return list(node.outputs[0].shape)[2:]
+    shape = known_shape(node.inputs[0])
+    if shape is None or node.op_type == "ConvTranspose":
+        return shape[2:] if shape is not None else None
+    strides = attribute(node, "strides", [1, 1])
+    assert isinstance(strides, list)
+    return [
+        -(-size // stride) if isinstance(size, int) else size for size, stride in zip(shape[2:], strides, strict=True)
+    ]
+
+
+def known_shape(value: ir.Value | None) -> list[int | ir.SymbolicDim] | None:
+    """Shape of a value, looked for above operators that keep it (inference stops at GroupNormalization)."""
+    while value is not None:
+        if value.shape is not None:
+            return list(value.shape)
+        producer = value.producer()
+        value = producer.inputs[0] if producer is not None and producer.op_type in _SAME_SHAPE else None
+    return None
+
+
+def _forecast(
+    layer: Fp4Layer | None, node: ir.Node | None, wanted: str, gemm: str | None, conv: str, kept: str, plugin: bool
+) -> tuple[str, str, str, str]:
+    """(form, planned compute precision, planned weight storage, reason) of one layer."""
+    if layer is None:
+        dtype = node.outputs[0].dtype if node is not None else None
+        high = _PRECISIONS.get(dtype, "FP16") if dtype is not None else "FP16"
+        if wanted == "FP4":
+            return "plain", "FP4", "FP4", "the file holds no FP4 weights for this layer"
+        return "plain", high, high, kept
+    if plugin:
+        return "plugin", "FP4", "FP4", f"{layer.kind} in FP4 as a plugin, because TensorRT has none"
+    if gemm is not None:
+        return "gemm", "FP4", "FP4", gemm
+    if layer.kind == "Linear":
+        return "gemm", "FP4", "FP4", "linear layer as an FP4 matrix product"
+    if is_upsampling(layer):
+        why = f"kept as a convolution by --conv {conv}; --conv auto makes it an FP4 matrix product"
+    elif geometry(layer) is not None:
+        why = "TensorRT has no FP4 convolution: FP4 weights are decoded to FP16 for it; --conv gemm makes it FP4 im2col"
+    else:
+        why = "TensorRT has no FP4 convolution, and this form is no single matrix product"
+    return "qdq", "FP16", "FP4", why
+
+
+def _nodes_by_layer(
+    model: ir.Model, computing: dict[str, list[ir.Node]], names: list[str]
+) -> dict[str, tuple[str, ...]]:
+    """ONNX node names of every layer: computing it, named after it, reading its constants, or feeding its weight."""
+    owned: dict[str, dict[str, None]] = {name: {} for name in names}
+    for name, nodes in computing.items():
+        for node in nodes:
+            owned[name].update({(above.name or ""): None for above in (node, *chain(node.inputs[1]))})
+    for node in model.graph:
+        constants = [value.name or "" for value in node.inputs if value is not None and value.is_initializer()]
+        prefixes = (prefix for text in (node.name or "", *constants) for prefix in _prefixes(text))
+        owner = next((prefix for prefix in prefixes if prefix in owned), None)
+        if owner is not None:
+            owned[owner][node.name or ""] = None
+    return {name: tuple(nodes) for name, nodes in owned.items()}
+
+
+def _prefixes(text: str) -> list[str]:
+    """Dotted (or slashed) prefixes of a name, longest first: "a.b.weight" -> "a.b.weight", "a.b", "a"."""
+    parts = text.replace("/", ".").strip(".").split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]

@@ -1,0 +1,56 @@
+"""What every canonical file has in common, and parsing one; imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from fp4deploy.errors import InputError
+
+OPSET = 23  # the first with FLOAT4E2M1
+IR_VERSION = 11
+LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason}
+
+
+def parse_onnx(path: Path) -> onnx.ModelProto:
+    """Parse an ONNX file, unchecked.
+
+    Raises:
+        InputError: the file is missing, truncated, not ONNX, or holds no operators.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(
+            f"{path} does not exist: no file has that name. Write one with: fp4deploy export --format onnx"
+        )
+    try:
+        model = onnx.load(path)
+    except (DecodeError, ValueError, OSError) as error:
+        raise not_onnx(path, error) from error
+    if not model.graph.node or not model.graph.output:
+        raise InputError(f"{path} is not an ONNX model: it holds no operators. Write one with: fp4deploy export")
+    return model
+
+
+def not_onnx(path: Path, error: Exception) -> InputError:
+    """The error for a file that cannot be parsed or breaks ONNX's rules."""
+    cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return InputError(
+        f"{path} is not an ONNX file, or not a whole one ({cause[:120]}). Write one with: fp4deploy export"
+    )
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """Read and check an ONNX file.
+
+    Raises:
+        InputError: the file is missing, truncated, not ONNX, or breaks its rules.
+    """
+    model = parse_onnx(path)
+    try:
+        onnx.checker.check_model(model)
+    except (ValueError, onnx.checker.ValidationError) as error:
+        raise not_onnx(path, error) from error
+    return model

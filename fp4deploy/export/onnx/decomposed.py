@@ -1,0 +1,241 @@
+"""The portable twin: a canonical file rewritten so that plain ONNX Runtime runs it on any CPU.
+
+ONNX Runtime has no FP4 kernels, so the twin spells the same numbers in standard operators, in FP32:
+
+* weights: E2M1 codes become INT8 integers 2q in blocks of 16, times half the block's step,
+  ((d8 * A) * fp32(1/2688)) / 2. Spelled Cast, Mul, Reshape rather than DequantizeLinear: ONNX Runtime folds these into
+  constants when it loads the file and then packs the weights, whereas it keeps DequantizeLinear and would decode every
+  weight again for each image.
+* activations: see `portable_quantize`.
+* GroupNormalization is spelled with its sums in two stages, along the rows of the image and then over them. ONNX
+  Runtime's own expansion, and its InstanceNormalization, add up to a million numbers in one go and are off by 2e-4;
+  this is off by 3e-6. It matters: each error moves some activations over a rounding boundary of E2M1, and the twin
+  then drifts from torch by whole steps.
+* everything FP16 becomes FP32, and the casts to FP16 vanish. One does not: where the graph casts its FP16 input to FP32
+  itself, as digits do (`models.digits`), the twin rounds the input, so that it computes from the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+import onnx
+import onnx.shape_inference
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes.common import NameFixPass, RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.decomposed_quantize import Speller, SpellQuantizers, steps_of, unsupported
+from fp4deploy.export.onnx.layer_constants import deployed_amax
+from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+
+HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+def to_portable(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Rewrite a canonical Q/DQ model (ours, or another with the same operators) for plain ONNX Runtime.
+
+    Returns:
+        A new model: float32 in and out, same names, standard operators only, metadata kept.
+
+    Raises:
+        InputError: FP4 operators in a form that has no portable spelling.
+    """
+    portable = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    passes = (
+        DecodeWeights(),
+        SpellQuantizers(),
+        WidenToFloat(),
+        SpellGroupNorms(),
+        RemoveUnusedNodesPass(),
+        RemoveUnusedFunctionsPass(),
+        RemoveUnusedOpsetsPass(),
+        NameFixPass(),
+    )
+    for each in passes:
+        each(portable)
+    proto = ir.to_proto(portable)
+    _refuse_leftovers(proto)
+    return proto
+
+
+class DecodeWeights(ir.passes.InPlacePass):
+    """DequantizeLinear of FP4 constants -> INT8 constants, cast, times FP32 half steps."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [node for node in model.graph if _decodes_constant(node)]
+        for node in nodes:
+            _spell_weight(model.graph, node).replace(node)
+        return ir.passes.PassResult(model, modified=bool(nodes))
+
+
+class SpellGroupNorms(ir.passes.InPlacePass):
+    """GroupNormalization of opset 21+ -> mean, variance, scale and bias in standard operators."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [node for node in model.graph if node.op_type == "GroupNormalization" and _known_shape(node)]
+        for node in nodes:
+            _spell_group_norm(model.graph, node).replace(node)
+        return ir.passes.PassResult(model, modified=bool(nodes))
+
+
+class WidenToFloat(ir.passes.InPlacePass):
+    """FLOAT16 and BFLOAT16 become FLOAT in inputs, outputs, constants and attributes; casts between them vanish."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        exact = [node for node in graph if node.op_type == "Cast" and _reads_half_input(graph, node)]
+        for value in (*graph.inputs, *graph.initializers.values()):
+            _widen(value)
+        for node in list(graph):
+            for attribute in list(node.attributes.values()):
+                if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in HALF:
+                    tensor = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
+                    node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
+            for value in node.outputs:
+                _widen(value)
+            if node.op_type == "Cast" and node not in exact:
+                _widen_cast(graph, node)
+        for node in exact:
+            _round_input(graph, node)
+        return ir.passes.PassResult(model, modified=True)
+
+
+def _decodes_constant(node: ir.Node) -> bool:
+    codes = node.inputs[0] if node.inputs else None
+    if node.op_type != "DequantizeLinear" or codes is None or codes.const_value is None:
+        return False
+    return codes.dtype == ir.DataType.FLOAT4E2M1
+
+
+def _spell_weight(graph: ir.Graph, node: ir.Node) -> Speller:
+    codes, scale = node.inputs[0], node.inputs[1]
+    assert codes is not None
+    assert codes.const_value is not None
+    if len(node.inputs) > 2:
+        raise unsupported(node, "FP4 has no zero point")
+    shape = tuple(codes.const_value.shape.numpy())
+    axis = node.attributes["axis"].as_int() % len(shape) if "axis" in node.attributes else len(shape) - 1
+    half_steps = _block_steps(node, scale) * np.float32(0.5)
+    blocks = half_steps.shape[axis] if half_steps.ndim == len(shape) else 0
+    if not blocks or shape[axis] % blocks:
+        raise unsupported(node, "its scale must have one element a block")
+    split = (*shape[:axis], blocks, shape[axis] // blocks, *shape[axis + 1 :])
+    speller = Speller(graph, node.name or str(codes.name))
+    integers = speller.own("int8", _TWICE_E2M1[_nibbles(codes.const_value)].reshape(split))
+    wide = speller.add("Cast", "wide", integers, to=int(ir.DataType.FLOAT))
+    values = speller.add("Mul", "values", wide, speller.own("half_steps", np.expand_dims(half_steps, axis + 1)))
+    speller.add("Reshape", "weight", values, speller.own("shape", np.array(shape, np.int64)))
+    return speller
+
+
+def _nibbles(tensor: ir.TensorProtocol) -> NDArray[np.uint8]:
+    """Codes 0..15 in a row, one a byte."""
+    packed = np.frombuffer(tensor.tobytes(), np.uint8)
+    return np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(-1)[: tensor.size]
+
+
+def _block_steps(node: ir.Node, scale: ir.Value | None) -> NDArray[np.float32]:
+    """What one unit of E2M1 stands for in each block of a constant weight, in the order of the numerics contract."""
+    if scale is not None and scale.const_value is not None:
+        return cast("NDArray[np.float32]", scale.const_value.numpy().astype(np.float32))
+    producer = scale.producer() if scale is not None else None
+    if producer is None or producer.op_type != "DequantizeLinear":
+        raise unsupported(node, "its scale is neither a constant nor the DequantizeLinear of one")
+    block, whole = (value.const_value if value is not None else None for value in producer.inputs[:2])
+    if block is None or whole is None or whole.size != 1:
+        raise unsupported(node, "its scale needs constant block scales under one constant global scale")
+    return steps_of(block.numpy().astype(np.float32), deployed_amax(whole.numpy().item()))
+
+
+def _known_shape(node: ir.Node) -> bool:
+    x = node.inputs[0]
+    return x is not None and x.shape is not None and all(isinstance(size, int) for size in x.shape[1:])
+
+
+def _spell_group_norm(graph: ir.Graph, node: ir.Node) -> Speller:
+    x, weight, bias = node.inputs
+    assert x is not None
+    assert x.shape is not None
+    assert weight is not None
+    assert bias is not None
+    channels, *spatial = (int(cast(int, size)) for size in tuple(x.shape)[1:])
+    groups = node.attributes["num_groups"].as_int()
+    epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    rows, columns = channels // groups * math.prod(spatial[:-1]), spatial[-1]
+    speller = Speller(graph, node.name or str(node.outputs[0].name))
+    column = speller.own("column", np.array([-1] + [1] * len(spatial), np.int64))
+    split = speller.own("groups_shape", np.array([0, groups, rows, columns], np.int64))
+    centred, deviation = _spell_moments(speller, speller.add("Reshape", "groups", x, split), columns, epsilon)
+    weights = speller.own("weight_shape", np.array([groups, channels // groups, 1], np.int64))
+    slopes = speller.add("Div", "slopes", speller.add("Reshape", "group_weight", weight, weights), deviation)
+    slope = speller.add(
+        "Reshape", "slope", slopes, speller.own("slope_shape", np.array([0, channels, *[1] * len(spatial)]))
+    )
+    image = speller.add("Reshape", "image", centred, speller.own("image_shape", np.array([0, channels, *spatial])))
+    scaled = speller.add("Mul", "scaled", image, slope)
+    speller.add("Add", "normalized", scaled, speller.add("Reshape", "bias_column", bias, column))
+    return speller
+
+
+def _spell_moments(speller: Speller, x: ir.Value, columns: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
+    """(x - mean, standard deviation) of x [N, G, rows, columns] a group; sums in two stages."""
+    last, rows = speller.own("last_axis", np.array([3])), speller.own("rows_axis", np.array([2]))
+    row_means = speller.add("ReduceMean", "row_means", x, last, keepdims=1)
+    centred = speller.add("Sub", "centred", x, speller.add("ReduceMean", "mean", row_means, rows, keepdims=1))
+    row_squares = speller.add("ReduceSumSquare", "row_squares", centred, last, keepdims=1)
+    squares = speller.add("ReduceMean", "squares", row_squares, rows, keepdims=1)
+    variance = speller.add("Div", "variance", squares, speller.own("columns", np.float32(columns)))
+    shifted = speller.add("Add", "variance_epsilon", variance, speller.own("epsilon", np.float32(epsilon)))
+    return centred, speller.add("Sqrt", "deviation", shifted)
+
+
+def _widen(value: ir.Value) -> None:
+    if value.dtype not in HALF:
+        return
+    value.dtype = ir.DataType.FLOAT
+    if value.const_value is not None:
+        value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
+
+
+def _widen_cast(graph: ir.Graph, node: ir.Node) -> None:
+    """Cast to FLOAT instead of a half, and drop a cast of what is FLOAT already."""
+    source = node.inputs[0]
+    assert source is not None
+    if ir.DataType(node.attributes["to"].as_int()) in HALF:
+        node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+    same = source.dtype == node.attributes["to"].as_int()
+    if same and node.outputs[0] not in graph.outputs:
+        node.outputs[0].replace_all_uses_with(source)
+        graph.remove(node, safe=True)
+
+
+def _reads_half_input(graph: ir.Graph, node: ir.Node) -> bool:
+    source = node.inputs[0]
+    if source is None or source.dtype != ir.DataType.FLOAT16 or source not in graph.inputs:
+        return False
+    return node.attributes["to"].as_int() == ir.DataType.FLOAT
+
+
+def _round_input(graph: ir.Graph, node: ir.Node) -> None:
+    """A cast to FP16 before the cast of what was an FP16 input."""
+    name = f"{node.name}.rounded"
+    half = ir.val(name, ir.DataType.FLOAT16, node.outputs[0].shape)
+    rounded = ir.node("Cast", [node.inputs[0]], {"to": int(ir.DataType.FLOAT16)}, outputs=[half], name=name)
+    graph.insert_before(node, rounded)
+    node.replace_input_with(0, half)
+
+
+def _refuse_leftovers(model: onnx.ModelProto) -> None:
+    fp4 = onnx.TensorProto.FLOAT4E2M1
+    left = [tensor.name for tensor in model.graph.initializer if tensor.data_type == fp4]
+    foreign = [node.name or node.op_type for node in model.graph.node if node.domain not in ("", "ai.onnx")]
+    if left or foreign:
+        raise InputError(
+            f"No portable spelling for {', '.join([*left, *foreign][:3])}: the twin covers FP4 DequantizeLinear of "
+            f"constants and {QUANTIZE_OP} followed by DequantizeLinear. Export the file with: fp4deploy export"
+        )

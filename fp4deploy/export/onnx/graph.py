@@ -1,0 +1,181 @@
+"""torch -> canonical NVFP4 Q/DQ ONNX: the hardware-neutral file that every target is lowered from.
+
+The model is copied, the copy rounded to FP16 and traced by torch's exporter with two kinds of layers replaced:
+
+* a quantised layer leaves two markers, "its input is quantised here" and "its weight comes from here". Its float weight
+  is never traced, so no float copy of it can end up in the file. A pass (`qdq.LowerMarkers`) then puts Q/DQ nodes in
+  their place, with constants quantised from the FP32 weights.
+* GroupNorm becomes ONNX GroupNormalization (opset 21+). TensorRT-RTX builds the same fused kernel from it as from the
+  exporter's Reshape, InstanceNormalization, Mul, Add chain, and the file stays readable.
+
+A model without quantised layers gives the plain FP16 graph, so both precisions share one path. The batch is dynamic,
+the image size fixed; the same checkpoint gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import onnx
+import onnx.checker
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from onnx_ir.passes.common import NameFixPass
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
+from fp4deploy.export.onnx.layer_constants import LayerConstants, layer_constants
+from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
+from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
+from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantLinear
+from fp4deploy.qat.prepare import layer_plan, quantized_layers
+
+INPUT, OUTPUT, BATCH = "image", "logits", "N"
+PRODUCER = "fp4deploy"
+
+
+def export_graph(model: nn.Module, input_shape: tuple[int, ...], card: ModelCard | None = None) -> onnx.ModelProto:
+    """Make the canonical graph of a model: FP4 for the layers `qat.prepare` quantised, FP16 for the rest.
+
+    Args:
+        model: convolutional model with one tensor in and one out, FP32, on any device; it is not changed.
+        input_shape: of one sample, (C, H, W) for images.
+        card: stored in the file, so that it can be evaluated on its own.
+
+    Returns:
+        Opset 23, IR 11; float16 "image" [N, *input_shape] -> float16 "logits" [N, ...], N dynamic; checked.
+
+    Raises:
+        InputError: an uncalibrated layer, a value that is not finite or beyond FP16, a model that cannot be traced.
+    """
+    constants = {name: layer_constants(name, layer) for name, layer in quantized_layers(model).items()}
+    traced = _trace(_traceable(model, constants), input_shape)
+    leaves = {name for name, module in model.named_modules() if not any(module.children())}
+    for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants), NameFixPass()):
+        each(traced)
+    traced.ir_version = IR_VERSION
+    traced.producer_name, traced.producer_version = PRODUCER, None
+    traced.graph.name = card.architecture if card else type(model).__name__.lower()
+    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model))
+    if card:
+        traced.metadata_props[CARD_KEY] = card.to_json()
+    proto = ir.to_proto(traced)
+    onnx.checker.check_model(proto, full_check=True)
+    return proto
+
+
+def _layers(model: nn.Module) -> dict[str, dict[str, str]]:
+    recipes = [layer.recipe for layer in quantized_layers(model).values()]
+    plans = layer_plan(model, recipes[0] if recipes else None)
+    return {plan.name: {"kind": plan.kind, "precision": plan.precision, "reason": plan.reason} for plan in plans}
+
+
+def _trace(model: nn.Module, input_shape: tuple[int, ...]) -> ir.Model:
+    example = torch.zeros((2, *input_shape), dtype=torch.float16)  # batch 1 would be taken for a constant
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                model,
+                (example,),
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                dynamic_shapes=({0: torch.export.Dim(BATCH, min=1)},),
+                verbose=False,
+            )
+    except Exception as error:
+        if isinstance(error, InputError):
+            raise
+        cause = str(error.__cause__ or error).strip().splitlines()
+        raise InputError(
+            f"torch could not trace {type(model).__name__} with an input [N, {', '.join(map(str, input_shape))}]: "
+            f"{cause[0] if cause else type(error).__name__}. Check the image size (a UNet needs multiples of 16)."
+        ) from error
+    assert program is not None
+    return program.model
+
+
+def _traceable(model: nn.Module, constants: dict[str, LayerConstants]) -> nn.Module:
+    """An FP16 copy on the CPU whose quantised layers leave markers."""
+    quantized = {f"{name}.weight" for name in constants}
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not _fits_fp16(tensor) and name not in quantized:
+            raise InputError(f"{name} holds NaN, Inf or a value beyond FP16's largest, 65504; it cannot be exported.")
+    traceable = copy.deepcopy(model).cpu().eval().half()
+    for name, module in traceable.named_modules():
+        forward: Callable[..., torch.Tensor] | None = None
+        if name in constants:
+            forward = _marking_forward(name, constants[name], module)
+        elif isinstance(module, nn.GroupNorm) and module.affine:
+            forward = _group_norm
+        if forward is not None:
+            module.forward = types.MethodType(forward, module)
+    return traceable
+
+
+def _fits_fp16(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor.to(torch.float16)).all())
+
+
+def _marking_forward(name: str, layer: LayerConstants, module: nn.Module) -> Callable[..., torch.Tensor]:
+    """The layer's product over two markers instead of over its quantised operands."""
+    shape = tuple(layer.shape[axis] for axis in layer.order)
+
+    def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        axis = layer.channel_axis % x.ndim
+        padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
+        return _marker(ACTIVATION_MARKER, [x], name, padded), _marker(WEIGHT_MARKER, [], name, shape)
+
+    def convolution(self: QuantConv2d, x: torch.Tensor) -> torch.Tensor:
+        x, weight = operands(x)
+        return self._conv_forward(x, weight, self.bias)
+
+    def transposed_convolution(self: QuantConvTranspose2d, x: torch.Tensor) -> torch.Tensor:
+        x, weight = operands(x)
+        geometry: Any = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
+        return F.conv_transpose2d(x, weight, self.bias, *geometry)
+
+    def linear(self: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        x, weight = operands(x)
+        product = torch.matmul(x, weight)
+        return product if self.bias is None else product + self.bias
+
+    if isinstance(module, QuantConv2d):
+        return convolution
+    return transposed_convolution if isinstance(module, QuantConvTranspose2d) else linear
+
+
+def _marker(kind: str, inputs: list[torch.Tensor], layer: str, shape: tuple[Any, ...]) -> torch.Tensor:
+    operator = f"{MARKER_DOMAIN}::{kind}"
+    return torch.onnx.ops.symbolic(operator, inputs, {"layer": layer}, dtype=torch.float16, shape=shape, version=1)
+
+
+def _group_norm(self: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:
+    attributes = cast(Any, {"num_groups": self.num_groups, "epsilon": self.eps})
+    inputs = [x, self.weight, self.bias]
+    return torch.onnx.ops.symbolic("GroupNormalization", inputs, attributes, dtype=x.dtype, shape=x.shape)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's remarks about libraries that this project does not use."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,97 @@
+"""Checkpoint -> verified ONNX files.
+
+The order makes a bad file impossible: trace, quantise, check, make the portable twin, compare it with torch on real
+images, and only then write, each file under a temporary name first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from fp4deploy.export.onnx.decomposed import to_portable
+from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.export.verify.outputs import Agreement, check_request, require_agreement, validation_images, verify_twin
+from fp4deploy.models.card import ModelCard
+from fp4deploy.qat import load_model, quantized_layers
+from fp4deploy.runs import atomic_write
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What `export_onnx` wrote.
+
+    path, portable_path: the canonical file and its twin (None where none was asked for).
+    size_bytes: of the canonical file. fp4_layers: how many layers it holds in FP4.
+    verification: how far ONNX Runtime and torch agree; None where nothing was verified.
+    """
+
+    path: Path
+    portable_path: Path | None
+    card: ModelCard
+    size_bytes: int
+    fp4_layers: int
+    verification: Agreement | None
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of pixels on which ONNX Runtime and torch agree, 0..1; None where nothing was verified."""
+        return self.verification.share if self.verification else None
+
+
+def portable_name(path: Path) -> Path:
+    """Where the twin of a canonical file lies: unet.onnx -> unet.portable.onnx."""
+    return path.with_suffix(f".portable{path.suffix}")
+
+
+def export_onnx(
+    checkpoint: Path,
+    out: Path,
+    portable: bool = False,
+    data: Path | None = None,
+    images: int = 16,
+    verify: bool = True,
+) -> ExportResult:
+    """Export a checkpoint to canonical ONNX, verified against torch on real images before anything is written.
+
+    Args:
+        out: the .onnx file; an existing one is replaced.
+        portable: also write the twin that plain ONNX Runtime runs, beside it as NAME.portable.onnx.
+        data: dataset whose validation split is used to verify.
+        images: how many of its images.
+        verify: False writes without comparing.
+
+    Raises:
+        GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
+        InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target.
+    """
+    out = Path(out)
+    check_request(Path(checkpoint), out, ".onnx", data, images, verify)
+    model, card = load_model(Path(checkpoint))
+    canonical = export_graph(model, (3, card.height, card.width), card)
+    twin = to_portable(canonical)
+    verification = None
+    if verify and data is not None:
+        verification = verify_twin(model, twin, validation_images(Path(data), card, images), head=card.head)
+        require_agreement(verification, str(checkpoint))
+    size = _write(canonical, out)
+    if portable:
+        _write(twin, portable_name(out))
+    return ExportResult(
+        path=out,
+        portable_path=portable_name(out) if portable else None,
+        card=card,
+        size_bytes=size,
+        fp4_layers=len(quantized_layers(model)),
+        verification=verification,
+    )
+
+
+def _write(model: onnx.ModelProto, path: Path) -> int:
+    """Write deterministic bytes; their number."""
+    content = model.SerializeToString(deterministic=True)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+    return len(content)

@@ -1,0 +1,189 @@
+"""The gate between torch and ONNX: the twin must answer as the model it was made from.
+
+Both run on the same real validation images, torch with the weights as they ship (`qat.load_model`), and the class of
+every pixel is compared; of an instance model also its mask, or its centre score and offset (`models.heads.agreeing`).
+At most 0.1 % of the pixels may differ.
+
+FP16 models and small NVFP4 models pass at once (a UNet of scale 0.25 at 96 x 96: 0.005 % differ). A large NVFP4 model
+differs from itself by more than that as soon as anything adds in another order, because FP4 amplifies last-bit
+differences (see `synchronised`). Where the free comparison fails, the gate therefore compares once more with every
+product fed by torch: then at most 0.1 % of the pixels, and of each layer's quantised elements, may differ. An export
+error that touches more than that shows, with the name of the layer that first sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import nn
+
+from fp4deploy.data import EvalTransform, open_dataset
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.export.onnx.session import portable_session
+from fp4deploy.export.verify.layerwise import SynchronisedAgreement, compare_synchronised
+from fp4deploy.models.card import ModelCard
+from fp4deploy.models.heads import InstanceHead, agreeing
+from fp4deploy.qat import quantized_layers
+
+REQUIRED_AGREEMENT = 0.999  # of the pixels
+ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, where torch feeds every product
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far ONNX Runtime and torch agree.
+
+    images, pixels: how much was compared. differing: pixels on which they say something else (argmax, or as `head`).
+    largest: the largest absolute difference of two logits.
+    synchronised: the comparison with every product fed by torch; None where the free one was enough.
+    """
+
+    images: int
+    pixels: int
+    differing: int
+    largest: float
+    synchronised: SynchronisedAgreement | None = None
+    head: InstanceHead | None = None
+
+    @property
+    def share(self) -> float:
+        """Share of pixels on which both say the same, 0..1."""
+        return 1 - self.differing / max(self.pixels, 1)
+
+    def sentence(self) -> str:
+        """How far both agree, in words."""
+        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of pixels"
+        if self.synchronised is None:
+            return text
+        fed = 100 * self.synchronised.share
+        return f"{text} running freely, where FP4 amplifies last bits, and on {fed:.3f} % with every layer fed by torch"
+
+
+def compared(head: InstanceHead | None) -> str:
+    """What `agreeing` compares, in words."""
+    if head is None:
+        return "argmax"
+    return "class, centre score and offset" if head.method == "centres" else "class and mask"
+
+
+def compare_with_torch(
+    model: nn.Module,
+    portable: onnx.ModelProto,
+    images: Iterable[torch.Tensor],
+    head: InstanceHead | None = None,
+) -> Agreement:
+    """Run both on `images` (float32 [N, C, H, W] each) and compare the outputs [N, channels, ...] along axis 1."""
+    session = portable_session(portable)
+    (name,) = (value.name for value in session.get_inputs())
+    count = pixels = differing = 0
+    largest = 0.0
+    for batch in images:
+        with torch.inference_mode():
+            expected = model(batch).float()
+        logits: Any = session.run(None, {name: batch.numpy()})[0]
+        same = agreeing(expected, torch.from_numpy(logits), head)
+        count += len(batch)
+        pixels += same.numel()
+        differing += int((~same).sum())
+        largest = float(np.fmax(largest, np.abs(logits - expected.numpy()).max()))
+        if not np.isfinite(logits).all():
+            differing, largest = pixels, float("inf")
+            break
+    return Agreement(count, pixels, differing, largest, head=head)
+
+
+def verify_twin(
+    model: nn.Module,
+    portable: onnx.ModelProto,
+    images: Iterable[torch.Tensor],
+    enough: float = REQUIRED_AGREEMENT,
+    head: InstanceHead | None = None,
+) -> Agreement:
+    """Compare freely; where less than `enough` of the pixels agree and the model is quantised, synchronised as well."""
+    kept = list(images)
+    agreement = compare_with_torch(model, portable, kept, head)
+    if agreement.share >= enough or not quantized_layers(model):
+        return agreement
+    return replace(agreement, synchronised=compare_synchronised(model, portable, kept, head))
+
+
+def require_agreement(agreement: Agreement, name: str) -> None:
+    """Let a model through only if torch and ONNX Runtime agree.
+
+    Raises:
+        GateError: more than 0.1 % of the pixels differ and FP4 alone does not explain it, or nothing was compared.
+    """
+    if agreement.pixels and agreement.share >= REQUIRED_AGREEMENT:
+        return
+    cause = "there was nothing to compare"
+    if agreement.pixels:
+        cause = (
+            f"{100 * (1 - agreement.share):.3f} % of {agreement.pixels} pixels "
+            f"({agreement.images} images; logits differ by up to {agreement.largest:.3g})"
+        )
+    if agreement.synchronised is not None:
+        explained = _explain(agreement.synchronised)
+        if explained is None:
+            return
+        cause += f"; {explained}"
+    raise GateError(
+        f"{name}: ONNX Runtime and torch disagree: {cause}. At most {100 * (1 - REQUIRED_AGREEMENT):g} % may differ. "
+        "Nothing was written; to look at the file all the same, export with --no-verify."
+    )
+
+
+def _explain(found: SynchronisedAgreement) -> str | None:
+    """What is wrong beyond amplified rounding; None where nothing is."""
+    if found.unmatched:
+        return (
+            "they cannot be compared layer by layer, because torch does not run these layers as often as the graph "
+            f"multiplies their quantised inputs: {', '.join(found.unmatched)}"
+        )
+    for layer, share in found.layers.items():
+        if share > ALLOWED_ELEMENTS:
+            origin = " and ".join(found.sources[layer]) or "the image"
+            return (
+                f"the first layer to differ is {layer}, in {100 * share:.3g} % of its quantised input, which is "
+                f"computed from {origin}"
+            )
+    if found.share < REQUIRED_AGREEMENT:
+        return f"after the last quantised layer {100 * (1 - found.share):.3g} % of the pixels differ"
+    return None
+
+
+def check_request(checkpoint: Path, out: Path, suffix: str, data: Path | None, images: int, verify: bool) -> None:
+    """Refuse an export that could not be verified or written, before anything is loaded.
+
+    Raises:
+        InputError: a target with another suffix, nothing to verify on, or no images.
+    """
+    if out.suffix != suffix:
+        raise InputError(f"{out} should end in {suffix}.")
+    if verify and data is None:
+        raise InputError(
+            f"Exporting {checkpoint} needs real images to verify the file on, and no data was given. "
+            "Give --data DIR with a validation split."
+        )
+    if images < 1:
+        raise InputError(f"At least one image is needed to verify an export, not {images}.")
+
+
+def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch.Tensor]:
+    """`count` validation images, spread evenly over the set, each float32 [1, 3, H, W] as the card wants them.
+
+    Raises:
+        InputError: there is no usable validation set at `data`.
+    """
+    dataset = open_dataset(data, "val")
+    if not len(dataset):
+        raise InputError(f"{data} has no validation images to verify the export on. Give another --data.")
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    indices = np.unique(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).round().astype(int))
+    for index in indices:
+        yield transform(dataset.load(int(index)))[0][None]

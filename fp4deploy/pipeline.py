@@ -1,0 +1,112 @@
+"""The whole way of a run: train, export, build, bench, report, each stage by the same functions as its own command.
+
+A stage that this machine cannot do (no engine builder) is written down and left out; a stage that fails stops the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp4deploy.bench.artifact import bench_or_explain
+from fp4deploy.bench.tables import duration
+from fp4deploy.errors import UnavailableError
+from fp4deploy.export import export_onnx
+from fp4deploy.export.engine.build import build_engine
+from fp4deploy.export.to_packed import export_packed
+from fp4deploy.report.figures.heatmaps import draw_heatmaps
+from fp4deploy.report.run import Journal, Report, write_report
+from fp4deploy.runs import Run, artifact_stem
+
+if TYPE_CHECKING:
+    from fp4deploy.train import Config
+
+Say = Callable[[str], None]
+STAGES = 5
+
+
+def run_chain(
+    config: Config,
+    run: Run,
+    data: Path,
+    models: Sequence[str],
+    *,
+    from_scratch: bool = False,
+    arch: str = "sm120",
+    say: Say = print,
+    journal: Journal | None = None,
+) -> Report:
+    """Take every model from training to its line in the report.
+
+    Raises:
+        InputError, GateError: from the stage that failed; finished stages keep their files.
+    """
+    from fp4deploy.train import train_models
+
+    journal = journal or Journal()
+    with stage(1, "train", say, journal):
+        train_models(config, run, models, from_scratch=from_scratch)
+        if config.telemetry.plots and config.telemetry.every and "jsonl" in config.telemetry.trackers:
+            for model in models:
+                draw_heatmaps(run, model)
+    with stage(2, "export and verify", say, journal):
+        for model in models:
+            _export(run, model, data, say)
+    with stage(3, "build engines", say, journal):
+        for model in models:
+            _build(run, model, arch, say, journal)
+    with stage(4, "bench", say, journal):
+        results = [
+            bench_or_explain(path, data, model=model) for model in models for path in _artifacts(run, model, say)
+        ]
+    with stage(5, "report", say, journal):
+        return write_report(run, results, data, journal)
+
+
+@contextmanager
+def stage(number: int, title: str, say: Say, journal: Journal) -> Iterator[None]:
+    """Print a stage's heading and its time, and write both into the journal."""
+    say(f"[{number}/{STAGES}] {title}")
+    start = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - start
+    journal.stages.append((title, seconds))
+    say(f"      {title}: {duration(seconds)}")
+
+
+def _export(run: Run, model: str, data: Path, say: Say) -> None:
+    target = run.export_dir / f"{artifact_stem(model)}.onnx"
+    result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
+    agreed = f": {result.verification.sentence()}" if result.verification else ""
+    say(f"      {target.name}{agreed}")
+    packed = export_packed(run.checkpoint(model), target.with_suffix(".fp4"), data=data)
+    agreed = f": {packed.verification.sentence()}" if packed.verification else ""
+    say(f"      {packed.file.path.name}{agreed}")
+
+
+def _build(run: Run, model: str, arch: str, say: Say, journal: Journal) -> None:
+    stem = artifact_stem(model)
+    try:
+        result = build_engine(run.export_dir / f"{stem}.onnx", run.engine_dir / f"{stem}.plan", arch=arch)
+    except UnavailableError as error:
+        journal.remarks.append(f"{stem}.plan was not built: {error}")
+        say(f"      {stem}.plan was not built: {error}")
+        return
+    say(f"      {result.plan.name}: {result.ledger.summary()}")
+
+
+def _artifacts(run: Run, model: str, say: Say) -> Iterator[Path]:
+    stem = artifact_stem(model)
+    candidates = (
+        run.checkpoint(model),
+        run.export_dir / f"{stem}.onnx",
+        run.export_dir / f"{stem}.fp4",
+        run.engine_dir / f"{stem}.plan",
+    )
+    for path in candidates:
+        if path.is_file():
+            say(f"      {path.relative_to(run.path)}")
+            yield path

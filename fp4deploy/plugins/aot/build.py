@@ -1,0 +1,136 @@
+"""Compiling many kernels for many architectures, in processes beside each other.
+
+Workers start fresh: whatever this process has imported for Triton's interpreter does not reach them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.plugins.aot import diagnose, store
+from fp4deploy.plugins.aot.compile import INSTALL_TRITON, compile_launch, triton_version
+from fp4deploy.plugins.aot.spec import Launch
+from fp4deploy.plugins.aot.store import Compiled
+from fp4deploy.plugins.runtime.availability import cores
+from fp4deploy.plugins.runtime.cache import write_entry
+from fp4deploy.plugins.runtime.nvcc import KernelError
+
+
+@dataclass(frozen=True)
+class Made:
+    """One kernel for one architecture: `compiled`, or None and the reason in `failure`."""
+
+    launch: Launch
+    arch: str
+    compiled: Compiled | None
+    failure: str = ""
+
+    def complaints(self) -> list[str]:
+        """What is wrong with it; see `ahead_check`."""
+        return diagnose.complaints(self.compiled) if self.compiled is not None else [self.failure]
+
+    def facts(self) -> dict[str, Any]:
+        """All but the code, as JSON values."""
+        about: dict[str, Any] = {"kernel": self.launch.kernel, "arch": self.arch}
+        about |= {"constants": dict(self.launch.constants)}
+        about |= {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages}
+        if self.compiled is not None:
+            names = ("instructions", "registers", "spills", "shared", "triton", "sources")
+            about |= {name: getattr(self.compiled, name) for name in names}
+            about |= {"bytes": len(self.compiled.cubin)}
+        return {**about, "complaints": self.complaints()}
+
+
+def build(
+    wanted: Iterable[tuple[Launch, str]], jobs: int | None = None, out: Path | None = None
+) -> Iterator[tuple[int, Made]]:
+    """Compile launches for architectures, into the cache and into a folder; in the order in which they are done.
+
+    Args:
+        wanted: (launch, architecture).
+        jobs: processes; as many as there are cores where None.
+        out: a folder for FP4DEPLOY_KERNEL_PATH.
+
+    Yields:
+        The position in `wanted`, and what came of it.
+
+    Raises:
+        UnavailableError: Triton is missing.
+        InputError: the folder cannot be written.
+        KernelError: a worker died.
+    """
+    if triton_version() is None:
+        raise UnavailableError(f"Triton is missing, and it compiles the kernels: {INSTALL_TRITON}  (Linux).")
+    todo = [(launch, store.architecture_name(arch)) for launch, arch in wanted]
+    workers = max(1, min(jobs or cores(), len(todo)))
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=fresh) as pool:
+        with _without("TRITON_INTERPRET"):  # workers start in `submit`, with the variables of this moment
+            tasks = {pool.submit(make, launch, arch): index for index, (launch, arch) in enumerate(todo)}
+        try:
+            for task in as_completed(tasks):
+                made = task.result()
+                if out is not None and made.compiled is not None:
+                    _save(made.compiled, made.launch, out)
+                yield tasks[task], made
+        except BrokenProcessPool as error:
+            raise KernelError(
+                "Triton's compiler aborted, and its process with it. One process says which kernel: --jobs 1."
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def make(launch: Launch, arch: str) -> Made:
+    """One of `build`; what Triton prints about a failure becomes part of the reason."""
+    with _stderr() as lines:
+        try:
+            return Made(launch, arch, compile_launch(launch, arch))
+        except KernelError as error:
+            reason = str(error).partition("\n")[0]
+    errors = [line.strip() for line in lines if "error:" in line or "Assertion" in line]
+    return Made(launch, arch, None, " ".join([reason, *errors[:2]]))
+
+
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
+
+
+def _save(compiled: Compiled, launch: Launch, folder: Path) -> None:
+    file = folder / store.file_name(launch, compiled.arch, compiled.triton)
+    try:
+        write_entry(file, store.pack(compiled))
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror or error}.") from error
+
+
+@contextmanager
+def _stderr() -> Iterator[list[str]]:
+    """Collect what the C++ parts of the compiler write to the process's stderr."""
+    lines: list[str] = []
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()

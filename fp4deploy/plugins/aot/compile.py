@@ -1,0 +1,189 @@
+"""Compiling Triton kernels for any architecture, on a machine with or without a GPU, into files that need no Triton.
+
+    compiled = compile_launch(launch, "sm_120")         # from a folder or the cache, else by Triton
+
+`triton.compile` takes a target that need not be present: the kernel's source, the types of its arguments, its constants
+and the compute capability go in; PTX and a cubin come out. Here the result is checked against what
+`fp4deploy.plugins.aot.load` can launch and kept by `fp4deploy.plugins.aot.store`. Triton's own cache stays out of it:
+its entries are found only through Triton, by the version of Triton and a hash of the installation."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import tempfile
+import threading
+from functools import lru_cache
+from typing import Any
+
+from fp4deploy.errors import InputError
+from fp4deploy.plugins.aot import store
+from fp4deploy.plugins.aot.spec import Launch
+from fp4deploy.plugins.aot.store import Compiled
+from fp4deploy.plugins.runtime import cubin
+from fp4deploy.plugins.runtime.cache import keep_entry, one_process
+from fp4deploy.plugins.runtime.nvcc import KernelError
+
+INSTALL_TRITON = "pip install triton"
+# Triton's types in the letters of `driver.Kernel`; pointers, "*...", are P.
+LETTERS = {"i8": "b", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
+# They change what Triton compiles; what comes out must not be kept for others.
+ALTERING = (
+    "DISABLE_PTXAS_OPT",
+    "PTXAS_OPTIONS",
+    "TRITON_OVERRIDE_ARCH",
+    "TRITON_KERNEL_OVERRIDE",
+    "TRITON_ENABLE_ASAN",
+)
+
+_one = threading.Lock()  # Triton's settings and stdout belong to the whole process
+
+
+def compile_launch(launch: Launch, arch: str) -> Compiled:
+    """The kernel for an architecture: from a folder or the cache, else compiled now, on any machine with Triton.
+
+    Args:
+        launch: the variant.
+        arch: such as "sm_120"; "sm120" and "sm_120a" are the same.
+
+    Raises:
+        InputError: no such kernel or architecture, or a description that does not fit the kernel.
+        KernelError: nobody has compiled it and Triton is missing, or Triton refuses it.
+    """
+    arch = store.architecture_name(arch)
+    shipped, own = store.shipped_folders(), store.own_folder()
+    version = triton_version()
+    if version and any(os.environ.get(name) for name in ALTERING):
+        return _compile(launch, arch)
+    found = store.find(launch, arch, shipped) or store.find(launch, arch, [own], version)
+    if found is None and version is None:
+        raise KernelError(_nobody_compiled(launch, arch))
+    if found is None:
+        assert version is not None
+        entry = own / store.file_name(launch, arch, version)
+        with one_process(entry):
+            found = store.find(launch, arch, [own], version)
+            if found is None:
+                found = _compile(launch, arch)
+                keep_entry(entry, store.pack(found))
+    return found
+
+
+@lru_cache
+def triton_version() -> str | None:
+    """Version of the Triton that imports here; None where there is none."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def command(arch: str) -> str:
+    """What makes every kernel for an architecture."""
+    return f"fp4deploy kernels --arch {arch.replace('_', '')} --out DIR"
+
+
+def signature(parameters: tuple[str, ...]) -> str:
+    """Parameter types of Triton in the letters of `driver.Kernel`, with the two scratch pointers.
+
+    Raises:
+        InputError: a type that no argument can have here.
+    """
+    letters = ["P" if name.startswith("*") else LETTERS.get(name, "") for name in parameters]
+    if "" in letters:
+        raise InputError(f"No launch takes arguments of type {parameters[letters.index('')]}. Valid: {list(LETTERS)}.")
+    return "".join(letters) + "PP"
+
+
+def _compile(launch: Launch, arch: str) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = _kernel(launch)
+    names = {name: position for position, name in enumerate(kernel.arg_names)}
+    constants = dict(launch.constants)
+    runtime = [name for name in names if name not in constants]
+    if runtime != [name for name, _ in launch.arguments] or not set(launch.divisible) <= set(runtime):
+        raise InputError(f"{launch.kernel} takes {', '.join(names)}, and the launch describes it as {launch}.")
+    attributes = {(names[name],): [["tt.divisibility", 16]] for name in launch.divisible}
+    values = {(names[name],): value for name, value in launch.constants}
+    source = ASTSource(kernel, launch.signature(), values, attributes)
+    # Triton's own cache is not needed below this one, and a home folder need not be writable. Where ptxas fails, Triton
+    # prints the whole PTX on stdout; the message of the error has what matters.
+    with _one, tempfile.TemporaryDirectory(prefix="fp4deploy-") as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                made = triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options=launch.options())
+        except Exception as error:
+            raise KernelError(f"{launch.kernel} does not compile for {arch}: {str(error)[:4000]}\n{launch}") from error
+    return _checked(launch, arch, made)
+
+
+def _kernel(launch: Launch) -> Any:
+    """The jitted function of a launch."""
+    from triton import JITFunction
+
+    module = importlib.import_module(store.module_name(launch))
+    name = launch.kernel.partition(":")[2]
+    kernel = getattr(module, name, None)
+    if kernel is None:
+        raise InputError(f"There is no kernel {name} in {module.__name__}.")
+    if not isinstance(kernel, JITFunction):
+        raise KernelError(f"{launch.kernel} was imported for Triton's interpreter; compile without TRITON_INTERPRET=1.")
+    return kernel
+
+
+def _checked(launch: Launch, arch: str, made: Any) -> Compiled:
+    """What Triton made, if this launcher can launch it."""
+    about = made.metadata._asdict()
+    ptx = made.asm["ptx"]
+    name, parameters = cubin.entry_point(ptx)
+    needs = {
+        "scratch memory": about.get("global_scratch_size") or about.get("profile_scratch_size"),
+        "clusters of blocks": about.get("num_ctas", 1) != 1,
+        "a cooperative or dependent launch": about.get("launch_cooperative_grid") or about.get("launch_pdl"),
+        "tensor descriptors": about.get("tensordesc_meta"),
+        "other parameters than it describes": len(parameters) != len(launch.arguments) + 2,
+        f"another architecture ({cubin.target(ptx)})": cubin.target(ptx).rstrip("a") != arch,
+    }
+    wrong = [what for what, needed in needs.items() if needed]
+    if wrong:
+        raise KernelError(
+            f"{launch.kernel} compiled for {arch} needs {' and '.join(wrong)}, which no launch here gives."
+        )
+    names = [name for name, _ in launch.arguments]
+    registers, spills = cubin.resources(made.asm["cubin"])
+    types = tuple(kind for _, kind in launch.arguments)
+    signature(types)
+    return Compiled(
+        cubin=made.asm["cubin"],
+        ptx=ptx,
+        name=name,
+        parameters=types,
+        divisible=tuple(names.index(each) for each in launch.divisible),
+        shared=about["shared"],
+        num_warps=about["num_warps"],
+        registers=registers,
+        spills=spills,
+        instructions=cubin.matrix_instructions(ptx),
+        arch=arch,
+        triton=str(about.get("triton_version") or triton_version()),
+        sources=store.source_digest(launch),
+        launch=store.description(launch),
+    )
+
+
+def _nobody_compiled(launch: Launch, arch: str) -> str:
+    folders = [*store.shipped_folders(), store.own_folder()]
+    others = store.architectures(launch, folders)
+    there = f" They have it for {', '.join(others)}; a cubin runs on its own architecture only." if others else ""
+    return (
+        f"{launch.kernel} is not compiled for {arch}, and Triton is missing. Searched: {', '.join(map(str, folders))}."
+        f"{there} On a machine with Triton and this version of fp4deploy run: {command(arch)}; then set "
+        f"FP4DEPLOY_KERNEL_PATH=DIR here. Or: {INSTALL_TRITON}. The variant: {launch}"
+    )

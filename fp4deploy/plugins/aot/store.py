@@ -1,0 +1,188 @@
+"""Compiled Triton kernels as files: all that a launch needs, so that the machine that runs them has no Triton.
+
+    sm_120/conv2d_kernel-<key>-triton3.6.0.kernel = header (a line of JSON), PTX (zlib), cubin, SHA-256 of all before
+
+**Key.** SHA-256 over every source in the folder of the kernel, the description of the launch and the architecture. The
+version of Triton is in the name but not in the key: whoever has Triton wants the entry of that version, whoever has
+none takes what there is. Changed sources give another key, so that an old binary is never launched by new code.
+
+**Where they are looked for.** First the folders of `FP4DEPLOY_KERNEL_PATH` (separated as PATH is), which are only read:
+a folder that came with a model or an image. Then `triton/` in the cache (`fp4deploy.plugins.runtime.cache`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import warnings
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.errors import InputError
+from fp4deploy.plugins.aot.spec import Launch
+from fp4deploy.plugins.runtime.cache import cache_folder, digest_of, read_entry
+
+PACKAGE = "fp4deploy.plugins.gemm.triton"
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+KNOWN = ("sm_80", "sm_86", "sm_87", *TARGETS[1:])
+SUFFIX = ".kernel"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel for one architecture.
+
+    name: of the entry point.
+    parameters: Triton types of the runtime arguments, without the two scratch pointers that follow them.
+    shared: bytes of dynamic shared memory.
+    num_warps: warps to launch, which Triton can make more than were asked for.
+    registers, spills: a thread's registers and bytes of spilled ones.
+    instructions: kinds of matrix instructions in the PTX, see `cubin.matrix_instructions`.
+    """
+
+    cubin: bytes = dataclasses.field(repr=False)
+    ptx: str = dataclasses.field(repr=False)
+    name: str
+    parameters: tuple[str, ...]
+    divisible: tuple[int, ...]
+    shared: int
+    num_warps: int
+    registers: int
+    spills: int
+    instructions: tuple[str, ...]
+    arch: str
+    triton: str
+    sources: str
+    launch: str
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but the code, as JSON values."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("cubin", "ptx")
+        }
+
+
+def pack(compiled: Compiled) -> bytes:
+    """The content of a file, without the digest that `disk_cache.write_entry` adds."""
+    ptx = zlib.compress(compiled.ptx.encode())
+    header = {"format": _FORMAT, "ptx_bytes": len(ptx), **compiled.facts()}
+    return json.dumps(header, sort_keys=True).encode() + b"\n" + ptx + compiled.cubin
+
+
+def unpack(content: bytes) -> Compiled | None:
+    """What `pack` wrote; None for another format."""
+    head, _, rest = content.partition(b"\n")
+    try:
+        header = json.loads(head)
+        if header.pop("format") != _FORMAT:
+            return None
+        size = header.pop("ptx_bytes")
+        header = {name: tuple(value) if isinstance(value, list) else value for name, value in header.items()}
+        return Compiled(cubin=rest[size:], ptx=zlib.decompress(rest[:size]).decode(), **header)
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
+        return None
+
+
+def architecture_name(text: str) -> str:
+    """ "sm120", "sm_120", "120" and "sm_120a" are "sm_120".
+
+    Raises:
+        InputError: no architecture that kernels are compiled for.
+    """
+    found = re.fullmatch(r"(?:sm_?)?(\d+)a?", text.strip().lower())
+    name = f"sm_{found.group(1)}" if found else ""
+    if name not in KNOWN:
+        raise InputError(f"'{text}' is no architecture the kernels know. Valid: {', '.join(KNOWN)}.")
+    return name
+
+
+def module_name(launch: Launch) -> str:
+    """The module of a launch's kernel: "conv" is in the package of the kernels, a name with a dot is absolute.
+
+    Raises:
+        InputError: the launch names no function.
+    """
+    module, _, function = launch.kernel.partition(":")
+    if not module or not function.isidentifier():
+        raise InputError(f"The kernel '{launch.kernel}' is not of the form 'module:function'.")
+    return module if "." in module else f"{PACKAGE}.{module}"
+
+
+def source_digest(launch: Launch) -> str:
+    """SHA-256 of all Python files beside the kernel, which is found without importing it.
+
+    Raises:
+        InputError: there is no such module.
+    """
+    name = module_name(launch)
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None or found.origin is None:
+        raise InputError(f"There is no module {name}, which the kernel '{launch.kernel}' would be in.")
+    return _digest_of_folder(Path(found.origin).parent)
+
+
+@lru_cache
+def _digest_of_folder(folder: Path) -> str:
+    """Once a process: a change of the sources while it runs reaches neither Python's modules nor this."""
+    parts: list[bytes] = []
+    for file in sorted(folder.glob("*.py")):
+        parts += [file.name.encode(), file.read_bytes().replace(b"\r\n", b"\n")]
+    return digest_of(parts)
+
+
+def description(launch: Launch) -> str:
+    """A launch as one line of JSON, the same wherever it is made."""
+    return json.dumps(dataclasses.asdict(launch), sort_keys=True)
+
+
+def file_name(launch: Launch, arch: str, triton: str) -> str:
+    """Name of an entry inside a folder of kernels; `triton` may be "*"."""
+    key = digest_of(text.encode() for text in (source_digest(launch), description(launch), arch))
+    return f"{arch}/{launch.kernel.partition(':')[2]}-{key[:40]}-triton{triton}{SUFFIX}"
+
+
+def shipped_folders() -> list[Path]:
+    """The folders of FP4DEPLOY_KERNEL_PATH."""
+    return [Path(part).expanduser() for part in os.environ.get("FP4DEPLOY_KERNEL_PATH", "").split(os.pathsep) if part]
+
+
+def own_folder() -> Path:
+    """Where this machine keeps what it compiles."""
+    return cache_folder() / "triton"
+
+
+def find(launch: Launch, arch: str, folders: list[Path], triton: str | None = None) -> Compiled | None:
+    """The kernel from the first folder that has it: made by that version of Triton, or by any, the newest first."""
+    for folder in folders:
+        for file in sorted(folder.glob(file_name(launch, arch, triton or "*")), key=_version, reverse=True):
+            content = read_entry(file)
+            compiled = unpack(content) if content is not None else None
+            if compiled is not None:
+                return compiled
+            if folder != own_folder():
+                warnings.warn(f"{file} is damaged or of another version of fp4deploy and is passed over.", stacklevel=2)
+    return None
+
+
+def architectures(launch: Launch, folders: list[Path]) -> list[str]:
+    """For which architectures the folders have this kernel."""
+    return [arch for arch in KNOWN if any(any(folder.glob(file_name(launch, arch, "*"))) for folder in folders)]
+
+
+def any_kernel(arch: str, folders: list[Path]) -> bool:
+    """True if a folder has some kernel for an architecture."""
+    return any(next((folder / arch).glob(f"*{SUFFIX}"), None) is not None for folder in folders)
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", file.stem.rpartition("-triton")[2])))

@@ -1,0 +1,230 @@
+"""From operands to a launch: the arguments of the product kernels, their variant, and who launches them.
+
+`product_call` and `weight_only_call` make descriptions (`triton.launch.Call`) of tensors on any device, which tests
+hand to Triton's interpreter; `launch_*` allocate the output and launch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import BLOCK, E2M1_MAX, Nvfp4Tensor
+from fp4deploy.plugins.aot import load as aot
+from fp4deploy.plugins.aot.compile import triton_version
+from fp4deploy.plugins.aot.spec import Call, Launch
+from fp4deploy.plugins.gemm import gemv
+from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, product_tile, step_constants, weight_only_tile
+
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+MOST_PIXELS = (1 << 31) - (1 << 10)  # and a tile that begins inside
+POINTERS = ("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_scales", "w_amax", "bias", "out")
+ALIGNED = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales")  # to 16 bytes
+SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
+Size3 = tuple[int, int, int]
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Kernels take what lies where `x` lies."""
+    return x.is_cuda and aot.available(x.device)
+
+
+def launch_product(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None,
+    image: Size3,
+    pixels: Size3,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    out_amax: torch.Tensor | None,
+    **geometry: Any,
+) -> torch.Tensor | Nvfp4Tensor:
+    """Allocate the output of `shape` and fill it; see `product_call`.
+
+    Raises:
+        InputError: more output pixels than the kernel's 32-bit counters take.
+    """
+    device = weight.codes.device
+    if math.prod(shape[:-1]) > MOST_PIXELS:
+        raise InputError(
+            f"An output of {math.prod(shape[:-1])} pixels is too large: {MOST_PIXELS} fit. Split the batch."
+        )
+    blocks = -(-shape[-1] // BLOCK)
+    if out_amax is None:
+        out = torch.empty(shape, dtype=dtype, device=device)
+        scales = None
+    else:
+        out = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
+        scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
+    capability = _capability(device.index)
+    call = product_call(sources, weight, bias, image, pixels, out, scales, out_amax, dtype, capability, **geometry)
+    run(call, device)
+    if scales is None or out_amax is None:
+        return out
+    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape))
+
+
+def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
+    """Allocate [..., N] and fill it; see `weight_only_call`."""
+    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if gemv.takes(rows, weight):
+        gemv.launch(rows, weight, None if bias is None else _bias(bias, weight), out, relu)
+    else:
+        run(weight_only_call(rows, weight, bias, out, _capability(x.device.index), relu), x.device)
+    return out
+
+
+def product_call(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None,
+    image: Size3,
+    pixels: Size3,
+    out: torch.Tensor,
+    out_scales: torch.Tensor | None,
+    out_amax: torch.Tensor | None,
+    dtype: torch.dtype,
+    capability: int,
+    taps: tuple[int, int] = (1, 1),
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    relu: bool = False,
+    up: bool = False,
+    tile: Tile | None = None,
+    asm: bool = True,
+) -> Call:
+    """The launch of `product_kernel`.
+
+    image, pixels: images, height and width of the input and of the output (of a transposed convolution: of the input).
+    capability: 90 for SM90; from 100 on the native instructions are used.
+    """
+    x, second = sources[0], sources[-1]
+    two = len(sources) == 2
+    m, outputs = pixels[0] * pixels[1] * pixels[2], weight.shape[0]
+    cb, cb2 = x.codes.shape[-1], second.codes.shape[-1] if two else 0
+    quantize = out_scales is not None
+    if tile is None:
+        depth = math.gcd(cb, cb2) if two else cb
+        tile = product_tile(m, outputs, capability, quantize, up, two, taps[0] * taps[1], depth)
+    constants: dict[str, Any] = {
+        "KH": taps[0],
+        "KW": taps[1],
+        "TWO": two,
+        "UP": up,
+        **step_constants(tile, taps[0] * taps[1], (cb, cb2) if two else (cb,)),
+        "BIAS": bias is not None,
+        "RELU": relu,
+        "QUANTIZE": quantize,
+        "BF16": dtype == torch.bfloat16,
+        **_tile_constants(tile),
+        "NATIVE": capability >= NATIVE_FROM,
+        "ASM": asm,
+    }
+    types = {name: "*fp32" if name.endswith("amax") or name == "bias" else "*u8" for name in POINTERS}
+    types["out"] = "*u8" if quantize else f"*{TYPES[dtype]}"
+    types |= {"out_scales": "*u8", "out_amax": "*fp32"} | dict.fromkeys(SIZES, "i32")
+    types |= dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
+    wide = ("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ()
+    launch = _launch("gemm:product_kernel", types, constants, (*ALIGNED, *wide), tile)
+    flat: tuple[torch.Tensor, ...] = (_codes(x), _scales(x), x.amax, _codes(second), _scales(second), second.amax)
+    flat += (_codes(weight), _scales(weight), weight.amax, _bias(bias, x), out)
+    flat += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
+    sizes = (image[1], image[2], cb, cb2, pixels[1], pixels[2], m, outputs, stride, padding, dilation)
+    ranges = tuple(E2M1_MAX * value.e4m3_max for value in (x, second, weight))
+    grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1), 1, 1)
+    return Call(launch, (*flat, *sizes, *ranges), grid)
+
+
+def weight_only_call(
+    x: torch.Tensor,
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    capability: int,
+    relu: bool = False,
+    tile: Tile | None = None,
+    asm: bool = True,
+) -> Call:
+    """The launch of `weight_only_kernel` on rows [M, K]."""
+    (m, k), n, cb = x.shape, weight.shape[0], weight.codes.shape[-1]
+    tile = tile or weight_only_tile(m, capability)
+    constants: dict[str, Any] = {
+        "SWAP": tile.bm < 64,
+        "EVEN": cb % tile.bk == 0 and 2 * cb == k,
+        "BIAS": bias is not None,
+        "RELU": relu,
+        "BF16": x.dtype == torch.bfloat16,
+        **_tile_constants(tile),
+        "ASM": asm,
+    }
+    plain = f"*{TYPES[x.dtype]}"
+    types = {"x": plain, "w": "*u8", "w_scales": "*u8", "w_amax": "*fp32", "bias": "*fp32", "out": plain}
+    types |= dict.fromkeys(("M", "N", "K", "CB"), "i32") | {"w_range": "fp32"}
+    wide = k % 16 == 0 and cb % 16 == 0 and x.data_ptr() % 16 == 0
+    multiples = ("w", "w_scales", *(("x", "K", "CB") if wide else ()))
+    launch = _launch("weight_only:weight_only_kernel", types, constants, multiples, tile)
+    values = (x, _codes(weight), _scales(weight), weight.amax, _bias(bias, weight), out, m, n, k, cb)
+    grid = (-(-m // tile.bm) * -(-n // tile.bn), 1, 1)
+    return Call(launch, (*values, E2M1_MAX * weight.e4m3_max), grid)
+
+
+def run(call: Call, device: torch.device) -> None:
+    """Launch on a GPU: by Triton where it is installed, else from a binary compiled ahead of time."""
+    with torch.cuda.device(device):
+        if triton_version() is None:
+            aot.function(call.launch, device).launch(call.grid, *call.values)
+        else:
+            just_in_time(call)
+
+
+def just_in_time(call: Call) -> Any:
+    """Launch by Triton (on a GPU, or in its interpreter); returns what Triton compiled."""
+    constants = dict(call.launch.constants)
+    return _kernel(call.launch.kernel)[call.grid](*call.values, **constants, **call.launch.options())
+
+
+@lru_cache
+def _kernel(name: str) -> Any:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(f"fp4deploy.plugins.gemm.triton.{module}"), function)
+
+
+def _launch(
+    kernel: str, types: dict[str, str], constants: dict[str, Any], multiples: tuple[str, ...], tile: Tile
+) -> Launch:
+    divisible = tuple(name for name in types if name in multiples)
+    return Launch(kernel, tuple(types.items()), tuple(constants.items()), divisible, tile.warps, tile.stages)
+
+
+def _tile_constants(tile: Tile) -> dict[str, int]:
+    return {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk}
+
+
+def _codes(x: Nvfp4Tensor) -> torch.Tensor:
+    return _aligned(x.codes.contiguous())
+
+
+def _scales(x: Nvfp4Tensor) -> torch.Tensor:
+    return _aligned(x.scales.view(torch.uint8).contiguous())
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x if x.data_ptr() % 16 == 0 else x.clone()  # a part of another tensor
+
+
+def _bias(bias: torch.Tensor | None, other: Nvfp4Tensor) -> torch.Tensor:
+    return other.amax if bias is None else bias.to(torch.float32).contiguous()
+
+
+@lru_cache
+def _capability(index: int | None) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor

@@ -1,0 +1,245 @@
+"""Products of packed NVFP4 tensors: kernels where they run, the reference everywhere else.
+
+    y = matmul(a, b)                                          [M, K] x [N, K] -> [M, N], both packed (W4A4)
+    y = matmul(x, b)                                          x FP16 or BF16 (W4A16, weight-only)
+    y = conv2d((skip, up), filters, bias, padding=1)          two images, concatenated without being written
+    q = conv2d((image,), filters, relu=True, out_amax=a)      packed for the next product
+
+Images are NHWC and filters OHWI, blocks along channels: `formats.Nvfp4Tensor` of shape [N, H, W, C] and [O, KH, KW, C].
+Kernels (`plugins.gemm.triton.gemm`, `weight_only`) are launched by Triton where it is installed, else by pycuda from
+binaries compiled ahead of time (`plugins.aot.load`). They need no workspace: outputs are all that is allocated (and a
+copy of an operand whose memory has holes). They synchronise nowhere and keep no state, so that streams, threads and
+CUDA graphs may use them as they like; a CUDA graph wants one launch before.
+
+What each computes is `plugins.gemm.reference`, up to the order of the sum; the bytes of a fused quantisation are
+those of quantising what the kernel itself gives unfused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import BLOCK, Nvfp4Tensor
+from fp4deploy.plugins.gemm.arguments import launch_product, launch_weight_only, runs_kernels
+from fp4deploy.plugins.gemm.reference import (
+    Output,
+    conv2d_reference,
+    conv_transpose2d_reference,
+    matmul_reference,
+    output_size,
+)
+
+DTYPES = (torch.float16, torch.bfloat16)
+PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float32)
+TAPS = 49  # 7 x 7
+
+
+def matmul(
+    a: Nvfp4Tensor | torch.Tensor,
+    b: Nvfp4Tensor,
+    bias: torch.Tensor | None = None,
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+) -> Output:
+    """relu(a b^T + bias).
+
+    Args:
+        a: packed [..., K], or float16 or bfloat16 (then also the dtype of the output) of any strides.
+        b: packed [N, K].
+        bias: [N].
+        dtype: of the output, float16 or bfloat16; on a CPU float32 too.
+        out_amax: float32 [] of the packed output; None gives a tensor. Not for a weight-only product.
+
+    Returns:
+        [..., N] of `dtype`, or packed in blocks along N.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
+    """
+    _check_weight(b, 2, "b")
+    _check_common(b, bias, dtype, out_amax)
+    k, n = b.shape[-1], b.shape[0]
+    if a.shape[-1:] != (k,):
+        raise InputError(f"a has rows of {tuple(a.shape[-1:])} and b of {k} elements: they must be as long.")
+    if isinstance(a, torch.Tensor):
+        return _weight_only(a, b, bias, relu, out_amax)
+    _check_packed(a, "a")
+    _check_devices(b, a, bias, out_amax)
+    if not runs_kernels(a.codes) or 0 in (a.codes.numel(), n):
+        return matmul_reference(a, b, bias, relu, dtype, out_amax)
+    rows = a.codes.numel() // a.codes.shape[-1]
+    image = (1, 1, rows)
+    return launch_product((a,), b, bias, image, image, (*a.shape[:-1], n), dtype, out_amax, relu=relu)
+
+
+def conv2d(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+) -> Output:
+    """relu(conv2d(concatenated sources, weight) + bias), groups = 1.
+
+    Args:
+        sources: one or two packed images [N, H, W, C_i]; of two, the first must have whole blocks of channels.
+        weight: packed [O, KH, KW, C], C the sum of the sources', at most 49 taps.
+        bias: [O].
+        dtype, out_amax: as `matmul`; blocks of a packed output run along O.
+
+    Returns:
+        [N, OH, OW, O], channels last in memory and in shape, or packed.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
+    """
+    _check_weight(weight, 4, "weight")
+    _check_common(weight, bias, dtype, out_amax)
+    _check_sources(sources, weight)
+    _check_devices(weight, *sources, bias, out_amax)
+    n, h, w = sources[0].shape[:3]
+    outputs, kh, kw, _ = weight.shape
+    if stride < 1 or dilation < 1 or padding < 0 or kh * kw > TAPS:
+        raise InputError(
+            f"Stride {stride}, dilation {dilation}, padding {padding} and a filter of {kh}x{kw} are not possible: "
+            f"stride and dilation are at least 1, padding at least 0, and a filter has at most {TAPS} taps."
+        )
+    oh, ow = (output_size(size, taps, stride, padding, dilation) for size, taps in ((h, kh), (w, kw)))
+    if oh < 1 or ow < 1:
+        raise InputError(f"An image of {h}x{w} with padding {padding} is smaller than the filter of {kh}x{kw}.")
+    if not runs_kernels(sources[0].codes) or any(0 in x.shape for x in (*sources, weight)):
+        return conv2d_reference(sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax)
+    geometry = {"taps": (kh, kw), "stride": stride, "padding": padding, "dilation": dilation, "relu": relu}
+    shape = (n, oh, ow, outputs)
+    return launch_product(sources, weight, bias, (n, h, w), (n, oh, ow), shape, dtype, out_amax, **geometry)
+
+
+def conv_transpose2d(
+    source: Nvfp4Tensor,
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None = None,
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+) -> Output:
+    """relu(conv_transpose2d(source, weight, stride 2) + bias), kernel 2 x 2.
+
+    Args:
+        source: packed [N, H, W, C].
+        weight: packed [O, 2, 2, C].
+        bias, dtype, out_amax: as `conv2d`.
+
+    Returns:
+        [N, 2 H, 2 W, O], or packed.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
+    """
+    _check_weight(weight, 4, "weight")
+    _check_common(weight, bias, dtype, out_amax)
+    _check_sources((source,), weight)
+    _check_devices(weight, source, bias, out_amax)
+    if tuple(weight.shape[1:3]) != (2, 2):
+        raise InputError(f"A transposed convolution has a filter of 2x2, not {weight.shape[1]}x{weight.shape[2]}.")
+    n, h, w = source.shape[:3]
+    outputs = weight.shape[0]
+    if not runs_kernels(source.codes) or 0 in (*source.shape, outputs):
+        return conv_transpose2d_reference(source, weight, bias, relu, dtype, out_amax)
+    shape = (n, 2 * h, 2 * w, outputs)
+    image = (n, h, w)
+    return launch_product((source,), weight, bias, image, image, shape, dtype, out_amax, relu=relu, up=True)
+
+
+def _weight_only(
+    x: torch.Tensor, b: Nvfp4Tensor, bias: torch.Tensor | None, relu: bool, out_amax: torch.Tensor | None
+) -> Output:
+    if x.dtype not in DTYPES or out_amax is not None:
+        raise InputError(
+            f"A weight-only product takes float16 or bfloat16 and gives the same, not packed; this is {x.dtype}"
+            f"{' with out_amax' if out_amax is not None else ''}."
+        )
+    _check_devices(b, x, bias)
+    if not runs_kernels(x) or 0 in (x.numel(), b.shape[0]):
+        return matmul_reference(x, b, bias, relu, x.dtype)
+    return launch_weight_only(x, b, bias, relu)
+
+
+def _check_weight(weight: Any, axes: int, name: str) -> None:
+    if not isinstance(weight, Nvfp4Tensor) or len(weight.shape) != axes:
+        shape = tuple(weight.shape) if hasattr(weight, "shape") else type(weight).__name__
+        layout = "[N, K]" if axes == 2 else "[O, KH, KW, C]"
+        raise InputError(f"{name} must be packed (formats.quantize_nvfp4) of shape {layout}; this is {shape}.")
+    _check_packed(weight, name)
+
+
+def _check_packed(x: Nvfp4Tensor, name: str) -> None:
+    if x.amax.numel() != 1:
+        raise InputError(f"{name} is row-scaled; products take one global scale a tensor.")
+    types = (x.codes.dtype, x.scales.dtype, x.amax.dtype)
+    if types != PACKED:
+        raise InputError(f"{name} has codes, scales and amax of {', '.join(map(str, types))}; they are {PACKED}.")
+    blocks = -(-x.shape[-1] // BLOCK)
+    if x.codes.shape != (*x.shape[:-1], 8 * blocks) or x.scales.shape != (*x.shape[:-1], blocks):
+        raise InputError(
+            f"{name} of shape {tuple(x.shape)} needs codes {(*x.shape[:-1], 8 * blocks)} and scales "
+            f"{(*x.shape[:-1], blocks)}, not {tuple(x.codes.shape)} and {tuple(x.scales.shape)}."
+        )
+
+
+def _check_sources(sources: tuple[Nvfp4Tensor, ...], weight: Nvfp4Tensor) -> None:
+    if len(sources) not in (1, 2) or any(not isinstance(x, Nvfp4Tensor) or len(x.shape) != 4 for x in sources):
+        raise InputError("A convolution takes one or two packed images of shape [N, H, W, C].")
+    for x in sources:
+        _check_packed(x, "an image")
+    if len({tuple(x.shape[:3]) for x in sources}) != 1:
+        raise InputError(f"The images differ in size: {', '.join(str(tuple(x.shape)) for x in sources)}.")
+    channels = sum(x.shape[3] for x in sources)
+    if channels != weight.shape[3]:
+        raise InputError(f"The filter has {weight.shape[3]} input channels and the images {channels} together.")
+    if len(sources) == 2 and sources[0].shape[3] % BLOCK:
+        raise InputError(
+            f"The first of two images has {sources[0].shape[3]} channels: a block of {BLOCK} would span both. "
+            "Concatenate them before they are quantised."
+        )
+
+
+def _check_common(
+    weight: Nvfp4Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out_amax: torch.Tensor | None
+) -> None:
+    if dtype not in DTYPES and (dtype != torch.float32 or weight.codes.is_cuda):
+        raise InputError(f"The output can be {' or '.join(map(str, DTYPES))} (on a CPU torch.float32), not {dtype}.")
+    check_bias(bias, weight.shape[0])
+    if out_amax is not None and (out_amax.numel() != 1 or out_amax.dtype != torch.float32):
+        raise InputError(f"out_amax must be one float32, not {out_amax.dtype} {tuple(out_amax.shape)}.")
+
+
+def check_bias(bias: Any, outputs: int) -> None:
+    """Refuse what is no bias of `outputs` channels.
+
+    Raises:
+        InputError: another shape or type.
+    """
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or bias.shape != (outputs,) or not bias.is_floating_point():
+        kind = f"{tuple(bias.shape)} {bias.dtype}" if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise InputError(f"The bias is {kind}; a floating-point [{outputs}] fits.")
+
+
+def _check_devices(first: Nvfp4Tensor, *others: Nvfp4Tensor | torch.Tensor | None) -> None:
+    devices = {str(first.codes.device)}
+    for other in (first, *others):
+        if isinstance(other, Nvfp4Tensor):
+            devices |= {str(part.device) for part in (other.codes, other.scales, other.amax)}
+        elif other is not None:
+            devices.add(str(other.device))
+    if len(devices) > 1:
+        raise InputError(f"Operands lie on different devices: {', '.join(sorted(devices))}.")

@@ -1,0 +1,124 @@
+"""One packed weight as one safetensors file.
+
+| tensor | type | |
+|---|---|---|
+| `codes` | uint8 [N, ceil16(K)/2] or [O, KH, KW, ceil16(I)/2] | two E2M1 codes a byte, low nibble first |
+| `scales` | E4M3 [..., ceil16(K)/16] | |
+| `amax` | float32 [] | |
+| `bias` | float32 [N] | where there is one |
+
+The metadata is one entry, `fp4deploy.weight`: a JSON object of `format` (`weight/1`; another one is refused),
+`version`, `shape`, `e4m3_max`, and the `sha256` over these and every tensor's name and bytes. The digest finds damage;
+it is no signature. Whole networks have a file of their own (`fp4deploy.packed`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from fp4deploy import __version__
+from fp4deploy.errors import InputError
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.plugins.runtime.cache import digest_of
+
+KEY = "fp4deploy.weight"
+FORMAT = "weight/1"
+SIGNED = ("format", "version", "shape", "e4m3_max")
+TYPES = {"codes": torch.uint8, "scales": torch.float8_e4m3fn, "amax": torch.float32, "bias": torch.float32}
+E4M3_LARGEST = (256, 448)
+AGAIN = "Write it again with FP4WeightCache.save."
+
+
+def write_weight(path: Path, weight: Nvfp4Tensor, bias: torch.Tensor | None) -> None:
+    """Write beside `path` and rename; the temporary name is random, because threads may write at once.
+
+    Raises:
+        InputError: it cannot be written; an older file survives.
+    """
+    given = {"codes": weight.codes, "scales": weight.scales, "amax": weight.amax.reshape(()), "bias": bias}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in given.items() if value is not None}
+    metadata: dict[str, Any] = {"format": FORMAT, "version": __version__}
+    metadata |= {"shape": list(weight.shape), "e4m3_max": weight.e4m3_max}
+    metadata["sha256"] = _digest(metadata, tensors)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(tensors, temporary, metadata={KEY: json.dumps(metadata)})
+        temporary.chmod(mode)  # safetensors makes its files private, whatever the umask
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{path} could not be written ({error}). Nothing was replaced; choose another place."
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def read_weight(path: Path) -> tuple[Nvfp4Tensor, torch.Tensor | None]:
+    """Read and check; tensors on the CPU.
+
+    Raises:
+        InputError: the file is missing, truncated, damaged or of another kind.
+    """
+    if not path.is_file():
+        raise InputError(f"There is no packed weight at {path}. Write one with FP4WeightCache.save.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(KEY)
+            names = list(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names if name in TYPES}
+    except (SafetensorError, OSError, KeyError) as error:
+        raise InputError(f"{path} is not a packed weight, or not a whole one ({error}). {AGAIN}") from error
+    metadata = _metadata(path, text)
+    problems = [f"lacks {name}" for name in ("codes", "scales", "amax") if name not in tensors]
+    problems += [f"has {value.dtype} {name}" for name, value in tensors.items() if value.dtype != TYPES[name]]
+    problems += [f"has {name[:40]!r}, which no weight has" for name in names if name not in TYPES]
+    if not problems and metadata["sha256"] != _digest(metadata, tensors):
+        problems = ["is not what was written (SHA-256)"]
+    if problems:
+        raise InputError(f"{path} is damaged: it {', '.join(problems)}. {AGAIN}")
+    shape = torch.Size(metadata["shape"])
+    weight = Nvfp4Tensor(tensors["codes"], tensors["scales"], tensors["amax"], shape, metadata["e4m3_max"])
+    return weight, tensors.get("bias")
+
+
+def _metadata(path: Path, text: str | None) -> dict[str, Any]:
+    if text is None:
+        raise InputError(f"{path} is safetensors, but not a packed weight: it lacks the metadata '{KEY}'. {AGAIN}")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(key in found for key in (*SIGNED, "sha256")):
+        raise InputError(f"{path}: its metadata '{KEY}' cannot be read. {AGAIN}")
+    if found["format"] != FORMAT:
+        raise InputError(
+            f"{path} has the format '{str(found['format'])[:40]}', written by fp4deploy {str(found['version'])[:40]}; "
+            f"this version ({__version__}) reads {FORMAT}. {AGAIN}"
+        )
+    shape = found["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise InputError(f"{path} is damaged: its shape is {str(shape)[:40]}. {AGAIN}")
+    if found["e4m3_max"] not in E4M3_LARGEST:
+        raise InputError(f"{path} is damaged: its e4m3_max is {str(found['e4m3_max'])[:40]}. {AGAIN}")
+    return found
+
+
+def _digest(metadata: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    parts = [json.dumps({key: metadata[key] for key in SIGNED}, sort_keys=True).encode()]
+    for name in sorted(tensors):
+        parts += [name.encode(), tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes()]
+    return digest_of(parts)

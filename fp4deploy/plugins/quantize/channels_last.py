@@ -1,0 +1,328 @@
+"""Fused operations on channels_last images: what stands between two convolutions of a UNet, in as few passes as can be.
+
+| operation | forward | backward |
+|---|---|---|
+| `group_norm_relu` | bias of the convolution + GroupNorm + ReLU + fake quantisation | all of it in two passes |
+| `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
+| `concat` | concatenation + fake quantisation | separated, zero where an element saturated |
+| `track_amax` | amax of a tensor and the tracked amax of a static scale | - |
+| `previous_amax` | the tracked amax as it is, at the very first step the tensor's | - |
+
+Quantised is what the next convolution reads, NVFP4 in blocks of 16 channels with a static global scale, as
+`formats.fake_quantize_nvfp4` does it. The kernels are in `cuda/group_norm.cu`, `pool.cu`, `concat.cu` and
+`track_amax.cu`. They are torch operators (`torch.ops.fp4deploy.*`) with fake implementations, so that `torch.compile`
+and CUDA graphs take them; nothing synchronises, and nothing but outputs and small scratch is allocated.
+
+Images are float16 or bfloat16 [N, C, H, W], contiguous in channels_last; C a multiple of 16, at most 2048.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
+
+VECTOR = 8
+BLOCKS = 132 * 8  # enough to fill a large GPU twice
+
+
+def channels_fit(channels: int) -> bool:
+    """These kernels take images of so many channels."""
+    return channels % 16 == 0 and 0 < channels <= VECTOR * THREADS
+
+
+def _macros(x: torch.Tensor, quantize: bool) -> dict[str, str | int]:
+    return {"DTYPE": CUDA_TYPES[x.dtype], "QUANTIZE": int(quantize)}
+
+
+def chunks_of(pixels: int, channels: int, images: int) -> tuple[int, int]:
+    """How many chunks an image of `pixels` is cut into, and the pixels of one."""
+    rows = THREADS // (channels // VECTOR)
+    count = max(1, min(-(-pixels // (4 * rows)), -(-BLOCKS // images)))
+    per_chunk = -(-pixels // count)
+    return -(-pixels // per_chunk), per_chunk
+
+
+def _scratch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cells = torch.zeros(2, dtype=torch.int32, device=x.device)
+    return cells[0], cells[1]
+
+
+def _float(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def group_statistics(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    beta: torch.Tensor,
+    groups: int,
+    eps: float,
+    tracked: torch.Tensor | None = None,
+    decay: float = 0.0,
+    quantize: bool = False,
+    delayed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The reading pass of a GroupNorm: y = relu(a x + b) follows from it.
+
+    Returns:
+        ab [N, 2, C]; mean and 1/std of each group [N, groups, 2]; mean of each channel [N, C]; the amax of y [1], with
+        `tracked` the tracked amax after this step, or `delayed` the one before it.
+    """
+    n, c, h, w = x.shape
+    pixels, device = h * w, x.device
+    macros, (chunks, per_chunk) = _macros(x, quantize), chunks_of(pixels, c, n)
+    rows = THREADS // (c // VECTOR)
+    partial, ab = _float(x, n, chunks, 4, c), _float(x, n, 2, c)
+    mean_rstd, channel_mean, largest = _float(x, n, groups, 2), _float(x, n, c), _float(x, 1)
+    cell, counter = _scratch(x)
+    moments = kernel("group_norm.cu", "moments", "PPqiq", macros, device)
+    moments.launch((chunks, n), THREADS, x, partial, pixels, c, per_chunk, shared=4 * rows * c)
+    combine = kernel("group_norm.cu", "combine", "PPPPPPPPPPPPffqiiii", macros, device)
+    combine.launch(
+        (groups, n),
+        THREADS,
+        *(x, partial, bias, weight, beta, ab, mean_rstd, channel_mean, tracked, largest, cell, counter),
+        *(decay, eps, pixels, c, groups, chunks, int(delayed)),
+    )
+    return ab, mean_rstd, channel_mean, largest
+
+
+LIBRARY.define(
+    "group_norm_relu(Tensor x, Tensor? bias, Tensor weight, Tensor beta, int groups, float eps, Tensor? amax, "
+    "Tensor(a!)? tracked, float decay, bool quantize, bool delayed=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "group_norm_relu_backward(Tensor x, Tensor dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, Tensor? bias, "
+    "Tensor weight, Tensor amax, bool quantize) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "track_amax(Tensor x, Tensor? other, Tensor(a!)? tracked, float decay, bool read, bool delayed=False) -> Tensor"
+)
+LIBRARY.define("previous_amax(Tensor x, Tensor? other, Tensor tracked) -> Tensor")
+LIBRARY.define("pool(Tensor y, Tensor? amax) -> Tensor")
+LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
+LIBRARY.define(
+    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0) "
+    "-> (Tensor, Tensor)"
+)
+LIBRARY.define("separate(Tensor gradient, Tensor? inside, int first) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(LIBRARY, "group_norm_relu", "CUDA")
+def _group_norm_relu(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    beta: torch.Tensor,
+    groups: int,
+    eps: float,
+    amax: torch.Tensor | None,
+    tracked: torch.Tensor | None,
+    decay: float,
+    quantize: bool,
+    delayed: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    ab, mean_rstd, channel_mean, largest = group_statistics(
+        x, bias, weight, beta, groups, eps, tracked, decay, quantize, delayed
+    )
+    n, c, h, w = x.shape
+    pixels = h * w
+    macros, (chunks, per_chunk) = _macros(x, quantize), chunks_of(pixels, c, n)
+    used = largest if amax is None else amax
+    y = torch.empty_like(x)
+    apply = kernel("group_norm.cu", "apply", "PPPPqiq", macros, x.device)
+    apply.launch((chunks, n), THREADS, x, ab, used, y, pixels, c, per_chunk)
+    return y, ab, mean_rstd, channel_mean, largest
+
+
+@torch.library.register_fake("fp4deploy::group_norm_relu", lib=LIBRARY)
+def _(x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed=False):  # type: ignore[no-untyped-def]
+    n, c = x.shape[:2]
+    return torch.empty_like(x), _float(x, n, 2, c), _float(x, n, groups, 2), _float(x, n, c), _float(x, 1)
+
+
+@torch.library.impl(LIBRARY, "group_norm_relu_backward", "CUDA")
+def _group_norm_relu_backward(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    ab: torch.Tensor,
+    mean_rstd: torch.Tensor,
+    channel_mean: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    amax: torch.Tensor,
+    quantize: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    n, c, h, w = x.shape
+    groups, pixels = mean_rstd.shape[1], h * w
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    macros, (chunks, per_chunk), device = _macros(x, quantize), chunks_of(pixels, c, n), x.device
+    rows = THREADS // (c // VECTOR)
+    partial, pqr, channel_sums, out = (
+        _float(x, n, chunks, 2, c),
+        _float(x, n, 3, c),
+        _float(x, n, 3, c),
+        _float(x, 3, c),
+    )
+    sums = kernel("group_norm.cu", "sums", "PPPPPPPqiiq", macros, device)
+    sums.launch(
+        (chunks, n),
+        THREADS,
+        *(x, dy, ab, mean_rstd, bias, amax, partial, pixels, c, groups, per_chunk),
+        shared=4 * rows * c,
+    )
+    coefficients = kernel("group_norm.cu", "coefficients", "PPPPPPPqiii", macros, device)
+    coefficients.launch(
+        (groups, n),
+        THREADS,
+        *(partial, mean_rstd, channel_mean, bias, weight, pqr, channel_sums, pixels, c, groups, chunks),
+    )
+    parameters = kernel("group_norm.cu", "parameters", "PPii", macros, device)
+    parameters.launch(-(-3 * c // THREADS), THREADS, channel_sums, out, n, c)
+    dx = torch.empty_like(x)
+    gradient = kernel("group_norm.cu", "gradient", "PPPPPPqiq", macros, device)
+    gradient.launch((chunks, n), THREADS, x, dy, ab, pqr, amax, dx, pixels, c, per_chunk)
+    return dx, out
+
+
+@torch.library.register_fake("fp4deploy::group_norm_relu_backward", lib=LIBRARY)
+def _(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, quantize):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), _float(x, 3, x.shape[1])
+
+
+@torch.library.impl(LIBRARY, "track_amax", "CUDA")
+def _track_amax(
+    x: torch.Tensor,
+    other: torch.Tensor | None,
+    tracked: torch.Tensor | None,
+    decay: float,
+    read: bool,
+    delayed: bool = False,
+) -> torch.Tensor:
+    amax = _float(x, 1)
+    cell, counter = _scratch(x)
+    count = x.numel() if read else 0
+    launch = kernel("track_amax.cu", "track_amax", "PqPPPPPfi", _macros(x, False), x.device).launch
+    launch(_blocks(count), THREADS, x, count, other, tracked, amax, cell, counter, decay, int(delayed))
+    return amax
+
+
+def _blocks(count: int) -> int:
+    return max(1, min(BLOCKS, count // (THREADS * VECTOR * 4)))
+
+
+@torch.library.register_fake("fp4deploy::track_amax", lib=LIBRARY)
+def _(x, other, tracked, decay, read, delayed=False):  # type: ignore[no-untyped-def]
+    return _float(x, 1)
+
+
+@torch.library.impl(LIBRARY, "previous_amax", "CUDA")
+def _previous_amax(x: torch.Tensor, other: torch.Tensor | None, tracked: torch.Tensor) -> torch.Tensor:
+    amax = _float(x, 1)
+    launch = kernel("track_amax.cu", "previous_amax", "PqPPPPP", _macros(x, False), x.device).launch
+    launch(_blocks(x.numel()), THREADS, x, x.numel(), other, tracked, amax, *_scratch(x))
+    return amax
+
+
+@torch.library.register_fake("fp4deploy::previous_amax", lib=LIBRARY)
+def _(x, other, tracked):  # type: ignore[no-untyped-def]
+    return _float(x, 1)
+
+
+@torch.library.impl(LIBRARY, "pool", "CUDA")
+def _pool(y: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    n, c, h, w = y.shape
+    pooled = torch.empty((n, c, h // 2, w // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
+    pixels = pooled.shape[2] * pooled.shape[3]
+    chunks, per_chunk = chunks_of(pixels, c, n)
+    launch = kernel("pool.cu", "pool", "PPPiqiq", _macros(y, amax is not None), y.device).launch
+    launch((chunks, n), THREADS, y, amax, pooled, w // 2, pixels, c, per_chunk)
+    return pooled
+
+
+@torch.library.register_fake("fp4deploy::pool", lib=LIBRARY)
+def _(y, amax):  # type: ignore[no-untyped-def]
+    n, c, h, w = y.shape
+    return torch.empty((n, c, h // 2, w // 2), dtype=y.dtype, device=y.device).to(memory_format=torch.channels_last)
+
+
+@torch.library.impl(LIBRARY, "pool_backward", "CUDA")
+def _pool_backward(
+    y: torch.Tensor, dskip: torch.Tensor | None, dpooled: torch.Tensor, amax: torch.Tensor | None
+) -> torch.Tensor:
+    n, c, h, w = y.shape
+    dpooled = dpooled.contiguous(memory_format=torch.channels_last)
+    if dskip is not None:
+        dskip = dskip.contiguous(memory_format=torch.channels_last)
+    dy = torch.empty_like(y)
+    pixels = (h // 2) * (w // 2)
+    chunks, per_chunk = chunks_of(pixels, c, n)
+    launch = kernel("pool.cu", "pool_gradient", "PPPPPiqiq", _macros(y, amax is not None), y.device).launch
+    launch((chunks, n), THREADS, y, dskip, dpooled, amax, dy, w // 2, pixels, c, per_chunk)
+    return dy
+
+
+@torch.library.register_fake("fp4deploy::pool_backward", lib=LIBRARY)
+def _(y, dskip, dpooled, amax):  # type: ignore[no-untyped-def]
+    return torch.empty_like(y)
+
+
+@torch.library.impl(LIBRARY, "concat", "CUDA")
+def _concat(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    amax: torch.Tensor | None,
+    other: torch.Tensor | None = None,
+    tracked: torch.Tensor | None = None,
+    decay: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, inside = _concat_outputs(a, b, amax is not None)
+    b = b.contiguous(memory_format=torch.channels_last)
+    pixels = a.shape[0] * a.shape[2] * a.shape[3]
+    chunks, per_chunk = chunks_of(pixels, out.shape[1], 1)
+    launch = kernel("concat.cu", "concat", "PPPPPPPPPfqiiq", _macros(a, amax is not None), a.device).launch
+    bits = inside if inside.numel() else None
+    tracking = (other, tracked, *(_scratch(a) if tracked is not None else (None, None)), decay)
+    launch(chunks, THREADS, a, b, amax, out, bits, *tracking, pixels, a.shape[1], b.shape[1], per_chunk)
+    return out, inside
+
+
+def _concat_outputs(a: torch.Tensor, b: torch.Tensor, quantize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    n, _, h, w = a.shape
+    channels = a.shape[1] + b.shape[1]
+    out = torch.empty((n, channels, h, w), dtype=a.dtype, device=a.device, memory_format=torch.channels_last)
+    bits = n * h * w * channels // VECTOR if quantize else 0
+    return out, torch.empty(bits, dtype=torch.uint8, device=a.device)
+
+
+@torch.library.register_fake("fp4deploy::concat", lib=LIBRARY)
+def _(a, b, amax, other=None, tracked=None, decay=0.0):  # type: ignore[no-untyped-def]
+    return _concat_outputs(a, b, amax is not None)
+
+
+@torch.library.impl(LIBRARY, "separate", "CUDA")
+def _separate(gradient: torch.Tensor, inside: torch.Tensor | None, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient = gradient.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = gradient.shape
+    da, db = _separated(gradient, first)
+    pixels = n * h * w
+    chunks, per_chunk = chunks_of(pixels, c, 1)
+    launch = kernel("concat.cu", "separate", "PPPPqiiq", _macros(gradient, False), gradient.device).launch
+    launch(chunks, THREADS, gradient, inside, da, db, pixels, first, c - first, per_chunk)
+    return da, db
+
+
+def _separated(gradient: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    n, c, h, w = gradient.shape
+    layout: dict[str, Any] = {"dtype": gradient.dtype, "device": gradient.device, "memory_format": torch.channels_last}
+    return torch.empty((n, first, h, w), **layout), torch.empty((n, c - first, h, w), **layout)
+
+
+@torch.library.register_fake("fp4deploy::separate", lib=LIBRARY)
+def _(gradient, inside, first):  # type: ignore[no-untyped-def]
+    return _separated(gradient, first)

@@ -1,0 +1,342 @@
+"""The quantising kernels as torch operators, `torch.ops.fp4deploy.*`: what each launch needs, no decisions.
+
+`variant` is [FORMAT, E, SQUARED, FAST, HADAMARD, ROWS], the macros of `cuda/quantize.cu` by their values; with
+`random`, int64 [2] of seed and offset, rounding is stochastic. Everything given is on one GPU; nothing synchronises.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from fp4deploy.plugins.quantize.layout import View, dense, view_along
+from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
+
+SIGNATURE = "PPPPPPqqq"
+FILL = 132 * 16  # blocks that fill a large GPU
+BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # for each multiprocessor, twice what fits; measured on an H200
+TILE = (128, 4)
+VECTORS = 2  # 16-byte loads of a thread; 2 was the fastest of 1, 2, 4, 8 on an H200
+SMALL = 2**31 - 2**10  # threads that 32-bit indices count
+
+LIBRARY.define(
+    "quantize_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool inside) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "pack_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool swizzled) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "quantize_tiles(Tensor x, int row_axis, int axis, Tensor amax, Tensor? random, int[] variant, bool inside) "
+    "-> (Tensor, Tensor)"
+)
+LIBRARY.define("pack_tiles(Tensor x, Tensor amax, Tensor? random, int[] variant) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "quantize_and_amax(Tensor x, int axis, Tensor amax, Tensor? random, int[] variant) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define("finite_amax(Tensor x, Tensor? previous=None) -> Tensor")
+LIBRARY.define("hadamard_amax(Tensor x, int axis) -> Tensor")
+LIBRARY.define("row_amax(Tensor x, int axis) -> Tensor")
+LIBRARY.define("mask_gradient(Tensor gradient, Tensor inside, int axis) -> Tensor")
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for anything else, where launches are only recorded."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _block(variant: list[int]) -> int:
+    return 32 if variant[0] >= 2 else 16
+
+
+def _macros(x: torch.Tensor, variant: list[int], random: torch.Tensor | None) -> dict[str, str | int]:
+    names = ("FORMAT", "E", "SQUARED", "FAST", "HADAMARD", "ROWS")
+    return {
+        "DTYPE": CUDA_TYPES[x.dtype],
+        "STOCHASTIC": int(random is not None),
+        **dict(zip(names, variant, strict=True)),
+    }
+
+
+def _launch(
+    x: torch.Tensor,
+    view: View,
+    amax: torch.Tensor | None,
+    random: torch.Tensor | None,
+    variant: list[int],
+    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    packed: int,
+    own: torch.Tensor | None = None,
+) -> None:
+    """`own`, float32 [], zero before: becomes the finite amax of `x`, from the same pass where that can be."""
+    mx = _block(variant) == 32
+    width = 0 if view.inner == 1 else _width(x, view.inner)
+    groups = view.groups(_block(variant))
+    blocks = groups // 2 if mx and width else groups
+    threads = view.outer * blocks * -(-view.inner // (width or 1))
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, outputs[0]))
+    linear = view.inner == 1 and view.size % _block(variant) == 0 and aligned
+    macros = _macros(x, variant, random)
+    macros |= {"PACKED": packed, "INSIDE": int(outputs[2] is not None), "INNER": width, "LINEAR": int(linear)}
+    macros |= {"BIG": int(max(threads, view.rows) > SMALL)}
+    if linear and packed == 0 and random is None and variant[0] != 1 and not variant[4] and not variant[5]:
+        vectors = x.numel() * x.element_size() // 16
+        macros |= {"VECTORS": VECTORS, "MEASURE": int(own is not None)}
+        rows = kernel("quantize.cu", "fake_quantize_rows", "PPPPPq", macros, x.device)
+        rows.launch(-(-vectors // (VECTORS * THREADS)), THREADS, x, amax, outputs[0], outputs[2], own, vectors)
+        return
+    if width == 2 and packed == 0 and _is_plain(variant, random) and x.dtype != torch.float32 and view.size % 16 == 0:
+        macros["PAIR"] = "__half2" if x.dtype == torch.float16 else "__nv_bfloat162"
+        macros["MEASURE"] = int(own is not None)
+        columns = kernel("quantize.cu", "fake_quantize_columns", "PPPPPqqq", macros, x.device)
+        sizes = (view.outer, view.size, view.inner)
+        columns.launch(-(-threads // THREADS), THREADS, x, amax, outputs[0], outputs[2], own, *sizes)
+        return
+    if own is not None:
+        _find_amax(x, own, None)
+    plain = linear and random is None and variant[0] <= 1 and not variant[4] and not variant[5]
+    if plain and packed == 1 and x.dtype != torch.float32:
+        name = "pack_rows_4o6" if variant[0] else "pack_rows"
+        choices: dict[str, str | int | None] = {"DTYPE": CUDA_TYPES[x.dtype], "E": variant[1]}
+        choices |= {"SQUARED": variant[2], "FAST": variant[3]} if variant[0] else {}
+        pack = kernel(f"{name}.cu", name, "PPPPq", choices, x.device)
+        blocks = min(-(-threads // THREADS), BLOCKS[name] * processors(x.device))
+        pack.launch(blocks, THREADS, x, amax, outputs[0], outputs[1], threads)
+        return
+    launch = kernel("quantize.cu", "quantize_tensor", SIGNATURE, macros, x.device).launch
+    launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, view.outer, view.size, view.inner)
+
+
+def _is_plain(variant: list[int], random: torch.Tensor | None) -> bool:
+    return random is None and variant == [0, 448, 0, 0, 0, 0]
+
+
+def _width(x: torch.Tensor, inner: int) -> int:
+    """Neighbouring inner positions of a thread: two where alignment allows."""
+    return 2 if inner % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0 else 1
+
+
+@torch.library.impl(LIBRARY, "quantize_along", "CUDA")
+def _quantize_along(
+    x: torch.Tensor,
+    axis: int,
+    amax: torch.Tensor | None,
+    random: torch.Tensor | None,
+    variant: list[int],
+    inside: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, view = dense(x, axis, in_order=random is not None or bool(variant[5]))
+    values, bits = _quantized(x, axis, view, variant, inside)
+    _launch(x, view, amax, random, variant, (values, None, bits if inside else None), 0)
+    return values, bits
+
+
+def _quantized(
+    x: torch.Tensor, axis: int, view: View, variant: list[int], inside: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count = view.rows * view.groups(_block(variant)) if inside else 0
+    bits = torch.empty(count, dtype=torch.int16, device=x.device)
+    if not variant[4]:
+        return torch.empty_like(x), bits
+    shape = list(x.shape)
+    shape[axis] = 16 * view.groups(16)
+    layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout), bits
+
+
+@torch.library.register_fake("fp4deploy::quantize_along", lib=LIBRARY)
+def _(x, axis, amax, random, variant, inside):  # type: ignore[no-untyped-def]
+    x, view = dense(x, axis, in_order=random is not None or bool(variant[5]))
+    return _quantized(x, axis, view, variant, inside)
+
+
+@torch.library.impl(LIBRARY, "quantize_and_amax", "CUDA")
+def _quantize_and_amax(
+    x: torch.Tensor, axis: int, amax: torch.Tensor, random: torch.Tensor | None, variant: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, view = dense(x, axis, in_order=random is not None)
+    values, bits = _quantized(x, axis, view, variant, True)
+    own = torch.zeros((), dtype=torch.float32, device=x.device)
+    _launch(x, view, amax, random, variant, (values, None, bits), 0, own)
+    return values, bits, own
+
+
+@torch.library.register_fake("fp4deploy::quantize_and_amax", lib=LIBRARY)
+def _(x, axis, amax, random, variant):  # type: ignore[no-untyped-def]
+    x, view = dense(x, axis, in_order=random is not None)
+    return *_quantized(x, axis, view, variant, True), torch.empty((), dtype=torch.float32, device=x.device)
+
+
+@torch.library.impl(LIBRARY, "pack_along", "CUDA")
+def _pack_along(
+    x: torch.Tensor,
+    axis: int,
+    amax: torch.Tensor | None,
+    random: torch.Tensor | None,
+    variant: list[int],
+    swizzled: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, view = dense(x, axis, in_order=True)
+    codes, scales = _packed(x, axis, variant, swizzled)
+    _launch(x, view, amax, random, variant, (codes, scales, None), 2 if swizzled else 1)
+    return codes, scales
+
+
+def _packed(x: torch.Tensor, axis: int, variant: list[int], swizzled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [size for at, size in enumerate(x.shape) if at != axis]
+    blocks = -(-x.shape[axis] // _block(variant))
+    codes = torch.empty((*rows, blocks * _block(variant) // 2), dtype=torch.uint8, device=x.device)
+    if not swizzled:
+        return codes, torch.empty((*rows, blocks), dtype=torch.uint8, device=x.device)
+    count = codes.numel() // max(1, codes.shape[-1])
+    padded = -(-count // TILE[0]) * TILE[0] * -(-blocks // TILE[1]) * TILE[1]
+    return codes, torch.zeros(padded, dtype=torch.uint8, device=x.device)
+
+
+@torch.library.register_fake("fp4deploy::pack_along", lib=LIBRARY)
+def _(x, axis, amax, random, variant, swizzled):  # type: ignore[no-untyped-def]
+    return _packed(x, axis, variant, swizzled)
+
+
+def _tile_launch(
+    x: torch.Tensor,
+    row_axis: int,
+    axis: int,
+    amax: torch.Tensor,
+    random: torch.Tensor | None,
+    variant: list[int],
+    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    packed: int,
+) -> None:
+    planes = [(size, x.stride(at)) for at, size in enumerate(x.shape) if at not in (row_axis, axis)]
+    (a, stride_a), (b, stride_b) = [*[(1, 0)] * (2 - len(planes)), *planes]
+    rows, size = x.shape[row_axis], x.shape[axis]
+    threads = a * b * -(-rows // 16) * -(-size // 16) * 16
+    macros = _macros(x, variant, random) | {"PACKED": packed, "INSIDE": int(outputs[2] is not None)}
+    launch = kernel("quantize_tile.cu", "quantize_tiles", "PPPPPPqqqqqqqq", macros, x.device).launch
+    sizes = (a, b, rows, size, stride_a, stride_b, x.stride(row_axis), x.stride(axis))
+    launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, *sizes)
+
+
+@torch.library.impl(LIBRARY, "quantize_tiles", "CUDA")
+def _quantize_tiles(
+    x: torch.Tensor,
+    row_axis: int,
+    axis: int,
+    amax: torch.Tensor,
+    random: torch.Tensor | None,
+    variant: list[int],
+    inside: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x if view_along(x, axis) else x.contiguous()
+    values, mask = torch.empty_like(x), _mask(x, inside)
+    _tile_launch(x, row_axis, axis, amax, random, variant, (values, None, mask if inside else None), 0)
+    return values, mask
+
+
+def _mask(x: torch.Tensor, inside: bool) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.bool) if inside else torch.empty(0, dtype=torch.bool, device=x.device)
+
+
+@torch.library.register_fake("fp4deploy::quantize_tiles", lib=LIBRARY)
+def _(x, row_axis, axis, amax, random, variant, inside):  # type: ignore[no-untyped-def]
+    x = x if view_along(x, axis) else x.contiguous()
+    return torch.empty_like(x), _mask(x, inside)
+
+
+@torch.library.impl(LIBRARY, "pack_tiles", "CUDA")
+def _pack_tiles(
+    x: torch.Tensor, amax: torch.Tensor, random: torch.Tensor | None, variant: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.contiguous()
+    flat = x.flatten(0, -3) if x.ndim > 3 else x
+    codes, scales = _packed(x, x.ndim - 1, variant, swizzled=False)
+    _tile_launch(flat, flat.ndim - 2, flat.ndim - 1, amax, random, variant, (codes, scales, None), 1)
+    return codes, scales
+
+
+@torch.library.register_fake("fp4deploy::pack_tiles", lib=LIBRARY)
+def _(x, amax, random, variant):  # type: ignore[no-untyped-def]
+    return _packed(x, x.ndim - 1, variant, swizzled=False)
+
+
+@torch.library.impl(LIBRARY, "finite_amax", "CUDA")
+def _finite_amax(x: torch.Tensor, previous: torch.Tensor | None = None) -> torch.Tensor:
+    x = x if _has_no_holes(x) else x.contiguous()
+    amax = torch.zeros((), dtype=torch.float32, device=x.device)
+    _find_amax(x, amax, previous)
+    return amax
+
+
+def _find_amax(x: torch.Tensor, amax: torch.Tensor, previous: torch.Tensor | None) -> None:
+    blocks = max(1, min(FILL, x.numel() * x.element_size() // (16 * THREADS * 2)))
+    launch = kernel("amax.cu", "finite_amax", "PPPq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device).launch
+    launch(blocks, THREADS, x, amax, previous, x.numel())
+
+
+def _has_no_holes(x: torch.Tensor) -> bool:
+    return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+
+@torch.library.impl(LIBRARY, "hadamard_amax", "CUDA")
+def _hadamard_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
+    x, view = dense(x, axis, in_order=False)
+    amax = torch.zeros((), dtype=torch.float32, device=x.device)
+    _launch(x, view, None, None, [0, 448, 0, 0, 1, 0], (amax, None, None), 3)
+    return amax
+
+
+@torch.library.impl(LIBRARY, "row_amax", "CUDA")
+def _row_amax(x: torch.Tensor, axis: int) -> torch.Tensor:
+    x, view = dense(x, axis, in_order=True)
+    shape = [1 if at == axis else size for at, size in enumerate(x.shape)]
+    amax = torch.empty(shape, dtype=torch.float32, device=x.device)
+    threads = view.outer * 32 if view.inner == 1 else view.rows
+    launch = kernel("amax.cu", "row_amax", "PPqqq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device).launch
+    launch(-(-threads // THREADS), THREADS, x, amax, view.outer, view.size, view.inner)
+    return amax
+
+
+@torch.library.register_fake("fp4deploy::finite_amax", lib=LIBRARY)
+def _(x, previous=None):  # type: ignore[no-untyped-def]
+    return torch.empty((), dtype=torch.float32, device=x.device)
+
+
+@torch.library.register_fake("fp4deploy::hadamard_amax", lib=LIBRARY)
+def _(x, axis):  # type: ignore[no-untyped-def]
+    return torch.empty((), dtype=torch.float32, device=x.device)
+
+
+@torch.library.register_fake("fp4deploy::row_amax", lib=LIBRARY)
+def _(x, axis):  # type: ignore[no-untyped-def]
+    shape = [1 if at == axis else size for at, size in enumerate(x.shape)]
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+@torch.library.impl(LIBRARY, "mask_gradient", "CUDA")
+def _mask_gradient(gradient: torch.Tensor, inside: torch.Tensor, axis: int) -> torch.Tensor:
+    view = view_along(gradient, axis)
+    assert view is not None
+    out = torch.empty_like(gradient)
+    blocks = max(1, min(FILL, gradient.numel() // (THREADS * 4)))
+    macros: dict[str, str | int] = {"FORMAT": 0, "SQUARED": 0, "FAST": 0, "HADAMARD": 0, "ROWS": 0, "STOCHASTIC": 0}
+    macros |= {
+        "DTYPE": CUDA_TYPES[gradient.dtype],
+        "PACKED": 0,
+        "INSIDE": 0,
+        "INNER": 0,
+        "LINEAR": 0,
+        "E": 448,
+        "BIG": 0,
+    }
+    launch = kernel("quantize.cu", "mask_gradient", "PPPqqqq", macros, gradient.device).launch
+    sizes = (view.outer, view.size, view.inner, view.groups(16))
+    launch(blocks, THREADS, gradient, inside, out, *sizes)
+    return out
+
+
+@torch.library.register_fake("fp4deploy::mask_gradient", lib=LIBRARY)
+def _(gradient, inside, axis):  # type: ignore[no-untyped-def]
+    return torch.empty_like(gradient)

@@ -1,0 +1,251 @@
+"""Launching compiled kernels through pycuda, inside torch's CUDA: its context, its current stream, its memory.
+
+    clip = kernel("clip.cu", "clip", "PPqf", {"DTYPE": "__half"}, x.device)  # compiles and loads, once
+    clip.launch(blocks, 256, x, out, x.numel(), 6.0)                          # a few microseconds
+
+**Arguments.** A signature gives the C type of each parameter in the letters of Python's `struct`, with native
+alignment, which is also how the driver lays out a parameter buffer:
+
+| letter | parameter | argument |
+|---|---|---|
+| `P` | pointer | tensor on the kernel's device, None for a null pointer, or an address |
+| `q` `Q` | `long long`, `unsigned long long` | int |
+| `i` `I` | `int`, `unsigned` | int |
+| `f` `d` | `float`, `double` | float or int |
+| `?` `b` `B` `h` `H` | `bool` and the small integers | int |
+| `64s` | a structure of 64 bytes | bytes; put `0q` before it where it must be aligned to 8 |
+
+Values out of range and wrong counts are refused. Nobody can check that the signature matches the source: keep them
+side by side.
+
+**Nothing on the way.** A launch allocates nothing, waits for nothing and looks at no data. A module is loaded when
+`kernel` is first called, which must not happen while a CUDA graph is captured, because loading allocates; the steps
+that torch wants run before a capture take care of it. How a kernel gets onto torch's stream: see
+`fp4deploy.plugins.runtime.context`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.plugins.runtime.availability import Device, device_index, why_unavailable
+from fp4deploy.plugins.runtime.availability import available as available
+from fp4deploy.plugins.runtime.context import Gpu, raw_stream
+from fp4deploy.plugins.runtime.nvcc import KernelError, Macros, architecture, compile_cubin, describe, source_path
+
+SIGNATURE = re.compile(r"(?:[PqQiIfd?bBhH]|0q|\d+s)*")
+_STATIC_SHARED = 48 * 1024
+
+_lock = threading.Lock()
+_gpus: dict[int, Gpu] = {}
+_kernels: dict[tuple, Kernel] = {}
+
+
+def kernel(
+    source: str | Path, name: str, signature: str, macros: Macros | None = None, device: Device = None
+) -> Kernel:
+    """A kernel ready to launch: compiled, loaded and kept; asked for again, it comes from a dictionary.
+
+    Args:
+        source: name of a file in `fp4deploy/plugins/cuda`, or an absolute path.
+        name: its name; the source says `extern "C" __global__`, so that it is not mangled.
+        signature: types of the parameters, see the module's table.
+        macros: what the variant is compiled with.
+        device: where it runs (default: torch's current device).
+
+    Raises:
+        InputError: there is no such source, or the macros or the signature are none.
+        UnavailableError: kernels cannot run here (see `why_unavailable`).
+        KernelError: it does not compile or load, or a CUDA graph is being captured and it was not loaded before.
+    """
+    index = device_index(device)
+    key = (source, name, signature, index, *(macros.items() if macros else ()))
+    found = _kernels.get(key)
+    return found if found is not None else _load(key, Path(source), name, signature, macros, index)
+
+
+class Kernel:
+    """One variant of a kernel, loaded on one device; made by `kernel`."""
+
+    __slots__ = (
+        "_call",
+        "_error",
+        "_function",
+        "_pack",
+        "_pointers",
+        "_pop",
+        "_push",
+        "_shared",
+        "device",
+        "gpu",
+        "label",
+        "name",
+        "offsets",
+    )
+
+    def __init__(self, gpu: Gpu, function: Any, name: str, label: str, signature: str) -> None:
+        self.device, self.name = gpu.index, name
+        self.gpu, self._function, self.label = gpu, function, label
+        self._pack, self._pointers = packing(signature)
+        self.offsets = offsets(signature)
+        self._shared = _STATIC_SHARED
+        # Looked up once. pycuda's prepared calls end in `_launch_kernel`; what they do before is a deprecated call that
+        # stores the block size in the function, where two threads would meet, and a search for the packing function.
+        self._call, self._push, self._pop = function._launch_kernel, gpu.context.push, gpu.driver.Context.pop
+        self._error = gpu.driver.Error
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.label}, cuda:{self.device})"
+
+    def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0) -> None:
+        """Put the kernel on torch's current stream of its device.
+
+        Args:
+            grid: blocks, up to three axes.
+            block: threads in a block, up to three axes.
+            args: one for each letter of the signature.
+            shared: bytes of dynamic shared memory; more than 48 KiB is allowed for as far as the device has it.
+
+        Raises:
+            TypeError: the arguments do not fit the signature, or a tensor lies on another device.
+            KernelError: the driver refuses the launch, or reports the failure of an earlier kernel.
+        """
+        buffer = self.arguments(args)
+        size = grid if isinstance(grid, tuple) else (grid,)
+        threads = block if isinstance(block, tuple) else (block,)
+        stream = raw_stream(self.device)
+        if stream == 0:
+            self._submit(size, threads, buffer, shared, None)
+        else:
+            with self.gpu.fork(stream) as twin:
+                self._submit(size, threads, buffer, shared, twin)
+
+    def resources(self) -> dict[str, int]:
+        """What the compiler gave it: registers a thread, spilled and static shared bytes, threads a block can have."""
+        names = {"registers": "NUM_REGS", "local_bytes": "LOCAL_SIZE_BYTES", "shared_bytes": "SHARED_SIZE_BYTES"}
+        names["max_threads"] = "MAX_THREADS_PER_BLOCK"
+        attribute = self.gpu.driver.function_attribute
+        self._push()
+        try:
+            return {key: self._function.get_attribute(getattr(attribute, name)) for key, name in names.items()}
+        finally:
+            self._pop()
+
+    def _submit(self, grid: tuple, block: tuple, buffer: bytes, shared: int, stream: Any) -> None:
+        self._push()
+        try:
+            if shared > self._shared:
+                self._function.set_attribute(self.gpu.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+                self._shared = shared
+            self._call(grid, block, buffer, shared, stream)
+        except self._error as error:
+            raise KernelError(
+                f"The kernel {self.label} was not launched on cuda:{self.device} with grid {grid}, block {block} and "
+                f"{shared} bytes of shared memory: {error}. An illegal address or a failed launch can be an earlier "
+                "kernel's: CUDA_LAUNCH_BLOCKING=1 shows whose."
+            ) from error
+        finally:
+            self._pop()
+
+    def arguments(self, args: tuple[Any, ...]) -> bytes:
+        """The parameter buffer of a launch.
+
+        Raises:
+            TypeError: the arguments do not fit the signature, or a tensor lies on another device.
+        """
+        values = list(args)
+        try:
+            for position in self._pointers:
+                value = values[position]
+                if value is None:
+                    values[position] = 0
+                elif not isinstance(value, int):
+                    if value.get_device() != self.device:
+                        raise TypeError(f"argument {position} is on {value.device}, not on cuda:{self.device}")
+                    values[position] = value.data_ptr()
+            return self._pack(*values)
+        except (struct.error, TypeError, IndexError, AttributeError) as error:
+            raise TypeError(f"The kernel {self.label} does not take these arguments: {error}.") from error
+
+
+def packing(signature: str) -> tuple[Callable[..., bytes], tuple[int, ...]]:
+    """The function that packs a parameter buffer, and which arguments are pointers.
+
+    Raises:
+        InputError: something in it is no type.
+    """
+    if not SIGNATURE.fullmatch(signature):
+        raise InputError(f"The signature '{signature}' is not made of P q Q i I f d ? b B h H, 0q and 64s.")
+    pointers = tuple(position for position, letter in enumerate(_letters(signature)) if letter.group() == "P")
+    return struct.Struct(f"@{signature}").pack, pointers
+
+
+def offsets(signature: str) -> tuple[int, ...]:
+    """Where each argument begins in the buffer that `packing` fills."""
+    ends = ((struct.calcsize(f"@{signature[: letter.end()]}"), letter.group()) for letter in _letters(signature))
+    return tuple(end - struct.calcsize(f"@{letter}") for end, letter in ends)
+
+
+def _letters(signature: str) -> list[re.Match[str]]:
+    """Those of a signature that are arguments."""
+    return [letter for letter in re.finditer(r"\d*.", signature) if letter.group() != "0q"]
+
+
+def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | None, index: int | None) -> Kernel:
+    why = why_unavailable("cpu" if index is None else index)
+    if why or index is None:
+        raise UnavailableError(f"The kernel {name} cannot run: {why}.")
+    path = source_path(source)
+    packing(signature)
+    label = f"{name} of {describe(path, macros)}"
+    refuse_capture(index, label)
+    cubin = machine_code(path, macros, index)
+    same = (str(path), name, signature, index, *sorted((macros or {}).items()))
+    with _lock:
+        if same not in _kernels:
+            _kernels[same] = _on_gpu(index, cubin, name, signature, label)
+        return _kernels.setdefault(key, _kernels[same])
+
+
+def machine_code(source: str | Path, macros: Macros | None, index: int) -> bytes:
+    """Of a kernel's source for this GPU, from the disk cache or from nvcc; raises what `compile_cubin` does."""
+    return compile_cubin(source, architecture(torch.cuda.get_device_capability(index)), macros)
+
+
+def refuse_capture(index: int, label: str) -> None:
+    """Loading allocates, which a stream under capture does not allow.
+
+    Raises:
+        KernelError: a CUDA graph is being captured on the device.
+    """
+    with torch.cuda.device(index):
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelError(
+                f"The kernel {label} was not loaded when the capture of a CUDA graph began, and loading allocates. "
+                "Run the step once on this device before the capture."
+            )
+
+
+def load_cubin(index: int, cubin: bytes, name: str, signature: str, label: str) -> Kernel:
+    """A kernel out of machine code that is there already; the caller keeps it.
+
+    Raises:
+        KernelError: the driver refuses the module, or it has no such function.
+    """
+    with _lock:
+        return _on_gpu(index, cubin, name, signature, label)
+
+
+def _on_gpu(index: int, cubin: bytes, name: str, signature: str, label: str) -> Kernel:
+    """With the lock held."""
+    if index not in _gpus:
+        _gpus[index] = Gpu(index)
+    return Kernel(_gpus[index], _gpus[index].function(cubin, name, label), name, label, signature)

@@ -1,0 +1,192 @@
+"""CUDA C++ source -> cubin for one GPU architecture, kept on disk.
+
+nvcc is called directly, although `pycuda.compiler.compile` exists. That one needs pycuda and therefore a driver, while
+CI compiles for every architecture on machines without a GPU; it runs the preprocessor on each call, to find out whether
+a header changed; and it writes its cache in place, where a process that starts beside it can read half a file.
+Launching is pycuda's (`fp4deploy.plugins.runtime.launch`).
+
+**Why one cubin a variant.** Element type, rounding and layout are macros, not arguments: a kernel without branches
+keeps its block of 16 elements in registers. A cubin is machine code for exactly one architecture, so the driver has
+nothing to compile at start. From compute capability 9.0 on the architecture ends with "a": only `sm_100a` and its like
+have the FP4 conversion instructions. Such code runs on no other GPU, but that is true of any cubin.
+
+**Flags.** `-fmad=false`: a contracted a*b+c rounds once where the numerics contract rounds twice, and bytes would
+differ. `-lineinfo` lets profilers name source lines and costs nothing at run time. No fast-math: divisions are IEEE.
+
+**The cache.** `kernels/<architecture>/<source>-<key>.cubin` in the folder of `runtime.cache`. The key is a SHA-256 of
+the source, every header beside it, the macros, the flags and nvcc's version: a change of any gives another name, and
+nothing has to be invalidated.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeAlias
+
+from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.plugins.runtime.cache import cache_folder, digest_of, keep_entry, one_process, read_entry
+
+SOURCES = tuple(sorted(Path(__file__).resolve().parents[1].glob("*/cuda")))  # quantize/cuda, gemm/cuda
+HEADERS = (".cuh", ".h", ".hpp")
+FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-lineinfo")
+TOOLKIT = "/usr/local/cuda"
+INSTALL_NVCC = "install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
+
+Macros: TypeAlias = Mapping[str, "str | int | None"]
+_log = logging.getLogger(__name__)
+
+
+class KernelError(UnavailableError):
+    """A CUDA kernel does not compile, load or launch here."""
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """Name nvcc gives a GPU's machine code: (8, 9) -> "sm_89", (9, 0) -> "sm_90a", (12, 1) -> "sm_121a"."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if capability >= (9, 0) else ''}"
+
+
+def find_nvcc() -> Path | None:
+    """The CUDA compiler of CUDA_HOME or CUDA_PATH, else on PATH, else in /usr/local/cuda, else in pip's packages."""
+    homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    pip = importlib.util.find_spec("nvidia")
+    packages = [Path(root) for root in (pip.submodule_search_locations or [])] if pip else []
+    wheels = [str(folder) for package in packages for folder in sorted(package.glob("*/bin"))]
+    folders = [*homes, os.environ.get("PATH", os.defpath), f"{TOOLKIT}/bin", *wheels]
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    return Path(found) if found else None
+
+
+@lru_cache
+def nvcc_version(nvcc: Path) -> str:
+    """What `nvcc --version` prints, the part from "release" on: "release 13.0, V13.0.88 Build cuda_13.0...".
+
+    Raises:
+        UnavailableError: the program does not run.
+    """
+    try:
+        printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UnavailableError(f"{nvcc} does not run ({error}); {INSTALL_NVCC}.") from error
+    return " ".join(printed[max(printed.find("release"), 0) :].split())
+
+
+@lru_cache
+def supported(nvcc: Path, arch: str) -> bool:
+    """True if this nvcc knows the architecture; its list has no suffixes."""
+    printed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=False).stdout.split()
+    return not printed or arch.rstrip("a") in printed
+
+
+def compile_cubin(source: str | Path, arch: str, macros: Macros | None = None) -> bytes:
+    """Machine code of a source for one architecture, from the cache or from nvcc.
+
+    Args:
+        source: the name of a file in a folder `fp4deploy/plugins/*/cuda`, or the absolute path of another one, which
+            may include the headers of these folders.
+        arch: such as "sm_90a"; see `architecture`.
+        macros: `{"NAME": value}` becomes -DNAME=value; None defines the name alone, True and False are 1 and 0.
+
+    Raises:
+        InputError: no such source, or something that is no macro.
+        UnavailableError: there is no nvcc.
+        KernelError: nvcc refuses the source; the message is nvcc's.
+    """
+    path = source_path(source)
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise UnavailableError(f"{path.name} cannot be compiled: nvcc is missing; {INSTALL_NVCC}.")
+    options = [*FLAGS, *_definitions(macros), f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"]
+    entry = cache_folder() / "kernels" / arch / f"{path.stem}-{_key(path, options, nvcc)[:40]}.cubin"
+    cubin = read_entry(entry)
+    if cubin is None:
+        with one_process(entry):
+            cubin = read_entry(entry)
+            if cubin is None:
+                cubin = _run(nvcc, path, options, arch, macros)
+                keep_entry(entry, cubin)
+    return cubin
+
+
+def source_path(source: str | Path) -> Path:
+    """The file of a source: in the folder of the kernels, or as the path says.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    for folder in SOURCES:
+        if (path := folder / source).is_file():
+            return path
+    names = sorted(file.name for file in sources())
+    raise InputError(
+        f"There is no CUDA source {source}.{suggest(Path(source).name, names)} Valid: {', '.join(names) or 'none'}."
+    )
+
+
+def sources() -> list[Path]:
+    """Every CUDA source of the package."""
+    return [file for folder in SOURCES for file in sorted(folder.glob("*.cu"))]
+
+
+def include_options(folder: Path | None = None) -> list[str]:
+    """-I of the folders whose headers a source may include: its own first."""
+    return [option for path in dict.fromkeys((*([folder] if folder else []), *SOURCES)) for option in ("-I", str(path))]
+
+
+def describe(path: Path, macros: Macros | None) -> str:
+    """How messages name a variant: "fake_quant.cu (DTYPE=half BLOCK=16)"."""
+    return f"{path.name} ({' '.join(text[2:] for text in _definitions(macros)) or 'no macros'})"
+
+
+def _definitions(macros: Macros | None) -> list[str]:
+    options = []
+    for name, value in sorted((macros or {}).items()):
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise InputError(f"'{name}' is no macro: a name has letters, digits and '_'.")
+        if isinstance(value, float):
+            raise InputError(f"The macro {name} is a float ({value}); give text or an integer, floats as arguments.")
+        text = str(int(value)) if isinstance(value, bool) else str(value)
+        # nvcc splits -D at commas that no backslash protects.
+        options.append(f"-D{name}" if value is None else f"-D{name}={text}".replace(",", r"\,"))
+    return options
+
+
+def _key(path: Path, options: list[str], nvcc: Path) -> str:
+    """SHA-256 over everything that decides the cubin; each part is preceded by its length."""
+    folders = {path.parent, *SOURCES}
+    headers = sorted(file for folder in folders for file in folder.glob("*") if file.suffix in HEADERS)
+    environment = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
+    texts = [nvcc_version(nvcc), *environment, *options, path.name]
+    parts = [text.encode() for text in texts] + [path.read_bytes()]
+    for header in headers:
+        parts += [header.name.encode(), header.read_bytes()]
+    return digest_of(parts)
+
+
+def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros | None) -> bytes:
+    _log.info("compiling %s for %s", describe(path, macros), arch)
+    with tempfile.TemporaryDirectory(prefix="fp4deploy-") as folder:
+        out = Path(folder) / "kernel.cubin"
+        command = [
+            str(nvcc),
+            "--cubin",
+            *options,
+            *include_options(path.parent),
+            "-o",
+            str(out),
+            str(path),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0 or not out.is_file():
+            said = (done.stderr + done.stdout).strip() or f"exit status {done.returncode}, and no message"
+            raise KernelError(f"{describe(path, macros)} does not compile for {arch}. nvcc says:\n{said[:6000]}")
+        return out.read_bytes()

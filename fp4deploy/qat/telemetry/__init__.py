@@ -1,0 +1,1 @@
+"""Statistics of weights, activations and gradients before and after quantisation."""

@@ -1,0 +1,1 @@
+"""Reports of a run and comparisons of runs: collecting, rendering, writing."""

@@ -1,0 +1,126 @@
+"""Sample overlays: image, truth, FP16, NVFP4, and the pixels where the two models differ.
+
+Of up to sixteen validation images, evenly spaced, the three with the most classes are shown and then the one on which
+the models differ most, so that the report never hides the worst.
+"""
+
+from __future__ import annotations
+
+import base64
+import colorsys
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from fp4deploy.bench.runtimes.pytorch import TorchRuntime
+from fp4deploy.data import IGNORE, EvalTransform, validation_set
+
+CANDIDATES = 16
+SHOWN = 4
+TINT = 0.6
+DIFFERENCE = (214, 51, 108)
+VOID = (160, 160, 160)
+PALETTE = (
+    (76, 110, 245), (250, 176, 5), (12, 166, 120), (232, 89, 12), (174, 62, 201), (21, 170, 191),
+    (130, 201, 30), (250, 82, 82), (121, 80, 242), (166, 113, 68), (77, 171, 247), (240, 101, 149),
+)  # fmt: skip
+
+Pixels = NDArray[np.uint8]
+Palette = list[tuple[int, int, int] | None]
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """One validation image and what both models say; every picture is a PNG data URI."""
+
+    name: str
+    pictures: dict[str, str]
+    differing: float
+    worst: bool
+
+
+def colours(count: int, background: bool) -> Palette:
+    """One colour a class; None for a background class, which stays as photographed."""
+    found: Palette = [None] if background else []
+    for number in range(count - len(found)):
+        if number < len(PALETTE):
+            found.append(PALETTE[number])
+        else:
+            red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.65, 0.9)
+            found.append((round(255 * red), round(255 * green), round(255 * blue)))
+    return found
+
+
+def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
+    """Overlays of two checkpoints of one run on the validation split of `data`."""
+    models = TorchRuntime(fp16), TorchRuntime(nvfp4)
+    card = models[0].card
+    dataset = validation_set(card, data)
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    palette = colours(len(card.class_names), card.background)
+    mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (card.mean, card.std))
+    found: list[_Answer] = []
+    for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
+        sample = dataset.load(index)
+        tensor, mask = transform(sample)
+        normalised = tensor.numpy()
+        image = ((normalised * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
+        first, second = (model.infer(normalised[None])[0].argmax(0).astype(np.uint8) for model in models)
+        found.append(_Answer(sample.name, image, mask.numpy().astype(np.uint8), first, second))
+    worst = max(found, key=lambda answer: answer.differing)
+    rich = sorted((answer for answer in found if answer is not worst), key=lambda answer: -answer.classes)
+    return [answer.draw(palette, answer is worst) for answer in (*rich[: SHOWN - 1], worst)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """What both models say about one image [H, W, 3]; masks [H, W] of class ids."""
+
+    name: str
+    image: Pixels
+    truth: Pixels
+    first: Pixels
+    second: Pixels
+
+    @property
+    def classes(self) -> int:
+        present = np.unique(self.truth)
+        return int((present != IGNORE).sum())
+
+    @property
+    def differing(self) -> float:
+        return float((self.first != self.second).mean())
+
+    def draw(self, palette: Palette, worst: bool) -> Overlay:
+        grey = np.repeat(self.image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
+        grey[self.first != self.second] = DIFFERENCE
+        pictures = {
+            "image": self.image,
+            "truth": tinted(self.image, self.truth, palette),
+            "FP16": tinted(self.image, self.first, palette),
+            "NVFP4": tinted(self.image, self.second, palette),
+            "difference": grey,
+        }
+        uris = {title: png_uri(pixels) for title, pixels in pictures.items()}
+        return Overlay(self.name, uris, self.differing, worst)
+
+
+def tinted(image: Pixels, mask: Pixels, palette: Palette) -> Pixels:
+    """Lay class colours over the image in grey, so that they stand out; `mask` [H, W] holds class ids or 255."""
+    result = np.repeat(image.mean(axis=2, keepdims=True), 3, axis=2).astype(np.float32)
+    for number, colour in [*enumerate(palette), (IGNORE, VOID)]:
+        if colour is not None:
+            where = mask == number
+            result[where] = (1 - TINT) * result[where] + TINT * np.array(colour, dtype=np.float32)
+    return result.round().astype(np.uint8)
+
+
+def png_uri(pixels: Pixels) -> str:
+    """PNG as a data URI."""
+    target = io.BytesIO()
+    Image.fromarray(pixels).save(target, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(target.getvalue()).decode()

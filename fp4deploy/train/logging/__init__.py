@@ -1,0 +1,1 @@
+"""What a training writes down: metrics, progress, running statistics, telemetry and its trackers."""

@@ -1,0 +1,169 @@
+"""When a training is looked at, and where what was seen goes.
+
+Every N-th optimiser step is looked at, the first and the last of the training too. With t the time of a step and T that
+of a look, looking costs T / (N t) of the training's time; N = 200 keeps that below 3 % (`benchmarks/telemetry_cost.py`
+measures both in one run). A look's table stays on the device until the loop reads its loss, when the device has been
+waited for anyway.
+
+Looking changes nothing: the same seed gives the same weights, bit for bit, with telemetry and without.
+
+A resumed training tracks what an uninterrupted one would have, code flips included: beside the state lie the codes of
+the last look. Where they do not belong to it (a crash between the two files, another N) the next look has no flips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fp4deploy.models.checkpoint import write_tensors
+from fp4deploy.qat.telemetry.collect import Table, Watcher
+from fp4deploy.train.config import TelemetrySection
+from fp4deploy.train.logging.trackers import EPOCH, LOOK, Entry, Layers, Tracker, make_trackers, rounded
+
+STATE = "telemetry.safetensors"
+STEP_KEY = "fp4deploy.step"
+CODES, GRADIENTS = "codes.", "gradients."
+METRICS = ("loss", "lr", "miou", "ap", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Look:
+    """A table that was not fetched yet."""
+
+    step: int
+    epoch: int
+    table: Table
+
+
+class Telemetry:
+    """Looks at the steps of one model's training; does nothing where it is switched off."""
+
+    def __init__(
+        self,
+        settings: TelemetrySection,
+        folder: Path,
+        model: nn.Module,
+        steps: int,
+        *,
+        active: bool = True,
+        compiled: bool = False,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        """Watch `model`, not compiled nor wrapped, over `steps` steps; `active`: in one process of several."""
+        self.every, self.steps, self.compiled = settings.every if active else 0, steps, compiled
+        names = [name for name in settings.trackers if self.every or name != "jsonl"] if active else []
+        self.trackers: list[Tracker] = make_trackers(names, folder, settings.project, settings.wandb_mode, config or {})
+        self.watcher = Watcher(model)
+        self.state_path = folder / "state" / STATE
+        self.pending: Look | None = None
+        self.looked_at: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Step number `step`, from 0, is looked at."""
+        return bool(self.every) and (step % self.every == 0 or step == self.steps - 1)
+
+    def resume(self, step: int, epoch: int) -> None:
+        """Go on after `step` steps and `epoch` whole epochs; 0, 0 begins."""
+        for tracker in self.trackers:
+            tracker.resume(step, epoch)
+        before = (step - 1) // self.every * self.every if self.every and step else None
+        self.watcher.previous = _read_codes(self.state_path, before, self.watcher) if before is not None else {}
+
+    @contextmanager
+    def watching(self, images: torch.Tensor, step: int, last: bool = True) -> Iterator[None]:
+        """Around the forward of step `step`; `last`: its gradients complete the step."""
+        if not (last and self.due(step)):
+            yield
+        elif self.compiled:
+            yield
+            self.watcher.probe(images, seed=step)
+        else:
+            with self.watcher.watching(images, seed=step):
+                yield
+
+    def look(self, step: int, epoch: int, norm: torch.Tensor, scaler: Any | None = None) -> None:
+        """Between the backward and the optimiser, gradients unscaled and clipped; `norm` is theirs before clipping."""
+        if not self.due(step):
+            return
+        self.flush()
+        extras = {"gradient_norm": norm}
+        scale = getattr(scaler, "_scale", None)  # get_scale would wait for the device
+        if scale is not None:
+            extras["loss_scale"] = scale.clone()
+        self.pending = Look(step, epoch, self.watcher.look(**extras))
+        self.looked_at = step
+
+    def flush(self) -> None:
+        """Fetch and track what was looked at; waits for the device if there is something."""
+        if self.pending is None:
+            return
+        look, self.pending = self.pending, None
+        seen = look.table.read()
+        layers: Layers = {}
+        for (layer, tensor), statistics in seen.values.items():
+            layers.setdefault(layer, {})[tensor] = {name: rounded(value) for name, value in statistics.items()}
+        codes: dict[str, dict[str, list[int]]] = {}
+        for (layer, tensor), counts in seen.codes.items():
+            codes.setdefault(layer, {})[tensor] = counts
+        extras = {name: rounded(value) for name, value in seen.extras.items()}
+        self._log(Entry(LOOK, look.step + 1, look.epoch + 1, extras, layers, codes))
+
+    def epoch(self, line: dict[str, Any]) -> None:
+        """Track the metrics of an epoch, a line of metrics.jsonl."""
+        self.flush()
+        values = {name: rounded(line[name]) for name in METRICS if line.get(name) is not None}
+        self._log(Entry(EPOCH, line["step"], line["epoch"], values))
+
+    def save(self) -> None:
+        """Beside a state that was just saved, what the next look compares with.
+
+        Raises:
+            InputError: the disk is full; the older file survives.
+        """
+        self.flush()
+        if self.looked_at is None or not self.every:
+            return
+        tensors = {CODES + name: codes for name, codes in self.watcher.previous.items()}
+        tensors |= {GRADIENTS + name: part for name, part in self.watcher.windows.items()}
+        write_tensors(self.state_path, tensors, {STEP_KEY: str(self.looked_at)})
+
+    def close(self) -> None:
+        """Close the trackers."""
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _log(self, entry: Entry) -> None:
+        for tracker in self.trackers:
+            tracker.log(entry)
+
+
+def read_gradients(folder: Path) -> dict[str, torch.Tensor]:
+    """The windows of the weight gradients that the last look of the model in `folder` left; {} without any."""
+    return _read(folder / "state" / STATE, GRADIENTS)[1]
+
+
+def _read_codes(path: Path, step: int, watcher: Watcher) -> dict[str, torch.Tensor]:
+    found, tensors = _read(path, CODES)
+    if found != step:
+        return {}
+    device = next((layer.weight.device for layer in watcher.layers.values()), torch.device("cpu"))
+    return {name: codes.to(device) for name, codes in tensors.items()}
+
+
+def _read(path: Path, prefix: str) -> tuple[int | None, dict[str, torch.Tensor]]:
+    """(step of the look, its tensors); nothing where the file is missing or damaged: it is no part of the state."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            step = int((file.metadata() or {})[STEP_KEY])
+            return step, {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, KeyError, ValueError):
+        return None, {}

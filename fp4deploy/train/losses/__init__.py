@@ -1,0 +1,1 @@
+"""Losses of the tasks, and the auxiliary losses of quantisation-aware training."""

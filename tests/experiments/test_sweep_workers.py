@@ -1,0 +1,196 @@
+"""Runs of a sweep in processes of their own: the same results, and what happens when one dies or is interrupted."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from fp4deploy.data import generate_shapes
+from fp4deploy.experiments.sweep.run import run_sweep
+from fp4deploy.experiments.sweep.spec import Sweep, Variant, load_sweep
+from fp4deploy.experiments.sweep.workers import LOG, _gpu, _heard, _ready
+from fp4deploy.runs import Run
+
+FILE = """
+set: {model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: EPOCHS, train.finetune_epochs: 1,
+      train.batch_size: 4, data.root: ROOT}
+seeds: [0, 1]
+against: control
+variants:
+  control: {model: fp16_control}
+  qat: {model: nvfp4}
+  bad: {model: nvfp4, set: {quant.include: ["nothing*"]}}
+"""
+
+
+def sweep_of(folder: Path, epochs: int = 1) -> Sweep:
+    data = folder / "data"
+    if not data.is_dir():
+        generate_shapes(data, train=8, val=4, size=32, seed=0)
+    file = folder / "mine.yaml"
+    file.write_text(FILE.replace("ROOT", json.dumps(str(data))).replace("EPOCHS", str(epochs)))
+    return load_sweep(file)
+
+
+def note_start_method(run: Run) -> None:
+    """Called in the process of a run: how the workers of its loaders will be started."""
+    (run.path / "start_method").write_text(multiprocessing.get_start_method())
+
+
+@pytest.mark.slow
+def test_two_at_a_time_give_what_one_gives(tmp_path: Path) -> None:
+    sweep, said = sweep_of(tmp_path), list[str]()
+    alone = run_sweep(sweep, tmp_path / "alone", say=lambda _: None)
+    together = run_sweep(sweep, tmp_path / "together", say=said.append, started=note_start_method, jobs=2)
+    methods = {file.read_text() for file in (tmp_path / "together").rglob("start_method")}
+    assert methods == {multiprocessing.get_start_method()}
+    for name, row in alone["variants"].items():
+        for seed, run in row["runs"].items():
+            other = together["variants"][name]["runs"][seed]
+            assert {key: run.get(key) for key in ("status", "best", "last", "epochs")} == {
+                key: other.get(key) for key in ("status", "best", "last", "epochs")
+            }, (name, seed)
+    for variant in ("fp16", "control", "qat"):
+        model = sweep.variant(variant).model
+        files = [tmp_path / out / variant / "seed1" / model / "best.safetensors" for out in ("alone", "together")]
+        one, other = map(load_file, files)
+        assert all((value == other[key]).all() for key, value in one.items())
+    assert sum("starting" in text for text in said) == 8
+    assert said.index("fp16, seed 1: starting") < said.index("control, seed 1: starting")
+    assert sum("bad, seed" in text and "failed" in text for text in said) == 2
+    assert "epoch 1/1" in (tmp_path / "together" / "qat" / "seed1" / LOG).read_text()
+    assert json.loads((tmp_path / "together" / "sweep.json").read_text()) == together
+
+    said.clear()
+    run_sweep(sweep, tmp_path / "together", ("qat",), say=said.append, jobs=2)
+    assert sorted(said) == sorted(text for text in said if ": done, mIoU " in text)
+    assert len(said) == 4
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_costs_its_own_run(tmp_path: Path) -> None:
+    sweep, said = sweep_of(tmp_path, epochs=2), list[str]()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text == "fp16, seed 0: starting":
+            (child,) = [pid for pid in children() if "fp16/seed0" in output_of(pid)]
+            os.kill(child, signal.SIGKILL)
+
+    results = run_sweep(sweep, tmp_path / "out", ("control",), say=say, jobs=2)
+    runs = {(name, seed): run for name, row in results["variants"].items() for seed, run in row["runs"].items()}
+    assert runs["fp16", "0"]["status"] == "failed"
+    assert "Its process died (signal SIGKILL)" in runs["fp16", "0"]["error"]
+    assert runs["control", "0"]["status"] == "failed"
+    assert runs["fp16", "1"]["status"] == runs["control", "1"]["status"] == "done"
+
+
+def test_half_a_word_of_a_process_that_died() -> None:
+    here, there = multiprocessing.Pipe()
+    there.send("a word")
+    os.write(there.fileno(), (32).to_bytes(4, "big") + b"half")
+    there.close()
+    member: Any = SimpleNamespace(line=here)
+    assert list(_heard({3: member})) == [(3, "a word")]
+    assert list(_heard({3: member})) == []
+    assert here.closed  # it is over
+
+
+@pytest.mark.slow
+def test_minutes_stop_processes_of_a_background_job(tmp_path: Path) -> None:
+    sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        results = run_sweep(sweep, out, ("control",), minutes=0.2, say=lambda _: None, jobs=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert children() == []
+    assert {run["status"] for run in results["variants"]["fp16"]["runs"].values()} <= {"unfinished", "missing"}
+
+
+@pytest.mark.slow
+def test_an_interruption_is_passed_on_and_saved(tmp_path: Path) -> None:
+    sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"
+    journals = [out / "fp16" / f"seed{seed}" / "fp16" / "metrics.jsonl" for seed in (0, 1)]
+
+    def interrupt_when_both_train() -> None:
+        while not all(path.is_file() for path in journals):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=interrupt_when_both_train, daemon=True)
+    watcher.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, out, ("control",), say=lambda _: None, jobs=2)
+    watcher.join()
+    assert children() == []
+    runs = json.loads((out / "sweep.json").read_text())["variants"]["fp16"]["runs"]
+    for seed in (0, 1):
+        run = runs[str(seed)]
+        assert run["status"] == "unfinished"
+        assert run["epochs"] >= len(journals[seed].read_text().splitlines())  # saved at the interruption, not before
+        assert "resume with" in (out / "fp16" / f"seed{seed}" / LOG).read_text()
+
+
+def children() -> list[int]:
+    """Processes that this one started and that run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        command = (path.parent / "cmdline").read_bytes()
+        if int(parent) == os.getpid() and state != "Z" and b"spawn_main" in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+def output_of(pid: int) -> str:
+    try:
+        return str(os.readlink(f"/proc/{pid}/fd/2"))
+    except OSError:
+        return ""
+
+
+def variant(name: str, base: str | None) -> Variant:
+    return Variant(name, "nvfp4", (), None, base, "")
+
+
+def test_a_run_waits_for_what_it_starts_from() -> None:
+    base, qat, scratch = variant("fp16", None), variant("qat", "fp16"), variant("scratch", None)
+    tasks = [(base, 0), (qat, 0), (scratch, 0), (base, 1), (qat, 1)]
+    assert _ready(tasks, []) == (base, 0)
+    assert _ready(tasks[1:], [(base, 0)]) == (scratch, 0)
+    assert _ready(tasks[3:], [(base, 0), (scratch, 0)]) == (base, 1)
+    assert _ready(tasks[4:], [(base, 1)]) is None
+    assert _ready(tasks[1:], []) == (qat, 0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "gpus", "expected"),
+    [(None, 0, [None] * 3), (None, 2, ["0", "1", "0"]), ("5,7", 2, ["5", "7", "5"]), ("", 4, ["0", "1", "2"])],
+)
+def test_each_process_sees_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, seen: str | None, gpus: int, expected: list[str | None]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    found = []
+    for number in range(3):
+        with _gpu(number):
+            found.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+    assert found == expected

@@ -1,0 +1,267 @@
+"""Building: what is refused before a compiler is asked, what a build leaves behind, and what real builds realise."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import onnx
+import pytest
+
+from fp4deploy.errors import GateError, InputError, UnavailableError
+from fp4deploy.export.engine.backends import BACKENDS
+from fp4deploy.export.engine.build import build_engine, open_plan, require_device
+from fp4deploy.export.ledger.ledger import load_ledger
+from tests.export.lowering.engine_graphs import CanonicalGraph
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """FP4 graph with a 3x3 convolution, a transposed convolution, a skip and a 1x1 convolution."""
+    graph = CanonicalGraph()
+    skip = graph.norm_relu("norm", graph.conv("first", graph.image(16, 16), 32, fp4=False))
+    x = graph.up("up", graph.conv("deep", graph.pool("pool", skip), 32), 32)
+    x = graph.conv("point", graph.concat("skip", skip, x), 32, kernel=1)
+    path = tmp_path / "model.onnx"
+    onnx.save(graph.model(graph.conv("head", x, 4, kernel=1, fp4=False)), path)
+    return path
+
+
+def written(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def fake_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Let the child process import a stand-in for tensorrt_rtx."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    (folder / "tensorrt_rtx.py").write_text(body, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+STAND_IN = """
+import os, sys, time
+__version__ = "0"
+class ILogger:
+    pass
+class Builder:
+    def __init__(self, logger):
+        logger.log("Severity.VERBOSE", "about to meet a strange operator")
+        {doom}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "tensorrt-rxt"}, "--backend tensorrt-rxt is unknown. Did you mean 'tensorrt-rtx'"),
+        ({"arch": "sm12"}, "--arch sm12 is unknown to TensorRT-RTX.*Valid values: sm75, .*sm121"),
+        ({"arch": "sm100"}, "--arch sm100 is unknown to TensorRT-RTX"),
+        ({"arch": "sm89"}, "sm89 has no FP4 tensor cores.*Valid --arch values for it: sm120, sm121"),
+        ({"backend": "tensorrt", "arch": "sm90"}, "sm90 has no FP4 tensor cores.*sm100, sm103"),
+        ({"conv": "im2col"}, "--conv im2col is unknown"),
+        ({"conv": "plugin"}, "TensorRT-RTX takes no plugins"),
+        ({"batch": (1, 4, 2)}, "batch range"),
+    ],
+)
+def test_wrong_options_are_refused(model: Path, options: dict[str, object], message: str) -> None:
+    before = written(model.parent)
+    with pytest.raises(InputError, match=message):
+        build_engine(model, model.with_name("model.plan"), **options)  # type: ignore[arg-type]
+    assert written(model.parent) == before
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a model", b"\x89PNG\r\n\x1a\n" + bytes(64), json.dumps({"a": 1}).encode()]
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="is not an ONNX"):
+        build_engine(path, tmp_path / "model.plan")
+    with pytest.raises(InputError, match=r"does not exist.*fp4deploy export"):
+        build_engine(tmp_path / "absent.onnx", tmp_path / "model.plan")
+
+
+def test_later_opset_is_refused(model: Path) -> None:
+    newer = onnx.load(model)
+    newer.opset_import[0].version = 24
+    onnx.save(newer, model)
+    with pytest.raises(InputError, match="opset 24.*at most opset 23"):
+        build_engine(model, model.with_name("model.plan"))
+
+
+@pytest.mark.parametrize("backend", ["tensorrt-rtx", "tensorrt"])
+def test_missing_library_says_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match=rf"pip install {backend}$"):
+        build_engine(model, model.with_name("model.plan"), backend=backend, arch="sm120")
+    with pytest.raises(UnavailableError, match="not installed"):
+        build_engine(model, model.with_name("model.plan"), backend=backend)
+
+
+def test_aborting_compiler_becomes_one_error(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_library(tmp_path, monkeypatch, STAND_IN.format(doom="os.abort()"))
+    before = written(tmp_path)
+    with pytest.raises(InputError, match="ended by SIGABRT.*no engine was written") as caught:
+        build_engine(model, tmp_path / "model.plan", log=tmp_path / "build.log")
+    assert "about to meet a strange operator" in str(caught.value)
+    assert "strange operator" in (tmp_path / "build.log").read_text(encoding="utf-8")
+    assert written(tmp_path) == before | {"build.log"}
+
+
+def test_interrupt_stops_the_compiler(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "alive"
+    doom = f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    fake_library(tmp_path, monkeypatch, STAND_IN.format(doom=doom))
+
+    def interrupt() -> None:
+        while not (mark.is_file() and mark.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(model, tmp_path / "model.plan")
+    assert time.monotonic() - start < 20
+    assert not Path(f"/proc/{mark.read_text()}").exists()
+    assert "model.plan" not in written(tmp_path)
+
+
+def test_library_that_does_not_load(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_library(tmp_path, monkeypatch, "raise ImportError('libnvinfer.so.11: cannot open shared object file')")
+    with pytest.raises(UnavailableError, match=r"libnvinfer.*pip install tensorrt-rtx"):
+        build_engine(model, tmp_path / "model.plan")
+
+
+def test_every_backend_names_its_architectures() -> None:
+    for backend in BACKENDS.values():
+        assert set(backend.fp4_arches) < set(backend.arches)
+    assert BACKENDS["tensorrt-rtx"].default_arch() == "sm120"
+
+
+@pytest.fixture
+def rtx() -> None:
+    pytest.importorskip("tensorrt_rtx")
+
+
+@pytest.mark.rtx
+@pytest.mark.usefixtures("rtx")
+class TestRtx:
+    """Builds with TensorRT-RTX for a GPU that is not there."""
+
+    def test_build_leaves_plan_and_ledger(self, model: Path) -> None:
+        out = model.parent / "engines" / "model.plan"
+        result = build_engine(model, out, strict=True)
+        assert written(out.parent) == {"model.plan", "model.ledger.json"}
+        assert out.stat().st_size == result.size_bytes == result.ledger.plan_bytes
+        assert load_ledger(result.ledger_path) == open_plan(out) == result.ledger
+        assert (result.ledger.backend, result.ledger.arch, result.ledger.conv) == ("tensorrt-rtx", "sm120", "auto")
+        assert result.ledger.evidence == "build log"
+
+    @pytest.mark.parametrize(
+        ("conv", "realised"),
+        [
+            ("auto", {"deep": "FP16", "up": "FP4", "point": "FP4"}),
+            ("qdq", {"deep": "FP16", "up": "FP16", "point": "FP4"}),
+            ("gemm", {"deep": "FP4", "up": "FP4", "point": "FP4"}),
+        ],
+    )
+    @pytest.mark.parametrize("arch", ["sm120", "sm121"])
+    def test_realised_precision(self, model: Path, conv: str, realised: dict[str, str], arch: str) -> None:
+        ledger = build_engine(model, model.with_name("model.plan"), arch=arch, conv=conv, strict=True).ledger
+        rows = {row.layer: row for row in ledger.layers}
+        assert {name: rows[name].realised for name in realised} == realised
+        assert {rows[name].weights for name in realised} == {"FP4"}
+        assert (rows["first"].realised, rows["head"].realised) == ("FP16", "FP16")
+        assert ledger.totals().fp4_gemms == sum(precision == "FP4" for precision in realised.values())
+
+    def test_fp16_model_builds_for_older_gpus(self, tmp_path: Path) -> None:
+        graph = CanonicalGraph()
+        path = tmp_path / "fp16.onnx"
+        onnx.save(graph.model(graph.conv("conv", graph.image(16, 16), 8, fp4=False), function=False), path)
+        ledger = build_engine(path, tmp_path / "fp16.plan", arch="sm86", strict=True).ledger
+        assert ledger.precision == "fp16"
+        assert [(row.realised, row.weights) for row in ledger.layers] == [("FP16", "FP16")]
+
+    def test_strict_writes_nothing_when_a_layer_fell_back(self, model: Path) -> None:
+        proto = onnx.load(model)
+        for entry in proto.metadata_props:
+            layers = json.loads(entry.value)
+            layers["head"]["precision"] = "FP4"  # wanted, and the file has no FP4 weights for it
+            entry.value = json.dumps(layers)
+        onnx.save(proto, model)
+        out = model.with_name("model.plan")
+        with pytest.raises(GateError, match=r"1 of 5 layers fell back: head"):
+            build_engine(model, out, strict=True)
+        assert written(model.parent) == {"model.onnx"}
+        assert [row.layer for row in build_engine(model, out).ledger.fallbacks()] == ["head"]
+
+    def test_unknown_operator_is_reported_in_the_compilers_words(self, tmp_path: Path) -> None:
+        graph = CanonicalGraph()
+        value, *size = graph.image(16, 16)
+        graph.nodes.append(onnx.helper.make_node("Wavelet", [value], ["w"], name="wavelet", domain="custom"))
+        proto = graph.model(("w", *size))  # type: ignore[arg-type]
+        proto.opset_import.append(onnx.helper.make_opsetid("custom", 1))
+        onnx.save(proto, tmp_path / "model.onnx")
+        with pytest.raises(InputError, match=r"cannot parse the model: .*node wavelet, operator Wavelet"):
+            build_engine(tmp_path / "model.onnx", tmp_path / "model.plan")
+        assert written(tmp_path) == {"model.onnx"}
+
+    def test_dynamic_image_size_is_refused(self, tmp_path: Path) -> None:
+        graph = CanonicalGraph()
+        proto = graph.model(graph.conv("conv", graph.image(16, 16), 8, fp4=False), function=False)
+        proto.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "H"
+        onnx.save(proto, tmp_path / "model.onnx")
+        with pytest.raises(InputError, match="height and width must be fixed"):
+            build_engine(tmp_path / "model.onnx", tmp_path / "model.plan")
+
+    def test_failed_build_keeps_the_previous_plan(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        out = model.with_name("model.plan")
+        first = build_engine(model, out)
+
+        def full_disk(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("shutil.copyfile", full_disk)
+        with pytest.raises(InputError, match="No space left on device"):
+            build_engine(model, out, conv="gemm")
+        assert open_plan(out) == first.ledger
+
+    def test_plan_that_is_not_the_ledgers(self, model: Path) -> None:
+        out = model.with_name("model.plan")
+        build_engine(model, out)
+        data = bytearray(out.read_bytes())
+        data[-1] ^= 1
+        out.write_bytes(data)
+        with pytest.raises(InputError, match="is not the plan that model.ledger.json was written for"):
+            open_plan(out)
+
+    @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+    def test_device_of_the_same_generation_runs_it(self, model: Path, capability: tuple[int, int]) -> None:
+        require_device(build_engine(model, model.with_name("model.plan")).ledger, capability)
+
+    @pytest.mark.parametrize(("capability", "words"), [(None, "no GPU"), ((9, 0), "sm90"), ((10, 0), "sm100")])
+    def test_other_machines_get_one_sentence(self, model: Path, capability: tuple[int, int] | None, words: str) -> None:
+        ledger = build_engine(model, model.with_name("model.plan")).ledger
+        with pytest.raises(UnavailableError, match=f"^model.plan was built for sm120 .* {words}") as caught:
+            require_device(ledger, capability)
+        assert str(caught.value).count(". ") == 0
+
+
+def test_files_that_are_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "unet.plan"
+    with pytest.raises(InputError, match="does not exist"):
+        open_plan(path)
+    path.write_bytes(b"garbage")
+    with pytest.raises(InputError, match="is not an engine plan"):
+        open_plan(path)
+    path.write_bytes(b"vtrt" + bytes(64))
+    with pytest.raises(InputError, match=r"has no ledger \(unet.ledger.json\)"):
+        open_plan(path)

@@ -1,0 +1,189 @@
+"""The ledger reads real build logs, claims nothing without evidence, and sees a silent fallback."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.export.ledger.actual import realise
+from fp4deploy.export.ledger.build_log import parse_engine_layers
+from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, LedgerRow, ledger_path, load_ledger
+from fp4deploy.export.lowering.lower import lower
+from tests.export.lowering.engine_graphs import CanonicalGraph
+
+# Layers of the graph below as TensorRT-RTX 1.7.1 listed them when it built for SM120 with --conv auto.
+RECORDED = Path(__file__).with_name("engine_log_rtx_1.7.1.txt").read_text(encoding="utf-8")
+
+
+def planned() -> tuple[object, ...]:
+    graph = CanonicalGraph()
+    x = graph.image(16, 16)
+    x = graph.norm_relu("norm1", graph.conv("conv1", x, 32, fp4=False))
+    x = graph.norm_relu("norm2", graph.conv("conv2", x, 32))
+    x = graph.conv("head", graph.up("up", x, 16), 4, kernel=1, fp4=False)
+    graph.layers["norm1"] = {"kind": "GroupNorm", "precision": "FP16", "reason": "normalisation"}
+    return lower(graph.model(x)).layers
+
+
+def ledger(log: str = RECORDED) -> Ledger:
+    engine = parse_engine_layers(log)
+    return Ledger(
+        backend="tensorrt-rtx",
+        backend_version="1.7.1.116",
+        arch="sm120",
+        conv="auto",
+        evidence="build log",
+        source="unet.onnx",
+        source_sha256="0" * 64,
+        plan="unet.plan",
+        plan_sha256="1" * 64,
+        plan_bytes=1_862_000,
+        build_seconds=0.2,
+        batch=(1, 1, 8),
+        card=None,
+        layers=realise(planned(), engine),
+        engine=engine,
+    )
+
+
+def row(found: Ledger, layer: str) -> LedgerRow:
+    return {entry.layer: entry for entry in found.layers}[layer]
+
+
+def edited(kernel: str, old: str, new: str) -> str:
+    """The recorded log with one kernel's line changed."""
+    lines = [line.replace(old, new) if f"Name: {kernel}" in line else line for line in RECORDED.splitlines()]
+    changed = "\n".join(lines)
+    assert changed != RECORDED.rstrip("\n")
+    return changed
+
+
+def test_every_line_of_a_real_log_is_read() -> None:
+    engine = parse_engine_layers(RECORDED)
+    assert len(engine) == RECORDED.count("LayerType: ")
+    (gemm,) = [layer for layer in engine if layer.type == "gemm"]
+    assert gemm.precision == "FP4"
+    assert gemm.inputs[0].shape == (-1, 32, 256)
+    assert [tensor.precision for tensor in gemm.constants] == ["FP4", "FP32", "FP32", "FP8"]
+    assert "up.gemm.matmul" in gemm.onnx_nodes
+    quantize = next(layer for layer in engine if layer.onnx_nodes == ("conv2.input.quantize",))
+    assert [tensor.precision for tensor in quantize.outputs] == ["FP4", "FP8"]
+
+
+def test_realised_precision_of_every_kind_of_layer() -> None:
+    found = ledger()
+    assert {entry.layer: (entry.wanted, entry.realised, entry.weights) for entry in found.layers} == {
+        "conv1": ("FP16", "FP16", "FP16"),
+        "conv2": ("FP4", "FP16", "FP4"),
+        "up": ("FP4", "FP4", "FP4"),
+        "head": ("FP16", "FP16", "FP16"),
+        "norm1": ("FP16", "FP16", "FP16"),
+    }
+    assert found.fallbacks() == ()
+    found.require_no_fallback()
+    assert any(kernel.startswith("up.gemm.matmul") for kernel in row(found, "up").kernels)
+    assert "conv2.weight.dequantized" in row(found, "conv2").onnx_nodes
+
+
+def test_totals_and_summary() -> None:
+    found = ledger()
+    totals = found.totals()
+    assert (totals.fp4_gemms, totals.fp16_with_fp4_weights, totals.fp16, totals.fell_back) == (1, 1, 3, 0)
+    pixels = 16 * 16
+    macs = 27 * 32 * pixels + 9 * 32 * 32 * pixels + 4 * 32 * 16 * pixels + 16 * 4 * 4 * pixels
+    assert totals.macs == macs
+    assert totals.fp4_mac_share == pytest.approx(4 * 32 * 16 * pixels / macs)
+    assert 9 * 32 * 32 // 2 < totals.constant_bytes < 16_000
+    assert found.summary().startswith("1 FP4 matrix product (16.5% of the multiply-accumulates), 1 FP16 layer with FP4")
+    assert found.summary().endswith("built and inspected, not run.")
+    assert found.precision == "nvfp4"
+
+
+def test_decoded_matrix_product_is_a_fallback() -> None:
+    found = ledger(edited("up.gemm.matmul", "Datatype: FP4E2M1", "Datatype: Half"))
+    failed = row(found, "up")
+    assert failed.realised == "FP16"
+    assert failed.fell_back
+    assert "the compiler chose FP16 where FP4 was planned" in failed.reason
+    with pytest.raises(GateError, match=r"1 of 5 layers fell back: up \(planned FP4, realised FP16, weights FP16\)"):
+        found.require_no_fallback()
+
+
+def test_activation_left_in_half_precision_is_a_fallback() -> None:
+    line = next(line for line in RECORDED.splitlines() if "Name: up.gemm.matmul" in line)
+    first = line.replace("Datatype: FP4E2M1", "Datatype: Half", 1)
+    found = ledger(RECORDED.replace(line, first))
+    assert row(found, "up").realised == "FP16 x FP4"
+    assert row(found, "up").fell_back
+
+
+def test_convolution_weights_unfolded_into_the_plan_are_a_fallback() -> None:
+    decode = "__myl_CastMulReplCastMulCastReshTran"
+    found = ledger(edited(decode, "Datatype: FP4E2M1", "Datatype: Half"))
+    assert row(found, "conv2").weights == "FP16"
+    assert row(found, "conv2").fell_back
+    assert not row(found, "up").fell_back
+
+
+def test_layer_without_a_kernel_is_not_claimed() -> None:
+    found = ledger("\n".join(line for line in RECORDED.splitlines() if "up." not in line))
+    missing = row(found, "up")
+    assert (missing.realised, missing.fell_back) == ("unknown", True)
+    assert "nothing is claimed" in missing.reason
+
+
+def test_wanted_fp4_that_was_never_exported_as_fp4_is_a_fallback() -> None:
+    graph = CanonicalGraph()
+    x = graph.conv("conv2", graph.conv("conv1", graph.image(16, 16), 32, fp4=False), 32)
+    graph.layers["conv1"] = {"kind": "Conv2d", "precision": "FP4", "reason": ""}
+    first, second = realise(lower(graph.model(x)).layers, parse_engine_layers(RECORDED))
+    assert (first.fell_back, second.fell_back) == (True, False)
+    assert first.reason == "the file holds no FP4 weights for this layer"
+
+
+def test_rows_are_ready_for_a_table() -> None:
+    rows = ledger().rows()
+    assert all(tuple(entry) == COLUMNS for entry in rows)
+    assert rows[1]["layer"] == "conv2"
+    assert "no FP4 convolution" in rows[1]["reason"]
+
+
+def test_json_gives_the_same_ledger_back(tmp_path: Path) -> None:
+    found = ledger()
+    path = ledger_path(tmp_path / "unet.plan")
+    assert path.name == "unet.ledger.json"
+    path.write_text(found.to_json(), encoding="utf-8")
+    assert load_ledger(path) == found
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 9}', '{"format": 1, "layers": 3}', "\x00"])
+def test_broken_ledger_is_an_input_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "unet.ledger.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match="ledger cannot be read"):
+        load_ledger(path)
+
+
+def test_missing_ledger_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="fp4deploy build"):
+        load_ledger(tmp_path / "unet.ledger.json")
+
+
+def test_model_card_travels_with_the_ledger() -> None:
+    assert ledger().model_card() is None
+    card = {
+        "precision": "nvfp4",
+        "scale": 0.25,
+        "class_names": ["background", "disc"],
+        "height": 16,
+        "width": 16,
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.2, 0.2, 0.2],
+        "background": True,
+    }
+    found = dataclasses.replace(ledger(), card=card).model_card()
+    assert found is not None
+    assert found.class_names == ("background", "disc")

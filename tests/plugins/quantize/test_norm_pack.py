@@ -1,0 +1,78 @@
+"""GroupNorm + ReLU in packed forms: the reference against torch, and what is asked of the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.plugins.quantize.norm_pack import Wanted, affine, apply_reference, norm_relu_pack
+
+GROUPS, EPS = 8, 1e-5
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 3 + 1).to(dtype)
+    return x, *(torch.randn(shape[-1]) for _ in range(3))
+
+
+def expected(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    biased = x.double() if bias is None else x.double() + bias
+    return F.group_norm(biased.permute(0, 3, 1, 2), GROUPS, weight.double(), beta.double(), EPS).relu()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 1e-3)])
+def test_plain_forms_are_torch(with_bias: bool, dtype: torch.dtype, tolerance: float) -> None:
+    x, bias, weight, beta = inputs((2, 6, 10, 24), dtype)
+    shift = bias if with_bias else None
+    y, pooled = norm_relu_pack(x, shift, weight, beta, GROUPS, EPS, [Wanted(), Wanted(pooled=True)])
+    assert isinstance(y, torch.Tensor)
+    assert isinstance(pooled, torch.Tensor)
+    exact = expected(x, shift, weight, beta)
+    assert y.dtype == pooled.dtype == dtype
+    torch.testing.assert_close(y.double().permute(0, 3, 1, 2), exact, rtol=tolerance, atol=tolerance)
+    assert torch.equal(pooled.permute(0, 3, 1, 2), F.max_pool2d(y.permute(0, 3, 1, 2), 2))
+
+
+@pytest.mark.parametrize("channels", [16, 24])
+def test_packed_forms_quantise_the_rounded_values(channels: int) -> None:
+    x, bias, weight, beta = inputs((2, 4, 6, channels), torch.float16)
+    one, two = torch.tensor(2.5), torch.tensor(4.0)
+    wanted = [Wanted(one), Wanted(), Wanted(two, pooled=True), Wanted(pooled=True), Wanted(two)]
+    packed, y, small, pooled, again = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, wanted)
+    for got, source, amax in ((packed, y, one), (small, pooled, two), (again, y, two)):
+        assert isinstance(got, Nvfp4Tensor)
+        reference = quantize_nvfp4(source, amax=amax)
+        assert torch.equal(got.codes, reference.codes)
+        assert torch.equal(got.scales.view(torch.uint8), reference.scales.view(torch.uint8))
+        assert (got.shape, got.amax) == (source.shape, amax)
+
+
+def test_statistics_survive_a_mean_far_from_zero() -> None:
+    x, _, weight, beta = inputs((1, 31, 33, 16))
+    x = x + 1000
+    ab = affine(x, None, weight, beta, GROUPS, EPS)
+    (y,) = apply_reference(x, ab, [Wanted()])
+    assert isinstance(y, torch.Tensor)
+    torch.testing.assert_close(y.double().permute(0, 3, 1, 2), expected(x, None, weight, beta), rtol=2e-3, atol=2e-3)
+
+
+def test_the_affine_map_rounds_once() -> None:
+    """1 + 2^-12 times itself minus 1: the product alone would lose its last bit."""
+    x = torch.full((1, 1, 1, 16), 1 + 2.0**-12)
+    ab = torch.stack([torch.full((1, 16), 1 + 2.0**-12), torch.full((1, 16), -1.0)], dim=1)
+    (y,) = apply_reference(x, ab, [Wanted()])
+    assert isinstance(y, torch.Tensor)
+    assert y.flatten()[0].item() == 2.0**-11 + 2.0**-24
+
+
+def test_a_nan_reaches_every_form() -> None:
+    x, bias, weight, beta = inputs((1, 4, 4, 16))
+    x[0, 1, 1, 3] = float("nan")
+    wanted = [Wanted(), Wanted(pooled=True), Wanted(torch.tensor(1.0))]
+    for form in norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, wanted):
+        values = form.dequantize() if isinstance(form, Nvfp4Tensor) else form
+        assert values.isnan().any()

@@ -1,0 +1,179 @@
+"""Which kernels, macros and signatures the operators launch, found by running them on CPU tensors without a launch.
+
+A list of macros kept by hand would go stale with the launching code. Here every operator runs with a recorder in the
+place of `driver.kernel`: nothing reaches a GPU, and what would have been compiled is written down.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.plugins.gemm import gemv
+from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, weights
+from fp4deploy.plugins.runtime import launch as cuda_launch
+from fp4deploy.plugins.runtime import pdl
+
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation: a source and its macros; `entries` are (kernel, signature) launched from it."""
+
+    source: str
+    macros: tuple[tuple[str, Any], ...]
+    entries: frozenset[tuple[str, str]]
+
+    def __str__(self) -> str:
+        return f"{self.source} {' '.join(f'{name}={value}' for name, value in self.macros)}"
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, tuple[tuple[str, Any], ...]], set[tuple[str, str]]] = {}
+
+    def kernel(
+        self, source: str, name: str, signature: str, macros: dict[str, Any] | None, device: object = None
+    ) -> mock.Mock:
+        def launch(grid: object, block: object, *arguments: object, shared: int = 0) -> None:
+            assert len(arguments) == len(signature), (source, name, signature)
+
+        self.found.setdefault((source, tuple(sorted((macros or {}).items()))), set()).add((name, signature))
+        return mock.Mock(launch=launch, signature=signature)
+
+    def pdl(
+        self, kernel: mock.Mock, code: object, weight: object, grid: int, block: int, args: tuple, shared: int
+    ) -> None:
+        assert len(args) == len(re.findall(r"\d*.", kernel.signature))
+
+
+def launched() -> list[Variant]:
+    """Every variant of `EXERCISES`, each compilation once."""
+    recorder = Recorder()
+    with (
+        mock.patch.object(operators, "kernel", recorder.kernel),
+        mock.patch.object(operators, "processors", return_value=132),
+        mock.patch.object(weights, "kernel", recorder.kernel),
+        mock.patch.object(channels_last, "kernel", recorder.kernel),
+        mock.patch.object(norm_pack, "kernel", recorder.kernel),
+        mock.patch.object(cuda_launch, "kernel", recorder.kernel),
+        mock.patch.object(pdl, "launch", recorder.pdl),
+        mock.patch.object(gemv, "tensor_map", return_value=bytes(128)),
+    ):
+        for exercise in EXERCISES:
+            exercise()
+    return [Variant(source, macros, frozenset(entries)) for (source, macros), entries in recorder.found.items()]
+
+
+def _amax(rows: int = 0) -> torch.Tensor:
+    return torch.ones(rows) if rows else torch.ones(())
+
+
+def _along(
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: torch.dtype,
+    variant: list[int],
+    random: bool = False,
+    inside: bool = False,
+) -> Callable[[], object]:
+    bits = torch.zeros(2, dtype=torch.int64) if random else None
+    return lambda: operators._quantize_along(torch.zeros(shape, dtype=dtype), axis, _amax(), bits, variant, inside)
+
+
+def _packed(
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: torch.dtype,
+    variant: list[int],
+    random: bool = False,
+    swizzle: bool = False,
+) -> Callable[[], object]:
+    bits = torch.zeros(2, dtype=torch.int64) if random else None
+    return lambda: operators._pack_along(torch.zeros(shape, dtype=dtype), axis, _amax(), bits, variant, swizzle)
+
+
+def _measured(shape: Shape, dtype: torch.dtype) -> Callable[[], object]:
+    return lambda: operators._quantize_and_amax(torch.zeros(shape, dtype=dtype), 1, _amax(), None, PLAIN)
+
+
+def _images(quantize: bool) -> None:
+    x = torch.zeros(2, 32, 4, 4, dtype=HALF).to(memory_format=torch.channels_last)
+    c, amax = torch.zeros(32), torch.ones(1)
+    channels_last._group_norm_relu(x, c, c, c, 4, 1e-5, amax, None, 0.9, quantize)
+    statistics = torch.zeros(2, 2, 32), torch.zeros(2, 4, 2), torch.zeros(2, 32)
+    channels_last._group_norm_relu_backward(x, x, *statistics, c, c, amax, quantize)
+    channels_last._pool(x, amax if quantize else None)
+    channels_last._pool_backward(x, x, x[:, :, :2, :2], amax if quantize else None)
+    out, inside = channels_last._concat(x, x, amax if quantize else None, amax, amax, 0.9)
+    channels_last._separate(out, inside if quantize else None, 32)
+    channels_last._track_amax(x, None, amax, 0.9, True)
+    channels_last._previous_amax(x, amax, amax)
+
+
+def _packed_norms() -> None:
+    x, ab, wanted = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(2, 2, 32), norm_pack.Wanted
+    norm_pack.apply_kernels(x, ab, [wanted(_amax()), wanted(None)])
+    norm_pack.apply_kernels(x, ab, [wanted(_amax()), wanted(_amax(), pooled=True), wanted(_amax())])
+
+
+def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
+    x, out = torch.zeros(rows, 256, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
+
+    def launch() -> None:
+        chosen = gemv.variant(rows, outputs, 256, *gpu)
+        with mock.patch.object(gemv, "_chosen", return_value=chosen):
+            gemv.launch(x, quantize_nvfp4(torch.zeros(outputs, 256)), None, out, True)
+
+    return launch
+
+
+PLAIN, MX_CEIL = [0, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
+STRICT, FAST = [1, 256, 0, 0, 0, 0], [1, 448, 1, 1, 0, 0]
+ROWS_HADAMARD = [0, 448, 0, 0, 1, 1]
+# Multiprocessors, shared memory of a block, capability.
+A100, H200, SM120 = (108, 166_912, 80), (132, 232_448, 90), (188, 101_376, 120)
+MATRIX, ODD, IMAGE = (32, 64), (8, 17), (2, 32, 4, 6)
+
+# One of each kind; the products of all options are for the GPU tests.
+EXERCISES: list[Callable[[], object]] = [
+    _along(MATRIX, 1, BFLOAT, PLAIN, inside=True),
+    _along(MATRIX, 1, FLOAT, MX_CEIL),
+    _along(ODD, 1, HALF, PLAIN, random=True),
+    _along(IMAGE, 1, HALF, PLAIN, inside=True),
+    _along((2, 32, 3, 3), 1, FLOAT, STRICT, inside=True),
+    _along(IMAGE, 1, BFLOAT, MX_CEIL, random=True),
+    _measured(MATRIX, BFLOAT),
+    _measured(IMAGE, HALF),
+    _measured(ODD, FLOAT),
+    _packed(MATRIX, 1, BFLOAT, STRICT),
+    _packed(MATRIX, 1, HALF, PLAIN),
+    _packed(MATRIX, 1, FLOAT, FAST, swizzle=True),
+    _packed(MATRIX, 1, BFLOAT, ROWS_HADAMARD, random=True),
+    _packed(IMAGE, 1, HALF, FAST),
+    lambda: operators._quantize_tiles(torch.zeros(48, 48, 3, 3), 0, 1, _amax(), None, STRICT, True),
+    lambda: operators._pack_tiles(torch.zeros(MATRIX, dtype=HALF), _amax(), torch.zeros(2, dtype=torch.int64), PLAIN),
+    lambda: operators._finite_amax(torch.zeros(MATRIX, dtype=BFLOAT)),
+    lambda: operators._row_amax(torch.zeros(MATRIX, dtype=BFLOAT), 1),
+    lambda: operators._hadamard_amax(torch.zeros(MATRIX, dtype=BFLOAT), 1),
+    lambda: operators._mask_gradient(torch.zeros(MATRIX, dtype=HALF), torch.zeros(128, dtype=torch.int16), 1),
+    lambda: weights._fake_quantize_weights([torch.zeros(MATRIX)], [1], HALF),
+    lambda: _images(True),
+    _packed_norms,
+    _gemv(1, 8192, HALF, *A100),
+    _gemv(16, 8192, BFLOAT, *A100),
+    _gemv(9, 40, HALF, *A100),
+    _gemv(1, 8192, HALF, *H200),
+    _gemv(8, 4096, BFLOAT, *H200),
+    _gemv(9, 40, HALF, *H200),
+    _gemv(16, 8192, HALF, *H200),
+    _gemv(16, 8192, BFLOAT, *SM120),
+]

@@ -1,0 +1,197 @@
+"""Which launches may begin before the kernel in front has ended, without a GPU: stand-ins for pycuda and the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.plugins import KernelError
+from fp4deploy.plugins.runtime import launch as cuda_launch
+from fp4deploy.plugins.runtime import pdl
+from tests.plugins.cuda_stand_in import Pycuda, Tensor
+
+MAP = bytes(range(128))
+
+
+class Library:
+    """Stands for libcuda: notes what is launched, and fails when told to."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.loaded: list[bytes] = []
+        self.attributes: list[tuple[int, int]] = []
+        self.result = 0
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        self.loaded.append(code)
+        return self.result
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        function._obj.value = 77
+        return 0 if name == b"add" else 500
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
+        self.attributes.append((attribute, value))
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        given = config._obj
+        attributes = [(given.attributes[i].id, given.attributes[i].value) for i in range(given.count)]
+        values = [ctypes.string_at(place, size) for place, size in zip(parameters, (128, 8, 4), strict=True)]
+        self.launched.append((*given.grid, *given.block, given.shared, given.stream or 0, attributes, values))
+        return 1 if given.block[0] == 2048 else self.result
+
+    def cuGetErrorString(self, result: int, text: Any) -> int:
+        text._obj.value = b"said the driver"
+        return 0
+
+
+@pytest.fixture
+def library(pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    found = Library()
+    monkeypatch.setattr(pdl, "library", lambda: found)
+    monkeypatch.setattr(pdl, "_functions", {})
+    monkeypatch.setattr(pdl, "_records", {})
+    return found
+
+
+@pytest.fixture
+def weight() -> Nvfp4Tensor:
+    return quantize_nvfp4(torch.randn(4, 32))
+
+
+class Launches:
+    """`go` launches; "order" or "behind" says how."""
+
+    def __init__(self, library: Library, pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.library, self.pycuda, self.monkeypatch = library, pycuda, monkeypatch
+        self.kernel = cuda_launch.kernel("gemv_tma.cu", "add", "128sPi", device="cuda:1")
+
+    def go(self, weight: Nvfp4Tensor, stream: int = 0, block: int = 416) -> str:
+        self.monkeypatch.setattr(pdl, "raw_stream", lambda _: stream)
+        before = len(self.library.launched)
+        pdl.launch(self.kernel, lambda: b"code", weight, 6, block, (MAP, Tensor(8, 1), 3), 50_000)
+        assert not getattr(self.pycuda.stack, "devices", [])
+        assert len(self.library.launched) == before + 1
+        return "behind" if self.library.launched[-1][-2] else "order"
+
+
+@pytest.fixture
+def launches(library: Library, pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(library, pycuda, monkeypatch)
+
+
+def test_the_first_launch_on_a_stream_is_in_order(launches: Launches, weight: Nvfp4Tensor) -> None:
+    assert [launches.go(weight) for _ in range(3)] == ["order", "behind", "behind"]
+    assert [launches.go(weight, 5) for _ in range(2)] == ["order", "behind"]
+    assert launches.go(weight) == "behind"
+    assert [launches.go(quantize_nvfp4(torch.randn(4, 32))) for _ in range(2)] == ["order", "order"]
+
+
+def test_what_the_driver_gets(launches: Launches, weight: Nvfp4Tensor) -> None:
+    launches.go(weight, 9)
+    assert launches.library.loaded == [b"code"]  # before anything can be in front
+    assert launches.library.attributes == [(8, 50_000), (9, 100)]
+    launches.go(weight, 9)
+    values = [MAP, (8).to_bytes(8, "little"), (3).to_bytes(4, "little")]
+    assert launches.library.launched == [
+        (6, 1, 1, 416, 1, 1, 50_000, 9, attributes, values) for attributes in ([], [(6, 1)])
+    ]
+    assert launches.library.loaded == [b"code"]
+    assert (ctypes.sizeof(pdl._Attribute), ctypes.sizeof(pdl._Config)) == (72, 56)
+
+
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_a_weight_that_changed_begins_in_order(part: str, launches: Launches, weight: Nvfp4Tensor) -> None:
+    for stream in (0, 5):
+        launches.go(weight, stream)
+    changed = getattr(weight, part)
+    changed.copy_(changed.clone())
+    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+    assert launches.go(weight, 5) == "order"
+    with torch.no_grad():
+        changed.detach().view(torch.uint8)[0, 0] = 1
+    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+    changed.data = changed.clone()
+    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+
+
+def test_amax_is_read_in_order_anyway(launches: Launches, weight: Nvfp4Tensor) -> None:
+    launches.go(weight)
+    weight.amax.fill_(3.0)
+    assert launches.go(weight) == "behind"
+
+
+def test_told_to_forget(launches: Launches, weight: Nvfp4Tensor) -> None:
+    launches.go(weight)
+    weight.codes.data.zero_()  # not counted
+    assert launches.go(weight) == "behind"
+    pdl.forget(weight)
+    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+    pdl.forget(quantize_nvfp4(torch.randn(4, 32)))
+
+
+def test_a_freed_weight_leaves_nothing(launches: Launches) -> None:
+    for _ in range(20):
+        another = quantize_nvfp4(torch.randn(4, 32))
+        assert launches.go(another) == "order"
+        del another
+        gc.collect()
+    assert pdl._records == {}
+
+
+def test_inference_tensors_have_no_count(launches: Launches, weight: Nvfp4Tensor) -> None:
+    launches.go(weight)
+    with torch.inference_mode():
+        inside = quantize_nvfp4(torch.randn(4, 32))
+        assert [launches.go(inside) for _ in range(2)] == ["order", "order"]
+        assert launches.go(weight) == "behind"
+        weight.codes.copy_(weight.codes.clone())
+        assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+    assert launches.go(inside) == "order"
+
+
+def test_a_capture_runs_nothing(launches: Launches, weight: Nvfp4Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(KernelError, match="was not loaded when the capture of a CUDA graph began"):
+        launches.go(weight)
+    assert launches.library.loaded == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launches.go(quantize_nvfp4(torch.randn(4, 32)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert [launches.go(weight) for _ in range(2)] == ["order", "order"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+
+
+def test_switched_off(launches: Launches, weight: Nvfp4Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches.go(weight)
+    monkeypatch.setattr(pdl, "enabled", False)
+    assert launches.go(weight) == "order"
+    monkeypatch.setattr(pdl, "enabled", True)
+    assert launches.go(weight) == "behind"
+
+
+def test_failures(launches: Launches, weight: Nvfp4Tensor) -> None:
+    launches.go(weight)
+    launches.library.result = 700
+    with pytest.raises(KernelError, match=r"add of gemv_tma.cu .* was not launched on cuda:1: CUDA error 700, said"):
+        launches.go(weight)
+    with pytest.raises(TypeError, match=r"argument 1 is on cuda:0"):
+        pdl.launch(launches.kernel, lambda: b"", weight, 6, 416, (MAP, Tensor(8, 0), 3), 0)
+    pdl._functions.clear()
+    with pytest.raises(KernelError, match="was not loaded on cuda:1: CUDA error 700"):
+        launches.go(weight)
+    assert not getattr(launches.pycuda.stack, "devices", [])
+
+
+def test_a_launch_that_failed_counts_for_nothing(launches: Launches, weight: Nvfp4Tensor) -> None:
+    with pytest.raises(KernelError):
+        launches.go(weight, block=2048)  # which the stand-in refuses
+    assert launches.go(weight) == "order"

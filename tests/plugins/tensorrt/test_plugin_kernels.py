@@ -1,0 +1,168 @@
+"""The plugins' kernels without a GPU: compiled for three architectures, and run in Triton's interpreter.
+
+Compilation runs in the workers of `ahead_build`, because other tests import kernels for the interpreter; what the
+plugins ask for then comes from the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp4deploy.plugins.aot import build as aot_build
+from fp4deploy.plugins.aot import compile as aot_compile
+from fp4deploy.plugins.aot import diagnose
+from fp4deploy.plugins.aot.spec import Launch
+from fp4deploy.plugins.runtime import cubin
+from fp4deploy.plugins.runtime.nvcc import KernelError
+from fp4deploy.plugins.tensorrt import QUANTIZE, Plugin
+from fp4deploy.plugins.tensorrt.kernels import (
+    MOST_SHARED,
+    compile_plugin,
+    node_kernels,
+    plugin_launch,
+    tactics,
+    without_parameters,
+)
+from tests.plugins.tensorrt import tensorrt_offers
+from tests.plugins.tensorrt.plugin_cases import CASES, IMAGES, LIMIT
+from tests.plugins.tensorrt.test_tensorrt_plugins import shapes_of
+
+pytestmark = pytest.mark.skipif(aot_compile.triton_version() is None, reason="Triton is missing: pip install triton")
+
+ARCHES = ("sm_90", "sm_100", "sm_120")
+COMPILED = ("64 channels", "17 channels, stride 2", "two sources", "up")
+Node = tuple[Plugin, dict[str, list[int]]]
+
+
+def nodes() -> list[Node]:
+    found: list[Node] = [(QUANTIZE, {"channels": [64]})]
+    for name in COMPILED:
+        found += [(shapes_of(CASES[name], packed)[0], CASES[name].attributes()) for packed in (False, True)]
+    return found
+
+
+def first_launch(node: Node, arch: str) -> Launch:
+    return plugin_launch(*node, tactics(node[0], arch)[0], arch)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache with the first tactic of every node, for every architecture."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FP4DEPLOY_CACHE", str(cache))
+        patch.delenv("FP4DEPLOY_KERNEL_PATH", raising=False)
+        wanted = dict.fromkeys((first_launch(node, arch), arch) for node in nodes() for arch in ARCHES)
+        for _, made in aot_build.build(wanted, jobs=2):
+            assert made.compiled is not None, made.failure
+        yield
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("node", nodes(), ids=lambda node: f"{node[0].name} {node[1]['channels']}")
+def test_kernels_have_exactly_the_parameters_that_tensorrt_passes(compiled: None, node: Node, arch: str) -> None:
+    plugin = node[0]
+    launch = first_launch(node, arch)
+    kernel = compile_plugin(launch, arch)
+    integers = len(launch.arguments) - len(plugin.inputs) - len(plugin.outputs)
+    name, types = cubin.entry_point(kernel.ptx)
+    assert name == kernel.name == plugin.entry
+    assert types == ("u64",) * len(plugin.inputs) + ("u32",) * integers + ("u64",) * len(plugin.outputs)
+    names = [argument for argument, _ in launch.arguments]
+    assert names[: len(plugin.inputs)] == list(plugin.inputs)
+    assert names[-len(plugin.outputs) :] == list(plugin.outputs)
+    last = max(int(number) for number in re.findall(rf"\b{name}_param_(\d+)\b", kernel.ptx))
+    assert last == len(types) - 1
+    assert cubin.target(kernel.ptx).rstrip("a") == arch
+    assert kernel.shared <= MOST_SHARED
+    assert kernel.threads in (128, 256)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_products_multiply_packed_operands_where_the_gpu_can(compiled: None, arch: str) -> None:
+    for node in nodes()[1:]:
+        made = aot_compile.compile_launch(first_launch(node, arch), arch)
+        assert diagnose.complaints(made) == []
+        assert (f"{cubin.NATIVE}.block_scale" in made.ptx) == (arch != "sm_90")
+
+
+def test_an_offer_carries_the_compiled_kernel(compiled: None) -> None:
+    case = CASES["64 channels"]
+    plugin, shapes = shapes_of(case, True)
+    ask = tensorrt_offers.stand_in("sm120")
+    offer = ask(plugin, tensorrt_offers.symbolic(plugin, shapes), case.attributes(), 1)
+    kernel = compile_plugin(plugin_launch(plugin, case.attributes(), tactics(plugin, "sm120")[0], "sm120"), "sm_120")
+    found = offer.launch(batch=2)
+    assert (offer.name.decode(), offer.ptx.decode()) == (kernel.name, kernel.ptx)
+    assert (found.block, found.shared) == ((kernel.threads, 1, 1), kernel.shared)
+    assert len(cubin.entry_point(kernel.ptx)[1]) == len(plugin.inputs) + len(found.integers) + len(plugin.outputs)
+    patched = CASES["64 channels"].attributes()
+    assert node_kernels(QUANTIZE, {"channels": patched["channels"]}, "sm120")[0].name == "quantize_entry"
+
+
+PTX = """.version 8.7
+.target sm_90a
+.visible .entry add(
+\t.param .u64 .ptr .global .align 1 add_param_0,
+\t.param .u32 add_param_1,
+\t.param .u64 .ptr .global .align 1 add_param_2,
+\t.param .u64 .ptr .global .align 1 add_param_3
+)
+.reqntid 128
+{
+\tld.param.u32 %r1, [add_param_1];
+\tld.param.u64 %rd1, [add_param_0];
+\tret;
+}
+"""
+
+
+def test_scratch_pointers_are_taken_out() -> None:
+    found = without_parameters(PTX, 2)
+    assert cubin.entry_point(found) == ("add", ("u64", "u32"))
+    assert found[found.index(".reqntid") :] == PTX[PTX.index(".reqntid") :]
+    with pytest.raises(KernelError, match="add reads its parameter 1, scratch memory that TensorRT does not give"):
+        without_parameters(PTX, 3)
+
+
+def test_too_much_shared_memory_is_refused(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = first_launch(nodes()[1], "sm_90")
+    needed = compile_plugin(launch, "sm_90").shared
+    monkeypatch.setattr("fp4deploy.plugins.tensorrt.kernels.MOST_SHARED", needed - 1)
+    with pytest.raises(KernelError, match=f"needs {needed} bytes of shared memory, and a plugin can have {needed - 1}"):
+        compile_plugin(launch, "sm_90")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    script = Path(__file__).with_name("interpreted_plugins.py")
+    root = os.pathsep.join([str(script.parents[3]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+INTERPRETED = ["one pixel, 1x1", "one pixel, 3x3", "17 channels, stride 2", "no padding", "two sources, uneven"]
+INTERPRETED += ["two sources, whole steps", "up, odd channels", *(f"quantise {name}" for name in IMAGES)]
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_kernels_give_the_reference(interpreted: dict[str, Any], name: str) -> None:
+    assert list(interpreted) == [*INTERPRETED, "chain"]
+    assert interpreted[name]["differing"] == 0
+    assert interpreted[name].get("error", 0.0) < LIMIT
+
+
+def test_codes_pass_from_plugin_to_plugin(interpreted: dict[str, Any]) -> None:
+    assert interpreted["chain"]["differing"] < 0.01
+    assert interpreted["chain"]["error"] < 0.02
