@@ -1,12 +1,14 @@
 """Parse an ONNX file and build a plan with TensorRT or TensorRT-RTX, in a process of its own.
 
-Both libraries have one Python API, so `compile_plan` takes the module. It runs in a process of its own (`python -m
-fp4deploy.export.engine.compile JOB`): a compiler may abort on a graph it was not made for, and Ctrl-C must stop it at
-once, while native code does not return to Python to handle the signal. Every message of the library goes to the log
-file as it comes, so a crash leaves the last words.
+Both libraries have the same Python API, so `compile_plan` takes the module. It runs in a child process: a compiler may
+abort on a graph that it does not support, and Ctrl-C must stop it at once, while native code does not return to Python
+to handle the signal. Every message of the library goes to the log file at once, so that a crash leaves the last ones.
+
+The child runs in Python's isolated mode with the parent's `sys.path`. `python -m` would put the current folder first,
+and a file `dataclasses.py` there would be executed.
 
 Exchange with the parent: JOB is a JSON file (`CompileJob`); the plan, the list of engine layers and a JSON answer are
-written beside it.
+written to the same folder.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError
 from fp4deploy.export.engine.backend import Backend
 
 TAIL_LINES = 12
+_CHILD = """
+import json, sys
+job, sys.path[:] = json.loads(sys.argv[1])
+from fp4deploy.export.engine.compile import main
+sys.exit(main(job))
+"""
 
 
 @dataclass(frozen=True)
@@ -162,18 +170,11 @@ def run_child(job: CompileJob) -> CompileAnswer:
         Fp4DeployError: what the child raised.
         InputError: the child died; the message carries the tail of its log.
     """
-    Path(job.folder, "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-    root = str(Path(__file__).resolve().parents[3])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "fp4deploy.export.engine.compile", str(Path(job.folder, "job.json"))]
+    path = Path(job.folder, "job.json")
+    path.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+    command = [sys.executable, "-I", "-c", _CHILD, json.dumps([str(path), _import_path()])]
     with Path(job.folder, "output.txt").open("wb") as output:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             code = child.wait()
         except BaseException:
@@ -186,6 +187,12 @@ def run_child(job: CompileJob) -> CompileAnswer:
     if "error" in answer:
         raise _ERRORS.get(answer["exit_code"], Fp4DeployError)(answer["error"])
     return CompileAnswer(**answer)
+
+
+def _import_path() -> list[str]:
+    """The parent's folders of modules, without relative ones ("" is the current folder), and that of this package."""
+    folders = [*filter(os.path.isabs, sys.path), str(Path(__file__).resolve().parents[3])]
+    return list(dict.fromkeys(folders))
 
 
 _ERRORS: dict[int, type[Fp4DeployError]] = {2: InputError, 3: UnavailableError}
@@ -206,11 +213,11 @@ def _obituary(job: CompileJob, code: int) -> str:
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Entry of the child process: run the job of a JSON file and write the answer beside it."""
+def main(path: str) -> int:
+    """Entry of the child process: run the job of a JSON file and write the answer to the same folder."""
     from fp4deploy.export.engine.backends import BACKENDS
 
-    fields = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    fields = json.loads(Path(path).read_text(encoding="utf-8"))
     job = CompileJob(**{**fields, "batch": tuple(fields["batch"])})
     backend = BACKENDS[job.backend]
     try:
@@ -222,7 +229,3 @@ def main(arguments: list[str]) -> int:
         answer = {"error": f"The engine could not be written: {error.strerror or error}.", "exit_code": 2}
     job.answer.write_text(json.dumps(answer), encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

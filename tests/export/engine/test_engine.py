@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -41,7 +42,6 @@ def fake_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> 
     folder.mkdir()
     (folder / "tensorrt_rtx.py").write_text(body, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
 STAND_IN = """
@@ -138,6 +138,24 @@ def test_library_that_does_not_load(tmp_path: Path, model: Path, monkeypatch: py
     fake_library(tmp_path, monkeypatch, "raise ImportError('libnvinfer.so.11: cannot open shared object file')")
     with pytest.raises(UnavailableError, match=r"libnvinfer.*pip install tensorrt-rtx"):
         build_engine(model, tmp_path / "model.plan")
+
+
+@pytest.mark.parametrize("in_environment", [True, False])
+def test_the_compiler_imports_nothing_from_the_users_folder(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, in_environment: bool
+) -> None:
+    fake_library(tmp_path, monkeypatch, "raise ImportError('libnvinfer.so.11 is missing')")
+    folder, mark = tmp_path / "user", tmp_path / "executed"
+    folder.mkdir()
+    for name in ("dataclasses.py", "json.py", "sitecustomize.py", "fp4deploy.py"):
+        (folder / name).write_text(f"open({str(mark)!r}, 'w').close()\nraise SystemExit(7)\n", encoding="utf-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    if in_environment:
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+    with pytest.raises(UnavailableError, match="libnvinfer.so.11 is missing"):
+        build_engine(model, tmp_path / "model.plan")
+    assert not mark.exists()
 
 
 def test_every_backend_names_its_architectures() -> None:
