@@ -27,7 +27,7 @@ from torch import nn
 from vit_digits import SETTINGS, VisionTransformer
 
 from fp4deploy.bench.environment import environment
-from fp4deploy.formats import BLOCK, E2M1_MAX, E4M3_MAX, fake_quantize_nvfp4
+from fp4deploy.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, fake_quantize_nvfp4
 from fp4deploy.qat import prepare, quantized_layers, quantizers, restore
 
 NO_GLOBAL_SCALE = torch.tensor(E2M1_MAX * E4M3_MAX)
@@ -56,7 +56,7 @@ def output_gradients(model: nn.Module, batch: int) -> dict[str, torch.Tensor]:
 
 def count(gradient: torch.Tensor) -> dict[str, float]:
     """Median block amax, and the percent of what is lost, of the blocks and elements that are not zero."""
-    amax = gradient.unflatten(-1, (-1, BLOCK)).abs().amax(-1)
+    amax = gradient.unflatten(-1, (-1, NVFP4_BLOCK)).abs().amax(-1)
     alive, nonzero = amax > 0, gradient != 0
     row = {
         "median_block_amax": amax[alive].median().item(),
@@ -64,7 +64,7 @@ def count(gradient: torch.Tensor) -> dict[str, float]:
     }
     for name, static in (("without", NO_GLOBAL_SCALE), ("with", None)):
         quantized, _ = fake_quantize_nvfp4(gradient, amax=static)
-        kept = quantized.unflatten(-1, (-1, BLOCK)).abs().amax(-1) > 0
+        kept = quantized.unflatten(-1, (-1, NVFP4_BLOCK)).abs().amax(-1) > 0
         row |= {
             f"zero_blocks_{name}": _percent(~kept[alive]),
             f"relative_error_{name}": ((quantized - gradient).norm() / gradient.norm()).item(),

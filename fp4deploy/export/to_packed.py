@@ -31,7 +31,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import deployed_amax, layer_constants
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
-from fp4deploy.formats import BLOCK
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models import UNet
 from fp4deploy.packed import PackedFile, packed_file, write_packed
 from fp4deploy.packed.file import SUFFIX
@@ -171,7 +171,7 @@ class _Packer:
     def _two_sources(self, decoder: str) -> bool:
         """The decoder's first convolution takes skip and image packed, without their concatenation."""
         layer = cast(nn.Conv2d, self.layers[f"{decoder}.conv1"])
-        return isinstance(layer, QuantizedLayer) and (layer.in_channels // 2) % BLOCK == 0
+        return isinstance(layer, QuantizedLayer) and (layer.in_channels // 2) % NVFP4_BLOCK == 0
 
     def _image(self, name: str, channels: int, stride: int, reader: str | None) -> str:
         """Describe an image, packed as the layer `reader` wants its input."""

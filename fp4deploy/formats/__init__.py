@@ -1,28 +1,37 @@
 """The numerics contract in plain torch: the reference that every kernel, graph and engine constant is compared with."""
 
 from fp4deploy.formats.blocks import pad_to_blocks
-from fp4deploy.formats.e2m1 import E2M1_MAX, E2M1_VALUES, decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
+from fp4deploy.formats.constants import (
+    E2M1_MAX,
+    E2M1_VALUES,
+    E4M3_MAX,
+    E4M3_MAX_FOUR_OVER_SIX,
+    MXFP4_BLOCK,
+    NVFP4_BLOCK,
+    nvfp4_range,
+)
+from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.four_over_six import FourOverSix
 from fp4deploy.formats.hadamard import random_hadamard
 from fp4deploy.formats.mxfp4 import (
-    MX_BLOCK,
     Mxfp4Tensor,
     decode_e8m0,
     e8m0_scales,
     fake_quantize_mxfp4,
     quantize_mxfp4,
 )
-from fp4deploy.formats.nvfp4 import BLOCK, Nvfp4Tensor, fake_quantize_nvfp4, quantize_nvfp4
+from fp4deploy.formats.nvfp4 import Nvfp4Tensor, fake_quantize_nvfp4, quantize_nvfp4
 from fp4deploy.formats.philox import philox4x32, random_bytes
-from fp4deploy.formats.scales import E4M3_MAX, block_scales, block_step, finite_amax
+from fp4deploy.formats.scales import block_scales, block_step, finite_amax
 from fp4deploy.formats.swizzle import swizzle_scales, unswizzle_scales
 
 __all__ = [
-    "BLOCK",
     "E2M1_MAX",
     "E2M1_VALUES",
     "E4M3_MAX",
-    "MX_BLOCK",
+    "E4M3_MAX_FOUR_OVER_SIX",
+    "MXFP4_BLOCK",
+    "NVFP4_BLOCK",
     "FourOverSix",
     "Mxfp4Tensor",
     "Nvfp4Tensor",
@@ -35,6 +44,7 @@ __all__ = [
     "fake_quantize_mxfp4",
     "fake_quantize_nvfp4",
     "finite_amax",
+    "nvfp4_range",
     "pack_codes",
     "pad_to_blocks",
     "philox4x32",

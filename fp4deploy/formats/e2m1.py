@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import torch
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_MAX = 6.0
+from fp4deploy.formats.constants import E2M1_MAX, E2M1_VALUES
 
 _EXPONENT_BITS = 0x7F800000
 _HALF_STEP_ROUNDER = 1.5 * 2**22

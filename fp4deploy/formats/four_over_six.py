@@ -23,11 +23,12 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats.blocks import inner_axes
-from fp4deploy.formats.e2m1 import E2M1_MAX, round_e2m1
+from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, E4M3_MAX_FOUR_OVER_SIX, nvfp4_range
+from fp4deploy.formats.e2m1 import round_e2m1
 from fp4deploy.formats.scales import constant, encoding_scale, round_scales
 
 METRICS = ("mae", "mse")
-E4M3_MAXIMA = (256, 448)
+E4M3_MAXIMA = (E4M3_MAX_FOUR_OVER_SIX, int(E4M3_MAX))
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,16 @@ class FourOverSix:
     """
 
     metric: str = "mae"
-    e4m3_max: int = 256
+    e4m3_max: int = E4M3_MAX_FOUR_OVER_SIX
     fast: bool = False
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
             raise InputError(f"Unknown 4/6 metric '{self.metric}'. Valid metrics: {', '.join(METRICS)}.")
         if self.e4m3_max not in E4M3_MAXIMA:
-            raise InputError(f"4/6 cannot scale to {self.e4m3_max}. Valid e4m3_max: 256, 448.")
+            raise InputError(
+                f"4/6 cannot scale to {self.e4m3_max}. Valid e4m3_max: {', '.join(map(str, E4M3_MAXIMA))}."
+            )
 
     def __str__(self) -> str:
         return f"4/6 {self.metric.upper()}/{self.e4m3_max} {'fast' if self.fast else 'strict'}"
@@ -87,7 +90,7 @@ def _error(
 ) -> torch.Tensor:
     value = round_e2m1(blocks * encode).mul_(d8)
     if not choice.fast:
-        value = value.mul_(amax).div_(constant(E2M1_MAX * choice.e4m3_max, value))
+        value = value.mul_(amax).div_(constant(nvfp4_range(choice.e4m3_max), value))
     difference = value.sub_(reference)
     terms = difference.abs_() if choice.metric == "mae" else difference.square_()
     inner = dict(zip(sorted(axes), inner_axes(axes), strict=True))

@@ -29,10 +29,10 @@ from fp4deploy.formats.blocks import (
     pieces,
     split_blocks,
 )
+from fp4deploy.formats.constants import MXFP4_BLOCK
 from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.philox import rounding_bytes
 
-MX_BLOCK = 32
 SCALE_RULES = ("floor", "ceil")
 E8M0_NAN = 0xFF
 
@@ -55,7 +55,7 @@ class Mxfp4Tensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Decode to `dtype`, shape `self.shape`."""
-        blocks = decode_e2m1(unpack_codes(self.codes)).unflatten(-1, (self.scales.shape[-1], MX_BLOCK))
+        blocks = decode_e2m1(unpack_codes(self.codes)).unflatten(-1, (self.scales.shape[-1], MXFP4_BLOCK))
         x = (decode_e8m0(self.scales).unsqueeze(-1) * blocks).flatten(-2)
         return x[..., : self.shape[-1]].to(dtype)
 
@@ -78,10 +78,10 @@ def quantize_mxfp4(
         InputError: an unknown option, no axes, or a dtype that is not floating point.
     """
     axes = _axes(x, -1, scale_rule)
-    random = rounding_bytes(x, axes[0], rounding, seed, offset, MX_BLOCK)
+    random = rounding_bytes(x, axes[0], rounding, seed, offset, MXFP4_BLOCK)
     cut = piece_axis(x, axes)
     codes, scales = [], []
-    for part, part_random in pieces(x, cut, axes, MX_BLOCK, random):
+    for part, part_random in pieces(x, cut, axes, MXFP4_BLOCK, random):
         scaled, exponents = _scale(part, axes, scale_rule)
         code = encode_e2m1(scaled, _blocked(part_random, axes)).masked_fill_(scaled.isnan(), 0)
         codes.append(pack_codes(join_blocks(code, axes)))
@@ -105,9 +105,9 @@ def fake_quantize_mxfp4(
         InputError: as `quantize_mxfp4`.
     """
     axes = _axes(x, axis, scale_rule)
-    random = rounding_bytes(x, axes[0], rounding, seed, offset, MX_BLOCK)
+    random = rounding_bytes(x, axes[0], rounding, seed, offset, MXFP4_BLOCK)
     values = torch.empty_like(x)
-    for part, value, part_random in pieces(x, piece_axis(x, axes), axes, MX_BLOCK, values, random):
+    for part, value, part_random in pieces(x, piece_axis(x, axes), axes, MXFP4_BLOCK, values, random):
         scaled, exponents = _scale(part, axes, scale_rule)
         quantized = round_e2m1(scaled, _blocked(part_random, axes)).mul_(decode_e8m0(exponents))
         value.copy_(crop(join_blocks(quantized, axes), part.shape))
@@ -133,14 +133,14 @@ def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
 
 def _scale(part: torch.Tensor, axes: tuple[int, ...], scale_rule: str) -> tuple[torch.Tensor, torch.Tensor]:
     """x / 2^(b - 127) in blocks (NaN in a block with a NaN or an Inf), and the byte b of each block."""
-    blocks = split_blocks(pad_to_blocks(part.detach().to(torch.float32), axes, MX_BLOCK), axes, MX_BLOCK)
+    blocks = split_blocks(pad_to_blocks(part.detach().to(torch.float32), axes, MXFP4_BLOCK), axes, MXFP4_BLOCK)
     scales = e8m0_scales(blocks.abs().amax(inner_axes(axes), keepdim=True), scale_rule)
     inverse = ((254 - scales.to(torch.int32)) << _MANTISSA_BITS).view(torch.float32)
     return blocks * torch.where(scales == E8M0_NAN, float("nan"), inverse), scales
 
 
 def _blocked(random: torch.Tensor | None, axes: tuple[int, ...]) -> torch.Tensor | None:
-    return None if random is None else split_blocks(random, axes, MX_BLOCK)
+    return None if random is None else split_blocks(random, axes, MXFP4_BLOCK)
 
 
 def _axes(x: torch.Tensor, axis: int, scale_rule: str) -> tuple[int, ...]:

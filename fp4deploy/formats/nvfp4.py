@@ -30,12 +30,12 @@ from fp4deploy.formats.blocks import (
     pieces,
     split_blocks,
 )
-from fp4deploy.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
+from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
+from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.four_over_six import FourOverSix, choose_scales
 from fp4deploy.formats.philox import rounding_bytes
-from fp4deploy.formats.scales import E4M3_MAX, block_scales, block_step, finite_amax
+from fp4deploy.formats.scales import block_scales, block_step, finite_amax
 
-BLOCK = 16
 BLOCK_AXES = {"1d": (-1,), "2d": (-2, -1)}
 
 
@@ -58,7 +58,7 @@ class Nvfp4Tensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Decode to `dtype`, shape `self.shape`."""
-        blocks = decode_e2m1(unpack_codes(self.codes)).unflatten(-1, (self.scales.shape[-1], BLOCK))
+        blocks = decode_e2m1(unpack_codes(self.codes)).unflatten(-1, (self.scales.shape[-1], NVFP4_BLOCK))
         amax = self.amax.unsqueeze(-1) if self.amax.ndim else self.amax
         x = (block_step(self.scales, amax, self.e4m3_max).unsqueeze(-1) * blocks).flatten(-2)
         return x[..., : self.shape[-1]].to(dtype)
@@ -95,7 +95,7 @@ def quantize_nvfp4(
     global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
     cut = piece_axis(x, axes)
     codes, scales = [], []
-    for part, part_amax, part_random in pieces(x, cut, axes, BLOCK, global_amax, random):
+    for part, part_amax, part_random in pieces(x, cut, axes, NVFP4_BLOCK, global_amax, random):
         scaled, d8 = _scale(part, axes, part_amax, four_over_six)
         values = join_blocks(
             encode_e2m1(scaled, _blocked_bytes(part_random, axes)).masked_fill_(scaled.isnan(), 0), axes
@@ -143,7 +143,9 @@ def fake_quantize_nvfp4(
     global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
     values, inside = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
     cut = piece_axis(x, axes)
-    for part, value, mask, part_amax, part_random in pieces(x, cut, axes, BLOCK, values, inside, global_amax, random):
+    for part, value, mask, part_amax, part_random in pieces(
+        x, cut, axes, NVFP4_BLOCK, values, inside, global_amax, random
+    ):
         scaled, d8 = _scale(part, axes, part_amax, four_over_six)
         step = block_step(d8, _blocked_amax(part_amax, axes), _e4m3_max(four_over_six))
         mask.copy_(crop(join_blocks(scaled.abs() <= E2M1_MAX, axes), part.shape))
@@ -176,7 +178,7 @@ def _prepare(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The global amax, shaped to broadcast against `x`, and the random bytes of stochastic rounding."""
     check_options(axes, row_scaled, four_over_six, rounding)
-    random = rounding_bytes(x, axes[-1], rounding, seed, offset, BLOCK)
+    random = rounding_bytes(x, axes[-1], rounding, seed, offset, NVFP4_BLOCK)
     if amax is None:
         return finite_amax(x.detach(), axes[-1] if row_scaled else None), random
     return static_amax(x, axes[-1], amax, row_scaled), random
@@ -204,8 +206,8 @@ def _scale(
     part: torch.Tensor, axes: tuple[int, ...], amax: torch.Tensor, four_over_six: FourOverSix | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x * e in blocks (NaN in a block with a NaN or an Inf), and d8 of each block."""
-    padded = pad_to_blocks(part.detach().to(torch.float32), axes, BLOCK)
-    blocks = split_blocks(padded, axes, BLOCK)
+    padded = pad_to_blocks(part.detach().to(torch.float32), axes, NVFP4_BLOCK)
+    blocks = split_blocks(padded, axes, NVFP4_BLOCK)
     global_amax = _blocked_amax(amax, axes)
     block_amax = blocks.abs().amax(inner_axes(axes), keepdim=True)
     if four_over_six:
@@ -221,7 +223,7 @@ def _blocked_amax(amax: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
 
 
 def _blocked_bytes(random: torch.Tensor | None, axes: tuple[int, ...]) -> torch.Tensor | None:
-    return None if random is None else split_blocks(pad_to_blocks(random, axes, BLOCK), axes, BLOCK)
+    return None if random is None else split_blocks(pad_to_blocks(random, axes, NVFP4_BLOCK), axes, NVFP4_BLOCK)
 
 
 def _e4m3_max(four_over_six: FourOverSix | None) -> int:
@@ -242,5 +244,5 @@ def _per_row(scales: torch.Tensor, part: torch.Tensor, axes: tuple[int, ...]) ->
     """Scale bytes [..., R, K/16], a 2-D tile's scale repeated on its 16 rows."""
     if len(axes) == 1:
         return scales.squeeze(-1)
-    rows = scales.squeeze(-1).squeeze(-2).repeat_interleave(BLOCK, dim=-2)
+    rows = scales.squeeze(-1).squeeze(-2).repeat_interleave(NVFP4_BLOCK, dim=-2)
     return rows[..., : part.shape[-2], :]

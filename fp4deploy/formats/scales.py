@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import torch
 
-from fp4deploy.formats.e2m1 import E2M1_MAX
+from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, nvfp4_range
 
-E4M3_MAX = 448.0
 FLT_MAX = torch.finfo(torch.float32).max
 
 
@@ -35,7 +34,7 @@ def constant(value: float, like: torch.Tensor) -> torch.Tensor:
 
 def encoding_scale(amax: torch.Tensor, e4m3_max: float = E4M3_MAX) -> torch.Tensor:
     """S, float32 like `amax`; 1 where the quotient vanishes or nothing is to be encoded."""
-    scale = (constant(E2M1_MAX * e4m3_max, amax) / amax).clamp(max=FLT_MAX)
+    scale = (constant(nvfp4_range(e4m3_max), amax) / amax).clamp(max=FLT_MAX)
     return torch.where((scale == 0) | (amax == 0), 1.0, scale)
 
 
@@ -58,12 +57,12 @@ def block_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(d8, e) of blocks that map their amax to 6; `amax` broadcasts against `block_amax`."""
     scale = encoding_scale(amax, e4m3_max)
-    return round_scales(block_amax * (scale * constant(1 / 6, scale)), block_amax, amax, scale)
+    return round_scales(block_amax * (scale * constant(1 / E2M1_MAX, scale)), block_amax, amax, scale)
 
 
 def block_step(d8: torch.Tensor, amax: torch.Tensor, e4m3_max: float = E4M3_MAX) -> torch.Tensor:
     """What one unit of E2M1 stands for in each block: (d8 * A) * fp32(1 / 6E), float32, shaped like `d8`."""
-    return (d8.to(torch.float32) * amax) * constant(1 / (E2M1_MAX * e4m3_max), d8)
+    return (d8.to(torch.float32) * amax) * constant(1 / nvfp4_range(e4m3_max), d8)
 
 
 def finite_amax(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:

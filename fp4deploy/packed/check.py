@@ -6,7 +6,7 @@ A network that passes cannot fail while it runs for a reason that lies in its fi
 from __future__ import annotations
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import BLOCK
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.digits import CHANNELS
 from fp4deploy.packed.graph import (
     INPUT,
@@ -94,7 +94,9 @@ def _check_step(graph: Graph, step: Step, out: int) -> None:
     elif isinstance(step, Conv2d):
         if len(inputs) == 2:
             _require(step.precision == "nvfp4", "only a packed convolution has two inputs")
-            _require(inputs[0].channels % BLOCK == 0, f"its first input is not a multiple of {BLOCK} channels")
+            _require(
+                inputs[0].channels % NVFP4_BLOCK == 0, f"its first input is not a multiple of {NVFP4_BLOCK} channels"
+            )
         output = graph.images[step.output]
         _weight(graph, step, output.channels, channels, 1 + 2 * step.padding)
         _image(output, output.channels, stride)
@@ -128,8 +130,8 @@ def _weight(graph: Graph, step: Product, out: int, channels: int, kernel: int) -
     if step.precision == "fp16":
         _tensor(graph, weight, "F16", [*shape, channels])
         return
-    blocks = -(-channels // BLOCK)
-    _tensor(graph, f"{weight}.codes", "U8", [*shape, blocks * BLOCK // 2])
+    blocks = -(-channels // NVFP4_BLOCK)
+    _tensor(graph, f"{weight}.codes", "U8", [*shape, blocks * NVFP4_BLOCK // 2])
     _tensor(graph, f"{weight}.scales", "F8_E4M3", [*shape, blocks])
     _tensor(graph, f"{weight}.scale", "F32", [])
 

@@ -12,7 +12,7 @@ packed, begins with the RGB image, the digits and what is packed of them; the FP
 from __future__ import annotations
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import BLOCK
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.packed.graph import INPUT, RGB, Concat, Conv2d, Graph, Image, Product, Step, outputs_of
 
 FP16_BYTES = 2
@@ -26,8 +26,8 @@ def last_reads(graph: Graph) -> dict[str, int]:
 def image_bytes(image: Image, height: int, width: int, batch: int = 1) -> int:
     """Bytes of one image for inputs of `height` x `width` pixels."""
     pixels = batch * (height // image.stride) * (width // image.stride)
-    blocks = -(-image.channels // BLOCK)
-    return pixels * (FP16_BYTES * image.channels if image.amax is None else blocks * (BLOCK // 2 + 1))
+    blocks = -(-image.channels // NVFP4_BLOCK)
+    return pixels * (FP16_BYTES * image.channels if image.amax is None else blocks * (NVFP4_BLOCK // 2 + 1))
 
 
 def activation_bytes(graph: Graph, height: int, width: int, batch: int = 1) -> int:

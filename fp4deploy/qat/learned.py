@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.formats import BLOCK
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.qat.quantizers import quantize_operand
 from fp4deploy.qat.recipes import QuantSpec
@@ -91,6 +91,6 @@ def _in_saturated_blocks(magnitude: torch.Tensor, amax: torch.Tensor, axis: int,
     last = magnitude.movedim(axis, -1)
     grouped = last.unflatten(-1, (groups, last.shape[-1] // groups))
     channels = grouped.shape[-1]
-    blocks = F.pad(grouped, (0, -channels % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks = F.pad(grouped, (0, -channels % NVFP4_BLOCK)).unflatten(-1, (-1, NVFP4_BLOCK))
     beyond = (blocks.amax(-1, keepdim=True) > amax).expand_as(blocks)
     return beyond.flatten(-2)[..., :channels].flatten(-2).movedim(-1, axis)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import BLOCK, MX_BLOCK
+from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.recipes import Recipe, find_recipe
 
@@ -165,10 +165,10 @@ def _reason_to_keep(
     if include is not None:
         return None if _selected(include, name, layer) else "not in the layers to include"
     channels, groups = _input_channels(layer)
-    if groups > 1 and channels % BLOCK:
-        return f"{groups} groups of {channels} input channels: a block of {BLOCK} would cross groups"
+    if groups > 1 and channels % NVFP4_BLOCK:
+        return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
     if name == products[0]:
-        return f"first layer: reads the image ({channels} input channels, a block has {BLOCK})"
+        return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
     if name == products[-1]:
         return "output layer: its error goes straight into the logits"
     return None
@@ -203,7 +203,7 @@ def _hidden_children(model: nn.Module) -> dict[str, str]:
 def _block(recipe: Recipe) -> int:
     """Elements in a block of the forward product."""
     spec = recipe.weight or recipe.activation
-    return MX_BLOCK if spec is not None and spec.format == "mxfp4" else BLOCK
+    return MXFP4_BLOCK if spec is not None and spec.format == "mxfp4" else NVFP4_BLOCK
 
 
 def _quantized_reason(layer: nn.Module, block: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fp4deploy import formats
-from fp4deploy.formats import BLOCK, MX_BLOCK
+from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.plugins.quantize.dispatch import (
     fake_quantize_and_amax,
     fake_quantize_mxfp4,
@@ -67,7 +67,7 @@ def split_groups(
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
-    block = BLOCK if spec.format == "nvfp4" else MX_BLOCK
+    block = NVFP4_BLOCK if spec.format == "nvfp4" else MXFP4_BLOCK
     split = {axis: count for axis, count in zip(axes, groups, strict=True) if x.shape[axis] // count % block}
     shape = x.shape
     for axis, count in sorted(split.items(), reverse=True):

@@ -28,13 +28,13 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
 from fp4deploy.export.lowering.pattern import (
-    BLOCK,
     DYNAMIC_QUANTIZE,
     SCALE_TYPE_E4M3,
     Fp4Layer,
     attribute,
     find_fp4_layers,
 )
+from fp4deploy.formats import NVFP4_BLOCK
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _lower_upsampling(tape: _Tape) -> None:
     channels, height, width = layer.shape
     rows = 4 * layer.out_channels
     _reshape_storage(layer.codes, (rows, channels))
-    _reshape_storage(layer.scales, (rows, channels // BLOCK))
+    _reshape_storage(layer.scales, (rows, channels // NVFP4_BLOCK))
     _forget_shapes(layer)
     result = _product(tape, layer.dequantized, layer.half, bias_repeat=4)
     image = tape.node("image", "Reshape", [result, tape.ints("image_shape", 0, rows, height, width)])
@@ -223,12 +223,12 @@ def _lower_im2col(tape: _Tape, plan: Geometry) -> None:
         "quantize",
         DYNAMIC_QUANTIZE,
         [_im2col(tape, plan), scale],
-        {"axis": 1, "block_size": BLOCK, "scale_type": SCALE_TYPE_E4M3},
+        {"axis": 1, "block_size": NVFP4_BLOCK, "scale_type": SCALE_TYPE_E4M3},
         outputs=2,
         domain=layer.quantize.domain,
     )
     block = tape.node("scales_dequantized", "DequantizeLinear", [scales, scale])
-    value = tape.node("dequantized", "DequantizeLinear", [codes, block], axis=1, block_size=BLOCK)
+    value = tape.node("dequantized", "DequantizeLinear", [codes, block], axis=1, block_size=NVFP4_BLOCK)
     half = tape.node("half", "Cast", [value], to=int(ir.DataType.FLOAT16))
     result = _product(tape, half, layer.half)
     shape = tape.ints("image_shape", 0, layer.out_channels, *plan.size)

@@ -32,12 +32,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.export.ledger.ledger import PlannedLayer
 from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
-from fp4deploy.export.lowering.pattern import BLOCK, Fp4Layer, check_multiple, find_fp4_layers, is_fp4
+from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
 from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import SpreadGlobalScales
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, parse_onnx
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
 
 CONV_MODES = ("auto", "qdq", "gemm", "plugin")
@@ -156,8 +157,8 @@ def _check_stored(tensor: onnx.TensorProto) -> None:
         check_multiple(layer, "contracted weights (K)", shape[1])
         raise InputError(
             f"Layer {layer}: its weight has shape {shape}, and its {stored} bytes make "
-            f"K = {2 * stored / shape[0]:g}. K must be {shape[1]}, a multiple of {BLOCK}. The file is damaged; export "
-            "it again: fp4deploy export --format onnx"
+            f"K = {2 * stored / shape[0]:g}. K must be {shape[1]}, a multiple of {NVFP4_BLOCK}. The file is "
+            "damaged; export it again: fp4deploy export --format onnx"
         )
     raise InputError(
         f"The constant {name} has shape {shape} and {stored} bytes, which do not belong together. The file is damaged; "

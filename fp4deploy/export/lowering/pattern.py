@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from fp4deploy.errors import InputError
+from fp4deploy.formats import NVFP4_BLOCK
 
-BLOCK = 16
 SCALE_TYPE_E4M3 = 17  # TensorProto.FLOAT8E4M3FN
 DYNAMIC_QUANTIZE = "TRT_FP4DynamicQuantize"
 COMPUTE_OPS = {"Conv": "Conv2d", "ConvTranspose": "ConvTranspose2d", "MatMul": "Linear", "Gemm": "Linear"}
@@ -123,9 +123,9 @@ def find_fp4_layers(model: ir.Model) -> list[Fp4Layer]:
 
 def _check_quantize(node: ir.Node) -> None:
     name = (node.name or node.outputs[0].name or DYNAMIC_QUANTIZE).removesuffix(".quantize").removesuffix(".input")
-    if attribute(node, "block_size", BLOCK) != BLOCK or attribute(node, "scale_type", 0) != SCALE_TYPE_E4M3:
+    if attribute(node, "block_size", NVFP4_BLOCK) != NVFP4_BLOCK or attribute(node, "scale_type", 0) != SCALE_TYPE_E4M3:
         raise InputError(
-            f"Layer {name}: {DYNAMIC_QUANTIZE} needs block_size {BLOCK} and scale_type {SCALE_TYPE_E4M3} "
+            f"Layer {name}: {DYNAMIC_QUANTIZE} needs block_size {NVFP4_BLOCK} and scale_type {SCALE_TYPE_E4M3} "
             f"(FLOAT8E4M3FN). {_REEXPORT}"
         )
     scale = ir.convenience.get_const_tensor(node.inputs[1]) if node.inputs[1] is not None else None
@@ -167,12 +167,12 @@ def check_multiple(name: str, what: str, size: int | None) -> None:
     Raises:
         InputError: the message names the layer, the extent and the next multiple.
     """
-    if size is None or size <= 0 or size % BLOCK:
-        found = "not known at build time" if size is None or size <= 0 else f"{size}, not a multiple of {BLOCK}"
+    if size is None or size <= 0 or size % NVFP4_BLOCK:
+        found = "not known at build time" if size is None or size <= 0 else f"{size}, not a multiple of {NVFP4_BLOCK}"
         raise InputError(
-            f"Layer {name}: its {what} are {found}, and NVFP4 shares one scale among blocks of {BLOCK} along that "
-            f"axis. Pad the channels with zeros to {-(-(size or 1) // BLOCK) * BLOCK}, or exclude the layer from "
-            "quantisation and export again; fp4deploy check lists every layer."
+            f"Layer {name}: its {what} are {found}, and NVFP4 shares one scale among blocks of {NVFP4_BLOCK} along "
+            f"that axis. Pad the channels with zeros to {-(-(size or 1) // NVFP4_BLOCK) * NVFP4_BLOCK}, or exclude the "
+            "layer from quantisation and export again; fp4deploy check lists every layer."
         )
 
 
@@ -250,9 +250,9 @@ def _check_blocks(name: str, dequantize: ir.Node, codes: ir.Value, scales: ir.Va
     check_multiple(name, "contracted weights (K)", size)
     assert rows is not None
     assert size is not None
-    if attribute(dequantize, "block_size", 0) != BLOCK or _static_shape(scales) != [rows, size // BLOCK]:
+    if attribute(dequantize, "block_size", 0) != NVFP4_BLOCK or _static_shape(scales) != [rows, size // NVFP4_BLOCK]:
         raise InputError(
-            f"Layer {name}: needs one block scale for {BLOCK} codes, [{rows}, {size // BLOCK}]. {_REEXPORT}"
+            f"Layer {name}: needs one block scale for {NVFP4_BLOCK} codes, [{rows}, {size // NVFP4_BLOCK}]. {_REEXPORT}"
         )
     return rows, size
 

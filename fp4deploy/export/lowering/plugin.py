@@ -26,10 +26,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
-from fp4deploy.export.lowering.pattern import BLOCK, Fp4Layer, find_fp4_layers
+from fp4deploy.export.lowering.pattern import Fp4Layer, find_fp4_layers
 from fp4deploy.export.lowering.plan import MARK
 from fp4deploy.export.lowering.plugin_match import Source, read_source, scalar
 from fp4deploy.export.onnx.layer_constants import deployed_amax
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE, VERSION, Plugin, product_plugin
 
 _PASSED = ("Cast", "Reshape", "Transpose", "Identity", "DequantizeLinear")
@@ -194,7 +195,7 @@ def _weight(tape: _Tape) -> list[ir.Value]:
     assert layer.shape is not None
     rows, channels = (layer.out_channels, *layer.kernel), layer.shape[0]
     codes = _bytes(layer.codes).reshape(*rows, channels // 2)
-    scales = _bytes(layer.scales).reshape(*rows, channels // BLOCK)
+    scales = _bytes(layer.scales).reshape(*rows, channels // NVFP4_BLOCK)
     decode = next(node for node, index in layer.scales.uses() if node.op_type == "DequantizeLinear" and index == 0)
     bias = layer.compute.inputs[2] if len(layer.compute.inputs) > 2 else None
     given = ir.convenience.get_const_tensor(bias) if bias is not None else None

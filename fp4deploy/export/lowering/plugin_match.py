@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
-from fp4deploy.export.lowering.pattern import BLOCK, Fp4Layer, attribute, constant_ints
+from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, constant_ints
 from fp4deploy.export.lowering.plan import known_shape
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.gemm.dispatch import TAPS
 
 
@@ -95,7 +96,7 @@ def _filled_channels(node: ir.Node) -> int | None:
     pads = constant_ints(node.inputs[1]) if len(node.inputs) == 2 else None
     if pads is None or len(pads) != 8 or attribute(node, "mode", "constant") != "constant":
         return None
-    return pads[5] if sum(map(abs, pads)) == pads[5] < BLOCK else None
+    return pads[5] if sum(map(abs, pads)) == pads[5] < NVFP4_BLOCK else None
 
 
 def _halves(node: ir.Node, channels: int) -> tuple[tuple[ir.Value, int], ...] | None:
@@ -107,6 +108,6 @@ def _halves(node: ir.Node, channels: int) -> tuple[tuple[ir.Value, int], ...] | 
     if first is None or second is None or shape is None or len(shape) != 4:
         return None
     size = shape[1]
-    if not isinstance(size, int) or size % BLOCK or not 0 < size < channels:
+    if not isinstance(size, int) or size % NVFP4_BLOCK or not 0 < size < channels:
         return None
     return (first, size), (second, channels - size)

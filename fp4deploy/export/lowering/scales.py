@@ -21,7 +21,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
-from fp4deploy.export.lowering.pattern import BLOCK, Fp4Layer, attribute, find_fp4_layers
+from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, find_fp4_layers
+from fp4deploy.formats import NVFP4_BLOCK
 
 
 class SpreadGlobalScales(InPlacePass):
@@ -42,7 +43,7 @@ def _block_scales(layer: Fp4Layer) -> dict[ir.Value, tuple[int, int]]:
     """Block scales of a layer's weight and input, each with (axis, extent) of the vector that fits them."""
     axis = attribute(layer.quantize, "axis", -1)
     assert isinstance(axis, int)
-    blocks = layer.shape[0] // BLOCK if layer.shape is not None else 0
+    blocks = layer.shape[0] // NVFP4_BLOCK if layer.shape is not None else 0
     return {layer.scales: (0, layer.out_channels), layer.quantize.outputs[1]: (axis, blocks)}
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import LayerConstants
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP, TRT_DOMAIN, dynamic_quantize_function
-from fp4deploy.formats import BLOCK
+from fp4deploy.formats import NVFP4_BLOCK
 
 MARKER_DOMAIN = "fp4deploy"
 ACTIVATION_MARKER = "ActivationQuantize"
@@ -86,12 +86,12 @@ def _lower_activation(graph: ir.Graph, name: str, layer: LayerConstants, marker:
     if flat != padded:
         value = steps.reshape(value, "flat", flat)
     scale = steps.constant("global_scale", np.array(layer.input_scale))
-    blocks = _replace(flat, flat_axis, layer.channels // BLOCK)
+    blocks = _replace(flat, flat_axis, layer.channels // NVFP4_BLOCK)
     codes, scales = steps.add(
         QUANTIZE_OP,
         [value, scale],
         [("codes", ir.DataType.FLOAT4E2M1, flat), ("scales", ir.DataType.FLOAT8E4M3FN, blocks)],
-        {"axis": flat_axis, "block_size": BLOCK, "scale_type": int(ir.DataType.FLOAT8E4M3FN)},
+        {"axis": flat_axis, "block_size": NVFP4_BLOCK, "scale_type": int(ir.DataType.FLOAT8E4M3FN)},
         domain=TRT_DOMAIN,
         name="quantize",
     )
@@ -178,7 +178,7 @@ class _Steps:
         shape, blocks = tuple(codes.shape), tuple(scales.shape)
         wide = ir.DataType.FLOAT
         steps = self.add("DequantizeLinear", [scales, scale], [("scales_dequantized", wide, blocks)])
-        attributes = {"axis": axis, "block_size": BLOCK}
+        attributes = {"axis": axis, "block_size": NVFP4_BLOCK}
         value = self.add("DequantizeLinear", [codes, steps], [("dequantized", wide, shape)], attributes)
         half = ir.DataType.FLOAT16
         return cast(ir.Value, self.add("Cast", [value], [("half", half, shape)], {"to": int(half)}))

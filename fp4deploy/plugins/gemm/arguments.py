@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import BLOCK, E2M1_MAX, Nvfp4Tensor
+from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
@@ -55,7 +55,7 @@ def launch_product(
         raise InputError(
             f"An output of {math.prod(shape[:-1])} pixels is too large: {MOST_PIXELS} fit. Split the batch."
         )
-    blocks = -(-shape[-1] // BLOCK)
+    blocks = -(-shape[-1] // NVFP4_BLOCK)
     if out_amax is None:
         out = torch.empty(shape, dtype=dtype, device=device)
         scales = None

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import BLOCK, Nvfp4Tensor
+from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.gemm.arguments import launch_product, launch_weight_only, runs_kernels
 from fp4deploy.plugins.gemm.reference import (
     Output,
@@ -186,7 +186,7 @@ def _check_packed(x: Nvfp4Tensor, name: str) -> None:
     types = (x.codes.dtype, x.scales.dtype, x.amax.dtype)
     if types != PACKED:
         raise InputError(f"{name} has codes, scales and amax of {', '.join(map(str, types))}; they are {PACKED}.")
-    blocks = -(-x.shape[-1] // BLOCK)
+    blocks = -(-x.shape[-1] // NVFP4_BLOCK)
     if x.codes.shape != (*x.shape[:-1], 8 * blocks) or x.scales.shape != (*x.shape[:-1], blocks):
         raise InputError(
             f"{name} of shape {tuple(x.shape)} needs codes {(*x.shape[:-1], 8 * blocks)} and scales "
@@ -204,9 +204,9 @@ def _check_sources(sources: tuple[Nvfp4Tensor, ...], weight: Nvfp4Tensor) -> Non
     channels = sum(x.shape[3] for x in sources)
     if channels != weight.shape[3]:
         raise InputError(f"The filter has {weight.shape[3]} input channels and the images {channels} together.")
-    if len(sources) == 2 and sources[0].shape[3] % BLOCK:
+    if len(sources) == 2 and sources[0].shape[3] % NVFP4_BLOCK:
         raise InputError(
-            f"The first of two images has {sources[0].shape[3]} channels: a block of {BLOCK} would span both. "
+            f"The first of two images has {sources[0].shape[3]} channels: a block of {NVFP4_BLOCK} would span both. "
             "Concatenate them before they are quantised."
         )
 

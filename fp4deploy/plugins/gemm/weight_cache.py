@@ -21,7 +21,7 @@ from types import TracebackType
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import BLOCK, FourOverSix, Nvfp4Tensor, swizzle_scales
+from fp4deploy.formats import NVFP4_BLOCK, FourOverSix, Nvfp4Tensor, swizzle_scales
 from fp4deploy.plugins.gemm import scaled_mm
 from fp4deploy.plugins.gemm.dispatch import PACKED, check_bias, matmul
 from fp4deploy.plugins.gemm.operands import InputAmax, output_dtype, pack, refuse_gradients, scalar
@@ -229,7 +229,7 @@ def _check(weight: Nvfp4Tensor, bias: torch.Tensor | None) -> None:
     types = (weight.codes.dtype, weight.scales.dtype, weight.amax.dtype)
     if types != PACKED:
         raise InputError(f"A weight has codes, scales and amax of {PACKED}, not {', '.join(map(str, types))}.")
-    blocks = -(-weight.shape[-1] // BLOCK)
+    blocks = -(-weight.shape[-1] // NVFP4_BLOCK)
     sizes = (*weight.shape[:-1], 8 * blocks), (*weight.shape[:-1], blocks)
     if (tuple(weight.codes.shape), tuple(weight.scales.shape)) != sizes:
         raise InputError(

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fp4deploy.formats import NVFP4_BLOCK
+
 NAMESPACE = "fp4deploy"
 VERSION = "1"
-BLOCK = 16
 GEOMETRY = ("kernel", "channels", "out_channels", "stride", "padding", "dilation", "relu")
 Attributes = dict[str, list[int]]
 
@@ -56,12 +57,12 @@ class Plugin:
         """Shapes of the outputs; extents of `inputs` are integers or TensorRT's symbolic expressions."""
         if self is QUANTIZE:
             n, c, h, w = inputs[0]
-            blocks = (c + (BLOCK - 1)) // BLOCK
+            blocks = (c + (NVFP4_BLOCK - 1)) // NVFP4_BLOCK
             return [(n, h, w, blocks * 8), (n, h, w, blocks)]
         n, h, w, count = self.pixels(inputs[0], attributes)
         if self.up:
             h, w = h * 2, w * 2
-        blocks = -(-count // BLOCK)
+        blocks = -(-count // NVFP4_BLOCK)
         return [(n, h, w, 8 * blocks), (n, h, w, blocks)] if self.packed else [(n, h, w, count)]
 
     def pixels(self, image: Sequence[Any], attributes: Attributes) -> tuple[Any, Any, Any, int]:

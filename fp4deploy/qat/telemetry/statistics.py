@@ -33,7 +33,15 @@ from functools import lru_cache
 
 import torch
 
-from fp4deploy.formats import BLOCK, E2M1_VALUES, MX_BLOCK, decode_e8m0, pad_to_blocks, random_hadamard, unpack_codes
+from fp4deploy.formats import (
+    E2M1_VALUES,
+    MXFP4_BLOCK,
+    NVFP4_BLOCK,
+    decode_e8m0,
+    pad_to_blocks,
+    random_hadamard,
+    unpack_codes,
+)
 from fp4deploy.formats.scales import FLT_MAX, block_step, encoding_scale
 from fp4deploy.plugins.quantize.dispatch import finite_amax, quantize_mxfp4, quantize_nvfp4
 from fp4deploy.qat.quantizers import split_groups
@@ -194,9 +202,9 @@ def encode(
     scales = q.scales.to(torch.float32)
     whole = q.amax.unsqueeze(-1) if q.amax.ndim else q.amax
     encoding = (1 / (scales * (1 / encoding_scale(whole, q.e4m3_max)))).clamp(max=FLT_MAX)
-    magnitude = _magnitude(source, scales, BLOCK)
+    magnitude = _magnitude(source, scales, NVFP4_BLOCK)
     beyond = magnitude * torch.where(scales > 0, encoding, 0.0).unsqueeze(-1) > VALUES[7]
-    codes, values = _decode(q.codes, block_step(q.scales, whole, q.e4m3_max), source.shape[-1], BLOCK)
+    codes, values = _decode(q.codes, block_step(q.scales, whole, q.e4m3_max), source.shape[-1], NVFP4_BLOCK)
     return Coded(source, original, q.codes, codes, values, beyond, scales, magnitude.amax(-1), SMALLEST_NORMAL_E4M3)
 
 
@@ -214,9 +222,9 @@ def codes_in_place(
 def _encode_mxfp4(source: torch.Tensor, original: torch.Tensor, spec: QuantSpec, seed: int) -> Coded:
     m = quantize_mxfp4(source, spec.scale_rule, spec.rounding, seed)
     scales = decode_e8m0(m.scales)
-    magnitude = _magnitude(source, scales, MX_BLOCK)
+    magnitude = _magnitude(source, scales, MXFP4_BLOCK)
     beyond = magnitude > VALUES[7] * scales.unsqueeze(-1)
-    codes, values = _decode(m.codes, scales, source.shape[-1], MX_BLOCK)
+    codes, values = _decode(m.codes, scales, source.shape[-1], MXFP4_BLOCK)
     return Coded(source, original, m.codes, codes, values, beyond, scales, magnitude.amax(-1), 2.0**-126)
 
 
