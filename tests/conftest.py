@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.fixtures"]
+
 
 def pytest_configure() -> None:
     """Let tests interrupt themselves and what they start, also where a shell runs the tests in the background."""

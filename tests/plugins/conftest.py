@@ -26,7 +26,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Header:
     if compiler is None:
         pytest.skip("no C++ compiler here (CXX, c++, g++, clang++)")
     out = tmp_path_factory.mktemp("header") / "host_kernels.so"
-    source = Path(__file__).with_name("host_kernels.cpp")
+    source = Path(__file__).parent / "quantize" / "host_kernels.cpp"
     options = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC", *include_options()]
     done = subprocess.run([compiler, *options, str(source), "-o", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A tiny dataset, untrained models of scale 0.125 and their artefacts, made once."""
+"""Fixtures that several rooms share, made once a session: a dataset, a configuration, untrained models, artefacts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,29 @@ from fp4deploy.export.to_packed import export_packed
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.runs import Run, artifact_stem
+from fp4deploy.train import Config, load_config
 
 SIZE = 32
+TINY = (
+    "model.scale=0.125",
+    "data.height=32",
+    "data.width=32",
+    "train.epochs=2",
+    "train.finetune_epochs=2",
+    "train.batch_size=4",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "data"
+    generate_shapes(folder, train=8, val=4, size=32, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_data: Path) -> Config:
+    return load_config(None, [f"data.root={tiny_data}", *TINY])
 
 
 @pytest.fixture(scope="session")
