@@ -108,7 +108,7 @@ def start_run(config: Config, out: Path | None) -> tuple[Run, Config]:
     Raises:
         InputError: the folder exists, or cannot be written.
     """
-    from fp4deploy.train.processes import from_first
+    from fp4deploy.train.distributed import from_first
 
     run = Run(from_first(partial(_make_run, config, out)))
     if config.data.root is not None:

@@ -37,8 +37,8 @@ from fp4deploy.qat import prepare_as
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.models import QUANTIZED_MODELS, calibrate_on, model_card, open_splits
-from fp4deploy.train.plan import Plan
+from fp4deploy.train.models import calibrate_on, model_card, open_splits
+from fp4deploy.train.schedule import QUANTIZED_MODELS, TrainingJob, epochs_of
 from fp4deploy.train.tasks import make_task
 
 WARM_UP = 5
@@ -127,8 +127,7 @@ def estimate(
         raise InputError("An estimate needs at least one image and one GPU, and an efficiency above 0 and up to 1.")
     found = []
     for speed in speeds:
-        epochs = config.train.epochs if speed.model == "fp16" or config.train.from_scratch else 0
-        epochs = epochs or config.train.finetune_epochs
+        epochs = epochs_of(config, speed.model)
         rate = speed.training * gpus * (efficiency if gpus > 1 else 1.0)
         validations = math.ceil(epochs / config.train.evaluate_every)
         found.append(
@@ -198,8 +197,8 @@ def _speed(
         calibrate_on(network, loaders[0], config)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    plan = Plan(model, 1, config.train.lr, folder / model)
-    trainer = Trainer(plan, network, card, config.train, loaders, task=make_task(config, card, data))
+    job = TrainingJob(model, 1, config.train.lr, folder / model)
+    trainer = Trainer(job, network, card, config.train, loaders, make_task(config, card, data))
     trainer.progress.batches = steps * 10**6  # one group of accumulated batches after the other, without an end
     trainer.model.train()
     batches = trainer._on_device(_endless(loaders[0]))

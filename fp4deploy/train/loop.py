@@ -32,18 +32,18 @@ from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.qat.learned import keep_positive
 from fp4deploy.train.checkpointing import checkpoint_blocks
-from fp4deploy.train.config import TelemetrySection, TrainSection
-from fp4deploy.train.ema import WeightAverage
+from fp4deploy.train.distributed import share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
 from fp4deploy.train.logging.progress import Display
 from fp4deploy.train.logging.running_statistics import Counts, Tally
 from fp4deploy.train.logging.telemetry import Telemetry
-from fp4deploy.train.plan import Extras, Plan
-from fp4deploy.train.processes import share_amaxes
-from fp4deploy.train.schedule import learning_rate, make_optimizer, set_learning_rate
+from fp4deploy.train.losses.auxiliary import AuxiliaryLosses
+from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learning_rate
+from fp4deploy.train.schedule import TrainingJob, learning_rate
+from fp4deploy.train.sections import TelemetrySection, TrainSection
 from fp4deploy.train.state import Progress, SavingPace, load_state, save_state
-from fp4deploy.train.tasks import SemanticTask, Task, TaskScores
+from fp4deploy.train.tasks import Task, TaskScores
 
 MAX_SKIPPED_IN_A_ROW = 30
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
@@ -54,17 +54,24 @@ class Trainer:
 
     def __init__(
         self,
-        plan: Plan,
+        job: TrainingJob,
         model: nn.Module,
         card: ModelCard,
         settings: TrainSection,
         loaders: tuple[EpochLoader, EpochLoader],
-        extras: Extras | None = None,
+        task: Task,
+        auxiliary: AuxiliaryLosses | None = None,
+        clip_rates: tuple[float, float] = (1.0, 0.0),
         telemetry: TelemetrySection | None = None,
-        task: Task | None = None,
     ) -> None:
-        self.plan, self.card, self.settings = plan, card, settings
-        extras = extras or Extras()
+        """Place `model` on the device and prepare it for training, in place.
+
+        Args:
+            loaders: training and validation batches.
+            auxiliary: losses besides that of the task.
+            clip_rates: of learned amaxes: learning rate over that of the weights, weight decay.
+        """
+        self.job, self.card, self.settings, self.task = job, card, settings, task
         on_gpu = torch.cuda.is_available()
         self.accelerator = Accelerator(mixed_precision="fp16" if on_gpu else "no", cpu=not on_gpu)
         self.device = self.accelerator.device
@@ -78,30 +85,29 @@ class Trainer:
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.bare = model.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
         self.layers = tuple(quantized_layers(model).values())
-        self.optimizer = make_optimizer(model, plan.lr, settings.weight_decay, *extras.clip_rates)
+        self.optimizer = make_optimizer(model, job.lr, settings.weight_decay, *clip_rates)
         self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
         self.average = WeightAverage(model, settings.ema) if settings.ema else None
-        self.additions = extras.additions and extras.additions.placed(self.device, self.layout, fused)
+        self.auxiliary = auxiliary and auxiliary.placed(self.device, self.layout, fused)
         self.sampler = loaders[0].sampler
         self.train_batches: Any = loaders[0]
         self.val_batches: Any = loaders[1]
         if self.accelerator.num_processes > 1:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
-        self.task: Task = task or SemanticTask(settings, card, extras.balance)
-        self.loss: Any = self.task.loss
+        self.loss: Any = task.loss
         if settings.compile:
             self.loss = torch.compile(self.loss.__call__)
             if not isinstance(model, FusedUNet):
                 self.model = torch.compile(self.model)
         self.telemetry = Telemetry(
             telemetry or TelemetrySection(every=0, trackers=[]),
-            plan.folder,
+            job.folder,
             self.bare,
             self.steps,
             active=self.accelerator.is_main_process,
             compiled=settings.compile and not isinstance(model, FusedUNet),
-            config={"model": plan.model, "recipe": card.recipe, "lr": plan.lr, **settings.model_dump(mode="json")},
+            config={"model": job.model, "recipe": card.recipe, "lr": job.lr, **settings.model_dump(mode="json")},
         )
         self.progress = Progress()
         self.tally = Tally(self.device, Counts(), settings.spike)
@@ -111,7 +117,7 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Optimiser steps of the whole training."""
-        return self.plan.epochs * math.ceil(len(self.train_batches) / self.settings.accumulate)
+        return self.job.epochs * math.ceil(len(self.train_batches) / self.settings.accumulate)
 
     def run(self, resume: bool) -> Progress:
         """Train to the last epoch; with `resume`, on from the saved state where there is one.
@@ -121,20 +127,20 @@ class Trainer:
             GateError: the gradients stayed non-finite.
             KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
-        if resume and self.plan.state_path.is_file():
+        if resume and self.job.state_path.is_file():
             self._load()
         if self.accelerator.is_main_process:
-            _remove_leftovers(self.plan.folder)
-            keep_epochs(self.plan.metrics_path, self.progress.epoch)
+            _remove_leftovers(self.job.folder)
+            keep_epochs(self.job.metrics_path, self.progress.epoch)
             self.telemetry.resume(self.progress.step, self.progress.epoch)
-        plan, start = self.plan, self.progress
+        job, start = self.job, self.progress
         quiet = not self.accelerator.is_main_process
         with (
             self.interrupt,
-            Display(plan.model, plan.epochs, self.steps, start.step, start.epoch + 1, quiet) as display,
+            Display(job.model, job.epochs, self.steps, start.step, start.epoch + 1, quiet) as display,
         ):
             try:
-                while self.progress.epoch < plan.epochs:
+                while self.progress.epoch < job.epochs:
                     self._epoch(display)
             except Pause:
                 self._save_state()
@@ -160,7 +166,7 @@ class Trainer:
         progress = self.progress
         images_seen, seconds = self._train_rest(display)
         start = time.perf_counter()
-        last = progress.epoch + 1 == self.plan.epochs
+        last = progress.epoch + 1 == self.job.epochs
         scores = self.evaluate() if last or (progress.epoch + 1) % self.settings.evaluate_every == 0 else None
         progress.epoch_seconds += time.perf_counter() - start
         counts = self.tally.read()
@@ -187,7 +193,7 @@ class Trainer:
         self.keep(scores, line)
         display.epoch(progress.epoch, counts.mean_loss, scores.text() if scores else None, line["seconds"])
         for remark in filter(None, [counts.remark(), *self.task.remarks()]):
-            display.say(f"{self.plan.model}  epoch {progress.epoch}: {remark}")
+            display.say(f"{self.job.model}  epoch {progress.epoch}: {remark}")
 
     def _train_rest(self, display: Display) -> tuple[int, float]:
         """Train on the rest of the epoch; returns the images seen and the seconds they took."""
@@ -206,7 +212,7 @@ class Trainer:
             progress.epoch_seconds = elapsed + time.perf_counter() - start
             if progress.batch % self.settings.accumulate == 0 or progress.batch == total:
                 self._between_steps(display)
-        if progress.epoch + 1 < self.plan.epochs and isinstance(self.train_batches, EpochLoader):
+        if progress.epoch + 1 < self.job.epochs and isinstance(self.train_batches, EpochLoader):
             self.train_batches.start(progress.epoch + 1)
         self.tally.read()  # waits for the device, so that the time is right
         progress.epoch_seconds = elapsed + time.perf_counter() - start
@@ -221,9 +227,9 @@ class Trainer:
         with self.accelerator.autocast(), self.telemetry.watching(images, progress.step, last):
             logits = self.model(images)
         loss = self.loss(logits, masks)
-        if self.additions is not None:
+        if self.auxiliary is not None:
             share = progress.step / self.steps
-            loss = self.additions(loss, images, logits, self.layers, share, self.accelerator.autocast)
+            loss = self.auxiliary(loss, images, logits, self.layers, share, self.accelerator.autocast)
         self.tally.add_loss(loss.detach())
         if last:
             self.accelerator.backward(loss / group)
@@ -249,7 +255,7 @@ class Trainer:
         self.progress.step += 1
 
     def _learning_rate(self, step: int) -> float:
-        return learning_rate(step, self.steps, self.plan.lr, self.settings.warmup)
+        return learning_rate(step, self.steps, self.job.lr, self.settings.warmup)
 
     def _between_steps(self, display: Display) -> None:
         progress = self.progress
@@ -259,7 +265,7 @@ class Trainer:
             display.step(progress.step, counts.mean_loss)
             if counts.row >= MAX_SKIPPED_IN_A_ROW:
                 raise GateError(
-                    f"{self.plan.model}: the gradients were NaN or Inf in {counts.row} steps in a row in epoch "
+                    f"{self.job.model}: the gradients were NaN or Inf in {counts.row} steps in a row in epoch "
                     f"{progress.epoch + 1}. The best checkpoint so far is kept; "
                     "start again with a lower --set train.lr=..."
                 )
@@ -281,7 +287,7 @@ class Trainer:
             raise
 
     def _load(self) -> None:
-        path = self.plan.state_path
+        path = self.job.state_path
         self.progress = load_state(path, self.bare, self.optimizer, self.accelerator.scaler, self.average)
         self.tally = Tally(self.device, Counts(**self.progress.counts), self.settings.spike)
         epoch = self.progress.batches
@@ -303,11 +309,11 @@ class Trainer:
             extra = {"fp4deploy.epoch": str(progress.epoch), f"fp4deploy.{self.task.metric}": repr(scores.score)}
             if main:
                 with self._averaged():
-                    save_checkpoint(self.plan.checkpoint, self.bare, self.card, extra)
+                    save_checkpoint(self.job.checkpoint, self.bare, self.card, extra)
         if main:
-            append_line(self.plan.metrics_path, line)
+            append_line(self.job.metrics_path, line)
             self.telemetry.epoch(line)
-        if better or progress.epoch == self.plan.epochs or self.pace.due_after_epoch():
+        if better or progress.epoch == self.job.epochs or self.pace.due_after_epoch():
             self._save_state()
 
     def _save_state(self) -> None:
@@ -315,7 +321,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             with self.pace.saving():
-                save_state(self.plan.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
+                save_state(self.job.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
             self.telemetry.save()
 
 

@@ -1,15 +1,8 @@
-"""The models of a run and where each starts.
+"""Training the models of a run, each from its starting point.
 
-| model | starts from | length | learning rate |
-|---|---|---|---|
-| fp16 | random weights | epochs | lr |
-| nvfp4 | the fp16 checkpoint, activation scales calibrated on training batches | finetune_epochs | finetune_lr |
-| nvfp4, from scratch | random weights | epochs | lr |
-| fp16_control | the fp16 checkpoint | as nvfp4 | as nvfp4 |
-| nvfp4_ptq | the fp16 checkpoint, calibrated as nvfp4 | none: quantised and measured | |
-
-Fine-tuning alone improves a model, so that comparing NVFP4 with the checkpoint it started from flatters it:
-`fp16_control` is trained as long, from the same weights, on the same batches, with the same additions to the loss.
+`schedule` says where each starts and for how long it trains. Post-training quantisation (`nvfp4_ptq`) is what QAT has
+to beat: the model is prepared and calibrated exactly as the one that is fine-tuned, evaluated by the same code on the
+same images, and leaves the same files: a checkpoint, a line of metrics of epoch 0, a state.
 """
 
 from __future__ import annotations
@@ -17,6 +10,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,15 +38,12 @@ from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
-from fp4deploy.train.extras import make_extras
+from fp4deploy.train.distillation import make_auxiliary_losses
 from fp4deploy.train.logging.trackers import check_trackers
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.plan import Plan
-from fp4deploy.train.ptq import evaluate_untrained
-from fp4deploy.train.state import read_progress
-from fp4deploy.train.tasks import METRICS, make_head, make_task, require_same_head, require_same_task
-
-QUANTIZED_MODELS = ("nvfp4", "nvfp4_ptq")
+from fp4deploy.train.schedule import QUANTIZED_MODELS, epochs_of, is_fine_tuned, training_job
+from fp4deploy.train.state import Progress, read_progress
+from fp4deploy.train.tasks import METRICS, class_weights, make_head, make_task, require_same_head, require_same_task
 
 
 @dataclass(frozen=True)
@@ -116,15 +107,8 @@ def _train(
     loaders: tuple[EpochLoader, EpochLoader],
     resume: bool,
 ) -> TrainResult:
-    untrained = model == "nvfp4_ptq"
-    fine_tuned = untrained or model == "fp16_control" or (model == "nvfp4" and not config.train.from_scratch)
-    plan = Plan(
-        model,
-        0 if untrained else config.train.finetune_epochs if fine_tuned else config.train.epochs,
-        config.train.finetune_lr if fine_tuned else config.train.lr,
-        run.model_dir(model),
-    )
-    resume = resume and plan.state_path.is_file()
+    job, fine_tuned = training_job(config, run, model), is_fine_tuned(config, model)
+    resume = resume and job.state_path.is_file()
     torch.manual_seed(config.seed)
     card = model_card(config, model, data)
     network: nn.Module = build_unet(card.channels, card.scale, card.digits)
@@ -135,19 +119,51 @@ def _train(
         prepare_as(network, card)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
             calibrate_on(network, loaders[0], config)
-    start = partial(_starting_point, config, run, model, card)
-    extras = make_extras(config, run, model, loaders[0].source, start)
-    task = make_task(config, card, data, extras.balance)
-    trainer = Trainer(plan, network, card, config.train, loaders, extras, config.telemetry, task)
-    progress = evaluate_untrained(trainer, resume) if untrained else trainer.run(resume)
+    auxiliary = make_auxiliary_losses(
+        config, model, loaders[0].source.class_names, partial(_starting_point, config, run, model, card)
+    )
+    trainer = Trainer(
+        job,
+        network,
+        card,
+        config.train,
+        loaders,
+        make_task(config, card, data, class_weights(config, run, loaders[0].source)),
+        auxiliary,
+        (config.quant.clip_lr, config.quant.clip_decay),
+        config.telemetry,
+    )
+    progress = trainer.run(resume) if job.epochs else _evaluate_untrained(trainer, resume)
     return TrainResult(
         progress.best_score,
         progress.epoch,
         progress.seconds,
-        plan.checkpoint,
+        job.checkpoint,
         dict(progress.per_class),
         METRICS[config.task],
     )
+
+
+def _evaluate_untrained(trainer: Trainer, resume: bool) -> Progress:
+    """Score a calibrated model and save it; with `resume`, read the result that is there already."""
+    if resume:
+        return read_progress(trainer.job.state_path)
+    start = time.perf_counter()
+    scores = trainer.evaluate()
+    progress = trainer.progress
+    progress.epoch_seconds = progress.seconds = time.perf_counter() - start
+    line = {
+        "epoch": 0,
+        "step": 0,
+        "loss": None,
+        **scores.line(),
+        "seconds": round(progress.seconds, 3),
+        "kernels": trainer.kernels,
+    }
+    trainer.keep(scores, line)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.free_memory()
+    return progress
 
 
 def open_splits(config: Config) -> tuple[SegmentationDataset, SegmentationDataset]:
@@ -199,11 +215,11 @@ def _starting_point(config: Config, run: Run, model: str, wanted: ModelCard) -> 
 
 
 def _check_finished(config: Config, run: Run, model: str) -> None:
-    state = Plan("fp16", config.train.epochs, config.train.lr, run.model_dir("fp16")).state_path
-    done = read_progress(state).epoch if state.is_file() else config.train.epochs
-    if done < config.train.epochs:
+    state, epochs = training_job(config, run, "fp16").state_path, epochs_of(config, "fp16")
+    done = read_progress(state).epoch if state.is_file() else epochs
+    if done < epochs:
         raise InputError(
-            f"{model} is fine-tuned from this run's fp16, which has trained {done} of {config.train.epochs} epochs. "
+            f"{model} is fine-tuned from this run's fp16, which has trained {done} of {epochs} epochs. "
             f"Finish both with: fp4deploy train --out {run.path} --models fp16,{model} --resume"
         )
 

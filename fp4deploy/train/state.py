@@ -23,7 +23,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.checkpoint import write_tensors
-from fp4deploy.train.ema import WeightAverage
+from fp4deploy.train.optimizer import WeightAverage
 
 PROGRESS_KEY = "fp4deploy.progress"
 DAMAGE = (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError)

@@ -20,16 +20,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp4deploy.data import CocoDataset
+from fp4deploy.data import CocoDataset, SegmentationDataset, cached_counts, class_balance
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceEvaluation
 from fp4deploy.metrics import Scores, SegmentationScore
 from fp4deploy.models import InstanceHead, ModelCard
-from fp4deploy.train.config import Config, InstanceSection, TrainSection
+from fp4deploy.runs import Run
+from fp4deploy.train.config import Config
 from fp4deploy.train.losses.centres import CentreLoss
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 from fp4deploy.train.losses.sets import SetLoss
+from fp4deploy.train.sections import InstanceSection, TrainSection
 
+COUNTS_FILE = "class_counts.json"
 METRICS = {"semantic": "mIoU", "instance": "AP"}
 Gather = Callable[..., Any]
 ByName = dict[str, float]  # class -> weight
@@ -131,6 +134,20 @@ def make_task(config: Config, card: ModelCard, val: Any, balance: ByName | None 
     if config.task == "semantic":
         return SemanticTask(config.train, card, balance)
     return InstanceTask(config.train, config.instance, card, val, balance)
+
+
+def class_weights(config: Config, run: Run, train_data: SegmentationDataset) -> ByName | None:
+    """Weights of the cross-entropy by how often each class occurs (`train.class_balance`); None where not asked for.
+
+    Counting reads every training mask; the counts are kept in the run's folder.
+
+    Raises:
+        InputError: a mask cannot be read.
+    """
+    if config.train.class_balance is None:
+        return None
+    counts = cached_counts(train_data, run.path / COUNTS_FILE, str(config.data.root))
+    return class_balance(counts, config.train.class_balance, config.train.balance_power)
 
 
 def make_head(config: Config, data: CocoDataset) -> InstanceHead:

@@ -142,7 +142,7 @@ def test_ctrl_c_keeps_what_there_is_and_the_same_command_goes_on(
     sweep, original = load_sweep(written(tmp_path, tiny_data)), Trainer._step
 
     def signalled(self: Trainer, *batch: torch.Tensor) -> None:
-        if self.plan.model == "nvfp4" and self.progress.step == 1:
+        if self.job.model == "nvfp4" and self.progress.step == 1:
             os.kill(os.getpid(), signal.SIGINT)
         original(self, *batch)
 

@@ -15,8 +15,8 @@ from fp4deploy.qat import prepare, quantized_layers
 from fp4deploy.runs import create_run
 from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.losses.auxiliary import Additions, damping_loss, distillation_loss
-from fp4deploy.train.options import DistillSection
+from fp4deploy.train.losses.auxiliary import AuxiliaryLosses, damping_loss, distillation_loss
+from fp4deploy.train.sections import DistillSection
 
 
 def test_the_divergence_is_that_of_the_tempered_softmaxes() -> None:
@@ -62,19 +62,19 @@ def test_damping_pulls_weights_to_their_codes() -> None:
 def test_damping_rises_from_its_start_to_the_end() -> None:
     model = prepare(build_unet(3, 0.125), "nvfp4_qat")
     layers = tuple(quantized_layers(model).values())
-    additions, pull = Additions(damping=2.0, damping_start=0.5), damping_loss(layers).item()
+    auxiliary, pull = AuxiliaryLosses(damping=2.0, damping_start=0.5), damping_loss(layers).item()
     logits = torch.zeros(1, 3, 4, 4)
     for done, strength in ((0.0, 0.0), (0.5, 0.0), (0.75, 1.0), (1.0, 2.0)):
-        total = additions(torch.tensor(3.0), logits, logits, layers, done, torch.no_grad)
+        total = auxiliary(torch.tensor(3.0), logits, logits, layers, done, torch.no_grad)
         assert total.item() == pytest.approx(3.0 + strength * pull, rel=1e-5)
 
 
 def test_the_teacher_is_frozen_and_weighs_as_it_is_told() -> None:
     teacher = nn.Conv2d(3, 4, 1)
     settings = DistillSection(weight=0.5, task=0.25, temperature=2.0)
-    additions = Additions(teacher, settings).placed(torch.device("cpu"), torch.contiguous_format, fused=False)
+    auxiliary = AuxiliaryLosses(teacher, settings).placed(torch.device("cpu"), torch.contiguous_format, fused=False)
     images, logits = torch.randn(2, 3, 4, 4), torch.randn(2, 4, 4, 4, requires_grad=True)
-    total = additions(torch.tensor(8.0), images, logits, (), 0.0, torch.no_grad)
+    total = auxiliary(torch.tensor(8.0), images, logits, (), 0.0, torch.no_grad)
     expected = 0.25 * 8 + 0.5 * distillation_loss(logits, teacher(images), 2.0)
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     total.backward()
@@ -87,11 +87,11 @@ def test_the_teacher_is_frozen_and_weighs_as_it_is_told() -> None:
 def test_the_control_is_taught_as_well_unless_told_otherwise(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: bool, taught: list[str]
 ) -> None:
-    seen: dict[str, Additions | None] = {}
+    seen: dict[str, AuxiliaryLosses | None] = {}
     original = Trainer.run
 
     def noted(self: Trainer, resume: bool) -> object:
-        seen[self.plan.model] = copy.copy(self.additions)
+        seen[self.job.model] = copy.copy(self.auxiliary)
         return original(self, resume)
 
     monkeypatch.setattr(Trainer, "run", noted)
@@ -99,7 +99,7 @@ def test_the_control_is_taught_as_well_unless_told_otherwise(
     settings = with_settings(tiny, ["distill.weight=1", f"distill.control={str(control).lower()}"])
     train_models(settings, run, ("fp16", "fp16_control", "nvfp4"))
     assert seen["fp16"] is None
-    assert [model for model, additions in seen.items() if additions is not None] == taught
+    assert [model for model, auxiliary in seen.items() if auxiliary is not None] == taught
     from safetensors.torch import load_file
 
     weights = load_file(run.checkpoint("fp16"))
@@ -117,7 +117,7 @@ def test_distillation_alone_brings_the_student_to_its_teacher(
     def noted(self: Trainer, *batch: torch.Tensor) -> None:
         before = self.tally.read().loss
         original(self, *batch)
-        if self.plan.model == "nvfp4":
+        if self.job.model == "nvfp4":
             losses.append(self.tally.read().loss - before)
 
     monkeypatch.setattr(Trainer, "_step", noted)

@@ -55,7 +55,7 @@ def test_interrupted_and_resumed_equals_straight(
     run, config, original = create_run(tmp_path / "run"), settings(tiny), Trainer._step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
-        if self.plan.model == model and self.progress.step == step:
+        if self.job.model == model and self.progress.step == step:
             self.interrupt.requested = True
         original(self, *batch)
 
@@ -98,7 +98,7 @@ def test_a_teacher_reads_the_image_its_own_way(
     trained: Run, tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: bool
 ) -> None:
     seen = []
-    monkeypatch.setattr(Trainer, "run", lambda self, resume: seen.append(self.additions.teacher) or self.progress)
+    monkeypatch.setattr(Trainer, "run", lambda self, resume: seen.append(self.auxiliary.teacher) or self.progress)
     more = [f"distill.teacher={trained.checkpoint('fp16')}", "distill.weight=1", "train.from_scratch=true"]
     more += [f"model.digits={str(digits).lower()}"]
     train_models(settings(tiny, *more), create_run(tmp_path / "run"), ("nvfp4",))

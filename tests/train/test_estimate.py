@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from fp4deploy.errors import InputError
+from fp4deploy.experiments.sweep.spec import load_sweep
+from fp4deploy.runs import MODELS, Run
 from fp4deploy.train import Config, with_settings
 from fp4deploy.train.estimate import Speed, as_json, assumptions, estimate, measure
+from fp4deploy.train.schedule import epochs_of, training_job
 
 ROOT = Path(__file__).parents[2]
 SPEEDS = [Speed("fp16", 300.0, 310.0, 600.0, 900.0, None), Speed("nvfp4", 100.0, 280.0, 500.0, 110.0, None)]
@@ -32,6 +35,27 @@ def test_the_time_is_that_of_all_images_at_the_measured_speed() -> None:
     assert alone.images_per_s == 300  # one GPU: nothing is assumed about scaling
     scratch = estimate(with_settings(config, ["train.from_scratch=true"]), SPEEDS, 100, 0)[1]
     assert (scratch.epochs, scratch.validation_hours) == (60, 0)
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_training_estimate_and_sweep_agree_on_the_epochs_of_a_model(tmp_path: Path, model: str, scratch: bool) -> None:
+    """`train.from_scratch` is for nvfp4 alone: fp16_control is always fine-tuned."""
+    settings = ["train.epochs=14", "train.finetune_epochs=4", f"train.from_scratch={scratch}"]
+    expected = {"fp16": 14, "nvfp4": 14 if scratch else 4, "fp16_control": 4, "nvfp4_ptq": 0}[model]
+    config = with_settings(Config(), settings)
+    assert epochs_of(config, model) == expected
+    assert training_job(config, Run(tmp_path), model).epochs == expected
+    (found,) = estimate(config, [Speed(model, 100.0, 100.0, 100.0, 100.0, None)], 100, 100)
+    assert found.epochs == expected
+    file = tmp_path / "sweep.yaml"
+    common = ", ".join(text.replace("=", ": ") for text in settings)
+    file.write_text(f"set: {{{common}}}\nvariants: {{a: {{model: {model}}}}}\n")
+    sweep = load_sweep(file)
+    variant = sweep.variant("a")
+    job = training_job(sweep.config(variant, 0), Run(tmp_path), variant.model)
+    assert job.epochs == expected
+    assert (variant.base is None) == (model == "fp16" or (model == "nvfp4" and scratch))
 
 
 @pytest.mark.parametrize("wrong", [{"images": 0}, {"gpus": 0}, {"efficiency": 0.0}, {"efficiency": 1.5}])

@@ -86,8 +86,8 @@ def test_ctrl_c_saves_inside_the_epoch_and_resumes_exactly(
     run, calls, original = create_run(tmp_path / "a run"), [0], getattr(Trainer, method)
 
     def signalled(self: Trainer, *arguments: torch.Tensor) -> object:
-        calls[0] += self.plan.model == model
-        if self.plan.model == model and calls[0] == call:
+        calls[0] += self.job.model == model
+        if self.job.model == model and calls[0] == call:
             os.kill(os.getpid(), signal.SIGINT)
         return original(self, *arguments)
 

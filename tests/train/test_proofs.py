@@ -69,7 +69,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from fp4deploy.runs import Run
 from fp4deploy.train import load_config, train_models
-from fp4deploy.train.tally import Tally
+from fp4deploy.train.logging.running_statistics import Tally
 
 losses, original = [], Tally.add_loss
 Tally.add_loss = lambda self, loss: (losses.append(loss.item()), original(self, loss))[1]
@@ -130,7 +130,7 @@ def test_accumulated_cross_entropy_is_that_of_the_large_batch(
 
     def noted(self: Trainer) -> None:
         if self.progress.step == 0:
-            gradients[str(self.plan.folder.parent.name)] = {n: p.grad.clone() for n, p in self.bare.named_parameters()}
+            gradients[str(self.job.folder.parent.name)] = {n: p.grad.clone() for n, p in self.bare.named_parameters()}
         original(self)
 
     monkeypatch.setattr(Trainer, "_update", noted)

@@ -120,7 +120,7 @@ def test_a_resumed_training_tracks_the_same(
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
         original(self, *batch)
-        if self.plan.model == "nvfp4" and self.progress.step == step:
+        if self.job.model == "nvfp4" and self.progress.step == step:
             if isinstance(error, RuntimeError):
                 raise error
             self.interrupt.requested = True
@@ -146,7 +146,7 @@ def test_a_lost_or_foreign_telemetry_state_costs_the_flips_only(
 
         def interrupted(self: Trainer, *batch: torch.Tensor, original: Any = original) -> None:
             original(self, *batch)
-            self.interrupt.requested = self.plan.model == "nvfp4" and self.progress.step == 3
+            self.interrupt.requested = self.job.model == "nvfp4" and self.progress.step == 3
 
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_step", interrupted)

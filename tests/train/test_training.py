@@ -63,7 +63,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, model: str, step: int, error: Ba
     original = Trainer._step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> float:
-        if self.plan.model == model and self.progress.step == step:
+        if self.job.model == model and self.progress.step == step:
             raise error
         return original(self, *batch)
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
+from fp4deploy.experiments.sweep.test_split import read_test
 from fp4deploy.runs import Run, atomic_write
-from fp4deploy.train.config import Config
+from fp4deploy.train.schedule import training_job
 from fp4deploy.train.state import read_progress
-from fp4deploy.train.test_split import read_test
 
 LEVEL = 0.95
 SCORES = ("best", "last", "test")  # of the best and the last epoch, and of the best checkpoint on the test split
@@ -36,27 +36,20 @@ def run_of(out: Path, variant: Variant, seed: int) -> Run:
     return Run(out / variant.name / f"seed{seed}")
 
 
-def planned_epochs(variant: Variant, config: Config) -> int:
-    """How many epochs the variant's model trains for."""
-    if variant.model == "nvfp4_ptq":
-        return 0
-    long = variant.model == "fp16" or (variant.model == "nvfp4" and config.train.from_scratch)
-    return config.train.epochs if long else config.train.finetune_epochs
-
-
 def outcome(sweep: Sweep, out: Path, variant: Variant, seed: int) -> dict[str, Any]:
     """What one run has come to: status "done", "failed", "unfinished" or "missing", and its scores in [0, 1]."""
     run = run_of(out, variant, seed)
     found: dict[str, Any] = {"status": "missing", "best": None, "last": None, "path": f"{variant.name}/seed{seed}"}
-    state = run.model_dir(variant.model) / "state" / "last.safetensors"
-    if state.is_file():
+    config = sweep.config(variant, seed)
+    job = training_job(config, run, variant.model)
+    if job.state_path.is_file():
         try:
-            progress = read_progress(state)
+            progress = read_progress(job.state_path)
         except InputError as error:
             return {**found, "status": "failed", "error": str(error)}
-        done = progress.epoch >= planned_epochs(variant, sweep.config(variant, seed)) and progress.best_score >= 0
+        done = progress.epoch >= job.epochs and progress.best_score >= 0
         found |= {"status": "done" if done else "unfinished", "epochs": progress.epoch, "seconds": progress.seconds}
-        found |= _scores(run.model_dir(variant.model) / "metrics.jsonl", progress.epoch, sweep.metric)
+        found |= _scores(job.metrics_path, progress.epoch, sweep.metric)
         found |= {"skipped_steps": progress.skipped}
         tested = read_test(run, variant.model)
         found |= {"test": tested[sweep.metric.lower()]} if tested else {}

@@ -31,7 +31,8 @@ from pydantic import Field, ValidationError
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.runs import MODELS
 from fp4deploy.train.config import Config, load_config
-from fp4deploy.train.options import Section
+from fp4deploy.train.schedule import is_fine_tuned
+from fp4deploy.train.sections import Section
 from fp4deploy.train.tasks import METRICS
 
 BASE = "fp16"
@@ -123,8 +124,8 @@ def load_sweep(file: Path, sets: tuple[str, ...] = (), seeds: tuple[int, ...] | 
     file = Path(file)
     section = _read(file)
     common = (*_settings(section.set), *sets)
-    rows = _with_bases([_variant(name, row, section) for name, row in section.variants.items()])
     configuration = file.parent / section.config if section.config else None
+    rows = _with_bases([_variant(name, row, section, configuration, common) for name, row in section.variants.items()])
     chosen = tuple(section.seeds) if seeds is None else seeds
     sweep = Sweep(file, configuration, common, chosen, section.score, tuple(rows))
     _check(sweep)
@@ -149,11 +150,15 @@ def _settings(values: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
 
 
-def _variant(name: str, row: VariantSection, section: SweepSection) -> Variant:
-    own = {**section.set, **row.set}
-    starts_alone = row.model == "fp16" or own.get("train.init_checkpoint")
-    if row.model == "nvfp4" and own.get("train.from_scratch"):
-        starts_alone = True
+def _variant(
+    name: str, row: VariantSection, section: SweepSection, configuration: Path | None, common: tuple[str, ...]
+) -> Variant:
+    sets = _settings(row.set)
+    try:
+        config = load_config(configuration, [*common, *sets])
+        starts_alone = not is_fine_tuned(config, row.model) or config.train.init_checkpoint is not None
+    except InputError:  # `_check` names all wrong variants at once
+        starts_alone = row.model == "fp16"
     against = section.against if row.against == "" else row.against
     if row.base is not None and starts_alone:
         raise InputError(f"{name} starts from no FP16 model of the sweep, so that base: {row.base} says nothing.")
@@ -165,7 +170,7 @@ def _variant(name: str, row: VariantSection, section: SweepSection) -> Variant:
         if key.startswith(OF_THE_BASE) and key not in NOT_OF_THE_BASE
     ]
     base = None if starts_alone else row.base or "-".join([BASE, *(_plain(text) for text in different)])
-    return Variant(name, row.model, _settings(row.set), None if against == name else against, base, row.note)
+    return Variant(name, row.model, sets, None if against == name else against, base, row.note)
 
 
 def _plain(text: str) -> str:

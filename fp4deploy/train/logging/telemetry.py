@@ -25,8 +25,8 @@ from torch import nn
 
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.qat.telemetry.collect import Table, Watcher
-from fp4deploy.train.config import TelemetrySection
 from fp4deploy.train.logging.trackers import EPOCH, LOOK, Entry, Layers, Tracker, make_trackers, rounded
+from fp4deploy.train.sections import TelemetrySection
 
 STATE = "telemetry.safetensors"
 STEP_KEY = "fp4deploy.step"

@@ -31,15 +31,15 @@ from torch import nn
 
 from fp4deploy.qat import QuantizedLayer
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
-from fp4deploy.train.options import DistillSection
+from fp4deploy.train.sections import DistillSection
 
 
 @dataclass
-class Additions:
+class AuxiliaryLosses:
     """Adds to a loss; made once a model, and `placed` on the device that the model trains on.
 
     teacher: a model that gives logits [N, C, H, W] for the images, or None.
-    damping, damping_start: as in `options.QuantSection`.
+    damping, damping_start: as in `sections.QuantSection`.
     """
 
     teacher: nn.Module | None = None
@@ -47,7 +47,7 @@ class Additions:
     damping: float = 0.0
     damping_start: float = 0.5
 
-    def placed(self, device: torch.device, layout: torch.memory_format, fused: bool) -> Additions:
+    def placed(self, device: torch.device, layout: torch.memory_format, fused: bool) -> AuxiliaryLosses:
         """Move the teacher to the device, frozen, in the layout of the student's images."""
         if self.teacher is not None:
             if fused:

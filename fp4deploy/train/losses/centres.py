@@ -30,8 +30,8 @@ from torch import Tensor
 
 from fp4deploy.metrics import IGNORE
 from fp4deploy.models.heads import OFFSET_UNIT, InstanceHead
+from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.segmentation import SegmentationLoss
-from fp4deploy.train.processes import summed
 
 SIGMA_MIN, SIGMA_MAX = 1.0, 8.0  # pixels of the input
 REACH = 3.0  # sigmas after which a peak counts as 0: exp(-4.5) = 0.011

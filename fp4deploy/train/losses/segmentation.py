@@ -8,7 +8,7 @@ class (1 by default), over labelled pixels and over the classes c present in the
     dice          = 1 - sum_c w_c (2 sum p_c y_c + s) / (sum p_c + sum y_c + s)  /  sum_c w_c,      s = 1
 
 With label smoothing e the -log p of the true class weighs 1 - e, and the mean over all classes e. With several
-processes the sums run over all of them (`processes.summed`), so that the loss is that of the whole batch, however it
+processes the sums run over all of them (`distributed.summed`), so that the loss is that of the whole batch, however it
 is spread.
 
 Absent classes are left out of Dice (their overlap would be s over their false positives, whatever the model does);
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.metrics import IGNORE
-from fp4deploy.train.processes import summed
+from fp4deploy.train.distributed import summed
 
 Share = Callable[[torch.Tensor], torch.Tensor]
 

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from fp4deploy.metrics import IGNORE
 from fp4deploy.models.heads import InstanceHead
+from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.segmentation import SMOOTH, SegmentationLoss
-from fp4deploy.train.processes import summed
 
 Pairs = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # channels and objects of each image
 

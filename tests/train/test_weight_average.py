@@ -14,8 +14,8 @@ from fp4deploy.errors import InputError
 from fp4deploy.qat import load_model
 from fp4deploy.runs import create_run
 from fp4deploy.train import Config, train_models, with_settings
-from fp4deploy.train.ema import WeightAverage
 from fp4deploy.train.loop import Trainer
+from fp4deploy.train.optimizer import WeightAverage
 
 
 def test_the_average_is_the_recursion_with_a_short_memory_at_first() -> None:
@@ -28,7 +28,7 @@ def test_the_average_is_the_recursion_with_a_short_memory_at_first() -> None:
         average.update(step)
         decay = min(0.9, (1 + step) / (10 + step))
         shadow = decay * shadow + (1 - decay) * value
-        torch.testing.assert_close(average.shadow["weight"].double(), shadow, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(average.state()["weight"].double(), shadow, rtol=1e-5, atol=1e-6)
 
 
 def test_the_model_has_its_own_weights_again_even_after_an_error() -> None:

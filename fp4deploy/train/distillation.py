@@ -1,0 +1,51 @@
+"""The auxiliary losses that a configuration asks for: the teacher of a distillation, and weight dampening.
+
+`losses.auxiliary` has their formulas. Only `nvfp4` has them, and `fp16_control` is distilled as well, so that the
+comparison of the two stays fair (`distill.control=false` switches that off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.models import build_unet, load_weights, read_card
+from fp4deploy.train.config import Config
+from fp4deploy.train.losses.auxiliary import AuxiliaryLosses
+
+
+def make_auxiliary_losses(
+    config: Config, model: str, class_names: tuple[str, ...], start: Callable[[], Path]
+) -> AuxiliaryLosses | None:
+    """The auxiliary losses of one model, None where there are none.
+
+    Args:
+        start: gives the FP16 checkpoint of a fine-tuning; called only where it is the teacher.
+
+    Raises:
+        InputError: there is no teacher, or it has other classes.
+    """
+    distilled = config.distill.weight > 0 and (model == "nvfp4" or (model == "fp16_control" and config.distill.control))
+    damping = config.quant.damping if model == "nvfp4" else 0.0
+    if not distilled and not damping:
+        return None
+    teacher = None
+    if distilled:
+        teacher = _teacher(Path(config.distill.teacher) if config.distill.teacher else start(), class_names)
+    return AuxiliaryLosses(teacher, config.distill, damping, config.quant.damping_start)
+
+
+def _teacher(path: Path, class_names: tuple[str, ...]) -> nn.Module:
+    card = read_card(path)
+    if card.precision != "fp16" or card.task != "semantic" or card.class_names != class_names:
+        raise InputError(
+            f"{path} cannot teach: it is {card.task}, {card.precision}, with {len(card.class_names)} classes, and a "
+            f"teacher is a semantic FP16 model of the classes {', '.join(class_names)}. Give another with "
+            "--set distill.teacher=FILE."
+        )
+    teacher = build_unet(len(class_names), card.scale, card.digits)
+    load_weights(teacher, path)
+    return teacher
