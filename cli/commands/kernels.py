@@ -56,7 +56,7 @@ def _targets(names: list[str] | None) -> list[str]:
     from fp4deploy.plugins.aot import store
 
     if names and "all" not in names:
-        return list(dict.fromkeys(map(store.architecture_name, names)))
+        return list(dict.fromkeys(store.supported(name).triton_name for name in names))
     present = None if names else _present()
     return [present] if present else list(store.TARGETS)
 
@@ -64,9 +64,9 @@ def _targets(names: list[str] | None) -> list[str]:
 def _present() -> str | None:
     import torch
 
-    from fp4deploy.plugins.aot.load import device_architecture
+    from fp4deploy.architecture import Architecture
 
-    return device_architecture(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return Architecture.of_device().triton_name if torch.cuda.is_available() else None
 
 
 def _print_table(made: list[Made]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import UnavailableError
 
 PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "triton", "pycuda", "numpy")
@@ -24,8 +25,8 @@ class Gpu:
 
     @property
     def arch(self) -> str:
-        """Compute capability in the spelling of `build --arch`, such as "sm120"."""
-        return f"sm{self.capability[0]}{self.capability[1]}"
+        """Architecture as `build --arch` takes it, such as "sm120"."""
+        return str(Architecture(*self.capability))
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def test_the_gpu_present(invoke: Invoke, calls: list[Any], monkeypatch: pytest.M
 def test_an_unknown_architecture_exits_2(invoke: Invoke) -> None:
     result = invoke("kernels", "--arch", "sm75")
     assert result.exit_code == 2
-    assert "'sm75' is no architecture the kernels know. Valid: sm_80" in result.stderr
+    assert "'sm75' is not a supported GPU architecture. Valid: sm80" in result.stderr
 
 
 def test_no_triton_exits_3(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

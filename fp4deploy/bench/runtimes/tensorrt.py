@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.bench.latency import time_cuda
 from fp4deploy.bench.ledgers import TITLES, built_by
 from fp4deploy.bench.runtimes.protocol import Array
@@ -123,7 +124,7 @@ def _require_gpu(path: Path, ledger: Ledger | None, backend: str) -> None:
         try:
             engine.require_device(ledger, capability)
         except UnavailableError:
-            here = f"{torch.cuda.get_device_name()} (sm{capability[0]}{capability[1]})" if capability else "no CUDA GPU"
+            here = f"{torch.cuda.get_device_name()} ({Architecture(*capability)})" if capability else "no CUDA GPU"
             raise UnavailableError(f"{path} was built by {built_by(ledger)}; this machine has {here}. {HINT}") from None
     elif capability is None:
         raise UnavailableError(f"{path} is an engine of {TITLES[backend]}; this machine has no CUDA GPU. {HINT}")

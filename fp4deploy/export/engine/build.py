@@ -18,6 +18,7 @@ from pathlib import Path
 
 import onnx
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.export.engine.backend import Backend
 from fp4deploy.export.engine.backends import BACKENDS
@@ -26,7 +27,7 @@ from fp4deploy.export.ledger.actual import realise
 from fp4deploy.export.ledger.build_log import parse_engine_layers
 from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger, sha256
 from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
-from fp4deploy.plugins.aot.store import architecture_name
+from fp4deploy.plugins.aot.store import supported
 from fp4deploy.runs import atomic_write
 
 PLAN_MAGIC = {b"vtrt": "tensorrt-rtx", b"ftrt": "tensorrt"}
@@ -80,7 +81,7 @@ def build_engine(
         )
     plugins = any(layer.form == "plugin" for layer in lowered.layers)
     if plugins:
-        architecture_name(target)
+        supported(target)
     chosen.require_installed()
     with tempfile.TemporaryDirectory(prefix="fp4deploy-build-") as folder:
         job = CompileJob(chosen.name, target, batch, folder, plugins)
@@ -126,13 +127,13 @@ def require_device(ledger: Ledger, capability: tuple[int, int] | None) -> None:
     Raises:
         UnavailableError: one sentence that says which GPU is needed and which is present.
     """
-    number = int(ledger.arch.removeprefix("sm"))
-    need = divmod(number, 10)
-    present = "no GPU" if capability is None else f"a GPU of sm{capability[0]}{capability[1]}"
-    same = capability is not None and capability[0] == need[0] and capability[1] >= need[1]
-    if capability is None or not same or (ledger.backend == "tensorrt" and capability != need):
+    need = Architecture.parse(ledger.arch)
+    present = Architecture(*capability) if capability is not None else None
+    same = present is not None and present.major == need.major and present >= need
+    if not same or (ledger.backend == "tensorrt" and present != need):
+        here = "no GPU" if present is None else f"a GPU of {present}"
         raise UnavailableError(
-            f"{ledger.plan} was built for {ledger.arch} ({ledger.backend}), and this machine has {present}."
+            f"{ledger.plan} was built for {ledger.arch} ({ledger.backend}), and this machine has {here}."
         )
 
 
@@ -143,7 +144,8 @@ def _check_choices(backend: str, arch: str | None, conv: str, batch: tuple[int, 
         )
     chosen = BACKENDS[backend]
     check_conv_mode(conv, backend)
-    if arch is not None and arch.lower() not in chosen.arches:
+    target = Architecture.find(arch) if arch is not None else None
+    if arch is not None and str(target) not in chosen.arches:
         raise InputError(
             f"--arch {arch} is unknown to {chosen.title}.{suggest(arch, chosen.arches)} "
             f"Valid values: {', '.join(chosen.arches)}."
@@ -152,7 +154,7 @@ def _check_choices(backend: str, arch: str | None, conv: str, batch: tuple[int, 
         raise InputError(f"The batch range {batch} is not 1 <= min <= opt <= max.")
     if arch is None:
         chosen.require_installed()
-    return chosen, arch.lower() if arch is not None else chosen.default_arch()
+    return chosen, str(target) if target is not None else chosen.default_arch()
 
 
 def _compile(lowered: LoweredModel, job: CompileJob, log: Path | None) -> CompileAnswer:

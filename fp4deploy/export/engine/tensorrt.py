@@ -16,6 +16,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export.engine.backend import Backend
 
@@ -28,10 +29,7 @@ def present_arch() -> str | None:
     """Architecture of the first GPU of this machine, such as "sm100"; None without one."""
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(0)
-    return f"sm{major}{minor}"
+    return str(Architecture.of_device(0)) if torch.cuda.is_available() else None
 
 
 def default_arch() -> str:

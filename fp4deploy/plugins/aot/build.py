@@ -71,7 +71,7 @@ def build(
     """
     if triton_version() is None:
         raise UnavailableError(f"Triton is missing, and it compiles the kernels: {INSTALL_TRITON}  (Linux).")
-    todo = [(launch, store.architecture_name(arch)) for launch, arch in wanted]
+    todo = [(launch, store.supported(arch).triton_name) for launch, arch in wanted]
     workers = max(1, min(jobs or cores(), len(todo)))
     fresh = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=fresh) as pool:

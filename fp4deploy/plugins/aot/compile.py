@@ -18,6 +18,7 @@ import threading
 from functools import lru_cache
 from typing import Any
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.aot.spec import Launch
@@ -46,13 +47,13 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
     Args:
         launch: the variant.
-        arch: such as "sm_120"; "sm120" and "sm_120a" are the same.
+        arch: such as "sm_120" or "sm120".
 
     Raises:
         InputError: no such kernel or architecture, or a description that does not fit the kernel.
         KernelError: nobody has compiled it and Triton is missing, or Triton refuses it.
     """
-    arch = store.architecture_name(arch)
+    arch = store.supported(arch).triton_name
     shipped, own = store.shipped_folders(), store.own_folder()
     version = triton_version()
     if version and any(os.environ.get(name) for name in ALTERING):
@@ -83,7 +84,7 @@ def triton_version() -> str | None:
 
 def command(arch: str) -> str:
     """What makes every kernel for an architecture."""
-    return f"fp4deploy kernels --arch {arch.replace('_', '')} --out DIR"
+    return f"fp4deploy kernels --arch {Architecture.parse(arch)} --out DIR"
 
 
 def signature(parameters: tuple[str, ...]) -> str:
@@ -112,13 +113,14 @@ def _compile(launch: Launch, arch: str) -> Compiled:
     attributes = {(names[name],): [["tt.divisibility", 16]] for name in launch.divisible}
     values = {(names[name],): value for name, value in launch.constants}
     source = ASTSource(kernel, launch.signature(), values, attributes)
+    target = GPUTarget("cuda", Architecture.parse(arch).number, 32)
     # Triton's own cache is not needed below this one, and a home folder need not be writable. Where ptxas fails, Triton
     # prints the whole PTX on stdout; the message of the error has what matters.
     with _one, tempfile.TemporaryDirectory(prefix="fp4deploy-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                made = triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options=launch.options())
+                made = triton.compile(source, target=target, options=launch.options())
         except Exception as error:
             raise KernelError(f"{launch.kernel} does not compile for {arch}: {str(error)[:4000]}\n{launch}") from error
     return _checked(launch, arch, made)
@@ -149,7 +151,7 @@ def _checked(launch: Launch, arch: str, made: Any) -> Compiled:
         "a cooperative or dependent launch": about.get("launch_cooperative_grid") or about.get("launch_pdl"),
         "tensor descriptors": about.get("tensordesc_meta"),
         "other parameters than it describes": len(parameters) != len(launch.arguments) + 2,
-        f"another architecture ({cubin.target(ptx)})": cubin.target(ptx).rstrip("a") != arch,
+        f"another architecture ({cubin.target(ptx)})": Architecture.find(cubin.target(ptx)) != Architecture.find(arch),
     }
     wrong = [what for what, needed in needs.items() if needed]
     if wrong:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.aot.compile import INSTALL_TRITON, command, compile_launch, signature, triton_version
@@ -62,12 +63,14 @@ def why_unavailable(device: Device = None) -> str | None:
 
 @lru_cache
 def _no_binaries(index: int, _path: str, _cache: str) -> str | None:
-    arch = device_architecture(index)
-    if arch not in store.KNOWN:
+    present = Architecture.of_device(index)
+    if present not in store.SUPPORTED:
         return (
-            f"this GPU is {arch}, the Triton kernels of this version are for {', '.join(store.KNOWN)}, and a "
-            "cubin runs on no other architecture: look for a newer fp4deploy"
+            f"this GPU is {present}, the Triton kernels of this version are for "
+            f"{', '.join(map(str, store.SUPPORTED))}, and a cubin runs on no other architecture: look for a newer "
+            "fp4deploy"
         )
+    arch = present.triton_name
     folders = [*store.shipped_folders(), store.own_folder()]
     if triton_version() or store.any_kernel(arch, folders):
         return None
@@ -75,12 +78,6 @@ def _no_binaries(index: int, _path: str, _cache: str) -> str | None:
         f"there are no compiled Triton kernels for {arch} and no Triton to compile them: {INSTALL_TRITON}, or set "
         f"FP4DEPLOY_KERNEL_PATH to a folder made elsewhere with: {command(arch)}"
     )
-
-
-def device_architecture(index: int) -> str:
-    """The architecture of a GPU in the names of this module: "sm_90"."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}"
 
 
 class Function:
@@ -142,7 +139,7 @@ def function(launch: Launch, device: Device = None) -> Function:
     if why or index is None:
         raise UnavailableError(f"The kernel {launch.kernel} cannot run: {why}.")
     cuda_launch.refuse_capture(index, launch.kernel)
-    compiled = compile_launch(launch, device_architecture(index))
+    compiled = compile_launch(launch, Architecture.of_device(index).triton_name)
     with _lock:
         if (launch, index) not in _functions:
             _functions[launch, index] = Function(compiled, index)

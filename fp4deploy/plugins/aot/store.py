@@ -22,13 +22,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime.cache import cache_folder, digest_of, read_entry
 
 PACKAGE = "fp4deploy.plugins.gemm.triton"
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
-KNOWN = ("sm_80", "sm_86", "sm_87", *TARGETS[1:])
+SUPPORTED = tuple(map(Architecture.parse, ("sm_80", "sm_86", "sm_87", *TARGETS[1:])))
 SUFFIX = ".kernel"
 _FORMAT = 1
 
@@ -90,17 +91,13 @@ def unpack(content: bytes) -> Compiled | None:
         return None
 
 
-def architecture_name(text: str) -> str:
-    """ "sm120", "sm_120", "120" and "sm_120a" are "sm_120".
+def supported(text: str) -> Architecture:
+    """The architecture in any form that `Architecture.find` reads, if Triton kernels can be compiled for it.
 
     Raises:
-        InputError: no architecture that kernels are compiled for.
+        InputError: they cannot.
     """
-    found = re.fullmatch(r"(?:sm_?)?(\d+)a?", text.strip().lower())
-    name = f"sm_{found.group(1)}" if found else ""
-    if name not in KNOWN:
-        raise InputError(f"'{text}' is no architecture the kernels know. Valid: {', '.join(KNOWN)}.")
-    return name
+    return Architecture.parse(text, SUPPORTED)
 
 
 def module_name(launch: Launch) -> str:
@@ -176,7 +173,8 @@ def find(launch: Launch, arch: str, folders: list[Path], triton: str | None = No
 
 def architectures(launch: Launch, folders: list[Path]) -> list[str]:
     """For which architectures the folders have this kernel."""
-    return [arch for arch in KNOWN if any(any(folder.glob(file_name(launch, arch, "*"))) for folder in folders)]
+    names = [arch.triton_name for arch in SUPPORTED]
+    return [arch for arch in names if any(any(folder.glob(file_name(launch, arch, "*"))) for folder in folders)]
 
 
 def any_kernel(arch: str, folders: list[Path]) -> bool:

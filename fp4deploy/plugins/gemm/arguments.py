@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
@@ -226,5 +227,4 @@ def _bias(bias: torch.Tensor | None, other: Nvfp4Tensor) -> torch.Tensor:
 
 @lru_cache
 def _capability(index: int | None) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
+    return Architecture.of_device(index).number

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.plugins.runtime import pdl
@@ -168,7 +169,7 @@ def _chosen(rows: int, outputs: int, k: int, index: int | None) -> Variant:
 @lru_cache
 def _resources(index: int | None) -> tuple[int, int, int]:
     properties: Any = torch.cuda.get_device_properties(index)
-    shared, capability = properties.shared_memory_per_block_optin, 10 * properties.major + properties.minor
+    shared, capability = properties.shared_memory_per_block_optin, Architecture.of_device(index).number
     # A driver without tensor maps runs what older GPUs run.
     return (
         properties.multi_processor_count,

@@ -27,6 +27,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor, swizzle_scales
 from fp4deploy.plugins.gemm import dispatch
@@ -109,8 +110,8 @@ def _lacking(index: int | None) -> str | None:
     cuda = torch.version.cuda or "0.0"
     if tuple(int(part) for part in cuda.split(".")[:2]) < OLDEST_CUDA:
         return f"torch is built for CUDA {cuda}, and NVFP4 begins with 12.8"
-    major, minor = torch.cuda.get_device_capability(index)
-    return None if major >= 10 else f"this GPU is SM{major}{minor}, and FP4 tensor cores begin with SM100"
+    present = Architecture.of_device(index)
+    return None if present.major >= 10 else f"this GPU is {present}, and FP4 tensor cores begin with sm100"
 
 
 def why_unfit(

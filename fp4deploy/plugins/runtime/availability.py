@@ -10,11 +10,12 @@ from typing import TypeAlias
 
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC, architecture, find_nvcc, nvcc_version, supported
+from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC, find_nvcc, nvcc_version, supported
 
 Device: TypeAlias = "torch.device | str | int | None"
-OLDEST = (8, 0)
+OLDEST = Architecture(8, 0)
 
 
 @torch.compiler.assume_constant_result
@@ -75,7 +76,7 @@ def _lacking(index: int) -> str | None:
     elif os.name == "posix" and not any(map(shutil.which, ("g++", "gcc", "clang++"))):
         lacks.append("nvcc needs a C++ compiler on PATH: install g++")
     elif release and torch.cuda.is_available():
-        arch = architecture(torch.cuda.get_device_capability(index))
+        arch = Architecture.of_device(index).nvcc_target
         if not supported(nvcc, arch):
             lacks.append(f"nvcc ({release}) is too old for {arch}: {INSTALL_NVCC}")
     return "; ".join(lacks) or None
@@ -87,10 +88,10 @@ def _lacking_to_launch(index: int) -> str | None:
     if not torch.cuda.is_available():
         lacks.append("no NVIDIA GPU that torch can use")
     else:
-        capability = torch.cuda.get_device_capability(index)
-        if capability < OLDEST:
+        arch = Architecture.of_device(index)
+        if arch < OLDEST:
             name = torch.cuda.get_device_name(index)
-            lacks.append(f"{name} is {architecture(capability)}, and sm_80 is the oldest the kernels know")
+            lacks.append(f"{name} is {arch}, and {OLDEST} is the oldest architecture that the kernels support")
     try:
         import pycuda.driver  # noqa: F401
     except ImportError as error:

@@ -35,11 +35,12 @@ from typing import Any
 
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.availability import Device, device_index, why_unavailable
 from fp4deploy.plugins.runtime.availability import available as available
 from fp4deploy.plugins.runtime.context import Gpu, raw_stream
-from fp4deploy.plugins.runtime.nvcc import KernelError, Macros, architecture, compile_cubin, describe, source_path
+from fp4deploy.plugins.runtime.nvcc import KernelError, Macros, compile_cubin, describe, source_path
 
 SIGNATURE = re.compile(r"(?:[PqQiIfd?bBhH]|0q|\d+s)*")
 _STATIC_SHARED = 48 * 1024
@@ -217,7 +218,7 @@ def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | 
 
 def machine_code(source: str | Path, macros: Macros | None, index: int) -> bytes:
     """Of a kernel's source for this GPU, from the disk cache or from nvcc; raises what `compile_cubin` does."""
-    return compile_cubin(source, architecture(torch.cuda.get_device_capability(index)), macros)
+    return compile_cubin(source, Architecture.of_device(index).nvcc_target, macros)
 
 
 def refuse_capture(index: int, label: str) -> None:

@@ -49,12 +49,6 @@ class KernelError(UnavailableError):
     """A CUDA kernel does not compile, load or launch here."""
 
 
-def architecture(capability: tuple[int, int]) -> str:
-    """Name nvcc gives a GPU's machine code: (8, 9) -> "sm_89", (9, 0) -> "sm_90a", (12, 1) -> "sm_121a"."""
-    major, minor = capability
-    return f"sm_{major}{minor}{'a' if capability >= (9, 0) else ''}"
-
-
 def find_nvcc() -> Path | None:
     """The CUDA compiler of CUDA_HOME or CUDA_PATH, else on PATH, else in /usr/local/cuda, else in pip's packages."""
     homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -93,7 +87,7 @@ def compile_cubin(source: str | Path, arch: str, macros: Macros | None = None) -
     Args:
         source: the name of a file in a folder `fp4deploy/plugins/*/cuda`, or the absolute path of another one, which
             may include the headers of these folders.
-        arch: such as "sm_90a"; see `architecture`.
+        arch: nvcc's target, such as "sm_90a" (`Architecture.nvcc_target`).
         macros: `{"NAME": value}` becomes -DNAME=value; None defines the name alone, True and False are 1 and 0.
 
     Raises:

@@ -20,7 +20,7 @@ from typing import Any
 
 from fp4deploy.plugins.aot.compile import compile_launch
 from fp4deploy.plugins.aot.spec import Launch, Value
-from fp4deploy.plugins.aot.store import architecture_name
+from fp4deploy.plugins.aot.store import supported
 from fp4deploy.plugins.gemm.arguments import ALIGNED
 from fp4deploy.plugins.gemm.triton.tiles import (
     MIDDLE,
@@ -60,18 +60,9 @@ def tactics(plugin: Plugin, arch: str) -> tuple[Tile, ...]:
     """The tiles that TensorRT may choose from; tactic 1 is the first."""
     if plugin is QUANTIZE:
         return (PACKING,)
-    if capability(arch) >= NATIVE_FROM:
+    if supported(arch).number >= NATIVE_FROM:
         return (NATIVE_NARROW, NATIVE_WIDE)
     return (NARROW, SMALL) if plugin.packed else (NARROW, SMALL, MIDDLE)
-
-
-def capability(arch: str) -> int:
-    """90 for "sm90" or "sm_90".
-
-    Raises:
-        InputError: no architecture that the kernels know.
-    """
-    return int(architecture_name(arch).removeprefix("sm_"))
 
 
 def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str, asm: bool = True) -> Launch:
@@ -97,7 +88,7 @@ def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str,
         "BM": tile.bm,
         "BN": tile.bn,
         "BK": tile.bk,
-        "NATIVE": capability(arch) >= NATIVE_FROM,
+        "NATIVE": supported(arch).number >= NATIVE_FROM,
         "ASM": asm,
     }
     wide = ("CB", "CB2") if all(size % 16 == 0 for size in bytes_of) else ()
@@ -151,7 +142,7 @@ def node_kernels(plugin: Plugin, attributes: Attributes, arch: str) -> list[Plug
     """Every kernel that TensorRT may ask for at one node, in the order of its tactics.
 
     Raises:
-        InputError: no architecture that the kernels know.
+        InputError: an architecture that the kernels do not support.
         KernelError: as `compile_plugin`.
     """
     return [compile_plugin(plugin_launch(plugin, attributes, tile, arch), arch) for tile in tactics(plugin, arch)]

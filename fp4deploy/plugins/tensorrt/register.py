@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4deploy.errors import UnavailableError
+from fp4deploy.plugins.aot.store import supported
 from fp4deploy.plugins.tensorrt.definitions import PLUGINS, Attributes, Plugin
 from fp4deploy.plugins.tensorrt.kernels import (
     Compile,
-    capability,
     compile_plugin,
     grid,
     integers,
@@ -53,7 +53,7 @@ def register_plugins(trt: Any, trtp: Any, arch: str, compile_kernel: Compile = c
         InputError: there are no kernels for this architecture.
         UnavailableError: this TensorRT has no ahead-of-time plugins.
     """
-    capability(arch)
+    supported(arch)
     missing = [name for name in NEEDED if not hasattr(trtp, name)]
     if missing:
         raise UnavailableError(

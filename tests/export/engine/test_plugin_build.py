@@ -102,7 +102,7 @@ def test_a_layer_without_its_plugin_fell_back(
 
 
 def test_architectures_without_kernels_are_refused(model: Path, jobs: list[CompileJob]) -> None:
-    with pytest.raises(InputError, match="'sm75' is no architecture the kernels know. Valid: sm_80"):
+    with pytest.raises(InputError, match="'sm75' is not a supported GPU architecture. Valid: sm80"):
         built(model, "sm75")
     with pytest.raises(InputError, match=r"holds FP4 layers, and sm90 has no FP4 tensor cores"):
         build_engine(model, model.with_name("model.plan"), "tensorrt", "sm90", "auto")

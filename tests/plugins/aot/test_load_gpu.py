@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.plugins import KernelError
 from fp4deploy.plugins.aot import build as aot_build
@@ -30,7 +31,7 @@ pytestmark = [
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example kernels for this GPU, as `fp4deploy kernels --out` writes them."""
     out = tmp_path_factory.mktemp("kernels")
-    arch = aot.device_architecture(0)
+    arch = Architecture.of_device(0).triton_name
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP4DEPLOY_CACHE", str(tmp_path_factory.mktemp("cache")))
         done = dict(aot_build.build([(SCALE, arch), (DECODED, arch)], jobs=2, out=out))

@@ -223,7 +223,7 @@ def test_on_the_cpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "cuda", "hip", "words"),
     [
-        ((9, 0), "13.0", None, "SM90, and FP4 tensor cores begin with SM100"),
+        ((9, 0), "13.0", None, "sm90, and FP4 tensor cores begin with sm100"),
         ((8, 9), "13.0", None, "SM89"),
         ((10, 0), "12.6", None, "CUDA 12.6, and NVFP4 begins with 12.8"),
         ((10, 0), None, "6.4", "ROCm"),

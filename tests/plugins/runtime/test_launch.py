@@ -69,7 +69,7 @@ def test_the_switch(pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_and_compilers_that_are_too_old(pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert "a GPU is sm_75, and sm_80 is the oldest" in (why_unavailable(0) or "")
+    assert "a GPU is sm75, and sm80 is the oldest" in (why_unavailable(0) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 1))
     monkeypatch.setattr(availability, "supported", lambda *_: False)
     assert "nvcc (release 13.0) is too old for sm_121a" in (why_unavailable(1) or "")

@@ -63,14 +63,6 @@ def entries(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "kernels").rglob("*.cubin"))
 
 
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 3), "sm_103a"), ((12, 1), "sm_121a")],
-)
-def test_architecture(capability: tuple[int, int], name: str) -> None:
-    assert compiler.architecture(capability) == name
-
-
 def test_the_flags_keep_the_numerics(source: Path, nvcc: Nvcc) -> None:
     compile_cubin(source, "sm_90a", {"EXTRA": 1, "ON": True, "BARE": None, "PAIR": "a,b"})
     words = nvcc.runs()[0].split()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.plugins.tensorrt import Plugin, product_plugin
@@ -37,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ask() -> Ask:
-    return stand_in(aot.device_architecture(torch.cuda.current_device()))
+    return stand_in(Architecture.of_device().triton_name)
 
 
 class Runner:
@@ -66,7 +67,7 @@ class Runner:
 
 
 def tactic_numbers(plugin: Plugin) -> range:
-    return range(1, len(tactics(plugin, aot.device_architecture(torch.cuda.current_device()))) + 1)
+    return range(1, len(tactics(plugin, Architecture.of_device().triton_name)) + 1)
 
 
 def random_bytes(name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -159,7 +159,7 @@ def test_what_cannot_be_registered() -> None:
     with pytest.raises(UnavailableError, match=r"tensorrt\.plugin lacks aot_impl.*pip install --upgrade tensorrt"):
         register_plugins(native_module(), old, "sm100", no_compiler)
     trtp: Any = tensorrt_plugin.module()
-    with pytest.raises(InputError, match="'sm75' is no architecture the kernels know"):
+    with pytest.raises(InputError, match="'sm75' is not a supported GPU architecture"):
         register_plugins(native_module(), trtp, "sm75", no_compiler)
     assert not trtp.definitions
 

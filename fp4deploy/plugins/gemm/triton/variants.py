@@ -10,6 +10,7 @@ from itertools import product
 
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.gemm.arguments import product_call, weight_only_call
@@ -26,7 +27,7 @@ Shape = tuple[tuple[Nvfp4Tensor, ...], Nvfp4Tensor, bool]
 
 def all_variants(arch: str) -> list[Launch]:
     """The launches of an architecture such as "sm_90", each once."""
-    capability = int(arch.removeprefix("sm_").removeprefix("sm"))
+    capability = Architecture.parse(arch).number
     found: dict[Launch, None] = {}
     for launch in (*_products(capability), *_weight_only(capability)):
         found.setdefault(launch)
