@@ -23,11 +23,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write as atomic_write
 
 MODELS = ("fp16", "nvfp4", "fp16_control", "nvfp4_ptq")
 DEFAULT_MODELS = ("fp16", "nvfp4")  # what is trained where nobody says
@@ -142,26 +142,3 @@ def latest_run(root: Path = RUNS) -> Run:
     if not configs:
         raise InputError(f"There is no run under {root}/ yet. Train one with: fp4deploy train")
     return Run(configs[-1].parent)
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it there on success, remove it on any failure.
-
-    Raises:
-        InputError: the disk is full or the folder cannot be written; `path` keeps its previous content.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(
-            f"{path} could not be written: {error.strerror or error}. Nothing was replaced; "
-            "free some space or choose another --out."
-        ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)

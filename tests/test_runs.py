@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from fp4deploy.errors import GateError, InputError, UnavailableError, suggest
-from fp4deploy.runs import Run, artifact_stem, atomic_write, create_run, latest_run, open_run
+from fp4deploy.runs import Run, artifact_stem, create_run, latest_run, open_run
 
 
 def test_exit_codes() -> None:
@@ -60,17 +59,3 @@ def test_what_was_asked_for_is_remembered(tmp_path: Path) -> None:
     run.models_path.write_text("{truncated")
     with pytest.raises(InputError, match=r"models.json is no list of models.*--models"):
         run.asked_models()
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    with atomic_write(target) as temporary:
-        temporary.write_text("old")
-    with pytest.raises(InputError, match="No space left"), atomic_write(target) as temporary:
-        temporary.write_text("half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with pytest.raises(KeyboardInterrupt), atomic_write(target) as temporary:
-        temporary.write_text("half")
-        raise KeyboardInterrupt
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]

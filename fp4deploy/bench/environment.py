@@ -1,9 +1,7 @@
-"""The machine a number was measured on: versions, CPU, GPU; recorded beside every number."""
+"""The machine a number was measured on (versions, CPU, GPU), recorded with every number; and what it can do."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import UnavailableError
+from fp4deploy.requirements import LIBRARIES, package_version, reasons
 
 PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "triton", "pycuda", "numpy")
 
@@ -92,25 +91,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def package_version(module: str) -> str | None:
-    """Installed version of an importable package, without importing it; None where it is missing."""
-    for name in (module, module.replace("_", "-")):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def working_version(module: str) -> str | None:
-    """Version of a module that really imports: bindings without their shared library count as missing."""
-    try:
-        found = importlib.import_module(module)
-    except Exception:
-        return None
-    return str(getattr(found, "__version__", None) or package_version(module.partition(".")[0]) or "unknown version")
-
-
 def nvcc_version() -> str | None:
     """Release of the CUDA compiler the kernels are built with; None where there is none that runs."""
     from fp4deploy.plugins.runtime import nvcc as compiler
@@ -127,56 +107,42 @@ def tools() -> list[Tool]:
     """The libraries and programs that decide what this machine can do."""
     from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC
 
-    python = [
-        ("torch", "trains; runs checkpoints", "pip install torch"),
-        ("onnx", "writes and checks the ONNX graph", "pip install onnx"),
-        ("onnxruntime", "verifies the export; runs .onnx", "pip install onnxruntime"),
-        (
-            "tensorrt_rtx",
-            "builds SM120/121 engines, also without a GPU; runs them on RTX 50",
-            "pip install tensorrt-rtx",
-        ),
-        ("tensorrt", "builds and runs engines for SM100 and later, on such a GPU", "pip install tensorrt"),
-        ("pycuda", "launches the CUDA kernels", "pip install pycuda  (needs the CUDA driver)"),
-        ("triton", "for FP4 kernels (this version has none)", "pip install triton"),
-    ]
-    # pycuda alone imports without the CUDA driver it needs.
-    modules = {"pycuda": "pycuda.driver"}
-    found = [
-        Tool(name, purpose, working_version(modules.get(name, name)), install) for name, purpose, install in python
-    ]
+    found = [Tool(each.name, each.purpose, each.version(), each.install) for each in LIBRARIES.values()]
     nvcc = Tool("nvcc", "compiles the CUDA kernels for the GPU present", nvcc_version(), INSTALL_NVCC)
     return [*found, nvcc]
 
 
 def abilities(found: list[Tool], devices: list[Gpu]) -> list[tuple[str, bool, str]]:
-    """What this machine can do: (task, yes or no, how or what is lacking)."""
+    """What this machine can do: (task, yes or no, how or what is missing)."""
     from fp4deploy.plugins import why_unavailable
+    from fp4deploy.plugins.aot import load as aot
     from fp4deploy.plugins.runtime.availability import cores
 
-    have = {tool.name for tool in found if tool.version}
+    missing = {tool.name: f"{tool.name} is missing: {tool.install}" for tool in found if not tool.version}
     blackwell = [gpu for gpu in devices if gpu.capability >= (10, 0)]
-    engine_libraries = have & {"tensorrt", "tensorrt_rtx"}
-    lacking = [] if blackwell else [f"no Blackwell GPU ({devices[0].arch} has no FP4)" if devices else "no GPU"]
-    no_library = [] if engine_libraries else ["neither tensorrt nor tensorrt_rtx is installed"]
-    no_tensorrt = [] if "tensorrt" in have else ["tensorrt is missing"]
+    no_fp4 = f"no Blackwell GPU ({devices[0].arch} has no FP4 tensor cores)" if devices else "no NVIDIA GPU"
+    no_gpu = None if blackwell else no_fp4
+    neither = (
+        "neither tensorrt nor tensorrt_rtx is installed" if {"tensorrt", "tensorrt_rtx"} <= missing.keys() else None
+    )
     no_kernels = why_unavailable()
-    instead = [f"{no_kernels}; the torch reference does the same work, slower"] if no_kernels else []
     place = devices[0].name if devices else f"the CPU, {cores()} cores"
     checks = [
-        ("train", _missing(have, "torch"), f"on {place}"),
-        ("run CUDA kernels", instead, "compiled by nvcc once, launched by pycuda"),
+        ("train", missing.get("torch"), f"on {place}"),
+        (
+            "run CUDA kernels",
+            no_kernels and f"{no_kernels}; the torch reference does the same work, slower",
+            "compiled by nvcc once, launched by pycuda",
+        ),
         (
             "export and verify",
-            _missing(have, "torch", "onnx", "onnxruntime"),
+            reasons(*map(missing.get, ("torch", "onnx", "onnxruntime"))),
             "ONNX, checked in ONNX Runtime on the CPU",
         ),
-        ("build SM120/121 engines", _missing(have, "tensorrt_rtx"), "TensorRT-RTX, no GPU needed"),
-        ("build engines for the GPU present", [*lacking, *no_tensorrt], "TensorRT"),
-        ("run engines", [*lacking, *no_library], f"on {blackwell[0].name}" if blackwell else ""),
+        ("compile Triton kernels", missing.get("triton"), "for any GPU, by fp4deploy kernels"),
+        ("run Triton kernels", aot.why_unavailable(), "compiled by Triton once, or read from FP4DEPLOY_KERNEL_PATH"),
+        ("build SM120/121 engines", missing.get("tensorrt_rtx"), "TensorRT-RTX, no GPU needed"),
+        ("build engines for the GPU present", reasons(no_gpu, missing.get("tensorrt")), "TensorRT"),
+        ("run engines", reasons(no_gpu, neither), f"on {blackwell[0].name}" if blackwell else ""),
     ]
-    return [(task, not lacks, how if not lacks else "; ".join(lacks)) for task, lacks, how in checks]
-
-
-def _missing(have: set[str], *needed: str) -> list[str]:
-    return [f"{name} is missing" for name in needed if name not in have]
+    return [(task, lacking is None, how if lacking is None else lacking) for task, lacking, how in checks]

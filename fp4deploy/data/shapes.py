@@ -11,8 +11,6 @@ images does not change the first ones. Files are the same byte for byte on one p
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from pycocotools import mask as coco_mask
 from fp4deploy.data.sample import SPLITS
 from fp4deploy.data.scenes import SHAPES, Drawn, draw_scene
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 
 VERSION = "1"  # goes up whenever the same arguments give other scenes
 MIN_SIZE = 32
@@ -44,21 +43,10 @@ def generate_shapes(out: Path, train: int, val: int, size: int, seed: int) -> No
     """
     out = Path(out)
     _check_arguments(out, train, val, size, seed)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        temporary.mkdir(parents=True)
+    with atomic_write(out) as temporary:
+        temporary.mkdir()
         for split, count in zip(SPLITS, (train, val), strict=True):
             _write_split(temporary, split, count, size, seed)
-        if out.is_dir():
-            out.rmdir()
-        os.replace(temporary, out)
-    except OSError as error:
-        raise InputError(
-            f"{out} could not be written: {error.strerror or error}. Free some space or choose another folder, "
-            "then repeat: fp4deploy data shapes DIR"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_arguments(out: Path, train: int, val: int, size: int, seed: int) -> None:

@@ -31,11 +31,11 @@ from safetensors import SafetensorError, safe_open
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
+from fp4deploy.files import digest_of
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.packed.check import check_graph
 from fp4deploy.packed.graph import Graph, Image, Step, TensorInfo
-from fp4deploy.plugins.runtime.cache import digest_of
 
 SUFFIX = ".fp4"
 FORMAT = "packed/1"

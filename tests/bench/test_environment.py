@@ -1,7 +1,8 @@
-"""What `doctor` says about this machine's CUDA kernels."""
+"""What `doctor` says about this machine's libraries and kernels."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 import fp4deploy.plugins
 from fp4deploy.bench import environment
 from fp4deploy.errors import UnavailableError
+from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.runtime import nvcc as compiler
+from fp4deploy.requirements import LIBRARIES, Library
 
 
 def row(task: str) -> tuple[bool, str]:
@@ -52,9 +55,28 @@ def test_the_release_of_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install nvidia-cuda-nvcc" in nvcc.install
 
 
-def test_a_binding_counts_only_with_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(environment, "working_version", lambda name: asked.append(name))
-    environment.tools()
-    assert "pycuda.driver" in asked
-    assert environment.package_version("pycuda.driver") is None
+def test_a_library_that_does_not_load_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bindings import without the shared library that they bind: the module that loads it decides."""
+    assert LIBRARIES["pycuda"].module == "pycuda.driver"
+    package = tmp_path / "half_installed"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '1.2'")
+    monkeypatch.syspath_prepend(tmp_path)
+    half = Library("half_installed", "", "pip install it", "half_installed.driver")
+    assert half.version() is None
+    assert half.why_missing() == "half_installed is missing: pip install it"
+    (package / "driver.py").write_text("raise OSError('libdriver.so: cannot open')")
+    importlib.invalidate_caches()
+    assert half.version() is None
+    assert half.why_missing() == "half_installed does not load (libdriver.so: cannot open): pip install it"
+    whole = Library("half_installed", "", "pip install it")
+    assert (whole.version(), whole.why_missing()) == ("1.2", None)
+
+
+def test_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "why_unavailable", lambda: "no NVIDIA GPU that torch can use")
+    assert row("run Triton kernels") == (False, "no NVIDIA GPU that torch can use")
+    monkeypatch.setattr(aot, "why_unavailable", lambda: None)
+    assert row("run Triton kernels")[0]
+    monkeypatch.setattr(Library, "version", lambda library: None)
+    assert row("compile Triton kernels") == (False, "triton is missing: pip install triton")

@@ -114,8 +114,8 @@ def test_a_folder_that_cannot_be_written_exits_2(tmp_path: Path) -> None:
     from fp4deploy.errors import InputError
 
     (tmp_path / "file").write_text("")
-    launch = Launch("launch:kernel", (), ())
+    launch = Launch("gemm:kernel", (), ())
     compiled = Compiled(b"code", "", "kernel", (), (), 0, 4, 9, 0, (), "sm_90", "3.6.0", "", "{}")
     with pytest.raises(InputError) as error:
         aot_build._save(compiled, launch, tmp_path / "file" / "kernels")
-    assert "cannot be written: Not a directory" in str(error.value)
+    assert "could not be written: Not a directory" in str(error.value)

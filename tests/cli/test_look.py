@@ -81,8 +81,9 @@ def test_doctor_json_is_alone_on_stdout(invoke: Invoke) -> None:
 
 def test_doctor_says_how_to_add_what_is_missing(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     import fp4deploy.bench.environment as environment
+    from fp4deploy.requirements import Library
 
-    monkeypatch.setattr(environment, "working_version", lambda name: None if name == "tensorrt_rtx" else "1.0")
+    monkeypatch.setattr(Library, "version", lambda library: None if library.name == "tensorrt_rtx" else "1.0")
     monkeypatch.setattr(environment, "gpus", list)
     text = invoke("doctor").stdout
     lines = [line for line in text.splitlines() if line.startswith("tensorrt_rtx")]

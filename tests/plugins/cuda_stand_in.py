@@ -99,10 +99,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_launch, "_gpus", {})
     monkeypatch.setattr(cuda_launch, "_kernels", {})
     monkeypatch.setattr(aot, "_functions", {})
-    for found in (availability._lacking, availability._lacking_to_launch, aot._no_binaries):
+    for found in (availability._lacking, availability._lacking_to_launch, aot._no_kernels):
         found.cache_clear()
     yield
-    for found in (availability._lacking, availability._lacking_to_launch, aot._no_binaries):
+    for found in (availability._lacking, availability._lacking_to_launch, aot._no_kernels):
         found.cache_clear()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.requirements import LIBRARIES
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Backend:
     plugins: Callable[[Any, str, Path], None] | None = None
 
     @property
-    def distribution(self) -> str:
-        """The name pip installs it by."""
-        return self.package.replace("_", "-")
+    def install(self) -> str:
+        """The command that installs it."""
+        return LIBRARIES[self.package].install
 
     def require_installed(self) -> None:
         """Look for the library without loading it.
@@ -44,7 +45,7 @@ class Backend:
             UnavailableError: it is not installed.
         """
         if importlib.util.find_spec(self.package) is None:
-            raise UnavailableError(f"{self.title} is not installed. Install it with: pip install {self.distribution}")
+            raise UnavailableError(f"{self.title} is not installed. Install it with: {self.install}")
 
     def add_plugins(self, trt: Any, arch: str, onnx: Path) -> None:
         """Make the plugins of an ONNX file known to the library.
@@ -67,5 +68,5 @@ class Backend:
             return importlib.import_module(self.package)
         except (ImportError, OSError) as error:
             raise UnavailableError(
-                f"{self.title} cannot be loaded ({error}). Install it with: pip install {self.distribution}"
+                f"{self.title} cannot be loaded ({error}). Install it with: {self.install}"
             ) from None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.aot import diagnose, store
 from fp4deploy.plugins.aot.compile import INSTALL_TRITON, compile_launch, triton_version
 from fp4deploy.plugins.aot.spec import Launch
@@ -113,11 +113,7 @@ def _without(name: str) -> Iterator[None]:
 
 
 def _save(compiled: Compiled, launch: Launch, folder: Path) -> None:
-    file = folder / store.file_name(launch, compiled.arch, compiled.triton)
-    try:
-        write_entry(file, store.pack(compiled))
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror or error}.") from error
+    write_entry(folder / store.file_name(launch, compiled.arch, compiled.triton), store.pack(compiled))
 
 
 @contextmanager

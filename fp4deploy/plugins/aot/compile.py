@@ -26,8 +26,9 @@ from fp4deploy.plugins.aot.store import Compiled
 from fp4deploy.plugins.runtime import cubin
 from fp4deploy.plugins.runtime.cache import keep_entry, one_process
 from fp4deploy.plugins.runtime.nvcc import KernelError
+from fp4deploy.requirements import LIBRARIES
 
-INSTALL_TRITON = "pip install triton"
+INSTALL_TRITON = LIBRARIES["triton"].install
 # Triton's types in the letters of `driver.Kernel`; pointers, "*...", are P.
 LETTERS = {"i8": "b", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
 # They change what Triton compiles; what comes out must not be kept for others.

@@ -54,20 +54,18 @@ def why_unavailable(device: Device = None) -> str | None:
     Raises:
         InputError: FP4DEPLOY_KERNELS is neither "on" nor "off".
     """
-    why = availability.why_no_launch(device)
-    index = availability.device_index(device)
-    if why is not None or index is None:
-        return why
-    return _no_binaries(index, os.environ.get("FP4DEPLOY_KERNEL_PATH", ""), os.environ.get("FP4DEPLOY_CACHE", ""))
+    folders = os.environ.get("FP4DEPLOY_KERNEL_PATH", ""), os.environ.get("FP4DEPLOY_CACHE", "")
+    return availability.why_no_launch(device) or availability.why(device, lambda index: _no_kernels(index, *folders))
 
 
 @lru_cache
-def _no_binaries(index: int, _path: str, _cache: str) -> str | None:
+def _no_kernels(index: int, _path: str, _cache: str) -> str | None:
+    """What a GPU that can launch kernels lacks; the variables decide where `store` looks."""
     present = Architecture.of_device(index)
     if present not in store.SUPPORTED:
         return (
             f"this GPU is {present}, the Triton kernels of this version are for "
-            f"{', '.join(map(str, store.SUPPORTED))}, and a cubin runs on no other architecture: look for a newer "
+            f"{', '.join(map(str, store.SUPPORTED))}, and a cubin runs on no other architecture: install a newer "
             "fp4deploy"
         )
     arch = present.triton_name
@@ -75,8 +73,8 @@ def _no_binaries(index: int, _path: str, _cache: str) -> str | None:
     if triton_version() or store.any_kernel(arch, folders):
         return None
     return (
-        f"there are no compiled Triton kernels for {arch} and no Triton to compile them: {INSTALL_TRITON}, or set "
-        f"FP4DEPLOY_KERNEL_PATH to a folder made elsewhere with: {command(arch)}"
+        f"there are no compiled Triton kernels for {arch}, and Triton, which compiles them, is missing: "
+        f"{INSTALL_TRITON}, or set FP4DEPLOY_KERNEL_PATH to a folder written elsewhere by: {command(arch)}"
     )
 
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
+from fp4deploy.files import digest_of
 from fp4deploy.plugins.aot.spec import Launch
-from fp4deploy.plugins.runtime.cache import cache_folder, digest_of, read_entry
+from fp4deploy.plugins.runtime.cache import cache_folder, key, read_entry
 
 PACKAGE = "fp4deploy.plugins.gemm.triton"
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
@@ -144,8 +145,8 @@ def description(launch: Launch) -> str:
 
 def file_name(launch: Launch, arch: str, triton: str) -> str:
     """Name of an entry inside a folder of kernels; `triton` may be "*"."""
-    key = digest_of(text.encode() for text in (source_digest(launch), description(launch), arch))
-    return f"{arch}/{launch.kernel.partition(':')[2]}-{key[:40]}-triton{triton}{SUFFIX}"
+    inputs = key([source_digest(launch), description(launch), arch])
+    return f"{arch}/{launch.kernel.partition(':')[2]}-{inputs}-triton{triton}{SUFFIX}"
 
 
 def shipped_folders() -> list[Path]:

@@ -32,6 +32,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor, swizzle_scales
 from fp4deploy.plugins.gemm import dispatch
 from fp4deploy.plugins.gemm.reference import Output
+from fp4deploy.plugins.runtime.availability import why
 
 BACKENDS = ("auto", "kernels", "scaled_mm")
 VARIABLE = "FP4DEPLOY_MATMUL"
@@ -93,15 +94,11 @@ def chosen(backend: str | None) -> str:
 
 def why_unavailable(device: torch.device) -> str | None:
     """What keeps a device from torch's FP4 product; None where it should run."""
-    if os.environ.get("FP4DEPLOY_KERNELS") == "off":
-        return "switched off by FP4DEPLOY_KERNELS=off"
-    if device.type != "cuda":
-        return f"it needs a GPU, and the operands lie on {device}"
-    return _lacking(device.index)
+    return why(device, _lacking)
 
 
 @lru_cache
-def _lacking(index: int | None) -> str | None:
+def _lacking(index: int) -> str | None:
     names = ("scaled_mm", "ScalingType", "SwizzleType")
     if not all(hasattr(F, name) for name in names) or not hasattr(torch, "float4_e2m1fn_x2"):
         return f"torch {torch.__version__} has no NVFP4 scaled_mm: pip install 'torch>=2.10'"

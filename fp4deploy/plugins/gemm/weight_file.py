@@ -15,21 +15,18 @@ it is no signature. Whole networks have a file of their own (`fp4deploy.packed`)
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
+from fp4deploy.files import digest_of
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.plugins.runtime.cache import digest_of
+from fp4deploy.models.checkpoint import write_tensors
 
 KEY = "fp4deploy.weight"
 FORMAT = "weight/1"
@@ -40,31 +37,17 @@ AGAIN = "Write it again with FP4WeightCache.save."
 
 
 def write_weight(path: Path, weight: Nvfp4Tensor, bias: torch.Tensor | None) -> None:
-    """Write beside `path` and rename; the temporary name is random, because threads may write at once.
+    """Write a weight, whole or not at all.
 
     Raises:
         InputError: it cannot be written; an older file survives.
     """
     given = {"codes": weight.codes, "scales": weight.scales, "amax": weight.amax.reshape(()), "bias": bias}
-    tensors = {name: value.detach().cpu().contiguous() for name, value in given.items() if value is not None}
+    tensors = {name: value.detach().cpu() for name, value in given.items() if value is not None}
     metadata: dict[str, Any] = {"format": FORMAT, "version": __version__}
     metadata |= {"shape": list(weight.shape), "e4m3_max": weight.e4m3_max}
     metadata["sha256"] = _digest(metadata, tensors)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        save_file(tensors, temporary, metadata={KEY: json.dumps(metadata)})
-        temporary.chmod(mode)  # safetensors makes its files private, whatever the umask
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"{path} could not be written ({error}). Nothing was replaced; choose another place."
-        ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    write_tensors(path, tensors, {KEY: json.dumps(metadata)})
 
 
 def read_weight(path: Path) -> tuple[Nvfp4Tensor, torch.Tensor | None]:

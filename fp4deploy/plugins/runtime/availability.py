@@ -1,4 +1,9 @@
-"""Whether kernels run on a device, and what is missing where they do not."""
+"""Whether kernels run on a device, and what is missing where they do not.
+
+Three kinds of kernels ask here: CUDA C++ that nvcc compiles (`why_unavailable`), machine code that is compiled already
+(`why_no_launch`) and torch's own FP4 GEMM (`plugins.gemm.scaled_mm`). Each names what *it* lacks, by `why`; the
+switch FP4DEPLOY_KERNELS and the CPU are the same for all.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,11 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC, find_nvcc, nvcc_version, supported
+from fp4deploy.requirements import LIBRARIES, reasons
 
 Device: TypeAlias = "torch.device | str | int | None"
 OLDEST = Architecture(8, 0)
+SWITCH = "FP4DEPLOY_KERNELS"
 
 
 @torch.compiler.assume_constant_result
@@ -30,22 +37,27 @@ def why_unavailable(device: Device = None) -> str | None:
     Raises:
         InputError: FP4DEPLOY_KERNELS is neither "on" nor "off".
     """
-    return _why(device, _lacking)
+    return why(device, _lacking)
 
 
 def why_no_launch(device: Device = None) -> str | None:
     """As `why_unavailable`, for kernels that are compiled already: a GPU and pycuda are enough, and no nvcc."""
-    return _why(device, _lacking_to_launch)
+    return why(device, _lacking_to_launch)
 
 
-def _why(device: Device, lacking: Callable[[int], str | None]) -> str | None:
-    wish = os.environ.get("FP4DEPLOY_KERNELS", "on")
-    if wish not in ("on", "off", ""):
-        raise InputError(f"FP4DEPLOY_KERNELS is '{wish}'. Valid: on (the default), off.")
-    if wish == "off":
-        return "switched off by FP4DEPLOY_KERNELS=off"
+def why(device: Device, lacking: Callable[[int], str | None]) -> str | None:
+    """Why a kind of kernel does not run on a device; `lacking` says what a CUDA device lacks for it.
+
+    Raises:
+        InputError: FP4DEPLOY_KERNELS is neither "on" nor "off".
+    """
+    switch = os.environ.get(SWITCH, "on")
+    if switch not in ("on", "off", ""):
+        raise InputError(f"{SWITCH} is '{switch}'. Valid: on (the default), off.")
+    if switch == "off":
+        return f"switched off by {SWITCH}=off"
     index = device_index(device)
-    return "tensors on the CPU need no CUDA kernel" if index is None else lacking(index)
+    return "the tensors are on the CPU, not on a CUDA device" if index is None else lacking(index)
 
 
 def device_index(device: Device) -> int | None:
@@ -64,40 +76,31 @@ def device_index(device: Device) -> int | None:
 @lru_cache
 def _lacking(index: int) -> str | None:
     nvcc = find_nvcc()
-    release = None
-    lacks = []
-    try:
-        release = nvcc_version(nvcc) if nvcc else None
-    except UnavailableError as error:
-        lacks.append(str(error))
-    lacks += [reason] if (reason := _lacking_to_launch(index)) else []
     if nvcc is None:
-        lacks.append(f"nvcc is missing: {INSTALL_NVCC}")
-    elif os.name == "posix" and not any(map(shutil.which, ("g++", "gcc", "clang++"))):
-        lacks.append("nvcc needs a C++ compiler on PATH: install g++")
-    elif release and torch.cuda.is_available():
-        arch = Architecture.of_device(index).nvcc_target
-        if not supported(nvcc, arch):
-            lacks.append(f"nvcc ({release}) is too old for {arch}: {INSTALL_NVCC}")
-    return "; ".join(lacks) or None
+        return reasons(_lacking_to_launch(index), f"nvcc is missing: {INSTALL_NVCC}")
+    try:
+        release = nvcc_version(nvcc)
+    except UnavailableError as error:
+        return reasons(str(error), _lacking_to_launch(index))
+    compiler = old = None
+    if os.name == "posix" and not any(map(shutil.which, ("g++", "gcc", "clang++"))):
+        compiler = "nvcc needs a C++ compiler on PATH: install g++"
+    if torch.cuda.is_available():
+        target = Architecture.of_device(index).nvcc_target
+        if not supported(nvcc, target):
+            old = f"nvcc ({release}) is too old for {target}: {INSTALL_NVCC}"
+    return reasons(_lacking_to_launch(index), compiler, old)
 
 
 @lru_cache
 def _lacking_to_launch(index: int) -> str | None:
-    lacks = []
+    gpu = None
     if not torch.cuda.is_available():
-        lacks.append("no NVIDIA GPU that torch can use")
-    else:
-        arch = Architecture.of_device(index)
-        if arch < OLDEST:
-            name = torch.cuda.get_device_name(index)
-            lacks.append(f"{name} is {arch}, and {OLDEST} is the oldest architecture that the kernels support")
-    try:
-        import pycuda.driver  # noqa: F401
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("pycuda")
-        lacks.append(f"pycuda {'is missing' if missing else f'does not load ({error})'}: pip install pycuda")
-    return "; ".join(lacks) or None
+        gpu = "no NVIDIA GPU that torch can use"
+    elif (found := Architecture.of_device(index)) < OLDEST:
+        name = torch.cuda.get_device_name(index)
+        gpu = f"{name} is {found}, and {OLDEST} is the oldest architecture that the kernels support"
+    return reasons(gpu, LIBRARIES["pycuda"].why_missing())
 
 
 def cores() -> int:

@@ -1,41 +1,50 @@
-"""Files that can be made again: where they lie, how they stay whole, and who makes them.
+"""The cache of compiled kernels: where it is, how its entries stay whole, and which process compiles.
 
-`FP4DEPLOY_CACHE`, else `$XDG_CACHE_HOME/fp4deploy`, else `~/.cache/fp4deploy`. An entry ends with the SHA-256 of its
-content; whatever is cut off or changed counts as missing and is made again. A finished file is renamed into place, so
-that readers need no lock; processes that need the same entry wait for the first (training starts one for each GPU).
+`FP4DEPLOY_CACHE`, else the user's cache folder (platformdirs): on Linux `$XDG_CACHE_HOME/fp4deploy`, else
+`~/.cache/fp4deploy`. Everything in it can be compiled again.
+
+    kernels/<nvcc target>/<source>-<key>.cubin                            CUDA C++, see `runtime.nvcc`
+    triton/<architecture>/<kernel>-<key>-triton<version>.kernel           Triton, see `aot.store`
+
+**Keys.** `key` is a SHA-256 over everything that decides the machine code. A changed source or option gives another
+name, so that no entry ever has to be invalidated.
+
+**Entries** end with the SHA-256 of their content: one that is truncated or damaged counts as missing. A finished file
+is renamed into place, so that readers need no lock. Processes that need the same entry wait for the first one
+(training starts one for each GPU).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write, digest_of
+
 _DIGEST = hashlib.sha256().digest_size
+_LONGEST_WAIT = 600  # seconds; on a disk whose locks never free each process compiles for itself
 
 
 def cache_folder() -> Path:
-    """Folder of everything that can be made again: FP4DEPLOY_CACHE, else the XDG cache folder's `fp4deploy`."""
-    if chosen := os.environ.get("FP4DEPLOY_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "fp4deploy"
+    """The folder of everything that can be compiled again."""
+    import platformdirs
+
+    chosen = os.environ.get("FP4DEPLOY_CACHE")
+    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("fp4deploy", appauthor=False)
 
 
-def digest_of(parts: Iterable[bytes]) -> str:
-    """SHA-256 over byte strings; each is preceded by its length, so that a boundary cannot move."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.hexdigest()
+def key(parts: Iterable[bytes | str]) -> str:
+    """The part of an entry's name that stands for its inputs: 160 bits of a SHA-256, in hexadecimal."""
+    return digest_of(part.encode() if isinstance(part, str) else part for part in parts)[:40]
 
 
 def read_entry(entry: Path) -> bytes | None:
-    """The content of an entry; None where it is missing, cut off or changed."""
+    """The content of an entry; None where it is missing, truncated or damaged."""
     try:
         whole = entry.read_bytes()
     except OSError:
@@ -45,31 +54,22 @@ def read_entry(entry: Path) -> bytes | None:
 
 
 def write_entry(entry: Path, content: bytes) -> None:
-    """Write beside the entry and rename.
-
-    The temporary name is random: processes in containers on one shared home folder can have equal process numbers.
+    """Write an entry and its digest.
 
     Raises:
-        OSError: the folder cannot be written.
+        InputError: the folder cannot be written.
     """
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    temporary = entry.with_name(f".{entry.name}.{secrets.token_hex(8)}.partial")
-    try:
+    with atomic_write(entry) as temporary:
         temporary.write_bytes(content + hashlib.sha256(content).digest())
-        os.replace(temporary, entry)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def keep_entry(entry: Path, content: bytes) -> None:
     """`write_entry` into the cache; a cache that cannot be written is a warning, because only time is lost."""
     try:
         write_entry(entry, content)
-    except OSError as error:
+    except InputError as error:
         warnings.warn(
-            f"{entry} could not be written ({error.strerror or error}): every process compiles the kernels again. "
+            f"The kernel cache cannot be written, and every process compiles the kernels again: {error} "
             "Set FP4DEPLOY_CACHE to a folder that can be written.",
             stacklevel=3,
         )
@@ -78,15 +78,13 @@ def keep_entry(entry: Path, content: bytes) -> None:
 @contextmanager
 def one_process(entry: Path) -> Iterator[None]:
     """Let one process at a time make an entry. Where locks do not work each makes it: slower, and still right."""
-    lock = None
-    with suppress(ImportError, OSError):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        import fcntl  # not on Windows
+    from filelock import FileLock
 
-        lock = entry.with_suffix(".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = FileLock(entry.with_suffix(".lock"), timeout=_LONGEST_WAIT)
+    with suppress(OSError, NotImplementedError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     try:
         yield
     finally:
-        if lock is not None:
-            lock.close()
+        lock.release()

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from fp4deploy.errors import InputError, UnavailableError, suggest
-from fp4deploy.plugins.runtime.cache import cache_folder, digest_of, keep_entry, one_process, read_entry
+from fp4deploy.plugins.runtime.cache import cache_folder, keep_entry, key, one_process, read_entry
 
 SOURCES = tuple(sorted(Path(__file__).resolve().parents[1].glob("*/cuda")))  # quantize/cuda, gemm/cuda
 HEADERS = (".cuh", ".h", ".hpp")
@@ -100,7 +100,7 @@ def compile_cubin(source: str | Path, arch: str, macros: Macros | None = None) -
     if nvcc is None:
         raise UnavailableError(f"{path.name} cannot be compiled: nvcc is missing; {INSTALL_NVCC}.")
     options = [*FLAGS, *_definitions(macros), f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"]
-    entry = cache_folder() / "kernels" / arch / f"{path.stem}-{_key(path, options, nvcc)[:40]}.cubin"
+    entry = cache_folder() / "kernels" / arch / f"{path.stem}-{_key(path, options, nvcc)}.cubin"
     cubin = read_entry(entry)
     if cubin is None:
         with one_process(entry):
@@ -155,15 +155,14 @@ def _definitions(macros: Macros | None) -> list[str]:
 
 
 def _key(path: Path, options: list[str], nvcc: Path) -> str:
-    """SHA-256 over everything that decides the cubin; each part is preceded by its length."""
+    """Of everything that decides the cubin: compiler, its environment, options, source and headers."""
     folders = {path.parent, *SOURCES}
     headers = sorted(file for folder in folders for file in folder.glob("*") if file.suffix in HEADERS)
     environment = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
-    texts = [nvcc_version(nvcc), *environment, *options, path.name]
-    parts = [text.encode() for text in texts] + [path.read_bytes()]
+    parts: list[bytes | str] = [nvcc_version(nvcc), *environment, *options, path.name, path.read_bytes()]
     for header in headers:
-        parts += [header.name.encode(), header.read_bytes()]
-    return digest_of(parts)
+        parts += [header.name, header.read_bytes()]
+    return key(parts)
 
 
 def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros | None) -> bytes:

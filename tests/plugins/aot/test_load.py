@@ -257,11 +257,11 @@ def test_no_nvcc_is_needed(pycuda: Pycuda, triton: Triton, monkeypatch: pytest.M
 
 
 def test_what_is_missing(pycuda: Pycuda, triton: Triton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert aot.why_unavailable("cpu") == "tensors on the CPU need no CUDA kernel"
+    assert aot.why_unavailable("cpu") == "the tensors are on the CPU, not on a CUDA device"
     triton.version = None
     assert aot.why_unavailable(0) == (
-        "there are no compiled Triton kernels for sm_90 and no Triton to compile them: pip install triton, or set "
-        "FP4DEPLOY_KERNEL_PATH to a folder made elsewhere with: fp4deploy kernels --arch sm90 --out DIR"
+        "there are no compiled Triton kernels for sm_90, and Triton, which compiles them, is missing: pip install "
+        "triton, or set FP4DEPLOY_KERNEL_PATH to a folder written elsewhere by: fp4deploy kernels --arch sm90 --out DIR"
     )
     with pytest.raises(UnavailableError) as error:
         aot.function(SCALE, 0)
@@ -283,7 +283,7 @@ def test_gpus_that_are_too_new(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
     why = aot.why_unavailable(0) or ""
     assert f"this GPU is {name}, the Triton kernels of this version are for sm80, " in why
-    assert "a cubin runs on no other architecture: look for a newer fp4deploy" in why
+    assert "a cubin runs on no other architecture: install a newer fp4deploy" in why
 
 
 def test_loading_inside_a_capture(pycuda: Pycuda, triton: Triton, monkeypatch: pytest.MonkeyPatch) -> None:

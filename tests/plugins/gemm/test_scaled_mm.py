@@ -211,7 +211,7 @@ def test_on_the_cpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FP4DEPLOY_KERNELS", raising=False)
     a, b = packed(4, 32), packed(16, 32)
     assert torch.equal(fp4_matmul(a, b), matmul_reference(a, b))  # type: ignore[arg-type]
-    with pytest.raises(UnavailableError, match="needs a GPU, and the operands lie on cpu"):
+    with pytest.raises(UnavailableError, match="the tensors are on the CPU, not on a CUDA device"):
         fp4_matmul(a, b, backend="scaled_mm")
     monkeypatch.setenv("FP4DEPLOY_KERNELS", "off")
     with pytest.raises(UnavailableError, match="switched off by FP4DEPLOY_KERNELS=off"):
@@ -224,7 +224,7 @@ def test_on_the_cpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     ("capability", "cuda", "hip", "words"),
     [
         ((9, 0), "13.0", None, "sm90, and FP4 tensor cores begin with sm100"),
-        ((8, 9), "13.0", None, "SM89"),
+        ((8, 9), "13.0", None, "sm89"),
         ((10, 0), "12.6", None, "CUDA 12.6, and NVFP4 begins with 12.8"),
         ((10, 0), None, "6.4", "ROCm"),
         ((10, 0), "12.8", None, None),

@@ -78,7 +78,7 @@ def test_gpus_and_compilers_that_are_too_old(pycuda: Pycuda, monkeypatch: pytest
 def test_devices(pycuda: Pycuda) -> None:
     names = [None, 1, "cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), "cpu", torch.device("cpu")]
     assert [availability.device_index(name) for name in names] == [0, 1, 0, 1, 0, 1, None, None]
-    assert why_unavailable("cpu") == "tensors on the CPU need no CUDA kernel"
+    assert why_unavailable("cpu") == "the tensors are on the CPU, not on a CUDA device"
     assert available("cuda:1")
 
 

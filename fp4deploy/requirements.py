@@ -1,0 +1,80 @@
+"""The libraries that fp4deploy uses where they are installed, and what to say where one is missing.
+
+Every message about a missing library comes from here: a reason and the command that adds it. Devices and compilers are
+looked at by `fp4deploy.plugins.runtime.availability`, which uses the same form.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library.
+
+    name: how messages and `doctor` name it, and what it is imported as.
+    module: what has to import for it to work; bindings can import without the shared library that they bind.
+    """
+
+    name: str
+    purpose: str
+    install: str
+    module: str = ""
+
+    def why_missing(self) -> str | None:
+        """Reason and command, such as "pycuda is missing: pip install pycuda"; None where it imports."""
+        error = self._error()
+        if error is None:
+            return None
+        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == self.name
+        return f"{self.name} {'is missing' if absent else f'does not load ({error})'}: {self.install}"
+
+    def version(self) -> str | None:
+        """Its version; None where it does not import."""
+        if self._error() is not None:
+            return None
+        found = importlib.import_module(self.name)
+        return str(getattr(found, "__version__", None) or package_version(self.name) or "unknown version")
+
+    def _error(self) -> Exception | None:
+        try:
+            importlib.import_module(self.module or self.name)
+        except Exception as error:  # a shared library that does not load raises what it likes
+            return error
+        return None
+
+
+LIBRARIES = {
+    library.name: library
+    for library in (
+        Library("torch", "trains; runs checkpoints", "pip install torch"),
+        Library("onnx", "writes and checks the ONNX graph", "pip install onnx"),
+        Library("onnxruntime", "verifies the export; runs .onnx", "pip install onnxruntime"),
+        Library(
+            "tensorrt_rtx",
+            "builds SM120/121 engines, also without a GPU; runs them on RTX 50",
+            "pip install tensorrt-rtx",
+        ),
+        Library("tensorrt", "builds and runs engines for SM100 and later, on such a GPU", "pip install tensorrt"),
+        Library("pycuda", "launches the kernels (needs the CUDA driver)", "pip install pycuda", "pycuda.driver"),
+        Library("triton", "compiles the FP4 GEMM and convolution kernels, also without a GPU", "pip install triton"),
+    )
+}
+
+
+def package_version(module: str) -> str | None:
+    """Installed version of an importable package, without importing it; None where it is missing."""
+    for name in (module, module.replace("_", "-")):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def reasons(*found: str | None) -> str | None:
+    """All of several reasons in one text; None where there are none."""
+    return "; ".join(filter(None, found)) or None
