@@ -1,3 +1,20 @@
-"""Train, export, build and measure convolutional networks in NVFP4 for Blackwell GPUs."""
+"""Train, export, build and measure convolutional networks in NVFP4 for Blackwell GPUs.
+
+    import fp4deploy as fd
+
+    fd.prepare(model, "nvfp4_qat")                             # fake-quantise a torch model in place, then train it
+    fd.calibrate(model, batches)                               # static activation scales
+    fd.export_onnx(checkpoint, "unet.onnx", data="data/coco")  # ONNX with FP4 Q/DQ nodes, compared with torch
+    fd.pack(checkpoint, "unet.fp4", data="data/coco")          # NVFP4 codes and scales for this project's kernels
+    fd.build_engine("unet.onnx", "unet.plan")                  # TensorRT-RTX engine and precision ledger
+    fd.open_runtime("unet.onnx").infer(images)                 # any artefact: images in, logits out
+
+A name is imported when it is first used: `import fp4deploy` loads neither torch nor onnx nor TensorRT. The names, with
+their modules, are listed in `__init__.pyi`, which type checkers read.
+"""
+
+import lazy_loader
 
 __version__ = "0.1.0"
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

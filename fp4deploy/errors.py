@@ -40,6 +40,10 @@ class UnavailableError(Fp4DeployError):
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the nearest of `valid`, or "" where none is near."""
+    """Return " Did you mean 'x'?" for the nearest of `valid`, or "" where none is near.
+
+    >>> suggest("nvfp4_qta", ["nvfp4_qat", "tetrajet"])
+    " Did you mean 'nvfp4_qat'?"
+    """
     near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""

@@ -16,7 +16,7 @@ from fp4deploy.bench.tables import duration
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export import export_onnx
 from fp4deploy.export.engine.build import build_engine
-from fp4deploy.export.to_packed import export_packed
+from fp4deploy.export.to_packed import pack
 from fp4deploy.report.figures.heatmaps import draw_heatmaps
 from fp4deploy.report.run import Journal, Report, write_report
 from fp4deploy.runs import Run, artifact_stem
@@ -82,7 +82,7 @@ def _export(run: Run, model: str, data: Path, say: Say) -> None:
     result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
     agreed = f": {result.verification.sentence()}" if result.verification else ""
     say(f"      {target.name}{agreed}")
-    packed = export_packed(run.checkpoint(model), target.with_suffix(".fp4"), data=data)
+    packed = pack(run.checkpoint(model), target.with_suffix(".fp4"), data=data)
     agreed = f": {packed.verification.sentence()}" if packed.verification else ""
     say(f"      {packed.file.path.name}{agreed}")
 

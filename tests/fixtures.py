@@ -10,7 +10,7 @@ import torch
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.export import build_engine, export_onnx
-from fp4deploy.export.to_packed import export_packed
+from fp4deploy.export.to_packed import pack
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.runs import Run, artifact_stem
@@ -63,7 +63,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Run:
         save_checkpoint(run.checkpoint(precision), model, card)
         target = run.export_dir / f"{artifact_stem(precision)}.onnx"
         export_onnx(run.checkpoint(precision), target, portable=True, verify=False)
-        export_packed(run.checkpoint(precision), target.with_suffix(".fp4"), verify=False)
+        pack(run.checkpoint(precision), target.with_suffix(".fp4"), verify=False)
     return run
 
 

@@ -71,10 +71,10 @@ def _onnx(checkpoint: Path, target: Path, portable: bool, data: Path | None, ima
 
 def _packed(checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool) -> str:
     from fp4deploy.bench.tables import size
-    from fp4deploy.export.to_packed import export_packed
+    from fp4deploy.export.to_packed import pack
     from fp4deploy.packed import plain_bytes
 
-    result = export_packed(checkpoint, target, data, images, verify)
+    result = pack(checkpoint, target, data, images, verify)
     weights, plain = result.file.weight_bytes, plain_bytes(result.file.graph)
     agreed = f", {result.verification.sentence()}" if result.verification else ""
     return f"{shown(target)} (weights {size(weights)}, {weights / plain:.3f} of FP16's {size(plain)}){agreed}"

@@ -66,6 +66,10 @@ def export_onnx(
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
         InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target.
+
+    >>> result = export_onnx(checkpoint, folder / "unet.onnx", verify=False)
+    >>> result.path.name, result.fp4_layers
+    ('unet.onnx', 21)
     """
     out = Path(out)
     check_request(Path(checkpoint), out, ".onnx", data, images, verify)

@@ -44,15 +44,13 @@ FIRST = "encoder.0.conv1"
 
 @dataclass(frozen=True)
 class PackedResult:
-    """What `export_packed` wrote, and how far it agrees with torch; None where nothing was verified."""
+    """What `pack` wrote, and how far it agrees with torch; None where nothing was verified."""
 
     file: PackedFile
     verification: PackedAgreement | None
 
 
-def export_packed(
-    checkpoint: Path, out: Path, data: Path | None = None, images: int = 16, verify: bool = True
-) -> PackedResult:
+def pack(checkpoint: Path, out: Path, data: Path | None = None, images: int = 16, verify: bool = True) -> PackedResult:
     """Export a checkpoint as a packed network, compared with torch on real images before anything is written.
 
     Args:
@@ -64,6 +62,9 @@ def export_packed(
     Raises:
         GateError: the packed network computes something else than torch (see `packed_verify`).
         InputError: not a checkpoint of this project, a recipe without packed form, no data, an unwritable target.
+
+    >>> pack(checkpoint, folder / "unet.fp4", verify=False).file.path.name
+    'unet.fp4'
     """
     checkpoint, out = Path(checkpoint), Path(out)
     check_request(Path(checkpoint), out, SUFFIX, data, images, verify)

@@ -25,12 +25,16 @@ from fp4deploy.formats.philox import philox4x32, random_bytes
 from fp4deploy.formats.scales import block_scales, block_step, finite_amax
 from fp4deploy.formats.swizzle import swizzle_scales, unswizzle_scales
 
+BLOCK, MX_BLOCK = NVFP4_BLOCK, MXFP4_BLOCK  # their names in version 0.1
+
 __all__ = [
+    "BLOCK",
     "E2M1_MAX",
     "E2M1_VALUES",
     "E4M3_MAX",
     "E4M3_MAX_FOUR_OVER_SIX",
     "MXFP4_BLOCK",
+    "MX_BLOCK",
     "NVFP4_BLOCK",
     "FourOverSix",
     "Mxfp4Tensor",

@@ -41,6 +41,13 @@ class FourOverSix:
 
     Raises:
         InputError: another metric or maximum.
+
+    >>> from fp4deploy.formats import quantize_nvfp4
+    >>> x = torch.tensor([[6.0, 4.5, 4.5, 4.5] * 4])  # 4.5 lies between the values 4 and 6
+    >>> for choice in (None, FourOverSix()):
+    ...     print(quantize_nvfp4(x, four_over_six=choice).dequantize()[0, :4])
+    tensor([6., 4., 4., 4.])
+    tensor([6.0000, 4.5000, 4.5000, 4.5000])
     """
 
     metric: str = "mae"

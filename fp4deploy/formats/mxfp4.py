@@ -76,6 +76,12 @@ def quantize_mxfp4(
 
     Raises:
         InputError: an unknown option, no axes, or a dtype that is not floating point.
+
+    >>> m = quantize_mxfp4(torch.full((2, 32), 12.0))
+    >>> m.codes.shape, m.scales.tolist()
+    (torch.Size([2, 16]), [[128], [128]])
+    >>> m.dequantize().unique()
+    tensor([12.])
     """
     axes = _axes(x, -1, scale_rule)
     random = rounding_bytes(x, axes[0], rounding, seed, offset, MXFP4_BLOCK)

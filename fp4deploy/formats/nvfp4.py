@@ -88,6 +88,13 @@ def quantize_nvfp4(
     Raises:
         InputError: an unknown or contradictory option, fewer axes than the blocks need, a dtype that is not floating
             point.
+
+    >>> x = torch.tensor([[0.0, 0.5, 1.0, -6.0] + [3.0] * 12])
+    >>> q = quantize_nvfp4(x)
+    >>> q.codes.shape, q.scales.shape, q.amax.item()
+    (torch.Size([1, 8]), torch.Size([1, 1]), 6.0)
+    >>> torch.equal(q.dequantize(), x)
+    True
     """
     axes = _block_axes(x, block)
     if row_scaled and isinstance(amax, torch.Tensor) and amax.ndim:

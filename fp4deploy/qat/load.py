@@ -27,6 +27,10 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Modul
 
     Raises:
         InputError: not a checkpoint, another model's weights, an uncalibrated activation, a value FP16 cannot hold.
+
+    >>> model, card = load_model(checkpoint)
+    >>> card.precision, card.recipe, model.training
+    ('nvfp4', 'nvfp4_qat', False)
     """
     card = read_card(path)
     model: nn.Module = build_unet(card.channels, card.scale, card.digits)

@@ -52,6 +52,13 @@ def layer_plan(
 
     Raises:
         InputError: unknown recipe, a pattern that matches no layer, or one that includes only what cannot be quantised.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3), nn.Conv2d(32, 4, 1))
+    >>> for layer in layer_plan(model):
+    ...     print(layer.name, layer.precision, layer.reason)
+    0 FP16 first layer: reads the image (3 input channels, a block has 16)
+    1 FP4 blocks of 16 along 16 input channels
+    2 FP16 output layer: its error goes straight into the logits
     """
     include, exclude = ([chosen] if isinstance(chosen, str) else chosen for chosen in (include, exclude))
     layers = _layers_with_weights(model)
@@ -88,6 +95,10 @@ def prepare(
 
     Raises:
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
+
+    >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    >>> prepare(model, "nvfp4_qat")[2]
+    QuantLinear(in_features=32, out_features=32, bias=True)
     """
     chosen = find_recipe(recipe)
     plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude)}
@@ -104,7 +115,12 @@ def prepare(
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `prepare`, in place: every layer is the torch class it was, with its parameters as they are now."""
+    """Undo `prepare`, in place: every layer is the torch class it was, with its parameters as they are now.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), include="0")
+    >>> restore(model)[0]
+    Linear(in_features=64, out_features=32, bias=True)
+    """
     plain: dict[type[nn.Module], type[nn.Module]] = {quantized: kind for kind, quantized in QUANTIZED.items()}
     for layer in quantized_layers(model).values():
         layer.detach()
@@ -123,6 +139,11 @@ def calibrate(model: nn.Module, batches: Iterable[torch.Tensor]) -> None:
 
     Args:
         batches: model inputs, each [N, 3, H, W], on the model's device.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), "nvfp4_qat", include="0")
+    >>> calibrate(model, [torch.ones(8, 64), torch.full((8, 64), 3.0)])
+    >>> model[0].input_amax
+    tensor(3.)
     """
     layers = quantized_layers(model).values()
     was_training = model.training

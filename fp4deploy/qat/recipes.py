@@ -52,6 +52,9 @@ class QuantSpec:
 
     Raises:
         InputError: unknown values or a combination no format has; all of them named.
+
+    >>> str(QuantSpec(block="2d", four_over_six=FourOverSix()))
+    'RN 2D 4/6 MAE/256 strict'
     """
 
     format: str = "nvfp4"
@@ -111,6 +114,11 @@ class Recipe:
         InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, a
             Hadamard transform on one operand of a product only or on one that a backward product reuses, or a delayed
             or learned amax where there is no static one.
+
+    >>> print(Recipe("mine", activation=QuantSpec(scale="static"), weight=QuantSpec(block="2d")))
+    recipe  format  X          W^T    G  W  G^T  X (dW)  double quant
+    ------  ------  ---------  -----  -  -  ---  ------  ----------------
+    mine    NVFP4   RN static  RN 2D  -  -  -    -       straight-through
     """
 
     name: str
@@ -258,6 +266,9 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
 
     Raises:
         InputError: there is no recipe or modifier of that name, or the two do not go together.
+
+    >>> find_recipe("nvfp4_qat+dynamic").activation.scale
+    'dynamic'
     """
     if isinstance(recipe, Recipe):
         return recipe

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.layer_constants import deployed_amax
-from fp4deploy.export.to_packed import export_packed, pack_unet
+from fp4deploy.export.to_packed import pack, pack_unet
 from fp4deploy.export.verify.packed import compare_steps, require_packed, verify_packed
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
@@ -72,25 +72,25 @@ def test_what_stays_in_fp16_has_the_values_of_the_model() -> None:
 
 
 def test_export_verifies_writes_and_is_deterministic(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    result = export_packed(checkpoint, tmp_path / "unet.fp4", data, images=3)
+    result = pack(checkpoint, tmp_path / "unet.fp4", data, images=3)
     assert result.verification is not None
     assert (result.verification.images, result.verification.pixels) == (3, 3 * 32 * 32)
     assert "argmax equal to torch on" in result.verification.sentence()
     assert read_packed(tmp_path / "unet.fp4").graph == result.file.graph
-    export_packed(checkpoint, tmp_path / "again.fp4", verify=False)
+    pack(checkpoint, tmp_path / "again.fp4", verify=False)
     assert (tmp_path / "again.fp4").read_bytes() == (tmp_path / "unet.fp4").read_bytes()
 
 
 @pytest.mark.parametrize(("options", "cause"), [({}, "--data DIR"), ({"images": 0, "verify": False}, "At least one")])
 def test_wrong_options(checkpoint: Path, tmp_path: Path, options: dict, cause: str) -> None:
     with pytest.raises(InputError, match=cause):
-        export_packed(checkpoint, tmp_path / "unet.fp4", **options)
+        pack(checkpoint, tmp_path / "unet.fp4", **options)
     assert not list(tmp_path.iterdir())
 
 
 def test_another_suffix(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="should end in .fp4"):
-        export_packed(checkpoint, tmp_path / "unet.onnx", verify=False)
+        pack(checkpoint, tmp_path / "unet.onnx", verify=False)
 
 
 @pytest.mark.parametrize("recipe", ["fp4_all_the_way", "nvfp4_4o6_qat", "mx_baseline"])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, quantize_nvfp4
+from tests.formats.golden import golden_cases, golden_input
 
 CONFIGURATIONS: dict[str, FourOverSix | None] = {"std": None} | {
     f"4o6_{metric.upper()}_{largest}_{'fast' if fast else 'strict'}": FourOverSix(metric, largest, fast)
@@ -20,20 +16,9 @@ CONFIGURATIONS: dict[str, FourOverSix | None] = {"std": None} | {
 }
 
 
-def golden_cases(shared: Path) -> dict[str, Any]:
-    cases: dict[str, Any] = json.loads((shared / "vectors" / "nvfp4_golden.json").read_text())["cases"]
-    assert len(cases) == 10
-    return cases
-
-
-def golden_input(case: dict[str, Any]) -> torch.Tensor:
-    raw = bytes.fromhex("".join(case["x_f32_hex"]))
-    return torch.from_numpy(np.frombuffer(raw, "<f4").copy()).reshape(case["shape"])
-
-
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_every_case_has_the_golden_bytes(shared: Path, configuration: str) -> None:
-    for name, case in golden_cases(shared).items():
+def test_every_case_has_the_golden_bytes(configuration: str) -> None:
+    for name, case in golden_cases().items():
         x, block = golden_input(case), "1d" if case["tile"] == [1, 16] else "2d"
         q = quantize_nvfp4(x, block, row_scaled=case["row_scaled"], four_over_six=CONFIGURATIONS[configuration])
         expected = case["expected"][configuration]
@@ -45,5 +30,5 @@ def test_every_case_has_the_golden_bytes(shared: Path, configuration: str) -> No
         assert torch.equal(fake, q.dequantize()), name
 
 
-def test_every_configuration_of_every_case_is_covered(shared: Path) -> None:
-    assert all(set(case["expected"]) == set(CONFIGURATIONS) for case in golden_cases(shared).values())
+def test_every_configuration_of_every_case_is_covered() -> None:
+    assert all(set(case["expected"]) == set(CONFIGURATIONS) for case in golden_cases().values())

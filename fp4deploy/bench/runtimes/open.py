@@ -27,6 +27,11 @@ def open_runtime(path: Path) -> Runtime:
     Raises:
         InputError: the file is missing, of another kind, or broken.
         UnavailableError: this machine cannot run it.
+
+    >>> import numpy as np
+    >>> runtime = open_runtime(checkpoint)
+    >>> runtime.infer(np.zeros((1, 3, 32, 32), np.float32)).shape
+    (1, 4, 32, 32)
     """
     path = Path(path)
     opener = RUNTIMES.get(path.suffix.lower())

@@ -70,6 +70,10 @@ def build_engine(
         InputError: a wrong value, a file that is no canonical ONNX, a graph that the compiler refuses.
         UnavailableError: the library or the GPU is missing.
         GateError: `strict`, and a layer fell back.
+
+    >>> engine = build_engine(folder / "unet.onnx", folder / "unet.plan", arch="sm120")
+    >>> engine.ledger_path.name
+    'unet.ledger.json'
     """
     chosen, target = _check_choices(backend, arch, conv, batch)
     onnx_path, out = Path(onnx_path), Path(out)

@@ -54,6 +54,10 @@ def fp4_conv2d(
 
     Raises:
         InputError: shapes, dtypes, devices or options do not fit; an operand requires a gradient.
+
+    >>> y = fp4_conv2d(torch.ones(1, 16, 8, 8), torch.ones(32, 16, 3, 3), padding=1)
+    >>> y.shape, y[0, 0, 4, 4].item()
+    (torch.Size([1, 32, 8, 8]), 144.0)
     """
     refuse_gradients(x, weight, bias)
     filters, bias = _filters(weight, bias, four_over_six)

@@ -31,7 +31,12 @@ def fp4_cached_linear(
     backend: str | None = None,
     out_amax: float | torch.Tensor | None = None,
 ) -> Output:
-    """relu(x W^T + bias) with a weight packed before; `FP4WeightCache.forward`."""
+    """relu(x W^T + bias) with a weight packed before; `FP4WeightCache.forward`.
+
+    >>> cache = fp4_quantize(torch.eye(32))
+    >>> fp4_cached_linear(torch.full((2, 32), 1.5).half(), cache).shape
+    torch.Size([2, 32])
+    """
     if not isinstance(cache, FP4WeightCache):
         raise InputError(f"The cache is a {type(cache).__name__}: make one with fp4_quantize(weight, bias).")
     return cache.forward(x, input_amax, relu, dtype, backend, out_amax)
@@ -52,6 +57,9 @@ def fp4_linear(
 
     Raises:
         InputError: as these, and where an operand requires a gradient.
+
+    >>> fp4_linear(torch.full((1, 32), 1.5).half(), torch.eye(32))[0, :4]
+    tensor([1.5000, 1.5000, 1.5000, 1.5000], dtype=torch.float16)
     """
     refuse_gradients(x, weight, bias)
     return fp4_quantize(weight, bias, four_over_six).forward(x, input_amax, relu, dtype, backend, out_amax)
@@ -81,6 +89,9 @@ def fp4_matmul(
 
     Raises:
         InputError: shapes, dtypes, devices or options do not fit; an operand requires a gradient.
+
+    >>> fp4_matmul(torch.full((2, 32), 2.0), torch.full((4, 32), 0.5))[0]
+    tensor([32., 32., 32., 32.], dtype=torch.float16)
     """
     refuse_gradients(a, b, bias)
     for name, x, fits in (("a", a, lambda axes: axes >= 1), ("b", b, lambda axes: axes == 2)):

@@ -42,6 +42,12 @@ class FP4WeightCache:
 
     Raises:
         InputError: parts that do not fit; anything after the cache was released.
+
+    >>> with fp4_quantize(torch.ones(32, 64)) as cache:
+    ...     cache.weight.codes.shape
+    torch.Size([32, 32])
+    >>> cache.released
+    True
     """
 
     weight: Nvfp4Tensor
@@ -214,6 +220,9 @@ def fp4_quantize(
 
     Raises:
         InputError: other shapes or dtypes.
+
+    >>> fp4_quantize(torch.ones(32, 64))
+    FP4WeightCache((32, 64), 1156 bytes, cpu)
     """
     if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 4) or not weight.is_floating_point():
         kind = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__

@@ -19,7 +19,7 @@ from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.session import portable_session
-from fp4deploy.export.to_packed import export_packed
+from fp4deploy.export.to_packed import pack
 from fp4deploy.export.verify.outputs import compare_with_torch
 from fp4deploy.models import ModelCard, UNet, build_unet, save_checkpoint
 from fp4deploy.models.digits import digits
@@ -176,6 +176,6 @@ def test_from_a_checkpoint_through_the_gates(tmp_path: Path, include: tuple[str,
     assert result.verification.share >= 0.999
     first = next(layer for layer in inspect_onnx(tmp_path / "unet.onnx") if layer.name == "encoder.0.conv1")
     assert first.precision == ("FP4" if include else "FP16")
-    packed = export_packed(path, tmp_path / "unet.fp4", data=tmp_path / "data", images=4)
+    packed = pack(path, tmp_path / "unet.fp4", data=tmp_path / "data", images=4)
     assert packed.verification is not None
     assert packed.file.graph.digits

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.formats import FourOverSix
+from tests.formats.golden import golden_cases, golden_input
 from tests.plugins.quantize.device_cases import FLT_MAX, INPUTS, RANDOM, Header, assert_bits, generator
 
 CHOICES = [FourOverSix(m, e, f) for m in ("mae", "mse") for f in (False, True) for e in (256, 448)]
@@ -139,12 +138,11 @@ def test_mxfp4(header: Header, rule: str, random: bool) -> None:
         assert_bits(found, values, (name, "values"))
 
 
-def test_golden_bytes(header: Header, shared: Path) -> None:
+def test_golden_bytes(header: Header) -> None:
     """Against the vectors themselves: the reference has no part in it."""
-    cases = json.loads((shared / "vectors" / "nvfp4_golden.json").read_text())["cases"]
     names = {f"4o6_{c.metric.upper()}_{c.e4m3_max}_{'fast' if c.fast else 'strict'}": c for c in CHOICES}
-    for name, case in cases.items():
-        x = torch.from_numpy(np.frombuffer(bytes.fromhex("".join(case["x_f32_hex"])), "<f4").copy()).view(case["shape"])
+    for name, case in golden_cases().items():
+        x = golden_input(case)
         rows = 1 if case["tile"] == [1, 16] else 16
         padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % rows))
         amax = x.abs().amax(1, keepdim=True) if case["row_scaled"] else torch.tensor(case["amax"])

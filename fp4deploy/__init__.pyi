@@ -1,0 +1,44 @@
+from .bench.runtimes.open import open_runtime
+from .errors import Fp4DeployError, GateError, InputError, UnavailableError
+from .export.engine.build import build_engine
+from .export.to_onnx import export_onnx
+from .export.to_packed import pack
+from .formats.four_over_six import FourOverSix
+from .formats.mxfp4 import quantize_mxfp4
+from .formats.nvfp4 import quantize_nvfp4
+from .plugins.gemm.conv import fp4_conv2d
+from .plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
+from .plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
+from .qat.load import load_model
+from .qat.prepare import calibrate, layer_plan, prepare, restore
+from .qat.recipes import RECIPES, QuantSpec, Recipe
+
+__version__: str
+
+__all__ = [
+    "RECIPES",
+    "FP4WeightCache",
+    "FourOverSix",
+    "Fp4DeployError",
+    "GateError",
+    "InputError",
+    "QuantSpec",
+    "Recipe",
+    "UnavailableError",
+    "build_engine",
+    "calibrate",
+    "export_onnx",
+    "fp4_cached_linear",
+    "fp4_conv2d",
+    "fp4_linear",
+    "fp4_matmul",
+    "fp4_quantize",
+    "layer_plan",
+    "load_model",
+    "open_runtime",
+    "pack",
+    "prepare",
+    "quantize_mxfp4",
+    "quantize_nvfp4",
+    "restore",
+]
