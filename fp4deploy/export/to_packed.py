@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import deployed_amax, layer_constants
+from fp4deploy.export.onnx.layer_constants import layer_constants
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
 from fp4deploy.formats import NVFP4_BLOCK
@@ -196,10 +196,9 @@ class _Packer:
         codes, scales = torch.from_numpy(constants.codes), torch.from_numpy(constants.scales.view("uint8"))
         self.tensors[f"{weight}.codes"] = codes.reshape(rows, *kernel, -1)
         self.tensors[f"{weight}.scales"] = scales.reshape(rows, *kernel, -1).view(torch.float8_e4m3fn)
-        self.tensors[f"{weight}.scale"] = torch.tensor(constants.weight_scale)
-        self.tensors[f"{name}.input_amax"] = torch.tensor(deployed_amax(constants.input_scale))
-        chosen = cast(Any, layer.recipe.weight).four_over_six
-        return {"layer": name, "precision": "nvfp4", "e4m3_max": chosen.e4m3_max if chosen else 448, "bias": bias}
+        self.tensors[f"{weight}.amax"] = torch.tensor(constants.weight_amax)
+        self.tensors[f"{name}.input_amax"] = torch.tensor(constants.input_amax)
+        return {"layer": name, "precision": "nvfp4", "e4m3_max": constants.e4m3_max, "bias": bias}
 
     def _bias(self, name: str) -> str | None:
         bias = cast("torch.Tensor | None", self.layers[name].bias)

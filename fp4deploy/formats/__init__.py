@@ -22,7 +22,7 @@ from fp4deploy.formats.mxfp4 import (
 )
 from fp4deploy.formats.nvfp4 import Nvfp4Tensor, fake_quantize_nvfp4, quantize_nvfp4
 from fp4deploy.formats.philox import philox4x32, random_bytes
-from fp4deploy.formats.scales import block_scales, block_step, finite_amax
+from fp4deploy.formats.scales import block_scales, block_step, deployed_amax, finite_amax, global_amax, global_scale
 from fp4deploy.formats.swizzle import swizzle_scales, unswizzle_scales
 
 BLOCK, MX_BLOCK = NVFP4_BLOCK, MXFP4_BLOCK  # their names in version 0.1
@@ -43,11 +43,14 @@ __all__ = [
     "block_step",
     "decode_e2m1",
     "decode_e8m0",
+    "deployed_amax",
     "e8m0_scales",
     "encode_e2m1",
     "fake_quantize_mxfp4",
     "fake_quantize_nvfp4",
     "finite_amax",
+    "global_amax",
+    "global_scale",
     "nvfp4_range",
     "pack_codes",
     "pad_to_blocks",

@@ -8,6 +8,9 @@ With A the global amax (of a tensor, of a row, or calibrated), a the amax of a b
     e  = min(1 / (d8 * (1 / S)), FLT_MAX)      multiplies an element into E2M1's range
     (d8 * A) * fp32(1 / 6E)                    what one unit of E2M1 stands for
 
+Q/DQ operators and tensor-core GEMMs take A / 6E instead of A: `global_scale` and `global_amax` convert. The round trip
+moves A by at most one ulp and is idempotent, so `deployed_amax`, the A that every runtime reads back, is a fixed point.
+
 Without the global scale, E4M3's smallest value would end the range at 2^-9: gradients below 6 * 2^-9 would vanish.
 
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, for the two levels; the order of operations is
@@ -16,11 +19,16 @@ this project's contract, checked bitwise against public references.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 
 from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, nvfp4_range
 
 FLT_MAX = torch.finfo(torch.float32).max
+
+Float32 = TypeVar("Float32", torch.Tensor, np.float32)
 
 
 def constant(value: float, like: torch.Tensor) -> torch.Tensor:
@@ -78,3 +86,22 @@ def finite_amax(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
     magnitude = x.abs().to(torch.float32)
     magnitude = torch.where(torch.isfinite(magnitude), magnitude, 0.0)
     return magnitude.amax() if axis is None else magnitude.amax(axis, keepdim=True)
+
+
+def global_scale(amax: Float32, e4m3_max: float = E4M3_MAX) -> Float32:
+    """fp32(A / 6E): the global scale that ONNX's Q/DQ operators and scaled matrix multiplications take."""
+    if isinstance(amax, torch.Tensor):
+        return amax / constant(nvfp4_range(e4m3_max), amax)
+    return np.float32(amax / np.float32(nvfp4_range(e4m3_max)))
+
+
+def global_amax(scale: Float32, e4m3_max: float = E4M3_MAX) -> Float32:
+    """fp32(scale * 6E): the A of a stored global scale. A file that does not say its E is read with E = 448."""
+    if isinstance(scale, torch.Tensor):
+        return scale * constant(nvfp4_range(e4m3_max), scale)
+    return np.float32(scale * np.float32(nvfp4_range(e4m3_max)))
+
+
+def deployed_amax(amax: Float32, e4m3_max: float = E4M3_MAX) -> Float32:
+    """The A that is read back after `amax` was stored as a global scale: at most one ulp away, and a fixed point."""
+    return global_amax(global_scale(amax, e4m3_max), e4m3_max)

@@ -133,7 +133,7 @@ def _weight(graph: Graph, step: Product, out: int, channels: int, kernel: int) -
     blocks = -(-channels // NVFP4_BLOCK)
     _tensor(graph, f"{weight}.codes", "U8", [*shape, blocks * NVFP4_BLOCK // 2])
     _tensor(graph, f"{weight}.scales", "F8_E4M3", [*shape, blocks])
-    _tensor(graph, f"{weight}.scale", "F32", [])
+    _tensor(graph, f"{weight}.amax", "F32", [])
 
 
 def _tensor(graph: Graph, name: str, dtype: str, shape: list[int]) -> None:

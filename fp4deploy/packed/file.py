@@ -5,7 +5,7 @@ one sequence of bytes): a JSON object of texts.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/1`; a reader refuses any other |
+| `format` | `packed/2`; a reader also takes `packed/1` and refuses any other |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card |
 | `graph` | JSON: images, steps, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -14,6 +14,9 @@ one sequence of bytes): a JSON object of texts.
 Reading checks all of it before the first byte is used: the digests, that the tensors are those the graph lists, that
 the graph fits together (`check`), that no number in it is NaN or Inf. Digests find damage, not a forger: who can change
 a tensor can change its digest.
+
+`packed/1` held the global scale of a weight, `<layer>.weight.scale`, where `packed/2` holds its amax. Reading converts:
+`PackedFile` always has the second form.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
@@ -32,13 +35,15 @@ from safetensors import SafetensorError, safe_open
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
 from fp4deploy.files import digest_of
+from fp4deploy.formats import global_amax
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.packed.check import check_graph
-from fp4deploy.packed.graph import Graph, Image, Step, TensorInfo
+from fp4deploy.packed.graph import Graph, Image, Product, Step, TensorInfo
 
 SUFFIX = ".fp4"
-FORMAT = "packed/1"
+FORMAT = "packed/2"
+FORMER = "packed/1"
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
 AGAIN = "Write it again with: fp4deploy export --format packed"
@@ -130,6 +135,8 @@ def read_packed(path: Path) -> PackedFile:
         raise InputError(f"{path}: its graph cannot be read ({where}: {first['msg']}). {AGAIN}") from error
     card = ModelCard.from_json(metadata["card"])
     _check_tensors(path, graph, tensors)
+    if metadata["format"] == FORMER:
+        graph, tensors = _with_amaxes(graph, tensors)
     try:
         check_graph(graph, card.channels)
     except InputError as error:
@@ -157,15 +164,27 @@ def _metadata(path: Path, text: str | None) -> dict[str, str]:
         found = None
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise InputError(f"{path}: its metadata cannot be read. {AGAIN}")
-    if found.get("format") != FORMAT:
+    if found.get("format") not in (FORMAT, FORMER):
         raise InputError(
             f"{path} has the format '{found.get('format', '')[:40]}', written by fp4deploy "
-            f"{found.get('version', 'unknown')[:40]}; this version ({__version__}) reads {FORMAT}. {AGAIN}"
+            f"{found.get('version', 'unknown')[:40]}; this version ({__version__}) reads {FORMAT} and {FORMER}. {AGAIN}"
         )
     missing = [key for key in (*SIGNED, "sha256") if key not in found]
     if missing:
         raise InputError(f"{path} lacks {', '.join(missing)} in its metadata. {AGAIN}")
     return found
+
+
+def _with_amaxes(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Graph, dict[str, torch.Tensor]]:
+    """A `packed/1` network with the amax of each weight in place of its global scale."""
+    infos, converted = dict(graph.tensors), dict(tensors)
+    for step in graph.steps:
+        scale = f"{step.layer}.weight.scale" if isinstance(step, Product) and step.precision == "nvfp4" else ""
+        if scale in converted:
+            amax = f"{scale.removesuffix('scale')}amax"
+            converted[amax] = global_amax(converted.pop(scale), cast(Product, step).e4m3_max)
+            infos[amax] = infos.pop(scale).model_copy(update={"sha256": digest(converted[amax])})
+    return graph.model_copy(update={"tensors": infos}), converted
 
 
 def _check_tensors(path: Path, graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ The image named "image" is what the first step reads: the network's RGB input, o
 channels of both images, so that it can only be made of both. Everywhere else no concatenation is ever written.
 
 A layer's weight is `<layer>.weight`, FP16 O,KH,KW,C, or where the layer is quantised `<layer>.weight.codes`, `.scales`
-and `.scale` (the FP32 global scale, amax / 6E with E the layer's `e4m3_max`).
+and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def tensors_of(step: Step, images: dict[str, Image]) -> list[str]:
         names += [f"{step.layer}.weight", f"{step.layer}.bias"]
     elif isinstance(step, Product):
         weight = f"{step.layer}.weight"
-        parts = ("codes", "scales", "scale")
+        parts = ("codes", "scales", "amax")
         names += [weight] if step.precision == "fp16" else [f"{weight}.{part}" for part in parts]
     names += [images[name].amax for name in outputs_of(step) if name in images]
     return [name for name in dict.fromkeys(names) if name]

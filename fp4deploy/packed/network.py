@@ -134,12 +134,12 @@ class PackedNetwork:
             order = (3, 0, 1, 2) if isinstance(step, ConvTranspose2d) else (0, 3, 1, 2)
             self._plain[step.layer] = tensors[name].to(self.device, self.dtype).permute(order)
             return
-        codes, scales, scale = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "scale"))
+        codes, scales, amax = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "amax"))
         channels = sum(self.graph.images[image].channels for image in step.inputs)
         self._packed[step.layer] = Nvfp4Tensor(
             codes.to(self.device),
             scales.to(self.device),
-            (scale * (6 * step.e4m3_max)).to(self.device),
+            amax.to(self.device),
             torch.Size([*codes.shape[:3], channels]),
             step.e4m3_max,
         )

@@ -2,8 +2,8 @@
 
 Training keeps FP32 master weights; engines hold FP16 for whatever is not FP4. Evaluating the masters would compare
 every runtime with weights that none of them has, so `load_model` rounds those parameters to FP16 values (and keeps
-computing in FP32). The quantised weights are left alone: their codes are made from the masters. A file holds the static
-global scale s = amax / 2688 rather than the amax, so the amax is taken back from it, at most one ulp away.
+computing in FP32). The quantised weights are left alone: their codes are made from the masters. An ONNX
+file holds the global scale amax / 2688 rather than the amax, so a static amax becomes what is read back from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import E2M1_MAX, E4M3_MAX
+from fp4deploy.formats import deployed_amax
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
 from fp4deploy.qat.prepare import prepare, quantized_layers
@@ -72,4 +72,4 @@ def round_to_deployed(model: nn.Module) -> None:
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
             layer.input_amax.requires_grad_(False)
-            layer.input_amax.copy_(layer.input_amax / (E2M1_MAX * E4M3_MAX) * (E2M1_MAX * E4M3_MAX))
+            layer.input_amax.copy_(deployed_amax(layer.input_amax))

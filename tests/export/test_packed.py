@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from onnx import numpy_helper
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.onnx.layer_constants import deployed_amax
 from fp4deploy.export.to_packed import pack, pack_unet
 from fp4deploy.export.verify.packed import compare_steps, require_packed, verify_packed
+from fp4deploy.formats import global_amax
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
 from fp4deploy.qat import calibrate, prepare, quantized_layers, round_to_deployed
@@ -55,11 +54,12 @@ def test_the_bytes_are_those_of_the_onnx_file(recipe: str) -> None:
         assert tensors[f"{name}.weight.codes"].numpy().tobytes() == codes.raw_data
         assert tensors[f"{name}.weight.scales"].view(torch.uint8).numpy().tobytes() == scales.raw_data
         weight_scale, input_scale = (
-            numpy_helper.to_array(initializer(graph, f"{name}.{part}"))
-            for part in ("weight.global_scale", "input.global_scale")
+            torch.tensor(numpy_helper.to_array(initializer(graph, f"{name}.{part}.global_scale")).item())
+            for part in ("weight", "input")
         )
-        assert tensors[f"{name}.weight.scale"].item() == weight_scale.item()
-        assert tensors[f"{name}.input_amax"].item() == deployed_amax(np.float32(input_scale.item()))
+        e4m3_max = 256 if "4o6" in recipe else 448
+        assert torch.equal(tensors[f"{name}.weight.amax"], global_amax(weight_scale, e4m3_max))
+        assert torch.equal(tensors[f"{name}.input_amax"], global_amax(input_scale))
 
 
 def test_what_stays_in_fp16_has_the_values_of_the_model() -> None:

@@ -29,8 +29,7 @@ from onnx_ir.passes import InPlacePass, PassResult
 from fp4deploy.export.lowering.pattern import Fp4Layer, find_fp4_layers
 from fp4deploy.export.lowering.plan import MARK
 from fp4deploy.export.lowering.plugin_match import Source, read_source, scalar
-from fp4deploy.export.onnx.layer_constants import deployed_amax
-from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats import NVFP4_BLOCK, global_amax
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE, VERSION, Plugin, product_plugin
 
 _PASSED = ("Cast", "Reshape", "Transpose", "Identity", "DequantizeLinear")
@@ -111,7 +110,7 @@ class _Rewriter:
         inputs = [value for image in images for value in (image.codes, image.scales, tape.number("input_scale", own))]
         inputs += _weight(tape)
         if scale is not None:
-            inputs.append(tape.number("output_amax", float(deployed_amax(scale))))
+            inputs.append(tape.number("output_amax", float(global_amax(np.float32(scale)))))
         attributes = {
             "kernel": list(layer.kernel),
             "channels": [image.channels for image in images],
@@ -138,7 +137,7 @@ class _Rewriter:
             assert tape.layer.shape is not None
             image = self.moved.get(part, part)
             shape = [image.shape[0] if image.shape is not None else None, channels, *tape.layer.shape[1:]]
-            inputs = [image, tape.number("input_amax", float(deployed_amax(scale)))]
+            inputs = [image, tape.number("input_amax", float(global_amax(np.float32(scale))))]
             codes, scales = tape.plugin(role, QUANTIZE, inputs, shape, {"channels": [channels]})
             self.packed[part, scale] = Packed(codes, scales, channels)
         return self.packed[part, scale]

@@ -29,8 +29,8 @@ from onnx_ir.passes.common import NameFixPass, RemoveUnusedFunctionsPass, Remove
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.decomposed_quantize import Speller, SpellQuantizers, steps_of, unsupported
-from fp4deploy.export.onnx.layer_constants import deployed_amax
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.formats import global_amax
 
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
@@ -149,7 +149,7 @@ def _block_steps(node: ir.Node, scale: ir.Value | None) -> NDArray[np.float32]:
     block, whole = (value.const_value if value is not None else None for value in producer.inputs[:2])
     if block is None or whole is None or whole.size != 1:
         raise unsupported(node, "its scale needs constant block scales under one constant global scale")
-    return steps_of(block.numpy().astype(np.float32), deployed_amax(whole.numpy().item()))
+    return steps_of(block.numpy().astype(np.float32), global_amax(np.float32(whole.numpy().item())))
 
 
 def _known_shape(node: ir.Node) -> bool:

@@ -33,19 +33,20 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import RANGE, deployed_amax
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, global_amax, nvfp4_range
 
 FLT_MAX = np.finfo(np.float32).max
-INVERSE_RANGE = np.float32(1 / float(RANGE))
+RANGE = np.float32(nvfp4_range())
+INVERSE_RANGE = np.float32(1 / nvfp4_range())
 _SHARED = {
     "inverse_range": INVERSE_RANGE,
-    "largest": np.float32(448),
+    "largest": np.float32(E4M3_MAX),
     "largest_float": FLT_MAX,
     "zero": np.float32(0),
     "one": np.float32(1),
-    "six": np.float32(6),
-    "minus_six": np.float32(-6),
+    "six": np.float32(E2M1_MAX),
+    "minus_six": np.float32(-E2M1_MAX),
     "rounder": np.float32(1.25 * 2**22),
 }
 
@@ -140,9 +141,9 @@ def _spell(graph: ir.Graph, node: ir.Node) -> Speller:
     if x is None or x.shape is None:
         raise unsupported(node, "the shape of its input is unknown")
     axis = _attribute(node, "axis", -1) % len(x.shape)
-    blocked, whole = _split_shapes(node, tuple(x.shape), axis, _attribute(node, "block_size", 16))
+    blocked, whole = _split_shapes(node, tuple(x.shape), axis, _attribute(node, "block_size", NVFP4_BLOCK))
     speller = Speller(graph, (node.name or node.outputs[0].name or "quantize").removesuffix(".quantize"))
-    amax = deployed_amax(scale.const_value.numpy().item())
+    amax = global_amax(np.float32(scale.const_value.numpy().item()))
     blocks = speller.add("Reshape", "blocks", x, speller.own("blocked_shape", blocked))
     scales, element = _spell_scales(speller, blocks, axis + 1, amax)
     values = _spell_rounding(speller, speller.add("Mul", "scaled", blocks, element))
@@ -198,8 +199,10 @@ def _split_shapes(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Reshape targets [..., C/16, 16, ...] and back: sizes before the axis are copied (0), after it known or one -1."""
     extent, inner = shape[axis], shape[axis + 1 :]
-    if block != 16 or not isinstance(extent, int) or extent % block:
-        raise unsupported(node, f"it quantises {extent} elements in blocks of {block}; pad them to a multiple of 16")
+    if block != NVFP4_BLOCK or not isinstance(extent, int) or extent % block:
+        raise unsupported(
+            node, f"it quantises {extent} elements in blocks of {block}; pad them to a multiple of {NVFP4_BLOCK}"
+        )
     if sum(not isinstance(size, int) for size in inner) > 1:
         raise unsupported(node, f"more than one size after its blocked axis is unknown: {list(shape)}")
     tail = [size if isinstance(size, int) else -1 for size in inner]

@@ -1,8 +1,8 @@
-"""The constants a quantised layer leaves in a file: codes, block scales and two global scales.
+"""The constants that a file holds of a quantised layer: codes, block scales and the global amax of weight and input.
 
-The global scale is s = fp32(A / 2688), with A the amax (the weight's own, the input's static one) and 2688 = 6 * 448
-the largest E2M1 times the largest E4M3 value. It stays FP32: in FP16 it would be subnormal. Whoever reads the file
-takes A = fp32(s * 2688); `deployed_amax` says which A that is: at most one ulp away, and giving the same s again.
+Both amaxes are those that runtimes use (`formats.deployed_amax`): an ONNX initialiser is the global scale A / 6E, a
+packed file holds A itself, and both describe the same numbers. The global scale stays FP32: in FP16 it would be
+subnormal.
 """
 
 from __future__ import annotations
@@ -17,20 +17,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.formats import deployed_amax, quantize_nvfp4
 from fp4deploy.qat.layers import QuantizedLayer
-
-RANGE = np.float32(6 * 448)
-
-
-def global_scale(amax: float | torch.Tensor, e4m3_max: int = 448) -> np.float32:
-    """The scale a canonical file stores for an amax: fp32(amax / 2688), with 4/6 weights of E = 256 amax / 1536."""
-    return np.float32(np.float32(float(amax)) / np.float32(6 * e4m3_max))
-
-
-def deployed_amax(scale: float | np.float32) -> np.float32:
-    """The amax every runtime derives from a stored global scale: fp32(scale * 2688)."""
-    return np.float32(np.float32(scale) * RANGE)
 
 
 @dataclass(frozen=True)
@@ -39,7 +27,8 @@ class LayerConstants:
 
     codes: uint8 [O, K/2] with K = KH*KW*C, C a multiple of 16, low nibble first.
     scales: float8_e4m3fn [O, K/16].
-    weight_scale, input_scale: the two fp32 global scales.
+    weight_amax, input_amax: the fp32 global amaxes as deployed.
+    e4m3_max: largest block scale of the weight, E: 448, or 256 with 4/6. The input's is 448.
     shape: (O, KH, KW, C) of the dequantised weight, (O, C) of a linear layer.
     order: permutation from there to the operator's own order.
     channel_axis: the axis of the input that blocks run along.
@@ -48,8 +37,9 @@ class LayerConstants:
 
     codes: NDArray[np.uint8]
     scales: NDArray[Any]
-    weight_scale: np.float32
-    input_scale: np.float32
+    weight_amax: np.float32
+    input_amax: np.float32
+    e4m3_max: int
     shape: tuple[int, ...]
     order: tuple[int, ...]
     channel_axis: int
@@ -91,8 +81,9 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants:
     return LayerConstants(
         codes=_rows_first(quantized.codes),
         scales=scales,
-        weight_scale=global_scale(quantized.amax, quantized.e4m3_max),
-        input_scale=global_scale(amax),
+        weight_amax=deployed_amax(np.float32(quantized.amax.item()), quantized.e4m3_max),
+        input_amax=deployed_amax(np.float32(amax)),
+        e4m3_max=quantized.e4m3_max,
         shape=(rows, *kernel, channels),
         order=_operator_order(layer),
         channel_axis=-1 if isinstance(layer, nn.Linear) else 1,

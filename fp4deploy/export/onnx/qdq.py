@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import LayerConstants
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP, TRT_DOMAIN, dynamic_quantize_function
-from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats import NVFP4_BLOCK, global_scale
 
 MARKER_DOMAIN = "fp4deploy"
 ACTIVATION_MARKER = "ActivationQuantize"
@@ -85,7 +85,7 @@ def _lower_activation(graph: ir.Graph, name: str, layer: LayerConstants, marker:
     flat, flat_axis = _at_most_three(padded, axis, name)
     if flat != padded:
         value = steps.reshape(value, "flat", flat)
-    scale = steps.constant("global_scale", np.array(layer.input_scale))
+    scale = steps.constant("global_scale", np.array(global_scale(layer.input_amax)))
     blocks = _replace(flat, flat_axis, layer.channels // NVFP4_BLOCK)
     codes, scales = steps.add(
         QUANTIZE_OP,
@@ -108,7 +108,8 @@ def _lower_weight(graph: ir.Graph, name: str, layer: LayerConstants, marker: ir.
     packed = ir.PackedTensor(layer.codes, ir.DataType.FLOAT4E2M1, shape=ir.Shape((rows, width)))
     codes = steps.constant("codes", packed)
     scales = steps.constant("scales", layer.scales)
-    value = steps.dequantize(codes, scales, steps.constant("global_scale", np.array(layer.weight_scale)), 1)
+    scale = steps.constant("global_scale", np.array(global_scale(layer.weight_amax, layer.e4m3_max)))
+    value = steps.dequantize(codes, scales, scale, 1)
     shape = tuple(layer.shape[axis] for axis in layer.order)
     if layer.shape != (rows, width):
         value = steps.reshape(value, "ohwi", layer.shape)

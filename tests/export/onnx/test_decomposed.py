@@ -14,10 +14,9 @@ from onnx import helper, numpy_helper
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.decomposed import to_portable
-from fp4deploy.export.onnx.layer_constants import deployed_amax, global_scale
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP, dynamic_quantize_function
 from fp4deploy.export.onnx.session import portable_session
-from fp4deploy.formats import decode_e2m1, quantize_nvfp4, unpack_codes
+from fp4deploy.formats import decode_e2m1, deployed_amax, global_amax, global_scale, quantize_nvfp4, unpack_codes
 from fp4deploy.qat import quantized_layers
 from tests.export.exported_models import images, initializer, shapes, unet
 
@@ -81,9 +80,9 @@ CASES = ("normal", "heavy tails", "zeros", "tiny", "beyond the amax", "huge", "t
 @pytest.mark.parametrize("axis", [1, -1])
 @pytest.mark.parametrize("case", CASES)
 def test_scales_and_codes_are_those_of_formats(case: str, axis: int) -> None:
-    scale = global_scale(AMAX)
+    scale = global_scale(np.float32(AMAX))
     x = awkward(case)
-    expected = quantize_nvfp4(torch.from_numpy(x).movedim(1, -1), amax=float(deployed_amax(scale)))
+    expected = quantize_nvfp4(torch.from_numpy(x).movedim(1, -1), amax=float(global_amax(scale)))
     x = x if axis == 1 else np.ascontiguousarray(x.swapaxes(1, 2))
     d8, q, y = quantise_in_ort(x, axis, float(scale))
     if axis == 1:  # [N, blocks, 16, P] -> [N, P, blocks, 16]
@@ -112,7 +111,7 @@ def test_rounding_is_right_around_every_boundary() -> None:
 def test_extreme_global_scales(amax: float) -> None:
     scale = global_scale(amax)
     x = awkward("normal") * np.float32(amax / 3)
-    expected = quantize_nvfp4(torch.from_numpy(x).movedim(1, -1), amax=float(deployed_amax(scale)))
+    expected = quantize_nvfp4(torch.from_numpy(x).movedim(1, -1), amax=float(global_amax(scale)))
     d8, _, _ = quantise_in_ort(x, 1, float(scale))
     assert (d8[:, :, 0].transpose(0, 2, 1) == expected.scales.float().numpy()).all()
 
@@ -120,9 +119,9 @@ def test_extreme_global_scales(amax: float) -> None:
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_non_finite_input_shows_and_stays_in_its_block(poison: float) -> None:
     x = awkward("normal")
-    clean = quantise_in_ort(x, 1, float(global_scale(AMAX)))[2]
+    clean = quantise_in_ort(x, 1, float(global_scale(np.float32(AMAX))))[2]
     x[0, 17, 3] = poison
-    y = quantise_in_ort(x, 1, float(global_scale(AMAX)))[2]
+    y = quantise_in_ort(x, 1, float(global_scale(np.float32(AMAX))))[2]
     assert np.isnan(y[0, 17, 3])
     assert np.isnan(poison) or np.isnan(y[0, 16:32, 3]).all()
     y[0, 16:32, 3] = clean[0, 16:32, 3]
@@ -143,7 +142,7 @@ def test_weights_are_those_of_formats(make: Callable) -> None:
         elif isinstance(layer, torch.nn.Conv2d):
             weight = weight.permute(0, 2, 3, 1)
         expected = quantize_nvfp4(weight)
-        deployed = torch.tensor(deployed_amax(global_scale(expected.amax)))
+        deployed = deployed_amax(expected.amax)
         values = (codes.astype(np.float32) * halves).reshape(*expected.codes.shape[:-1], -1)
         shipped = dataclasses.replace(expected, amax=deployed).dequantize().numpy()
         assert (values[..., : weight.shape[-1]] == shipped).all(), name

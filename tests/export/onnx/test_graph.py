@@ -12,9 +12,8 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.graph import export_graph
-from fp4deploy.export.onnx.layer_constants import deployed_amax, global_scale
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
-from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.formats import global_amax, global_scale, quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare, quantized_layers
 from tests.export.exported_models import UNET_SHAPE, Shapes, images, initializer, prepared, shapes, unet
@@ -151,7 +150,7 @@ def test_unet_reference_evaluator_follows_torch() -> None:
 
 def test_function_gives_the_codes_of_formats() -> None:
     amax = np.float32(2.7)
-    scale = global_scale(float(amax))
+    scale = global_scale(np.float32(amax))
     x = images(2, (32, 40)).numpy() * np.float32(1.2)
     x[0, :16, 0], x[0, :16, 1], x[0, :16, 2], x[0, 3, 3], x[0, 4, 4] = 0, 1e-30, 50, np.nan, np.inf
     function = unet()[1].functions[0]
@@ -167,7 +166,7 @@ def test_function_gives_the_codes_of_formats() -> None:
     graph = onnx.helper.make_graph([node], "q", values, outputs)
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=11, functions=[function])
     codes, scales = ReferenceEvaluator(model).run(None, {"x": x, "s": np.array(scale)})
-    expected = quantize_nvfp4(torch.from_numpy(x).movedim(1, -1), amax=float(deployed_amax(scale)))
+    expected = quantize_nvfp4(torch.from_numpy(x).movedim(1, -1), amax=float(global_amax(scale)))
     packed = codes.view(np.uint8).transpose(0, 2, 1)
     assert ((packed[..., ::2] | packed[..., 1::2] << 4) == expected.codes.numpy()).all()
     assert (scales.view(np.uint8).transpose(0, 2, 1) == expected.scales.view(torch.uint8).numpy()).all()
@@ -191,14 +190,6 @@ def test_reused_layer_shares_its_constants() -> None:
     codes = [tensor.name for tensor in model.graph.initializer if tensor.name.startswith("pointwise.weight.codes")]
     assert codes == ["pointwise.weight.codes"]
     assert {"pointwise", "pointwise_2"} <= {node.name for node in model.graph.node}
-
-
-def test_deployed_amax_is_a_fixed_point() -> None:
-    amax = np.exp(np.random.default_rng(0).uniform(-20, 20, 10_000)).astype(np.float32)
-    for value in amax[:500]:
-        once = deployed_amax(global_scale(float(value)))
-        assert global_scale(float(once)) == global_scale(float(value))
-        assert abs(once - value) <= np.spacing(value)
 
 
 def test_uncalibrated_layer_is_named() -> None:

@@ -1,0 +1,31 @@
+"""Between a global amax and the global scale that files store: every mantissa, in torch and in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fp4deploy.formats import deployed_amax, global_amax, global_scale
+
+
+@pytest.mark.parametrize("e4m3_max", [448, 256])
+def test_the_deployed_amax_is_a_fixed_point(e4m3_max: int) -> None:
+    amax = (torch.arange(2**23, dtype=torch.int32) | 0x3F800000).view(torch.float32)  # [1, 2); other binades alike
+    once = deployed_amax(amax, e4m3_max)
+    assert (once.view(torch.int32) - amax.view(torch.int32)).abs().max() == 1
+    assert torch.equal(global_scale(once, e4m3_max), global_scale(amax, e4m3_max))
+    assert torch.equal(deployed_amax(once, e4m3_max), once)
+
+
+@pytest.mark.parametrize("e4m3_max", [448, 256])
+def test_torch_and_numpy_agree_in_every_binade(e4m3_max: int) -> None:
+    bits = np.random.default_rng(0).integers(1, 0x7F800000, 2000, dtype=np.uint32)
+    for amax in bits.view(np.float32):
+        with np.errstate(over="ignore"):
+            scale = global_scale(amax, e4m3_max)
+            back = global_amax(scale, e4m3_max)
+        assert isinstance(scale, np.float32)
+        assert isinstance(back, np.float32)
+        assert scale == global_scale(torch.tensor(amax), e4m3_max).item() == np.float32(amax / np.float32(6 * e4m3_max))
+        assert back == global_amax(torch.tensor(scale), e4m3_max).item()
