@@ -8,8 +8,12 @@
 A cache holds tensors and nothing else: no handle, no workspace, no state that a call changes. Threads, streams and CUDA
 graphs may share one. As with any tensor, leave it only when streams other than the one it was made on are done.
 
-A linear weight [N, K] is packed along K, a convolution's [O, I, KH, KW] as [O, KH, KW, I] along I: what the product
-contracts. The bias is kept in float32, in which kernels add it.
+A linear weight [N, K] is packed along K, a convolution's [O, I, KH, KW] as [O, KH, KW, I] along I: the contraction
+axis. The bias is kept in float32, in which kernels add it.
+
+**Frozen.** `fp4_quantize(..., frozen=True)` or `cache.freeze()` declares that the packed weight is never written again.
+A small-M GEMM (GEMV) may then read it while the kernel before it is still running (programmatic dependent launch,
+`plugins.runtime.pdl`). Without that declaration every kernel starts in stream order.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from fp4deploy.plugins.gemm.operands import InputAmax, output_dtype, pack, refus
 from fp4deploy.plugins.gemm.reference import Output
 from fp4deploy.plugins.gemm.scaled_mm import packed_matmul
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+from fp4deploy.plugins.runtime import pdl
 
 HELD = ("weight", "bias", "swizzled")
 
@@ -38,7 +43,8 @@ class FP4WeightCache:
 
     weight: [N, K] or [O, KH, KW, I].
     bias: float32 [N] or None.
-    swizzled: a linear weight's scales in the 128x4 layout, on GPUs where torch's product wants them; else None.
+    swizzled: a linear weight's scales in the 128x4 layout, on GPUs where torch's `scaled_mm` wants them; else None.
+    frozen: codes and scales of the weight are never written again; see `freeze`.
 
     Raises:
         InputError: parts that do not fit; anything after the cache was released.
@@ -53,9 +59,12 @@ class FP4WeightCache:
     weight: Nvfp4Tensor
     bias: torch.Tensor | None
     swizzled: torch.Tensor | None = field(init=False)
+    frozen: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check(self.weight, self.bias)
+        if self.frozen:
+            pdl.freeze(self.weight)
         device = self.weight.codes.device
         native = len(self.weight.shape) == 2 and scaled_mm.why_unavailable(device) is None
         object.__setattr__(self, "swizzled", swizzle_scales(self.weight.scales) if native else None)
@@ -79,6 +88,17 @@ class FP4WeightCache:
             return "FP4WeightCache(released)"
         weight = self.weight
         return f"FP4WeightCache({tuple(weight.shape)}, {self.nbytes} bytes, {weight.codes.device})"
+
+    def freeze(self) -> FP4WeightCache:
+        """Declare that codes and scales are never written again, and return this cache.
+
+        Small-M GEMMs then start as secondary kernels (programmatic dependent launch): they read the weight before the
+        kernel in front of them in the stream has finished. Whoever writes into a frozen weight gets wrong results.
+        The bias and the activations may change at any time.
+        """
+        pdl.freeze(self.weight)
+        object.__setattr__(self, "frozen", True)
+        return self
 
     def release(self) -> None:
         """Let go of the tensors, as leaving the context does; more than once does no harm."""
@@ -168,13 +188,13 @@ class FP4WeightCache:
         return matmul(x, weight, bias, relu)
 
     def to(self, device: torch.device | str) -> FP4WeightCache:
-        """This cache, or a copy of it where it lies elsewhere."""
+        """This cache, or a copy on another device, frozen if this one is."""
         weight, bias = self.weight, self.bias
         codes = weight.codes.to(device)
         if codes.device == weight.codes.device:
             return self
         moved = Nvfp4Tensor(codes, weight.scales.to(device), weight.amax.to(device), weight.shape, weight.e4m3_max)
-        return FP4WeightCache(moved, None if bias is None else bias.to(device))
+        return FP4WeightCache(moved, None if bias is None else bias.to(device), frozen=self.frozen)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight as the products see it, [N, K], or [O, I, KH, KW] (channels_last)."""
@@ -209,7 +229,11 @@ class FP4WeightCache:
 
 
 def fp4_quantize(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, four_over_six: FourOverSix | None = None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    four_over_six: FourOverSix | None = None,
+    *,
+    frozen: bool = False,
 ) -> FP4WeightCache:
     """Pack the weight of a linear layer or convolution, on a GPU by a kernel; parameters may be given (no gradient).
 
@@ -217,6 +241,7 @@ def fp4_quantize(
         weight: [N, K] or [O, I, KH, KW], any float dtype, any strides.
         bias: [N] on the same device.
         four_over_six: let each block choose between mapping its amax to 6 and to 4: a smaller error, no other cost.
+        frozen: the packed weight is never written again (`FP4WeightCache.freeze`); for inference with few rows.
 
     Raises:
         InputError: other shapes or dtypes.
@@ -229,7 +254,8 @@ def fp4_quantize(
         raise InputError(f"The weight is {kind}; a floating-point [N, K] or [O, I, KH, KW] can be packed.")
     check_bias(bias, weight.shape[0])
     packed = quantize_nvfp4(weight.detach(), four_over_six=four_over_six, axis=1)
-    return FP4WeightCache(packed, None if bias is None else bias.detach().to(torch.float32).contiguous())
+    held = None if bias is None else bias.detach().to(torch.float32).contiguous()
+    return FP4WeightCache(packed, held, frozen=frozen)
 
 
 def _check(weight: Nvfp4Tensor, bias: torch.Tensor | None) -> None:

@@ -1,32 +1,33 @@
-"""Launches that begin before the kernel in front has ended: its last blocks and the first reads of a weight overlap.
+"""Programmatic dependent launch (PDL): a kernel starts while the kernel before it in the stream is still running.
 
-A product of a few rows is over in some ten microseconds, and for one or two of them the GPU is idle: the last blocks of
-a kernel end, the first of the next begin and wait for memory. With the launch attribute "programmatic stream
-serialization" a kernel begins earlier and waits for the one in front by an instruction, `griddepcontrol.wait`.
-`gemv_tma.cu` reads **codes and scales before** that instruction; activations, amax and bias are read, and the
-output is written, **after** it.
+A small-M GEMM takes some ten microseconds, and one or two of them are lost between two kernels: the last thread blocks
+of one kernel (the primary) finish, the first blocks of the next one (the secondary) start and wait for memory. With the
+launch attribute `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION` the secondary kernel starts early, and the PTX
+instruction `griddepcontrol.wait` makes it wait until the primary has finished. `gemv_tma.cu` reads **codes and scales
+of the weight before** that instruction. Activations, amax and bias are read, and the output is written, **after** it.
 
-**When that is allowed.** Codes and scales must be complete without waiting for the kernel in front. They are if a
-launch in order on the same stream has used this weight before: what wrote them had ended when it began, and kernels of
-a stream begin one after the other. So the first launch with a weight on a stream is one in order, and so is every one
+**Opt-in.** Reading a weight before the primary kernel has finished is correct only if nothing before it in the stream
+can still be writing the weight. Launches are therefore in stream order, unless the weight was declared constant with
+`freeze` (users call `FP4WeightCache.freeze`). A launch with a frozen weight is a secondary kernel, except
 
-- after codes or scales were changed: they have another address, or another of torch's counts (`Tensor._version`);
-- with inference tensors, which have no such count;
-- while a CUDA graph is captured, where nothing runs yet.
+- the first one on each stream: the kernels that packed or copied the weight may still run; from the second one on they
+  have finished, because a launch in stream order lies between;
+- while a CUDA graph is captured, where nothing runs yet;
+- after torch changed codes or scales all the same (another address, or another `Tensor._version`): the weight is no
+  longer frozen then. This finds some mistakes, not all: a write through `tensor.data`, by a replayed graph or by
+  another library changes neither.
 
-A weight that was freed is no danger: another one in its place is another `Nvfp4Tensor` and begins in order. What torch
-does not count is for the caller to tell, by `forget`: writing into codes or scales by `tensor.data`, by a replayed
-graph, by a collective of torch.distributed, by kernels of one's own.
+**Why a chain of secondary kernels is safe.** A kernel writes only after its wait, and then all kernels launched before
+it have finished, because each of them waited for the one before. So no output overwrites what an earlier kernel still
+reads, and torch may reuse memory as usual. A kernel allows the next one to start (`griddepcontrol.launch_dependents`)
+only after its own wait: while the next one reads its weight, only this one still runs, and it writes nothing but its
+output. Kernels launched without the attribute wait for all earlier ones as always.
 
-**Why chains are safe.** A kernel writes after its wait: all that were launched before it have ended then, because each
-has waited for the one in front of it. So no output overtakes a reader, and memory that torch hands on is free. A kernel
-lets the next one in only after its own wait: what still runs while the next one reads its weight is this one alone,
-which writes nothing but its output. Kernels of others behind it wait for all of it, as ever.
+**Why not through pycuda.** pycuda launches without attributes, cannot pass a parameter that is aligned to 64 bytes (a
+tensor map), and does not expose the function handle. So the same machine code is loaded a second time into the same
+context, through ctypes. Such a launch takes torch's stream as it is, without the forked stream of `runtime.context`.
 
-pycuda launches without attributes, lays out parameters itself, which it cannot for those that are aligned to 64 bytes,
-and does not give the handle of a function that the driver would want. So the same machine code is loaded once more,
-through ctypes, into the same context; a launch needs no fork (see `runtime.context`), because the driver
-takes torch's stream as it is.
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, `griddepcontrol`.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from fp4deploy.plugins.runtime.context import library, raw_stream
 from fp4deploy.plugins.runtime.launch import Kernel, refuse_capture
 from fp4deploy.plugins.runtime.nvcc import KernelError
 
-enabled = True  # False launches everything in order, to compare
+enabled = True  # False: every launch in stream order, for comparisons
 _SERIALIZATION, _DYNAMIC_SHARED, _CARVEOUT = 6, 8, 9  # of CUlaunchAttributeID and CUfunction_attribute
-State = tuple[int, int, int, int]
+State = tuple[int, int | None, int, int | None]
 
 
 class _Attribute(ctypes.Structure):
@@ -64,7 +65,7 @@ class _Config(ctypes.Structure):
 
 @dataclass
 class _Record:
-    """The streams on which a weight in this state was used by a launch in order."""
+    """A frozen weight as it was when it was frozen, and the streams that have had a launch in stream order with it."""
 
     weight: weakref.ref[Nvfp4Tensor]
     state: State
@@ -72,58 +73,57 @@ class _Record:
 
 
 _functions: dict[Kernel, ctypes.c_void_p] = {}
-_records: dict[int, _Record] = {}  # by id of the weight
+_records: dict[int, _Record] = {}  # frozen weights, by id
+
+
+def freeze(weight: Nvfp4Tensor) -> None:
+    """Declare that codes and scales of `weight` are never written again: launches may read them early from now on.
+
+    It holds as long as the object lives; what is freed is forgotten.
+    """
+    if _record(weight) is None:
+        key = id(weight)
+        reference = weakref.ref(weight, lambda _: _records.pop(key, None))
+        _records[key] = _Record(reference, _state(weight))
 
 
 def launch(
     kernel: Kernel, code: Callable[[], bytes], weight: Nvfp4Tensor, grid: int, block: int, args: tuple, shared: int
 ) -> None:
-    """Launch a kernel behind the one in front where `weight` is known to be complete, else in order.
+    """Launch as a secondary kernel if `weight` is frozen and known to be complete, else in stream order.
 
-    code: gives the kernel's machine code, for the second loading.
+    code: returns the kernel's machine code, for the second loading.
 
     Raises:
         TypeError: the arguments do not fit the signature, or a tensor lies on another device.
-        KernelError: the driver does not load the code, refuses the launch, or reports the failure of an earlier kernel;
-            or a CUDA graph is being captured and the kernel was not loaded before.
+        KernelError: the driver refuses the code or the launch, or reports the failure of an earlier kernel; or a CUDA
+            graph is being captured and the kernel was not loaded before.
     """
-    if kernel not in _functions:  # already now, because loading may wait for the GPU
+    if kernel not in _functions:  # before the first launch, because loading may synchronise with the GPU
         refuse_capture(kernel.device, kernel.label)
         _functions[kernel] = _load(kernel, code(), shared)
     stream = raw_stream(kernel.device)
     record = _record(weight) if enabled and not _capturing(kernel.device) else None
-    known = record is not None and stream in record.streams
-    _submit(kernel, _config(grid, block, shared, stream, known), kernel.arguments(args))
+    secondary = record is not None and stream in record.streams
+    _submit(kernel, _config(grid, block, shared, stream, secondary), kernel.arguments(args))
     if record is not None:
         record.streams.add(stream)
-        _records[id(weight)] = record
-
-
-def forget(weight: Nvfp4Tensor) -> None:
-    """Launch in order next: codes or scales were written where torch does not count it."""
-    _records.pop(id(weight), None)
 
 
 def _record(weight: Nvfp4Tensor) -> _Record | None:
-    """Of the weight as it is, a new one after a change; None where changes are not counted."""
-    state, record = _state(weight), _records.get(id(weight))
-    if state is None:
-        return None
-    if record is not None and record.weight() is weight and record.state == state:
-        return record
-    return _Record(_until_freed(weight), state)
+    """That of a frozen weight; None where it is not frozen or, as far as torch knows, was changed since."""
+    record = _records.get(id(weight))
+    return record if record is not None and record.weight() is weight and record.state == _state(weight) else None
 
 
-def _until_freed(weight: Nvfp4Tensor) -> weakref.ref[Nvfp4Tensor]:
-    key = id(weight)
-    return weakref.ref(weight, lambda _: _records.pop(key, None))
-
-
-def _state(weight: Nvfp4Tensor) -> State | None:
+def _state(weight: Nvfp4Tensor) -> State:
     codes, scales = weight.codes, weight.scales
-    if codes.is_inference() or scales.is_inference():
-        return None
-    return codes.data_ptr(), codes._version, scales.data_ptr(), scales._version
+    return codes.data_ptr(), _version(codes), scales.data_ptr(), _version(scales)
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """torch's count of writes; inference tensors have none."""
+    return None if x.is_inference() else x._version
 
 
 def _capturing(device: int) -> bool:
@@ -148,7 +148,7 @@ def _load(kernel: Kernel, code: bytes, shared: int) -> ctypes.c_void_p:
 
 
 def _submit(kernel: Kernel, config: _Config, buffer: bytes) -> None:
-    """Each parameter is handed over by itself: where a GPU wants it is for the driver to know."""
+    """Parameters are passed one by one, so that the driver decides on their layout."""
     content, places = _room(kernel, len(buffer), threading.get_ident())
     content.raw = buffer
     kernel.gpu.context.push()
@@ -161,16 +161,19 @@ def _submit(kernel: Kernel, config: _Config, buffer: bytes) -> None:
 
 @lru_cache(4096)
 def _room(kernel: Kernel, size: int, thread: int) -> tuple[Any, Any]:
-    """Where a thread puts the parameters of a kernel, and the places of each; the driver copies them."""
+    """A buffer for the parameters of a kernel, one for each host thread, and the address of each parameter.
+
+    The driver copies them during the launch.
+    """
     content = ctypes.create_string_buffer(size)
     first = ctypes.addressof(content)
     return content, (ctypes.c_void_p * len(kernel.offsets))(*(first + at for at in kernel.offsets))
 
 
 @lru_cache(4096)
-def _config(grid: int, block: int, shared: int, stream: int, behind: bool) -> _Config:
+def _config(grid: int, block: int, shared: int, stream: int, secondary: bool) -> _Config:
     attributes = (_Attribute * 1)(_Attribute(id=_SERIALIZATION, value=1))
-    return _Config((grid, 1, 1), (block, 1, 1), shared, stream, attributes, int(behind))
+    return _Config((grid, 1, 1), (block, 1, 1), shared, stream, attributes, int(secondary))
 
 
 def _check(result: int, what: str) -> None:

@@ -1,8 +1,8 @@
-// What `sm90.cuh` has, on the host: gemv_tma.cu runs as one thread of C++ for each thread of CUDA.
+// The functions of `sm90.cuh` on the host: gemv_tma.cu runs as one C++ thread for each CUDA thread.
 //
-// Shared memory begins as NaN. Copies of the copy engine come late and in any order, by a thread of their own for each
-// block. What hardware would not forgive ends the process with a message: a copy that is not aligned, that leaves its
-// tensor or its ring, too many arrivals, a word to a block that has ended, a wait without end.
+// Shared memory begins as NaN. TMA copies complete late and in any order, made by a thread of their own for each block.
+// Undefined behaviour of the hardware ends the process with a message: a copy that is not aligned or leaves its tensor or
+// its ring, too many arrivals at an mbarrier, an access to a block that has ended, a deadlock.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,25 +48,25 @@ inline thread_local Index threadIdx, blockIdx;
     abort();
 }
 
-constexpr int MULTIPLYING = 128 * TEAMS, ALL = MULTIPLYING + 32, MEMORY = 232448;
+constexpr int CONSUMER_THREADS = 128 * CONSUMERS, ALL = CONSUMER_THREADS + 32, MEMORY = 232448;
 struct Phases { int count = 0, pending = 0; long expected = 0; uint32_t parity = 0; };
 struct Warp { std::barrier<> meeting{32}; uint32_t operands[32][6]; };
 struct Block {
     alignas(1024) uint8_t memory[MEMORY];
-    std::barrier<> everyone{ALL}, multiplying{MULTIPLYING};
+    std::barrier<> everyone{ALL}, multiplying{CONSUMER_THREADS};
     Warp warps[ALL / 32];
     Phases phases[MEMORY / 8];
     std::mutex mutex;
     std::condition_variable changed, work;
     std::vector<std::function<void()>> copies;
-    std::atomic<int> running{MULTIPLYING};
+    std::atomic<int> running{CONSUMER_THREADS};
     bool over = false;
-    std::thread engine;
+    std::thread tma;
 
     void arrived(uint32_t bar, int threads, long bytes) {  // with the lock held
         Phases& at = phases[bar / 8];
         at.expected += bytes;
-        if ((at.pending -= threads) < 0) fail("more arrive than a barrier was opened for");
+        if ((at.pending -= threads) < 0) fail("more arrivals than the mbarrier was initialised for");
         if (at.pending == 0 && at.expected == 0) {
             at.parity ^= 1, at.pending = at.count;
             changed.notify_all();
@@ -98,9 +98,9 @@ struct Block {
 inline std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs
 inline std::unique_ptr<std::barrier<>> opening;  // of the whole cluster
 inline thread_local Block* here;
-inline thread_local bool waited;  // for the kernel in front
+inline thread_local bool waited;  // for the primary kernel
 inline const uint8_t *firsts[3], *lasts[3];  // x, codes, scales
-inline uint32_t rings_end;
+inline uint32_t ring_end;
 
 inline Warp& warp_of_this() { return here->warps[threadIdx.x / 32]; }
 inline void __syncthreads() { here->everyone.arrive_and_wait(); }
@@ -115,7 +115,7 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 
 inline void check_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t unit) {
     if (to % unit || bytes % unit || bytes == 0 || (size_t)from % unit) fail("a copy is not aligned");
-    if (to + bytes > rings_end) fail("a copy leaves the rings");
+    if (to + bytes > ring_end) fail("a copy leaves the ring");
     for (int i = 0; i < 3; ++i)
         if ((const uint8_t*)from >= firsts[i] && (const uint8_t*)from + bytes <= lasts[i]) return;
     fail("a copy leaves its tensor");
@@ -129,22 +129,22 @@ inline void fetch_into(Block* block, uint32_t to, const void* from, uint32_t byt
         block->arrived(bar, 0, -(long)bytes);
     });
 }
-inline void fetch_run(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
+inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     fetch_into(here, to, from, bytes, bar);
 }
-// In words: 0 or 1 for codes or scales, bytes of a row, rows, bytes and rows of a box, boxes beside each other.
+// In words: 0 or 1 for codes or scales, bytes of a row, rows, bytes and rows of a box, adjacent boxes.
 struct TensorMap {
     uint64_t words[16];
 };
-inline void expect_map(const TensorMap&) {}
+inline void prefetch_tensor_map(const TensorMap&) {}
 // The driver's swizzle: the number of a 16-byte word, modulo those of a row, is changed by that of the 128 bytes it lies in.
 inline uint32_t swizzled(uint32_t at, uint32_t width) { return at ^ (at >> 7 & (width / 16 - 1)) << 4; }
-inline void fetch_box(uint32_t to, const TensorMap& map, int column, int row, uint32_t bar) {
+inline void tma_load_box(uint32_t to, const TensorMap& map, int column, int row, uint32_t bar) {
     const auto [which, pitch, rows, width, height] = std::array{
         map.words[0], map.words[1], map.words[2], map.words[3], map.words[4]};
     const uint32_t bytes = width * height;
     if (to % (8 * width) || column % 16) fail("a box is not aligned");
-    if (to + bytes > rings_end) fail("a copy leaves the ring");
+    if (to + bytes > ring_end) fail("a copy leaves the ring");
     here->later([=, block = here] {
         if (block->running == 0) fail("a copy into a block that has ended");
         for (uint32_t i = 0; i < bytes; ++i) {
@@ -155,52 +155,52 @@ inline void fetch_box(uint32_t to, const TensorMap& map, int column, int row, ui
         block->arrived(bar, 0, -(long)bytes);
     });
 }
-inline void fetch_boxes(uint32_t to, const TensorMap& map, int first, int row, uint32_t bar) {
+inline void tma_load_boxes(uint32_t to, const TensorMap& map, int first, int row, uint32_t bar) {
     const int width = map.words[3], bytes = width * map.words[4];
-    for (int i = 0; i < (int)map.words[5]; ++i) fetch_box(to + i * bytes, map, (first + i) * width, row, bar);
+    for (int i = 0; i < (int)map.words[5]; ++i) tma_load_box(to + i * bytes, map, (first + i) * width, row, bar);
 }
 template <int BLOCKS>
-void fetch_run_for_all(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
+void bulk_copy_multicast(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     for (auto& block : blocks) fetch_into(block.get(), to, from, bytes, bar);
 }
-inline void open_barrier(uint32_t bar, int count) {
-    if (bar % 8 || bar < rings_end) fail("a barrier inside a ring");
+inline void mbarrier_init(uint32_t bar, int count) {
+    if (bar % 8 || bar < ring_end) fail("an mbarrier inside the ring");
     here->phases[bar / 8] = {count, count, 0, 0};
 }
-inline void barriers_are_open() {}
-inline void arrive_expecting(uint32_t bar, uint32_t bytes) {
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
     std::lock_guard<std::mutex> lock(here->mutex);
     here->arrived(bar, 1, bytes);
 }
-inline void arrive(uint32_t bar) { arrive_expecting(bar, 0); }
-inline void arrive_at(uint32_t bar, int block) {
+inline void mbarrier_arrive(uint32_t bar) { mbarrier_arrive_expect_tx(bar, 0); }
+inline void mbarrier_arrive_remote(uint32_t bar, int block) {
     std::lock_guard<std::mutex> lock(blocks[block]->mutex);
-    if (blocks[block]->running == 0) fail("a word to a block that has ended");
+    if (blocks[block]->running == 0) fail("an arrival at a block that has ended");
     blocks[block]->arrived(bar, 1, 0);
 }
-inline void wait(uint32_t bar, uint32_t parity) {
+inline void mbarrier_wait(uint32_t bar, uint32_t parity) {
     std::unique_lock<std::mutex> lock(here->mutex);
     auto over = [&] { return here->phases[bar / 8].parity != parity; };
-    if (!here->changed.wait_for(lock, std::chrono::seconds(60), over)) fail("a wait without end");
+    if (!here->changed.wait_for(lock, std::chrono::seconds(60), over)) fail("a deadlock at an mbarrier");
 }
-inline bool elected() {
+inline bool elect_one() {
     __syncwarp();
     return threadIdx.x % 32 == 0;
 }
-inline int uniform(int value) { return value; }
+inline int warp_uniform(int value) { return value; }
 template <int COUNT>
-void meet() {
-    static_assert(COUNT == MULTIPLYING);
+void named_barrier_sync() {
+    static_assert(COUNT == CONSUMER_THREADS);
     here->multiplying.arrive_and_wait();
 }
-inline void meet_cluster() { opening->arrive_and_wait(); }
+inline void cluster_sync() { opening->arrive_and_wait(); }
 
-inline void wait_for_kernel_in_front() { waited = true; }
-inline void let_next_kernel_in() {
-    if (!waited) fail("the next kernel comes in before the one in front has ended");
+inline void wait_for_primary_kernel() { waited = true; }
+inline void launch_dependents() {
+    if (!waited) fail("the secondary kernel starts before the primary one has finished");
 }
 
-inline float read_ahead(const float* from) {
+inline float load_early(const float* from) {
     if (!waited) fail("a number is read too early");
     return *from;
 }
@@ -210,7 +210,7 @@ inline float value_of_e4m3(int code) {
     const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
     return code & 128 ? -size : size;
 }
-inline uint32_t halves_of_e4m3(uint32_t bytes) {
+inline uint32_t half2_of_e4m3x2(uint32_t bytes) {
     const __half2 pair = __floats2half2_rn(value_of_e4m3(bytes & 255), value_of_e4m3(bytes >> 8 & 255));
     uint32_t found;
     memcpy(&found, &pair, 4);
@@ -225,7 +225,7 @@ float half_of(uint32_t pair, int which) {
 }
 // The operands of a tensor core lie in the threads of a warp as the PTX manual says for m16n8k16.
 template <typename T>
-void multiply(
+void mma(
     float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, T*) {
     Warp& warp = warp_of_this();
     const int lane = threadIdx.x % 32;
@@ -252,15 +252,15 @@ void run_grid(int grid, int cluster, Kernel kernel) {
         for (int i = 0; i < cluster; ++i) {
             blocks.push_back(std::make_unique<Block>());
             memset(blocks[i]->memory, 0x7F, MEMORY);
-            blocks[i]->engine = std::thread(&Block::copy_until_over, blocks[i].get(), first + i + 1);
+            blocks[i]->tma = std::thread(&Block::copy_until_over, blocks[i].get(), first + i + 1);
         }
         for (int i = 0; i < cluster * ALL; ++i)
             threads.emplace_back([=] {
                 here = blocks[i / ALL].get();
                 threadIdx.x = i % ALL, blockIdx.x = first + i / ALL;
                 kernel();
-                if (threadIdx.x < MULTIPLYING && !waited) fail("the output is written too early");
-                if (threadIdx.x < MULTIPLYING) --here->running;
+                if (threadIdx.x < CONSUMER_THREADS && !waited) fail("the output is written too early");
+                if (threadIdx.x < CONSUMER_THREADS) --here->running;
             });
         for (auto& thread : threads) thread.join();
         for (auto& block : blocks) {
@@ -269,8 +269,8 @@ void run_grid(int grid, int cluster, Kernel kernel) {
                 block->over = true;
             }
             block->work.notify_all();
-            block->engine.join();
-            if (!block->copies.empty()) fail("copies come behind the end");
+            block->tma.join();
+            if (!block->copies.empty()) fail("copies complete after the end of the kernel");
         }
         blocks.clear();
     }

@@ -1,67 +1,46 @@
-"""How products of a few rows are divided: every part of the weight once, within what the kernel and a GPU take."""
+"""How a small-M GEMM is divided: every part of the weight once, within the limits of the kernel and of the GPU."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from fp4deploy.plugins.gemm.gemv import PIECE, Variant, variant
+from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.plugins.gemm import gemv
+from fp4deploy.plugins.gemm.gemv import Variant, variant
 
-OLDER = {"A100": (108, 166_912, 80), "L40": (142, 101_376, 89)}
-NEWER = {
+GPUS = {
     "H200": (132, 232_448, 90),
     "B200": (148, 232_448, 100),
     "SM110": (20, 232_448, 110),
     "SM120": (188, 101_376, 120),
     "SM121": (48, 101_376, 121),
 }
-SIZES = [(1, 128), (40, 128), (200, 1152), (1024, 1024), (4096, 4096), (8192, 8192), (8200, 8832), (128_256, 4096)]
+SIZES = [(1, 256), (40, 256), (200, 1280), (1024, 1024), (4096, 4096), (8192, 8192), (8200, 8960), (128_256, 4096)]
 SIZES += [(8192, 28672), (28672, 8192)]
 ROWS = [1, 2, 8, 9, 16]
 
 
 def divided(rows: int, outputs: int, k: int, gpu: str) -> Variant:
-    return variant(rows, outputs, k, *(OLDER | NEWER)[gpu])
+    return variant(rows, outputs, k, *GPUS[gpu])
 
 
-@pytest.mark.parametrize("gpu", OLDER)
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "k"), SIZES)
-def test_weight_only_takes_it(rows: int, outputs: int, k: int, gpu: str) -> None:
-    _, shared, _ = OLDER[gpu]
+def test_a_variant_fits_the_kernel_and_the_gpu(rows: int, outputs: int, k: int, gpu: str) -> None:
+    """What gemv_tma.cu asserts; each consumer group has a stage that is filled while it reads another."""
+    processors, shared, capability = GPUS[gpu]
     found = divided(rows, outputs, k, gpu)
     macros = found.macros
-    assert found.name == "weight_only"
-    assert rows <= macros["ROWS"]
-    assert found.threads == 32 * macros["WARPS"]
-    assert found.outputs == 16 * macros["BANDS"] * macros["WARPS"] // macros["SPLIT"]
-    assert macros["WARPS"] % macros["SPLIT"] == 0
-    assert found.threads % (16 * macros["ROWS"]) == 0
-    assert k % (PIECE * macros["DEPTH"]) == 0
-    assert found.room is not None
-    assert found.room >= macros["SPLIT"]
-    assert found.room % macros["SPLIT"] == 0
-    ring = macros["STAGES"] * macros["WARPS"] * 1152 * macros["BANDS"] * macros["DEPTH"]
-    assert found.shared == ring + found.room * macros["DEPTH"] * 256 * macros["ROWS"] <= shared
-    assert (found.grid(outputs) - 1) * found.outputs < outputs <= found.grid(outputs) * found.outputs
-
-
-@pytest.mark.parametrize("gpu", NEWER)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("outputs", "k"), [size for size in SIZES if size[1] % 256 == 0])
-def test_gemv_tma_takes_it(rows: int, outputs: int, k: int, gpu: str) -> None:
-    """What gemv_tma.cu asserts and asks for; each team has a stage that is filled while it reads another."""
-    processors, shared, capability = NEWER[gpu]
-    found = divided(rows, outputs, k, gpu)
-    macros = found.macros
-    held, share, teams, stages, cluster = (macros[name] for name in ("ROWS", "OUTPUTS", "TEAMS", "STAGES", "CLUSTER"))
-    assert found.name == "gemv_tma"
-    assert found.room is None
+    held, share, stages, cluster = (macros[name] for name in ("ROWS", "OUTPUTS", "STAGES", "CLUSTER"))
+    consumers = macros["CONSUMERS"]
     assert rows <= held
     assert found.outputs == share
     assert share in (16, 32, 64)
-    assert stages >= 2 * teams > 0
-    assert stages % teams == 0
-    assert found.threads == 32 * (4 * teams + 1)
+    assert stages >= 2 * consumers > 0
+    assert stages % consumers == 0
+    assert found.threads == 32 * (4 * consumers + 1)
     slot = -(-(288 * share + 1040 * held) // 1024) * 1024
     assert found.shared == stages * (slot + 16) <= shared
     grid = found.grid(outputs)
@@ -74,21 +53,40 @@ def test_gemv_tma_takes_it(rows: int, outputs: int, k: int, gpu: str) -> None:
         assert grid * share < outputs + 2 * share
 
 
-@pytest.mark.parametrize("gpu", NEWER)
-@pytest.mark.parametrize("rows", ROWS)
-def test_rows_of_scales_that_are_not_aligned(rows: int, gpu: str) -> None:
-    for outputs, k in SIZES:
-        assert divided(rows, outputs, k, gpu).name == ("weight_only" if k % 256 else "gemv_tma")
+@pytest.mark.parametrize(
+    ("capability", "driver", "rows", "k", "expected"),
+    [
+        (90, True, 16, 1024, True),
+        (121, True, 1, 256, True),
+        (90, True, 17, 1024, False),
+        (90, True, 16, 1152, False),  # 72 bytes of scales a row, not a multiple of TMA's 16
+        (89, True, 16, 1024, False),
+        (80, True, 1, 1024, False),
+        (90, False, 16, 1024, False),  # a driver before CUDA 12.0 encodes no tensor maps
+    ],
+)
+def test_which_gemms_it_takes(
+    capability: int, driver: bool, rows: int, k: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything else runs the Triton kernel."""
+    monkeypatch.setattr(gemv, "_resources", lambda _: (132, 232_448, capability))
+    monkeypatch.setattr(gemv, "library", lambda: object() if driver else None)
+    monkeypatch.setattr(gemv.cuda_launch, "available", lambda _: True)
+    gemv._has_tma.cache_clear()
+    weight = quantize_nvfp4(torch.zeros(8, k))
+    assert gemv.takes(torch.zeros(rows, k, dtype=torch.float16), weight) == expected
+    assert not gemv.takes(torch.zeros(rows, 2 * k, dtype=torch.float16)[:, ::2], weight)
+    gemv._has_tma.cache_clear()
 
 
 def test_what_was_measured_is_what_an_h200_runs() -> None:
     for rows, stages, cluster in ((1, 9, 1), (8, 6, 2), (16, 6, 2)):
         macros = divided(rows, 8192, 8192, "H200").macros
-        assert macros == {"ROWS": rows, "OUTPUTS": 64, "TEAMS": 3, "STAGES": stages, "CLUSTER": cluster}
+        assert macros == {"ROWS": rows, "OUTPUTS": 64, "CONSUMERS": 3, "STAGES": stages, "CLUSTER": cluster}
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
-def test_a_square_weight_keeps_an_h200_busy_in_one_turn(rows: int) -> None:
+def test_a_square_weight_keeps_an_h200_busy_in_one_wave(rows: int) -> None:
     for size in (4096, 8192):
         assert 120 <= divided(rows, size, size, "H200").grid(size) <= 132
 
@@ -104,10 +102,4 @@ def test_less_shared_memory_means_fewer_stages() -> None:
         wide, lean = (divided(rows, 8192, 8192, gpu) for gpu in ("B200", "SM120"))
         assert lean.shared <= 101_376 < wide.shared
         assert lean.macros["STAGES"] < wide.macros["STAGES"]
-        assert lean.macros["TEAMS"] < wide.macros["TEAMS"]
-
-
-def test_activations_that_do_not_fit_are_read_in_parts() -> None:
-    room = divided(16, 8192, 28672, "A100").room
-    assert room is not None
-    assert room * PIECE < 28672
+        assert lean.macros["CONSUMERS"] < wide.macros["CONSUMERS"]

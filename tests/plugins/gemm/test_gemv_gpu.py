@@ -1,8 +1,7 @@
-"""Weight-only products of a few rows on a GPU, by the kernel of this GPU and by the one for older ones."""
+"""Weight-only small-M GEMM (GEMV) on a GPU: `gemv_tma.cu`, and the Triton kernel that runs where it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,35 +19,26 @@ from tests.plugins.gemm.threads import together
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not aot.available() or not available(),
-        reason="no NVIDIA GPU that kernels run on",
+        not torch.cuda.is_available()
+        or not aot.available()
+        or not available()
+        or torch.cuda.get_device_capability() < (9, 0),
+        reason="no NVIDIA GPU of SM90 or newer that kernels run on",
     ),
 ]
 HALF, BFLOAT = torch.float16, torch.bfloat16
 LIMITS = {HALF: 1e-3, BFLOAT: 4e-3}
 ROWS = (1, 2, 8, 9, 13, 16)
-# Tails of N; K that ends inside a stage, K of less than one, K that is a multiple of 128 only.
-SHAPES = ((1, 256), (72, 8192 + 768), (1000, 1536 + 256), (4096, 4096), (8200, 1280), (200, 1152), (8200, 8192 + 768))
+# Tails of N; K that ends inside a K tile, K of less than one.
+SHAPES = ((1, 256), (72, 8192 + 768), (1000, 1536 + 256), (4096, 4096), (8200, 1280), (200, 1280), (8200, 8192 + 768))
 LONG = 50_000_000  # cycles: about 30 ms
-KERNELS = ("of this GPU", "of older ones")
-
-
-@pytest.fixture(params=KERNELS)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kernel that products of a few rows run."""
-    processors, shared, capability = gemv._resources(0)
-    chosen = capability if request.param == KERNELS[0] else 80
-    monkeypatch.setattr(gemv, "_resources", lambda _: (processors, shared, chosen))
-    gemv._chosen.cache_clear()
-    yield gemv._chosen(16, 128, 256, 0).name
-    gemv._chosen.cache_clear()
 
 
 def weight_of(n: int, k: int) -> Nvfp4Tensor:
     return quantize_nvfp4(randn(n, k, seed=n + k))
 
 
-def product(x: torch.Tensor, weight: Nvfp4Tensor, bias: Any = None, relu: bool = False) -> torch.Tensor:
+def gemv_of(x: torch.Tensor, weight: Nvfp4Tensor, bias: Any = None, relu: bool = False) -> torch.Tensor:
     assert gemv.takes(x, weight)
     found = dispatch.matmul(x, weight, bias, relu)
     assert isinstance(found, torch.Tensor)
@@ -59,46 +49,39 @@ def right(x: torch.Tensor, weight: Nvfp4Tensor, bias: Any = None, relu: bool = F
     return matmul_reference(x, weight, bias, relu, torch.float64, accumulate=torch.float64)
 
 
-def test_which_kernel_runs(kernel: str, request: pytest.FixtureRequest) -> None:
-    newer = gemv._resources(0)[2] >= gemv.STREAMS
-    assert kernel == ("gemv_tma" if newer else "weight_only")
-    if KERNELS[1] in request.node.name:
-        assert kernel == "weight_only"
-
-
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=["half", "bfloat"])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_near_float64_and_the_same_bytes_twice(n: int, k: int, dtype: torch.dtype, kernel: str) -> None:
+def test_near_float64_and_the_same_bytes_twice(n: int, k: int, dtype: torch.dtype) -> None:
     weight, bias, every = weight_of(n, k), randn(n, seed=2), randn(16, k, dtype=dtype)
     for rows in ROWS:
         x = every[:rows]
         for options in ((None, False), (bias, True)):
             poison()
-            y = product(x, weight, *options)
+            y = gemv_of(x, weight, *options)
             close(y, right(x, weight, *options), LIMITS[dtype])
             assert y.dtype == dtype
             poison()
-            assert torch.equal(product(x, weight, *options), y)
+            assert torch.equal(gemv_of(x, weight, *options), y)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=["half", "bfloat"])
 @pytest.mark.parametrize(("n", "k"), SHAPES[1:-1])
-def test_rows_do_not_meet(n: int, k: int, dtype: torch.dtype, kernel: str) -> None:
+def test_rows_are_independent(n: int, k: int, dtype: torch.dtype) -> None:
     """A NaN in a scale reaches one output of each row, one in the activations all outputs of one row."""
     weight, every = weight_of(n, k), randn(16, k, seed=3, dtype=dtype)
-    clean = product(every, weight)
+    clean = gemv_of(every, weight)
     scales = weight.scales.clone()
     scales.view(torch.uint8)[n // 3, 5] = 0x7F
     poisoned = Nvfp4Tensor(weight.codes, scales, weight.amax, weight.shape, weight.e4m3_max)
     for rows in ROWS:
-        y = product(every[:rows], poisoned)
+        y = gemv_of(every[:rows], poisoned)
         expected = torch.zeros(rows, n, dtype=torch.bool, device=DEVICE)
         expected[:, n // 3] = True
         assert torch.equal(y.isnan(), expected)
     for rows in (8, 16):
         x = every[:rows].clone()
         x[rows // 2, k - 1] = float("nan")
-        y = product(x, weight)
+        y = gemv_of(x, weight)
         assert y[rows // 2].isnan().all()
         others = [row for row in range(rows) if row != rows // 2]
         assert torch.isfinite(y[others]).all()
@@ -107,26 +90,26 @@ def test_rows_do_not_meet(n: int, k: int, dtype: torch.dtype, kernel: str) -> No
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
-def test_a_side_stream(rows: int, kernel: str) -> None:
+def test_a_side_stream(rows: int) -> None:
     weight, x = weight_of(200, 1280), randn(rows, 1280)
-    expected = product(2 * x, weight)
+    expected = gemv_of(2 * x, weight)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         poison()
         torch.cuda._sleep(LONG)
-        y = product(2 * x, weight) + 1
+        y = gemv_of(2 * x, weight) + 1
         torch.cuda.current_stream().synchronize()
     assert torch.equal(y, expected + 1)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
-def test_a_graph(rows: int, kernel: str) -> None:
+def test_a_graph(rows: int) -> None:
     weight, bias = weight_of(8200, 1280), randn(8200, seed=4)
     x, other = randn(rows, 1280), randn(rows, 1280, seed=5)
-    expected = [product(each, weight, bias, True) for each in (x, other)]
+    expected = [gemv_of(each, weight, bias, True) for each in (x, other)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = product(x, weight, bias, True)
+        y = gemv_of(x, weight, bias, True)
     for each, result in zip((x.clone(), other), expected, strict=True):
         x.copy_(each)
         y.fill_(float("nan"))
@@ -135,21 +118,25 @@ def test_a_graph(rows: int, kernel: str) -> None:
 
 
 def test_a_thread_that_has_done_nothing_on_a_gpu() -> None:
-    """It has no context, and what the driver is told of this weight is not known yet."""
+    """It has no CUDA context, and the tensor maps of this weight are not encoded yet."""
     weight, x = weight_of(264, 1024), randn(16, 1024)
     found: list[torch.Tensor] = []
-    together(1, lambda _: found.append(product(x, weight)))
+    together(1, lambda _: found.append(gemv_of(x, weight)))
     close(found[0], right(x, weight))
 
 
-def test_both_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the order of a sum."""
-    weight, x = weight_of(1000, 1792), randn(16, 1792)
-    processors, shared, capability = gemv._resources(0)
-    found = []
-    for each in (capability, 80):
-        monkeypatch.setattr(gemv, "_resources", lambda _, each=each: (processors, shared, each))
-        gemv._chosen.cache_clear()
-        found.append(product(x, weight))
-    gemv._chosen.cache_clear()
-    close(found[0], found[1].double())
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_triton_kernel_agrees(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs before SM90 run: the same result up to the order of the sum."""
+    weight, bias, x = weight_of(1000, 1792), randn(1000, seed=2), randn(rows, 1792)
+    expected = gemv_of(x, weight, bias, True)
+    monkeypatch.setattr(gemv, "takes", lambda *_: False)
+    found = dispatch.matmul(x, weight, bias, True)
+    close(found, expected.double())
+
+
+@pytest.mark.parametrize("k", [128, 1152])
+def test_k_that_is_no_multiple_of_256(k: int) -> None:
+    weight, x = weight_of(200, k), randn(16, k)
+    assert not gemv.takes(x, weight)
+    close(dispatch.matmul(x, weight), right(x, weight))

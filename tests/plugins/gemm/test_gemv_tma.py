@@ -1,7 +1,7 @@
-"""`gemv_tma.cu` without a GPU: its own source as threads of C++, on the barriers of `host_sm90.hpp`.
+"""`gemv_tma.cu` without a GPU: its own source run by C++ threads, with `host_sm90.hpp` for TMA and mbarriers.
 
-Not its speed, but everything else that is its own: rings and their parities, what is copied from where, clusters that
-share the activations, tails of N and K, decoding, and that sums do not depend on when copies come.
+Tests everything but speed: the ring and the parities of its mbarriers, what is copied from where, multicast in a
+cluster, tails of N and K, decoding, and that the sums do not depend on the order in which copies complete.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ int main(int, char** words) {  // folder, m, n, k, range, relu, grid
         if (sizes[i]) file.seekg(0).read((char*)read[i], sizes[i]);
     }
     for (int i = 0; i < 3; ++i) firsts[i] = (const uint8_t*)read[i], lasts[i] = firsts[i] + sizes[i];
-    rings_end = BARS_AT;
-    static_assert(THREADS == ALL && 32 * CONSUMERS == MULTIPLYING && BARS_AT + 16 * STAGES == TAKEN);
+    ring_end = BARRIERS_AT;
+    static_assert(THREADS == ALL && 32 * CONSUMER_WARPS == CONSUMER_THREADS && BARRIERS_AT + 16 * STAGES == TAKEN);
     const int m = std::stoi(words[2]), n = std::stoi(words[3]), k = std::stoi(words[4]);
     const TensorMap codes{{0, (uint64_t)k / 2, (uint64_t)n, CODES_BOX, OUTPUTS, BESIDE}};
     const TensorMap scales{{1, (uint64_t)k / 16, (uint64_t)n, SCALES_BOX, OUTPUTS, 1}};
@@ -55,18 +55,18 @@ int main(int, char** words) {  // folder, m, n, k, range, relu, grid
     std::ofstream(std::string(words[1]) + "/out", std::ios::binary).write((char*)read[5], sizes[5]);
 }
 """
-Product = Callable[[torch.Tensor, Nvfp4Tensor, "torch.Tensor | None", bool], torch.Tensor]
+Gemv = Callable[[torch.Tensor, Nvfp4Tensor, "torch.Tensor | None", bool], torch.Tensor]
 
 
-def built(folder: Path, chosen: Variant, dtype: torch.dtype) -> Product:
-    """relu(x w^T + bias) by the kernel's source, in a process of its own: hardware that does not forgive ends it."""
+def built(folder: Path, chosen: Variant, dtype: torch.dtype) -> Gemv:
+    """relu(x w^T + bias) by the kernel's source, in a process of its own, which undefined behaviour ends."""
     nvcc = compiler.find_nvcc()
     assert nvcc is not None
     text = source_path("gemv_tma.cu").read_text()
     assert text.count(SHARED) == 1
     (folder / "gemv_tma.hpp").write_text(text.replace(SHARED, "uint8_t* shared = here->memory;"))
     (folder / "sm90.cuh").write_text(Path(__file__).with_name("host_sm90.hpp").read_text())
-    (folder / "gemv.cuh").write_text(source_path("gemv.cuh").read_text())
+    (folder / "decode.cuh").write_text(source_path("decode.cuh").read_text())
     (folder / "main.cpp").write_text(MAIN)
     boxes = {"CODES_BOX": BOX, "SCALES_BOX": SCALE_BOX, "BESIDE": WIDE // BOX}
     macros = {"DTYPE": CUDA_TYPES[dtype], "TAKEN": chosen.shared, **boxes, **chosen.macros}
@@ -92,7 +92,7 @@ def built(folder: Path, chosen: Variant, dtype: torch.dtype) -> Product:
 
 
 H200, SM120 = (132, 232_448, 90), (188, 101_376, 120)
-FEW = (2, 232_448, 90)  # so few multiprocessors that small weights are divided as large ones are
+FEW = (2, 232_448, 90)  # so few multiprocessors that small weights form clusters too
 CASES = [
     (1, 72, 8192 + 768, HALF, H200),
     (1, 200, 2048 + 256, BFLOAT, FEW),
@@ -109,24 +109,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("m", "n", "k", "dtype", "gpu"), CASES, ids=lambda value: str(value).removeprefix("torch."))
-def test_products(m: int, n: int, k: int, dtype: torch.dtype, gpu: tuple[int, int, int], tmp_path: Path) -> None:
-    product = built(tmp_path, variant(m, n, k, *gpu), dtype)
+def test_near_float64_and_the_same_bytes_twice(
+    m: int, n: int, k: int, dtype: torch.dtype, gpu: tuple[int, int, int], tmp_path: Path
+) -> None:
+    gemv = built(tmp_path, variant(m, n, k, *gpu), dtype)
     random = torch.Generator().manual_seed(m + n + k)
     x, bias = torch.randn(m, k, generator=random).to(dtype), torch.randn(n, generator=random)
     weight = quantize_nvfp4(torch.randn(n, k, generator=random))
-    found = product(x, weight, bias, True)
+    found = gemv(x, weight, bias, True)
     expected = matmul_reference(x, weight, bias, True, torch.float64, accumulate=torch.float64)
     assert isinstance(expected, torch.Tensor)
     assert float((found.double() - expected).norm()) <= LIMITS[dtype] * float(expected.norm())
-    assert torch.equal(product(x, weight, bias, True), found)
+    assert torch.equal(gemv(x, weight, bias, True), found)
     weight.scales.view(torch.uint8)[n // 2, -1] = 0x7F
-    poisoned = product(x, weight, None, False)
+    poisoned = gemv(x, weight, None, False)
     assert poisoned[:, n // 2].isnan().all()
     assert int(poisoned.isnan().sum()) == m
 
 
-def test_cases_are_of_all_kinds() -> None:
+def test_cases_cover_all_macros() -> None:
     chosen = [variant(m, n, k, *gpu) for m, n, k, _, gpu in CASES]
-    for name, values in {"ROWS": {1, 8, 16}, "TEAMS": {1, 3}, "OUTPUTS": {16, 32, 64}, "CLUSTER": {1, 2}}.items():
+    for name, values in {"ROWS": {1, 8, 16}, "CONSUMERS": {1, 3}, "OUTPUTS": {16, 32, 64}, "CLUSTER": {1, 2}}.items():
         assert {each.macros[name] for each in chosen} >= values
     assert any(each.macros["STAGES"] < k // (2 * WIDE) for each, (_, _, k, *_) in zip(chosen, CASES, strict=True))

@@ -140,7 +140,7 @@ PLAIN, MX_CEIL = [0, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
 STRICT, FAST = [1, 256, 0, 0, 0, 0], [1, 448, 1, 1, 0, 0]
 ROWS_HADAMARD = [0, 448, 0, 0, 1, 1]
 # Multiprocessors, shared memory of a block, capability.
-A100, H200, SM120 = (108, 166_912, 80), (132, 232_448, 90), (188, 101_376, 120)
+H200, SM120 = (132, 232_448, 90), (188, 101_376, 120)
 MATRIX, ODD, IMAGE = (32, 64), (8, 17), (2, 32, 4, 6)
 
 # One of each kind; the products of all options are for the GPU tests.
@@ -168,9 +168,6 @@ EXERCISES: list[Callable[[], object]] = [
     lambda: weights._fake_quantize_weights([torch.zeros(MATRIX)], [1], HALF),
     lambda: _images(True),
     _packed_norms,
-    _gemv(1, 8192, HALF, *A100),
-    _gemv(16, 8192, BFLOAT, *A100),
-    _gemv(9, 40, HALF, *A100),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),

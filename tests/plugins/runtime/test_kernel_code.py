@@ -101,15 +101,11 @@ VARIANTS = [
     chain("pool.cu", "pool", "pool_gradient"),
     chain("track_amax.cu", "track_amax", "previous_amax"),
     chain("weights.cu"),
-    Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 1, "SPLIT": 8}),
-    Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 8, "SPLIT": 4}),
-    Variant("weight_only.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 16, "BANDS": 1, "DEPTH": 2, "SPLIT": 2}),
-    Variant("weight_only.cu", {"DTYPE": "__half", "ROWS": 16, "SPLIT": 8, "WARPS": 8}),
     Variant("gemv_tma.cu", {"DTYPE": "__half", "ROWS": 1, "STAGES": 9}),
     Variant("gemv_tma.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 8, "CLUSTER": 2}),
     Variant("gemv_tma.cu", {"DTYPE": "__half", "ROWS": 16, "CLUSTER": 2}),
     Variant("gemv_tma.cu", {"DTYPE": "__nv_bfloat16", "ROWS": 16, "CLUSTER": 2}),
-    Variant("gemv_tma.cu", {"DTYPE": "__half", "ROWS": 16, "OUTPUTS": 32, "TEAMS": 1, "STAGES": 3}),
+    Variant("gemv_tma.cu", {"DTYPE": "__half", "ROWS": 16, "OUTPUTS": 32, "CONSUMERS": 1, "STAGES": 3}),
 ]
 
 

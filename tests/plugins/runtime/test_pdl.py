@@ -1,4 +1,4 @@
-"""Which launches may begin before the kernel in front has ended, without a GPU: stand-ins for pycuda and the driver."""
+"""Which launches are secondary kernels (programmatic dependent launch), with stand-ins for pycuda and the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.plugins import KernelError
+from fp4deploy.plugins import FP4WeightCache, KernelError, fp4_quantize
 from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.plugins.runtime import pdl
 from tests.plugins.cuda_stand_in import Pycuda, Tensor
@@ -20,7 +20,7 @@ MAP = bytes(range(128))
 
 
 class Library:
-    """Stands for libcuda: notes what is launched, and fails when told to."""
+    """Stands for libcuda: records launches, and fails on request."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
@@ -61,13 +61,19 @@ def library(pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library
     return found
 
 
+def frozen() -> Nvfp4Tensor:
+    found = quantize_nvfp4(torch.randn(4, 32))
+    pdl.freeze(found)
+    return found
+
+
 @pytest.fixture
-def weight() -> Nvfp4Tensor:
-    return quantize_nvfp4(torch.randn(4, 32))
+def weight(library: Library) -> Nvfp4Tensor:
+    return frozen()
 
 
 class Launches:
-    """`go` launches; "order" or "behind" says how."""
+    """`go` launches, "in order" or as "secondary" kernel."""
 
     def __init__(self, library: Library, pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library, self.pycuda, self.monkeypatch = library, pycuda, monkeypatch
@@ -79,7 +85,7 @@ class Launches:
         pdl.launch(self.kernel, lambda: b"code", weight, 6, block, (MAP, Tensor(8, 1), 3), 50_000)
         assert not getattr(self.pycuda.stack, "devices", [])
         assert len(self.library.launched) == before + 1
-        return "behind" if self.library.launched[-1][-2] else "order"
+        return "secondary" if self.library.launched[-1][-2] else "in order"
 
 
 @pytest.fixture
@@ -87,11 +93,20 @@ def launches(library: Library, pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) 
     return Launches(library, pycuda, monkeypatch)
 
 
+def test_a_weight_that_is_not_frozen_is_launched_in_order(launches: Launches) -> None:
+    weight = quantize_nvfp4(torch.randn(4, 32))
+    assert [launches.go(weight) for _ in range(3)] == ["in order"] * 3
+    pdl.freeze(weight)
+    assert [launches.go(weight) for _ in range(3)] == ["in order", "secondary", "secondary"]
+
+
 def test_the_first_launch_on_a_stream_is_in_order(launches: Launches, weight: Nvfp4Tensor) -> None:
-    assert [launches.go(weight) for _ in range(3)] == ["order", "behind", "behind"]
-    assert [launches.go(weight, 5) for _ in range(2)] == ["order", "behind"]
-    assert launches.go(weight) == "behind"
-    assert [launches.go(quantize_nvfp4(torch.randn(4, 32))) for _ in range(2)] == ["order", "order"]
+    """What packed the weight may still run."""
+    assert [launches.go(weight) for _ in range(3)] == ["in order", "secondary", "secondary"]
+    assert [launches.go(weight, 5) for _ in range(2)] == ["in order", "secondary"]
+    pdl.freeze(weight)  # again
+    assert launches.go(weight) == "secondary"
+    assert [launches.go(frozen()) for _ in range(2)] == ["in order", "in order"]
 
 
 def test_what_the_driver_gets(launches: Launches, weight: Nvfp4Tensor) -> None:
@@ -108,53 +123,62 @@ def test_what_the_driver_gets(launches: Launches, weight: Nvfp4Tensor) -> None:
 
 
 @pytest.mark.parametrize("part", ["codes", "scales"])
-def test_a_weight_that_changed_begins_in_order(part: str, launches: Launches, weight: Nvfp4Tensor) -> None:
-    for stream in (0, 5):
+def test_a_weight_that_torch_changed_is_no_longer_frozen(part: str, launches: Launches, weight: Nvfp4Tensor) -> None:
+    for stream in (0, 0, 5):
         launches.go(weight, stream)
     changed = getattr(weight, part)
     changed.copy_(changed.clone())
-    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
-    assert launches.go(weight, 5) == "order"
-    with torch.no_grad():
-        changed.detach().view(torch.uint8)[0, 0] = 1
-    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+    assert [launches.go(weight) for _ in range(2)] == ["in order", "in order"]
+    pdl.freeze(weight)
+    assert [launches.go(weight) for _ in range(2)] == ["in order", "secondary"]
+    assert launches.go(weight, 5) == "in order"
     changed.data = changed.clone()
-    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+    assert [launches.go(weight) for _ in range(2)] == ["in order", "in order"]
 
 
-def test_amax_is_read_in_order_anyway(launches: Launches, weight: Nvfp4Tensor) -> None:
+def test_amax_may_change(launches: Launches, weight: Nvfp4Tensor) -> None:
+    """The kernel reads it after its wait."""
     launches.go(weight)
     weight.amax.fill_(3.0)
-    assert launches.go(weight) == "behind"
+    assert launches.go(weight) == "secondary"
 
 
-def test_told_to_forget(launches: Launches, weight: Nvfp4Tensor) -> None:
-    launches.go(weight)
-    weight.codes.data.zero_()  # not counted
-    assert launches.go(weight) == "behind"
-    pdl.forget(weight)
-    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
-    pdl.forget(quantize_nvfp4(torch.randn(4, 32)))
-
-
-def test_a_freed_weight_leaves_nothing(launches: Launches) -> None:
+def test_a_freed_weight_is_forgotten(launches: Launches) -> None:
     for _ in range(20):
-        another = quantize_nvfp4(torch.randn(4, 32))
-        assert launches.go(another) == "order"
+        another = frozen()
+        assert launches.go(another) == "in order"
         del another
         gc.collect()
     assert pdl._records == {}
 
 
-def test_inference_tensors_have_no_count(launches: Launches, weight: Nvfp4Tensor) -> None:
-    launches.go(weight)
+def test_inference_tensors_are_frozen_by_the_callers_word(launches: Launches) -> None:
+    """torch does not count their changes."""
     with torch.inference_mode():
-        inside = quantize_nvfp4(torch.randn(4, 32))
-        assert [launches.go(inside) for _ in range(2)] == ["order", "order"]
-        assert launches.go(weight) == "behind"
-        weight.codes.copy_(weight.codes.clone())
-        assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
-    assert launches.go(inside) == "order"
+        plain, weight = quantize_nvfp4(torch.randn(4, 32)), frozen()
+        assert [launches.go(plain) for _ in range(2)] == ["in order", "in order"]
+        assert [launches.go(weight) for _ in range(2)] == ["in order", "secondary"]
+    assert launches.go(weight) == "secondary"
+
+
+@pytest.mark.parametrize("how", ["quantize", "method", "constructor"])
+def test_a_cache_freezes_its_weight(how: str, launches: Launches) -> None:
+    values = torch.randn(4, 32)
+    cache = fp4_quantize(values, frozen=how == "quantize")
+    if how == "method":
+        assert not cache.frozen
+        assert cache.freeze() is cache
+    elif how == "constructor":
+        cache = FP4WeightCache(cache.weight, None, frozen=True)
+    assert cache.frozen
+    assert [launches.go(cache.weight) for _ in range(2)] == ["in order", "secondary"]
+    assert [launches.go(fp4_quantize(values).weight) for _ in range(2)] == ["in order", "in order"]
+
+
+def test_a_frozen_cache_stays_frozen_on_another_device(library: Library) -> None:
+    moved = fp4_quantize(torch.randn(4, 32), frozen=True).to("meta")
+    assert moved.frozen
+    assert pdl._record(moved.weight) is not None
 
 
 def test_a_capture_runs_nothing(launches: Launches, weight: Nvfp4Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,19 +187,19 @@ def test_a_capture_runs_nothing(launches: Launches, weight: Nvfp4Tensor, monkeyp
         launches.go(weight)
     assert launches.library.loaded == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    launches.go(quantize_nvfp4(torch.randn(4, 32)))
+    launches.go(frozen())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert [launches.go(weight) for _ in range(2)] == ["order", "order"]
+    assert [launches.go(weight) for _ in range(2)] == ["in order", "in order"]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert [launches.go(weight) for _ in range(2)] == ["order", "behind"]
+    assert [launches.go(weight) for _ in range(2)] == ["in order", "secondary"]
 
 
 def test_switched_off(launches: Launches, weight: Nvfp4Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     launches.go(weight)
     monkeypatch.setattr(pdl, "enabled", False)
-    assert launches.go(weight) == "order"
+    assert launches.go(weight) == "in order"
     monkeypatch.setattr(pdl, "enabled", True)
-    assert launches.go(weight) == "behind"
+    assert launches.go(weight) == "secondary"
 
 
 def test_failures(launches: Launches, weight: Nvfp4Tensor) -> None:
@@ -194,4 +218,4 @@ def test_failures(launches: Launches, weight: Nvfp4Tensor) -> None:
 def test_a_launch_that_failed_counts_for_nothing(launches: Launches, weight: Nvfp4Tensor) -> None:
     with pytest.raises(KernelError):
         launches.go(weight, block=2048)  # which the stand-in refuses
-    assert launches.go(weight) == "order"
+    assert launches.go(weight) == "in order"

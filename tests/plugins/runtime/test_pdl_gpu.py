@@ -1,4 +1,4 @@
-"""Products that read their weight before the kernel in front has ended see all that was written before them."""
+"""GEMMs launched as secondary kernels see everything that was written before them; without `freeze` none is one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = [1, 8, 16]
 
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Streams of the launches that went behind; all tensors of the test are of the stream on which they are made."""
+    """Streams of the launches as secondary kernels; all tensors of a test belong to the stream that made them."""
     found: list[int] = []
     submit = pdl._submit
 
@@ -56,11 +56,18 @@ def stream(request: pytest.FixtureRequest) -> Iterator[torch.cuda.Stream]:
     torch.cuda.synchronize()
 
 
-def weight_of(seed: int, n: int = SIZE, k: int = SIZE) -> Nvfp4Tensor:
-    return quantize_nvfp4(randn(n, k, seed=seed) / k**0.5)  # so that chains of products keep their size
+def packed(values: torch.Tensor, frozen: bool = True) -> Nvfp4Tensor:
+    weight = quantize_nvfp4(values)
+    if frozen:
+        pdl.freeze(weight)
+    return weight
 
 
-def product(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def weight_of(seed: int, frozen: bool = True) -> Nvfp4Tensor:
+    return packed(randn(SIZE, SIZE, seed=seed) / SIZE**0.5, frozen)  # so that values keep their size in a chain
+
+
+def gemv_of(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     assert gemv.takes(x, weight)
     found = dispatch.matmul(x, weight, bias)
     assert isinstance(found, torch.Tensor)
@@ -72,17 +79,17 @@ def in_order(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None = N
     torch.cuda.synchronize()
     pdl.enabled = False
     try:
-        return product(x, weight, bias)
+        return gemv_of(x, weight, bias)
     finally:
         pdl.enabled = True
         torch.cuda.synchronize()
 
 
 def chain(x: torch.Tensor, weights: list[Nvfp4Tensor], count: int = 12) -> list[torch.Tensor]:
-    """Each product is the next one's input."""
+    """Each output is the next input."""
     found = []
     for i in range(count):
-        x = product(x, weights[i % len(weights)])
+        x = gemv_of(x, weights[i % len(weights)])
         found.append(x)
     return found
 
@@ -105,34 +112,34 @@ def test_a_chain(rows: int, stream: torch.cuda.Stream, early: list[int]) -> None
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_what_stands_right_in_front(rows: int, stream: torch.cuda.Stream, early: list[int]) -> None:
+def test_what_is_written_just_before(rows: int, stream: torch.cuda.Stream, early: list[int]) -> None:
     """Activations, amax and bias written by a kernel, a copy from the host, another stream, a graph."""
     weight, bias, x = weight_of(1), randn(SIZE, seed=2).float(), randn(rows, SIZE)
     pinned = randn(rows, SIZE, seed=3, device="cpu").pin_memory()
     other, last = pinned.to(DEVICE), torch.empty_like(x)
     expected = [in_order(each, weight, bias) for each in (x + 1, other)]
-    product(x, weight, bias)
+    gemv_of(x, weight, bias)
     torch.cuda._sleep(LONG)
     torch.add(x, 1, out=last)
-    found = [product(last, weight, bias)]
+    found = [gemv_of(last, weight, bias)]
     assert len(early) == 1
     torch.cuda._sleep(LONG)
     last.copy_(pinned, non_blocking=True)
-    found.append(product(last, weight, bias))
+    found.append(gemv_of(last, weight, bias))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(LONG)
         torch.add(x, 1, out=last)
     torch.cuda.current_stream().wait_stream(side)
-    found.append(product(last, weight, bias))
+    found.append(gemv_of(last, weight, bias))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.cuda._sleep(LONG)
         last.copy_(other)
     graph.replay()
-    found.append(product(last, weight, bias))
+    found.append(gemv_of(last, weight, bias))
     assert len(early) == 4
     for each, right in zip(found, expected * 2, strict=True):
         assert torch.equal(each, right)
@@ -142,44 +149,72 @@ def test_what_stands_right_in_front(rows: int, stream: torch.cuda.Stream, early:
         torch.cuda._sleep(LONG)
         weight.amax.copy_(value)
         bias.mul_(2 if value is doubled else 0.5)
-        results.append(product(last, weight, bias))
+        results.append(gemv_of(last, weight, bias))
     assert len(early) == 6
     torch.testing.assert_close(results[0], 2 * expected[1])
     assert torch.equal(results[1], expected[1])
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("part", ["codes", "scales"])
-def test_a_weight_that_is_overwritten(part: str, rows: int, stream: torch.cuda.Stream, early: list[int]) -> None:
-    first, second, x = weight_of(1), weight_of(2), randn(rows, SIZE)
-    mixed = {"codes": first.codes, "scales": first.scales, part: getattr(second, part)}
-    mixture = Nvfp4Tensor(mixed["codes"], mixed["scales"], first.amax, first.shape, first.e4m3_max)
-    expected = [in_order(x, first), in_order(x, mixture)]
-    changed = Nvfp4Tensor(first.codes.clone(), first.scales.clone(), first.amax, first.shape, first.e4m3_max)
-    kept, found = getattr(changed, part).clone(), []
+@pytest.mark.parametrize("write", ["copy_", "data", "graph"])
+def test_a_weight_that_is_not_frozen_may_be_written_in_any_way(
+    write: str, rows: int, stream: torch.cuda.Stream, early: list[int]
+) -> None:
+    """Also in ways that torch does not count: every launch is in stream order."""
+    first, second, x = weight_of(1, frozen=False), weight_of(2, frozen=False), randn(rows, SIZE)
+    expected = [in_order(x, first), in_order(x, second)]
+    weight = Nvfp4Tensor(first.codes.clone(), first.scales.clone(), first.amax.clone(), first.shape, first.e4m3_max)
+
+    def overwrite(source: Nvfp4Tensor) -> None:
+        torch.cuda._sleep(LONG // 10)
+        for name in ("codes", "scales", "amax"):
+            target = getattr(weight, name)
+            (target.data if write == "data" else target).copy_(getattr(source, name))
+
+    graphs = []
+    torch.cuda.synchronize()
+    for source in (first, second) if write == "graph" else ():
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            overwrite(source)
+    found = []
     for _ in range(3):
-        found += [product(x, changed), product(x, changed)]
-        torch.cuda._sleep(LONG)
-        getattr(changed, part).copy_(getattr(second, part))
-        found += [product(x, changed), product(x, changed)]
-        torch.cuda._sleep(LONG)
-        getattr(changed, part).copy_(kept)
-    assert len(early) == 6
+        for at, source in enumerate((first, second)):
+            if graphs:
+                graphs[at].replay()
+            else:
+                overwrite(source)
+            found += [gemv_of(x, weight), gemv_of(x, weight)]
+    assert early == []
     for at, each in enumerate(found):
         assert torch.equal(each, expected[at // 2 % 2]), at
 
 
-def test_a_weight_that_is_packed_right_in_front(stream: torch.cuda.Stream, early: list[int]) -> None:
-    """Each in the memory that the one before it has left."""
+def test_a_frozen_weight_that_torch_changes_is_launched_in_order(stream: torch.cuda.Stream, early: list[int]) -> None:
+    weight, other, x = weight_of(1), weight_of(2), randn(8, SIZE)
+    expected = [in_order(x, weight), in_order(x, other)]
+    changed = packed(randn(SIZE, SIZE, seed=1) / SIZE**0.5)
+    found = [gemv_of(x, changed) for _ in range(3)]
+    torch.cuda._sleep(LONG)
+    for name in ("codes", "scales", "amax"):
+        getattr(changed, name).copy_(getattr(other, name))
+    found += [gemv_of(x, changed) for _ in range(3)]
+    assert len(early) == 2
+    for at, each in enumerate(found):
+        assert torch.equal(each, expected[at // 3]), at
+
+
+def test_a_weight_that_is_packed_just_before(stream: torch.cuda.Stream, early: list[int]) -> None:
+    """Each in the memory of the one before."""
     plain, x = [randn(SIZE, SIZE, seed=seed) / 64 for seed in range(3)], randn(8, SIZE)
     expected = [in_order(x, quantize_nvfp4(each)) for each in plain]
     places = set()
     for _ in range(5):
         for each, right in zip(plain, expected, strict=True):
             torch.cuda._sleep(LONG // 10)
-            weight = quantize_nvfp4(each)
+            weight = packed(each)
             places.add(weight.codes.data_ptr())
-            found = [product(x, weight) for _ in range(2)]
+            found = [gemv_of(x, weight) for _ in range(2)]
             assert torch.equal(fp4_linear(x, each), right)  # type: ignore[arg-type]
             assert all(torch.equal(one, right) for one in found)
             del weight
@@ -196,11 +231,11 @@ def test_two_streams(early: list[int]) -> None:
     for _ in range(4):
         with torch.cuda.stream(one):
             torch.cuda._sleep(LONG)
-            weight = quantize_nvfp4(plain)
-            found = [product(x, weight) for _ in range(3)]
+            weight = packed(plain)
+            found = [gemv_of(x, weight) for _ in range(3)]
         two.wait_stream(one)
         with torch.cuda.stream(two):
-            found += [product(x, weight) for _ in range(3)]
+            found += [gemv_of(x, weight) for _ in range(3)]
         one.wait_stream(two)
         torch.cuda.synchronize()
         assert all(torch.equal(each, expected) for each in found)
@@ -210,14 +245,13 @@ def test_two_streams(early: list[int]) -> None:
 
 def test_inference_mode(stream: torch.cuda.Stream, early: list[int]) -> None:
     plain, x = randn(SIZE, SIZE) / 64, randn(4, SIZE)
-    outside = fp4_quantize(plain)
-    expected = in_order(x, outside.weight)
+    expected = in_order(x, quantize_nvfp4(plain))
     with torch.inference_mode():
-        inside = fp4_quantize(plain)
+        unfrozen, frozen = fp4_quantize(plain), fp4_quantize(plain, frozen=True)
         torch.cuda._sleep(LONG)
-        found = [fp4_linear(x, plain) for _ in range(3)] + [inside.forward(x) for _ in range(3)]
+        found = [fp4_linear(x, plain) for _ in range(3)] + [unfrozen.forward(x) for _ in range(3)]
         assert early == []
-        found += [outside.forward(x) for _ in range(3)]
+        found += [frozen.forward(x) for _ in range(3)]
         assert len(early) == 2
     assert all(torch.equal(each, expected) for each in found)  # type: ignore[arg-type]
 
@@ -259,24 +293,3 @@ def test_a_graph_of_a_chain(early: list[int]) -> None:
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, right)
-
-
-def test_a_weight_that_a_graph_writes(stream: torch.cuda.Stream, early: list[int]) -> None:
-    first, second, x = weight_of(1), weight_of(2), randn(16, SIZE)
-    expected = [in_order(x, first), in_order(x, second)]
-    weight = Nvfp4Tensor(first.codes.clone(), first.scales.clone(), first.amax.clone(), first.shape, first.e4m3_max)
-    torch.cuda.synchronize()
-    graphs = []
-    for source in (first, second):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch.cuda._sleep(LONG // 10)
-            for name in ("codes", "scales", "amax"):
-                getattr(weight, name).copy_(getattr(source, name))
-        graphs.append(graph)
-    for _ in range(3):
-        for graph, right in zip(graphs, expected, strict=True):
-            graph.replay()
-            pdl.forget(weight)
-            assert all(torch.equal(product(x, weight), right) for _ in range(2))
-    assert len(early) == 6

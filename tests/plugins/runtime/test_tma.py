@@ -1,4 +1,4 @@
-"""What the driver is told of a matrix, and what is made of its answer."""
+"""The arguments of `cuTensorMapEncodeTiled`, and what is made of its answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from fp4deploy.plugins import KernelError
-from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.gemv import BOX, SCALE_BOX, WIDE
 from fp4deploy.plugins.runtime import tma
 
 
 class Library:
-    """Stands for libcuda: notes what it is told, and answers with a description that says which one it is."""
+    """Stands for libcuda: records the arguments, and answers with a tensor map that contains its number."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -73,14 +72,3 @@ def test_a_refusal(library: Library) -> None:
     library.result = 1
     with pytest.raises(KernelError, match=r"does not describe \[8, 32\] in boxes of \[16, 32\]: CUDA error 1"):
         tma.tensor_map(library.gpu, torch.zeros(8, 32, dtype=torch.uint8), 16, 32)
-
-
-@pytest.mark.parametrize("newer", [True, False])
-def test_a_driver_without_tensor_maps_runs_what_older_gpus_run(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        major, minor, multi_processor_count, shared_memory_per_block_optin = 9, 0, 132, 232_448
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    monkeypatch.setattr(gemv, "library", lambda: object() if newer else None)
-    found = gemv.variant(16, 8192, 8192, *gemv._resources.__wrapped__(0))
-    assert found.name == ("gemv_tma" if newer else "weight_only")

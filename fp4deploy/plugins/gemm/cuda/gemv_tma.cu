@@ -1,37 +1,41 @@
-// Weight-only linear layer for a few rows, from SM90 on: out = x w^T + bias, w packed, at the speed of reading w.
+// Weight-only GEMM with at most 16 rows of activations (GEMV, small-M GEMM), from SM90 on: out = x w^T + bias, w packed.
 //
-// A block takes OUTPUTS rows of w and moves along them in stages of 256 bytes of codes a row. One warp asks the copy
-// engine for all that a stage needs, codes and scales as boxes of matrices and x as runs of its rows, into a ring of
-// STAGES slots. TEAMS of four warps take the stages in turn: each warp waits for a slot, takes 64 bytes of all of its
-// rows and multiplies. mbarriers say when a slot is full and when it is empty; nothing waits for the whole block before
-// the sums meet in shared memory, in a fixed order.
+// Reading w takes nearly all of the time, so the design keeps as many of its bytes in flight as shared memory holds.
 //
-// Sixteen rows of x weigh as much as codes and scales of 57 rows of w, and each block wants all of x. So the CLUSTER
-// blocks beside each other, which have different rows of w, share its reading: each asks for some rows of x, which the
-// hardware writes to the same place in all of them. A place is free once the teams of all blocks have left it. And each
-// cluster begins one stage behind the one before it and goes round, so that not all ask for the same part of x at once.
+// Pipeline. A thread block computes OUTPUTS columns of out. It walks along K in tiles of 512 elements (256 bytes of codes
+// a row of w) through a ring of STAGES stages in shared memory. Warp specialisation: one producer warp issues the TMA
+// copies of a stage (codes and scales as boxes of a tensor map, x as runs of its rows); CONSUMERS groups of four consumer
+// warps take the stages in turn, each warp of a group a quarter of the tile's K. For each stage an mbarrier `full` counts
+// the bytes that arrive (transaction count) and an mbarrier `empty` the consumer warps that have read it. No barrier
+// stops the whole block until the partial sums are added through shared memory: a split-K reduction inside the block, in
+// a fixed order, so that the same call gives the same bytes.
 //
-// A thread decodes 16 bytes of codes of each row (see gemv.cuh) and is then holding the fragment of a tensor core's
-// 16 x 16 operand. The 32 elements of x that face them are its own too; they are put into the order that decoding
-// leaves, because the order of a sum is free.
+// Clusters. Sixteen rows of x take as many bytes as codes and scales of 57 rows of w, and every block needs all of x. So the
+// CLUSTER blocks of a thread-block cluster, which have different rows of w, load x together: each issues the copies of
+// some rows, by multicast to the same shared address in all of them. A stage is empty once the consumers of all blocks
+// have read it. Each cluster starts at another K tile and wraps around, so that not all read the same part of x at once.
 //
-// Launched behind the kernel in front (plugins/runtime/pdl.py), the EARLY first stages of w are read before that has ended;
-// x, amax and bias are read, and out is written, after it. Memory answers in the order of asking: with more of w asked
-// for, the first x would come later. The next kernel is let in before the LAST stages are asked for: sooner, its
-// reading would delay this one's.
+// Fragments. A thread decodes 16 bytes of codes of each of its rows (decode.cuh); the result is its fragment of the 16 x 16
+// operand of mma.m16n8k16. It also reads the 32 elements of x at the same k and permutes them as decoding permuted w:
+// the order of a sum is free.
 //
-// Macros: DTYPE __half or __nv_bfloat16; ROWS: of x, at most, 1, 8 or 16; OUTPUTS: 16, 32 or 64; TEAMS: 1 to 3; STAGES:
-// a multiple of TEAMS, at least 2; CLUSTER: 1 or 2.
-// codes: two boxes beside each other of 128 bytes of OUTPUTS rows, swizzled by 128 bytes, of uint8 [n, k / 2]; scales:
-// one of 32 bytes, swizzled by 32 bytes, of uint8 [n, k / 16] (plugins/runtime/tma.py); x: DTYPE [m, k], m <= ROWS, k a
-// multiple of 256, aligned to 16 bytes; amax float32 [1]; bias float32 [n] or null; out DTYPE [m, n].
-// Launch: block 32 (4 TEAMS + 1), grid ceil(n / OUTPUTS) rounded up to a multiple of CLUSTER, shared memory STAGES (SLOT
-// + 16) bytes, where SLOT = 288 OUTPUTS + 1040 ROWS, rounded up to a multiple of 1024.
+// Programmatic dependent launch (plugins/runtime/pdl.py). The EARLY first tiles of w are loaded before the primary kernel has
+// finished; x, amax and bias are read, and out is written, after it. EARLY is small because memory answers in the order
+// of the requests: more of w first means that x comes later. The secondary kernel is allowed to start before the LAST
+// tiles are requested; earlier, its loads would delay this kernel's.
+//
+// Macros: DTYPE __half or __nv_bfloat16; ROWS 1, 8 or 16, the most rows of x; OUTPUTS 16, 32 or 64; CONSUMERS 1 to 3;
+// STAGES a multiple of CONSUMERS, at least 2; CLUSTER 1 or 2.
+// codes: tensor map of uint8 [n, k / 2], two adjacent boxes of OUTPUTS rows x 128 bytes, 128-byte swizzle; scales: tensor map
+// of uint8 [n, k / 16], one box of OUTPUTS rows x 32 bytes, 32-byte swizzle (plugins/runtime/tma.py); x: DTYPE [m, k],
+// m <= ROWS, k a multiple of 256, aligned to 16 bytes; amax float32 [1]; bias float32 [n] or null; out DTYPE [m, n].
+// Launch: block 32 (4 CONSUMERS + 1), grid ceil(n / OUTPUTS) rounded up to a multiple of CLUSTER, shared memory
+// STAGES (STAGE_BYTES + 16), where STAGE_BYTES = 288 OUTPUTS + 1040 ROWS, rounded up to a multiple of 1024.
 #include <type_traits>
 
 #include "sm90.cuh"
 
-#include "gemv.cuh"
+#include "decode.cuh"
 
 #ifndef DTYPE
 #define DTYPE __half
@@ -42,8 +46,8 @@
 #ifndef OUTPUTS
 #define OUTPUTS 64
 #endif
-#ifndef TEAMS
-#define TEAMS 3
+#ifndef CONSUMERS
+#define CONSUMERS 3
 #endif
 #ifndef STAGES
 #define STAGES 6
@@ -52,42 +56,47 @@
 #define CLUSTER 1
 #endif
 
-constexpr int WIDE = 256, COLUMNS = 4, BOX = 128;  // COLUMNS: warps of a team, beside each other
-constexpr int CONSUMERS = COLUMNS * TEAMS, THREADS = 32 * (CONSUMERS + 1);
-constexpr int TILES = (ROWS + 7) / 8, BANDS = OUTPUTS / 16, HELD = 2 * BANDS;  // HELD: rows of w of a thread
-// Stages asked for before the kernel in front ends, and behind the letting in of the next.
+constexpr int WIDE = 256, BOX = 128;  // bytes of codes of a row in a K tile, in a TMA box
+constexpr int GROUP_WARPS = 4;        // warps of a consumer group, each with a quarter of the tile's K
+constexpr int CONSUMER_WARPS = GROUP_WARPS * CONSUMERS, THREADS = 32 * (CONSUMER_WARPS + 1);
+// Tiles of the tensor core: 8 rows of x, 16 rows of w. A thread has two rows of w in each.
+constexpr int X_TILES = (ROWS + 7) / 8, ROW_TILES = OUTPUTS / 16, THREAD_ROWS = 2 * ROW_TILES;
+// K tiles requested before the primary kernel has finished, and after the secondary kernel was allowed to start.
 constexpr int EARLY = ROWS > 8 ? 2 : 3, LAST = 3;
-// A slot: codes, scales, x at a pitch at which the eight rows of a fragment lie in different banks.
-constexpr int XPITCH = 4 * WIDE + 16, STEPS_AT = OUTPUTS * WIDE, X_AT = STEPS_AT + OUTPUTS * WIDE / 8;
-constexpr int SLOT = (X_AT + ROWS * XPITCH + 1023) / 1024 * 1024, BARS_AT = STAGES * SLOT;
-constexpr int LINE = ROWS == 1 ? 1 : 8 * TILES + 4;  // floats between the sums of two rows of w
-static_assert(BANDS >= 1 && OUTPUTS % 16 == 0 && STAGES >= 2 && STAGES % TEAMS == 0 && ROWS % CLUSTER == 0);
-static_assert(BARS_AT >= CONSUMERS * OUTPUTS * LINE * 4, "the sums reuse the ring");
+// A stage holds codes, scales, x. The 16 bytes added to a row of x put the eight rows of a fragment into different banks.
+constexpr int X_PITCH = 4 * WIDE + 16, SCALES_AT = OUTPUTS * WIDE, X_AT = SCALES_AT + OUTPUTS * WIDE / 8;
+constexpr int STAGE_BYTES = (X_AT + ROWS * X_PITCH + 1023) / 1024 * 1024, BARRIERS_AT = STAGES * STAGE_BYTES;
+constexpr int SUM_PITCH = ROWS == 1 ? 1 : 8 * X_TILES + 4;  // floats between the sums of two rows of w
+// The host gives STAGES * (STAGE_BYTES + 16) bytes: the ring, then the mbarriers full[STAGES] and empty[STAGES].
+static_assert(ROW_TILES >= 1 && OUTPUTS % 16 == 0 && STAGES >= 2 && STAGES % CONSUMERS == 0 && ROWS % CLUSTER == 0);
+static_assert(BARRIERS_AT >= CONSUMER_WARPS * OUTPUTS * SUM_PITCH * 4, "the sums reuse the ring");
 
-// Two E4M3 bytes as a pair; a scaled element is then its value times UNIT.
+// Two E4M3 scales as a pair of DTYPE. A decoded element times its scale is then the value times UNIT.
 constexpr bool HALF = std::is_same<DTYPE, __half>::value;
 constexpr float UNIT = HALF ? 1.f / 16384.f : 1.f / 128.f;
-__device__ __forceinline__ uint32_t scales_of(uint32_t bytes, __half*) { return halves_of_e4m3(bytes); }
+__device__ __forceinline__ uint32_t scales_of(uint32_t bytes, __half*) { return half2_of_e4m3x2(bytes); }
 __device__ __forceinline__ uint32_t scales_of(uint32_t bytes, __nv_bfloat16*) {
-    const uint32_t placed = __byte_perm(bytes, 0u, 0x1404) >> 4;  // scale * 2^-120
-    const __nv_bfloat162 first = __hmul2(brains(placed), brains(0x7B807B80u));  // 2^120
-    const uint32_t pair = bits(__hmul2(first, brains(0x7B007B00u)));             // 2^119
+    // 2^239 in all exceeds bfloat16's range, so it is multiplied in two exact steps.
+    const uint32_t placed = __byte_perm(bytes, 0u, 0x1404) >> 4;                            // scale * 2^-120
+    const __nv_bfloat162 first = __hmul2(as_bfloat162(placed), as_bfloat162(0x7B807B80u));  // times 2^120
+    const uint32_t pair = as_word(__hmul2(first, as_bfloat162(0x7B007B00u)));               // times 2^119
     const bool low = (bytes & 0x7Fu) == 0x7Fu, high = (bytes & 0x7F00u) == 0x7F00u;
     return pair | (low ? 0x7FC0u : 0u) | (high ? 0x7FC00000u : 0u);
 }
 
-// The place in the ring: its slots are filled and emptied in turn, and the parity of a barrier says which time it is.
-struct Place {
-    int slot = 0;
+// A stage of the ring, and the parity of the phase of its mbarriers, which flips each time around.
+struct RingPosition {
+    int stage = 0;
     uint32_t parity = 0;
     __device__ __forceinline__ void advance() {
-        if (++slot == STAGES) slot = 0, parity ^= 1;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 };
 
-__device__ __forceinline__ void fetch_row(uint32_t to, const DTYPE* from, int bytes, uint32_t bar) {
-    if (CLUSTER > 1) fetch_run_for_all<CLUSTER>(to, from, bytes, bar);
-    else fetch_run(to, from, bytes, bar);
+__device__ __forceinline__ void copy_row(uint32_t to, const DTYPE* from, int bytes, uint32_t bar) {
+    // To the same address in all blocks of the cluster; each block's own mbarrier counts the bytes.
+    if (CLUSTER > 1) bulk_copy_multicast<CLUSTER>(to, from, bytes, bar);
+    else bulk_copy(to, from, bytes, bar);
 }
 
 #if CLUSTER > 1
@@ -99,158 +108,175 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_tma(
     const float* amax, const float* bias, DTYPE* out, int m, int n, int k, float range, int relu) {
     extern __shared__ __align__(1024) uint8_t shared[];
     constexpr DTYPE* tag = nullptr;
-    const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
+    const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
     const uint32_t base = (uint32_t)__cvta_generic_to_shared(shared);
-    const uint32_t full = base + BARS_AT, empty = full + 8 * STAGES;
+    const uint32_t full = base + BARRIERS_AT, empty = full + 8 * STAGES;
     const int rank = blockIdx.x % CLUSTER, block = blockIdx.x * OUTPUTS;
-    const int pieces = k / 128, stages = (pieces + COLUMNS - 1) / COLUMNS, early = min(min(EARLY, STAGES), stages);
-    const int turn = blockIdx.x / CLUSTER % stages;
-    auto stage_of = [&](int step) {
-        const int stage = step + turn;
-        return stage < stages ? stage : stage - stages;
+    const int quarters = k / 128, k_tiles = (quarters + GROUP_WARPS - 1) / GROUP_WARPS;
+    const int early = min(min(EARLY, STAGES), k_tiles);
+    const int rotation = blockIdx.x / CLUSTER % k_tiles;  // the K tile this cluster starts with
+    auto k_tile_of = [&](int step) {
+        const int k_tile = step + rotation;
+        return k_tile < k_tiles ? k_tile : k_tile - k_tiles;
     };
-    auto x_bytes = [&](int step) { return 2 * min(2 * WIDE, k - stage_of(step) * 2 * WIDE); };
-    if (warp == CONSUMERS) {
-        if (elected()) {
-            expect_map(codes);
-            expect_map(scales);
+    auto x_bytes = [&](int step) { return 2 * min(2 * WIDE, k - k_tile_of(step) * 2 * WIDE); };
+    if (warp == CONSUMER_WARPS) {
+        if (elect_one()) {
+            prefetch_tensor_map(codes);
+            prefetch_tensor_map(scales);
             for (int i = 0; i < STAGES; ++i) {
-                open_barrier(full + 8 * i, 1);
-                open_barrier(empty + 8 * i, CLUSTER * COLUMNS);
+                mbarrier_init(full + 8 * i, 1);                       // the producer, and the bytes it announces
+                mbarrier_init(empty + 8 * i, CLUSTER * GROUP_WARPS);  // one consumer group of each block
             }
-            barriers_are_open();
+            fence_mbarrier_init();
         }
         __syncwarp();
     }
-    if (CLUSTER > 1) meet_cluster();
+    // Nobody may arrive at an mbarrier, in any block of the cluster, before it is initialised.
+    if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
 
-    if (warp == CONSUMERS) {
-        auto ask_w = [&](int step, int slot) {
-            const int stage = stage_of(step);
-            const uint32_t to = base + slot * SLOT, bar = full + 8 * slot;
-            arrive_expecting(bar, X_AT + m * x_bytes(step));  // rows of x that the other blocks ask for as well
-            fetch_boxes(to, codes, stage * (WIDE / BOX), block, bar);
-            fetch_box(to + STEPS_AT, scales, stage * (WIDE / 8), block, bar);
+    if (warp == CONSUMER_WARPS) {  // the producer warp
+        auto load_weight = [&](int step, int stage) {
+            const int k_tile = k_tile_of(step);
+            const uint32_t to = base + stage * STAGE_BYTES, bar = full + 8 * stage;
+            // All rows of x are counted, also those that the other block of the cluster loads. TMA fills a box beyond
+            // the end of w with zeros, and counts these bytes as well.
+            mbarrier_arrive_expect_tx(bar, X_AT + m * x_bytes(step));
+            tma_load_boxes(to, codes, k_tile * (WIDE / BOX), block, bar);
+            tma_load_box(to + SCALES_AT, scales, k_tile * (WIDE / 8), block, bar);
         };
-        auto ask_x = [&](int step, int slot) {
-            const int at = stage_of(step) * 2 * WIDE;
-            const uint32_t to = base + slot * SLOT + X_AT + rank * XPITCH, bar = full + 8 * slot;
+        auto load_x = [&](int step, int stage) {
+            const int at = k_tile_of(step) * 2 * WIDE;
+            const uint32_t to = base + stage * STAGE_BYTES + X_AT + rank * X_PITCH, bar = full + 8 * stage;
             const DTYPE* from = x + (long long)rank * k + at;
-            if (m == ROWS && k - at >= 2 * WIDE) {  // a third of the instructions, which one warp waits for
+            if (m == ROWS && k - at >= 2 * WIDE) {  // unrolled: a third of the instructions of this one warp
 #pragma unroll
                 for (int i = 0; i < ROWS / CLUSTER; ++i)
-                    fetch_row(to + i * CLUSTER * XPITCH, from + (long long)i * CLUSTER * k, 4 * WIDE, bar);
+                    copy_row(to + i * CLUSTER * X_PITCH, from + (long long)i * CLUSTER * k, 4 * WIDE, bar);
             } else
                 for (int row = rank; row < m; row += CLUSTER)
-                    fetch_row(to + (row - rank) * XPITCH, from + (long long)(row - rank) * k, x_bytes(step), bar);
+                    copy_row(to + (row - rank) * X_PITCH, from + (long long)(row - rank) * k, x_bytes(step), bar);
         };
-        if (elected())
-            for (int step = 0; step < early; ++step) ask_w(step, step);
+        if (elect_one())
+            for (int step = 0; step < early; ++step) load_weight(step, step);
         __syncwarp();
-        wait_for_kernel_in_front();
-        const int last = max(early, stages - LAST);
-        if (last == stages) let_next_kernel_in();
-        Place place;
-        for (int step = 0; step < stages; ++step, place.advance()) {
-            if (step < early) continue;
-            if (step == last) let_next_kernel_in();
-            wait(empty + 8 * place.slot, place.parity ^ 1);
-            if (elected()) ask_w(step, place.slot), ask_x(step, place.slot);
+        wait_for_primary_kernel();  // from here on x may be read
+        const int last = max(early, k_tiles - LAST);
+        if (last == k_tiles) launch_dependents();
+        RingPosition position;
+        for (int step = 0; step < k_tiles; ++step, position.advance()) {
+            if (step < early) continue;  // requested above, and its x by the consumer warps
+            if (step == last) launch_dependents();
+            mbarrier_wait(empty + 8 * position.stage, position.parity ^ 1);  // returns at once for a stage never used
+            if (elect_one()) load_weight(step, position.stage), load_x(step, position.stage);
             __syncwarp();
         }
         return;
     }
 
-    wait_for_kernel_in_front();
-    for (int step = 0; step < early; ++step) {  // the first x, by all at once
-        const DTYPE* from = x + stage_of(step) * 2 * WIDE;
-        if (elected())
-            for (int row = rank + CLUSTER * warp; row < m; row += CLUSTER * CONSUMERS)
-                fetch_row(
-                    base + step * SLOT + X_AT + row * XPITCH, from + (long long)row * k, x_bytes(step), full + 8 * step);
+    wait_for_primary_kernel();
+    for (int step = 0; step < early; ++step) {  // x of the early tiles, by all consumer warps: sooner than by one warp
+        const DTYPE* from = x + k_tile_of(step) * 2 * WIDE;
+        if (elect_one())
+            for (int row = rank + CLUSTER * warp; row < m; row += CLUSTER * CONSUMER_WARPS)
+                copy_row(base + step * STAGE_BYTES + X_AT + row * X_PITCH, from + (long long)row * k, x_bytes(step),
+                         full + 8 * step);
         __syncwarp();
     }
-    const int group = lane / 4, part = lane % 4, team = warp / COLUMNS, column = warp % COLUMNS;
-    const int line = group / 2 + group % 2 * 4;  // of eight rows of w; four lanes beside each other meet no bank twice
-    const int codes_at = column / 2 * (OUTPUTS * BOX) + line * BOX + ((column % 2 * 4 + part) ^ line) * 16;
-    const int steps_at = STEPS_AT + line * (WIDE / 8) + ((column / 2) ^ (line / 4)) * 16 + column % 2 * 8 + part * 2;
-    const int x_at = X_AT + (ROWS == 1 ? 0 : group) * XPITCH + column * 256 + part * 64;
+    const int fragment_row = lane / 4, fragment_column = lane % 4;
+    const int consumer = warp / GROUP_WARPS, quarter = warp % GROUP_WARPS;
+    // Which of eight rows of w a thread has. TMA's swizzle XORs the number of a 16-byte word with the row (128-byte swizzle)
+    // or with a quarter of it (32-byte swizzle); with this order of rows the lanes of one access hit different banks.
+    const int row_of_eight = fragment_row / 2 + fragment_row % 2 * 4;
+    const int codes_at = quarter / 2 * (OUTPUTS * BOX) + row_of_eight * BOX +
+                         ((quarter % 2 * 4 + fragment_column) ^ row_of_eight) * 16;
+    const int scales_at = SCALES_AT + row_of_eight * (WIDE / 8) + ((quarter / 2) ^ (row_of_eight / 4)) * 16 +
+                          quarter % 2 * 8 + fragment_column * 2;
+    const int x_at = X_AT + (ROWS == 1 ? 0 : fragment_row) * X_PITCH + quarter * 256 + fragment_column * 64;
     const int output = threadIdx.x % OUTPUTS;
-    const bool inside = block + output < n;
-    const float largest = read_ahead(amax), shift = bias && inside ? read_ahead(bias + block + output) : 0.f;
-    float sums[BANDS][TILES][4] = {};
-    Place place;
-    for (int i = 0; i < team; ++i) place.advance();
-    for (int step = team; step < stages; step += TEAMS) {
-        wait(full + 8 * place.slot, place.parity);
-        const uint8_t* ready = shared + place.slot * SLOT;
-        uint4 held[HELD];
-        uint32_t steps[HELD];
+    const bool in_range = block + output < n;
+    const float weight_amax = load_early(amax), bias_value = bias && in_range ? load_early(bias + block + output) : 0.f;
+    float sums[ROW_TILES][X_TILES][4] = {};
+    RingPosition position;
+    for (int i = 0; i < consumer; ++i) position.advance();
+    for (int step = consumer; step < k_tiles; step += CONSUMERS) {
+        mbarrier_wait(full + 8 * position.stage, position.parity);
+        // Codes and scales into registers first: 16 bytes, two scales a row.
+        const uint8_t* ready = shared + position.stage * STAGE_BYTES;
+        uint4 words[THREAD_ROWS];
+        uint32_t scale_pairs[THREAD_ROWS];
 #pragma unroll
-        for (int row = 0; row < HELD; ++row) {
-            held[row] = *reinterpret_cast<const uint4*>(ready + codes_at + row * 8 * BOX);
-            steps[row] = *reinterpret_cast<const uint16_t*>(ready + steps_at + row * WIDE);
+        for (int row = 0; row < THREAD_ROWS; ++row) {
+            words[row] = *reinterpret_cast<const uint4*>(ready + codes_at + row * 8 * BOX);
+            scale_pairs[row] = *reinterpret_cast<const uint16_t*>(ready + scales_at + row * WIDE);
         }
 #pragma unroll
-        for (int row = 0; row < HELD; ++row) steps[row] = scales_of(steps[row], tag);
-        if (stage_of(step) * COLUMNS + column < pieces)
+        for (int row = 0; row < THREAD_ROWS; ++row) scale_pairs[row] = scales_of(scale_pairs[row], tag);
+        // The last K tile may have fewer than four quarters. Its x beyond k is stale, so the warp must skip it.
+        if (k_tile_of(step) * GROUP_WARPS + quarter < quarters)
 #pragma unroll
             for (int word = 0; word < 4; ++word) {
-                uint4 b[TILES];
+                uint4 b[X_TILES];
 #pragma unroll
-                for (int tile = 0; tile < TILES; ++tile)
-                    b[tile] = reorder(*reinterpret_cast<const uint4*>(ready + x_at + tile * 8 * XPITCH + word * 16));
+                for (int tile = 0; tile < X_TILES; ++tile)
+                    b[tile] = reorder(*reinterpret_cast<const uint4*>(ready + x_at + tile * 8 * X_PITCH + word * 16));
 #pragma unroll
-                for (int band = 0; band < BANDS; ++band) {
+                for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
                     uint32_t a[2][4];
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const uint32_t* four = reinterpret_cast<const uint32_t*>(&held[2 * band + half]);
-                        decode<DTYPE>(four[word], steps[2 * band + half], word >= 2, a[half]);
+                        const uint32_t* four = reinterpret_cast<const uint32_t*>(&words[2 * row_tile + half]);
+                        decode<DTYPE>(four[word], scale_pairs[2 * row_tile + half], word >= 2, a[half]);
                     }
 #pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) {
-                        multiply(sums[band][tile], a[0][0], a[1][0], a[0][1], a[1][1], b[tile].x, b[tile].y, tag);
-                        multiply(sums[band][tile], a[0][2], a[1][2], a[0][3], a[1][3], b[tile].z, b[tile].w, tag);
+                    for (int tile = 0; tile < X_TILES; ++tile) {
+                        mma(sums[row_tile][tile], a[0][0], a[1][0], a[0][1], a[1][1], b[tile].x, b[tile].y, tag);
+                        mma(sums[row_tile][tile], a[0][2], a[1][2], a[0][3], a[1][3], b[tile].z, b[tile].w, tag);
                     }
                 }
             }
         __syncwarp();
-        if (lane < CLUSTER && step + STAGES < stages) {  // what a block is told it waits for, and may end
-            if (CLUSTER > 1) arrive_at(empty + 8 * place.slot, lane);
-            else arrive(empty + 8 * place.slot);
+        // Tell the producers of all blocks that the stage is read, but only where one will wait for it: a block that waits
+        // for no more may have ended, and its shared memory must not be accessed then.
+        if (lane < CLUSTER && step + STAGES < k_tiles) {
+            if (CLUSTER > 1) mbarrier_arrive_remote(empty + 8 * position.stage, lane);
+            else mbarrier_arrive(empty + 8 * position.stage);
         }
 #pragma unroll
-        for (int i = 0; i < TEAMS; ++i) place.advance();
+        for (int i = 0; i < CONSUMERS; ++i) position.advance();
     }
-    meet<32 * CONSUMERS>();  // every stage has been read
-    float* mine = reinterpret_cast<float*>(shared) + warp * (OUTPUTS * LINE);
+    // A named barrier of the consumer warps; the producer has returned. All stages are read: the sums may overwrite them.
+    named_barrier_sync<32 * CONSUMER_WARPS>();
+    float* partial = reinterpret_cast<float*>(shared) + warp * (OUTPUTS * SUM_PITCH);
 #pragma unroll
-    for (int row = 0; row < HELD; ++row)
+    for (int row = 0; row < THREAD_ROWS; ++row)
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int tile = 0; tile < X_TILES; ++tile) {
             const float* two = &sums[row / 2][tile][2 * (row % 2)];
-            float* to = mine + (8 * row + line) * LINE;
-            if (ROWS > 1) *reinterpret_cast<float2*>(to + 8 * tile + 2 * part) = {two[0], two[1]};
-            else if (part == 0) *to = two[0];
+            float* to = partial + (8 * row + row_of_eight) * SUM_PITCH;
+            if (ROWS > 1) *reinterpret_cast<float2*>(to + 8 * tile + 2 * fragment_column) = {two[0], two[1]};
+            else if (fragment_column == 0) *to = two[0];
         }
-    meet<32 * CONSUMERS>();
-    constexpr int SIDE = ROWS == 1 ? 1 : 4;  // rows of x that a thread adds at once
-    const float factor = largest / range / UNIT;
-    for (int first = threadIdx.x / OUTPUTS * SIDE; inside && first < m; first += 32 * CONSUMERS / OUTPUTS * SIDE) {
-        const float* from = reinterpret_cast<const float*>(shared) + output * LINE + first;
-        float total[SIDE] = {};
+    named_barrier_sync<32 * CONSUMER_WARPS>();  // the partial sums of all warps are there
+    // GEMM epilogue: split-K reduction, global scale, bias, ReLU.
+    constexpr int ROWS_AT_ONCE = ROWS == 1 ? 1 : 4;  // rows of x that a thread adds at once, one 16-byte load
+    const float factor = weight_amax / range / UNIT;
+    constexpr int STRIDE = 32 * CONSUMER_WARPS / OUTPUTS * ROWS_AT_ONCE;
+    for (int first = threadIdx.x / OUTPUTS * ROWS_AT_ONCE; in_range && first < m; first += STRIDE) {
+        const float* from = reinterpret_cast<const float*>(shared) + output * SUM_PITCH + first;
+        float total[ROWS_AT_ONCE] = {};
 #pragma unroll
-        for (int i = 0; i < CONSUMERS; ++i)
-            if (ROWS == 1) total[0] += from[i * OUTPUTS * LINE];
+        for (int i = 0; i < CONSUMER_WARPS; ++i)
+            if (ROWS == 1) total[0] += from[i * OUTPUTS * SUM_PITCH];
             else {
-                const float4 four = *reinterpret_cast<const float4*>(from + i * OUTPUTS * LINE);
-                total[0] += four.x, total[1 % SIDE] += four.y, total[2 % SIDE] += four.z, total[3 % SIDE] += four.w;
+                const float4 four = *reinterpret_cast<const float4*>(from + i * OUTPUTS * SUM_PITCH);
+                total[0] += four.x, total[1 % ROWS_AT_ONCE] += four.y;
+                total[2 % ROWS_AT_ONCE] += four.z, total[3 % ROWS_AT_ONCE] += four.w;
             }
 #pragma unroll
-        for (int i = 0; i < SIDE; ++i) {
-            float value = total[i] * factor + shift;
+        for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+            float value = total[i] * factor + bias_value;
             if (relu && value < 0.f) value = 0.f;
             if (first + i < m) out[(long long)(first + i) * n + block + output] = DTYPE(value);
         }
