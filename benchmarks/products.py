@@ -7,8 +7,8 @@ matmul and weight-only linear layers against cuBLAS. FP16 and packed run in turn
 busy while launches queue up. Every result is compared with the reference before it is timed. On GPUs
 before Blackwell the kernels decode in registers: the ratio says what that costs, not what FP4 gains.
 
-Weight-only products of a few rows are timed as they run in a loop, where a kernel reads its weight while the one in
-front ends (`plugins.behind`), and with each launch in order.
+Weight-only GEMMs of a few rows (GEMV) are timed in a loop with frozen weights, where a kernel reads its weight while the
+one before it still runs (programmatic dependent launch, `plugins.runtime.pdl`), and with each launch in stream order.
 
 `few_channels` are the first and the last layer, which are FP4 where every layer is, and the outer levels of scale 0.25.
 
@@ -186,7 +186,7 @@ def best(run: Any, swept: tuple[Tile, ...], fp16: float) -> str:
 
 
 def ordered_ms(run: Callable[[int], object]) -> float:
-    """Median milliseconds where no kernel begins before the one in front has ended."""
+    """Median milliseconds with every launch in stream order."""
     pdl.enabled = False
     try:
         return median_ms(run)
@@ -212,6 +212,8 @@ def matrices(sweep: bool) -> list[dict[str, Any]]:
             print(f"      {tile}: {fp16 / ms:.2f}")
     size = 8192
     weights = [packed(size, size) for _ in range(4)]
+    for weight in weights:
+        pdl.freeze(weight)
     plain = [weight.dequantize(torch.float16) for weight in weights]
     count = weights[0].codes.nbytes + weights[0].scales.nbytes
     floor = copy_ms(count)
