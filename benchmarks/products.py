@@ -7,8 +7,9 @@ matmul and weight-only linear layers against cuBLAS. FP16 and packed run in turn
 busy while launches queue up. Every result is compared with the reference before it is timed. On GPUs
 before Blackwell the kernels decode in registers: the ratio says what that costs, not what FP4 gains.
 
-Weight-only GEMMs of a few rows (GEMV) are timed in a loop with frozen weights, where a kernel reads its weight while the
-one before it still runs (programmatic dependent launch, `plugins.runtime.pdl`), and with each launch in stream order.
+Weight-only GEMMs of a few rows (GEMV) are timed in a loop with frozen weights, where a kernel reads its weight while
+the one before it still runs (programmatic dependent launch, `plugins.runtime.pdl`), and with each launch in stream
+order.
 
 `few_channels` are the first and the last layer, which are FP4 where every layer is, and the outer levels of scale 0.25.
 
