@@ -128,7 +128,7 @@ def fake_quantize_nvfp4(
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise and dequantise where the elements lie, whichever axis the product contracts, without a transposed copy.
+    """Quantise and dequantise where the elements lie, whichever axis the GEMM contracts, without a transposed copy.
 
     Args:
         x: any float dtype, any layout (NCHW, channels_last, OIHW, ...).
@@ -139,7 +139,7 @@ def fake_quantize_nvfp4(
 
     Returns:
         x' in the dtype and layout of `x`, bitwise what `quantize_nvfp4(...).dequantize(x.dtype)` gives along that axis
-        (the sign of a zero excepted), and the bool mask of elements that did not saturate, |x * e| <= 6.
+        (the sign of a zero excepted), and the in-range mask, bool: elements that did not saturate, |x * e| <= 6.
 
     Raises:
         InputError: an unknown or contradictory option, no axes, or a dtype that is not floating point.
@@ -148,17 +148,17 @@ def fake_quantize_nvfp4(
         raise InputError(f"NVFP4 quantises floating-point tensors with an axis, not {x.dtype} {tuple(x.shape)}.")
     axes = tuple(normalized_axis(x, axis) for axis in axes)
     global_amax, random = _prepare(x, axes, amax, row_scaled, four_over_six, rounding, seed, offset)
-    values, inside = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+    values, in_range = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
     cut = piece_axis(x, axes)
     for part, value, mask, part_amax, part_random in pieces(
-        x, cut, axes, NVFP4_BLOCK, values, inside, global_amax, random
+        x, cut, axes, NVFP4_BLOCK, values, in_range, global_amax, random
     ):
         scaled, d8 = _scale(part, axes, part_amax, four_over_six)
         step = block_step(d8, _blocked_amax(part_amax, axes), _e4m3_max(four_over_six))
         mask.copy_(crop(join_blocks(scaled.abs() <= E2M1_MAX, axes), part.shape))
         quantized = round_e2m1(scaled, _blocked_bytes(part_random, axes)).mul_(step)
         value.copy_(crop(join_blocks(quantized, axes), part.shape))
-    return values, inside
+    return values, in_range
 
 
 def check_options(axes: tuple[int, ...], row_scaled: bool, four_over_six: FourOverSix | None, rounding: str) -> None:

@@ -23,8 +23,8 @@ class ModelCard:
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
     `exclude` are the patterns that chose the quantised layers; None for the default choice. `task` is "semantic" or
-    "instance", and `head` the layout of an instance model's channels. `digits`: the encoder reads the image as digits
-    (`models.digits`); the input is the same.
+    "instance", and `head` the layout of an instance model's channels. `digits`: the model
+    encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its input is the same.
     """
 
     precision: str

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.models.digits import expand_weight
+from fp4deploy.models.input_encoding import expand_weight
 from fp4deploy.runs import atomic_write
 
 QUANTIZER_BUFFERS = (".input_amax",)
@@ -64,13 +64,14 @@ def read_card(path: Path) -> ModelCard:
     return ModelCard.from_json(metadata[CARD_KEY])
 
 
-def load_weights(model: nn.Module, path: Path, to_digits: bool = False) -> None:
+def load_weights(model: nn.Module, path: Path, to_encoding: bool = False) -> None:
     """Load a checkpoint into `model`, name by name.
 
     An FP16 checkpoint fits an NVFP4 model and the reverse: only quantiser state may differ.
 
     Args:
-        to_digits: the checkpoint is of a UNet without digits and `model` has them: its first weight is expanded.
+        to_encoding: the checkpoint is of a UNet that reads RGB and `model` has the FP4 input encoding: the first weight
+            is expanded to it.
 
     Raises:
         InputError: names or shapes differ (another scale, classes or architecture), or a value is not finite.
@@ -79,7 +80,7 @@ def load_weights(model: nn.Module, path: Path, to_digits: bool = False) -> None:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a readable safetensors file ({error}).") from error
-    if to_digits and FIRST_WEIGHT in tensors:
+    if to_encoding and FIRST_WEIGHT in tensors:
         tensors[FIRST_WEIGHT] = expand_weight(tensors[FIRST_WEIGHT])
     wanted = model.state_dict()
     differing = [

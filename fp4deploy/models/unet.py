@@ -9,8 +9,8 @@ One class serves FP16 and NVFP4: `qat.prepare` changes layers in place and keeps
 checkpoint loads into the NVFP4 model name by name. GroupNorm rather than BatchNorm: no running statistics to
 re-estimate after quantisation, and the same arithmetic in training and in the engine.
 
-With `digits` the encoder reads the image as E2M1 digits, 13 channels instead of 3 (`digits`), so that its first
-convolution can run in FP4 as well; everything behind it is the same.
+With `digits` the encoder reads the image in the multi-term FP4 encoding (`input_encoding`), 13 channels instead of 3,
+so that its first convolution can run in FP4 as well; everything after it is the same.
 
 Source of the architecture: Ronneberger, Fischer, Brox, "U-Net: Convolutional Networks for Biomedical Image
 Segmentation", 2015 (padding kept "same" here, so that the logits have the size of the image).
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.models.digits import CHANNELS, COLOURS, digits, expand_weight
+from fp4deploy.models.input_encoding import ENCODED_CHANNELS, IMAGE_CHANNELS, encode_input, expand_weight
 
 WIDTHS = (64, 128, 256, 512, 1024)
 GROUPS = 8
@@ -50,18 +50,20 @@ class Block(nn.Module):
 class UNet(nn.Module):
     """Semantic segmentation UNet: image [N, in_channels, H, W] -> logits [N, classes, H, W].
 
-    H and W must be multiples of 16 (four poolings). With `digits` the first convolution reads the image's digits, and
-    starts as the same function of it that a UNet of the same seed without them starts as.
+    H and W must be multiples of 16 (four poolings). With `digits` the first convolution reads the encoded image
+    [N, 13, H, W], and starts as the same function of the image as that of a UNet of the same seed without `digits`.
 
     Raises:
-        InputError: `scale` gives a width that GroupNorm's 8 groups do not divide, or digits of what is not RGB.
+        InputError: `scale` gives a width that GroupNorm's 8 groups do not divide; `digits` with other than 3 channels.
     """
 
-    def __init__(self, classes: int, scale: float = 1.0, in_channels: int = COLOURS, digits: bool = False) -> None:
+    def __init__(
+        self, classes: int, scale: float = 1.0, in_channels: int = IMAGE_CHANNELS, digits: bool = False
+    ) -> None:
         super().__init__()
         widths = channel_widths(scale)
-        if digits and in_channels != COLOURS:
-            raise InputError(f"Digits are made of RGB images, and this UNet reads {in_channels} channels.")
+        if digits and in_channels != IMAGE_CHANNELS:
+            raise InputError(f"The FP4 input encoding takes RGB images, and this UNet reads {in_channels} channels.")
         self.classes, self.scale, self.digits = classes, scale, digits
         self.encoder = nn.ModuleList(
             Block(before, after) for before, after in zip((in_channels, *widths[:-1]), widths, strict=True)
@@ -73,11 +75,11 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(widths[0], classes, 1)
         if digits:  # after everything has drawn its weights
             first = cast(Block, self.encoder[0]).conv1
-            first.in_channels, first.weight = CHANNELS, nn.Parameter(expand_weight(first.weight.detach()))
+            first.in_channels, first.weight = ENCODED_CHANNELS, nn.Parameter(expand_weight(first.weight.detach()))
 
     def read_image(self, x: torch.Tensor) -> torch.Tensor:
-        """What the encoder reads of an image: the image itself [N, 3, H, W], or its digits [N, 13, H, W]."""
-        return digits(x) if self.digits else x
+        """What the first convolution reads: the image itself [N, 3, H, W], or encoded [N, 13, H, W]."""
+        return encode_input(x) if self.digits else x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.read_image(x)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.models.digits import CHANNELS
+from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed.graph import (
     INPUT,
     RGB,
@@ -35,7 +35,7 @@ def check_graph(graph: Graph, channels: int) -> None:
         InputError: naming the step and what is wrong with it.
     """
     image = graph.images.get(INPUT)
-    wanted = CHANNELS if graph.digits else RGB.channels
+    wanted = ENCODED_CHANNELS if graph.digits else RGB.channels
     if image is None or image.stride != RGB.stride or image.channels != wanted:
         kind = "digits" if graph.digits else "RGB"
         raise InputError(f"The graph has no input named '{INPUT}' of the {wanted} channels of {kind}.")

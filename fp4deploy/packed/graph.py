@@ -12,7 +12,7 @@ An image is NHWC, `channels` wide, and has one pixel for `stride` x `stride` pix
 the float32 tensor that it is packed with; without one it is plain FP16.
 
 The image named "image" is what the first step reads: the network's RGB input, or with `digits` its 13 digits
-(`models.digits`). It is packed as any other where the first layer is quantised.
+(`models.input_encoding`). It is packed as any other where the first layer is quantised.
 
 `concat` is there for plain convolutions, and for skips whose channels are no multiple of 16: a block of 16 would hold
 channels of both images, so that it can only be made of both. Everywhere else no concatenation is ever written.

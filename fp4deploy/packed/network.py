@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.models.digits import digits
+from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
     INPUT,
@@ -83,7 +83,7 @@ class PackedNetwork:
     def read(self, images: torch.Tensor) -> Image:
         """What the first step reads of images [N, 3, H, W]: themselves or their digits, NHWC, packed or plain."""
         x = images.to(self.device, self.dtype)
-        x = (digits(x) if self.graph.digits else x).permute(0, 2, 3, 1).contiguous()
+        x = (encode_input(x) if self.graph.digits else x).permute(0, 2, 3, 1).contiguous()
         return self.form(x, self.amax(INPUT))
 
     def run_step(self, step: Step, inputs: list[Image]) -> list[Image]:

@@ -217,9 +217,9 @@ class _SkipAndPool(torch.autograd.Function):
 class _Concat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, *tracking: Any) -> torch.Tensor:
-        out, inside = ops.concat(a, b, amax, *tracking)
+        out, in_range = ops.concat(a, b, amax, *tracking)
         ctx.arguments = 3 + len(tracking)
-        ctx.save_for_backward(inside if amax is not None else None)
+        ctx.save_for_backward(in_range if amax is not None else None)
         ctx.first = a.shape[1]
         return out
 

@@ -13,7 +13,7 @@ quantises with the amax of the layer's last call, so a layer is not called twice
 A recipe may have the amax learned: then `input_amax` is a parameter under the same name, and nothing moves it but the
 optimiser (`learned`). Checkpoints and exports do not know the difference.
 
-Blocks run along the axis that a product contracts (see `products`). With groups they run along the channels of one
+Blocks run along the axis that a GEMM contracts (see `gemms`). With groups they run along the channels of one
 group, padded to whole blocks, so that no block crosses a group.
 """
 
@@ -28,9 +28,9 @@ from torch import nn
 
 from fp4deploy.formats import finite_amax
 from fp4deploy.plugins.quantize.dispatch import previous_amax
-from fp4deploy.qat.gradient_products import quantized_product
+from fp4deploy.qat.backward_gemms import quantized_gemms
+from fp4deploy.qat.gemms import ConvGemms, LinearGemms
 from fp4deploy.qat.learned import fake_quantize_learned
-from fp4deploy.qat.products import ConvProduct, LinearProduct
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 from fp4deploy.qat.ste import fake_quantize, fake_quantize_and_measure
 
@@ -75,36 +75,36 @@ class QuantizedLayer(nn.Module):
         """A forward, now, is a training step: it moves the tracked amax."""
         return self.is_static and self.training and not self.recipe.amax_learned and not _recomputing()
 
-    def product(self) -> LinearProduct | ConvProduct:
-        """The products of this layer, with a convolution's stride, padding, dilation and groups."""
+    def gemms(self) -> LinearGemms | ConvGemms:
+        """The three GEMMs of this layer, with a convolution's stride, padding, dilation and groups."""
         raise NotImplementedError
 
-    def multiply(self, x: torch.Tensor, product: LinearProduct | ConvProduct) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, gemms: LinearGemms | ConvGemms) -> torch.Tensor:
         """Y from the layer's input, by its recipe; in training the tracked amax follows the input first."""
         if self.observing:
             self.track(x)
-            return product.forward(x, self.weight, cast(Any, self.bias))
+            return gemms.forward(x, self.weight, cast(Any, self.bias))
         if not self.recipe.straight_through:
-            return quantized_product(x, self.weight, cast(Any, self.bias), product, self.recipe, self.static_amax(x))
-        return product.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
+            return quantized_gemms(x, self.weight, cast(Any, self.bias), gemms, self.recipe, self.static_amax(x))
+        return gemms.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Fake-quantise the input for the forward product; in training the tracked amax follows."""
-        product = self.product()
-        operand = (self.recipe.activation, (product.input_axis,))
+        """Fake-quantise the input for the forward GEMM; in training the tracked amax follows."""
+        gemms = self.gemms()
+        operand = (self.recipe.activation, (gemms.input_axis,))
         if self.recipe.amax_learned:
             amax = cast(torch.Tensor, self.static_amax(x))
-            return fake_quantize_learned(x, cast(QuantSpec, operand[0]), product.input_axis, amax, product.groups)
+            return fake_quantize_learned(x, cast(QuantSpec, operand[0]), gemms.input_axis, amax, gemms.groups)
         if not (self.is_delayed and self.moves_amax):
-            return fake_quantize(x, *operand, self.static_amax(x), groups=(product.groups,))
-        quantized, largest = fake_quantize_and_measure(x, *operand, self.amax_before(x), groups=(product.groups,))
+            return fake_quantize(x, *operand, self.static_amax(x), groups=(gemms.groups,))
+        quantized, largest = fake_quantize_and_measure(x, *operand, self.amax_before(x), groups=(gemms.groups,))
         self.follow(largest)
         return quantized
 
     def quantized_weight(self) -> torch.Tensor:
-        """Fake-quantise the weight for the forward product, with its own amax."""
-        product = self.product()
-        return fake_quantize(self.weight, self.recipe.weight, product.weight_axes, groups=product.weight_groups)
+        """Fake-quantise the weight for the forward GEMM, with its own amax."""
+        gemms = self.gemms()
+        return fake_quantize(self.weight, self.recipe.weight, gemms.weight_axes, groups=gemms.weight_groups)
 
     def static_amax(self, x: torch.Tensor) -> torch.Tensor | None:
         """The global amax that the input is quantised with, in training tracked; None where there is no static scale.
@@ -158,41 +158,41 @@ class QuantizedLayer(nn.Module):
 
 
 class QuantConv2d(QuantizedLayer, nn.Conv2d):
-    """Conv2d with fake-quantised products: [N, C, H, W] -> [N, O, H', W']."""
+    """Conv2d with fake-quantised GEMMs: [N, C, H, W] -> [N, O, H', W']."""
 
-    def product(self) -> ConvProduct:
-        return ConvProduct(_pair(self.kernel_size), _pair(self.stride), (0, 0), _pair(self.dilation), self.groups)
+    def gemms(self) -> ConvGemms:
+        return ConvGemms(_pair(self.kernel_size), _pair(self.stride), (0, 0), _pair(self.dilation), self.groups)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left, right, top, bottom = self._reversed_padding_repeated_twice
-        product = self.product()
+        gemms = self.gemms()
         if self.padding_mode == "zeros" and left == right and top == bottom:
-            return self.multiply(x, replace(product, padding=(top, left)))
+            return self.multiply(x, replace(gemms, padding=(top, left)))
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return self.multiply(F.pad(x, (left, right, top, bottom), mode), product)
+        return self.multiply(F.pad(x, (left, right, top, bottom), mode), gemms)
 
 
 class QuantConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):
-    """ConvTranspose2d with fake-quantised products: [N, C, H, W] -> [N, O, H', W']."""
+    """ConvTranspose2d with fake-quantised GEMMs: [N, C, H, W] -> [N, O, H', W']."""
 
-    def product(self) -> ConvProduct:
+    def gemms(self) -> ConvGemms:
         kernel, stride, padding = _pair(self.kernel_size), _pair(self.stride), _pair(self.padding)
-        return ConvProduct(kernel, stride, padding, _pair(self.dilation), self.groups, transposed=True)
+        return ConvGemms(kernel, stride, padding, _pair(self.dilation), self.groups, transposed=True)
 
     def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
         stride, padding, kernel = (cast(Any, size) for size in (self.stride, self.padding, self.kernel_size))
         extra = self._output_padding(x, output_size, stride, padding, kernel, 2, cast(Any, self.dilation))
-        return self.multiply(x, replace(self.product(), output_padding=_pair(extra)))
+        return self.multiply(x, replace(self.gemms(), output_padding=_pair(extra)))
 
 
 class QuantLinear(QuantizedLayer, nn.Linear):
-    """Linear with fake-quantised products: [..., C] -> [..., O]."""
+    """Linear with fake-quantised GEMMs: [..., C] -> [..., O]."""
 
-    def product(self) -> LinearProduct:
-        return LinearProduct()
+    def gemms(self) -> LinearGemms:
+        return LinearGemms()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(x, self.product())
+        return self.multiply(x, self.gemms())
 
 
 QUANTIZED: dict[type[nn.Module], type[QuantizedLayer]] = {

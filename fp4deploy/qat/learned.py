@@ -5,7 +5,7 @@ block whose amax exceeds A is quantised with the scale A / 6 and saturates at A.
 the block, and A changes only how it is rounded. With s = A / 6 the output of a saturated block is q = s round(x / s),
 and straight through the rounding
 
-    dq / dA  =  (q - x) / A        where x lies inside of A      (its step grows with A)
+    dq / dA  =  (q - x) / A        where |x| <= A                (its step grows with A)
              =  q / A = +-1        where x is clipped            (it moves with A)
              =  0                  in every other block
 
@@ -38,18 +38,18 @@ SMALLEST = 1e-6  # an amax of 0 would have no scale
 class _FakeQuantizeLearned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, amax: torch.Tensor, spec: QuantSpec, axis: int, groups: int) -> torch.Tensor:
-        quantized, inside = quantize_operand(x, spec, (axis,), amax, (groups,))
-        ctx.save_for_backward(inside, _slope(x, quantized, amax, axis, groups))
+        quantized, in_range = quantize_operand(x, spec, (axis,), amax, (groups,))
+        ctx.save_for_backward(in_range, _slope(x, quantized, amax, axis, groups))
         ctx.strides, ctx.axis = quantized.stride(), axis
         return quantized
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inside, slope = ctx.saved_tensors
+        in_range, slope = ctx.saved_tensors
         gradient = gradients[0]
-        of_amax = (gradient.float() * slope.float()).sum() / slope.numel() ** 0.5
-        of_x = mask_gradient(gradient, inside, ctx.strides, ctx.axis) if ctx.needs_input_grad[0] else None
-        return of_x, of_amax, None, None, None
+        damax = (gradient.float() * slope.float()).sum() / slope.numel() ** 0.5
+        dx = mask_gradient(gradient, in_range, ctx.strides, ctx.axis) if ctx.needs_input_grad[0] else None
+        return dx, damax, None, None, None
 
 
 def fake_quantize_learned(

@@ -1,9 +1,9 @@
 """Decide layer by layer what runs in FP4, say why, and turn the chosen layers into quantised ones in place.
 
 Kept in high precision by default: the first layer with weights (it reads the image, of which FP4 leaves 3 bits where
-`models.digits` has not written it as 13 channels), the last one (its error goes straight into the logits, with no
-normalisation after it), and everything that is not a product (normalisation, pooling, activation functions). A layer
-that no quantised class stands for (a subclass with a forward of its own, a 3-D convolution, an embedding) says so.
+`models.input_encoding` has not encoded it as 13 channels), the last one (its error goes straight into the logits, with
+no normalisation after it), and everything that is not a GEMM (normalisation, pooling, activation functions). A layer
+that no quantised class implements (a subclass with a forward of its own, a 3-D convolution, an embedding) says so.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def layer_plan(
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     block = _block(find_recipe(recipe))
-    products = [name for name, layer in layers if _is_product(layer)]
+    gemms = [name for name, layer in layers if _is_gemm(layer)]
     _check_include(include, layers)
     _check_patterns(exclude, [name for name, _ in layers])
     as_it_is = include is None and exclude is None
@@ -73,7 +73,7 @@ def layer_plan(
     hidden = _hidden_children(model)
     plans = []
     for name, layer in layers:
-        kept = hidden.get(name) or _reason_to_keep(name, layer, products, include, exclude)
+        kept = hidden.get(name) or _reason_to_keep(name, layer, gemms, include, exclude)
         if prepared and isinstance(layer, QuantizedLayer):
             kept = None
         elif prepared and kept is None:
@@ -163,11 +163,11 @@ def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, layer)
         for name, layer in model.named_modules()
-        if _is_product(layer) or any(True for _ in layer.parameters(recurse=False))
+        if _is_gemm(layer) or any(True for _ in layer.parameters(recurse=False))
     ]
 
 
-def _is_product(layer: nn.Module) -> bool:
+def _is_gemm(layer: nn.Module) -> bool:
     return type(layer) in QUANTIZED or isinstance(layer, QuantizedLayer)
 
 
@@ -176,7 +176,7 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _reason_to_keep(
-    name: str, layer: nn.Module, products: list[str], include: Selection, exclude: Selection
+    name: str, layer: nn.Module, gemms: list[str], include: Selection, exclude: Selection
 ) -> str | None:
     reason = _reason_impossible(layer)
     if reason:
@@ -188,9 +188,9 @@ def _reason_to_keep(
     channels, groups = _input_channels(layer)
     if groups > 1 and channels % NVFP4_BLOCK:
         return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
-    if name == products[0]:
+    if name == gemms[0]:
         return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
-    if name == products[-1]:
+    if name == gemms[-1]:
         return "output layer: its error goes straight into the logits"
     return None
 
@@ -199,7 +199,7 @@ def _reason_impossible(layer: nn.Module) -> str | None:
     """Why no recipe can quantise this layer; None where one can."""
     if isinstance(layer, NORMS):
         return "normalisation: sums over many values and few parameters, kept in high precision"
-    if _is_product(layer):
+    if _is_gemm(layer):
         return None
     parent = next((kind for kind in QUANTIZED if isinstance(layer, kind)), None)
     if parent is not None:
@@ -217,12 +217,12 @@ def _hidden_children(model: nn.Module) -> dict[str, str]:
         for name, parent in model.named_modules()
         if isinstance(parent, nn.TransformerEncoderLayer)
         for child, layer in parent.named_modules()
-        if _is_product(layer)
+        if _is_gemm(layer)
     }
 
 
 def _block(recipe: Recipe) -> int:
-    """Elements in a block of the forward product."""
+    """Elements in a block of the forward GEMM."""
     spec = recipe.weight or recipe.activation
     return MXFP4_BLOCK if spec is not None and spec.format == "mxfp4" else NVFP4_BLOCK
 

@@ -1,4 +1,4 @@
-"""One operand of a product, fake-quantised as its spec says: along its contraction axis, group by group.
+"""One operand of a GEMM, fake-quantised as its spec says: along its contraction axis, group by group.
 
 `axes` names the contraction axis last; before it, for 2-D blocks, the other axis of the weight. With `groups` that
 axis holds several groups' channels one after the other and a block must not cross from one to the next: each group is
@@ -36,13 +36,14 @@ def quantize_operand(
         groups: groups of each of `axes`.
 
     Returns:
-        x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16), and what
-        did not saturate, for `plugins.quantize.dispatch.mask_gradient`; None where no static scale clips.
+        x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16), and the
+        in-range mask of elements that did not saturate, for `plugins.quantize.dispatch.mask_gradient`; None where no
+        static scale clips.
     """
     if spec is None:
         return x, None
-    values, inside, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
-    return values, inside
+    values, in_range, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
+    return values, in_range
 
 
 def quantize_and_measure(
@@ -52,10 +53,10 @@ def quantize_and_measure(
 
     The second pass that it costs otherwise is left where the kernel that does both does not fit.
     """
-    values, inside, largest = _quantize_groups(x, spec, axes, amax, groups, measure=True)
-    assert inside is not None
+    values, in_range, largest = _quantize_groups(x, spec, axes, amax, groups, measure=True)
+    assert in_range is not None
     assert largest is not None
-    return values, inside, largest
+    return values, in_range, largest
 
 
 def split_groups(
@@ -85,11 +86,11 @@ def _quantize_groups(
     measure: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     x, moved, split = split_groups(x, spec, axes, groups)
-    values, inside, largest = _quantize(x, spec, moved, amax, as_mask=bool(split), measure=measure)
+    values, in_range, largest = _quantize(x, spec, moved, amax, as_mask=bool(split), measure=measure)
     for axis in split:
         values = values.flatten(axis, axis + 1)
-        inside = None if inside is None else inside.flatten(axis, axis + 1)
-    return values, inside, largest
+        in_range = None if in_range is None else in_range.flatten(axis, axis + 1)
+    return values, in_range, largest
 
 
 def _quantize(
@@ -98,8 +99,10 @@ def _quantize(
     if spec.format == "mxfp4":
         return fake_quantize_mxfp4(x, axes[-1], spec.scale_rule, spec.rounding, hadamard=spec.hadamard), None, None
     if amax is not None and as_mask:  # a kernel's bits have the shape of the groups
-        values, inside = formats.fake_quantize_nvfp4(x, axes, amax, spec.row_scaled, spec.four_over_six, spec.rounding)
-        return values, inside, finite_amax(x) if measure else None
+        values, in_range = formats.fake_quantize_nvfp4(
+            x, axes, amax, spec.row_scaled, spec.four_over_six, spec.rounding
+        )
+        return values, in_range, finite_amax(x) if measure else None
     if amax is not None and measure:
         return fake_quantize_and_amax(x, axes, amax, spec.four_over_six, spec.rounding)
     options = (amax, spec.row_scaled, spec.four_over_six, spec.rounding)

@@ -1,12 +1,12 @@
-"""Recipes: which of the six operands of a layer's three products are quantised, and how.
+"""Recipes: which of the six operands of a layer's three GEMMs are quantised, and how.
 
     forward           Y  = Q(X) Q(W^T)     activation, weight
     input gradient    dX = Q(G) Q(W)       dgrad_gradient, dgrad_weight
     weight gradient   dW = Q(G^T) Q(X)     wgrad_gradient, wgrad_activation
 
-Each operand is blocked along the contraction axis of its own product, so that X and W are quantised along one axis for
-the forward product and along another for a gradient. An operand of a backward product whose spec is None is the one the
-forward product used; with all four None the gradients pass straight through, as quantisation-aware training wants. With
+Each operand is blocked along the contraction axis of its own GEMM, so that X and W are quantised along one axis for
+the forward GEMM and along another for a gradient. An operand of a backward GEMM whose spec is None is the one the
+forward GEMM used; with all four None the gradients pass straight through, as quantisation-aware training wants. With
 `double_quantization` the backward quantises the forward's quantised X and W once more instead of the original ones.
 
     print(RECIPES["tetrajet"])                                            reads like the table in docs/numerics.md
@@ -47,7 +47,7 @@ class QuantSpec:
     scale_rule: "floor" or "ceil", MXFP4's block scale.
     rounding: "nearest" or "stochastic".
     four_over_six: NVFP4 blocks may map their amax to 4.
-    hadamard: transform groups of 16 first; on both operands of a product, so that it cancels.
+    hadamard: transform groups of 16 first; on both operands of a GEMM, so that it cancels.
     row_scaled: NVFP4 with a global scale a row.
 
     Raises:
@@ -103,7 +103,7 @@ class QuantSpec:
 class Recipe:
     """The six quantisers of a layer; None leaves an operand as it is (see the module's page).
 
-    double_quantization: the backward products quantise the forward's quantised X and W, not the original ones.
+    double_quantization: the backward GEMMs quantise the forward's quantised X and W, not the original ones.
     amax_decay: a static activation's amax after a training step is max(amax of the batch, amax_decay * previous).
     amax_timing: a training step quantises a static activation with the amax after it ("current"), for which the
         activation is read once before it can be quantised, or with the one before it ("delayed"), for which it is not;
@@ -112,7 +112,7 @@ class Recipe:
 
     Raises:
         InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, a
-            Hadamard transform on one operand of a product only or on one that a backward product reuses, or a delayed
+            Hadamard transform on one operand of a GEMM only or on one that a backward GEMM reuses, or a delayed
             or learned amax where there is no static one.
 
     >>> print(Recipe("mine", activation=QuantSpec(scale="static"), weight=QuantSpec(block="2d")))
@@ -149,7 +149,7 @@ class Recipe:
                 wrong.append(f"{one} and {other}: the Hadamard transform cancels only when both have it")
         reused = self.double_quantization or self.dgrad_weight is None or self.wgrad_activation is None
         if _transforms(self.activation) and reused:
-            wrong.append("activation and weight: the backward products reuse them, so neither may be transformed")
+            wrong.append("activation and weight: the backward GEMMs reuse them, so neither may be transformed")
         if self.double_quantization and self.straight_through:
             wrong.append("double_quantization: no backward operand has a quantiser")
         if not 0 <= self.amax_decay <= 1:

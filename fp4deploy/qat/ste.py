@@ -29,9 +29,9 @@ class _FakeQuantize(torch.autograd.Function):
         amax: torch.Tensor | None,
         groups: tuple[int, ...],
     ) -> torch.Tensor:
-        quantized, inside = quantize_operand(x, spec, axes, amax, groups)
-        if inside is not None:
-            ctx.save_for_backward(inside)
+        quantized, in_range = quantize_operand(x, spec, axes, amax, groups)
+        if in_range is not None:
+            ctx.save_for_backward(in_range)
             ctx.strides, ctx.axis = quantized.stride(), axes[-1]
         return quantized
 
@@ -52,16 +52,16 @@ class _FakeQuantizeAndMeasure(torch.autograd.Function):
         amax: torch.Tensor,
         groups: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        quantized, inside, largest = quantize_and_measure(x, spec, axes, amax, groups)
-        ctx.save_for_backward(inside)
+        quantized, in_range, largest = quantize_and_measure(x, spec, axes, amax, groups)
+        ctx.save_for_backward(in_range)
         ctx.strides, ctx.axis = quantized.stride(), axes[-1]
         ctx.mark_non_differentiable(largest)
         return quantized, largest
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inside,) = ctx.saved_tensors
-        return mask_gradient(gradients[0], inside, ctx.strides, ctx.axis), None, None, None, None
+        (in_range,) = ctx.saved_tensors
+        return mask_gradient(gradients[0], in_range, ctx.strides, ctx.axis), None, None, None, None
 
 
 def fake_quantize(

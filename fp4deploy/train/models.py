@@ -114,7 +114,7 @@ def _train(
     network: nn.Module = build_unet(card.channels, card.scale, card.digits)
     if fine_tuned and not resume:
         path = _starting_point(config, run, model, card)
-        load_weights(network, path, to_digits=card.digits and not read_card(path).digits)
+        load_weights(network, path, to_encoding=card.digits and not read_card(path).digits)
     if model in QUANTIZED_MODELS:
         prepare_as(network, card)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:

@@ -23,7 +23,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """scale: width of the UNet, channels int(scale * {64, ..., 1024}); digits: the image is read as digits.
 
-    Digits keep a first layer in FP4 from losing the image (`models.digits`): for quant.include: ["*"].
+    Digits keep a first layer in FP4 from losing the image (`models.input_encoding`): for quant.include: ["*"].
     """
 
     scale: float = 0.25

@@ -12,7 +12,7 @@ from fp4deploy.export.to_packed import pack_unet
 from fp4deploy.export.verify.packed import compare_steps
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
-from fp4deploy.models.digits import digits as written
+from fp4deploy.models.input_encoding import encode_input as written
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.graph import Concat, Conv2d, Product
 from fp4deploy.qat import calibrate, prepare, round_to_deployed

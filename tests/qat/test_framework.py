@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.qat import RECIPES, calibrate, prepare, quantized_layers
 from tests.qat.layer_cases import generator, make
-from tests.qat.reference_products import check, one_step, reference
+from tests.qat.reference_gemms import check, one_step, reference
 
 STOCHASTIC = {"tetrajet", "fp4_all_the_way", "nvfp4_train"}
 COMPILED = ["nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_train"]

@@ -224,11 +224,11 @@ def test_flips_between_looks() -> None:
     first = step(model, images(), watcher)
     still = step(model, images(), watcher)
     layer = quantized_layers(model)["conv"]
-    product = layer.product()
-    before, _ = quantize_operand(layer.weight.detach(), layer.recipe.weight, product.weight_axes)
+    gemms = layer.gemms()
+    before, _ = quantize_operand(layer.weight.detach(), layer.recipe.weight, gemms.weight_axes)
     with torch.no_grad():
         layer.weight[5, 3, 1, 1] *= -1
-    after, _ = quantize_operand(layer.weight.detach(), layer.recipe.weight, product.weight_axes)
+    after, _ = quantize_operand(layer.weight.detach(), layer.recipe.weight, gemms.weight_axes)
     moved = step(model, images(), watcher)
     assert first is not None
     assert still is not None

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from fp4deploy.errors import InputError
 from fp4deploy.models import build_unet, load_weights, read_card
-from fp4deploy.models.digits import CHANNELS, expand_weight
+from fp4deploy.models.input_encoding import ENCODED_CHANNELS, expand_weight
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, train_models, with_settings
@@ -38,7 +38,7 @@ def test_every_product_is_in_fp4_and_the_card_says_digits(trained: Run) -> None:
         assert card.digits
         assert len(quantized_layers(model)) == 23
         first = quantized_layers(model)["encoder.0.conv1"]
-        assert first.weight.shape[1] == CHANNELS
+        assert first.weight.shape[1] == ENCODED_CHANNELS
         assert first.input_amax.item() == pytest.approx(6, abs=1e-6)
     assert read_card(trained.checkpoint("fp16")).digits
 

@@ -12,7 +12,7 @@ ONNX Runtime has no FP4 kernels, so the twin spells the same numbers in standard
   this is off by 3e-6. It matters: each error moves some activations over a rounding boundary of E2M1, and the twin
   then drifts from torch by whole steps.
 * everything FP16 becomes FP32, and the casts to FP16 vanish. One does not: where the graph casts its FP16 input to FP32
-  itself, as digits do (`models.digits`), the twin rounds the input, so that it computes from the same numbers.
+  itself, as digits do (`models.input_encoding`), the twin rounds the input, so that it computes from the same numbers.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _run_torch(
     def keep(name: str) -> Any:
         def hook(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             x = layer.quantized_input(inputs[0])
-            operands[name].append(pad_to_blocks(x, (layer.product().input_axis % x.ndim,)).numpy())
+            operands[name].append(pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,)).numpy())
 
         return hook
 

@@ -83,7 +83,7 @@ class Table:
 
 
 class Watcher:
-    """Watches the products (convolutions and linear layers) of one model."""
+    """Watches the GEMM layers (convolutions and linear layers) of one model."""
 
     def __init__(self, model: nn.Module, limit: int = SAMPLE) -> None:
         self.model, self.limit = model, limit
@@ -150,8 +150,8 @@ class Watcher:
     def _weight(self, name: str, layer: nn.Module, weight: torch.Tensor) -> Row:
         if not isinstance(layer, QuantizedLayer) or layer.recipe.weight is None:
             return raw_row(weight)
-        product = layer.product()
-        coded = encode(weight, layer.recipe.weight, product.weight_axes, product.weight_groups, seed=self.seed)
+        gemms = layer.gemms()
+        coded = encode(weight, layer.recipe.weight, gemms.weight_axes, gemms.weight_groups, seed=self.seed)
         row = coded_row(coded, self.previous.get(name))
         self.previous[name] = coded.packed
         return row
@@ -175,7 +175,7 @@ class Watcher:
         axis = -1 if isinstance(layer, nn.Linear) else -3
         with _without_autocast(x.device.type):
             if isinstance(layer, QuantizedLayer) and layer.recipe.activation is not None and not layer.observing:
-                spec, groups = layer.recipe.activation, (layer.product().groups,)
+                spec, groups = layer.recipe.activation, (layer.gemms().groups,)
                 row = coded_row(encode(x, spec, (axis,), groups, _used_amax(layer), self.limit, self.seed))
             else:
                 row = raw_row(sample(x.detach(), (axis,), self.limit))
@@ -183,14 +183,14 @@ class Watcher:
 
     @torch.no_grad()
     def _output_gradient(self, name: str, layer: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        recipe, product = layer.recipe, layer.product()
+        recipe, gemms = layer.recipe, layer.gemms()
         with _without_autocast(gradient.device.type):
             if recipe.dgrad_gradient is not None:
-                axis, groups = product.input_axis, (product.groups,)
+                axis, groups = gemms.input_axis, (gemms.groups,)
                 found = encode(gradient, recipe.dgrad_gradient, (axis,), groups, None, self.limit, self.seed)
             else:
                 rows = _wgrad_rows(layer, gradient, x)
-                found = encode(rows, recipe.wgrad_gradient, (product.wgrad_axis,), limit=self.limit, seed=self.seed)
+                found = encode(rows, recipe.wgrad_gradient, (gemms.wgrad_axis,), limit=self.limit, seed=self.seed)
         self.seen[name, OUTPUT_GRADIENT] = coded_row(found)
 
 
@@ -203,7 +203,7 @@ def window(x: torch.Tensor, axis: int, rows: int = 32, columns: int = 64) -> tor
 
 
 def contracted_axis(layer: nn.Module) -> int:
-    """The axis of a layer's weight that its forward product contracts."""
+    """The axis of a layer's weight that its forward GEMM contracts."""
     return 0 if isinstance(layer, nn.ConvTranspose2d) else 1
 
 
@@ -221,13 +221,13 @@ def _used_amax(layer: QuantizedLayer) -> torch.Tensor | None:
 
 
 def _wgrad_rows(layer: nn.Module, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The output's gradient as the weight gradient's product takes it: rows over tokens or pixels."""
+    """The output's gradient as the wgrad GEMM reads it: rows over tokens or pixels."""
     if isinstance(layer, nn.Linear):
         return gradient.flatten(0, -2)
     if gradient.ndim == 3:
         gradient, x = gradient[None], x[None]
     if isinstance(layer, QuantConvTranspose2d):
-        unfolded: torch.Tensor = layer.product().wgrad_operands(gradient, x.detach())[0]
+        unfolded: torch.Tensor = layer.gemms().wgrad_operands(gradient, x.detach())[0]
         return unfolded
     return gradient.flatten(2)
 

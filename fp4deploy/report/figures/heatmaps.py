@@ -237,12 +237,12 @@ def quantized_weight(layer: QuantizedLayer) -> tuple[torch.Tensor, torch.Tensor]
     from fp4deploy.qat.quantizers import quantize_operand
     from fp4deploy.qat.telemetry.statistics import codes_in_place, encode
 
-    product, weight = layer.product(), layer.weight.detach()
+    gemms, weight = layer.gemms(), layer.weight.detach()
     assert layer.recipe.weight is not None
     spec = replace(layer.recipe.weight, rounding="nearest")
-    coded = encode(weight, spec, product.weight_axes, product.weight_groups)
-    values, _ = quantize_operand(weight, spec, product.weight_axes, None, product.weight_groups)
-    return codes_in_place(coded, weight, spec, product.weight_axes, product.weight_groups), values
+    coded = encode(weight, spec, gemms.weight_axes, gemms.weight_groups)
+    values, _ = quantize_operand(weight, spec, gemms.weight_axes, None, gemms.weight_groups)
+    return codes_in_place(coded, weight, spec, gemms.weight_axes, gemms.weight_groups), values
 
 
 def _matrix(model: str, place: str, name: str, part: torch.Tensor, unit: str, of: str) -> tuple[Path, Heatmap]:

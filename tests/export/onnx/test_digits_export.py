@@ -22,7 +22,7 @@ from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.to_packed import pack
 from fp4deploy.export.verify.outputs import compare_with_torch
 from fp4deploy.models import ModelCard, UNet, build_unet, save_checkpoint
-from fp4deploy.models.digits import digits
+from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.qat import calibrate, load_model, prepare, round_to_deployed
 from tests.export.exported_models import initializer
 from tests.export.lowering.engine_graphs import widened
@@ -82,7 +82,7 @@ def test_the_canonical_graph_makes_fp16_digits_in_fp32(quantized: bool) -> None:
     assert all(kinds[node.output[0]] == onnx.TensorProto.FLOAT for node in nodes if node.op_type == "Round")
     assert kinds[nodes[-1].output[0]] == onnx.TensorProto.FLOAT16
     (found,) = onnx.reference.ReferenceEvaluator(digits_of(graph)).run(None, {"image": image(2).half().numpy()})
-    assert torch.equal(torch.from_numpy(found), digits(image(2)).half())
+    assert torch.equal(torch.from_numpy(found), encode_input(image(2)).half())
 
 
 def test_the_twin_rounds_an_image_to_fp16_as_an_engine_reads_it() -> None:
@@ -91,7 +91,7 @@ def test_the_twin_rounds_an_image_to_fp16_as_an_engine_reads_it() -> None:
     twin = to_portable(graph)
     assert [node.op_type for node in twin.graph.node[:2]] == ["Cast", "Cast"]
     (found,) = portable_session(digits_of(twin)).run(None, {"image": image(4).numpy()})
-    assert torch.equal(torch.from_numpy(found), digits(image(4)))
+    assert torch.equal(torch.from_numpy(found), encode_input(image(4)))
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fp4deploy.models import build_unet
-from fp4deploy.models.digits import CHANNELS, digits
+from fp4deploy.models.input_encoding import ENCODED_CHANNELS, encode_input
 from fp4deploy.plugins import available
 from fp4deploy.qat import prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
@@ -46,10 +46,10 @@ def test_the_digits_are_those_of_the_cpu(layout: torch.memory_format, compiled: 
     x = images()
     x[0, 1, 5, 7], x[1, 0, 3, 3], x[2, 2, 9, 9] = float("nan"), float("inf"), 1e5
     torch._dynamo.reset()
-    function = torch.compile(digits) if compiled else digits
+    function = torch.compile(encode_input) if compiled else encode_input
     given = x.cuda().contiguous(memory_format=layout)
     for dtype in (torch.float32, torch.float16):
-        expected = digits(x.to(dtype))
+        expected = encode_input(x.to(dtype))
         assert torch.equal(function(given.to(dtype)).cpu().nan_to_num(9), expected.nan_to_num(9))
         with torch.autocast("cuda", dtype=torch.float16):
             assert torch.equal(function(given.to(dtype)).float().cpu().nan_to_num(9), expected.float().nan_to_num(9))
@@ -58,7 +58,7 @@ def test_the_digits_are_those_of_the_cpu(layout: torch.memory_format, compiled: 
 @pytest.mark.parametrize("recipe", ["nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_4o6_qat"])
 def test_the_kernel_that_quantises_the_first_input_keeps_every_digit(recipe: str) -> None:
     layer = quantized_layers(unet("all layers", recipe))[FIRST]
-    written = digits(images().cuda()).half().contiguous(memory_format=torch.channels_last)
+    written = encode_input(images().cuda()).half().contiguous(memory_format=torch.channels_last)
     assert torch.equal(layer.quantized_input(written), written)
     assert layer.input_amax == 6
     layer.eval()
@@ -112,12 +112,12 @@ def test_the_fused_forward_shows_the_digits(quantised: str) -> None:
 
     def show(layer: torch.nn.Module, shape: torch.Size, read: object) -> None:
         if layer is first:
-            assert shape == (4, CHANNELS, 96, 128)
+            assert shape == (4, ENCODED_CHANNELS, 96, 128)
             seen.append(read(slice(1, 3)))  # type: ignore[operator]
 
     with torch.autocast("cuda", dtype=torch.float16), model.show_inputs(show):
         model(x)
-    assert torch.equal(seen[0].float(), digits(x)[1:3])
+    assert torch.equal(seen[0].float(), encode_input(x)[1:3])
     watcher = Watcher(model)
     with torch.autocast("cuda", dtype=torch.float16), watcher.watching(x):
         model(x)

@@ -1,6 +1,10 @@
-"""The three products of Linear, Conv2d and ConvTranspose2d, and the contraction axis of every operand.
+"""The three GEMMs of Linear, Conv2d and ConvTranspose2d, and the contraction axis of every operand.
 
-    layer             product                        contracts             axis of the first    of the second
+A layer multiplies three times in a training step: the forward, the input gradient (dgrad) and the weight gradient
+(wgrad). FP4 tensor cores share one block scale among 16 elements of the axis that the GEMM contracts, and each of the
+three contracts another axis, so every operand is quantised once for each GEMM that reads it:
+
+    layer             GEMM                           contracts             axis of the first    of the second
     Linear            Y  = X W^T                     input features        X -1                 W 1
                       dX = G W                       output features       G -1                 W 0
                       dW = G^T X                     tokens                G 0                  X 0
@@ -11,10 +15,11 @@
                       dX = G * W                     output channels       G 1                  W 1
                       dW = X^T unfold(G)             input pixels          unfold(G) -1         X -1
 
-The weight gradient of a convolution is a matrix product over pixels. One of its operands is the unfolded image, one row
-for each channel and tap; blocks are 16 pixels of that row in row-major order within an image. They are made after
-unfolding: a tap shifts the image, and blocks cut before the shift would straddle the blocks of the other operand, which
-no tensor core can multiply.
+Forward and dgrad of a convolution are implicit GEMMs: the contraction runs over channels and taps, and a block holds 16
+channels of one tap. The wgrad is a GEMM over pixels. One of its operands is the unfolded (im2col) activation, one row
+for each channel and tap; a block holds 16 pixels of that row, in row-major order within one image. Blocks are cut after
+unfolding: a tap shifts the activation, and blocks cut before the shift would straddle the blocks of the other operand,
+which no tensor core can multiply. The price is the memory of the unfolded activation, KH * KW times the original.
 """
 
 from __future__ import annotations
@@ -29,8 +34,13 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class LinearProduct:
-    """Y [..., O] = X [..., C] W [O, C]^T."""
+class LinearGemms:
+    """Y [..., O] = X [..., C] W [O, C]^T, and its gradients.
+
+    >>> gemms = LinearGemms()
+    >>> gemms.forward(torch.ones(2, 16), torch.ones(4, 16), None).shape
+    torch.Size([2, 4])
+    """
 
     groups: int = 1
     input_axis: int = -1
@@ -39,13 +49,14 @@ class LinearProduct:
     wgrad_axis: int = 0
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Y [..., O]."""
         return F.linear(x, weight, bias)
 
-    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dX like `x`, from G [..., O] and W [O, C]."""
         return gradient @ weight
 
-    def plain_weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def plain_wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dW [O, C], from G and X as they are."""
         return gradient.flatten(0, -2).T @ x.flatten(0, -2).to(gradient.dtype)
 
@@ -53,16 +64,21 @@ class LinearProduct:
         """G [tokens, O] and X [tokens, C]."""
         return gradient.flatten(0, -2), x.flatten(0, -2)
 
-    def weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """dW [O, C], from the (quantised) operands of `wgrad_operands`."""
         return gradient.T @ x
 
     def bias_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """db [O]."""
         return gradient.flatten(0, -2).sum(0)
 
 
 @dataclass(frozen=True)
-class ConvProduct:
-    """Conv2d, or with `transposed` ConvTranspose2d: Y [N, O, H', W'] from X [N, C, H, W]; padding is with zeros."""
+class ConvGemms:
+    """Conv2d, or with `transposed` ConvTranspose2d: Y [N, O, H', W'] from X [N, C, H, W], and its gradients.
+
+    Padding is with zeros.
+    """
 
     kernel: Pair
     stride: Pair
@@ -85,22 +101,23 @@ class ConvProduct:
         return (1, self.groups) if self.transposed else (self.groups, 1)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Y [N, O, H', W']."""
         if self.transposed:
             return F.conv_transpose2d(
                 x, weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
             )
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dX like `x` [N, C, H, W], from G [N, O, H', W'] and W."""
         return self._backward(gradient, x.to(gradient.dtype), weight, (True, False, False))[0]
 
-    def plain_weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def plain_wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dW like `weight`, from G and X as they are."""
         return self._backward(gradient, x.to(gradient.dtype), weight.to(gradient.dtype), (False, True, False))[1]
 
     def _backward(
-        self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool, bool]
+        self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, output_mask: tuple[bool, bool, bool]
     ) -> Any:
         return torch.ops.aten.convolution_backward(
             gradient,
@@ -113,16 +130,16 @@ class ConvProduct:
             self.transposed,
             self.output_padding,
             self.groups,
-            wanted,
+            output_mask,
         )
 
     def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """G and X as [N, rows, pixels], float32; the one with the larger image unfolded."""
+        """G and X as [N, rows, pixels], float32; the one with the larger height and width unfolded."""
         if self.transposed:
             return self._unfold(gradient, x), x.to(torch.float32).flatten(2)
         return gradient.to(torch.float32).flatten(2), self._unfold(x, gradient)
 
-    def weight_gradient(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dW like `weight`, from the (quantised) operands of `wgrad_operands`."""
         rows, unfolded = (x, gradient) if self.transposed else (gradient, x)
         rows = rows.unflatten(1, (self.groups, rows.shape[1] // self.groups))
@@ -130,16 +147,19 @@ class ConvProduct:
         return torch.einsum("ngrp,ngup->gru", rows, unfolded).reshape(weight.shape)
 
     def bias_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """db [O]."""
         return gradient.sum((0, 2, 3))
 
-    def _unfold(self, image: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
-        """[N, channels * taps, pixels]: what each output pixel sees of the image, as far as `pixels` reaches."""
+    def _unfold(self, activation: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        """im2col: [N, channels * taps, pixels], cropped to the height and width of `pixels`."""
         kernel = self.kernel
-        unfolded = F.unfold(image.to(torch.float32), kernel, self.dilation, self.padding, self.stride)
-        spans = (
-            size + 2 * pad - dilation * (taps - 1) - 1
-            for size, pad, dilation, taps in zip(image.shape[2:], self.padding, self.dilation, kernel, strict=True)
+        unfolded = F.unfold(activation.to(torch.float32), kernel, self.dilation, self.padding, self.stride)
+        extents = (
+            size + 2 * padding - dilation * (taps - 1) - 1
+            for size, padding, dilation, taps in zip(
+                activation.shape[2:], self.padding, self.dilation, kernel, strict=True
+            )
         )
-        grid = tuple(span // stride + 1 for span, stride in zip(spans, self.stride, strict=True))
+        grid = tuple(extent // stride + 1 for extent, stride in zip(extents, self.stride, strict=True))
         height, width = pixels.shape[2:]
         return unfolded.unflatten(-1, grid)[..., :height, :width].flatten(-2)

@@ -17,7 +17,7 @@ from fp4deploy.formats import E2M1_MAX, E4M3_MAX, FourOverSix, fake_quantize_nvf
 from fp4deploy.formats.e2m1 import E2M1_VALUES
 from fp4deploy.formats.mxfp4 import fake_quantize_mxfp4
 from fp4deploy.models import ModelCard, UNet, build_unet, load_weights, read_card, save_checkpoint
-from fp4deploy.models.digits import CHANNELS, GAIN, digits, expand_weight, image_of
+from fp4deploy.models.input_encoding import ENCODED_CHANNELS, GAIN, decode_input, encode_input, expand_weight
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 
 BOUND = 1 / 48 / GAIN
@@ -52,9 +52,9 @@ def test_every_8_bit_pixel_is_in_range() -> None:
 
 @pytest.mark.parametrize("x", [pixels(), halves(), halves().float(), image()], ids=["8 bit", "half", "float", "image"])
 def test_digits_are_e2m1_values_and_the_constant_is_6(x: torch.Tensor) -> None:
-    found = digits(x)
+    found = encode_input(x)
     assert found.dtype == x.dtype
-    assert found.shape == (len(x), CHANNELS, *x.shape[2:])
+    assert found.shape == (len(x), ENCODED_CHANNELS, *x.shape[2:])
     assert set(found.abs().unique().tolist()) <= set(E2M1_VALUES)
     assert (found[:, -1] == 6).all()
     largest = found.abs().amax((0, 2, 3))
@@ -65,17 +65,17 @@ def test_digits_are_e2m1_values_and_the_constant_is_6(x: torch.Tensor) -> None:
 def test_an_image_comes_back_to_within_half_a_step_of_the_last_digit(x: torch.Tensor) -> None:
     exact = x.half().double()
     inside = exact.abs() * GAIN <= 4.5
-    error = (image_of(digits(x).double()) - exact).abs()[inside]
+    error = (decode_input(encode_input(x).double()) - exact).abs()[inside]
     assert float(error.max()) <= BOUND * (1 + 1e-12)
     assert float(error.max()) > 0.9 * BOUND  # the bound is tight
-    assert float((image_of(digits(x).double()) - x.double()).abs()[inside].max()) <= BOUND + 2**-10
+    assert float((decode_input(encode_input(x).double()) - x.double()).abs()[inside].max()) <= BOUND + 2**-10
 
 
 def test_what_is_beyond_saturates() -> None:
     x = torch.full((1, 3, 1, 1), 3.0)
     largest = 4.5 / GAIN
-    torch.testing.assert_close(image_of(digits(x)), torch.full_like(x, largest), rtol=0, atol=1e-6)
-    torch.testing.assert_close(image_of(digits(-x)), torch.full_like(x, -largest), rtol=0, atol=1e-6)
+    torch.testing.assert_close(decode_input(encode_input(x)), torch.full_like(x, largest), rtol=0, atol=1e-6)
+    torch.testing.assert_close(decode_input(encode_input(-x)), torch.full_like(x, -largest), rtol=0, atol=1e-6)
 
 
 def test_the_digits_are_those_of_the_definition_in_exact_arithmetic() -> None:
@@ -83,7 +83,7 @@ def test_the_digits_are_those_of_the_definition_in_exact_arithmetic() -> None:
     from fractions import Fraction
 
     x = torch.cat([pixels().flatten().half(), halves()[1:3].flatten()[:3000]])
-    found = digits(x.view(1, 1, 1, -1).expand(1, 3, 1, -1))[0, :, 0].double()
+    found = encode_input(x.view(1, 1, 1, -1).expand(1, 3, 1, -1))[0, :, 0].double()
     for value, written in zip(x.tolist(), found.T.tolist(), strict=True):
         v = max(min(Fraction(value) * Fraction(GAIN), Fraction(9, 2)), -Fraction(9, 2))
         d1 = round(v)
@@ -97,7 +97,7 @@ def test_the_digits_are_those_of_the_definition_in_exact_arithmetic() -> None:
 def test_what_is_not_finite_shows(bad: float) -> None:
     x = image(1)
     x[0, 1, 5, 7] = bad
-    found = digits(x)
+    found = encode_input(x)
     assert found[0, :, 5, 7].isnan().any()
     found[0, :, 5, 7] = 0
     assert found.isfinite().all()
@@ -113,7 +113,7 @@ def test_what_is_not_finite_shows(bad: float) -> None:
 @pytest.mark.parametrize("choice", [None, FourOverSix("mae"), FourOverSix("mse", 448), FourOverSix("mae", 256, True)])
 def test_nvfp4_keeps_every_digit(amax: float | None, choice: FourOverSix | None) -> None:
     for x in (pixels(), image(), halves()):
-        written = digits(x)
+        written = encode_input(x)
         quantized, inside = fake_quantize_nvfp4(written, (1,), amax, four_over_six=choice)
         assert torch.equal(quantized, written)
         assert inside.all()
@@ -122,14 +122,14 @@ def test_nvfp4_keeps_every_digit(amax: float | None, choice: FourOverSix | None)
 @pytest.mark.parametrize("rule", ["floor", "ceil"])
 def test_mxfp4_keeps_every_digit(rule: str) -> None:
     for x in (pixels(), image(), halves()):
-        assert torch.equal(fake_quantize_mxfp4(digits(x), 1, rule), digits(x))
+        assert torch.equal(fake_quantize_mxfp4(encode_input(x), 1, rule), encode_input(x))
 
 
 def test_a_stored_scale_gives_the_same_codes() -> None:
     """6 / 2688 is rounded: the step comes back an ulp below 1, which FP16 does not see."""
     stored = torch.tensor(6.0) / (E2M1_MAX * E4M3_MAX) * (E2M1_MAX * E4M3_MAX)
     assert stored != 6
-    written = digits(image()).permute(0, 2, 3, 1).contiguous()
+    written = encode_input(image()).permute(0, 2, 3, 1).contiguous()
     one, other = quantize_nvfp4(written, amax=6.0), quantize_nvfp4(written, amax=stored)
     assert torch.equal(one.codes, other.codes)
     assert torch.equal(one.scales.view(torch.uint8), other.scales.view(torch.uint8))
@@ -137,16 +137,16 @@ def test_a_stored_scale_gives_the_same_codes() -> None:
 
 
 def test_the_scale_is_lost_without_the_constant() -> None:
-    written = digits(image())[:, :-1]
+    written = encode_input(image())[:, :-1]
     assert not torch.equal(fake_quantize_nvfp4(written, (1,))[0], written)
 
 
 def test_an_expanded_weight_is_the_same_function_of_the_image() -> None:
     weight, x = torch.randn(8, 3, 3, 3, dtype=torch.double), image().double()
     expanded = expand_weight(weight)
-    assert expanded.shape == (8, CHANNELS, 3, 3)
-    found, expected = F.conv2d(digits(x), expanded), F.conv2d(x, weight)
-    torch.testing.assert_close(found, F.conv2d(image_of(digits(x)), weight))
+    assert expanded.shape == (8, ENCODED_CHANNELS, 3, 3)
+    found, expected = F.conv2d(encode_input(x), expanded), F.conv2d(x, weight)
+    torch.testing.assert_close(found, F.conv2d(decode_input(encode_input(x)), weight))
     farthest = weight.abs().sum((1, 2, 3)).max() * (BOUND + 2**-10)
     assert 0 < float((found - expected).abs().max()) <= farthest
 
@@ -177,7 +177,7 @@ def test_both_unets_of_a_seed_begin_as_the_same_function() -> None:
         assert torch.equal(ours[name], expected), name
     x = image()
     with torch.inference_mode():
-        torch.testing.assert_close(model(x), plain(image_of(digits(x))), rtol=0, atol=2e-5)
+        torch.testing.assert_close(model(x), plain(decode_input(encode_input(x))), rtol=0, atol=2e-5)
         exact, difference = plain(x), model(x) - plain(x)
     assert float(difference.square().mean().sqrt() / exact.std()) < 0.05
 
@@ -185,13 +185,13 @@ def test_both_unets_of_a_seed_begin_as_the_same_function() -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_layout_autocast_and_half_precision_keep_the_digits(layout: torch.memory_format) -> None:
     x = image().contiguous(memory_format=layout)
-    written = digits(x)
-    assert torch.equal(written, digits(image()))
+    written = encode_input(x)
+    assert torch.equal(written, encode_input(image()))
     for dtype in (torch.float16, torch.bfloat16):
         with torch.autocast("cpu", dtype=dtype):
-            assert torch.equal(digits(x), written)
+            assert torch.equal(encode_input(x), written)
         assert torch.equal(written.to(dtype).float(), written)
-    assert torch.equal(digits(x.half()).float(), written)
+    assert torch.equal(encode_input(x.half()).float(), written)
 
 
 @pytest.mark.slow
@@ -200,9 +200,9 @@ def test_a_compiler_leaves_no_rounding_out() -> None:
     x = torch.cat([image(), torch.randn(2, 3, 32, 32)])
     x[0, 1, 2, 3], x[1, 0, 3, 3] = float("nan"), float("inf")
     torch._dynamo.reset()
-    found = torch.compile(digits, fullgraph=True)(x)
-    assert torch.equal(found.nan_to_num(9), digits(x).nan_to_num(9))
-    assert not torch.equal(digits(x), digits(x + x * 2**-12))  # an FP16 rounding of x is seen in its digits
+    found = torch.compile(encode_input, fullgraph=True)(x)
+    assert torch.equal(found.nan_to_num(9), encode_input(x).nan_to_num(9))
+    assert not torch.equal(encode_input(x), encode_input(x + x * 2**-12))  # an FP16 rounding of x is seen in its digits
 
 
 def test_the_gradient_reaches_the_first_layer_and_ends_there() -> None:
@@ -220,7 +220,7 @@ def test_amax_tracking_finds_6() -> None:
     model(image(seed=1))
     layer = quantized_layers(model)["encoder.0.conv1"]
     assert layer.input_amax == 6
-    assert torch.equal(layer.quantized_input(digits(image())), digits(image()))
+    assert torch.equal(layer.quantized_input(encode_input(image())), encode_input(image()))
 
 
 def test_only_rgb_has_digits() -> None:
@@ -251,5 +251,5 @@ def test_a_plain_checkpoint_can_be_expanded(tmp_path: Path) -> None:
     other = build_unet(3, 0.125, digits=True)
     with pytest.raises(InputError, match="does not fit this model"):
         load_weights(other, path)
-    load_weights(other, path, to_digits=True)
+    load_weights(other, path, to_encoding=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

@@ -1,4 +1,4 @@
-"""Forward, dX, dW and db of every recipe and every layer against float64 products of operands quantised here."""
+"""Forward, dX, dW and db of every recipe and every layer against float64 GEMMs of operands quantised here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from fp4deploy.formats import FourOverSix
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare
 from tests.qat.layer_cases import LAYERS, make
-from tests.qat.reference_products import Products, check, one_step, reference
+from tests.qat.reference_gemms import Gradients, check, one_step, reference
 
 PLAIN = QuantSpec()
 TURNED = QuantSpec(hadamard=True)
@@ -36,7 +36,7 @@ MORE_RECIPES = {
 }
 
 
-def run(layer: nn.Module, recipe: Recipe, x: torch.Tensor) -> tuple[Products, torch.Tensor]:
+def run(layer: nn.Module, recipe: Recipe, x: torch.Tensor) -> tuple[Gradients, torch.Tensor]:
     return one_step(prepare(nn.Sequential(layer), recipe, include=["0"]).train(), x)
 
 

@@ -1,7 +1,7 @@
-"""The three products of every layer in float64, from operands that are packed, unpacked and multiplied out here.
+"""The three GEMMs of every layer in float64, from operands that are packed, unpacked and multiplied out here.
 
 Convolutions are written as sums over taps of slices, with no convolution, no unfold and no autograd: `patches` cuts
-what each output pixel sees of an image, `scatter` is its adjoint. A layer's `Products` are those of one batch.
+what each output pixel sees of an image, `scatter` is its adjoint. A layer's `Gradients` are those of one batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Products:
+class Gradients:
     y: torch.Tensor
     dx: torch.Tensor
     dw: torch.Tensor
@@ -76,7 +76,7 @@ def scatter(values: torch.Tensor, size: Pair, kernel: Pair, grid: Pair, stride: 
     return image
 
 
-def linear(layer: nn.Linear, recipe: Recipe, x: torch.Tensor, g: torch.Tensor, amax: torch.Tensor | None) -> Products:
+def linear(layer: nn.Linear, recipe: Recipe, x: torch.Tensor, g: torch.Tensor, amax: torch.Tensor | None) -> Gradients:
     weight, tokens, rows = layer.weight.detach(), x.flatten(0, -2), g.flatten(0, -2)
     xq, wq = blocked(tokens, recipe.activation, amax), blocked(weight, recipe.weight)
     reused = recipe.double_quantization
@@ -89,7 +89,7 @@ def linear(layer: nn.Linear, recipe: Recipe, x: torch.Tensor, g: torch.Tensor, a
     y = xq @ wq.T
     y = y if layer.bias is None else y + layer.bias.detach().double()
     dw = blocked(rows.T, recipe.wgrad_gradient) @ x2.T
-    return Products(y.view(g.shape), dx.view(x.shape), dw, rows.double().sum(0))
+    return Gradients(y.view(g.shape), dx.view(x.shape), dw, rows.double().sum(0))
 
 
 def convolution(
@@ -98,7 +98,7 @@ def convolution(
     x: torch.Tensor,
     g: torch.Tensor,
     amax: torch.Tensor | None,
-) -> Products:
+) -> Gradients:
     """[N, C, H, W] and [N, O, H', W']; a convolution's padding is already in `x`, a transposed one's added to `g`."""
     transposed, groups = isinstance(layer, nn.ConvTranspose2d), layer.groups
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
@@ -146,7 +146,7 @@ def convolution(
     db = g.double().sum((0, 2, 3))
     if layer.bias is not None:
         y = y + layer.bias.detach().double().view(-1, 1, 1)
-    return Products(y, dx.masked_fill(mask, 0), dw.reshape(layer.weight.shape), db)
+    return Gradients(y, dx.masked_fill(mask, 0), dw.reshape(layer.weight.shape), db)
 
 
 def padded(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def padded(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (left, right, top, bottom), mode)
 
 
-def reference(layer: nn.Module, recipe: Recipe, x: torch.Tensor, g: torch.Tensor) -> Products:
+def reference(layer: nn.Module, recipe: Recipe, x: torch.Tensor, g: torch.Tensor) -> Gradients:
     """Y, dX, dW and db of a quantised layer for its input and the gradient of its output."""
     amax = getattr(layer, "input_amax", None)
     amax = None if amax is None else amax.float()
@@ -181,22 +181,22 @@ def reference(layer: nn.Module, recipe: Recipe, x: torch.Tensor, g: torch.Tensor
         found = convolution(layer, recipe, image.detach(), g, amax)
         (dx,) = torch.autograd.grad(image, source, found.dx)
     y, dx = (t[0] if single else t for t in (found.y, dx))
-    return Products(y, dx, found.dw, found.db)
+    return Gradients(y, dx, found.dw, found.db)
 
 
-def one_step(model: nn.Module, x: torch.Tensor) -> tuple[Products, torch.Tensor]:
+def one_step(model: nn.Module, x: torch.Tensor) -> tuple[Gradients, torch.Tensor]:
     """What a Sequential of one layer gives for `x`, and the gradient of the output it was given."""
     y = model(x)
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype)
     y.backward(upstream)
     layer = model[0]  # type: ignore[index]
     assert x.grad is not None
-    return Products(
+    return Gradients(
         y.detach(), x.grad, layer.weight.grad, layer.bias.grad if layer.bias is not None else None
     ), upstream
 
 
-def check(found: Products, expected: Products, tolerance: float) -> None:
+def check(found: Gradients, expected: Gradients, tolerance: float) -> None:
     for name in ("y", "dx", "dw", "db"):
         left, right = getattr(found, name), getattr(expected, name)
         if left is not None:

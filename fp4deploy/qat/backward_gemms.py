@@ -1,0 +1,98 @@
+"""The three GEMMs of a layer in one autograd function, each with operands quantised for it.
+
+The forward quantises X and W along the input channels. The backward quantises again along other axes: G and W along
+the output channels for dgrad, G and X along the tokens or pixels for wgrad (`gemms` has the table). Neither gradient
+can reuse the forward's blocks, so autograd's own backward, which would, is replaced.
+
+Bias gradients are sums, not GEMMs, and stay in high precision. Under autocast the backward GEMMs run in the precision
+of the output, as autograd's would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp4deploy.plugins.quantize.dispatch import mask_gradient
+from fp4deploy.qat.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.recipes import Recipe
+
+Gemms = LinearGemms | ConvGemms
+
+
+class _QuantizedGemms(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gemms: Gemms,
+        recipe: Recipe,
+        amax: torch.Tensor | None,
+    ) -> torch.Tensor:
+        xq, in_range = quantize_operand(x, recipe.activation, (gemms.input_axis,), amax, (gemms.groups,))
+        wq, _ = quantize_operand(weight, recipe.weight, gemms.weight_axes, None, gemms.weight_groups)
+        ctx.gemms, ctx.recipe, ctx.strides = gemms, recipe, xq.stride()
+        double = recipe.double_quantization
+        ctx.save_for_backward(
+            xq if double or recipe.wgrad_activation is None else x,
+            wq if double or recipe.dgrad_weight is None else weight,
+            in_range,
+        )
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return gemms.forward(xq, wq, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        x, weight, in_range = ctx.saved_tensors
+        gemms, (x_dtype, weight_dtype, bias_dtype) = ctx.gemms, ctx.dtypes
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = _dgrad(gradient, weight, x, gemms, ctx.recipe).to(x_dtype)
+            dx = dx if in_range is None else mask_gradient(dx, in_range, ctx.strides, gemms.input_axis)
+        if ctx.needs_input_grad[1]:
+            dw = _wgrad(gradient, x, weight, gemms, ctx.recipe).to(weight_dtype)
+        if ctx.needs_input_grad[2]:
+            db = gemms.bias_gradient(gradient).to(bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def quantized_gemms(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemms: Gemms,
+    recipe: Recipe,
+    amax: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Y of a layer, its forward, dgrad and wgrad GEMMs quantised by `recipe`.
+
+    Args:
+        x: [..., C] for a linear layer; [N, C, H, W] or [C, H, W] for a convolution.
+        weight, bias: the layer's own; bias may be None.
+        amax: static global amax of `x`, float32 [], where the recipe's activation is static.
+    """
+    single = x.ndim == (3 if isinstance(gemms, ConvGemms) else 1)
+    y: torch.Tensor = _QuantizedGemms.apply(x[None] if single else x, weight, bias, gemms, recipe, amax)
+    return y[0] if single else y
+
+
+def _dgrad(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, gemms: Gemms, recipe: Recipe) -> torch.Tensor:
+    g, _ = quantize_operand(gradient, recipe.dgrad_gradient, (gemms.input_axis,), None, (gemms.groups,))
+    axes, groups = gemms.weight_axes[::-1], gemms.weight_groups[::-1]
+    w, _ = quantize_operand(weight, recipe.dgrad_weight, axes, None, groups)
+    return gemms.dgrad(g, w.to(g.dtype), x)
+
+
+def _wgrad(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gemms: Gemms, recipe: Recipe) -> torch.Tensor:
+    if not (recipe.wgrad_gradient or recipe.wgrad_activation):
+        return gemms.plain_wgrad(gradient, x, weight)
+    axes = (gemms.wgrad_axis,)
+    g, x = gemms.wgrad_operands(gradient, x)
+    g, _ = quantize_operand(g, recipe.wgrad_gradient, axes)
+    x, _ = quantize_operand(x, recipe.wgrad_activation, axes)
+    return gemms.wgrad(g.to(gradient.dtype), x.to(gradient.dtype), weight)
