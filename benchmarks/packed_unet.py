@@ -1,19 +1,19 @@
-"""A whole UNet from its packed file, beside the models in torch: agreement, bytes, memory, latency.
+"""A whole UNet from its packed file, compared with the models in torch: agreement, bytes, memory, latency.
 
     fp4deploy train --config configs/camvid.yaml --data CAMVID && fp4deploy export --format packed
     python benchmarks/packed_unet.py RUN --data CAMVID --json benchmarks/results/packed_unet_h200.json
 
 Agreement: the share of validation pixels with the same class as the fake-quantised model that torch computes in FP16
-autocast on the same GPU, each running freely; and that of this model with itself, computed by the fused kernels of
-training instead of layer by layer: FP4 turns a last bit into a step, so that adding in another order changes classes.
-So each step of the packed network is also fed with what torch has in its place, in the same FP16 autocast: `stepped`
-has the largest error of each kind over the layers (share of packed elements that differ, norm of plain images) and the
-share of pixels whose class is another one.
+autocast on the same GPU, end to end; and that of this model with itself, computed by the fused kernels of training
+instead of layer by layer: FP4 turns a difference in a last bit into a whole E2M1 step, so that another order of
+accumulation changes classes. So each node of the packed network is also compared with reference inputs from torch, in
+the same FP16 autocast: `stepped` has the largest error of each kind over the layers (share of packed elements that
+differ, norm of plain activations) and the share of pixels with another class.
 
 Latency: medians of CUDA events over random images that stay on the GPU; `fp16 eager` and `fp16 compiled` are the FP16
 model in half precision and channels_last, `nvfp4 emulated` is what training sees, `packed` the packed file as a CUDA
-graph. Memory: the peak of one forward pass above what was held before (weights excluded), not captured. No GPU before
-Blackwell multiplies FP4: `packed` decodes to FP16 in registers.
+graph. Memory: the peak of one forward pass above what was allocated before (weights excluded), not captured. No GPU
+before Blackwell multiplies FP4: `packed` decodes to FP16 in registers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 from fp4deploy.data import EvalTransform, eval_loader, validation_set
 from fp4deploy.export.verify.outputs import validation_images
-from fp4deploy.export.verify.packed import compare_steps
+from fp4deploy.export.verify.packed import compare_nodes
 from fp4deploy.packed import activation_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.network import PackedNetwork
@@ -49,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     found = measure(arguments.run, arguments.data, arguments.batches)
-    found["stepped"] = stepped(arguments.run, arguments.data)
+    found["stepped"] = layerwise(arguments.run, arguments.data)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -57,7 +57,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def measure(run: Path, data: Path, batches: list[int]) -> dict[str, Any]:
-    """Everything, printed as it comes."""
+    """All figures, printed as they are measured."""
     emulated, card = load_model(run / "nvfp4" / "best.safetensors", device="cuda")
     plain, _ = load_model(run / "fp16" / "best.safetensors", device="cuda")
     path = run / "export" / "unet.fp4"
@@ -111,8 +111,8 @@ def agreement(card: Any, data: Path, one: Forward, other: Forward) -> dict[str, 
 
 
 @torch.inference_mode()
-def stepped(run: Path, data: Path, images: int = 16) -> dict[str, Any]:
-    """The error of every step of the packed network, fed by torch; the largest over the images, by layer."""
+def layerwise(run: Path, data: Path, images: int = 16) -> dict[str, Any]:
+    """The error of every node of the packed network with reference inputs; the largest over images, by layer."""
     model, card = load_model(run / "nvfp4" / "best.safetensors", device="cuda")
     model = model.to(memory_format=torch.channels_last)
     network = PackedNetwork(read_packed(run / "export" / "unet.fp4"), "cuda")
@@ -120,7 +120,7 @@ def stepped(run: Path, data: Path, images: int = 16) -> dict[str, Any]:
     for batch in validation_images(data, card, images):
         with torch.autocast("cuda", dtype=torch.float16):
             image = batch.to("cuda", torch.float16).contiguous(memory_format=torch.channels_last)
-            errors = compare_steps(model, network, image)
+            errors = compare_nodes(model, network, image)
         for name, error in errors.items():
             worst[name] = max(worst.get(name, 0.0), error)
     kinds = {"packed elements": (".norm", "up."), "plain images": (".conv",), "classes": ("head",)}
@@ -128,7 +128,7 @@ def stepped(run: Path, data: Path, images: int = 16) -> dict[str, Any]:
     for kind, parts in kinds.items():
         name, error = max(((n, e) for n, e in worst.items() if any(part in n for part in parts)), key=lambda x: x[1])
         found[kind] = {"layer": name, "error": error}
-        print(f"fed by torch, {kind}: at most {error:.2e}, {name}")
+        print(f"reference inputs, {kind}: at most {error:.2e}, {name}")
     return found
 
 
@@ -146,7 +146,7 @@ def compare(forwards: dict[str, Forward], network: PackedNetwork, batch: int, si
 
 
 def peak(run: Callable[[], torch.Tensor]) -> int:
-    """Bytes that a forward pass holds at most, above what was held before."""
+    """Peak bytes of a forward pass, above what was allocated before."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()

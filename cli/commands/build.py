@@ -1,4 +1,4 @@
-"""`fp4deploy build`: canonical ONNX to an engine and its ledger, with no GPU where TensorRT-RTX builds it."""
+"""`fp4deploy build`: canonical ONNX to an engine and its precision ledger; TensorRT-RTX needs no GPU for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build(
         list[Path] | None, typer.Argument(help="Canonical .onnx files.", show_default="all of the latest run")
     ] = None,
     backend: Annotated[
-        Literal["tensorrt", "tensorrt-rtx"], typer.Option("--backend", help="Library that builds.")
+        Literal["tensorrt", "tensorrt-rtx"], typer.Option("--backend", help="Engine library.")
     ] = "tensorrt-rtx",
     arch: Annotated[
         str | None,
@@ -34,7 +34,9 @@ def build(
         typer.Option("--conv", help="Form of FP4 convolutions; auto picks per layer, plugin needs tensorrt."),
     ] = "auto",
     batch: Annotated[int, typer.Option("--max-batch", min=1, help="Largest batch the engine takes.")] = 8,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail (exit 1) on a layer that silently fell back.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail (exit 1) where a layer does not have its planned precision.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Target .plan (one model) or folder.", show_default="RUN/engines")
     ] = None,
@@ -42,7 +44,7 @@ def build(
         Path | None, typer.Option("--log", help="Keep the compiler's log here (one model).", show_default="not kept")
     ] = None,
 ) -> None:
-    """Build an engine of each model, with a ledger of which layer runs in which precision."""
+    """Build an engine of each model, and a ledger that says which layer runs in which precision."""
     from fp4deploy.export.engine.build import build_engine
 
     found = list(models or _latest())
@@ -53,7 +55,7 @@ def build(
         target = target_of(path, out)
         result = build_engine(path, target, backend, arch, conv, strict, batch=(1, 1, batch), log=log)
         done(describe(result))
-    note("Measure with: fp4deploy bench --engine FILE, or read a ledger with: fp4deploy inspect FILE")
+    note("Measure it with: fp4deploy bench --engine FILE; show its ledger with: fp4deploy inspect FILE")
 
 
 def describe(result: BuildResult) -> str:
@@ -62,12 +64,12 @@ def describe(result: BuildResult) -> str:
 
 
 def canonical_models(folder: Path) -> list[Path]:
-    """Canonical files of an export folder: all .onnx but the portable twins."""
+    """Canonical files of an export folder: all .onnx but the decomposed graphs (.portable.onnx)."""
     return [path for path in sorted(folder.glob("*.onnx")) if not path.name.endswith(".portable.onnx")]
 
 
 def target_of(path: Path, out: Path | None) -> Path:
-    """Where an engine goes: `out`, or engines/ of the run that holds the model, or beside the model."""
+    """Where an engine goes: `out`, or engines/ of the run that holds the model, or the model's folder."""
     from fp4deploy.bench.locate import run_of
 
     if out is not None and out.suffix == ".plan":

@@ -1,4 +1,4 @@
-"""`fp4deploy check`: per layer FP4 or FP16, with the reason, before training or building anything."""
+"""`fp4deploy check`: the planned precision of each layer, with the reason, before training or building."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def check(
         str, typer.Option("--recipe", help="Recipe to plan for (unet and FP16 checkpoints).")
     ] = "nvfp4_qat",
     classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes (unet only).")] = 21,
-    digits: Annotated[bool, typer.Option("--digits", help="The UNet reads the image as digits (unet only).")] = False,
+    digits: Annotated[
+        bool, typer.Option("--digits", help="The first layer reads a multi-term FP4 encoding of the image (unet only).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
 ) -> None:
-    """Show per layer whether it runs in FP4 or FP16, and why."""
+    """Show for each layer whether it runs in FP4 or FP16, and why."""
     plans = _plans(model, recipe, classes, digits)
     if as_json:
         print_json({"model": model, "layers": [dataclasses.asdict(plan) for plan in plans]})
@@ -80,7 +82,7 @@ def _onnx_plans(path: Path) -> list[LayerPlan]:
 
     entries = {entry.key: entry.value for entry in read_onnx(path).metadata_props}
     if "fp4deploy.layers" not in entries:
-        raise InputError(f"{path} carries no plan of its layers. Write it with: fp4deploy export")
+        raise InputError(f"{path} has no layer plan in its metadata. Write it with: fp4deploy export")
     layers = json.loads(entries["fp4deploy.layers"])
     return [
         LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", ""))

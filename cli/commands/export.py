@@ -1,4 +1,4 @@
-"""`fp4deploy export`: a run or a checkpoint to canonical Q/DQ ONNX or a packed network, verified before it lands."""
+"""`fp4deploy export`: a run or a checkpoint to canonical ONNX or a packed network, compared with torch first."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def export(
         Literal["onnx", "packed"], typer.Option("--format", help="Canonical Q/DQ graph, or a packed network (.fp4).")
     ] = "onnx",
     portable: Annotated[
-        bool, typer.Option("--portable", help="Also write the twin that plain ONNX Runtime runs.")
+        bool,
+        typer.Option("--portable", help="Also write NAME.portable.onnx in standard operators, for plain ONNX Runtime."),
     ] = False,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Data to verify on.", show_default="the run's own")
+        Path | None, typer.Option("--data", help="Data set to compare with torch on.", show_default="the run's own")
     ] = None,
-    images: Annotated[int, typer.Option("--images", min=1, help="Validation images to verify on.")] = 16,
+    images: Annotated[int, typer.Option("--images", min=1, help="Number of validation images to compare on.")] = 16,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch before writing.")] = True,
     out: Annotated[
         Path | None, typer.Option("--out", help="Target file (one checkpoint) or folder.", show_default="RUN/export")
     ] = None,
 ) -> None:
-    """Write the hardware-neutral ONNX graph, or a packed network; exit 1 if it computes another result than torch."""
+    """Write the hardware-neutral ONNX graph, or a packed network; exit 1 if its results differ from torch's."""
     if portable and form == "packed":
-        raise InputError("--portable is the twin of an ONNX file; leave it out with --format packed.")
+        raise InputError("--portable is an option of --format onnx; remove it, or export with --format onnx.")
     suffix = SUFFIXES[form]
     failed: list[GateError | InputError] = []
     for checkpoint, target in _targets(source, out, suffix):
@@ -58,9 +59,9 @@ def export(
     if failed:
         raise type(min(failed, key=lambda error: error.exit_code))(" ".join(dict.fromkeys(map(str, failed))))
     if form == "packed":
-        note("Measure it with: fp4deploy bench; look into it with: fp4deploy inspect FILE")
+        note("Measure it with: fp4deploy bench; list its layers with: fp4deploy inspect FILE")
     else:
-        note("Build an engine of it with: fp4deploy build")
+        note("Build an engine with: fp4deploy build")
 
 
 def _onnx(checkpoint: Path, target: Path, portable: bool, data: Path | None, images: int, verify: bool) -> str:
@@ -77,7 +78,7 @@ def _packed(checkpoint: Path, target: Path, data: Path | None, images: int, veri
     result = pack(checkpoint, target, data, images, verify)
     weights, plain = result.file.weight_bytes, plain_bytes(result.file.graph)
     agreed = f", {result.verification.sentence()}" if result.verification else ""
-    return f"{shown(target)} (weights {size(weights)}, {weights / plain:.3f} of FP16's {size(plain)}){agreed}"
+    return f"{shown(target)} (weights {size(weights)}, in FP16 {size(plain)}: ratio {weights / plain:.3f}){agreed}"
 
 
 def describe(result: ExportResult) -> str:

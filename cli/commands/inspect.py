@@ -1,4 +1,4 @@
-"""`fp4deploy inspect`: what a file holds, from the file alone: layers, precisions, evidence."""
+"""`fp4deploy inspect`: layers, precisions and sizes of a file, read from the file alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inspect(
     path = _find(file)
     reader = next((read for suffix, read in READERS.items() if path.name.endswith(suffix)), None)
     if reader is None:
-        raise InputError(f"{path} is of an unknown kind. inspect reads: {', '.join(READERS)}.")
+        raise InputError(f"{path} has an unknown suffix. inspect reads: {', '.join(READERS)}.")
     facts, columns, rows, last = reader(path)
     if as_json:
         print_json({**facts, "layers": [dict(zip(columns, row, strict=True)) for row in rows]})
@@ -33,6 +33,7 @@ def inspect(
 
 
 LEDGER = ".ledger.json"
+HEADINGS = {"wanted": "requested", "realised": "actual"}  # of keys that are kept in JSON
 Shown = tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]  # facts, columns, rows, closing line
 
 
@@ -76,7 +77,7 @@ def _plan(path: Path) -> Shown:
     ledger = ledger_path(path)
     if not ledger.is_file():
         raise InputError(
-            f"{path} has no ledger beside it ({ledger.name}), and an engine cannot be read without its GPU. "
+            f"{path} has no ledger ({ledger.name}) in its folder, and an engine cannot be read without its GPU. "
             "Build it again with: fp4deploy build"
         )
     return _ledger(ledger)
@@ -119,7 +120,7 @@ def _print(facts: dict[str, Any], columns: tuple[str, ...], rows: list[tuple[Any
     for name, value in facts.items():
         shown = ", ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else value
         console.print(f"{name}: {shown}", markup=False, soft_wrap=True)
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table(*(HEADINGS.get(name, name) for name in columns), box=None, pad_edge=False)
     for row in rows:
         precise = any(str(cell) == "FP4" for cell in row)
         table.add_row(*map(str, row), style="green" if precise else None)

@@ -1,7 +1,7 @@
 """Checkpoint -> verified ONNX files.
 
-The order makes a bad file impossible: trace, quantise, check, make the portable twin, compare it with torch on real
-images, and only then write, each file under a temporary name first.
+Trace, quantise, check, decompose, compare the decomposed graph with torch on real images, and only then write, each
+file under a temporary name first: no file exists that was not compared (except with `verify=False`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ import onnx
 
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
-from fp4deploy.export.verify.outputs import Agreement, check_request, require_agreement, validation_images, verify_twin
+from fp4deploy.export.verify.outputs import (
+    Agreement,
+    check_request,
+    require_agreement,
+    validation_images,
+    verify_decomposed,
+)
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import atomic_write
@@ -23,7 +29,7 @@ from fp4deploy.runs import atomic_write
 class ExportResult:
     """What `export_onnx` wrote.
 
-    path, portable_path: the canonical file and its twin (None where none was asked for).
+    path, portable_path: the canonical file and the decomposed one (None where none was asked for).
     size_bytes: of the canonical file. fp4_layers: how many layers it holds in FP4.
     verification: how far ONNX Runtime and torch agree; None where nothing was verified.
     """
@@ -42,7 +48,7 @@ class ExportResult:
 
 
 def portable_name(path: Path) -> Path:
-    """Where the twin of a canonical file lies: unet.onnx -> unet.portable.onnx."""
+    """The path of the decomposed graph of a canonical file: unet.onnx -> unet.portable.onnx."""
     return path.with_suffix(f".portable{path.suffix}")
 
 
@@ -57,11 +63,9 @@ def export_onnx(
     """Export a checkpoint to canonical ONNX, verified against torch on real images before anything is written.
 
     Args:
-        out: the .onnx file; an existing one is replaced.
-        portable: also write the twin that plain ONNX Runtime runs, beside it as NAME.portable.onnx.
-        data: dataset whose validation split is used to verify.
-        images: how many of its images.
-        verify: False writes without comparing.
+        out: the .onnx file; an existing one is replaced. portable: also write the decomposed graph that plain ONNX
+        Runtime runs, as NAME.portable.onnx in the same folder. data: dataset whose validation split is used to verify.
+        images: how many of its images. verify: False writes without comparing.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -75,14 +79,14 @@ def export_onnx(
     check_request(Path(checkpoint), out, ".onnx", data, images, verify)
     model, card = load_model(Path(checkpoint))
     canonical = export_graph(model, (3, card.height, card.width), card)
-    twin = to_portable(canonical)
+    decomposed = to_portable(canonical)
     verification = None
     if verify and data is not None:
-        verification = verify_twin(model, twin, validation_images(Path(data), card, images), head=card.head)
+        verification = verify_decomposed(model, decomposed, validation_images(Path(data), card, images), head=card.head)
         require_agreement(verification, str(checkpoint))
     size = _write(canonical, out)
     if portable:
-        _write(twin, portable_name(out))
+        _write(decomposed, portable_name(out))
     return ExportResult(
         path=out,
         portable_path=portable_name(out) if portable else None,

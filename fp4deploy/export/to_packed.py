@@ -1,19 +1,18 @@
-"""Checkpoint -> packed network: the UNet as a flat list of steps over packed images.
+"""Checkpoint -> packed network: the UNet as a flat list of nodes over packed activations.
 
-Each image is written in the forms that its readers want, found by walking the UNet once:
+Each activation is written in the forms that its readers need, found by walking the UNet once:
 
-| image | read by | form |
+| activation | read by | form |
 |---|---|---|
 | after a normalisation inside a block | the block's second convolution | packed with its `input_amax` |
-| a level's output | the convolution of the level below | pooled, packed with the `input_amax` of that convolution |
+| a level's output | the convolution of the level below | pooled, packed with its `input_amax` |
 | | the decoder's concatenation | packed with the `input_amax` of the decoder's convolution |
-| a transposed convolution's output | the same concatenation | packed with the same amax, in the product's epilogue |
-| the network's input, or its digits | the first convolution | packed with its `input_amax` where it is quantised |
+| a transposed convolution's output | the same concatenation | packed with the same amax, in the GEMM's epilogue |
+| the network's input | the first convolution | packed with its `input_amax` where it is quantised |
 | what a layer in FP16 reads | | plain |
 
 A skip is therefore packed twice, with two scales: 0.5625 bytes an element for the skip and a quarter of that for the
-pooled image. Keeping it plain until it is read would cost 2 bytes an element for as long as the whole network below it
-runs, which is when memory is scarcest.
+pooled activation. A plain skip would take 2 bytes an element while all levels below it run, when memory use is highest.
 
 Weights have the bytes of the canonical ONNX file (`layer_constants`); the rest is rounded to FP16 by `qat.load_model`.
 """
@@ -35,7 +34,7 @@ from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models import UNet
 from fp4deploy.packed import PackedFile, packed_file, write_packed
 from fp4deploy.packed.file import SUFFIX
-from fp4deploy.packed.graph import INPUT, Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Head, Image, Step
+from fp4deploy.packed.graph import INPUT, Activation, Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Head, Node
 from fp4deploy.qat import load_model
 from fp4deploy.qat.layers import QuantizedLayer
 
@@ -60,7 +59,7 @@ def pack(checkpoint: Path, out: Path, data: Path | None = None, images: int = 16
         verify: False writes without comparing.
 
     Raises:
-        GateError: the packed network computes something else than torch (see `packed_verify`).
+        GateError: the packed network computes something else than torch (see `verify.packed`).
         InputError: not a checkpoint of this project, a recipe without packed form, no data, an unwritable target.
 
     >>> pack(checkpoint, folder / "unet.fp4", verify=False).file.path.name
@@ -78,8 +77,8 @@ def pack(checkpoint: Path, out: Path, data: Path | None = None, images: int = 16
     return PackedResult(file, verification)
 
 
-def pack_unet(model: nn.Module) -> tuple[dict[str, Image], list[Step], dict[str, torch.Tensor]]:
-    """Images, steps and tensors of a UNet, prepared or plain.
+def pack_unet(model: nn.Module) -> tuple[dict[str, Activation], list[Node], dict[str, torch.Tensor]]:
+    """Activations, nodes and tensors of a UNet, prepared or plain.
 
     Raises:
         InputError: another network, a layer whose recipe has no packed form, or a value that is not finite.
@@ -93,14 +92,14 @@ class _Packer:
     def __init__(self, model: UNet) -> None:
         self.model = model
         self.layers = dict(model.named_modules())
-        self.images: dict[str, Image] = {}
-        self.steps: list[Step] = []
+        self.images: dict[str, Activation] = {}
+        self.steps: list[Node] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def pack(self) -> tuple[dict[str, Image], list[Step], dict[str, torch.Tensor]]:
+    def pack(self) -> tuple[dict[str, Activation], list[Node], dict[str, torch.Tensor]]:
         levels, ups = len(self.model.encoder), len(self.model.up)
         first = cast(nn.Conv2d, self.layers[FIRST])
-        x, skips = self._image(INPUT, first.in_channels, 1, FIRST), []
+        x, skips = self._activation(INPUT, first.in_channels, 1, FIRST), []
         for level in range(levels):
             block, stride = f"encoder.{level}", 2**level
             if level == levels - 1:
@@ -117,14 +116,18 @@ class _Packer:
             (x,) = self._block(f"decoder.{index}", inputs, stride, [("out", after, False)])
         head = cast(nn.Conv2d, self.layers["head"])
         self.steps.append(
-            Head(inputs=[x], padding=cast("tuple[int, int]", head.padding)[0], **self._product("head", with_bias=True))
+            Head(
+                inputs=[x],
+                padding=cast("tuple[int, int]", head.padding)[0],
+                **self._convolution_fields("head", with_bias=True),
+            )
         )
         return self.images, self.steps, self.tensors
 
     def _block(
         self, name: str, inputs: list[str], stride: int, outputs: list[tuple[str, str | None, bool]]
     ) -> list[str]:
-        """Steps of (conv, norm, ReLU) twice. outputs: (name, layer that reads it or None for plain, pooled)."""
+        """Nodes of (conv, norm, ReLU) twice. outputs: (name, layer that reads it or None for plain, pooled)."""
         x = self._convolution(f"{name}.conv1", inputs, stride)
         (x,) = self._norm(name, 1, x, stride, [("out", f"{name}.conv2", False)])
         x = self._convolution(f"{name}.conv2", [x], stride)
@@ -132,9 +135,11 @@ class _Packer:
 
     def _convolution(self, name: str, inputs: list[str], stride: int) -> str:
         layer = cast(nn.Conv2d, self.layers[name])
-        output = self._image(name, layer.out_channels, stride, None)
+        output = self._activation(name, layer.out_channels, stride, None)
         padding = cast("tuple[int, int]", layer.padding)[0]
-        self.steps.append(Conv2d(inputs=inputs, output=output, padding=padding, **self._product(name, with_bias=False)))
+        self.steps.append(
+            Conv2d(inputs=inputs, output=output, padding=padding, **self._convolution_fields(name, with_bias=False))
+        )
         return output
 
     def _norm(
@@ -147,11 +152,11 @@ class _Packer:
         forms = []
         for suffix, reader, pooled in outputs:
             size = 2 * stride if pooled else stride
-            output = self._image(f"{name}.{suffix}", layer.num_channels, size, reader)
+            output = self._activation(f"{name}.{suffix}", layer.num_channels, size, reader)
             forms.append(Form(output=output, pooled=pooled))
         bias = self._bias(before)
-        step = GroupNormReLU(layer=name, inputs=[x], outputs=forms, groups=layer.num_groups, eps=layer.eps, bias=bias)
-        self.steps.append(step)
+        node = GroupNormReLU(layer=name, inputs=[x], outputs=forms, groups=layer.num_groups, eps=layer.eps, bias=bias)
+        self.steps.append(node)
         return [form.output for form in forms]
 
     def _upwards(self, index: int, x: str, skip: str, stride: int) -> list[str]:
@@ -160,30 +165,30 @@ class _Packer:
         layer = cast(nn.ConvTranspose2d, self.layers[name])
         reader = f"{decoder}.conv1"
         two = self._two_sources(decoder)
-        output = self._image(name, layer.out_channels, stride, reader if two else None)
-        self.steps.append(ConvTranspose2d(inputs=[x], output=output, **self._product(name, with_bias=True)))
+        output = self._activation(name, layer.out_channels, stride, reader if two else None)
+        self.steps.append(ConvTranspose2d(inputs=[x], output=output, **self._convolution_fields(name, with_bias=True)))
         if two:
             return [skip, output]
         channels = self.images[skip].channels + layer.out_channels
-        joined = self._image(f"{decoder}.concat", channels, stride, reader)
+        joined = self._activation(f"{decoder}.concat", channels, stride, reader)
         self.steps.append(Concat(inputs=[skip, output], output=joined))
         return [joined]
 
     def _two_sources(self, decoder: str) -> bool:
-        """The decoder's first convolution takes skip and image packed, without their concatenation."""
+        """The decoder's first convolution takes skip and upsampled activation packed, without concatenating them."""
         layer = cast(nn.Conv2d, self.layers[f"{decoder}.conv1"])
         return isinstance(layer, QuantizedLayer) and (layer.in_channels // 2) % NVFP4_BLOCK == 0
 
-    def _image(self, name: str, channels: int, stride: int, reader: str | None) -> str:
-        """Describe an image, packed as the layer `reader` wants its input."""
+    def _activation(self, name: str, channels: int, stride: int, reader: str | None) -> str:
+        """Describe an activation, packed with the amax of the layer `reader`."""
         amax = None
         if reader is not None and isinstance(self.layers[reader], QuantizedLayer):
             amax = f"{reader}.input_amax"
-        self.images[name] = Image(channels=channels, stride=stride, amax=amax)
+        self.images[name] = Activation(channels=channels, stride=stride, amax=amax)
         return name
 
-    def _product(self, name: str, with_bias: bool) -> dict[str, Any]:
-        """Fields of a step, its tensors taken along."""
+    def _convolution_fields(self, name: str, with_bias: bool) -> dict[str, Any]:
+        """Fields of a convolution; its tensors are added to the file."""
         layer, weight = self.layers[name], f"{name}.weight"
         bias = self._bias(name) if with_bias else None
         if not isinstance(layer, QuantizedLayer):

@@ -1,9 +1,18 @@
-"""Packed networks: a file of NVFP4 codes and a flat list of steps, checked before it runs, and what runs it.
+"""Packed networks: NVFP4 codes and a flat list of nodes in one file, checked before it runs, and the code that runs it.
 
-    export.packed  --write_packed-->  unet.fp4  --read_packed-->  PackedFile  -->  PackedNetwork(images) = logits
+    export.to_packed  --write_packed-->  unet.fp4  --read_packed-->  PackedFile  -->  PackedNetwork(images) = logits
 
-Nothing in the file is code: tensors as safetensors, the network as JSON whose every field has one meaning. This room
-knows images and tensors, not models; which layer of a checkpoint becomes which step is decided in `export.to_packed`.
+| module | what it holds |
+|---|---|
+| `graph` | nodes and activations: the JSON of the file as pydantic models |
+| `check` | names, shapes and types of a graph fit together |
+| `file` | reading, writing, digests, formats `packed/2` and `packed/1` |
+| `network` | running the nodes, on a GPU by kernels, on a CPU by decoding |
+| `capture` | the same as a CUDA graph |
+| `memory`, `describe` | bytes of weights and activations; the table of `fp4deploy inspect` |
+
+Nothing in the file is code: tensors as safetensors, the network as JSON. This room knows tensors and nodes, not models;
+which layer of a checkpoint becomes which node is decided in `export.to_packed`.
 """
 
 from fp4deploy.packed.file import PackedFile, packed_file, read_packed, write_packed

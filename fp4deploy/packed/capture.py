@@ -1,10 +1,10 @@
-"""A packed network replayed as a CUDA graph: one launch for all its steps.
+"""A packed network as a CUDA graph: one launch for all its nodes.
 
-A UNet is a hundred small kernels, and launching them one by one takes the host its time at batch 1. The first call with
-a shape runs the network a few times (kernels are compiled and tuned, which a capture must not do), then records it with
-an input and an output buffer of its own. Later calls copy their images in and replay.
+A UNet is a hundred small kernels, and at batch 1 launching them one by one is bound by the host. The first call with a
+shape runs the network a few times (kernels are compiled and tuned, which must not happen during capture), then captures
+it with static input and output buffers. Later calls copy their images in and replay.
 
-`FP4DEPLOY_GRAPHS=off` switches it off. Where recording fails, a warning says why and the network runs step by step.
+`FP4DEPLOY_GRAPHS=off` switches it off. Where capture fails, a warning says why and the kernels are launched one by one.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.packed.network import PackedNetwork
 
 WARMUP = 3
-SHAPES = 4  # recordings kept; each holds the memory of its images
+SHAPES = 4  # graphs kept; each holds the memory of its activations
 
 
-def graphs_wanted() -> bool:
+def graphs_enabled() -> bool:
     """What FP4DEPLOY_GRAPHS says.
 
     Raises:
         InputError: it says neither "on" nor "off".
     """
-    wish = os.environ.get("FP4DEPLOY_GRAPHS", "on")
-    if wish not in ("on", "off", ""):
-        raise InputError(f"FP4DEPLOY_GRAPHS is '{wish}'. Valid: on (the default), off.")
-    return wish != "off"
+    value = os.environ.get("FP4DEPLOY_GRAPHS", "on")
+    if value not in ("on", "off", ""):
+        raise InputError(f"FP4DEPLOY_GRAPHS is '{value}'. Valid: on (the default), off.")
+    return value != "off"
 
 
 class CapturedNetwork:
-    """A network on a GPU, recorded once for each shape of its input."""
+    """A network on a GPU, captured once for each shape of its input."""
 
     def __init__(self, network: PackedNetwork, enabled: bool = True) -> None:
         self.network = network
@@ -76,7 +76,8 @@ class CapturedNetwork:
                 logits = self.network(images)
         except (RuntimeError, Fp4DeployError) as error:
             warnings.warn(
-                f"The packed network runs step by step: recording it as a CUDA graph failed ({error}).", stacklevel=2
+                f"Capturing the packed network as a CUDA graph failed ({error}); its kernels are launched one by one.",
+                stacklevel=2,
             )
             _end_recording(self.network.device)
             return lambda: self.network(images)
@@ -89,10 +90,10 @@ class CapturedNetwork:
 
 
 def _end_recording(device: torch.device) -> None:
-    """Let random numbers be drawn on `device` after a recording that failed.
+    """Let random numbers be drawn on `device` after a capture that failed.
 
-    torch's generator learns that a recording is over when it ends well, and refuses to draw before. One that ends well
-    is that of a single fill.
+    torch's generator leaves its capture state only when a capture ends without an error, and refuses to draw before.
+    Capturing a single fill ends without an error.
     """
     with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device=device)

@@ -1,6 +1,6 @@
-"""Does a graph fit together? Every name exists, every shape fits, every image is written once and before it is read.
+"""Checks of a graph: every name exists, every shape fits, every activation is written once and before it is read.
 
-A network that passes cannot fail while it runs for a reason that lies in its file, whatever wrote the file.
+A network that passes does not fail later because of its file, whatever program wrote it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed.graph import (
     INPUT,
     RGB,
+    Activation,
     Concat,
     Conv2d,
+    Convolution,
     ConvTranspose2d,
     Graph,
     GroupNormReLU,
     Head,
-    Image,
-    Product,
-    Step,
+    Node,
     outputs_of,
     tensors_of,
 )
@@ -32,42 +32,42 @@ def check_graph(graph: Graph, channels: int) -> None:
         channels: how many the model card says that the head gives.
 
     Raises:
-        InputError: naming the step and what is wrong with it.
+        InputError: naming the node and the fault.
     """
     image = graph.images.get(INPUT)
-    wanted = ENCODED_CHANNELS if graph.digits else RGB.channels
-    if image is None or image.stride != RGB.stride or image.channels != wanted:
+    expected = ENCODED_CHANNELS if graph.digits else RGB.channels
+    if image is None or image.stride != RGB.stride or image.channels != expected:
         kind = "digits" if graph.digits else "RGB"
-        raise InputError(f"The graph has no input named '{INPUT}' of the {wanted} channels of {kind}.")
+        raise InputError(f"The graph has no input named '{INPUT}' of the {expected} channels of {kind}.")
     if image.amax is not None:
         _require(image.amax in graph.tensors, f"the tensor '{image.amax}' that the input is packed with is missing")
         _tensor(graph, image.amax, "F32", [])
     written = {INPUT}
-    for number, step in enumerate(graph.steps):
+    for number, node in enumerate(graph.steps):
         try:
-            _check_names(graph, step, written)
-            _check_step(graph, step, channels)
+            _check_names(graph, node, written)
+            _check_node(graph, node, channels)
         except InputError as error:
-            layer = "" if isinstance(step, Concat) else f" '{step.layer}'"
-            raise InputError(f"Step {number} of the graph ({step.op}{layer}): {error}") from None
-        if isinstance(step, Head) != (number == len(graph.steps) - 1):
-            raise InputError(f"Step {number} of the graph ({step.op}): the head is the last step, and only the last.")
-        written.update(outputs_of(step))
+            layer = "" if isinstance(node, Concat) else f" '{node.layer}'"
+            raise InputError(f"Node {number} of the graph ({node.op}{layer}): {error}") from None
+        if isinstance(node, Head) != (number == len(graph.steps) - 1):
+            raise InputError(f"Node {number} of the graph ({node.op}): the head is the last node, and only the last.")
+        written.update(outputs_of(node))
     unused = [name for name in graph.images if name not in written]
-    read = {name for step in graph.steps for name in tensors_of(step, graph.images)} | {image.amax}
+    read = {name for node in graph.steps for name in tensors_of(node, graph.images)} | {image.amax}
     unused += [name for name in graph.tensors if name not in read]
     if unused:
         raise InputError(f"{len(unused)} names of the graph are never used (first '{unused[0]}').")
 
 
-def _check_names(graph: Graph, step: Step, written: set[str]) -> None:
-    for name in step.inputs:
-        _require(name in written, f"it reads '{name}', which no step before it writes")
-    outputs = outputs_of(step)
+def _check_names(graph: Graph, node: Node, written: set[str]) -> None:
+    for name in node.inputs:
+        _require(name in written, f"it reads '{name}', which no node before it writes")
+    outputs = outputs_of(node)
     for name in outputs:
         _require(name in graph.images, f"it writes '{name}', which the graph does not describe")
         _require(name not in written and outputs.count(name) == 1, f"it writes '{name}' a second time")
-    for name in tensors_of(step, graph.images):
+    for name in tensors_of(node, graph.images):
         _require(name in graph.tensors, f"the tensor '{name}' is missing")
     for name in outputs:
         amax = graph.images[name].amax
@@ -75,59 +75,59 @@ def _check_names(graph: Graph, step: Step, written: set[str]) -> None:
             _tensor(graph, amax, "F32", [])
 
 
-def _check_step(graph: Graph, step: Step, out: int) -> None:
-    inputs = [graph.images[name] for name in step.inputs]
+def _check_node(graph: Graph, node: Node, out: int) -> None:
+    inputs = [graph.images[name] for name in node.inputs]
     channels = sum(image.channels for image in inputs)
     _require(len({image.stride for image in inputs}) == 1, "its inputs differ in size")
     stride = inputs[0].stride
     packed = [image.amax is not None for image in inputs]
-    if isinstance(step, Product):
-        _require(all(packed) if step.precision == "nvfp4" else not any(packed), f"its input is not {step.precision}")
+    if isinstance(node, Convolution):
+        _require(all(packed) if node.precision == "nvfp4" else not any(packed), f"its input is not {node.precision}")
     else:
         _require(not any(packed), "its input is packed")
-    if isinstance(step, GroupNormReLU):
-        _check_norm(graph, step, channels, stride)
-    elif isinstance(step, Concat):
-        _image(graph.images[step.output], channels, stride)
-    elif isinstance(step, Head):
-        _weight(graph, step, out, channels, 1 + 2 * step.padding)
-    elif isinstance(step, Conv2d):
+    if isinstance(node, GroupNormReLU):
+        _check_norm(graph, node, channels, stride)
+    elif isinstance(node, Concat):
+        _image(graph.images[node.output], channels, stride)
+    elif isinstance(node, Head):
+        _weight(graph, node, out, channels, 1 + 2 * node.padding)
+    elif isinstance(node, Conv2d):
         if len(inputs) == 2:
-            _require(step.precision == "nvfp4", "only a packed convolution has two inputs")
+            _require(node.precision == "nvfp4", "only a packed convolution has two inputs")
             _require(
                 inputs[0].channels % NVFP4_BLOCK == 0, f"its first input is not a multiple of {NVFP4_BLOCK} channels"
             )
-        output = graph.images[step.output]
-        _weight(graph, step, output.channels, channels, 1 + 2 * step.padding)
+        output = graph.images[node.output]
+        _weight(graph, node, output.channels, channels, 1 + 2 * node.padding)
         _image(output, output.channels, stride)
-    elif isinstance(step, ConvTranspose2d):
-        output = graph.images[step.output]
-        _weight(graph, step, output.channels, channels, 2)
+    elif isinstance(node, ConvTranspose2d):
+        output = graph.images[node.output]
+        _weight(graph, node, output.channels, channels, 2)
         _require(stride % 2 == 0, "its input is not half the size of anything")
         _image(output, output.channels, stride // 2)
 
 
-def _check_norm(graph: Graph, step: GroupNormReLU, channels: int, stride: int) -> None:
-    _require(channels % step.groups == 0, f"{step.groups} groups do not divide {channels} channels")
-    for name in (f"{step.layer}.weight", f"{step.layer}.bias", *([step.bias] if step.bias else [])):
+def _check_norm(graph: Graph, node: GroupNormReLU, channels: int, stride: int) -> None:
+    _require(channels % node.groups == 0, f"{node.groups} groups do not divide {channels} channels")
+    for name in (f"{node.layer}.weight", f"{node.layer}.bias", *([node.bias] if node.bias else [])):
         _tensor(graph, name, "F16", [channels])
-    for form in step.outputs:
+    for form in node.outputs:
         _image(graph.images[form.output], channels, 2 * stride if form.pooled else stride)
 
 
-def _image(image: Image, channels: int, stride: int) -> None:
+def _image(image: Activation, channels: int, stride: int) -> None:
     _require(
         (image.channels, image.stride) == (channels, stride),
         f"its output is described as {image.channels} channels at stride {image.stride}, not {channels} at {stride}",
     )
 
 
-def _weight(graph: Graph, step: Product, out: int, channels: int, kernel: int) -> None:
+def _weight(graph: Graph, node: Convolution, out: int, channels: int, kernel: int) -> None:
     """OHWI, the channels of a packed one padded to whole blocks."""
-    weight, shape = f"{step.layer}.weight", [out, kernel, kernel]
-    if step.bias:
-        _tensor(graph, step.bias, "F16", [out])
-    if step.precision == "fp16":
+    weight, shape = f"{node.layer}.weight", [out, kernel, kernel]
+    if node.bias:
+        _tensor(graph, node.bias, "F16", [out])
+    if node.precision == "fp16":
         _tensor(graph, weight, "F16", [*shape, channels])
         return
     blocks = -(-channels // NVFP4_BLOCK)

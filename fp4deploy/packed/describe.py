@@ -1,18 +1,18 @@
-"""What a packed file holds, step by step, for people and for JSON."""
+"""What a packed file holds, node by node, for people and for JSON."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import Concat, Image, Product, Step, outputs_of, tensors_of
+from fp4deploy.packed.graph import Activation, Concat, Convolution, Node, outputs_of, tensors_of
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
 
 COLUMNS = ("layer", "op", "precision", "shape", "writes", "bytes", "sha256")
 
 
 def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
-    """Facts, columns, a row a step, and a closing line; the digests were checked when the file was read."""
+    """Facts, columns, one row for each node, and a closing line; the digests were checked when the file was read."""
     graph, card = file.graph, file.card
     size = (card.height, card.width)
     facts: dict[str, Any] = {
@@ -32,27 +32,29 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], 
         "activation_bytes": activation_bytes(graph, *size),
         "activation_bytes_fp16": activation_bytes(full_precision(graph), *size),
     }
-    rows = [_row(file, step) for step in graph.steps]
-    packed = sum(isinstance(step, Product) and step.precision == "nvfp4" for step in graph.steps)
-    products = sum(isinstance(step, Product) for step in graph.steps)
+    rows = [_row(file, node) for node in graph.steps]
+    packed = sum(isinstance(node, Convolution) and node.precision == "nvfp4" for node in graph.steps)
+    convolutions = sum(isinstance(node, Convolution) for node in graph.steps)
     share = file.weight_bytes / facts["weight_bytes_fp16"]
-    last = f"{packed} of {products} products in FP4; weights take {share:.3f} of their bytes in FP16."
+    last = (
+        f"{packed} of {convolutions} convolutions in FP4; the weights have {share:.3f} times the bytes of FP16 weights."
+    )
     return facts, COLUMNS, rows, last
 
 
-def _row(file: PackedFile, step: Step) -> tuple[Any, ...]:
+def _row(file: PackedFile, node: Node) -> tuple[Any, ...]:
     graph = file.graph
-    layer = step.output if isinstance(step, Concat) else step.layer
-    precision = "FP4" if isinstance(step, Product) and step.precision == "nvfp4" else "FP16"
-    names = tensors_of(step, graph.images)
-    written = ", ".join(_form(graph.images[name]) for name in outputs_of(step)) or "logits"
+    layer = node.output if isinstance(node, Concat) else node.layer
+    precision = "FP4" if isinstance(node, Convolution) and node.precision == "nvfp4" else "FP16"
+    names = tensors_of(node, graph.images)
+    written = ", ".join(_form(graph.images[name]) for name in outputs_of(node)) or "logits"
     own = [name for name in names if name.startswith(f"{layer}.weight")]
     shape: list[int] = list(graph.tensors[own[0]].shape) if own else []
     if precision == "FP4":
-        shape[-1] = sum(graph.images[name].channels for name in step.inputs)
+        shape[-1] = sum(graph.images[name].channels for name in node.inputs)
     count = sum(file.tensors[name].nbytes for name in names)
-    return layer, step.op, precision, shape, written, count, "ok" if names else "-"
+    return layer, node.op, precision, shape, written, count, "ok" if names else "-"
 
 
-def _form(image: Image) -> str:
+def _form(image: Activation) -> str:
     return f"{'FP16' if image.amax is None else 'packed'} {image.channels} at 1/{image.stride}"

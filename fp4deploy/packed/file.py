@@ -1,14 +1,14 @@
 """A packed network as one file: safetensors for the tensors, JSON in its metadata for everything else.
 
-The metadata is one entry, `fp4deploy.packed` (safetensors writes several in no fixed order, and one network should have
-one sequence of bytes): a JSON object of texts.
+The metadata is one entry, `fp4deploy.packed` (safetensors writes several in no fixed order, and the same network
+should give the same bytes): a JSON object of strings.
 
 | key | what it is |
 |---|---|
 | `format` | `packed/2`; a reader also takes `packed/1` and refuses any other |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card |
-| `graph` | JSON: images, steps, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
+| `graph` | JSON: activations, nodes, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
 | `sha256` | SHA-256 over the four above |
 
 Reading checks all of it before the first byte is used: the digests, that the tensors are those the graph lists, that
@@ -39,7 +39,7 @@ from fp4deploy.formats import global_amax
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.packed.check import check_graph
-from fp4deploy.packed.graph import Graph, Image, Product, Step, TensorInfo
+from fp4deploy.packed.graph import Activation, Convolution, Graph, Node, TensorInfo
 
 SUFFIX = ".fp4"
 FORMAT = "packed/2"
@@ -74,11 +74,11 @@ class PackedFile:
 def packed_file(
     path: Path,
     card: ModelCard,
-    images: Mapping[str, Image],
-    steps: list[Step],
+    images: Mapping[str, Activation],
+    steps: list[Node],
     tensors: Mapping[str, torch.Tensor],
 ) -> PackedFile:
-    """A network as it would be read from `path`, checked and not written; the card says whether it reads digits.
+    """A network as it would be read from `path`: checked, not written; the card says which input it takes.
 
     Raises:
         InputError: the graph does not fit together, or a tensor holds NaN or Inf.
@@ -155,7 +155,7 @@ def _digest_of(metadata: Mapping[str, str]) -> str:
 
 
 def _metadata(path: Path, text: str | None) -> dict[str, str]:
-    """The texts of the metadata, all there and of a format this version reads."""
+    """The strings of the metadata, complete and of a format that this version reads."""
     if text is None:
         raise InputError(f"{path} is safetensors, but not a packed network. {AGAIN}")
     try:
@@ -178,11 +178,11 @@ def _metadata(path: Path, text: str | None) -> dict[str, str]:
 def _with_amaxes(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Graph, dict[str, torch.Tensor]]:
     """A `packed/1` network with the amax of each weight in place of its global scale."""
     infos, converted = dict(graph.tensors), dict(tensors)
-    for step in graph.steps:
-        scale = f"{step.layer}.weight.scale" if isinstance(step, Product) and step.precision == "nvfp4" else ""
+    for node in graph.steps:
+        scale = f"{node.layer}.weight.scale" if isinstance(node, Convolution) and node.precision == "nvfp4" else ""
         if scale in converted:
             amax = f"{scale.removesuffix('scale')}amax"
-            converted[amax] = global_amax(converted.pop(scale), cast(Product, step).e4m3_max)
+            converted[amax] = global_amax(converted.pop(scale), cast(Convolution, node).e4m3_max)
             infos[amax] = infos.pop(scale).model_copy(update={"sha256": digest(converted[amax])})
     return graph.model_copy(update={"tensors": infos}), converted
 

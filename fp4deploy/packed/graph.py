@@ -1,21 +1,22 @@
-"""The network as a flat list of steps, each reading and writing named images; the JSON inside a packed file.
+"""The network as a flat list of nodes, each reading and writing named activations; the JSON inside a packed file.
 
-| step | reads | writes |
+| node | reads | writes |
 |---|---|---|
-| `conv2d` | one image, or two packed ones that count as their concatenation | its product, plain or packed |
-| `conv_transpose2d` | one image; kernel 2, stride 2 | its product, plain or packed |
-| `group_norm_relu` | a plain image | relu(norm(x + bias)) in any number of forms: plain, packed, pooled 2x2 |
-| `concat` | two plain images | their concatenation, plain or packed |
-| `head` | one image | the logits, by a convolution |
+| `conv2d` | one activation, or two packed ones, read as their concatenation | the convolution, plain or packed |
+| `conv_transpose2d` | one activation; kernel 2, stride 2 | the transposed convolution, plain or packed |
+| `group_norm_relu` | a plain activation | relu(norm(x + bias)) in any number of forms: plain, packed, pooled 2x2 |
+| `concat` | two plain activations | their concatenation, plain or packed |
+| `head` | one activation | the logits, by a convolution |
 
-An image is NHWC, `channels` wide, and has one pixel for `stride` x `stride` pixels of the network's input. `amax` names
-the float32 tensor that it is packed with; without one it is plain FP16.
+An activation is NHWC with `channels` channels, and has one pixel for `stride` x `stride` pixels of the network's input.
+`amax` names the float32 tensor that it is packed with; without one it is plain FP16. The JSON keys of activations and
+nodes are `images` and `steps`.
 
-The image named "image" is what the first step reads: the network's RGB input, or with `digits` its 13 digits
-(`models.input_encoding`). It is packed as any other where the first layer is quantised.
+The activation named "image" is what the first node reads: the network's RGB input, or with `digits` its multi-term FP4
+encoding of 13 channels (`models.input_encoding`). It is packed like any other where the first layer is quantised.
 
-`concat` is there for plain convolutions, and for skips whose channels are no multiple of 16: a block of 16 would hold
-channels of both images, so that it can only be made of both. Everywhere else no concatenation is ever written.
+`concat` is for plain convolutions, and for skips whose channels are not a multiple of 16: a block of 16 would span
+both inputs, so that it can only be packed after concatenation. No other concatenation is ever written.
 
 A layer's weight is `<layer>.weight`, FP16 O,KH,KW,C, or where the layer is quantised `<layer>.weight.codes`, `.scales`
 and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`.
@@ -37,8 +38,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Image(Strict):
-    """A named image between two steps."""
+class Activation(Strict):
+    """A named feature map between two nodes."""
 
     channels: Size
     stride: Size
@@ -46,15 +47,15 @@ class Image(Strict):
 
 
 class TensorInfo(Strict):
-    """A tensor of the file, by the words safetensors has for types, and the SHA-256 of its bytes."""
+    """A tensor of the file, with the type names of safetensors, and the SHA-256 of its bytes."""
 
     dtype: Literal["U8", "F8_E4M3", "F16", "F32"]
     shape: list[Annotated[int, Field(ge=0, le=1 << 31)]]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Product(Strict):
-    """What the convolutions share: the layer whose weight it multiplies, and the bias added to the product."""
+class Convolution(Strict):
+    """What the convolutions share: the layer whose weight they read, and the bias that is added."""
 
     layer: Name
     precision: Literal["nvfp4", "fp16"]
@@ -62,8 +63,8 @@ class Product(Strict):
     bias: Name | None = None
 
 
-class Conv2d(Product):
-    """A convolution of stride 1 that keeps the size of the image, by `padding` on each side."""
+class Conv2d(Convolution):
+    """A convolution of stride 1 with `padding` on each side; the size does not change."""
 
     op: Literal["conv2d"] = "conv2d"
     inputs: Annotated[list[Name], Field(min_length=1, max_length=2)]
@@ -71,7 +72,7 @@ class Conv2d(Product):
     padding: Annotated[int, Field(ge=0, le=64)]
 
 
-class ConvTranspose2d(Product):
+class ConvTranspose2d(Convolution):
     """A transposed convolution of kernel 2 and stride 2: twice the height and width."""
 
     op: Literal["conv_transpose2d"] = "conv_transpose2d"
@@ -79,7 +80,7 @@ class ConvTranspose2d(Product):
     output: Name
 
 
-class Head(Product):
+class Head(Convolution):
     """The convolution that gives the logits, which are the network's result."""
 
     op: Literal["head"] = "head"
@@ -107,24 +108,24 @@ class GroupNormReLU(Strict):
 
 
 class Concat(Strict):
-    """Two plain images along their channels."""
+    """Two plain activations, concatenated along their channels."""
 
     op: Literal["concat"] = "concat"
     inputs: Annotated[list[Name], Field(min_length=2, max_length=2)]
     output: Name
 
 
-Step = Annotated[Conv2d | ConvTranspose2d | Head | GroupNormReLU | Concat, Field(discriminator="op")]
+Node = Annotated[Conv2d | ConvTranspose2d | Head | GroupNormReLU | Concat, Field(discriminator="op")]
 
 
 class Graph(Strict):
-    """The whole network. `images` has every image by name, "image" being the input; the last step is the head.
+    """The whole network. `images` has every activation by name, "image" is the input; the last of `steps` is the head.
 
-    digits: the input is written as digits. A file of before this field has none.
+    digits: the input is multi-term FP4. Files written before this field existed read RGB.
     """
 
-    images: dict[Name, Image]
-    steps: Annotated[list[Step], Field(min_length=1, max_length=10000)]
+    images: dict[Name, Activation]
+    steps: Annotated[list[Node], Field(min_length=1, max_length=10000)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
 
@@ -135,24 +136,24 @@ class Graph(Strict):
 
 
 INPUT = "image"
-RGB = Image(channels=3, stride=1)  # what a network is given, whatever it makes of it
+RGB = Activation(channels=3, stride=1)  # the network's input, before any encoding
 
 
-def outputs_of(step: Step) -> list[str]:
-    """Names of the images a step writes."""
-    if isinstance(step, GroupNormReLU):
-        return [form.output for form in step.outputs]
-    return [] if isinstance(step, Head) else [step.output]
+def outputs_of(node: Node) -> list[str]:
+    """Names of the activations that a node writes."""
+    if isinstance(node, GroupNormReLU):
+        return [form.output for form in node.outputs]
+    return [] if isinstance(node, Head) else [node.output]
 
 
-def tensors_of(step: Step, images: dict[str, Image]) -> list[str]:
-    """Names of the tensors a step reads; an amax belongs to the steps that write an image with it."""
-    names: list[str | None] = [] if isinstance(step, Concat) else [step.bias]
-    if isinstance(step, GroupNormReLU):
-        names += [f"{step.layer}.weight", f"{step.layer}.bias"]
-    elif isinstance(step, Product):
-        weight = f"{step.layer}.weight"
+def tensors_of(node: Node, images: dict[str, Activation]) -> list[str]:
+    """Names of the tensors that a node reads; an amax belongs to the nodes that write an activation with it."""
+    names: list[str | None] = [] if isinstance(node, Concat) else [node.bias]
+    if isinstance(node, GroupNormReLU):
+        names += [f"{node.layer}.weight", f"{node.layer}.bias"]
+    elif isinstance(node, Convolution):
+        weight = f"{node.layer}.weight"
         parts = ("codes", "scales", "amax")
-        names += [weight] if step.precision == "fp16" else [f"{weight}.{part}" for part in parts]
-    names += [images[name].amax for name in outputs_of(step) if name in images]
+        names += [weight] if node.precision == "fp16" else [f"{weight}.{part}" for part in parts]
+    names += [images[name].amax for name in outputs_of(node) if name in images]
     return [name for name in dict.fromkeys(names) if name]

@@ -1,9 +1,10 @@
-"""How much memory a graph needs: bytes of its weights, and of the images that are alive at once.
+"""Memory of a graph: bytes of its weights, and the largest number of bytes of activations that are live at once.
 
-An image lives from the step that writes it to the last one that reads it, and during a step its inputs and outputs are
-all alive. The peak is the largest sum over the steps: what an allocator without waste needs. The logits count, the
-scratch of kernels (sums of GroupNorm, a few bytes a channel) does not. A network that reads its input as digits, or
-packed, begins with the RGB image, the digits and what is packed of them; the FP32 in which digits are found is scratch.
+An activation is live from the node that writes it to the last one that reads it; while a node runs, its inputs and
+outputs are all live. The peak is the largest sum over the nodes: what an allocator without fragmentation needs. The
+logits count, the workspace of kernels (sums of GroupNorm, a few bytes a channel) does not. A network that reads its
+input as multi-term FP4, or packed, starts with the RGB image, the encoded channels and their packed form; the FP32 in
+which the terms are computed is workspace.
 
     plain, FP16       2 C                            bytes a pixel
     packed, NVFP4     ceil16(C) / 2 + ceil16(C) / 16
@@ -13,51 +14,51 @@ from __future__ import annotations
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.packed.graph import INPUT, RGB, Concat, Conv2d, Graph, Image, Product, Step, outputs_of
+from fp4deploy.packed.graph import INPUT, RGB, Activation, Concat, Conv2d, Convolution, Graph, Node, outputs_of
 
 FP16_BYTES = 2
 
 
 def last_reads(graph: Graph) -> dict[str, int]:
-    """The number of the last step that reads each image."""
-    return {name: number for number, step in enumerate(graph.steps) for name in step.inputs}
+    """The number of the last node that reads each image."""
+    return {name: number for number, node in enumerate(graph.steps) for name in node.inputs}
 
 
-def image_bytes(image: Image, height: int, width: int, batch: int = 1) -> int:
-    """Bytes of one image for inputs of `height` x `width` pixels."""
-    pixels = batch * (height // image.stride) * (width // image.stride)
-    blocks = -(-image.channels // NVFP4_BLOCK)
-    return pixels * (FP16_BYTES * image.channels if image.amax is None else blocks * (NVFP4_BLOCK // 2 + 1))
+def feature_map_bytes(activation: Activation, height: int, width: int, batch: int = 1) -> int:
+    """Bytes of one activation for inputs of `height` x `width` pixels."""
+    pixels = batch * (height // activation.stride) * (width // activation.stride)
+    blocks = -(-activation.channels // NVFP4_BLOCK)
+    return pixels * (FP16_BYTES * activation.channels if activation.amax is None else blocks * (NVFP4_BLOCK // 2 + 1))
 
 
 def activation_bytes(graph: Graph, height: int, width: int, batch: int = 1) -> int:
-    """The most bytes of images alive at once.
+    """The largest number of bytes of activations that are live at once.
 
     Raises:
         InputError: the size is not a multiple of the graph's stride.
     """
     check_size(graph, height, width)
     last = last_reads(graph)
-    sizes = {name: image_bytes(image, height, width, batch) for name, image in graph.images.items()}
-    logits = image_bytes(Image(channels=_classes(graph), stride=1), height, width, batch)
-    alive, peak = {INPUT}, _reading_bytes(graph, height, width, batch)
-    for number, step in enumerate(graph.steps):
-        alive.update(outputs_of(step))
+    sizes = {name: feature_map_bytes(activation, height, width, batch) for name, activation in graph.images.items()}
+    logits = feature_map_bytes(Activation(channels=_classes(graph), stride=1), height, width, batch)
+    live, peak = {INPUT}, _reading_bytes(graph, height, width, batch)
+    for number, node in enumerate(graph.steps):
+        live.update(outputs_of(node))
         ends = number == len(graph.steps) - 1
-        peak = max(peak, sum(sizes[name] for name in alive) + (logits if ends else 0))
-        alive = {name for name in alive if last.get(name, -1) > number}
+        peak = max(peak, sum(sizes[name] for name in live) + (logits if ends else 0))
+        live = {name for name in live if last.get(name, -1) > number}
     return peak
 
 
 def _reading_bytes(graph: Graph, height: int, width: int, batch: int) -> int:
-    """The given image and what the first step reads of it, made one from the other."""
+    """The input image and the forms of it up to the one that the first node reads."""
     read = graph.images[INPUT]
     forms = [RGB, read.model_copy(update={"amax": None}) if graph.digits else None, read if read.amax else None]
-    return sum(image_bytes(image, height, width, batch) for image in forms if image is not None)
+    return sum(feature_map_bytes(activation, height, width, batch) for activation in forms if activation is not None)
 
 
 def check_size(graph: Graph, height: int, width: int) -> None:
-    """Refuse sizes that the network cannot halve often enough.
+    """Refuse sizes that the network cannot downsample as often as it must.
 
     Raises:
         InputError: naming the nearest size.
@@ -66,7 +67,7 @@ def check_size(graph: Graph, height: int, width: int) -> None:
     if height % stride or width % stride or min(height, width) < stride:
         nearest = tuple(max(stride, round(size / stride) * stride) for size in (height, width))
         raise InputError(
-            f"Images of {height} x {width} pixels do not go through this network: height and width must be multiples "
+            f"Images of {height} x {width} pixels do not fit this network: height and width must be multiples "
             f"of {stride}, such as {nearest[0]} x {nearest[1]}."
         )
 
@@ -74,29 +75,29 @@ def check_size(graph: Graph, height: int, width: int) -> None:
 def plain_bytes(graph: Graph) -> int:
     """Bytes of the same parameters in FP16."""
     total = 0
-    for step in graph.steps:
-        if isinstance(step, Product) and step.precision == "nvfp4":
-            out, *kernel, _ = graph.tensors[f"{step.layer}.weight.codes"].shape
-            channels = sum(graph.images[name].channels for name in step.inputs)
+    for node in graph.steps:
+        if isinstance(node, Convolution) and node.precision == "nvfp4":
+            out, *kernel, _ = graph.tensors[f"{node.layer}.weight.codes"].shape
+            channels = sum(graph.images[name].channels for name in node.inputs)
             total += FP16_BYTES * out * kernel[0] * kernel[1] * channels
     return total + sum(FP16_BYTES * _count(info.shape) for info in graph.tensors.values() if info.dtype == "F16")
 
 
 def full_precision(graph: Graph) -> Graph:
-    """The same network with every image plain, concatenations written: what its FP16 model needs. Not to be run."""
-    images = {name: image.model_copy(update={"amax": None}) for name, image in graph.images.items()}
-    steps: list[Step] = []
-    for step in graph.steps:
-        if isinstance(step, Conv2d) and len(step.inputs) == 2:
-            joined = f"{step.output}.concat"
-            channels = sum(images[name].channels for name in step.inputs)
-            images[joined] = Image(channels=channels, stride=images[step.inputs[0]].stride)
+    """The same network with plain activations and written concatenations: what its FP16 model needs. Not to be run."""
+    images = {name: activation.model_copy(update={"amax": None}) for name, activation in graph.images.items()}
+    steps: list[Node] = []
+    for node in graph.steps:
+        if isinstance(node, Conv2d) and len(node.inputs) == 2:
+            joined = f"{node.output}.concat"
+            channels = sum(images[name].channels for name in node.inputs)
+            images[joined] = Activation(channels=channels, stride=images[node.inputs[0]].stride)
             steps += [
-                Concat(inputs=step.inputs, output=joined),
-                step.model_copy(update={"inputs": [joined], "precision": "fp16"}),
+                Concat(inputs=node.inputs, output=joined),
+                node.model_copy(update={"inputs": [joined], "precision": "fp16"}),
             ]
         else:
-            steps.append(step.model_copy(update={"precision": "fp16"}) if isinstance(step, Product) else step)
+            steps.append(node.model_copy(update={"precision": "fp16"}) if isinstance(node, Convolution) else node)
     return graph.model_copy(update={"images": images, "steps": steps})
 
 

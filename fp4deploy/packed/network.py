@@ -1,9 +1,9 @@
-"""Running a packed network: one pass over its steps, images kept no longer than they are read.
+"""Running a packed network: one pass over its nodes; an activation is freed after its last reader.
 
-On a GPU images between steps are FP16 or packed, products come from `plugins.gemm.dispatch` and normalisations from
-`plugins.quantize.norm_pack`. On the CPU packed tensors are decoded before each product and everything between is FP32,
-as in every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the speed is
-not.
+On a GPU activations are FP16 or packed, convolutions come from `plugins.gemm.dispatch` and normalisations from
+`plugins.quantize.norm_pack`. On the CPU packed tensors are decoded before each convolution and everything between is
+FP32, as in every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the
+speed is not.
 
     network = PackedNetwork(read_packed("unet.fp4"), "cuda")
     logits = network(images)                       [N, 3, H, W] -> [N, classes, H, W]
@@ -25,11 +25,11 @@ from fp4deploy.packed.graph import (
     RGB,
     Concat,
     Conv2d,
+    Convolution,
     ConvTranspose2d,
     GroupNormReLU,
     Head,
-    Product,
-    Step,
+    Node,
     outputs_of,
 )
 from fp4deploy.packed.memory import check_size, last_reads
@@ -41,7 +41,7 @@ from fp4deploy.plugins.quantize.norm_pack import Image, Wanted, norm_relu_pack
 class PackedNetwork:
     """A packed file on a device.
 
-    dtype: of plain images: float16 on a GPU, float32 on the CPU.
+    dtype: of plain activations: float16 on a GPU, float32 on the CPU.
     """
 
     def __init__(self, file: PackedFile, device: str | torch.device = "cpu") -> None:
@@ -53,9 +53,9 @@ class PackedNetwork:
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._plain: dict[str, torch.Tensor] = {}
         self._vectors: dict[str, torch.Tensor] = {}
-        for step in self.graph.steps:
-            if isinstance(step, Product):
-                self._load_weight(step)
+        for node in self.graph.steps:
+            if isinstance(node, Convolution):
+                self._load_weight(node)
         for name, tensor in file.tensors.items():
             if tensor.dtype in (torch.float16, torch.float32) and tensor.ndim <= 1:
                 self._vectors[name] = tensor.to(self.device, torch.float32)
@@ -64,7 +64,7 @@ class PackedNetwork:
         """Logits [N, classes, H, W] of normalised images [N, 3, H, W].
 
         Raises:
-            InputError: images that are not RGB, or of a size the network cannot halve often enough.
+            InputError: images that are not RGB, or of a size that is not a multiple of its stride.
         """
         if images.ndim != 4 or images.shape[1] != RGB.channels or not len(images):
             raise InputError(f"The network takes RGB images [N, 3, H, W], not {list(images.shape)}.")
@@ -72,52 +72,52 @@ class PackedNetwork:
         results: list[Image] = []
         with torch.inference_mode():
             held: dict[str, Image] = {INPUT: self.read(images)}
-            for number, step in enumerate(self.graph.steps):
-                results = self.run_step(step, [held[name] for name in step.inputs])
-                for name in step.inputs:
+            for number, node in enumerate(self.graph.steps):
+                results = self.run_node(node, [held[name] for name in node.inputs])
+                for name in node.inputs:
                     if self._last[name] == number:
                         held.pop(name, None)
-                held.update(zip(outputs_of(step), results, strict=False))  # the head names none
+                held.update(zip(outputs_of(node), results, strict=False))  # the head names none
         return cast(torch.Tensor, results[0]).permute(0, 3, 1, 2)
 
     def read(self, images: torch.Tensor) -> Image:
-        """What the first step reads of images [N, 3, H, W]: themselves or their digits, NHWC, packed or plain."""
+        """What the first node reads of images [N, 3, H, W]: RGB or multi-term FP4, NHWC, packed or plain."""
         x = images.to(self.device, self.dtype)
         x = (encode_input(x) if self.graph.digits else x).permute(0, 2, 3, 1).contiguous()
         return self.form(x, self.amax(INPUT))
 
-    def run_step(self, step: Step, inputs: list[Image]) -> list[Image]:
-        """The images that one step writes, from those it reads; the head's are the logits [N, H, W, classes]."""
-        if isinstance(step, GroupNormReLU):
-            return self._norm(step, cast(torch.Tensor, inputs[0]))
-        if isinstance(step, Concat):
+    def run_node(self, node: Node, inputs: list[Image]) -> list[Image]:
+        """The activations that one node writes, from those it reads; the head's are the logits [N, H, W, classes]."""
+        if isinstance(node, GroupNormReLU):
+            return self._norm(node, cast(torch.Tensor, inputs[0]))
+        if isinstance(node, Concat):
             joined = torch.cat(cast("list[torch.Tensor]", inputs), dim=-1)
-            return [self.form(joined, self.amax(step.output))]
-        amax = None if isinstance(step, Head) else self.amax(step.output)
-        bias = self._vectors[step.bias] if step.bias else None
-        if step.precision == "fp16":
-            return [self.form(self._plain_product(step, cast(torch.Tensor, inputs[0]), bias), amax)]
-        weight, sources = self._packed[step.layer], cast("list[Nvfp4Tensor]", inputs)
-        if isinstance(step, ConvTranspose2d):
+            return [self.form(joined, self.amax(node.output))]
+        amax = None if isinstance(node, Head) else self.amax(node.output)
+        bias = self._vectors[node.bias] if node.bias else None
+        if node.precision == "fp16":
+            return [self.form(self._fp16_convolution(node, cast(torch.Tensor, inputs[0]), bias), amax)]
+        weight, sources = self._packed[node.layer], cast("list[Nvfp4Tensor]", inputs)
+        if isinstance(node, ConvTranspose2d):
             return [conv_transpose2d(sources[0], weight, bias, dtype=self.dtype, out_amax=amax)]
-        padding = step.padding
+        padding = node.padding
         return [conv2d(tuple(sources), weight, bias, padding=padding, dtype=self.dtype, out_amax=amax)]
 
-    def _norm(self, step: GroupNormReLU, x: torch.Tensor) -> list[Image]:
-        bias = self._vectors[step.bias] if step.bias else None
-        weight, beta = (self._vectors[f"{step.layer}.{part}"] for part in ("weight", "bias"))
-        wanted = [Wanted(self.amax(form.output), form.pooled) for form in step.outputs]
-        return norm_relu_pack(x, bias, weight, beta, step.groups, step.eps, wanted)
+    def _norm(self, node: GroupNormReLU, x: torch.Tensor) -> list[Image]:
+        bias = self._vectors[node.bias] if node.bias else None
+        weight, beta = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
+        wanted = [Wanted(self.amax(form.output), form.pooled) for form in node.outputs]
+        return norm_relu_pack(x, bias, weight, beta, node.groups, node.eps, wanted)
 
-    def _plain_product(
-        self, step: Conv2d | ConvTranspose2d | Head, x: torch.Tensor, bias: torch.Tensor | None
+    def _fp16_convolution(
+        self, node: Conv2d | ConvTranspose2d | Head, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        weight, image = self._plain[step.layer], x.permute(0, 3, 1, 2)
+        weight, image = self._plain[node.layer], x.permute(0, 3, 1, 2)
         shift = None if bias is None else bias.to(self.dtype)
-        if isinstance(step, ConvTranspose2d):
+        if isinstance(node, ConvTranspose2d):
             out = F.conv_transpose2d(image, weight, shift, stride=2)
         else:
-            out = F.conv2d(image, weight, shift, padding=step.padding)
+            out = F.conv2d(image, weight, shift, padding=node.padding)
         return out.permute(0, 2, 3, 1).contiguous()
 
     def form(self, x: torch.Tensor, amax: torch.Tensor | None) -> Image:
@@ -128,18 +128,18 @@ class PackedNetwork:
         name = self.graph.images[image].amax
         return self._vectors[name] if name else None
 
-    def _load_weight(self, step: Conv2d | ConvTranspose2d | Head) -> None:
-        name, tensors = f"{step.layer}.weight", self.file.tensors
-        if step.precision == "fp16":
-            order = (3, 0, 1, 2) if isinstance(step, ConvTranspose2d) else (0, 3, 1, 2)
-            self._plain[step.layer] = tensors[name].to(self.device, self.dtype).permute(order)
+    def _load_weight(self, node: Conv2d | ConvTranspose2d | Head) -> None:
+        name, tensors = f"{node.layer}.weight", self.file.tensors
+        if node.precision == "fp16":
+            order = (3, 0, 1, 2) if isinstance(node, ConvTranspose2d) else (0, 3, 1, 2)
+            self._plain[node.layer] = tensors[name].to(self.device, self.dtype).permute(order)
             return
         codes, scales, amax = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "amax"))
-        channels = sum(self.graph.images[image].channels for image in step.inputs)
-        self._packed[step.layer] = Nvfp4Tensor(
+        channels = sum(self.graph.images[image].channels for image in node.inputs)
+        self._packed[node.layer] = Nvfp4Tensor(
             codes.to(self.device),
             scales.to(self.device),
             amax.to(self.device),
             torch.Size([*codes.shape[:3], channels]),
-            step.e4m3_max,
+            node.e4m3_max,
         )

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.to_packed import pack, pack_unet
-from fp4deploy.export.verify.packed import compare_steps, require_packed, verify_packed
+from fp4deploy.export.verify.packed import compare_nodes, require_packed, verify_packed
 from fp4deploy.formats import global_amax
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
@@ -124,7 +124,7 @@ def test_layers_kept_in_fp16_by_choice() -> None:
     round_to_deployed(model)
     file = packed_file(Path("x.fp4"), card(), *pack_unet(model.eval()))
     with torch.inference_mode():
-        errors = compare_steps(model, PackedNetwork(file), images(2))
+        errors = compare_nodes(model, PackedNetwork(file), images(2))
     assert max(errors.values()) < 1e-3
 
 
@@ -139,8 +139,8 @@ def broken_networks() -> dict[str, PackedFile]:
         name: dataclasses.replace(good, tensors=t) for name, t in (("amax", amax), ("codes", codes), ("bias", bias))
     }
     steps = [
-        step.model_copy(update={"inputs": step.inputs[::-1]}) if len(step.inputs) == 2 else step
-        for step in good.graph.steps
+        node.model_copy(update={"inputs": node.inputs[::-1]}) if len(node.inputs) == 2 else node
+        for node in good.graph.steps
     ]
     found["swapped sources"] = dataclasses.replace(good, graph=good.graph.model_copy(update={"steps": steps}))
     return found
@@ -155,10 +155,10 @@ def broken_networks() -> dict[str, PackedFile]:
         ("swapped sources", "decoder.0.conv1"),
     ],
 )
-def test_the_gate_names_the_step_that_is_wrong(fault: str, layer: str) -> None:
+def test_the_gate_names_the_node_that_is_wrong(fault: str, layer: str) -> None:
     model, _ = unet("nvfp4_qat")
     found = verify_packed(model, broken_networks()[fault], images(2).split(1))
-    with pytest.raises(GateError, match=f"the first step to differ is {layer}, by"):
+    with pytest.raises(GateError, match=f"the first node to differ is {layer}, by"):
         require_packed(found, "best.safetensors")
 
 
@@ -170,7 +170,7 @@ def test_nothing_to_compare_is_no_agreement() -> None:
 
 
 def test_last_bits_alone_pass() -> None:
-    """An untrained model amplifies them beyond the free bound; fed by torch it is right."""
+    """An untrained model amplifies them beyond the end-to-end bound; with reference inputs they pass."""
     model, _ = unet("nvfp4_qat")
     good = packed_file(Path("unet.fp4"), card(), *pack_unet(model))
     found = verify_packed(model, good, images(2).split(1))

@@ -10,7 +10,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, activation_bytes, full_precision, plain_bytes
 from fp4deploy.packed.graph import INPUT, Head, outputs_of
-from fp4deploy.packed.memory import image_bytes
+from fp4deploy.packed.memory import feature_map_bytes
 from tests.packed.small_networks import packed
 
 
@@ -73,14 +73,14 @@ def test_images_have_the_bytes_that_are_counted(scale: float, digits: bool, ever
     network, graph = PackedNetwork(file), file.graph
     held = {INPUT: network.read(torch.randn(2, 3, 32, 32))}
     if everything:
-        assert held[INPUT].codes.nbytes + held[INPUT].scales.nbytes == image_bytes(graph.images[INPUT], 32, 32, 2)
-    for step in graph.steps:
-        written = network.run_step(step, [held[name] for name in step.inputs])
-        for name, image in zip(outputs_of(step), written, strict=False):
+        assert held[INPUT].codes.nbytes + held[INPUT].scales.nbytes == feature_map_bytes(graph.images[INPUT], 32, 32, 2)
+    for node in graph.steps:
+        written = network.run_node(node, [held[name] for name in node.inputs])
+        for name, image in zip(outputs_of(node), written, strict=False):
             held[name] = image
             packed_image = isinstance(image, Nvfp4Tensor)  # a plain one is FP32 on the CPU
             real = image.codes.nbytes + image.scales.nbytes if packed_image else 2 * image.numel()
-            assert real == image_bytes(graph.images[name], 32, 32, batch=2), name
+            assert real == feature_map_bytes(graph.images[name], 32, 32, batch=2), name
     assert isinstance(graph.steps[-1], Head)
 
 

@@ -1,4 +1,4 @@
-"""What a packed network computes on the CPU: the fake-quantised model, step by step and as a whole."""
+"""What a packed network computes on the CPU: the fake-quantised model, node by node and as a whole."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 from fp4deploy.data import EvalTransform, generate_shapes, open_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_unet
-from fp4deploy.export.verify.packed import compare_steps
+from fp4deploy.export.verify.packed import compare_nodes
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.models.input_encoding import encode_input as written
 from fp4deploy.packed import PackedNetwork, packed_file
-from fp4deploy.packed.graph import Concat, Conv2d, Product
+from fp4deploy.packed.graph import Concat, Conv2d, Convolution
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
 
@@ -26,8 +26,8 @@ RECIPES = ["nvfp4_qat", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"]
 def test_every_step_computes_what_torch_computes(recipe: str, scale: float) -> None:
     model, file = packed(recipe, scale)
     with torch.inference_mode():
-        errors = compare_steps(model, PackedNetwork(file), images(2))
-    assert len(errors) == 41  # 23 products and 18 normalisations
+        errors = compare_nodes(model, PackedNetwork(file), images(2))
+    assert len(errors) == 41  # 23 convolutions and 18 normalisations
     assert max(errors.values()) < 2e-4, errors
 
 
@@ -36,11 +36,11 @@ def test_every_step_computes_what_torch_computes(recipe: str, scale: float) -> N
 def test_every_step_where_the_image_is_digits_or_packed(digits: bool, everything: bool, scale: float) -> None:
     model, file = packed("nvfp4_qat", scale, digits, everything)
     with torch.inference_mode():
-        errors = compare_steps(model, PackedNetwork(file), images(2))
+        errors = compare_nodes(model, PackedNetwork(file), images(2))
     assert len(errors) == 41
     assert max(errors.values()) < 2e-4, errors
-    products = [step for step in file.graph.steps if isinstance(step, Product)]
-    assert sum(step.precision == "nvfp4" for step in products) == (23 if everything else 21)
+    convolutions = [node for node in file.graph.steps if isinstance(node, Convolution)]
+    assert sum(node.precision == "nvfp4" for node in convolutions) == (23 if everything else 21)
 
 
 def test_the_digits_that_a_packed_network_reads_are_those_of_torch() -> None:
@@ -78,8 +78,8 @@ def test_a_trained_model_gives_the_same_classes(tmp_path) -> None:  # type: igno
     model = build_unet(len(names), 0.25)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     x, y = splits["train"]
-    for step in range(40):
-        part = slice(step % 3 * 8, step % 3 * 8 + 8)
+    for node in range(40):
+        part = slice(node % 3 * 8, node % 3 * 8 + 8)
         loss = nn.functional.cross_entropy(model(x[part]), y[part].long(), ignore_index=255)
         optimiser.zero_grad()
         loss.backward()
@@ -105,11 +105,11 @@ def _named(card, names):  # type: ignore[no-untyped-def]
 
 def test_no_concatenation_is_written_where_blocks_do_not_cross_it() -> None:
     _, file = packed()
-    assert not [step for step in file.graph.steps if isinstance(step, Concat)]
-    pairs = [step for step in file.graph.steps if isinstance(step, Conv2d) and len(step.inputs) == 2]
-    assert [step.layer for step in pairs] == [f"decoder.{level}.conv1" for level in range(4)]
+    assert not [node for node in file.graph.steps if isinstance(node, Concat)]
+    pairs = [node for node in file.graph.steps if isinstance(node, Conv2d) and len(node.inputs) == 2]
+    assert [node.layer for node in pairs] == [f"decoder.{level}.conv1" for level in range(4)]
     _, narrow = packed("nvfp4_qat", 0.125)
-    assert [step.output for step in narrow.graph.steps if isinstance(step, Concat)] == ["decoder.3.concat"]
+    assert [node.output for node in narrow.graph.steps if isinstance(node, Concat)] == ["decoder.3.concat"]
 
 
 def test_other_sizes_and_batches() -> None:

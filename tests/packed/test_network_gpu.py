@@ -1,4 +1,4 @@
-"""A packed network on a GPU: every step against torch's reference of it, and replayed as a CUDA graph."""
+"""A packed network on a GPU: every node against torch's reference of it, and replayed as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def values(image: Any) -> torch.Tensor:
     return image.dequantize() if isinstance(image, Nvfp4Tensor) else image.float()
 
 
-def by_reference(network: PackedNetwork, step: Any, inputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def by_reference(network: PackedNetwork, node: Any, inputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     with monkeypatch.context() as patch:
         patch.setattr(network_module, "conv2d", reference.conv2d_reference)
         patch.setattr(network_module, "conv_transpose2d", reference.conv_transpose2d_reference)
         patch.setattr(norm_pack, "_runs", lambda _: False)
-        return network.run_step(step, inputs)
+        return network.run_node(node, inputs)
 
 
 FIRST = [(False, False), (True, False), (False, True), (True, True)]  # the image as digits; every layer quantised
@@ -48,17 +48,17 @@ def test_every_step_against_its_reference(
     _, file = packed(recipe, scale, digits, everything)
     network = PackedNetwork(file, "cuda")
     held: dict[str, Any] = {INPUT: network.read(images(2, size=64).cuda())}
-    for step in network.graph.steps:
-        inputs = [held[name] for name in step.inputs]
-        got, expected = network.run_step(step, inputs), by_reference(network, step, inputs, monkeypatch)
+    for node in network.graph.steps:
+        inputs = [held[name] for name in node.inputs]
+        got, expected = network.run_node(node, inputs), by_reference(network, node, inputs, monkeypatch)
         for one, other in zip(got, expected, strict=True):
             assert type(one) is type(other)
             difference = values(one) - values(other)
             if isinstance(one, Nvfp4Tensor):
-                assert float((difference != 0).float().mean()) < 1e-3, step
+                assert float((difference != 0).float().mean()) < 1e-3, node
             else:
-                assert float(difference.norm() / values(other).norm()) < 1e-3, step
-        held.update(zip(outputs_of(step), got, strict=False))
+                assert float(difference.norm() / values(other).norm()) < 1e-3, node
+        held.update(zip(outputs_of(node), got, strict=False))
 
 
 def test_what_the_first_step_reads_has_the_bytes_of_the_cpu() -> None:
@@ -99,7 +99,7 @@ def test_a_recorded_network_gives_the_same_bits(
         x = images(count, seed, size).cuda()
         results.append((recorded(x), network(x)))
     assert all(torch.equal(one, other) for one, other in results)
-    assert [str(warning.message) for warning in recwarn if "step by step" in str(warning.message)] == []
+    assert [str(warning.message) for warning in recwarn if "one by one" in str(warning.message)] == []
 
 
 def test_recording_can_be_switched_off_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +108,12 @@ def test_recording_can_be_switched_off_and_may_fail(monkeypatch: pytest.MonkeyPa
     x = images(1).cuda()
     assert torch.equal(CapturedNetwork(network, enabled=False)(x), network(x))
 
-    def synchronise(step: Any, inputs: list[Any]) -> list[Any]:
-        if isinstance(step, GroupNormReLU):
+    def synchronise(node: Any, inputs: list[Any]) -> list[Any]:
+        if isinstance(node, GroupNormReLU):
             torch.cuda.synchronize()
-        return PackedNetwork.run_step(network, step, inputs)
+        return PackedNetwork.run_node(network, node, inputs)
 
-    monkeypatch.setattr(network, "run_step", synchronise)
+    monkeypatch.setattr(network, "run_node", synchronise)
     with pytest.warns(UserWarning, match="recording it as a CUDA graph failed"):
         logits = CapturedNetwork(network)(x)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A graph that does not fit together is refused, with the step and the cause."""
+"""A graph that does not fit together is refused, with the node and the cause."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.packed.small_networks import CLASSES, packed
 Change = Callable[[dict[str, Any]], object]
 
 
-def step(graph: dict[str, Any], layer: str) -> dict[str, Any]:
-    return next(step for step in graph["steps"] if step.get("layer") == layer)
+def node(graph: dict[str, Any], layer: str) -> dict[str, Any]:
+    return next(node for node in graph["steps"] if node.get("layer") == layer)
 
 
 def broken(change: Change, scale: float = 0.25) -> Graph:
@@ -34,7 +34,7 @@ def test_what_is_exported_passes(recipe: str | None, scale: float) -> None:
 
 def _plain(graph: dict[str, Any], layer: str) -> None:
     """A layer and what it reads in FP16, all tensors there."""
-    changed, tensors = step(graph, layer), graph["tensors"]
+    changed, tensors = node(graph, layer), graph["tensors"]
     changed.update(precision="fp16")
     tensors[f"{layer}.weight"] = {**tensors["head.weight"], "shape": [128, 3, 3, 256]}
     for name in changed["inputs"]:
@@ -42,10 +42,10 @@ def _plain(graph: dict[str, Any], layer: str) -> None:
 
 
 CASES: dict[str, tuple[Change, str]] = {
-    "an image nobody writes": (lambda g: step(g, "up.1").update(inputs=["nothing"]), "'up.1'.*reads 'nothing'"),
-    "a later image": (lambda g: step(g, "up.0").update(inputs=["decoder.0.norm2.out"]), "no step before it writes"),
-    "written twice": (lambda g: step(g, "encoder.1.conv1").update(output="encoder.0.conv1"), "a second time"),
-    "an unknown output": (lambda g: step(g, "encoder.1.conv1").update(output="lost"), "does not describe"),
+    "an image nobody writes": (lambda g: node(g, "up.1").update(inputs=["nothing"]), "'up.1'.*reads 'nothing'"),
+    "a later image": (lambda g: node(g, "up.0").update(inputs=["decoder.0.norm2.out"]), "no node before it writes"),
+    "written twice": (lambda g: node(g, "encoder.1.conv1").update(output="encoder.0.conv1"), "a second time"),
+    "an unknown output": (lambda g: node(g, "encoder.1.conv1").update(output="lost"), "does not describe"),
     "a missing tensor": (lambda g: g["tensors"].pop("up.2.weight.scales"), "'up.2.weight.scales' is missing"),
     "an unused tensor": (lambda g: g["tensors"].update(more=g["tensors"]["head.bias"]), "never used .*'more'"),
     "an unused image": (lambda g: g["images"].update(more={"channels": 3, "stride": 1}), "never used .*'more'"),
@@ -61,10 +61,10 @@ CASES: dict[str, tuple[Change, str]] = {
         lambda g: g["images"]["decoder.3.norm2.out"].update(amax="up.0.input_amax"),
         "is not fp16",
     ),
-    "groups": (lambda g: step(g, "encoder.0.norm1").update(groups=7), "7 groups do not divide 16"),
+    "groups": (lambda g: node(g, "encoder.0.norm1").update(groups=7), "7 groups do not divide 16"),
     "two inputs of a plain convolution": (lambda g: _plain(g, "decoder.0.conv1"), "only a packed convolution"),
     "a norm of another amax": (lambda g: g["tensors"]["up.0.input_amax"].update(shape=[1]), "'up.0.input_amax'"),
-    "no head": (lambda g: g["steps"].pop(), "the head is the last step"),
+    "no head": (lambda g: g["steps"].pop(), "the head is the last node"),
     "steps after the head": (lambda g: g["steps"].insert(0, g["steps"].pop()), "head"),
     "no input": (lambda g: g["images"].pop("image"), "no input named 'image' of the 3 channels of RGB"),
     "digits of three channels": (
@@ -110,10 +110,10 @@ def test_the_head_has_the_classes_of_the_card() -> None:
 def test_a_first_source_that_ends_inside_a_block() -> None:
     def join(graph: dict[str, Any]) -> None:
         """Two packed sources of 8 channels where the exporter writes their concatenation."""
-        concat = next(step for step in graph["steps"] if step["op"] == "concat")
+        concat = next(node for node in graph["steps"] if node["op"] == "concat")
         graph["steps"].remove(concat)
         del graph["images"][concat["output"]]
-        step(graph, "decoder.3.conv1").update(inputs=concat["inputs"])
+        node(graph, "decoder.3.conv1").update(inputs=concat["inputs"])
         for name in concat["inputs"]:
             graph["images"][name]["amax"] = "decoder.3.conv1.input_amax"
 

@@ -17,7 +17,7 @@ from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.protocol import Array
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
-from fp4deploy.packed.capture import CapturedNetwork, graphs_wanted
+from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
 from fp4deploy.plugins import why_unavailable
 
 
@@ -29,7 +29,7 @@ class PackedRuntime:
         file = read_packed(path)
         self.card = file.card
         self.cuda = self._device.type == "cuda"
-        self._network = CapturedNetwork(PackedNetwork(file, self._device), graphs_wanted())
+        self._network = CapturedNetwork(PackedNetwork(file, self._device), graphs_enabled())
         self.name = f"fp4deploy {__version__} packed ({_where(self._device, self._network.enabled)})"
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
         self.precision = _precision(self.card.precision, self.cuda)

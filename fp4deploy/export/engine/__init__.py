@@ -1,1 +1,10 @@
-"""Engines of TensorRT and TensorRT-RTX: backends, the compiler in a process of its own, plan and ledger."""
+"""Engines of TensorRT and TensorRT-RTX.
+
+| module | what it does |
+|---|---|
+| `build` | ONNX file -> plan and ledger: `build_engine`; opening a plan |
+| `compile` | the compiler in a child process |
+| `backend`, `backends` | what both libraries have in common, and the table of them |
+| `rtx`, `tensorrt` | what is different |
+| `plugin_nodes` | the plugins of a lowered file |
+"""

@@ -1,6 +1,7 @@
 """Build an engine from a canonical ONNX file: check, lower, compile, and write the plan with its ledger.
 
-    unet.onnx -> checks (lowering_pattern) -> lowering (lowering, _gemm, _plugin) -> compiler, a process (compile)
+    unet.onnx -> checks (lowering.pattern) -> lowering (lowering.gemm or lowering.plugin) -> compiler, a process
+    (compile)
               -> unet.plan + unet.ledger.json (ledger)
 
 Nothing is written until all of it succeeded, and both files appear together; a failed or interrupted build leaves what
@@ -23,7 +24,7 @@ from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.export.engine.backend import Backend
 from fp4deploy.export.engine.backends import BACKENDS
 from fp4deploy.export.engine.compile import CompileAnswer, CompileJob, run_child
-from fp4deploy.export.ledger.actual import realise
+from fp4deploy.export.ledger.actual import match_kernels
 from fp4deploy.export.ledger.build_log import parse_engine_layers
 from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger, sha256
 from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
@@ -58,11 +59,11 @@ def build_engine(
 
     Args:
         onnx_path: what `export_onnx` wrote (NVFP4 or FP16), or any FP16 ONNX file of opset 23 or below.
-        out: the plan; its ledger is written beside it as <stem>.ledger.json.
+        out: the plan; its ledger is written to the same folder as <stem>.ledger.json.
         backend: "tensorrt-rtx" (any machine) or "tensorrt" (the GPU present).
         arch: such as "sm120"; by default sm120 for TensorRT-RTX and the GPU present for TensorRT.
         conv: form of FP4 convolutions, see `lowering`.
-        strict: fail where a layer is not what was planned for it; then nothing is written.
+        strict: fail where a layer does not have its planned precision; then nothing is written.
         batch: smallest, most frequent and largest batch.
         log: keep the compiler's verbose log here, also of a failed build.
 
@@ -110,15 +111,17 @@ def open_plan(plan: Path) -> Ledger:
         magic = file.read(4)
     if magic not in PLAN_MAGIC:
         raise InputError(f"{plan} is not an engine plan. Build one with: fp4deploy build MODEL.onnx")
-    beside = ledger_path(plan)
-    if not beside.is_file():
+    ledger_file = ledger_path(plan)
+    if not ledger_file.is_file():
         raise InputError(
-            f"{plan} has no ledger ({beside.name}) beside it, which says for which GPU and input it was built. Keep "
+            f"{plan} has no ledger ({ledger_file.name}) in its folder, which has its GPU and input. Keep "
             "the two files together, or build it again with: fp4deploy build MODEL.onnx"
         )
-    ledger = load_ledger(beside)
+    ledger = load_ledger(ledger_file)
     if ledger.plan_bytes != plan.stat().st_size or ledger.plan_sha256 != sha256(plan):
-        raise InputError(f"{plan} is not the plan that {beside.name} was written for. Build it again: fp4deploy build")
+        raise InputError(
+            f"{plan} is not the plan that {ledger_file.name} was written for. Build it again: fp4deploy build"
+        )
     return ledger
 
 
@@ -190,7 +193,7 @@ def _ledger(
         build_seconds=round(answer.seconds, 3),
         batch=job.batch,
         card=lowered.card,
-        layers=realise(layers, engine),
+        layers=match_kernels(layers, engine),
         engine=engine,
     )
 

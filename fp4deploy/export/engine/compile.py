@@ -84,7 +84,7 @@ def compile_plan(trt: Any, backend: Backend, job: CompileJob, log: IO[str]) -> C
     """Build `job.onnx` into `job.plan` with the module `trt`; writes nothing but the plan and the log.
 
     Raises:
-        InputError: the parser or the compiler refuses the graph; the message carries its words.
+        InputError: the parser or the compiler refuses the graph; the message quotes it.
         UnavailableError: the architecture cannot be built for on this machine.
     """
     messages: list[str] = []
@@ -95,7 +95,7 @@ def compile_plan(trt: Any, backend: Backend, job: CompileJob, log: IO[str]) -> C
     network = builder.create_network(_network_flags(trt))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse(job.onnx.read_bytes()):
-        errors = [_parser_words(parser.get_error(index)) for index in range(parser.num_errors)]
+        errors = [_parser_error(parser.get_error(index)) for index in range(parser.num_errors)]
         raise InputError(f"{backend.title} cannot parse the model: {_brief(errors)}")
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
@@ -152,14 +152,14 @@ def _add_profile(builder: Any, network: Any, config: Any, batch: tuple[int, int,
         config.add_optimization_profile(profile)
 
 
-def _parser_words(error: Any) -> str:
+def _parser_error(error: Any) -> str:
     return f"{error.desc()} (node {error.node_name() or error.node()}, operator {error.node_operator()})"
 
 
 def _brief(errors: list[str]) -> str:
-    """The library's own words, on one line, cut to a readable length."""
-    words = [" ".join(text.split()) for text in errors if text.strip()]
-    unique = list(dict.fromkeys(text.removeprefix("ERROR ") for text in words))
+    """The library's own messages, on one line, cut to a readable length."""
+    texts = [" ".join(text.split()) for text in errors if text.strip()]
+    unique = list(dict.fromkeys(text.removeprefix("ERROR ") for text in texts))
     return " | ".join(text[:300] for text in unique[:3]) or "no reason was given; see --log FILE"
 
 
@@ -183,7 +183,7 @@ def run_child(job: CompileJob) -> CompileAnswer:
             raise
     answer = json.loads(job.answer.read_text(encoding="utf-8")) if job.answer.is_file() else None
     if answer is None:
-        raise InputError(_obituary(job, code))
+        raise InputError(_death_message(job, code))
     if "error" in answer:
         raise _ERRORS.get(answer["exit_code"], Fp4DeployError)(answer["error"])
     return CompileAnswer(**answer)
@@ -198,7 +198,7 @@ def _import_path() -> list[str]:
 _ERRORS: dict[int, type[Fp4DeployError]] = {2: InputError, 3: UnavailableError}
 
 
-def _obituary(job: CompileJob, code: int) -> str:
+def _death_message(job: CompileJob, code: int) -> str:
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     lines: list[str] = []
     for path in (job.log, Path(job.folder, "output.txt")):

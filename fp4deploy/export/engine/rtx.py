@@ -1,7 +1,7 @@
 """TensorRT for RTX: builds engines for GeForce RTX and DGX Spark on any machine, with or without a GPU.
 
 `set_compute_capability` aims the compiler at a GPU that need not be present. What it cannot do without one: load the
-engine again (so no engine inspector) and strip the plan. The realised precision comes from the verbose build log
+engine again (so no engine inspector) and strip the plan. The actual precision comes from the verbose build log
 instead. FP4 graphs build for SM120 and SM121 only; there are no plugins. Measured with TensorRT-RTX 1.7.1.
 """
 

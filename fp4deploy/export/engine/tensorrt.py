@@ -2,12 +2,11 @@
 
 The API is that of TensorRT-RTX but for the target: there is no `set_compute_capability`, tactics are timed on the GPU
 present, so `--arch` must name that GPU. 10.x is told to be strongly typed, 11.x always is; precision is decided in the
-graph. FP4 needs SM100 or later, and only matrix products run in it; `--conv plugin` brings convolutions, also for older
+graph. FP4 needs SM100 or later, and only GEMMs run in it; `--conv plugin` brings convolutions, also for older
 GPUs, where they decode. The list of engine layers comes from the engine inspector, whose ONELINE format is the one of
 the build log.
 
-Written against the API of the 10.8 to 11.4 bindings; not run by this project so far, as it had no machine with the
-full library.
+Written against the API of the 10.8 to 11.4 bindings; not run so far, for want of a machine with the full library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Match the plan of a lowering with the kernels of an engine: the evidence behind every row of the ledger."""
+"""The actual precision of each layer: the plan of a lowering matched with the kernels of an engine."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from fp4deploy.export.ledger.build_log import EngineLayer
 from fp4deploy.export.ledger.ledger import UNKNOWN, LedgerRow, PlannedLayer
 
 
-def realise(planned: Iterable[PlannedLayer], engine: Iterable[EngineLayer]) -> tuple[LedgerRow, ...]:
+def match_kernels(planned: Iterable[PlannedLayer], engine: Iterable[EngineLayer]) -> tuple[LedgerRow, ...]:
     """Match the plan with the engine's kernels: one row a torch layer, in the plan's order."""
     by_node: dict[str, list[EngineLayer]] = {}
     for kernel in engine:
         for node in kernel.onnx_nodes:
             by_node.setdefault(node, []).append(kernel)
-    return tuple(_realise_layer(layer, by_node) for layer in planned)
+    return tuple(_match_layer(layer, by_node) for layer in planned)
 
 
-def _realise_layer(layer: PlannedLayer, by_node: Mapping[str, list[EngineLayer]]) -> LedgerRow:
+def _match_layer(layer: PlannedLayer, by_node: Mapping[str, list[EngineLayer]]) -> LedgerRow:
     kernels = _unique(kernel for node in layer.nodes for kernel in by_node.get(node, []))
     computing = _unique(kernel for node in layer.compute_nodes for kernel in by_node.get(node, []))
-    realised = _compute_precision(computing if layer.compute_nodes else kernels)
+    actual = _compute_precision(computing if layer.compute_nodes else kernels)
     weights = _weight_storage(layer, kernels, computing or kernels)
     if layer.form == "plugin" and any(kernel.is_plugin for kernel in computing):
-        realised, weights = layer.compute, layer.weights
-    fell_back = layer.wanted == "FP4" and (realised, weights) != (layer.compute, layer.weights)
-    reason = _fallback_reason(layer, realised, weights) if fell_back else layer.reason
+        actual, weights = layer.compute, layer.weights
+    fell_back = layer.requested == "FP4" and (actual, weights) != (layer.compute, layer.weights)
+    reason = _fallback_reason(layer, actual, weights) if fell_back else layer.reason
     return LedgerRow(
         layer=layer.name,
         kind=layer.kind,
-        wanted=layer.wanted,
+        requested=layer.requested,
         planned=layer.compute,
-        realised=realised,
+        actual=actual,
         weights=weights,
         form=layer.form,
         reason=reason,
@@ -48,13 +48,13 @@ def _unique(kernels: Iterable[EngineLayer]) -> list[EngineLayer]:
 
 
 def _compute_precision(kernels: list[EngineLayer]) -> str:
-    """Precision of the kernels that multiply; of generated code where none does (normalisation, fused products)."""
+    """Precision of the kernels that multiply; of generated code where none does (normalisation, fused layers)."""
     chosen = [kernel for kernel in kernels if kernel.multiplies] or kernels
     found = list(dict.fromkeys(kernel.precision for kernel in chosen if kernel.precision and kernel.outputs))
     found = [precision for precision in found if not precision.startswith("Int")] or found
     if not found:
         return UNKNOWN
-    if not any(kernel.multiplies for kernel in chosen):  # FP32 statistics beside an FP16 result, codes beside scales
+    if not any(kernel.multiplies for kernel in chosen):  # FP32 statistics with an FP16 result, codes with scales
         return next((precision for precision in ("FP16", "BF16", "FP32") if precision in found), UNKNOWN)
     return found[0] if len(found) == 1 else " + ".join(found)
 
@@ -76,14 +76,14 @@ def _weight_storage(layer: PlannedLayer, kernels: list[EngineLayer], computing: 
     return max(weights, key=lambda tensor: math.prod(tensor.shape)).precision if weights else UNKNOWN
 
 
-def _fallback_reason(layer: PlannedLayer, realised: str, weights: str) -> str:
+def _fallback_reason(layer: PlannedLayer, actual: str, weights: str) -> str:
     if layer.form == "plain":
         return layer.reason
-    if realised == UNKNOWN:
-        return "no kernel of the engine names this layer, so nothing is claimed for it"
+    if actual == UNKNOWN:
+        return "no kernel of the engine names this layer, so its precision is unknown"
     parts = []
-    if realised != layer.compute:
-        parts.append(f"the compiler chose {realised} where {layer.compute} was planned")
+    if actual != layer.compute:
+        parts.append(f"the compiler chose {actual} where {layer.compute} was planned")
     if weights != layer.weights:
-        parts.append(f"the weights lie in the plan as {weights}, not {layer.weights}")
+        parts.append(f"the plan stores the weights as {weights}, not {layer.weights}")
     return "fell back: " + " and ".join(parts)

@@ -34,7 +34,7 @@ _FIELDS = ("Inputs: ", "Constants: ", "Outputs: ", "TacticName: ", "Metadata: ")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One operand of an engine layer; `precision` is FP4, FP8, FP16, ... or the engine's own word."""
+    """One operand of an engine layer; `precision` is FP4, FP8, FP16, ... or the engine's own name for it."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class EngineLayer:
 
     @property
     def multiplies(self) -> bool:
-        """Whether this is a matrix product or convolution rather than generated pointwise code."""
+        """Whether this is a GEMM or convolution rather than generated pointwise code."""
         return self.type.lower() in MULTIPLYING
 
     @property
@@ -74,7 +74,7 @@ class EngineLayer:
     def _weight(self) -> tuple[Tensor, ...]:
         """Second operand: an FP4 constant, a tensor that another kernel decoded, or the first large constant.
 
-        An FP4 product also reads its block scales (FP8, more than two dimensions) from inputs and constants.
+        An FP4 GEMM also reads its block scales (FP8, more than two dimensions) from inputs and constants.
         """
         packed = tuple(tensor for tensor in self.constants if tensor.precision == "FP4")
         decoded = tuple(tensor for tensor in self.inputs[1:] if len(tensor.shape) >= 2 and tensor.precision != "FP8")

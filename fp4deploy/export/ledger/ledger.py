@@ -1,7 +1,7 @@
-"""The realised-precision ledger: which layer of the model runs in which precision in the engine, and why.
+"""The precision ledger: which layer of the model runs in which precision in the engine, and why.
 
-A compiler is free to decode FP4 weights and compute in FP16 without a word, so wanting FP4 proves nothing. The evidence
-is the compiler's own list of engine layers, one line a kernel:
+A compiler is free to decode FP4 weights and compute in FP16 without a word, so a request for FP4 proves nothing. The
+evidence is the compiler's own list of engine layers, one line a kernel:
 
     Name: up.0.gemm.matmul_U30, LayerType: gemm, Inputs: [ { ..., Datatype: FP4E2M1, ... }, ...], Constants: [...],
     Outputs: [...], TacticName: ..., Metadata: [ONNX Layer: up.0.gemm.matmul]...
@@ -11,17 +11,19 @@ node names start with torch module names, which leads from a kernel back to a la
 
 | field | from |
 |---|---|
-| wanted | the recipe, carried in the ONNX metadata |
-| planned | the lowering: FP4 for a matrix product or a plugin, FP16 for a convolution with FP4 weights |
-| realised | the operand types of the kernel that multiplies: FP4 only where *both* operands are FP4 |
+| requested | the recipe, carried in the ONNX metadata |
+| planned | the lowering: FP4 for a GEMM or a plugin, FP16 for a convolution with FP4 weights |
+| actual | the operand types of the kernel that multiplies: FP4 only where *both* operands are FP4 |
 | weights | the type of the layer's constants inside the plan |
 
-A plugin is a kernel of this project, which the engine holds as it was compiled: to the engine its codes are INT8. Such
-a layer is as planned where the engine lists a plugin for it that reads INT8: FP4, and FP16 on GPUs before Blackwell,
+In JSON and in the columns of `rows`, the keys of requested and actual precision are `wanted` and `realised`.
+
+A plugin is a kernel of this project. The engine stores its compiled code and sees its FP4 codes as INT8. Such a layer
+has its planned precision where the engine lists a plugin for it that reads INT8: FP4, or FP16 on GPUs before Blackwell,
 where the kernel decodes.
 
-A layer **fell back** when it wanted FP4 and its realised precision or its weight storage is not the planned one, or
-when no kernel was found for it: nothing is claimed without evidence. The plan was built and inspected, not run; the
+A layer **fell back** when it requested FP4 and its actual precision or its weight storage is not the planned one, or
+when no kernel was found for it: without evidence nothing is claimed. The plan was built and inspected, not run; the
 ledger speaks of the kernels that were chosen, not of time or accuracy.
 """
 
@@ -44,6 +46,7 @@ FORMAT = 1
 STATEMENT = "built and inspected, not run"
 UNKNOWN = "unknown"
 BITS = {"FP4": 4, "FP8": 8, "INT8": 8, "FP16": 16, "BF16": 16, "FP32": 32, "Int32": 32, "Int64": 64}
+_JSON_KEYS = {"requested": "wanted", "actual": "realised"}  # attribute -> key in ledger files, which are a contract
 COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "reason")
 
 
@@ -51,14 +54,14 @@ COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "reason")
 class PlannedLayer:
     """What one torch layer should become in the engine.
 
-    `wanted` is the recipe's precision; `form` is "gemm", "qdq", "plugin" or "plain"; `compute` and `weights` are what
-    this lowering can reach, and `reason` says why where that is less than wanted. `nodes` are the layer's ONNX nodes,
-    `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
+    `requested` is the recipe's precision; `form` is "gemm", "qdq", "plugin" or "plain"; `compute` and `weights` are
+    what this lowering can reach, and `reason` says why where that is less than requested. `nodes` are the layer's ONNX
+    nodes, `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
     """
 
     name: str
     kind: str
-    wanted: str
+    requested: str
     form: str
     compute: str
     weights: str
@@ -70,13 +73,13 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One torch layer: wanted, planned and realised precision, with the engine kernels and ONNX nodes that prove it."""
+    """One torch layer: requested, planned and actual precision, and the engine kernels and ONNX nodes that show it."""
 
     layer: str
     kind: str
-    wanted: str
+    requested: str
     planned: str
-    realised: str
+    actual: str
     weights: str
     form: str
     reason: str
@@ -136,7 +139,7 @@ class Ledger:
         return ModelCard.from_json(json.dumps(self.card)) if self.card else None
 
     def fallbacks(self) -> tuple[LedgerRow, ...]:
-        """Layers that wanted FP4 and are not what was planned for them."""
+        """Layers that requested FP4 and do not have the planned precision or weight storage."""
         return tuple(row for row in self.layers if row.fell_back)
 
     def require_no_fallback(self) -> None:
@@ -149,7 +152,7 @@ class Ledger:
         if not failed:
             return
         listed = "; ".join(
-            f"{row.layer} (planned {row.planned}, realised {row.realised}, weights {row.weights})" for row in failed
+            f"{row.layer} (planned {row.planned}, actual {row.actual}, weights {row.weights})" for row in failed
         )
         raise GateError(
             f"{len(failed)} of {len(self.layers)} layers fell back: {listed}. No engine was written. "
@@ -159,11 +162,11 @@ class Ledger:
     def totals(self) -> Totals:
         """Counts for a summary line."""
         macs = sum(row.macs for row in self.layers)
-        fp4 = sum(row.macs for row in self.layers if row.realised == "FP4")
+        fp4 = sum(row.macs for row in self.layers if row.actual == "FP4")
         return Totals(
             fp4_gemms=sum(layer.type == "gemm" and layer.precision == "FP4" for layer in self.engine),
-            fp16_with_fp4_weights=sum(row.realised == "FP16" and row.weights == "FP4" for row in self.layers),
-            fp16=sum(row.realised == "FP16" and row.weights == "FP16" for row in self.layers),
+            fp16_with_fp4_weights=sum(row.actual == "FP16" and row.weights == "FP4" for row in self.layers),
+            fp16=sum(row.actual == "FP16" and row.weights == "FP16" for row in self.layers),
             fell_back=len(self.fallbacks()),
             engine_layers=len(self.engine),
             macs=macs,
@@ -174,15 +177,16 @@ class Ledger:
 
     def rows(self) -> list[dict[str, str]]:
         """One dict of strings a layer, keys `COLUMNS`, ready for a table."""
-        return [{column: str(getattr(row, column)) for column in COLUMNS} for row in self.layers]
+        attributes = {key: attribute for attribute, key in _JSON_KEYS.items()}
+        return [{key: str(getattr(row, attributes.get(key, key))) for key in COLUMNS} for row in self.layers]
 
     def summary(self) -> str:
-        """One honest sentence."""
+        """One sentence with the counts of `totals`."""
         total = self.totals()
         plugins = f"{_count(total.plugins, 'plugin')} and " if total.plugins else ""
-        products = plugins + _count(total.fp4_gemms, "FP4 matrix product")
+        gemms = plugins + _count(total.fp4_gemms, "FP4 GEMM")
         return (
-            f"{products} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
+            f"{gemms} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
             f"{_count(total.fp16_with_fp4_weights, 'FP16 layer')} with FP4 weights, "
             f"{_count(total.fp16, 'FP16 layer')}, "
             f"{_count(total.fell_back, 'fallback')}; {self.statement}."
@@ -191,6 +195,9 @@ class Ledger:
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same ledger back."""
         fields = dataclasses.asdict(self) | {"format": FORMAT, "totals": dataclasses.asdict(self.totals())}
+        fields["layers"] = [
+            {_JSON_KEYS.get(name, name): value for name, value in row.items()} for row in fields["layers"]
+        ]
         return json.dumps(fields, indent=1)
 
     @classmethod
@@ -224,7 +231,9 @@ def _constant_bytes(engine: Iterable[EngineLayer]) -> int:
 
 def _row(entry: Mapping[str, Any]) -> LedgerRow:
     lists = {name: tuple(entry[name]) for name in ("kernels", "onnx_nodes")}
-    return LedgerRow(**{**entry, **lists})
+    names = {attribute: entry[key] for attribute, key in _JSON_KEYS.items()}
+    rest = {key: value for key, value in entry.items() if key not in _JSON_KEYS.values()}
+    return LedgerRow(**{**rest, **names, **lists})
 
 
 def ledger_path(plan: Path) -> Path:

@@ -1,7 +1,7 @@
-"""Lower FP4 convolutions to FP4 matrix products, the only operation that TensorRT runs on FP4 tensor cores.
+"""Lower FP4 convolutions to FP4 GEMMs, the only operation that TensorRT runs on FP4 tensor cores.
 
-A convolution contracts over taps and input channels, K = KH*KW*C, so it *is* a matrix product once the pixels that one
-output sees lie in one column:
+A convolution contracts over taps and input channels, K = KH*KW*C, so it is a GEMM once the pixels that one output reads
+are one column:
 
     1x1               y[N,P,O] = x[N,P,C] . W[O,C]^T                      P = H*W, nothing is copied
     ConvTranspose 2x2 y[N,P,4*O] = x[N,P,C] . W[4*O,C]^T, then DepthToSpace: the four taps never overlap at stride 2
@@ -28,12 +28,12 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
 from fp4deploy.export.lowering.pattern import (
-    DYNAMIC_QUANTIZE,
     SCALE_TYPE_E4M3,
     Fp4Layer,
     attribute,
     find_fp4_layers,
 )
+from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.formats import NVFP4_BLOCK
 
 
@@ -48,7 +48,7 @@ class Geometry:
 
 
 def geometry(layer: Fp4Layer) -> Geometry | None:
-    """Geometry of a convolution that is one matrix product: one group, explicit padding; else None."""
+    """Geometry of a convolution that is one GEMM: one group, explicit padding; else None."""
     node = layer.compute
     plain = attribute(node, "group", 1) == 1 and attribute(node, "auto_pad", "NOTSET") == "NOTSET"
     if layer.kind != "Conv2d" or layer.shape is None or not plain:
@@ -68,12 +68,12 @@ def _integers(node: ir.Node, name: str, default: list[int]) -> list[int]:
 
 
 def is_pointwise(layer: Fp4Layer) -> bool:
-    """1x1 of any stride: one tap, so at most a strided slice stands before the matrix product."""
+    """1x1 of any stride: one tap, so at most a strided slice comes before the GEMM."""
     return layer.kernel == (1, 1) and geometry(layer) is not None
 
 
 def is_upsampling(layer: Fp4Layer) -> bool:
-    """ConvTranspose 2x2 stride 2: every output pixel sees one tap."""
+    """ConvTranspose 2x2 stride 2: every output pixel reads one tap."""
     if layer.kind != "ConvTranspose2d" or layer.kernel != (2, 2) or layer.shape is None:
         return False
     node = layer.compute
@@ -132,7 +132,7 @@ class _Tape:
         self.graph.remove(self.layer.compute, safe=True)
 
 
-def _product(tape: _Tape, activation: ir.Value, weight: ir.Value, bias_repeat: int = 1) -> ir.Value:
+def _gemm(tape: _Tape, activation: ir.Value, weight: ir.Value, bias_repeat: int = 1) -> ir.Value:
     """[N,C,P] activation and [M,C] weight -> [N,M,P], bias added; both operands are dequantised FP16."""
     columns = tape.node("columns", "Transpose", [activation], perm=[0, 2, 1])
     contracted = tape.node("weight", "Transpose", [weight], perm=[1, 0])
@@ -149,7 +149,7 @@ def _product(tape: _Tape, activation: ir.Value, weight: ir.Value, bias_repeat: i
 def _lower_pointwise(tape: _Tape) -> None:
     layer = tape.layer
     assert layer.shape is not None
-    result = _product(tape, layer.dequantized, layer.half)
+    result = _gemm(tape, layer.dequantized, layer.half)
     shape = tape.ints("image_shape", 0, layer.out_channels, *layer.shape[1:])
     tape.replace(tape.node("image", "Reshape", [result, shape]))
 
@@ -189,7 +189,7 @@ def _lower_upsampling(tape: _Tape) -> None:
     _reshape_storage(layer.codes, (rows, channels))
     _reshape_storage(layer.scales, (rows, channels // NVFP4_BLOCK))
     _forget_shapes(layer)
-    result = _product(tape, layer.dequantized, layer.half, bias_repeat=4)
+    result = _gemm(tape, layer.dequantized, layer.half, bias_repeat=4)
     image = tape.node("image", "Reshape", [result, tape.ints("image_shape", 0, rows, height, width)])
     tape.replace(tape.node("spread", "DepthToSpace", [image], blocksize=2, mode="CRD"))
 
@@ -221,7 +221,7 @@ def _lower_im2col(tape: _Tape, plan: Geometry) -> None:
     assert scale is not None
     codes, scales = tape.insert(
         "quantize",
-        DYNAMIC_QUANTIZE,
+        QUANTIZE_OP,
         [_im2col(tape, plan), scale],
         {"axis": 1, "block_size": NVFP4_BLOCK, "scale_type": SCALE_TYPE_E4M3},
         outputs=2,
@@ -230,13 +230,13 @@ def _lower_im2col(tape: _Tape, plan: Geometry) -> None:
     block = tape.node("scales_dequantized", "DequantizeLinear", [scales, scale])
     value = tape.node("dequantized", "DequantizeLinear", [codes, block], axis=1, block_size=NVFP4_BLOCK)
     half = tape.node("half", "Cast", [value], to=int(ir.DataType.FLOAT16))
-    result = _product(tape, half, layer.half)
+    result = _gemm(tape, half, layer.half)
     shape = tape.ints("image_shape", 0, layer.out_channels, *plan.size)
     tape.replace(tape.node("image", "Reshape", [result, shape]))
 
 
 class ConvToGemm(InPlacePass):
-    """Lower the named FP4 layers; layers of another form than the three above are left as they are."""
+    """Lower the named FP4 layers; layers of another form than the three above are not changed."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()

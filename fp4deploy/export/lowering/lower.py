@@ -1,18 +1,18 @@
-"""Lower a canonical ONNX file for an engine, and write down what each layer is planned to become.
+"""Lower a canonical ONNX file for an engine, and plan the precision of each layer.
 
 `--conv` chooses the form of FP4 convolutions:
 
 | mode | 1x1 | ConvTranspose 2x2 stride 2 | other convolutions |
 |---|---|---|---|
-| auto | FP4 matrix product | FP4 matrix product | convolution: weights stored in FP4, computed in FP16 |
-| qdq | FP4 matrix product | convolution, as right | convolution: weights stored in FP4, computed in FP16 |
-| gemm | FP4 matrix product | FP4 matrix product | im2col and FP4 matrix product |
-| plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, uneven strides or paddings: as auto |
+| auto | FP4 GEMM | FP4 GEMM | convolution: weights stored in FP4, computed in FP16 |
+| qdq | FP4 GEMM | as the other convolutions | convolution: weights stored in FP4, computed in FP16 |
+| gemm | FP4 GEMM | FP4 GEMM | im2col and FP4 GEMM |
+| plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
-(TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a matrix product. It takes
-no plugins: `plugin` is for TensorRT, see `lowering_plugin`.)
+(TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a GEMM. It takes no
+plugins: `plugin` is for TensorRT, see `lowering.plugin`.)
 
-The plan is the yardstick of the ledger: a layer whose realised precision is not the planned one fell back, and
+The ledger compares the plan with the engine: a layer whose actual precision is not the planned one fell back, and
 `--strict` fails on it. Model-local functions are dropped, because the engine has its own `TRT_FP4DynamicQuantize`.
 """
 
@@ -36,7 +36,7 @@ from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4
 from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
-from fp4deploy.export.lowering.scales import SpreadGlobalScales
+from fp4deploy.export.lowering.scales import RepeatGlobalScales
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, parse_onnx
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
@@ -128,8 +128,8 @@ def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-r
             f"The file has opset {opset}, and FP4 tensors exist from opset {OPSET}. "
             "Export it again: fp4deploy export --format onnx"
         )
-    wishes = _wishes(proto)
-    _check_wishes(wishes, fp4)
+    requests = _requests(proto)
+    _check_requests(requests, fp4)
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
     plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
     reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
@@ -137,10 +137,10 @@ def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-r
         _check_buildable(layers[name], reason)
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
     macs = count_macs(model)
-    share = [SpreadGlobalScales()] if backend == "tensorrt-rtx" else []
+    share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
     forms = (ConvToPlugin(plugins), ConvToGemm(lowered))
     Sequential(DropFunctions(), NameNodes(), *forms, *share, RemoveUnusedNodesPass(), NameNodes())(model)
-    plan = plan_layers(model, wishes, layers, lowered, macs, conv, plugins)
+    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins)
     card = _metadata(proto, CARD_KEY)
     return LoweredModel(ir.to_proto(model), plan, card if isinstance(card, dict) else None, is_fp4(model))
 
@@ -161,7 +161,7 @@ def _check_stored(tensor: onnx.TensorProto) -> None:
             "damaged; export it again: fp4deploy export --format onnx"
         )
     raise InputError(
-        f"The constant {name} has shape {shape} and {stored} bytes, which do not belong together. The file is damaged; "
+        f"The constant {name} has shape {shape} and {stored} bytes, which do not match. The file is damaged; "
         "export it again: fp4deploy export --format onnx"
     )
 
@@ -182,31 +182,31 @@ def _metadata(proto: onnx.ModelProto, key: str) -> Any:
         raise InputError(f"The metadata '{key}' of the file is not JSON; export it again.") from None
 
 
-def _wishes(proto: onnx.ModelProto) -> dict[str, dict[str, str]]:
+def _requests(proto: onnx.ModelProto) -> dict[str, dict[str, str]]:
     """Torch layer name -> {kind, precision, reason} as the exporter wrote it; empty for foreign files."""
     found = _metadata(proto, LAYERS_KEY)
     return found if isinstance(found, dict) else {}
 
 
-def _check_wishes(wishes: dict[str, dict[str, str]], fp4: bool) -> None:
-    names = [name for name, wish in wishes.items() if wish.get("precision") == "FP4"]
+def _check_requests(requests: dict[str, dict[str, str]], fp4: bool) -> None:
+    names = [name for name, request in requests.items() if request.get("precision") == "FP4"]
     if names and not fp4:
         raise InputError(
             f"The file says that {len(names)} layers are FP4 ({names[0]}, ...) and holds no FP4 tensor: it looks like "
-            "the portable twin, which is for ONNX Runtime. Build the canonical file beside it (without .portable)."
+            "the decomposed graph, which is for ONNX Runtime. Build the canonical file (without .portable) instead."
         )
 
 
 def _gemm_reason(layer: Fp4Layer, conv: str) -> str | None:
-    """Why a layer becomes a matrix product, or None where it stays what it is."""
+    """Why a layer becomes a GEMM, or None where it stays what it is."""
     if is_pointwise(layer):
-        return "1x1 convolution as an FP4 matrix product, the only form of it that the compiler takes"
+        return "1x1 convolution as an FP4 GEMM, the only form of it that the compiler takes"
     if conv == "qdq" or layer.kind == "Linear":
         return None
     if is_upsampling(layer):
-        return "ConvTranspose 2x2 stride 2 as an FP4 matrix product and DepthToSpace"
+        return "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace"
     if conv == "gemm" and geometry(layer) is not None:
-        return f"{layer.kernel[0]}x{layer.kernel[1]} convolution as im2col and an FP4 matrix product"
+        return f"{layer.kernel[0]}x{layer.kernel[1]} convolution as im2col and an FP4 GEMM"
     return None
 
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.canonical import GEMM_OPS
+from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.formats import NVFP4_BLOCK
 
-SCALE_TYPE_E4M3 = 17  # TensorProto.FLOAT8E4M3FN
-DYNAMIC_QUANTIZE = "TRT_FP4DynamicQuantize"
-COMPUTE_OPS = {"Conv": "Conv2d", "ConvTranspose": "ConvTranspose2d", "MatMul": "Linear", "Gemm": "Linear"}
+SCALE_TYPE_E4M3 = int(ir.DataType.FLOAT8E4M3FN)
 _SHAPE_OPS = ("Cast", "Reshape", "Transpose", "Identity", "DequantizeLinear")
 _REEXPORT = "Export the model again: fp4deploy export --format onnx"
 
@@ -98,7 +98,7 @@ def is_fp4(model: ir.Model) -> bool:
     """Whether any initialiser or quantiser of the model is FP4."""
     if any(value.dtype == ir.DataType.FLOAT4E2M1 for value in model.graph.initializers.values()):
         return True
-    return any(node.op_type == DYNAMIC_QUANTIZE for node in model.graph)
+    return any(node.op_type == QUANTIZE_OP for node in model.graph)
 
 
 def find_fp4_layers(model: ir.Model) -> list[Fp4Layer]:
@@ -108,11 +108,11 @@ def find_fp4_layers(model: ir.Model) -> list[Fp4Layer]:
         InputError: a layer breaks a rule of the canonical graph; the message names the layer and the rule.
     """
     for node in model.graph:
-        if node.op_type == DYNAMIC_QUANTIZE:
+        if node.op_type == QUANTIZE_OP:
             _check_quantize(node)
     layers = []
     for node in model.graph:
-        weight = weight_initializer(node) if node.op_type in COMPUTE_OPS else None
+        weight = weight_initializer(node) if node.op_type in GEMM_OPS else None
         if weight is not None and weight.dtype == ir.DataType.FLOAT4E2M1:
             layers.append(_read_layer(node, weight))
     for node in model.graph:
@@ -122,16 +122,16 @@ def find_fp4_layers(model: ir.Model) -> list[Fp4Layer]:
 
 
 def _check_quantize(node: ir.Node) -> None:
-    name = (node.name or node.outputs[0].name or DYNAMIC_QUANTIZE).removesuffix(".quantize").removesuffix(".input")
+    name = (node.name or node.outputs[0].name or QUANTIZE_OP).removesuffix(".quantize").removesuffix(".input")
     if attribute(node, "block_size", NVFP4_BLOCK) != NVFP4_BLOCK or attribute(node, "scale_type", 0) != SCALE_TYPE_E4M3:
         raise InputError(
-            f"Layer {name}: {DYNAMIC_QUANTIZE} needs block_size {NVFP4_BLOCK} and scale_type {SCALE_TYPE_E4M3} "
+            f"Layer {name}: {QUANTIZE_OP} needs block_size {NVFP4_BLOCK} and scale_type {SCALE_TYPE_E4M3} "
             f"(FLOAT8E4M3FN). {_REEXPORT}"
         )
     scale = ir.convenience.get_const_tensor(node.inputs[1]) if node.inputs[1] is not None else None
     if scale is None or scale.size != 1:
         raise InputError(
-            f"Layer {name}: the global scale of {DYNAMIC_QUANTIZE} must be one constant (amax / (6 * 448)), "
+            f"Layer {name}: the global scale of {QUANTIZE_OP} must be one constant (amax / (6 * 448)), "
             f"not a value computed while the model runs. {_REEXPORT}"
         )
     shape = _static_shape(node.inputs[0])
@@ -139,7 +139,7 @@ def _check_quantize(node: ir.Node) -> None:
         return
     if len(shape) not in (2, 3):
         raise InputError(
-            f"Layer {name}: the input of {DYNAMIC_QUANTIZE} has {len(shape)} dimensions, and the engine takes 2 or 3. "
+            f"Layer {name}: the input of {QUANTIZE_OP} has {len(shape)} dimensions, and the engine takes 2 or 3. "
             f"Reshape [N,C,H,W] to [N,C,H*W] before it. {_REEXPORT}"
         )
     axis = attribute(node, "axis", -1)
@@ -194,7 +194,7 @@ def _static_shape(value: ir.Value | None) -> list[int | None] | None:
 
 def _read_layer(node: ir.Node, codes: ir.Value) -> Fp4Layer:
     name = layer_name(node, codes)
-    kind = COMPUTE_OPS[node.op_type]
+    kind = GEMM_OPS[node.op_type]
     dequantize, half, ohwi = _read_weight_chain(name, node)
     scales = _scales_initializer(name, dequantize)
     rows, size = _check_blocks(name, dequantize, codes, scales)
@@ -266,10 +266,10 @@ def _read_input_chain(name: str, node: ir.Node) -> tuple[ir.Node, ir.Value]:
         if above.op_type == "DequantizeLinear":
             codes = above.inputs[0]
             quantize = codes.producer() if codes is not None else None
-            if quantize is not None and quantize.op_type == DYNAMIC_QUANTIZE and dequantized is not None:
+            if quantize is not None and quantize.op_type == QUANTIZE_OP and dequantized is not None:
                 return quantize, dequantized
     raise InputError(
-        f"Layer {name}: its weight is FP4 but its input is not quantised by {DYNAMIC_QUANTIZE}, so no engine can "
+        f"Layer {name}: its weight is FP4 but its input is not quantised by {QUANTIZE_OP}, so no engine can "
         f"compute it in FP4. {_REEXPORT}"
     )
 
@@ -285,7 +285,7 @@ def _source(quantize: ir.Node) -> ir.Value:
 
 
 def _image_shape(name: str, node: ir.Node, channels: int) -> tuple[int, int, int]:
-    """(C, H, W) of a convolution's input, from the Reshape that restores the image."""
+    """(C, H, W) of a convolution's input, from the Reshape that restores [N,C,H,W]."""
     value = node.inputs[0]
     shape = _static_shape(value) or []
     if len(shape) != 4 or any(size is None for size in shape[1:]):

@@ -1,7 +1,8 @@
-"""What each torch layer of a lowered graph should become: the ledger's yardstick.
+"""The planned precision of each torch layer of a lowered graph, which the ledger compares with the actual one.
 
 Layers are found by the weights their Conv, ConvTranspose, MatMul, Gemm or plugin reads, and by the names that the
-exporter gave to nodes and constants. Layers without a product (GroupNorm) are known from the exporter's metadata alone.
+exporter gave to nodes and constants. Layers without weights to multiply (GroupNorm) are known from the exporter's
+metadata alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import onnx_ir as ir
 
 from fp4deploy.export.ledger.ledger import PlannedLayer
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
-from fp4deploy.export.lowering.pattern import COMPUTE_OPS, Fp4Layer, attribute, chain, layer_name, weight_initializer
+from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
+from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
 
 MARK = ".plugin."  # between a layer's name and the role of a constant of its plugin
@@ -23,29 +25,29 @@ _PRECISIONS = {ir.DataType.FLOAT16: "FP16", ir.DataType.FLOAT: "FP32", ir.DataTy
 
 
 def count_macs(model: ir.Model) -> dict[str, int]:
-    """Multiply-accumulates for one image of every layer with a product; 0 where a shape is unknown."""
+    """Multiply-accumulates for one image of every layer that multiplies; 0 where a shape is unknown."""
     macs: dict[str, int] = {}
     for node in model.graph:
-        if node.op_type in COMPUTE_OPS:
+        if node.op_type in GEMM_OPS:
             macs[_name(node)] = macs.get(_name(node), 0) + _macs(node)
     return macs
 
 
 def plan_layers(
     model: ir.Model,
-    wishes: dict[str, dict[str, str]],
+    requests: dict[str, dict[str, str]],
     fp4_layers: dict[str, Fp4Layer],
     lowered: dict[str, str],
     macs: dict[str, int],
     conv: str,
     plugins: Collection[str] = (),
 ) -> tuple[PlannedLayer, ...]:
-    """Plan of every layer of a lowered model, those with a product first, in graph order.
+    """Plan of every layer of a lowered model, those that multiply first, in graph order.
 
     Args:
-        wishes: torch layer name -> {kind, precision, reason} as the exporter wrote it.
+        requests: torch layer name -> {kind, precision, reason} as the exporter wrote it.
         fp4_layers: FP4 layers by name, as they were before lowering.
-        lowered: name -> reason of the layers that became matrix products.
+        lowered: name -> reason of the layers that became GEMMs.
         macs: name -> multiply-accumulates for one image, counted before lowering.
         plugins: names of the layers that became plugins.
     """
@@ -54,24 +56,24 @@ def plan_layers(
         own = plugin_layer(node)
         if own is not None:
             computing.setdefault(own, []).append(node)
-        elif node.op_type in COMPUTE_OPS and (_name(node) in wishes or weight_initializer(node) is not None):
+        elif node.op_type in GEMM_OPS and (_name(node) in requests or weight_initializer(node) is not None):
             computing.setdefault(_name(node), []).append(node)
-    names = [*computing, *(name for name in wishes if name not in computing)]
+    names = [*computing, *(name for name in requests if name not in computing)]
     owned = _nodes_by_layer(model, computing, names)
     plan = []
     for name in names:
-        nodes, wish = computing.get(name, []), wishes.get(name, {})
+        nodes, request = computing.get(name, []), requests.get(name, {})
         layer, first = fp4_layers.get(name), nodes[0] if nodes else None
-        wanted = wish.get("precision") or ("FP4" if layer is not None else "FP16")
+        requested = request.get("precision") or ("FP4" if layer is not None else "FP16")
         form, compute, weights, reason = _forecast(
-            layer, first, wanted, lowered.get(name), conv, wish.get("reason", ""), name in plugins
+            layer, first, requested, lowered.get(name), conv, request.get("reason", ""), name in plugins
         )
-        kind = wish.get("kind") or (layer.kind if layer else COMPUTE_OPS[first.op_type] if first is not None else "")
+        kind = request.get("kind") or (layer.kind if layer else GEMM_OPS[first.op_type] if first is not None else "")
         plan.append(
             PlannedLayer(
                 name=name,
                 kind=kind,
-                wanted=wanted,
+                requested=requested,
                 form=form,
                 compute=compute,
                 weights=weights,
@@ -85,7 +87,7 @@ def plan_layers(
 
 
 def plugin_layer(node: ir.Node) -> str | None:
-    """The layer that a product plugin of a lowered graph computes; None for every other node."""
+    """The layer that a GEMM plugin of a lowered graph computes; None for every other node."""
     if node.domain != NAMESPACE or node.op_type == QUANTIZE.name:
         return None
     names = [value.name or "" for value in node.inputs if value is not None]
@@ -108,7 +110,7 @@ def _macs(node: ir.Node) -> int:
 
 def _pixels(node: ir.Node) -> list[int | ir.SymbolicDim] | None:
     """Extents that a weight is applied at: output pixels of a convolution, input pixels of a transposed one."""
-    if node.op_type in ("MatMul", "Gemm"):
+    if GEMM_OPS[node.op_type] == "Linear":
         shape = known_shape(node.inputs[0])
         return shape[1:-1] if shape is not None else None
     if node.op_type == "Conv" and node.outputs[0].shape is not None:
@@ -134,27 +136,27 @@ def known_shape(value: ir.Value | None) -> list[int | ir.SymbolicDim] | None:
 
 
 def _forecast(
-    layer: Fp4Layer | None, node: ir.Node | None, wanted: str, gemm: str | None, conv: str, kept: str, plugin: bool
+    layer: Fp4Layer | None, node: ir.Node | None, requested: str, gemm: str | None, conv: str, kept: str, plugin: bool
 ) -> tuple[str, str, str, str]:
     """(form, planned compute precision, planned weight storage, reason) of one layer."""
     if layer is None:
         dtype = node.outputs[0].dtype if node is not None else None
         high = _PRECISIONS.get(dtype, "FP16") if dtype is not None else "FP16"
-        if wanted == "FP4":
+        if requested == "FP4":
             return "plain", "FP4", "FP4", "the file holds no FP4 weights for this layer"
         return "plain", high, high, kept
     if plugin:
-        return "plugin", "FP4", "FP4", f"{layer.kind} in FP4 as a plugin, because TensorRT has none"
+        return "plugin", "FP4", "FP4", f"{layer.kind} in FP4 as a plugin, because TensorRT has no FP4 convolution"
     if gemm is not None:
         return "gemm", "FP4", "FP4", gemm
     if layer.kind == "Linear":
-        return "gemm", "FP4", "FP4", "linear layer as an FP4 matrix product"
+        return "gemm", "FP4", "FP4", "linear layer as an FP4 GEMM"
     if is_upsampling(layer):
-        why = f"kept as a convolution by --conv {conv}; --conv auto makes it an FP4 matrix product"
+        why = f"kept as a convolution by --conv {conv}; --conv auto makes it an FP4 GEMM"
     elif geometry(layer) is not None:
         why = "TensorRT has no FP4 convolution: FP4 weights are decoded to FP16 for it; --conv gemm makes it FP4 im2col"
     else:
-        why = "TensorRT has no FP4 convolution, and this form is no single matrix product"
+        why = "TensorRT has no FP4 convolution, and this form is not a single GEMM"
     return "qdq", "FP16", "FP4", why
 
 

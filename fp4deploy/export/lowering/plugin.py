@@ -1,14 +1,14 @@
 """Lower FP4 convolutions to plugins: `--conv plugin`, for TensorRT, which has no FP4 convolution of its own.
 
-    x -> nvfp4_quantize -> codes, scales -> nvfp4_conv2d -> Transpose -> y            FP16 images [N,C,H,W] around it
+    x -> nvfp4_quantize -> codes, scales -> nvfp4_conv2d -> Transpose -> y            FP16 in and out, [N,C,H,W]
     x -> nvfp4_quantize -> codes, scales -> nvfp4_conv2d_packed -> codes, scales -> nvfp4_conv2d -> ...
 
 The first form is a layer that something else reads, such as a GroupNorm. The second is a convolution whose output is
-only quantised again: then the codes pass on, and no FP16 image is written between the two. That a concatenation or a
-ReLU lies between changes nothing:
+only quantised again: then the codes pass on, and no FP16 activation is written between the two. A concatenation or a
+ReLU between them changes nothing:
 
-* A concatenation of two images whose first has whole blocks of 16 channels is quantised in two halves, each where it
-  comes from, and the convolution reads two sources. Blocks do not cross the border, so the codes are the same.
+* A concatenation of two activations whose first has whole blocks of 16 channels is quantised in two halves, each where
+  it is computed, and the convolution reads two sources. No block spans both, so the codes are the same.
 * A ReLU that alone reads a convolution becomes part of it.
 
 Weights keep their bytes: codes and block scales become INT8 tensors [O,KH,KW,C/2] and [O,KH,KW,C/16], the order they
@@ -38,7 +38,7 @@ _TYPES = {"FP16": ir.DataType.FLOAT16, "FP32": ir.DataType.FLOAT, "INT8": ir.Dat
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantised image in the graph."""
+    """A quantised activation in the graph."""
 
     codes: ir.Value
     scales: ir.Value
@@ -71,7 +71,7 @@ class _Rewriter:
         whole = {part for _, source in jobs for part, _ in source.parts}  # read as they are, also by other layers
         self.path = {node for _, source in jobs for node in source.path if node.outputs[0] not in whole}
         self.packed: dict[tuple[ir.Value, float], Packed] = {}
-        self.moved: dict[ir.Value, ir.Value] = {}  # FP16 results of plugins, which took the place of the old ones
+        self.moved: dict[ir.Value, ir.Value] = {}  # FP16 results of plugins, by the value they replace
         self.uses = Counter[str]()
 
     def rewrite(self) -> None:
@@ -132,7 +132,7 @@ class _Rewriter:
         self.moved[result] = image
 
     def _image(self, tape: _Tape, role: str, part: ir.Value, channels: int, scale: float) -> Packed:
-        """A source, packed: by the plugin that made it, by a quantiser that is there already, or by a new one."""
+        """A source, packed: by the plugin that computes it, by an existing quantiser, or by a new one."""
         if (part, scale) not in self.packed:
             assert tape.layer.shape is not None
             image = self.moved.get(part, part)
@@ -169,7 +169,7 @@ class _Tape:
     def plugin(
         self, role: str, plugin: Plugin, inputs: list[ir.Value], image: Sequence[Any], attributes: dict[str, list[int]]
     ) -> Sequence[ir.Value]:
-        """A plugin's node, for an image of this shape. `aot`: the engine keeps its compiled kernel and no Python."""
+        """A plugin's node for an activation of this shape. `aot`: the engine stores the compiled kernel, no Python."""
         found = {**attributes, "plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
         outputs = self.insert(role, plugin.name, inputs, found, NAMESPACE, len(plugin.outputs))
         types, shapes = plugin.types()[len(inputs) :], plugin.output_shapes([image], attributes)

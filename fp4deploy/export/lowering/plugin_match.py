@@ -1,8 +1,8 @@
-"""Which FP4 convolutions can be a plugin, and where their images come from before they are quantised.
+"""Which FP4 convolutions can be a plugin, and the activations that they read before quantisation.
 
-In the canonical graph a layer's input is quantised whole, right before it is read. Plugins want to know what lies
-above: the image itself, without the zeros that fill its last block (kernels do that), and for a concatenation the two
-images it is made of.
+In the canonical graph a layer's input is quantised whole, right before it is read. A plugin needs the value
+above: the activation without the zeros that fill its last block (kernels add them), and for a concatenation its two
+inputs.
 
     a, b -> Concat -> (Pad) -> (Reshape) -> TRT_FP4DynamicQuantize        parts (a, b), path [Concat, Pad, Reshape]
 """
@@ -24,7 +24,7 @@ from fp4deploy.plugins.gemm.dispatch import TAPS
 class Source:
     """What a plugin needs to know of a layer, beyond its constants.
 
-    parts: one or two images [N,C,H,W] and their channels, in the order in which they are concatenated.
+    parts: one or two activations [N,C,H,W] and their channels, in the order in which they are concatenated.
     path: the nodes between them and the quantiser, which are not needed where all that reads them is a plugin.
     """
 
@@ -75,7 +75,7 @@ def _same_both_ways(layer: Fp4Layer) -> tuple[int, int, int] | None:
 
 
 def _parts(layer: Fp4Layer, padded: int) -> tuple[tuple[tuple[ir.Value, int], ...], tuple[ir.Node, ...]]:
-    """(images and their channels, the nodes below them, nearest the quantiser first)."""
+    """(activations and their channels, the nodes below them, nearest the quantiser first)."""
     reshape = layer.quantize.inputs[0].producer() if layer.quantize.inputs[0] is not None else None
     path = [reshape] if reshape is not None and reshape.op_type == "Reshape" else []
     value, channels = layer.source, padded
@@ -100,7 +100,7 @@ def _filled_channels(node: ir.Node) -> int | None:
 
 
 def _halves(node: ir.Node, channels: int) -> tuple[tuple[ir.Value, int], ...] | None:
-    """The two images of a concatenation along channels, the first in whole blocks."""
+    """The two inputs of a concatenation along channels, the first in whole blocks."""
     if len(node.inputs) != 2 or attribute(node, "axis", 1) not in (1, -3):
         return None
     first, second = node.inputs

@@ -1,4 +1,7 @@
-"""What every canonical file has in common, and parsing one; imports no torch."""
+"""What every canonical file has in common, and parsing one; imports no torch.
+
+A layer with weights is one of four operators that contract a weight with an activation, `GEMM_OPS`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from fp4deploy.errors import InputError
 
 OPSET = 23  # the first with FLOAT4E2M1
 IR_VERSION = 11
+GEMM_OPS = {"Conv": "Conv2d", "ConvTranspose": "ConvTranspose2d", "MatMul": "Linear", "Gemm": "Linear"}  # -> torch
 LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason}
 
 

@@ -1,18 +1,18 @@
-"""The portable twin: a canonical file rewritten so that plain ONNX Runtime runs it on any CPU.
+"""The decomposed graph: a canonical file rewritten in standard operators, for plain ONNX Runtime on any CPU.
 
-ONNX Runtime has no FP4 kernels, so the twin spells the same numbers in standard operators, in FP32:
+ONNX Runtime has no FP4 kernels, so the decomposed graph computes the same numbers in FP32:
 
 * weights: E2M1 codes become INT8 integers 2q in blocks of 16, times half the block's step,
-  ((d8 * A) * fp32(1/2688)) / 2. Spelled Cast, Mul, Reshape rather than DequantizeLinear: ONNX Runtime folds these into
-  constants when it loads the file and then packs the weights, whereas it keeps DequantizeLinear and would decode every
-  weight again for each image.
-* activations: see `portable_quantize`.
-* GroupNormalization is spelled with its sums in two stages, along the rows of the image and then over them. ONNX
-  Runtime's own expansion, and its InstanceNormalization, add up to a million numbers in one go and are off by 2e-4;
-  this is off by 3e-6. It matters: each error moves some activations over a rounding boundary of E2M1, and the twin
-  then drifts from torch by whole steps.
-* everything FP16 becomes FP32, and the casts to FP16 vanish. One does not: where the graph casts its FP16 input to FP32
-  itself, as digits do (`models.input_encoding`), the twin rounds the input, so that it computes from the same numbers.
+  ((d8 * A) * fp32(1/2688)) / 2. They are written as Cast, Mul, Reshape rather than DequantizeLinear: ONNX Runtime folds
+  these into constants when it loads the file and then packs the weights, whereas it keeps DequantizeLinear and would
+  decode every weight again for each image.
+* activations: see `decomposed_quantize`.
+* GroupNormalization is decomposed with its sums in two stages, along each row of the feature map and then over rows.
+  ONNX Runtime's own expansion, and its InstanceNormalization, add up to a million numbers in one go and are off by
+  2e-4; this is off by 3e-6. It matters: each error moves some activations over a rounding boundary of E2M1, and the
+  graph then differs from torch by whole E2M1 steps.
+* everything FP16 becomes FP32, and the casts to FP16 vanish. One does not: where the canonical graph casts its FP16
+  input to FP32, as the multi-term FP4 encoding does (`models.input_encoding`), the input is rounded to FP16 first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import NameFixPass, RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.decomposed_quantize import Speller, SpellQuantizers, steps_of, unsupported
+from fp4deploy.export.onnx.decomposed_quantize import DecomposeQuantizers, NodeWriter, block_steps, unsupported
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.formats import global_amax
 
@@ -43,14 +43,14 @@ def to_portable(model: onnx.ModelProto) -> onnx.ModelProto:
         A new model: float32 in and out, same names, standard operators only, metadata kept.
 
     Raises:
-        InputError: FP4 operators in a form that has no portable spelling.
+        InputError: FP4 operators in a form that cannot be decomposed.
     """
     portable = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True))
     passes = (
         DecodeWeights(),
-        SpellQuantizers(),
+        DecomposeQuantizers(),
         WidenToFloat(),
-        SpellGroupNorms(),
+        DecomposeGroupNorms(),
         RemoveUnusedNodesPass(),
         RemoveUnusedFunctionsPass(),
         RemoveUnusedOpsetsPass(),
@@ -69,17 +69,17 @@ class DecodeWeights(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if _decodes_constant(node)]
         for node in nodes:
-            _spell_weight(model.graph, node).replace(node)
+            _decode_weight(model.graph, node).replace(node)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
 
-class SpellGroupNorms(ir.passes.InPlacePass):
+class DecomposeGroupNorms(ir.passes.InPlacePass):
     """GroupNormalization of opset 21+ -> mean, variance, scale and bias in standard operators."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if node.op_type == "GroupNormalization" and _known_shape(node)]
         for node in nodes:
-            _spell_group_norm(model.graph, node).replace(node)
+            _decompose_group_norm(model.graph, node).replace(node)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
 
@@ -112,7 +112,7 @@ def _decodes_constant(node: ir.Node) -> bool:
     return codes.dtype == ir.DataType.FLOAT4E2M1
 
 
-def _spell_weight(graph: ir.Graph, node: ir.Node) -> Speller:
+def _decode_weight(graph: ir.Graph, node: ir.Node) -> NodeWriter:
     codes, scale = node.inputs[0], node.inputs[1]
     assert codes is not None
     assert codes.const_value is not None
@@ -120,17 +120,17 @@ def _spell_weight(graph: ir.Graph, node: ir.Node) -> Speller:
         raise unsupported(node, "FP4 has no zero point")
     shape = tuple(codes.const_value.shape.numpy())
     axis = node.attributes["axis"].as_int() % len(shape) if "axis" in node.attributes else len(shape) - 1
-    half_steps = _block_steps(node, scale) * np.float32(0.5)
+    half_steps = _weight_steps(node, scale) * np.float32(0.5)
     blocks = half_steps.shape[axis] if half_steps.ndim == len(shape) else 0
     if not blocks or shape[axis] % blocks:
         raise unsupported(node, "its scale must have one element a block")
     split = (*shape[:axis], blocks, shape[axis] // blocks, *shape[axis + 1 :])
-    speller = Speller(graph, node.name or str(codes.name))
-    integers = speller.own("int8", _TWICE_E2M1[_nibbles(codes.const_value)].reshape(split))
-    wide = speller.add("Cast", "wide", integers, to=int(ir.DataType.FLOAT))
-    values = speller.add("Mul", "values", wide, speller.own("half_steps", np.expand_dims(half_steps, axis + 1)))
-    speller.add("Reshape", "weight", values, speller.own("shape", np.array(shape, np.int64)))
-    return speller
+    writer = NodeWriter(graph, node.name or str(codes.name))
+    integers = writer.own("int8", _TWICE_E2M1[_nibbles(codes.const_value)].reshape(split))
+    wide = writer.add("Cast", "wide", integers, to=int(ir.DataType.FLOAT))
+    values = writer.add("Mul", "values", wide, writer.own("half_steps", np.expand_dims(half_steps, axis + 1)))
+    writer.add("Reshape", "weight", values, writer.own("shape", np.array(shape, np.int64)))
+    return writer
 
 
 def _nibbles(tensor: ir.TensorProtocol) -> NDArray[np.uint8]:
@@ -139,7 +139,7 @@ def _nibbles(tensor: ir.TensorProtocol) -> NDArray[np.uint8]:
     return np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(-1)[: tensor.size]
 
 
-def _block_steps(node: ir.Node, scale: ir.Value | None) -> NDArray[np.float32]:
+def _weight_steps(node: ir.Node, scale: ir.Value | None) -> NDArray[np.float32]:
     """What one unit of E2M1 stands for in each block of a constant weight, in the order of the numerics contract."""
     if scale is not None and scale.const_value is not None:
         return cast("NDArray[np.float32]", scale.const_value.numpy().astype(np.float32))
@@ -149,7 +149,7 @@ def _block_steps(node: ir.Node, scale: ir.Value | None) -> NDArray[np.float32]:
     block, whole = (value.const_value if value is not None else None for value in producer.inputs[:2])
     if block is None or whole is None or whole.size != 1:
         raise unsupported(node, "its scale needs constant block scales under one constant global scale")
-    return steps_of(block.numpy().astype(np.float32), global_amax(np.float32(whole.numpy().item())))
+    return block_steps(block.numpy().astype(np.float32), global_amax(np.float32(whole.numpy().item())))
 
 
 def _known_shape(node: ir.Node) -> bool:
@@ -157,7 +157,7 @@ def _known_shape(node: ir.Node) -> bool:
     return x is not None and x.shape is not None and all(isinstance(size, int) for size in x.shape[1:])
 
 
-def _spell_group_norm(graph: ir.Graph, node: ir.Node) -> Speller:
+def _decompose_group_norm(graph: ir.Graph, node: ir.Node) -> NodeWriter:
     x, weight, bias = node.inputs
     assert x is not None
     assert x.shape is not None
@@ -167,31 +167,31 @@ def _spell_group_norm(graph: ir.Graph, node: ir.Node) -> Speller:
     groups = node.attributes["num_groups"].as_int()
     epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
     rows, columns = channels // groups * math.prod(spatial[:-1]), spatial[-1]
-    speller = Speller(graph, node.name or str(node.outputs[0].name))
-    column = speller.own("column", np.array([-1] + [1] * len(spatial), np.int64))
-    split = speller.own("groups_shape", np.array([0, groups, rows, columns], np.int64))
-    centred, deviation = _spell_moments(speller, speller.add("Reshape", "groups", x, split), columns, epsilon)
-    weights = speller.own("weight_shape", np.array([groups, channels // groups, 1], np.int64))
-    slopes = speller.add("Div", "slopes", speller.add("Reshape", "group_weight", weight, weights), deviation)
-    slope = speller.add(
-        "Reshape", "slope", slopes, speller.own("slope_shape", np.array([0, channels, *[1] * len(spatial)]))
+    writer = NodeWriter(graph, node.name or str(node.outputs[0].name))
+    column = writer.own("column", np.array([-1] + [1] * len(spatial), np.int64))
+    split = writer.own("groups_shape", np.array([0, groups, rows, columns], np.int64))
+    centred, deviation = _moments(writer, writer.add("Reshape", "groups", x, split), columns, epsilon)
+    weights = writer.own("weight_shape", np.array([groups, channels // groups, 1], np.int64))
+    slopes = writer.add("Div", "slopes", writer.add("Reshape", "group_weight", weight, weights), deviation)
+    slope = writer.add(
+        "Reshape", "slope", slopes, writer.own("slope_shape", np.array([0, channels, *[1] * len(spatial)]))
     )
-    image = speller.add("Reshape", "image", centred, speller.own("image_shape", np.array([0, channels, *spatial])))
-    scaled = speller.add("Mul", "scaled", image, slope)
-    speller.add("Add", "normalized", scaled, speller.add("Reshape", "bias_column", bias, column))
-    return speller
+    image = writer.add("Reshape", "image", centred, writer.own("image_shape", np.array([0, channels, *spatial])))
+    scaled = writer.add("Mul", "scaled", image, slope)
+    writer.add("Add", "normalized", scaled, writer.add("Reshape", "bias_column", bias, column))
+    return writer
 
 
-def _spell_moments(speller: Speller, x: ir.Value, columns: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
+def _moments(writer: NodeWriter, x: ir.Value, columns: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
     """(x - mean, standard deviation) of x [N, G, rows, columns] a group; sums in two stages."""
-    last, rows = speller.own("last_axis", np.array([3])), speller.own("rows_axis", np.array([2]))
-    row_means = speller.add("ReduceMean", "row_means", x, last, keepdims=1)
-    centred = speller.add("Sub", "centred", x, speller.add("ReduceMean", "mean", row_means, rows, keepdims=1))
-    row_squares = speller.add("ReduceSumSquare", "row_squares", centred, last, keepdims=1)
-    squares = speller.add("ReduceMean", "squares", row_squares, rows, keepdims=1)
-    variance = speller.add("Div", "variance", squares, speller.own("columns", np.float32(columns)))
-    shifted = speller.add("Add", "variance_epsilon", variance, speller.own("epsilon", np.float32(epsilon)))
-    return centred, speller.add("Sqrt", "deviation", shifted)
+    last, rows = writer.own("last_axis", np.array([3])), writer.own("rows_axis", np.array([2]))
+    row_means = writer.add("ReduceMean", "row_means", x, last, keepdims=1)
+    centred = writer.add("Sub", "centred", x, writer.add("ReduceMean", "mean", row_means, rows, keepdims=1))
+    row_squares = writer.add("ReduceSumSquare", "row_squares", centred, last, keepdims=1)
+    squares = writer.add("ReduceMean", "squares", row_squares, rows, keepdims=1)
+    variance = writer.add("Div", "variance", squares, writer.own("columns", np.float32(columns)))
+    shifted = writer.add("Add", "variance_epsilon", variance, writer.own("epsilon", np.float32(epsilon)))
+    return centred, writer.add("Sqrt", "deviation", shifted)
 
 
 def _widen(value: ir.Value) -> None:
@@ -236,6 +236,6 @@ def _refuse_leftovers(model: onnx.ModelProto) -> None:
     foreign = [node.name or node.op_type for node in model.graph.node if node.domain not in ("", "ai.onnx")]
     if left or foreign:
         raise InputError(
-            f"No portable spelling for {', '.join([*left, *foreign][:3])}: the twin covers FP4 DequantizeLinear of "
+            f"{', '.join([*left, *foreign][:3])} cannot be decomposed: --portable covers FP4 DequantizeLinear of "
             f"constants and {QUANTIZE_OP} followed by DequantizeLinear. Export the file with: fp4deploy export"
         )

@@ -1,4 +1,4 @@
-"""TRT_FP4DynamicQuantize and the DequantizeLinear behind it, spelled in standard FP32 operators.
+"""TRT_FP4DynamicQuantize and the DequantizeLinear that follows it, in standard FP32 operators.
 
 With A = fp32(s * 2688) from the file's global scale s and, as constants, m = S * fp32(1/6), D = 1 / S:
 
@@ -51,22 +51,22 @@ _SHARED = {
 }
 
 
-class SpellQuantizers(ir.passes.InPlacePass):
-    """Replace each quantiser and its dequantisers; what they gave keeps its name."""
+class DecomposeQuantizers(ir.passes.InPlacePass):
+    """Replace each quantiser and its dequantisers; the dequantised value keeps its name."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         quantizers = [node for node in model.graph if node.op_type == QUANTIZE_OP]
         for node in quantizers:
             scales_nodes, values_nodes = _dequantizers(node)
-            speller = _spell(model.graph, node)
+            writer = _decompose(model.graph, node)
             for reader in values_nodes[1:]:
                 reader.outputs[0].replace_all_uses_with(values_nodes[0].outputs[0], replace_graph_outputs=True)
-            speller.replace(values_nodes[0])
+            writer.replace(values_nodes[0])
             model.graph.remove([*values_nodes[1:], *scales_nodes, node], safe=True)
         return ir.passes.PassResult(model, modified=bool(quantizers))
 
 
-def steps_of(scales: NDArray[np.float32], amax: np.float32) -> NDArray[np.float32]:
+def block_steps(scales: NDArray[np.float32], amax: np.float32) -> NDArray[np.float32]:
     """What one unit of E2M1 stands for in blocks of the given scales: (d8 * A) * fp32(1/2688)."""
     steps: NDArray[np.float32] = (scales * amax) * INVERSE_RANGE
     return steps
@@ -81,11 +81,11 @@ def constant(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir
 
 
 def unsupported(node: ir.Node, reason: str) -> InputError:
-    """The error for an operator that has no portable form."""
-    return InputError(f"{node.name or node.op_type} ({node.op_type}) has no portable form: {reason}.")
+    """The error for an operator that cannot be decomposed."""
+    return InputError(f"{node.name or node.op_type} ({node.op_type}) cannot be decomposed: {reason}.")
 
 
-class Speller:
+class NodeWriter:
     """Appends nodes named after what they replace."""
 
     def __init__(self, graph: ir.Graph, prefix: str) -> None:
@@ -133,7 +133,7 @@ def _dequantizers(node: ir.Node) -> tuple[list[ir.Node], list[ir.Node]]:
     return scales_nodes, values_nodes
 
 
-def _spell(graph: ir.Graph, node: ir.Node) -> Speller:
+def _decompose(graph: ir.Graph, node: ir.Node) -> NodeWriter:
     """Quantise and dequantise by the formulas of this module."""
     x, scale = node.inputs
     if scale is None or scale.const_value is None or scale.const_value.size != 1:
@@ -142,43 +142,43 @@ def _spell(graph: ir.Graph, node: ir.Node) -> Speller:
         raise unsupported(node, "the shape of its input is unknown")
     axis = _attribute(node, "axis", -1) % len(x.shape)
     blocked, whole = _split_shapes(node, tuple(x.shape), axis, _attribute(node, "block_size", NVFP4_BLOCK))
-    speller = Speller(graph, (node.name or node.outputs[0].name or "quantize").removesuffix(".quantize"))
+    writer = NodeWriter(graph, (node.name or node.outputs[0].name or "quantize").removesuffix(".quantize"))
     amax = global_amax(np.float32(scale.const_value.numpy().item()))
-    blocks = speller.add("Reshape", "blocks", x, speller.own("blocked_shape", blocked))
-    scales, element = _spell_scales(speller, blocks, axis + 1, amax)
-    values = _spell_rounding(speller, speller.add("Mul", "scaled", blocks, element))
-    ranged = speller.add("Mul", "step_range", scales, speller.own("amax", amax))
-    step = speller.add("Mul", "step", ranged, speller.shared("inverse_range"))
-    products = speller.add("Mul", "dequantized_blocks", values, step)
-    speller.add("Reshape", "dequantized", products, speller.own("whole_shape", whole))
-    return speller
+    blocks = writer.add("Reshape", "blocks", x, writer.own("blocked_shape", blocked))
+    scales, element = _compute_scales(writer, blocks, axis + 1, amax)
+    values = _round_to_e2m1(writer, writer.add("Mul", "scaled", blocks, element))
+    ranged = writer.add("Mul", "step_range", scales, writer.own("amax", amax))
+    step = writer.add("Mul", "step", ranged, writer.shared("inverse_range"))
+    products = writer.add("Mul", "dequantized_blocks", values, step)
+    writer.add("Reshape", "dequantized", products, writer.own("whole_shape", whole))
+    return writer
 
 
-def _spell_scales(speller: Speller, blocks: ir.Value, axis: int, amax: np.float32) -> tuple[ir.Value, ir.Value]:
+def _compute_scales(writer: NodeWriter, blocks: ir.Value, axis: int, amax: np.float32) -> tuple[ir.Value, ir.Value]:
     """(d, e) in FP32, one of each a block."""
     sixth, decode = _encoding(amax)
-    magnitude = speller.add("Abs", "magnitude", blocks)
-    block_amax = speller.add("ReduceMax", "block_amax", magnitude, speller.own("axis", np.array([axis])), keepdims=1)
-    scale = speller.add("Mul", "scale_unbounded", block_amax, speller.own("encode_sixth", sixth))
-    scale = speller.add("Min", "scale_bounded", scale, speller.shared("largest"))
-    damage = speller.add("Sub", "damage", block_amax, block_amax)  # 0, and NaN where a block holds NaN or Inf
-    scale = speller.add("Add", "scale_exact", scale, damage)
-    scale = speller.add("Cast", "scale_e4m3", scale, to=int(ir.DataType.FLOAT8E4M3FN))
-    scale = speller.add("Cast", "scale", scale, to=int(ir.DataType.FLOAT))
-    unit = speller.add("Mul", "unit", scale, speller.own("decode", decode))
-    inverse = speller.add("Div", "inverse", speller.shared("one"), unit)
-    inverse = speller.add("Min", "inverse_bounded", inverse, speller.shared("largest_float"))
-    empty = speller.add("Equal", "empty", scale, speller.shared("zero"))
-    return scale, speller.add("Where", "element_scale", empty, speller.shared("zero"), inverse)
+    magnitude = writer.add("Abs", "magnitude", blocks)
+    block_amax = writer.add("ReduceMax", "block_amax", magnitude, writer.own("axis", np.array([axis])), keepdims=1)
+    scale = writer.add("Mul", "scale_unbounded", block_amax, writer.own("encode_sixth", sixth))
+    scale = writer.add("Min", "scale_bounded", scale, writer.shared("largest"))
+    damage = writer.add("Sub", "damage", block_amax, block_amax)  # 0, and NaN where a block holds NaN or Inf
+    scale = writer.add("Add", "scale_exact", scale, damage)
+    scale = writer.add("Cast", "scale_e4m3", scale, to=int(ir.DataType.FLOAT8E4M3FN))
+    scale = writer.add("Cast", "scale", scale, to=int(ir.DataType.FLOAT))
+    unit = writer.add("Mul", "unit", scale, writer.own("decode", decode))
+    inverse = writer.add("Div", "inverse", writer.shared("one"), unit)
+    inverse = writer.add("Min", "inverse_bounded", inverse, writer.shared("largest_float"))
+    empty = writer.add("Equal", "empty", scale, writer.shared("zero"))
+    return scale, writer.add("Where", "element_scale", empty, writer.shared("zero"), inverse)
 
 
-def _spell_rounding(speller: Speller, scaled: ir.Value) -> ir.Value:
+def _round_to_e2m1(writer: NodeWriter, scaled: ir.Value) -> ir.Value:
     """E2M1 values of u by adding and subtracting a number whose ulp is the step."""
-    u = speller.add("Clip", "clipped", scaled, speller.shared("minus_six"), speller.shared("six"))
-    floor = speller.add("Floor", "floor", speller.add("Abs", "size", u))
-    product = speller.add("Mul", "rounder_unbounded", floor, speller.shared("rounder"))
-    rounder = speller.add("Max", "rounder", product, speller.shared("rounder"))
-    return speller.add("Sub", "values", speller.add("Add", "rounded", u, rounder), rounder)
+    u = writer.add("Clip", "clipped", scaled, writer.shared("minus_six"), writer.shared("six"))
+    floor = writer.add("Floor", "floor", writer.add("Abs", "size", u))
+    product = writer.add("Mul", "rounder_unbounded", floor, writer.shared("rounder"))
+    rounder = writer.add("Max", "rounder", product, writer.shared("rounder"))
+    return writer.add("Sub", "values", writer.add("Add", "rounded", u, rounder), rounder)
 
 
 def _encoding(amax: np.float32) -> tuple[np.float32, np.float32]:

@@ -1,4 +1,4 @@
-"""torch -> canonical NVFP4 Q/DQ ONNX: the hardware-neutral file that every target is lowered from.
+"""torch -> canonical NVFP4 Q/DQ ONNX: the hardware-neutral file from which every target is lowered.
 
 The model is copied, the copy rounded to FP16 and traced by torch's exporter with two kinds of layers replaced:
 
@@ -129,7 +129,7 @@ def _fits_fp16(tensor: torch.Tensor) -> bool:
 
 
 def _marking_forward(name: str, layer: LayerConstants, module: nn.Module) -> Callable[..., torch.Tensor]:
-    """The layer's product over two markers instead of over its quantised operands."""
+    """The layer's forward with two markers in place of its quantised operands."""
     shape = tuple(layer.shape[axis] for axis in layer.order)
 
     def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +169,7 @@ def _group_norm(self: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's remarks about libraries that this project does not use."""
+    """Silence the exporter's warnings about libraries that this project does not use."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

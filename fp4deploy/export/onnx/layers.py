@@ -1,8 +1,8 @@
-"""What an ONNX file holds, layer by layer, read from the graph itself rather than from what its maker claims.
+"""What an ONNX file holds, layer by layer, read from the graph itself rather than from its metadata.
 
-A layer is a product (Conv, ConvTranspose, MatMul, Gemm) or a normalisation. From its weight input the graph is followed
-back through layout and decoding operators to the constants: their element type says how the weight is stored. The layer
-is FP4 if the weight is E2M1 (or the twin's INT8 spelling of it) and its input comes out of the FP4 quantiser.
+A layer is one of `GEMM_OPS` or a normalisation. From its weight input the graph is followed back through layout and
+decoding operators to the constants: their element type says how the weight is stored. The layer is FP4 if the weight is
+E2M1 (or INT8 holding twice its values, in the decomposed graph) and its input comes out of the FP4 quantiser.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import onnx
 import onnx.shape_inference
 import onnx_ir as ir
 
-from fp4deploy.export.onnx.canonical import LAYERS_KEY, read_onnx
+from fp4deploy.export.onnx.canonical import GEMM_OPS, LAYERS_KEY, read_onnx
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.models.card import CARD_KEY
 
 COLUMNS = ("layer", "kind", "precision", "weights", "weight shape", "input", "output", "bytes", "reason")
 _NORMS = {"GroupNormalization", "InstanceNormalization", "BatchNormalization", "LayerNormalization"}
-_PRODUCTS = {"Conv", "ConvTranspose", "MatMul", "Gemm"}
 _LAYOUT = {"Reshape", "Pad", "Squeeze"}  # their further inputs are shapes
 _PASSING = _LAYOUT | {"Transpose", "Cast", "DequantizeLinear", "Identity", "Mul", "Clip", "Sub", "Add"}
-_INPUT_STEPS = 24  # nodes between a layer and its quantiser, at most (the twin spells it in twenty)
+_INPUT_STEPS = 24  # nodes between a layer and its quantiser, at most (twenty in the decomposed graph)
 _STORED = {
     "FLOAT4E2M1": "FP4",
     "FLOAT8E4M3FN": "FP8",
@@ -82,8 +81,8 @@ def describe_onnx(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tup
         "card": json.loads(metadata[CARD_KEY]) if CARD_KEY in metadata else {},
     }
     rows = [
-        (each.name, each.kind, each.precision, each.weights, *map(_product, (each.weight_shape, each.input_shape)),
-         _product(each.output_shape), each.bytes, each.reason)
+        (each.name, each.kind, each.precision, each.weights, *map(_extents, (each.weight_shape, each.input_shape)),
+         _extents(each.output_shape), each.bytes, each.reason)
         for each in layers
     ]  # fmt: skip
     fp4 = sum(layer.precision == "FP4" for layer in layers)
@@ -96,7 +95,7 @@ def layers_of(model: onnx.ModelProto) -> list[OnnxLayer]:
     graph = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True)).graph
     nodes = [node for node in graph if node.name in planned]
     if not nodes:
-        nodes = [node for node in graph if node.op_type in _PRODUCTS | _NORMS and _owns_weight(node)]
+        nodes = [node for node in graph if node.op_type in GEMM_OPS.keys() | _NORMS and _owns_weight(node)]
     return [_layer(node, planned.get(node.name or "", {})) for node in nodes]
 
 
@@ -161,7 +160,7 @@ def _precision(stored: str, quantised: bool, plan: dict[str, str]) -> str:
 
 
 def _is_quantised(value: ir.Value | None) -> bool:
-    """Whether a value comes out of the FP4 quantiser, or of the twin's E4M3 block scales."""
+    """Whether a value comes out of the FP4 quantiser, or of the E4M3 block scales of the decomposed graph."""
     reached = [value] if value is not None else []
     for _ in range(_INPUT_STEPS):
         producers = {node for node in (value.producer() for value in reached) if node is not None}
@@ -197,8 +196,8 @@ def _shape(value: ir.Value | None) -> tuple[int | str, ...]:
 def _declared(value: onnx.ValueInfoProto) -> str:
     kind = value.type.tensor_type
     sizes = [size.dim_param or size.dim_value for size in kind.shape.dim]
-    return f"{onnx.TensorProto.DataType.Name(kind.elem_type).lower()} {_product(tuple(sizes))}"
+    return f"{onnx.TensorProto.DataType.Name(kind.elem_type).lower()} {_extents(tuple(sizes))}"
 
 
-def _product(shape: tuple[int | str, ...]) -> str:
+def _extents(shape: tuple[int | str, ...]) -> str:
     return "x".join(map(str, shape))

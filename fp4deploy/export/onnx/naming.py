@@ -1,7 +1,7 @@
 """Names that outlive tracing: nodes and values are called after the torch modules they come from.
 
 The node that does a leaf module's work takes the module's own name ("encoder.1.conv2"), others append their operator
-("encoder.1.relu", "encoder.1.relu_2"); the value a node gives is called like the node. Engine build logs and ledgers
+("encoder.1.relu", "encoder.1.relu_2"); the output of a node has the name of the node. Engine build logs and ledgers
 quote these names. Tracing's own metadata goes: it holds source paths, and the same checkpoint must give the same bytes.
 """
 
@@ -12,8 +12,9 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
+from fp4deploy.export.onnx.canonical import GEMM_OPS
+
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_PRODUCTS = {"Conv", "ConvTranspose", "MatMul", "Gemm"}
 
 
 class NameAfterModules(ir.passes.InPlacePass):
@@ -64,16 +65,16 @@ class ForgetTracing(ir.passes.InPlacePass):
 
 
 def _stand_ins(graph: ir.Graph, leaves: Collection[str]) -> set[ir.Node]:
-    """The nodes that stand for a leaf module: its products, else its last node (a reused module has several)."""
+    """The nodes that stand for a leaf module: its GEMMs, else its last node (a reused module has several)."""
     nodes: dict[str, list[ir.Node]] = {}
     for node in graph:
         if _scope(node) in leaves:
             nodes.setdefault(_scope(node), []).append(node)
     chosen: set[ir.Node] = set()
     for group in nodes.values():
-        products = [node for node in group if node.op_type in _PRODUCTS]
+        gemms = [node for node in group if node.op_type in GEMM_OPS]
         alike = group if len({node.op_type for node in group}) == 1 else group[-1:]
-        chosen.update(products or alike)
+        chosen.update(gemms or alike)
     return chosen
 
 

@@ -10,8 +10,8 @@ A quantised layer computes in FP16 what its Q/DQ nodes leave of its operands:
 
 Why so: TensorRT's quantiser takes at most three axes and wants the blocked one last or second to last; its FP4
 constants must be 2-D for a convolution to build; E4M3 may not be the scale of an FP4 DequantizeLinear, hence two. The
-weights stay in OHWI order, so that a block never crosses a tap. Channels beyond C are zeros on both sides, so a padded
-product equals the plain one.
+weights stay in OHWI order, so that a block never crosses a tap. Channels beyond C are zeros on both sides, so padding
+does not change the result.
 
 Tracing leaves two markers a layer, ActivationQuantize and WeightQuantize; `LowerMarkers` puts these nodes in their
 place.
@@ -72,22 +72,22 @@ def _layer_of(node: ir.Node) -> str:
 
 
 def _lower_activation(graph: ir.Graph, name: str, layer: LayerConstants, marker: ir.Node) -> list[ir.Node]:
-    """x -> Pad -> Reshape -> quantise -> dequantise -> Cast -> Reshape; layout steps only where they are needed."""
+    """x -> Pad -> Reshape -> quantise -> dequantise -> Cast -> Reshape; layout operators only where they are needed."""
     (x,) = marker.inputs
     assert x is not None
     assert x.shape is not None
-    steps = _Steps(graph, f"{name}.input")
+    writer = _NodeWriter(graph, f"{name}.input")
     axis = layer.channel_axis % len(x.shape)
     padded = _replace(tuple(x.shape), axis, layer.channels)
     value = x
     if x.shape[axis] != layer.channels:
-        value = steps.pad(value, axis, layer.channels, padded)
+        value = writer.pad(value, axis, layer.channels, padded)
     flat, flat_axis = _at_most_three(padded, axis, name)
     if flat != padded:
-        value = steps.reshape(value, "flat", flat)
-    scale = steps.constant("global_scale", np.array(global_scale(layer.input_amax)))
+        value = writer.reshape(value, "flat", flat)
+    scale = writer.constant("global_scale", np.array(global_scale(layer.input_amax)))
     blocks = _replace(flat, flat_axis, layer.channels // NVFP4_BLOCK)
-    codes, scales = steps.add(
+    codes, scales = writer.add(
         QUANTIZE_OP,
         [value, scale],
         [("codes", ir.DataType.FLOAT4E2M1, flat), ("scales", ir.DataType.FLOAT8E4M3FN, blocks)],
@@ -95,33 +95,33 @@ def _lower_activation(graph: ir.Graph, name: str, layer: LayerConstants, marker:
         domain=TRT_DOMAIN,
         name="quantize",
     )
-    value = steps.dequantize(codes, scales, scale, flat_axis)
+    value = writer.dequantize(codes, scales, scale, flat_axis)
     if flat != padded:
-        steps.reshape(value, "image", padded)
-    return steps.nodes
+        writer.reshape(value, "image", padded)
+    return writer.nodes
 
 
 def _lower_weight(graph: ir.Graph, name: str, layer: LayerConstants, marker: ir.Node) -> list[ir.Node]:
     """codes, scales -> dequantise -> Cast -> Reshape OHWI -> Transpose."""
-    steps = _Steps(graph, f"{name}.weight")
+    writer = _NodeWriter(graph, f"{name}.weight")
     rows, width = layer.codes.shape[0], 2 * layer.codes.shape[1]
     packed = ir.PackedTensor(layer.codes, ir.DataType.FLOAT4E2M1, shape=ir.Shape((rows, width)))
-    codes = steps.constant("codes", packed)
-    scales = steps.constant("scales", layer.scales)
-    scale = steps.constant("global_scale", np.array(global_scale(layer.weight_amax, layer.e4m3_max)))
-    value = steps.dequantize(codes, scales, scale, 1)
+    codes = writer.constant("codes", packed)
+    scales = writer.constant("scales", layer.scales)
+    scale = writer.constant("global_scale", np.array(global_scale(layer.weight_amax, layer.e4m3_max)))
+    value = writer.dequantize(codes, scales, scale, 1)
     shape = tuple(layer.shape[axis] for axis in layer.order)
     if layer.shape != (rows, width):
-        value = steps.reshape(value, "ohwi", layer.shape)
+        value = writer.reshape(value, "ohwi", layer.shape)
     if layer.shape[1:3] == (1, 1) and layer.order[0] == 0:
-        steps.reshape(value, "oihw", shape)  # no byte moves, and TensorRT-RTX does not compile this transpose
+        writer.reshape(value, "oihw", shape)  # no byte moves, and TensorRT-RTX does not compile this transpose
     else:
-        steps.transpose(value, "transposed", layer.order)
-    return steps.nodes
+        writer.transpose(value, "transposed", layer.order)
+    return writer.nodes
 
 
-class _Steps:
-    """Nodes in a row, each named after its layer and its role; constants go straight into the graph."""
+class _NodeWriter:
+    """A sequence of nodes, each named after its layer and its role; constants are added to the graph at once."""
 
     def __init__(self, graph: ir.Graph, prefix: str) -> None:
         self.graph, self.prefix = graph, prefix
@@ -178,9 +178,9 @@ class _Steps:
         assert scales.shape is not None
         shape, blocks = tuple(codes.shape), tuple(scales.shape)
         wide = ir.DataType.FLOAT
-        steps = self.add("DequantizeLinear", [scales, scale], [("scales_dequantized", wide, blocks)])
+        block_steps = self.add("DequantizeLinear", [scales, scale], [("scales_dequantized", wide, blocks)])
         attributes = {"axis": axis, "block_size": NVFP4_BLOCK}
-        value = self.add("DequantizeLinear", [codes, steps], [("dequantized", wide, shape)], attributes)
+        value = self.add("DequantizeLinear", [codes, block_steps], [("dequantized", wide, shape)], attributes)
         half = ir.DataType.FLOAT16
         return cast(ir.Value, self.add("Cast", [value], [("half", half, shape)], {"to": int(half)}))
 

@@ -7,7 +7,7 @@ import onnxruntime
 
 
 def portable_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    """An ONNX Runtime CPU session of a portable twin."""
+    """An ONNX Runtime CPU session of a decomposed graph."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

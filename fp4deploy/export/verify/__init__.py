@@ -1,1 +1,8 @@
-"""Gates between torch and what was exported: outputs on real images, and layer by layer."""
+"""Comparing what is exported with torch, before it is written.
+
+| module | what it compares |
+|---|---|
+| `outputs` | the decomposed graph and torch end to end, on validation images; the limits |
+| `layerwise` | the decomposed graph layer by layer, with reference inputs from torch |
+| `packed` | a packed network and torch, end to end and node by node |
+"""

@@ -1,17 +1,17 @@
-"""Comparing the twin with torch layer by layer, each from torch's own operands.
+"""Layer-wise comparison of the decomposed graph with torch, each layer with reference inputs from torch.
 
-FP4 amplifies: an accumulation in another order changes a sum's last bit, now and then that moves an element over a
-rounding boundary of E2M1, the element differs by a whole step, and the next layer's sums differ by far more than a last
-bit. In a large network this reaches a floor that has nothing to do with the export: on a UNet of scale 1.0 at 352 x 480
-the classes of 0.36 % of the pixels differ between torch and the twin, and of as many between torch's own NCHW and
-channels_last kernels.
+FP4 amplifies rounding: accumulating in another order changes the last bit of a sum, now and then that moves an element
+over a rounding boundary of E2M1, the element changes by a whole E2M1 step, and the sums of the next layer change by far
+more than a last bit. In a large network the difference reaches a floor that has nothing to do with the export: on a
+UNet of scale 1.0 at 352 x 480 the classes of 0.36 % of the pixels differ between torch and the decomposed graph, and of
+as many between torch's own NCHW and channels_last kernels.
 
-So each product of the twin is fed with torch's fake-quantised activation of that layer, while the twin's own quantiser
-still runs on what the twin computed, and is compared with torch's. Every operator between two quantisers is checked on
-exact operands and nothing is amplified. What is left of last-bit differences is a few elements in a million; an error
-shows in the first quantised layer that reads it.
+Therefore each GEMM of the decomposed graph reads torch's fake-quantised activation of that layer, while the graph's own
+quantiser still runs on what the graph computed, and its result is compared with torch's. Every operator between two
+quantisers is checked on exact operands, so that nothing is amplified. A few elements in a million still differ by last
+bits; an error appears in the first quantised layer that reads it.
 
-Limit: an error confined to less than a thousandth of a layer's elements (say, one channel of a thousand) passes.
+Limit: an error in less than a thousandth of a layer's elements (for example one channel of a thousand) passes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import nn
 
+from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.formats import pad_to_blocks
 from fp4deploy.models.heads import InstanceHead, agreeing
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 
-PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
-FED = ".from_torch"
+REFERENCE = ".from_torch"
 
 Operands = dict[str, list[NDArray[np.float32]]]
 
 
 @dataclass(frozen=True)
-class SynchronisedAgreement:
-    """pixels, differing: as in the free comparison, every product fed by torch.
+class LayerwiseAgreement:
+    """pixels, differing: as in the end-to-end comparison, every GEMM with reference inputs.
 
     layers: share of differing quantised input elements by layer, in the order of the graph.
-    sources: the layers whose products each layer's input is computed from; none where it comes from the image.
-    unmatched: layers that torch runs another number of times than the graph; with any, nothing was compared.
+    sources: the layers whose outputs each layer's input is computed from; none where it comes from the network's input.
+    unmatched: layers that torch and the graph run a different number of times; with any, nothing was compared.
     """
 
     pixels: int
@@ -55,7 +55,7 @@ class SynchronisedAgreement:
 
     @property
     def share(self) -> float:
-        """Share of pixels on which both say the same, 0..1; 0 where nothing was compared."""
+        """Share of pixels on which both agree, 0..1; 0 where nothing was compared."""
         return 1 - self.differing / self.pixels if self.pixels else 0.0
 
     @property
@@ -65,11 +65,11 @@ class SynchronisedAgreement:
 
 
 @dataclass(frozen=True)
-class FedTwin:
-    """The twin with an input in place of each product's activation, which becomes an output.
+class CutGraph:
+    """The decomposed graph with an input in place of each GEMM's activation, which becomes an output.
 
-    values: layer -> names of its quantised activations, one a use, in the graph's order; the inputs append `FED`.
-    sources: layer -> layers whose products they are computed from.
+    values: layer -> names of its quantised activations, one for each use, in the graph's order; the inputs append
+    `REFERENCE`. sources: layer -> layers whose outputs they are computed from.
     """
 
     graph: onnx.ModelProto
@@ -77,39 +77,39 @@ class FedTwin:
     sources: dict[str, tuple[str, ...]]
 
 
-def compare_synchronised(
+def compare_layerwise(
     model: nn.Module, portable: onnx.ModelProto, images: Iterable[torch.Tensor], head: InstanceHead | None = None
-) -> SynchronisedAgreement:
+) -> LayerwiseAgreement:
     """Compare on `images`, float32 [N, C, H, W] each; the activations of one batch are held at a time."""
     layers = quantized_layers(model)
-    twin = fed_twin(portable, list(layers))
-    session = portable_session(twin.graph)
-    (image_name,) = (value.name for value in session.get_inputs() if not value.name.endswith(FED))
+    cut = with_reference_inputs(portable, list(layers))
+    session = portable_session(cut.graph)
+    (image_name,) = (value.name for value in session.get_inputs() if not value.name.endswith(REFERENCE))
     pixels = differing = 0
-    wrong, seen = dict.fromkeys(twin.values, 0), dict.fromkeys(twin.values, 0)
+    wrong, seen = dict.fromkeys(cut.values, 0), dict.fromkeys(cut.values, 0)
     for image in images:
         expected, operands = _run_torch(model, layers, image)
-        unmatched = [name for name in layers if len(operands[name]) != len(twin.values.get(name, ()))]
+        unmatched = [name for name in layers if len(operands[name]) != len(cut.values.get(name, ()))]
         if unmatched:
-            return SynchronisedAgreement(0, 0, {}, twin.sources, tuple(unmatched))
-        fed = [
-            (name, value, x)
-            for name, uses in twin.values.items()
-            for value, x in zip(uses, operands[name], strict=True)
+            return LayerwiseAgreement(0, 0, {}, cut.sources, tuple(unmatched))
+        references = [
+            (name, value, x) for name, uses in cut.values.items() for value, x in zip(uses, operands[name], strict=True)
         ]
-        logits, *own = session.run(None, {image_name: image.numpy(), **{value + FED: x for _, value, x in fed}})
+        logits, *own = session.run(
+            None, {image_name: image.numpy(), **{value + REFERENCE: x for _, value, x in references}}
+        )
         same = agreeing(torch.from_numpy(expected), torch.from_numpy(logits), head)
         pixels += same.numel()
         differing += int((~same).sum()) if np.isfinite(logits).all() else same.numel()
-        for (name, _, x), y in zip(fed, own, strict=True):
+        for (name, _, x), y in zip(references, own, strict=True):
             wrong[name] += int((y != x).sum())
             seen[name] += x.size
-    shares = {name: wrong[name] / max(seen[name], 1) for name in twin.values}
-    return SynchronisedAgreement(pixels, differing, shares, twin.sources)
+    shares = {name: wrong[name] / max(seen[name], 1) for name in cut.values}
+    return LayerwiseAgreement(pixels, differing, shares, cut.sources)
 
 
-def fed_twin(portable: onnx.ModelProto, layers: list[str]) -> FedTwin:
-    """Cut the twin at every quantised activation; a layer used twice is cut at each use."""
+def with_reference_inputs(portable: onnx.ModelProto, layers: list[str]) -> CutGraph:
+    """Cut the graph at every quantised activation; a layer used twice is cut at each use."""
     graph = onnx.ModelProto()
     graph.CopyFrom(portable)
     values: dict[str, list[str]] = {}
@@ -119,31 +119,31 @@ def fed_twin(portable: onnx.ModelProto, layers: list[str]) -> FedTwin:
             continue
         value = node.input[0]
         values.setdefault(layer, []).append(value)
-        node.input[0] = value + FED
+        node.input[0] = value + REFERENCE
     for value in (value for uses in values.values() for value in uses):
-        graph.graph.input.append(helper.make_tensor_value_info(value + FED, TensorProto.FLOAT, None))
+        graph.graph.input.append(helper.make_tensor_value_info(value + REFERENCE, TensorProto.FLOAT, None))
         graph.graph.output.append(helper.make_tensor_value_info(value, TensorProto.FLOAT, None))
-    return FedTwin(graph, values, _sources(graph.graph, values))
+    return CutGraph(graph, values, _sources(graph.graph, values))
 
 
 def _layer_of(node: onnx.NodeProto, layers: list[str]) -> str | None:
-    """The quantised layer whose product `node` is: its activation is named after it."""
-    if node.op_type not in PRODUCTS:
+    """The quantised layer that `node` computes: its activation is named after it."""
+    if node.op_type not in GEMM_OPS:
         return None
     return next((layer for layer in layers if node.input[0].startswith(f"{layer}.input.")), None)
 
 
 def _sources(graph: onnx.GraphProto, values: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    """Walk from each quantised activation back to the fed inputs it is computed from."""
-    fed = {value + FED: layer for layer, uses in values.items() for value in uses}
+    """Walk from each quantised activation back to the reference inputs that it is computed from."""
+    references = {value + REFERENCE: layer for layer, uses in values.items() for value in uses}
     producers = {value: node for node in graph.node for value in node.output}
 
     def walk(uses: list[str]) -> Iterator[str]:
         left, known = list(uses), set(uses)
         while left:
             value = left.pop()
-            if value in fed:
-                yield fed[value]
+            if value in references:
+                yield references[value]
             inputs = set(producers[value].input) - known if value in producers else set()
             known |= inputs
             left += inputs

@@ -1,14 +1,14 @@
-"""The gate between torch and ONNX: the twin must answer as the model it was made from.
+"""The gate between torch and ONNX: the decomposed graph must give the classes that torch gives.
 
-Both run on the same real validation images, torch with the weights as they ship (`qat.load_model`), and the class of
-every pixel is compared; of an instance model also its mask, or its centre score and offset (`models.heads.agreeing`).
+Both run on the same real validation images, torch with the weights as deployed (`qat.load_model`), and the class of
+every pixel is compared; for an instance model also its mask, or its centre score and offset (`models.heads.agreeing`).
 At most 0.1 % of the pixels may differ.
 
 FP16 models and small NVFP4 models pass at once (a UNet of scale 0.25 at 96 x 96: 0.005 % differ). A large NVFP4 model
-differs from itself by more than that as soon as anything adds in another order, because FP4 amplifies last-bit
-differences (see `synchronised`). Where the free comparison fails, the gate therefore compares once more with every
-product fed by torch: then at most 0.1 % of the pixels, and of each layer's quantised elements, may differ. An export
-error that touches more than that shows, with the name of the layer that first sees it.
+differs from itself by more than that as soon as a sum is accumulated in another order, because FP4 amplifies last-bit
+differences. Where the end-to-end comparison fails, the gate therefore compares layer by layer with reference inputs
+(`layerwise`): at most 0.1 % of the pixels, and of each layer's quantised elements, may differ. An export error that
+touches more than that is reported with the name of the first layer that reads it.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from torch import nn
 from fp4deploy.data import EvalTransform, open_dataset
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.session import portable_session
-from fp4deploy.export.verify.layerwise import SynchronisedAgreement, compare_synchronised
+from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.heads import InstanceHead, agreeing
 from fp4deploy.qat import quantized_layers
 
 REQUIRED_AGREEMENT = 0.999  # of the pixels
-ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, where torch feeds every product
+ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
 
 
 @dataclass(frozen=True)
 class Agreement:
     """How far ONNX Runtime and torch agree.
 
-    images, pixels: how much was compared. differing: pixels on which they say something else (argmax, or as `head`).
+    images, pixels: how much was compared. differing: pixels on which they disagree (argmax, or as `head`).
     largest: the largest absolute difference of two logits.
-    synchronised: the comparison with every product fed by torch; None where the free one was enough.
+    layerwise: the comparison with reference inputs; None where the end-to-end comparison passed.
     """
 
     images: int
     pixels: int
     differing: int
     largest: float
-    synchronised: SynchronisedAgreement | None = None
+    layerwise: LayerwiseAgreement | None = None
     head: InstanceHead | None = None
 
     @property
     def share(self) -> float:
-        """Share of pixels on which both say the same, 0..1."""
+        """Share of pixels on which both agree, 0..1."""
         return 1 - self.differing / max(self.pixels, 1)
 
     def sentence(self) -> str:
-        """How far both agree, in words."""
+        """The agreement as a sentence."""
         text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of pixels"
-        if self.synchronised is None:
+        if self.layerwise is None:
             return text
-        fed = 100 * self.synchronised.share
-        return f"{text} running freely, where FP4 amplifies last bits, and on {fed:.3f} % with every layer fed by torch"
+        share = 100 * self.layerwise.share
+        return f"{text} end to end, where FP4 amplifies last bits, and on {share:.3f} % with reference inputs per layer"
 
 
 def compared(head: InstanceHead | None) -> str:
-    """What `agreeing` compares, in words."""
+    """What `agreeing` compares, for messages."""
     if head is None:
         return "argmax"
     return "class, centre score and offset" if head.method == "centres" else "class and mask"
@@ -98,23 +98,23 @@ def compare_with_torch(
     return Agreement(count, pixels, differing, largest, head=head)
 
 
-def verify_twin(
+def verify_decomposed(
     model: nn.Module,
     portable: onnx.ModelProto,
     images: Iterable[torch.Tensor],
     enough: float = REQUIRED_AGREEMENT,
     head: InstanceHead | None = None,
 ) -> Agreement:
-    """Compare freely; where less than `enough` of the pixels agree and the model is quantised, synchronised as well."""
+    """Compare end to end; where that fails and the model is quantised, layer by layer too."""
     kept = list(images)
     agreement = compare_with_torch(model, portable, kept, head)
     if agreement.share >= enough or not quantized_layers(model):
         return agreement
-    return replace(agreement, synchronised=compare_synchronised(model, portable, kept, head))
+    return replace(agreement, layerwise=compare_layerwise(model, portable, kept, head))
 
 
 def require_agreement(agreement: Agreement, name: str) -> None:
-    """Let a model through only if torch and ONNX Runtime agree.
+    """Pass a model only if torch and ONNX Runtime agree.
 
     Raises:
         GateError: more than 0.1 % of the pixels differ and FP4 alone does not explain it, or nothing was compared.
@@ -127,27 +127,27 @@ def require_agreement(agreement: Agreement, name: str) -> None:
             f"{100 * (1 - agreement.share):.3f} % of {agreement.pixels} pixels "
             f"({agreement.images} images; logits differ by up to {agreement.largest:.3g})"
         )
-    if agreement.synchronised is not None:
-        explained = _explain(agreement.synchronised)
+    if agreement.layerwise is not None:
+        explained = _explain(agreement.layerwise)
         if explained is None:
             return
         cause += f"; {explained}"
     raise GateError(
         f"{name}: ONNX Runtime and torch disagree: {cause}. At most {100 * (1 - REQUIRED_AGREEMENT):g} % may differ. "
-        "Nothing was written; to look at the file all the same, export with --no-verify."
+        "Nothing was written; to write the file all the same, export with --no-verify."
     )
 
 
-def _explain(found: SynchronisedAgreement) -> str | None:
-    """What is wrong beyond amplified rounding; None where nothing is."""
+def _explain(found: LayerwiseAgreement) -> str | None:
+    """The error that amplified rounding does not explain; None where there is none."""
     if found.unmatched:
         return (
             "they cannot be compared layer by layer, because torch does not run these layers as often as the graph "
-            f"multiplies their quantised inputs: {', '.join(found.unmatched)}"
+            f"reads their quantised inputs: {', '.join(found.unmatched)}"
         )
     for layer, share in found.layers.items():
         if share > ALLOWED_ELEMENTS:
-            origin = " and ".join(found.sources[layer]) or "the image"
+            origin = " and ".join(found.sources[layer]) or "the input image"
             return (
                 f"the first layer to differ is {layer}, in {100 * share:.3g} % of its quantised input, which is "
                 f"computed from {origin}"
@@ -175,7 +175,7 @@ def check_request(checkpoint: Path, out: Path, suffix: str, data: Path | None, i
 
 
 def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch.Tensor]:
-    """`count` validation images, spread evenly over the set, each float32 [1, 3, H, W] as the card wants them.
+    """`count` validation images, spread evenly over the set, each float32 [1, 3, H, W], prepared as the card says.
 
     Raises:
         InputError: there is no usable validation set at `data`.

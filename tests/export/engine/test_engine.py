@@ -195,9 +195,9 @@ class TestRtx:
     def test_realised_precision(self, model: Path, conv: str, realised: dict[str, str], arch: str) -> None:
         ledger = build_engine(model, model.with_name("model.plan"), arch=arch, conv=conv, strict=True).ledger
         rows = {row.layer: row for row in ledger.layers}
-        assert {name: rows[name].realised for name in realised} == realised
+        assert {name: rows[name].actual for name in realised} == realised
         assert {rows[name].weights for name in realised} == {"FP4"}
-        assert (rows["first"].realised, rows["head"].realised) == ("FP16", "FP16")
+        assert (rows["first"].actual, rows["head"].actual) == ("FP16", "FP16")
         assert ledger.totals().fp4_gemms == sum(precision == "FP4" for precision in realised.values())
 
     def test_fp16_model_builds_for_older_gpus(self, tmp_path: Path) -> None:
@@ -206,13 +206,13 @@ class TestRtx:
         onnx.save(graph.model(graph.conv("conv", graph.image(16, 16), 8, fp4=False), function=False), path)
         ledger = build_engine(path, tmp_path / "fp16.plan", arch="sm86", strict=True).ledger
         assert ledger.precision == "fp16"
-        assert [(row.realised, row.weights) for row in ledger.layers] == [("FP16", "FP16")]
+        assert [(row.actual, row.weights) for row in ledger.layers] == [("FP16", "FP16")]
 
     def test_strict_writes_nothing_when_a_layer_fell_back(self, model: Path) -> None:
         proto = onnx.load(model)
         for entry in proto.metadata_props:
             layers = json.loads(entry.value)
-            layers["head"]["precision"] = "FP4"  # wanted, and the file has no FP4 weights for it
+            layers["head"]["precision"] = "FP4"  # requested, and the file has no FP4 weights for it
             entry.value = json.dumps(layers)
         onnx.save(proto, model)
         out = model.with_name("model.plan")

@@ -67,21 +67,21 @@ def built(model: Path, arch: str) -> Ledger:
 
 def test_plugins_realise_the_layers(model: Path, jobs: list[CompileJob]) -> None:
     ledger = built(model, "sm100")
-    assert [(row.layer, row.form, row.planned, row.realised, row.weights) for row in ledger.layers] == [
+    assert [(row.layer, row.form, row.planned, row.actual, row.weights) for row in ledger.layers] == [
         ("first", "plugin", "FP4", "FP4", "FP4"),
         ("second", "plugin", "FP4", "FP4", "FP4"),
     ]
     assert not ledger.fallbacks()
     assert ledger.layers[0].kernels == ("first.plugin.convolution", "first.plugin.quantize")
     assert ledger.totals().plugins == 2
-    assert ledger.summary().startswith("2 plugins and 0 FP4 matrix products (100.0% of the multiply-accumulates)")
+    assert ledger.summary().startswith("2 plugins and 0 FP4 GEMMs (100.0% of the multiply-accumulates)")
     assert ledger.precision == "nvfp4"
     assert [(job.arch, job.plugins) for job in jobs] == [("sm100", True)]
 
 
-def test_before_blackwell_operands_are_packed_and_products_fp16(model: Path, jobs: list[CompileJob]) -> None:
+def test_before_blackwell_operands_are_packed_and_gemms_fp16(model: Path, jobs: list[CompileJob]) -> None:
     row = built(model, "sm90").layers[0]
-    assert (row.planned, row.realised, row.weights, row.fell_back) == ("FP16", "FP16", "FP4", False)
+    assert (row.planned, row.actual, row.weights, row.fell_back) == ("FP16", "FP16", "FP4", False)
     assert row.reason == "Conv2d in FP4 as a plugin, because TensorRT has none; sm90 decodes to FP16 in registers"
 
 
@@ -98,7 +98,7 @@ def test_a_layer_without_its_plugin_fell_back(
     monkeypatch.setattr(f"{__name__}.engine", lambda node: replacement if node == name else right(node))
     (row,) = built(model, "sm100").fallbacks()
     assert row.layer == "first"
-    assert row.realised != "FP4"
+    assert row.actual != "FP4"
 
 
 def test_architectures_without_kernels_are_refused(model: Path, jobs: list[CompileJob]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.ledger.actual import realise
+from fp4deploy.export.ledger.actual import match_kernels
 from fp4deploy.export.ledger.build_log import parse_engine_layers
 from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, LedgerRow, ledger_path, load_ledger
 from fp4deploy.export.lowering.lower import lower
@@ -44,7 +44,7 @@ def ledger(log: str = RECORDED) -> Ledger:
         build_seconds=0.2,
         batch=(1, 1, 8),
         card=None,
-        layers=realise(planned(), engine),
+        layers=match_kernels(planned(), engine),
         engine=engine,
     )
 
@@ -75,7 +75,7 @@ def test_every_line_of_a_real_log_is_read() -> None:
 
 def test_realised_precision_of_every_kind_of_layer() -> None:
     found = ledger()
-    assert {entry.layer: (entry.wanted, entry.realised, entry.weights) for entry in found.layers} == {
+    assert {entry.layer: (entry.requested, entry.actual, entry.weights) for entry in found.layers} == {
         "conv1": ("FP16", "FP16", "FP16"),
         "conv2": ("FP4", "FP16", "FP4"),
         "up": ("FP4", "FP4", "FP4"),
@@ -97,18 +97,18 @@ def test_totals_and_summary() -> None:
     assert totals.macs == macs
     assert totals.fp4_mac_share == pytest.approx(4 * 32 * 16 * pixels / macs)
     assert 9 * 32 * 32 // 2 < totals.constant_bytes < 16_000
-    assert found.summary().startswith("1 FP4 matrix product (16.5% of the multiply-accumulates), 1 FP16 layer with FP4")
+    assert found.summary().startswith("1 FP4 GEMM (16.5% of the multiply-accumulates), 1 FP16 layer with FP4")
     assert found.summary().endswith("built and inspected, not run.")
     assert found.precision == "nvfp4"
 
 
-def test_decoded_matrix_product_is_a_fallback() -> None:
+def test_decoded_gemm_is_a_fallback() -> None:
     found = ledger(edited("up.gemm.matmul", "Datatype: FP4E2M1", "Datatype: Half"))
     failed = row(found, "up")
-    assert failed.realised == "FP16"
+    assert failed.actual == "FP16"
     assert failed.fell_back
     assert "the compiler chose FP16 where FP4 was planned" in failed.reason
-    with pytest.raises(GateError, match=r"1 of 5 layers fell back: up \(planned FP4, realised FP16, weights FP16\)"):
+    with pytest.raises(GateError, match=r"1 of 5 layers fell back: up \(planned FP4, actual FP16, weights FP16\)"):
         found.require_no_fallback()
 
 
@@ -116,7 +116,7 @@ def test_activation_left_in_half_precision_is_a_fallback() -> None:
     line = next(line for line in RECORDED.splitlines() if "Name: up.gemm.matmul" in line)
     first = line.replace("Datatype: FP4E2M1", "Datatype: Half", 1)
     found = ledger(RECORDED.replace(line, first))
-    assert row(found, "up").realised == "FP16 x FP4"
+    assert row(found, "up").actual == "FP16 x FP4"
     assert row(found, "up").fell_back
 
 
@@ -131,15 +131,15 @@ def test_convolution_weights_unfolded_into_the_plan_are_a_fallback() -> None:
 def test_layer_without_a_kernel_is_not_claimed() -> None:
     found = ledger("\n".join(line for line in RECORDED.splitlines() if "up." not in line))
     missing = row(found, "up")
-    assert (missing.realised, missing.fell_back) == ("unknown", True)
-    assert "nothing is claimed" in missing.reason
+    assert (missing.actual, missing.fell_back) == ("unknown", True)
+    assert "its precision is unknown" in missing.reason
 
 
 def test_wanted_fp4_that_was_never_exported_as_fp4_is_a_fallback() -> None:
     graph = CanonicalGraph()
     x = graph.conv("conv2", graph.conv("conv1", graph.image(16, 16), 32, fp4=False), 32)
     graph.layers["conv1"] = {"kind": "Conv2d", "precision": "FP4", "reason": ""}
-    first, second = realise(lower(graph.model(x)).layers, parse_engine_layers(RECORDED))
+    first, second = match_kernels(lower(graph.model(x)).layers, parse_engine_layers(RECORDED))
     assert (first.fell_back, second.fell_back) == (True, False)
     assert first.reason == "the file holds no FP4 weights for this layer"
 

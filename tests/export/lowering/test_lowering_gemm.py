@@ -62,9 +62,9 @@ def test_gemm_computes_the_convolution(form: str, channels: int) -> None:
     assert operators(lowered).count("MatMul") == 1
     assert not {"Conv", "ConvTranspose"} & set(operators(lowered))
     image = np.random.default_rng(5).standard_normal((2, channels, *IMAGE)).astype(np.float32)
-    wanted = evaluate(canonical, image)
-    assert np.abs(wanted).max() > 0.1
-    np.testing.assert_allclose(evaluate(lowered, image), wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
+    expected = evaluate(canonical, image)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(evaluate(lowered, image), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("form", ["1x1", "up", "3x3"])
@@ -99,10 +99,10 @@ def test_auto_lowers_what_costs_nothing_and_qdq_nothing() -> None:
 def test_plan_says_what_is_wanted_planned_and_why() -> None:
     layers = {layer.name: layer for layer in lower(unet_graph(0.25, 32, 32, classes=4)).layers}
     conv, up, first = layers["encoder.1.conv2"], layers["up.1"], layers["encoder.0.conv1"]
-    assert (conv.wanted, conv.compute, conv.weights) == ("FP4", "FP16", "FP4")
+    assert (conv.requested, conv.compute, conv.weights) == ("FP4", "FP16", "FP4")
     assert "no FP4 convolution" in conv.reason
-    assert (up.wanted, up.compute, up.weights) == ("FP4", "FP4", "FP4")
-    assert (first.wanted, first.compute, first.weights) == ("FP16", "FP16", "FP16")
+    assert (up.requested, up.compute, up.weights) == ("FP4", "FP4", "FP4")
+    assert (first.requested, first.compute, first.weights) == ("FP16", "FP16", "FP16")
     assert first.reason == "kept by the recipe"
     # multiply-accumulates of one image, counted by hand
     assert conv.macs == 9 * 32 * 32 * 16 * 16
@@ -195,8 +195,8 @@ def test_computed_global_scale_names_the_layer() -> None:
         lower(model)
 
 
-def test_portable_twin_is_not_built() -> None:
-    with pytest.raises(InputError, match="looks like the portable twin"):
+def test_the_decomposed_graph_is_not_built() -> None:
+    with pytest.raises(InputError, match="looks like the decomposed graph"):
         lower(to_portable(one_layer("3x3")))
 
 

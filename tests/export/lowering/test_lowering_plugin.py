@@ -64,8 +64,10 @@ def test_a_plugin_computes_the_convolution(form: str, channels: int) -> None:
     assert operators(found.model) == ["nvfp4_quantize", product, "Transpose"]
     assert not found.fp4
     image = random_image(channels, 6, 4)
-    wanted = evaluate(canonical, image.astype(np.float32))
-    np.testing.assert_allclose(evaluate_plugins(found.model, image), wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
+    expected = evaluate(canonical, image.astype(np.float32))
+    np.testing.assert_allclose(
+        evaluate_plugins(found.model, image), expected, rtol=0, atol=1e-3 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize("form", ["up", "3x3"])
@@ -114,8 +116,8 @@ def test_codes_pass_between_plugins(between: str) -> None:
     scale = numpy_helper.to_array(initializer(canonical, "second.input.global_scale"))
     assert numpy_helper.to_array(initializer(model, "first.plugin.output_amax")) == np.float32(scale * np.float32(2688))
     image = random_image(32, 6, 5)
-    found, wanted = evaluate_plugins(model, image), evaluate(canonical, image.astype(np.float32))
-    assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
+    found, expected = evaluate_plugins(model, image), evaluate(canonical, image.astype(np.float32))
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("between", ["norm", "pool", "read twice"])
@@ -156,8 +158,8 @@ def test_a_concatenation_is_never_written() -> None:
     node = next(node for node in model.graph.node if node.op_type == "nvfp4_conv2d_two")
     assert list(node.input[3:5]) == [f"up.plugin.convolution.{index}" for index in (0, 1)]
     image = random_image(16, 4, 6)
-    found, wanted = evaluate_plugins(model, image), evaluate(canonical, image.astype(np.float32))
-    assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
+    found, expected = evaluate_plugins(model, image), evaluate(canonical, image.astype(np.float32))
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
 
 
 def test_a_block_across_both_halves_is_quantised_whole() -> None:
@@ -170,8 +172,8 @@ def test_a_block_across_both_halves_is_quantised_whole() -> None:
         "nvfp4_conv2d",
     ]
     image = random_image(16, 4, 6)
-    found, wanted = evaluate_plugins(model, image), evaluate(canonical, image.astype(np.float32))
-    assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
+    found, expected = evaluate_plugins(model, image), evaluate(canonical, image.astype(np.float32))
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
 
 
 def test_a_concatenation_that_is_also_read_whole_is_written() -> None:
@@ -188,12 +190,12 @@ def test_a_concatenation_that_is_also_read_whole_is_written() -> None:
     }
     assert not {"Conv", "ConvTranspose"} & set(operators(found.model))
     image = random_image(16, 4, 6)
-    got, wanted = evaluate_plugins(found.model, image), evaluate(canonical, image.astype(np.float32))
-    assert np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted)
+    got, expected = evaluate_plugins(found.model, image), evaluate(canonical, image.astype(np.float32))
+    assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
 
 
 def test_the_unet() -> None:
-    """21 plugins; every upsampled image stays packed, and without FP16 roundings the result is the portable twin's."""
+    """21 plugins; every upsampled activation stays packed, and without FP16 rounding the results are exact."""
     _, canonical = unet()
     found = lowered(canonical)
     names = [node.plugin.name for node in plugin_nodes(found.model)]
@@ -203,11 +205,11 @@ def test_the_unet() -> None:
         "nvfp4_conv2d_two": 4,
         "nvfp4_conv_transpose2d_packed": 4,
     }
-    assert {layer.form for layer in found.layers if layer.wanted == "FP4"} == {"plugin"}
+    assert {layer.form for layer in found.layers if layer.requested == "FP4"} == {"plugin"}
     pictures = images(2).numpy()
-    (wanted,) = portable_session(to_portable(canonical)).run(None, {"image": pictures})
+    (logits,) = portable_session(to_portable(canonical)).run(None, {"image": pictures})
     got = torch.from_numpy(evaluate_plugins(widened(found.model), pictures, wide=True))
-    expected = torch.from_numpy(wanted).float()
+    expected = torch.from_numpy(logits).float()
     assert (got - expected).norm() < 1e-5 * expected.norm()
     rounded = torch.from_numpy(
         evaluate_plugins(found.model, pictures)
@@ -229,7 +231,9 @@ def test_layers_that_no_plugin_takes_stay_what_they_were() -> None:
     for entry in next(node for node in canonical.graph.node if node.name == "first").attribute:
         if entry.name == "strides":
             entry.ints[:] = [1, 2]
-    assert {layer.form for layer in lower(canonical, "plugin", "tensorrt").layers if layer.wanted == "FP4"} == {"qdq"}
+    assert {layer.form for layer in lower(canonical, "plugin", "tensorrt").layers if layer.requested == "FP4"} == {
+        "qdq"
+    }
 
 
 def test_the_plan() -> None:

@@ -56,19 +56,19 @@ def evaluate(model: onnx.ModelProto, canonical: onnx.ModelProto, image: np.ndarr
 def test_values_are_the_same_bits(channels: int) -> None:
     canonical = two_convolutions(channels)
     image = np.random.default_rng(4).standard_normal((2, channels, 6, 4)).astype(np.float16)
-    wanted = evaluate(canonical, canonical, image)
-    assert np.abs(wanted).max() > 0.1
-    np.testing.assert_array_equal(evaluate(lower(canonical, "qdq").model, canonical, image), wanted)
+    expected = evaluate(canonical, canonical, image)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_array_equal(evaluate(lower(canonical, "qdq").model, canonical, image), expected)
 
 
 def test_exported_unet_keeps_its_bits() -> None:
     _, canonical = unet()
     image = images(1, UNET_SHAPE).numpy().astype(np.float16)
-    wanted = evaluate(canonical, canonical, image)
-    np.testing.assert_array_equal(evaluate(lower(canonical, "qdq").model, canonical, image), wanted)
+    expected = evaluate(canonical, canonical, image)
+    np.testing.assert_array_equal(evaluate(lower(canonical, "qdq").model, canonical, image), expected)
 
 
-def test_convolutions_get_vectors_and_products_keep_scalars() -> None:
+def test_convolutions_get_vectors_and_gemms_keep_scalars() -> None:
     canonical = two_convolutions()
     before, after = global_scales(canonical), global_scales(lower(canonical, "auto").model)
     assert before.keys() == after.keys()
@@ -94,7 +94,7 @@ def test_quantisers_keep_the_scalar_and_weights_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(("conv", "backend"), [("gemm", "tensorrt-rtx"), ("qdq", "tensorrt")])
-def test_all_products_and_tensorrt_keep_every_scalar(conv: str, backend: str) -> None:
+def test_all_gemms_and_tensorrt_keep_every_scalar(conv: str, backend: str) -> None:
     lowered = lower(two_convolutions(), conv, backend).model
     assert {scale.shape for scale, _ in global_scales(lowered).values()} == {()}
 

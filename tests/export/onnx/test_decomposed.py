@@ -42,7 +42,7 @@ def quantiser(shape: list[int | str], axis: int, scale: float, **changes: object
 
 
 def quantise_in_ort(x: NDArray[np.float32], axis: int, scale: float) -> list[NDArray[np.float32]]:
-    """[block scales decoded from E4M3, element values, dequantised] of the twin; the first two split into blocks."""
+    """[block scales decoded from E4M3, element values, dequantised] in ONNX Runtime; the first two in blocks."""
     model = to_portable(quantiser(["N", *x.shape[1:]], axis, scale))
     names = [next(n for n in model.graph.node if n.name == role).output[0] for role in ("q.scale", "q.values")]
     model.graph.output.extend(helper.make_tensor_value_info(name, T.FLOAT, None) for name in names)
@@ -94,7 +94,7 @@ def test_scales_and_codes_are_those_of_formats(case: str, axis: int) -> None:
 
 
 def test_rounding_is_right_around_every_boundary() -> None:
-    """A block that holds a 6 has e = 1 for amax 2688, so the twin's rounding is seen bare."""
+    """A block that holds a 6 has e = 1 for amax 2688, so that only the rounding of the graph is seen."""
     points = np.array([*TIES, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.5, 6.0], np.float32)
     ulps = np.arange(-200, 201, dtype=np.int32)
     near = (points.view(np.int32)[:, None] + ulps).view(np.float32).ravel()
@@ -149,7 +149,7 @@ def test_weights_are_those_of_formats(make: Callable) -> None:
         assert not values[..., weight.shape[-1] :].any()
 
 
-def test_twin_has_standard_operators_in_fp32_only() -> None:
+def test_the_decomposed_graph_has_standard_operators_in_fp32_only() -> None:
     _, canonical = unet()
     portable = to_portable(canonical)
     onnx.checker.check_model(portable, full_check=True)
@@ -173,13 +173,13 @@ def test_runtime_folds_the_weights(tmp_path) -> None:
     optimized = onnx.load(tmp_path / "optimized.onnx")
     assert not [tensor.name for tensor in optimized.graph.initializer if tensor.data_type == T.INT8]
     constants = {tensor.name for tensor in optimized.graph.initializer}
-    products = [node for node in optimized.graph.node if node.op_type in ("Conv", "ConvTranspose")]
-    assert products
-    assert all(node.input[1] in constants for node in products)
+    convolutions = [node for node in optimized.graph.node if node.op_type in ("Conv", "ConvTranspose")]
+    assert convolutions
+    assert all(node.input[1] in constants for node in convolutions)
 
 
 @pytest.mark.parametrize(("make", "shape", "tolerance"), [(unet, (3, 32, 32), 0.35), (shapes, (3, 16, 24), 0.05)])
-def test_twin_follows_torch(make: Callable, shape: tuple[int, ...], tolerance: float) -> None:
+def test_the_decomposed_graph_follows_torch(make: Callable, shape: tuple[int, ...], tolerance: float) -> None:
     torch_model, canonical = make()
     x = images(3, shape)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_twin_follows_torch(make: Callable, shape: tuple[int, ...], tolerance: f
     assert np.sqrt(((logits - expected) ** 2).mean() / (expected**2).mean()) < tolerance
 
 
-def test_fp16_twin_equals_torch() -> None:
+def test_the_decomposed_fp16_graph_equals_torch() -> None:
     torch_model, canonical = unet(None)
     x = images(3)
     with torch.no_grad():
@@ -225,7 +225,7 @@ def _codes_out(model: onnx.ModelProto) -> None:
         (["N", 32, 8], _codes_out, "straight into DequantizeLinear"),
     ],
 )
-def test_forms_without_a_twin_are_refused(shape: list, change: Callable | None, message: str) -> None:
+def test_forms_that_cannot_be_decomposed_are_refused(shape: list, change: Callable | None, message: str) -> None:
     model = quantiser(shape, 1, 0.01)
     if change:
         change(model)

@@ -85,12 +85,12 @@ def test_the_canonical_graph_makes_fp16_digits_in_fp32(quantized: bool) -> None:
     assert torch.equal(torch.from_numpy(found), encode_input(image(2)).half())
 
 
-def test_the_twin_rounds_an_image_to_fp16_as_an_engine_reads_it() -> None:
+def test_the_decomposed_graph_rounds_an_image_to_fp16_as_an_engine_reads_it() -> None:
     """Exactly: a last digit that differs would be a whole step."""
     _, graph = exported(True)
-    twin = to_portable(graph)
-    assert [node.op_type for node in twin.graph.node[:2]] == ["Cast", "Cast"]
-    (found,) = portable_session(digits_of(twin)).run(None, {"image": image(4).numpy()})
+    portable = to_portable(graph)
+    assert [node.op_type for node in portable.graph.node[:2]] == ["Cast", "Cast"]
+    (found,) = portable_session(digits_of(portable)).run(None, {"image": image(4).numpy()})
     assert torch.equal(torch.from_numpy(found), encode_input(image(4)))
 
 
@@ -103,7 +103,7 @@ def test_ort_and_torch_agree(quantized: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_broken_image_shows_in_the_twin(bad: float) -> None:
+def test_a_broken_image_shows_in_the_decomposed_graph(bad: float) -> None:
     x = image(1)
     x[0, 2, 3, 4] = bad
     (logits,) = portable_session(to_portable(exported(True)[1])).run(None, {"image": x.numpy()})
@@ -131,8 +131,8 @@ def test_lowered_for_an_engine_it_computes_the_same(conv: str, form: str) -> Non
     _, graph = exported(True)
     lowered = lower(graph, conv)
     plan = {layer.name: layer for layer in lowered.layers}
-    assert (plan["encoder.0.conv1"].form, plan["encoder.0.conv1"].wanted) == (form, "FP4")
-    assert sum(layer.wanted == "FP4" for layer in lowered.layers) == 23
+    assert (plan["encoder.0.conv1"].form, plan["encoder.0.conv1"].requested) == (form, "FP4")
+    assert sum(layer.requested == "FP4" for layer in lowered.layers) == 23
     same_classes(evaluate(with_function(lowered.model, graph), image(1).half().float().numpy()))
 
 

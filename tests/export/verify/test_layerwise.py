@@ -14,7 +14,7 @@ from torch import nn
 from fp4deploy.errors import GateError
 from fp4deploy.export import to_portable
 from fp4deploy.export.verify import outputs
-from fp4deploy.export.verify.layerwise import compare_synchronised
+from fp4deploy.export.verify.layerwise import compare_layerwise
 from fp4deploy.export.verify.outputs import Agreement, require_agreement
 from tests.export.exported_models import images, initializer, shapes, unet
 
@@ -30,15 +30,15 @@ def edited(model: onnx.ModelProto, changes: dict[str, Change]) -> onnx.ModelProt
     return copy
 
 
-def verdict(model: nn.Module, twin: onnx.ModelProto) -> None:
+def verdict(model: nn.Module, portable: onnx.ModelProto) -> None:
     """The gate as it decides when the free comparison failed."""
-    found = compare_synchronised(model, twin, [images(1)])
+    found = compare_layerwise(model, portable, [images(1)])
     require_agreement(Agreement(1, 1000, 500, 1.0, found), "model")
 
 
 def test_an_untrained_unet_is_judged_equal_layer_by_layer() -> None:
     model, canonical = unet()
-    found = compare_synchronised(model, to_portable(canonical), [images(1), images(1, seed=5)])
+    found = compare_layerwise(model, to_portable(canonical), [images(1), images(1, seed=5)])
     assert found.share == 1
     assert len(found.layers) == 21
     assert found.worst < 1e-3
@@ -48,7 +48,7 @@ def test_an_untrained_unet_is_judged_equal_layer_by_layer() -> None:
 
 def test_every_layer_form_is_fed() -> None:
     model, canonical = shapes()
-    found = compare_synchronised(model, to_portable(canonical), [images(1, (3, 16, 24))])
+    found = compare_layerwise(model, to_portable(canonical), [images(1, (3, 16, 24))])
     assert list(found.layers) == ["strided", "dilated", "grouped", "pointwise", "up", "tokens", "pooled"]
     assert found.worst < 1e-3
     assert found.sources == {
@@ -60,21 +60,21 @@ def test_every_layer_form_is_fed() -> None:
 def test_amplified_last_bits_are_no_error() -> None:
     """A norm's bias off by 3e-5 flips a few codes, ever more from layer to layer; synchronised they stay few."""
     model, canonical = unet()
-    twin = edited(to_portable(canonical), {"encoder.0.norm1.bias": shift_by(3e-5)})
-    agreement = outputs.verify_twin(model, twin, [images(1)])
+    portable = edited(to_portable(canonical), {"encoder.0.norm1.bias": shift_by(3e-5)})
+    agreement = outputs.verify_decomposed(model, portable, [images(1)])
     assert agreement.share < 0.999
-    assert agreement.synchronised is not None
-    assert agreement.synchronised.share == 1
-    assert 0 < agreement.synchronised.worst < 1e-3
+    assert agreement.layerwise is not None
+    assert agreement.layerwise.share == 1
+    assert 0 < agreement.layerwise.worst < 1e-3
     require_agreement(agreement, "model")
-    assert "running freely" in agreement.sentence()
+    assert "end to end" in agreement.sentence()
 
 
 def test_a_model_that_agrees_is_compared_once() -> None:
     model, canonical = unet()
-    agreement = outputs.verify_twin(model, to_portable(canonical), [images(1)])
+    agreement = outputs.verify_decomposed(model, to_portable(canonical), [images(1)])
     assert agreement.share == 1
-    assert agreement.synchronised is None
+    assert agreement.layerwise is None
 
 
 def scale_by(factor: float) -> Change:
@@ -128,7 +128,7 @@ BROKEN: dict[str, tuple[dict[str, Change], str, str]] = {
     "one block's scale": ({"encoder.2.conv1.weight.scales": double_one_scale}, "encoder.2.conv2", "encoder.2.conv1"),
     "norm bias": ({"encoder.1.norm1.bias": scale_by(0.0)}, "encoder.1.conv2", "encoder.1.conv1"),
     "convolution bias": ({"encoder.1.conv1.bias": scale_by(0.0)}, "encoder.1.conv2", "encoder.1.conv1"),
-    "first layer": ({"encoder.0.conv1.bias": scale_by(0.0)}, "encoder.0.conv2", "the image"),
+    "first layer": ({"encoder.0.conv1.bias": scale_by(0.0)}, "encoder.0.conv2", "the input image"),
 }
 
 
@@ -156,29 +156,29 @@ def test_blocks_along_the_wrong_axis() -> None:
     """Blocks of 16 pixels instead of 16 channels: encoder.1.conv2 reads [N, 32, 16 x 16]."""
     model, canonical = unet()
     wrong = {"blocked_shape": set_to([0, 32, 16, 16]), "axis": set_to([3])}
-    twin = edited(to_portable(canonical), {f"encoder.1.conv2.input.{role}": wrong[role] for role in wrong})
+    portable = edited(to_portable(canonical), {f"encoder.1.conv2.input.{role}": wrong[role] for role in wrong})
     with pytest.raises(GateError, match=named("encoder.1.conv2", "encoder.1.conv1")):
-        verdict(model, twin)
+        verdict(model, portable)
 
 
 def test_a_transposed_kernel() -> None:
     model, canonical = unet()
-    twin = edited(to_portable(canonical), {})
-    node = next(node for node in twin.graph.node if node.name == "decoder.2.conv1.weight.transposed")
+    portable = edited(to_portable(canonical), {})
+    node = next(node for node in portable.graph.node if node.name == "decoder.2.conv1.weight.transposed")
     node.attribute[0].ints[:] = [0, 3, 2, 1]
     with pytest.raises(GateError, match=named("decoder.2.conv2", "decoder.2.conv1")):
-        verdict(model, twin)
+        verdict(model, portable)
 
 
 def test_a_quantiser_that_is_missing() -> None:
-    """The product reads what the quantiser should have read, so torch's operand has no place in the graph."""
+    """The GEMM reads what the quantiser should have read, so torch's operand has no place in the graph."""
     model, canonical = unet()
-    twin = edited(to_portable(canonical), {})
-    nodes = {node.name: node for node in twin.graph.node}
+    portable = edited(to_portable(canonical), {})
+    nodes = {node.name: node for node in portable.graph.node}
     nodes["encoder.3.conv1"].input[0] = nodes["encoder.3.conv1.input.flat"].input[0]
-    assert compare_synchronised(model, twin, [images(1)]).unmatched == ("encoder.3.conv1",)
+    assert compare_layerwise(model, portable, [images(1)]).unmatched == ("encoder.3.conv1",)
     with pytest.raises(GateError, match=r"cannot be compared layer by layer.*: encoder\.3\.conv1\. At most"):
-        verdict(model, twin)
+        verdict(model, portable)
 
 
 def test_an_error_behind_the_last_quantised_layer_is_found() -> None:

@@ -70,11 +70,11 @@ def test_export_writes_both_files_after_verifying(exported: dict, precision: str
 
 
 def tamper(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The twin with another head bias: what a wrong export looks like from outside."""
-    twin = to_portable(model)
-    bias = next(tensor for tensor in twin.graph.initializer if tensor.name == "head.bias")
+    """The decomposed graph with another head bias: a wrong export."""
+    portable = to_portable(model)
+    bias = next(tensor for tensor in portable.graph.initializer if tensor.name == "head.bias")
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias)[::-1].copy(), "head.bias"))
-    return twin
+    return portable
 
 
 @pytest.mark.parametrize("precision", ["fp16", "nvfp4"])
@@ -93,10 +93,10 @@ def test_gate_refuses_a_tampered_model_and_writes_nothing(
 
 def test_not_a_number_never_passes() -> None:
     model, canonical = unet(None)
-    twin = to_portable(canonical)
-    bias = next(tensor for tensor in twin.graph.initializer if tensor.name == "head.bias")
+    portable = to_portable(canonical)
+    bias = next(tensor for tensor in portable.graph.initializer if tensor.name == "head.bias")
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) * float("nan"), "head.bias"))
-    agreement = compare_with_torch(model, twin, [images(1)])
+    agreement = compare_with_torch(model, portable, [images(1)])
     assert agreement.share == 0
     with pytest.raises(GateError):
         require_agreement(agreement, "model")
@@ -188,11 +188,11 @@ def test_inspect_reads_precisions_from_the_graph(exported: dict) -> None:
     assert len(layers) == 41
 
 
-def test_inspect_twin_and_fp16(exported: dict) -> None:
-    twin = {layer.name: layer for layer in inspect_onnx(exported["nvfp4"].portable_path)}
-    assert (twin["up.0"].precision, twin["up.0"].weights) == ("FP4", "INT8")
-    assert twin["head"].weights == "FP32"
-    assert len(twin) == 41
+def test_inspect_the_decomposed_graph_and_fp16(exported: dict) -> None:
+    portable = {layer.name: layer for layer in inspect_onnx(exported["nvfp4"].portable_path)}
+    assert (portable["up.0"].precision, portable["up.0"].weights) == ("FP4", "INT8")
+    assert portable["head"].weights == "FP32"
+    assert len(portable) == 41
     assert {layer.precision for layer in inspect_onnx(exported["fp16"].path)} == {"FP16"}
     facts, columns, rows, last = describe_onnx(exported["nvfp4"].path)
     assert facts["opset"] == 23
