@@ -18,7 +18,7 @@ def sweep(
     data: DataOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder of the sweep; an existing one goes on.", show_default="runs/<FILE>"),
+        typer.Option("--out", help="Folder of the sweep; an existing one is continued.", show_default="runs/<FILE>"),
     ] = None,
     sets: SetOption = None,
     seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds: 0,1,2.", show_default="the file's")] = None,
@@ -26,9 +26,18 @@ def sweep(
     minutes: Annotated[
         float | None, typer.Option("--minutes", help="Stop and save after so many minutes.", show_default="no limit")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Trainings at a time, a GPU for each.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Trainings at a time, one GPU each.", show_default="1; with --address all GPUs"
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="Ray cluster to run on: HOST:6379 or auto.", show_default="this machine"),
+    ] = None,
 ) -> None:
-    """Train every variant for every seed; the same command goes on where it was stopped."""
+    """Train every variant for every seed; the same command continues a stopped sweep."""
     import json
 
     from fp4deploy.bench.commands import record
@@ -44,7 +53,7 @@ def sweep(
     folder = out if out is not None else Path("runs") / file.stem
     note(f"Sweep: {len(loaded.variants)} variants, {len(loaded.seeds)} seeds, into {shown(folder)}")
     names = tuple(name.strip() for name in (only or "").split(",") if name.strip())
-    results = run_sweep(loaded, folder, names, minutes, note, record, jobs)
+    results = run_sweep(loaded, folder, names, minutes, note, record, jobs, address)
     picture = draw_sweep(results, folder)
     done(markdown(results))
     note(", ".join(shown(path) for path in (folder / "sweep.json", folder / "sweep.md", picture) if path is not None))

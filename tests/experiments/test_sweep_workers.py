@@ -6,19 +6,21 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
+from fp4deploy.experiments.sweep.parallel import first_ready
+from fp4deploy.experiments.sweep.pool import one_gpu
 from fp4deploy.experiments.sweep.run import run_sweep
 from fp4deploy.experiments.sweep.spec import Sweep, Variant, load_sweep
-from fp4deploy.experiments.sweep.workers import LOG, _gpu, _heard, _ready
+from fp4deploy.experiments.sweep.variant import LOG
 from fp4deploy.runs import Run
 
 FILE = """
@@ -51,59 +53,93 @@ def note_start_method(run: Run) -> None:
 def test_two_at_a_time_give_what_one_gives(tmp_path: Path) -> None:
     sweep, said = sweep_of(tmp_path), list[str]()
     alone = run_sweep(sweep, tmp_path / "alone", say=lambda _: None)
-    together = run_sweep(sweep, tmp_path / "together", say=said.append, started=note_start_method, jobs=2)
-    methods = {file.read_text() for file in (tmp_path / "together").rglob("start_method")}
+    parallel = run_sweep(sweep, tmp_path / "parallel", say=said.append, started=note_start_method, jobs=2)
+    methods = {file.read_text() for file in (tmp_path / "parallel").rglob("start_method")}
     assert methods == {multiprocessing.get_start_method()}
     for name, row in alone["variants"].items():
         for seed, run in row["runs"].items():
-            other = together["variants"][name]["runs"][seed]
+            other = parallel["variants"][name]["runs"][seed]
             assert {key: run.get(key) for key in ("status", "best", "last", "epochs")} == {
                 key: other.get(key) for key in ("status", "best", "last", "epochs")
             }, (name, seed)
     for variant in ("fp16", "control", "qat"):
         model = sweep.variant(variant).model
-        files = [tmp_path / out / variant / "seed1" / model / "best.safetensors" for out in ("alone", "together")]
+        files = [tmp_path / out / variant / "seed1" / model / "best.safetensors" for out in ("alone", "parallel")]
         one, other = map(load_file, files)
         assert all((value == other[key]).all() for key, value in one.items())
     assert sum("starting" in text for text in said) == 8
     assert said.index("fp16, seed 1: starting") < said.index("control, seed 1: starting")
     assert sum("bad, seed" in text and "failed" in text for text in said) == 2
-    assert "epoch 1/1" in (tmp_path / "together" / "qat" / "seed1" / LOG).read_text()
-    assert json.loads((tmp_path / "together" / "sweep.json").read_text()) == together
+    assert "epoch 1/1" in (tmp_path / "parallel" / "qat" / "seed1" / LOG).read_text()
+    assert json.loads((tmp_path / "parallel" / "sweep.json").read_text()) == parallel
 
     said.clear()
-    run_sweep(sweep, tmp_path / "together", ("qat",), say=said.append, jobs=2)
+    run_sweep(sweep, tmp_path / "parallel", ("qat",), say=said.append, jobs=2)
     assert sorted(said) == sorted(text for text in said if ": done, mIoU " in text)
     assert len(said) == 4
 
 
+def die(run: Run) -> None:
+    """Called in the process of a run: kill it where it is the first."""
+    if run.path.parts[-2:] == ("fp16", "seed0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_a_process_that_dies_costs_its_own_run(tmp_path: Path) -> None:
-    sweep, said = sweep_of(tmp_path, epochs=2), list[str]()
-
-    def say(text: str) -> None:
-        said.append(text)
-        if text == "fp16, seed 0: starting":
-            (child,) = [pid for pid in children() if "fp16/seed0" in output_of(pid)]
-            os.kill(child, signal.SIGKILL)
-
-    results = run_sweep(sweep, tmp_path / "out", ("control",), say=say, jobs=2)
+    sweep, said = sweep_of(tmp_path), list[str]()
+    results = run_sweep(sweep, tmp_path / "out", ("control",), say=said.append, started=die, jobs=2)
     runs = {(name, seed): run for name, row in results["variants"].items() for seed, run in row["runs"].items()}
     assert runs["fp16", "0"]["status"] == "failed"
     assert "Its process died (signal SIGKILL)" in runs["fp16", "0"]["error"]
     assert runs["control", "0"]["status"] == "failed"
     assert runs["fp16", "1"]["status"] == runs["control", "1"]["status"] == "done"
+    assert sum("fp16, seed 0: failed. Its process died" in text for text in said) == 1
 
 
-def test_half_a_word_of_a_process_that_died() -> None:
-    here, there = multiprocessing.Pipe()
-    there.send("a word")
-    os.write(there.fileno(), (32).to_bytes(4, "big") + b"half")
-    there.close()
-    member: Any = SimpleNamespace(line=here)
-    assert list(_heard({3: member})) == [(3, "a word")]
-    assert list(_heard({3: member})) == []
-    assert here.closed  # it is over
+CALLER = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from fp4deploy.experiments.sweep.run import run_sweep
+from fp4deploy.experiments.sweep.spec import load_sweep
+
+def end_when_it_trains():
+    while not any(Path(sys.argv[2]).rglob("train.log")):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    threading.Thread(target=end_when_it_trains, daemon=True).start()
+    run_sweep(load_sweep(Path(sys.argv[1])), Path(sys.argv[2]), ("control",), jobs=2)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_after_a_sweep_that_was_killed(tmp_path: Path) -> None:
+    sweep, script = sweep_of(tmp_path), tmp_path / "caller.py"
+    script.write_text(CALLER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SWEEP_OF_THIS_TEST": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script), str(sweep.file), str(tmp_path / "out")], env=environment, check=False, timeout=240
+    )
+    assert done.returncode == -signal.SIGKILL
+    for _ in range(1200):
+        if not with_environment(f"SWEEP_OF_THIS_TEST={tmp_path}"):
+            return
+        time.sleep(0.1)
+    pytest.fail("a worker still runs")
+
+
+def with_environment(entry: str) -> list[str]:
+    """Processes that were started with this environment variable and still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if entry.encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
 
 
 @pytest.mark.slow
@@ -121,10 +157,10 @@ def test_minutes_stop_processes_of_a_background_job(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_interruption_is_passed_on_and_saved(tmp_path: Path) -> None:
     sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"
-    journals = [out / "fp16" / f"seed{seed}" / "fp16" / "metrics.jsonl" for seed in (0, 1)]
+    logs = [out / "fp16" / f"seed{seed}" / "fp16" / "metrics.jsonl" for seed in (0, 1)]
 
     def interrupt_when_both_train() -> None:
-        while not all(path.is_file() for path in journals):
+        while not all(path.is_file() for path in logs):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -138,7 +174,7 @@ def test_an_interruption_is_passed_on_and_saved(tmp_path: Path) -> None:
     for seed in (0, 1):
         run = runs[str(seed)]
         assert run["status"] == "unfinished"
-        assert run["epochs"] >= len(journals[seed].read_text().splitlines())  # saved at the interruption, not before
+        assert run["epochs"] >= len(logs[seed].read_text().splitlines())  # saved at the interruption, not before
         assert "resume with" in (out / "fp16" / f"seed{seed}" / LOG).read_text()
 
 
@@ -156,13 +192,6 @@ def children() -> list[int]:
     return found
 
 
-def output_of(pid: int) -> str:
-    try:
-        return str(os.readlink(f"/proc/{pid}/fd/2"))
-    except OSError:
-        return ""
-
-
 def variant(name: str, base: str | None) -> Variant:
     return Variant(name, "nvfp4", (), None, base, "")
 
@@ -170,11 +199,11 @@ def variant(name: str, base: str | None) -> Variant:
 def test_a_run_waits_for_what_it_starts_from() -> None:
     base, qat, scratch = variant("fp16", None), variant("qat", "fp16"), variant("scratch", None)
     tasks = [(base, 0), (qat, 0), (scratch, 0), (base, 1), (qat, 1)]
-    assert _ready(tasks, []) == (base, 0)
-    assert _ready(tasks[1:], [(base, 0)]) == (scratch, 0)
-    assert _ready(tasks[3:], [(base, 0), (scratch, 0)]) == (base, 1)
-    assert _ready(tasks[4:], [(base, 1)]) is None
-    assert _ready(tasks[1:], []) == (qat, 0)
+    assert first_ready(tasks, []) == (base, 0)
+    assert first_ready(tasks[1:], [(base, 0)]) == (scratch, 0)
+    assert first_ready(tasks[3:], [(base, 0), (scratch, 0)]) == (base, 1)
+    assert first_ready(tasks[4:], [(base, 1)]) is None
+    assert first_ready(tasks[1:], []) == (qat, 0)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +219,7 @@ def test_each_process_sees_one_gpu(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     found = []
     for number in range(3):
-        with _gpu(number):
+        with one_gpu(number):
             found.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
     assert found == expected

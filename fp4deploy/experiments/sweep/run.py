@@ -1,13 +1,13 @@
-"""Running a sweep: variants as ordinary runs, one after the other or several at a time, each seed's FP16 model once.
+"""Running a sweep: variants as ordinary runs, one after the other or in parallel, each seed's FP16 model once.
 
     OUT/sweep.yaml                 the file as it was first run
     OUT/fp16/seed0/                the FP16 model of a seed, and what every fine-tuned variant of the seed starts from
     OUT/VARIANT/seed0/             a run like any other: config.yaml, the model's folder; error.json where it failed
     OUT/sweep.{json,md,png}        what was found, written after every run
 
-Seeds come first, variants second, so that a sweep that is cut short has whole seeds to compare. Calling it again goes
-on: finished runs are read, an interrupted one continues from its saved state, a failed one is tried again. A failure
-is written down and the sweep goes on.
+Runs are ordered by seed, then by variant, so that a sweep that is stopped early has complete seeds to compare. The same
+command continues it: finished runs are read, an interrupted one continues from its saved state, a failed one is tried
+again. A failed run is reported, and the others go on.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import InputError
+from fp4deploy.experiments.sweep.cluster import ray_workers
+from fp4deploy.experiments.sweep.parallel import Worker, run_parallel
+from fp4deploy.experiments.sweep.pool import PoolWorker
 from fp4deploy.experiments.sweep.results import collect, write_results
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
-from fp4deploy.experiments.sweep.variant import Say, Started, run_one
-from fp4deploy.experiments.sweep.workers import run_together
+from fp4deploy.experiments.sweep.variant import Say, Started, opening, train_variant
 from fp4deploy.runs import atomic_write, processes
 
 FILE = "sweep.yaml"
@@ -42,17 +44,21 @@ def run_sweep(
     minutes: float | None = None,
     say: Say = print,
     started: Started | None = None,
-    jobs: int = 1,
+    jobs: int | None = None,
+    address: str | None = None,
 ) -> dict[str, Any]:
-    """Run what is not finished, and return the results (`sweep_results.collect`).
+    """Run what is not finished, and return the results (`results.collect`).
 
     Args:
         only: names of variants; the FP16 models they start from are trained as well. Empty for all.
         minutes: stop after so many, inside of a training with its state saved.
         started: called with every run that begins or goes on; with several jobs, a function that has a name.
-        jobs: trainings at a time, each in a process and, where there are some, on a GPU of its own.
+        jobs: trainings at a time, each in a process and, where there are some, on a GPU of its own. None: one at a
+            time in this process, or as many as the cluster has GPUs.
+        address: of a Ray cluster, which runs the trainings; None for this machine.
 
     Raises:
+        UnavailableError: Ray is asked for and not installed.
         InputError: an unknown variant, a folder that is no sweep, several processes, a disk that is full.
         KeyboardInterrupt: after Ctrl-C, with the state saved and the results so far written.
     """
@@ -65,14 +71,20 @@ def run_sweep(
     try:
         with _deadline(minutes):
             tasks = [(variant, seed) for seed in sweep.seeds for variant in chosen]
-            if jobs > 1:
-                run_together(sweep, out, tasks, jobs, say, started)
+            workers: list[Worker] = []
+            if address is not None:
+                workers += ray_workers(address, jobs, sweep, out, started)
+            elif jobs is not None and jobs > 1:
+                workers += [PoolWorker(number, jobs, sweep, out, started) for number in range(jobs)]
+            if workers:
+                run_parallel(sweep, out, tasks, workers, say)
             else:
                 for variant, seed in tasks:
-                    run_one(sweep, out, variant, seed, say, started)
+                    say(opening(sweep, out, variant, seed))
+                    train_variant(sweep, out, variant, seed, say, started)
                     write_results(collect(sweep, out), out)
     except TimeIsUp:
-        say(f"{minutes:g} minutes are over. Go on with the same command.")
+        say(f"{minutes:g} minutes are over. Continue with the same command.")
     finally:
         results = collect(sweep, out)
         write_results(results, out)

@@ -1,10 +1,10 @@
-"""The test split: images that chose no best epoch. A model of a sweep is scored on it once, when its training is over.
+"""Scores on the test split, whose images were not used to choose the best epoch: once, when a training is over.
 
     test.json     beside the model's checkpoint: split, images, and the scores as metrics.jsonl has them
 
-Scored is the best checkpoint as it ships (`qat.load_model`), in FP16 autocast on a GPU and in FP32 on a CPU. Training
-on removes the file, and whoever has changed the split removes it by hand. `fp4deploy bench --split test` scores every
-artefact of a run.
+The best checkpoint is scored as it ships (`qat.load_model`), in FP16 autocast on a GPU and in FP32 on a CPU. Continuing
+the training removes the file; after a change of the test split, remove it by hand. `fp4deploy bench --split test`
+scores every artefact of a run.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def score_test(config: Config, run: Run, model: str) -> str | None:
         InputError: images or the checkpoint cannot be read, the split lacks a class or has nothing to score, or a file
             cannot be written.
     """
-    path = run.model_dir(model) / FILE
-    root = config.data.root
-    if root is None or path.is_file() or not has_split(Path(root), TEST, config.task == "instance"):
+    path, root = run.model_dir(model) / FILE, config.data.root
+    if root is None or not needs_test_score(config, run, model):
         return None
     images, scores = _score(config, Path(root), run.checkpoint(model))
     if not math.isfinite(scores.score):
@@ -47,6 +46,14 @@ def score_test(config: Config, run: Run, model: str) -> str | None:
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps({"split": TEST, "images": images, **scores.line()}, indent=1) + "\n")
     return scores.text()
+
+
+def needs_test_score(config: Config, run: Run, model: str) -> bool:
+    """Whether the data has a test split, and the model is not scored on it yet."""
+    root = config.data.root
+    if root is None or (run.model_dir(model) / FILE).is_file():
+        return False
+    return has_split(Path(root), TEST, config.task == "instance")
 
 
 def read_test(run: Run, model: str) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,17 +14,34 @@ import torch
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.experiments.sweep.results import ERROR_FILE, outcome, run_of
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
-from fp4deploy.experiments.sweep.test_split import forget_test, score_test
+from fp4deploy.experiments.sweep.test_split import forget_test, needs_test_score, score_test
 from fp4deploy.runs import Run, atomic_write
 from fp4deploy.train.batches import share_of_workers
 from fp4deploy.train.config import Config, with_settings
 from fp4deploy.train.models import train_models
 
+LOG = "train.log"
 Say = Callable[[str], None]
 Started = Callable[[Run], None]
 
 
-def run_one(
+def opening(sweep: Sweep, out: Path, variant: Variant, seed: int) -> str:
+    """What is said before `train_variant`: that the run starts, continues or is done."""
+    before, title = outcome(sweep, out, variant, seed), _title(variant, seed)
+    if before["status"] == "done":
+        return f"{title}: done, {sweep.metric} {100 * before['best']:.2f}"
+    resume = (run_of(out, variant, seed).model_dir(variant.model) / "state").is_dir()
+    return f"{title}: {'continuing' if resume else 'starting'}"
+
+
+def is_complete(sweep: Sweep, out: Path, variant: Variant, seed: int) -> bool:
+    """Whether `train_variant` would do nothing: trained, and scored on the test split where there is one."""
+    if outcome(sweep, out, variant, seed)["status"] != "done":
+        return False
+    return not needs_test_score(sweep.config(variant, seed), run_of(out, variant, seed), variant.model)
+
+
+def train_variant(
     sweep: Sweep,
     out: Path,
     variant: Variant,
@@ -31,20 +50,17 @@ def run_one(
     started: Started | None = None,
     jobs: int = 1,
 ) -> None:
-    """Train one variant with one seed, go on with it, or leave it where it is done; a failure is written down.
+    """Train one variant with one seed, continue it, or leave it where it is done; a failure is written down.
 
     Args:
-        started: called with the run when it begins or goes on.
+        started: called with the run when it begins or continues.
         jobs: trainings that share this machine's CPU cores.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, with the state saved.
     """
-    before = outcome(sweep, out, variant, seed)
-    title = f"{variant.name}, seed {seed}"
-    run = run_of(out, variant, seed)
-    if before["status"] == "done":
-        say(f"{title}: done, {sweep.metric} {100 * before['best']:.2f}")
+    title, run = _title(variant, seed), run_of(out, variant, seed)
+    if outcome(sweep, out, variant, seed)["status"] == "done":
         _test(_shared(sweep.config(variant, seed), jobs), run, variant.model, title, say)
         return
     error_file = run.path / ERROR_FILE
@@ -57,7 +73,6 @@ def run_one(
             start = run_of(out, base, seed).checkpoint("fp16")
             config = with_settings(config, [f"train.init_checkpoint={json.dumps(str(start))}"])
         resume = (run.model_dir(variant.model) / "state").is_dir()
-        say(f"{title}: {'continuing' if resume else 'starting'}")
         run.path.mkdir(parents=True, exist_ok=True)
         if started is not None:
             started(run)
@@ -74,6 +89,36 @@ def run_one(
     _test(config, run, variant.model, title, say)
 
 
+def train_logged(
+    sweep: Sweep, out: Path, variant: Variant, seed: int, started: Started | None = None, jobs: int = 1
+) -> list[str]:
+    """`train_variant` in a worker: output goes to `train.log` of the run; returns what is to be said."""
+    texts: list[str] = []
+    with _output_to(run_of(out, variant, seed).path / LOG):
+        train_variant(sweep, out, variant, seed, texts.append, started, jobs)
+    return texts
+
+
+@contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+    """Both outputs of this process, and of those that it starts, into a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    kept = [os.dup(stream) for stream in (1, 2)]
+    try:
+        with log.open("ab") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        yield
+    finally:
+        for stream, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, stream)
+            os.close(old)
+
+
+def _title(variant: Variant, seed: int) -> str:
+    return f"{variant.name}, seed {seed}"
+
+
 def _test(config: Config, run: Run, model: str, title: str, say: Say) -> None:
     """The test split, where there is one; what goes wrong there costs the score and nothing else."""
     try:
@@ -88,7 +133,7 @@ def _test(config: Config, run: Run, model: str, title: str, say: Say) -> None:
 
 
 def _shared(config: Config, jobs: int) -> Config:
-    """With as many loader processes as `jobs` trainings beside each other leave it."""
+    """With as many loader processes as `jobs` trainings at the same time leave it."""
     if jobs > 1 and config.data.workers is None and torch.cuda.is_available():
         return with_settings(config, [f"data.workers={share_of_workers(jobs)}"])
     return config
