@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 SIZES = {
@@ -38,27 +39,27 @@ SETTINGS = (
     "train.save_minutes=0.003",
     "augment.rotate=10",
 )
-IMAGES = 60  # 30 batches, 15 steps an epoch
 
 
-def child(data: str, run: str, losses: str, settings: list[str], model: str, device: str) -> None:
-    """Train, writing down the bits of every batch; on with the run where it has a state."""
+def child(data: Path, run: Path, losses: Path, settings: list[str], model: str, device: str, images: int) -> None:
+    """Train, writing down the bits of every batch; continue the run where it has a state."""
     import torch
 
     from fp4deploy.runs import Run
     from fp4deploy.train import load_config, train_models
 
-    write_down(Path(losses), device)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    write_down(losses, device)
     torch.set_num_threads(1)
     config = load_config(None, [f"data.root={data}", *SIZES[device], *SETTINGS, *settings])
-    folder = Run(Path(run))
+    folder = Run(run)
     resume = (folder.model_dir(model) / "state" / "last.safetensors").is_file()
     if resume:
         from fp4deploy.train.state import read_progress
 
         progress = read_progress(folder.model_dir(model) / "state" / "last.safetensors")
-        batches = progress.epoch * (IMAGES // 2) + progress.batch
-        Path(losses).write_text(f"after {batches}\n")
+        batches = progress.epoch * (images // 2) + progress.batch
+        losses.write_text(f"after {batches}\n")
     train_models(config, folder, (model,), resume=resume)
 
 
@@ -91,12 +92,16 @@ def write_down(file: Path, device: str) -> None:
         Tally.add_loss = noted_loss  # type: ignore[method-assign]
 
 
-def start(data: Path, run: Path, losses: Path, settings: list[str], model: str, device: str) -> subprocess.Popen[bytes]:
-    """A process of its own that trains."""
-    arguments = json.dumps([str(data), str(run), str(losses), settings, model, device])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    command = [sys.executable, __file__, "--child", arguments]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+def start(device: str, *arguments: object) -> BaseProcess:
+    """A process of its own that trains; forked where no GPU is used, which saves importing torch again."""
+    process = multiprocessing.get_context("fork" if device == "cpu" else "spawn").Process(target=child, args=arguments)
+    process.start()
+    return process
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    process.join()
+    return process.exitcode
 
 
 def main() -> None:
@@ -105,33 +110,37 @@ def main() -> None:
     parser.add_argument("--model", default="nvfp4", choices=("fp16", "nvfp4"))
     parser.add_argument("--recipe", default="nvfp4_qat")
     parser.add_argument("--seed", type=int, default=None, help="of the random step; by default another each time")
-    parser.add_argument("--within", type=int, default=IMAGES, help="the kill comes in the first so many batches")
+    parser.add_argument("--images", type=int, default=60, help="training images, two a batch, four a step")
+    parser.add_argument("--within", type=int, default=60, help="the kill comes in the first so many batches")
     parser.add_argument("--device", default="cpu", choices=tuple(SIZES))
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        child(*json.loads(arguments.child))
-        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if arguments.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import fp4deploy.train  # noqa: F401, before the processes are forked
     from fp4deploy.data import generate_shapes
 
     batches = 2 * arguments.steps
     kill_at = random.Random(arguments.seed).randint(4, max(5, arguments.within))
-    epochs = -(-(kill_at + batches + 2) // (IMAGES // 2))
+    epochs = -(-(kill_at + batches + 2) // (arguments.images // 2))
     settings = [f"train.epochs={epochs}", f"recipe={arguments.recipe}"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        generate_shapes(folder / "data", train=IMAGES, val=4, size=32 if arguments.device == "cpu" else 64, seed=0)
+        generate_shapes(
+            folder / "data", train=arguments.images, val=4, size=32 if arguments.device == "cpu" else 64, seed=0
+        )
         straight, killed, resumed = (folder / f"{part}.txt" for part in ("straight", "killed", "resumed"))
-        common = (settings, arguments.model, arguments.device)
-        if start(folder / "data", folder / "a", straight, *common).wait() != 0:
+        data, device = folder / "data", arguments.device
+        common = (settings, arguments.model, device, arguments.images)
+        if exit_code(start(device, data, folder / "a", straight, *common)) != 0:
             sys.exit("the uninterrupted training failed")
-        process = start(folder / "data", folder / "b", killed, *common)
-        while process.poll() is None and (not killed.exists() or len(killed.read_text().splitlines()) < kill_at):
+        process = start(device, data, folder / "b", killed, *common)
+        while process.is_alive() and (not killed.exists() or len(killed.read_text().splitlines()) < kill_at):
             time.sleep(0.002)
         process.kill()
-        if process.wait() != -9:
+        if exit_code(process) != -9:
             sys.exit("the training ended before it could be killed")
-        if start(folder / "data", folder / "b", resumed, *common).wait() != 0:
+        if exit_code(start(device, data, folder / "b", resumed, *common)) != 0:
             sys.exit("the resumed training failed")
         expected, lines = straight.read_text().splitlines(), resumed.read_text().splitlines()
         died = len(killed.read_text().splitlines())
@@ -146,7 +155,7 @@ def main() -> None:
         "device": arguments.device,
         "killed_after_batches": died,
         "resumed_after_batches": begin,
-        "steps_an_epoch": IMAGES // 4,
+        "steps_an_epoch": arguments.images // 4,
         "batches_compared": len(found),
         "different": different,
     }

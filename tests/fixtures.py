@@ -13,8 +13,8 @@ from fp4deploy.export import build_engine, export_onnx
 from fp4deploy.export.to_packed import pack
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.qat import calibrate, prepare
-from fp4deploy.runs import Run, artifact_stem
-from fp4deploy.train import Config, load_config
+from fp4deploy.runs import Run, artifact_stem, create_run
+from fp4deploy.train import Config, load_config, train_models
 
 SIZE = 32
 TINY = (
@@ -37,6 +37,14 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tiny_data: Path) -> Config:
     return load_config(None, [f"data.root={tiny_data}", *TINY])
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """FP16 and NVFP4 trained by `tiny`; for reading, or to be copied by `tests.train.launch.copy_of`."""
+    run = create_run(tmp_path_factory.mktemp("trained") / "run")
+    train_models(tiny, run)
+    return run
 
 
 @pytest.fixture(scope="session")

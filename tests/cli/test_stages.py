@@ -22,7 +22,7 @@ from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke, run_in
 
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
-    "--set", "train.epochs=8", "--set", "train.finetune_epochs=2", "--set", "train.batch_size=4",
+    "--set", "train.epochs=4", "--set", "train.finetune_epochs=2", "--set", "train.batch_size=4",
 )  # fmt: skip
 RTX = importlib.util.find_spec("tensorrt_rtx") is not None
 NO_GPU = not torch.cuda.is_available()

@@ -12,7 +12,7 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare, quantized_layers
-from fp4deploy.runs import create_run
+from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.losses.auxiliary import AuxiliaryLosses, damping_loss, distillation_loss
@@ -84,25 +84,24 @@ def test_the_teacher_is_frozen_and_weighs_as_it_is_told() -> None:
 
 
 @pytest.mark.parametrize(("control", "taught"), [(True, ["fp16_control", "nvfp4"]), (False, ["nvfp4"])])
-def test_the_control_is_taught_as_well_unless_told_otherwise(
-    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: bool, taught: list[str]
+def test_the_control_is_distilled_as_well_unless_switched_off(
+    tiny: Config, tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: bool, taught: list[str]
 ) -> None:
     seen: dict[str, AuxiliaryLosses | None] = {}
-    original = Trainer.run
 
     def noted(self: Trainer, resume: bool) -> object:
         seen[self.job.model] = copy.copy(self.auxiliary)
-        return original(self, resume)
+        return self.progress
 
     monkeypatch.setattr(Trainer, "run", noted)
-    run = create_run(tmp_path / "run")
-    settings = with_settings(tiny, ["distill.weight=1", f"distill.control={str(control).lower()}"])
-    train_models(settings, run, ("fp16", "fp16_control", "nvfp4"))
+    run, distilled = create_run(tmp_path / "run"), ["distill.weight=1", f"distill.control={str(control).lower()}"]
+    start = f"train.init_checkpoint={tiny_run.checkpoint('fp16')}"
+    train_models(with_settings(tiny, [*distilled, start]), run, ("fp16", "fp16_control", "nvfp4"))
     assert seen["fp16"] is None
     assert [model for model, auxiliary in seen.items() if auxiliary is not None] == taught
     from safetensors.torch import load_file
 
-    weights = load_file(run.checkpoint("fp16"))
+    weights = load_file(tiny_run.checkpoint("fp16"))
     teacher = seen["nvfp4"].teacher  # type: ignore[union-attr]
     assert all(torch.equal(value, weights[name]) for name, value in teacher.state_dict().items())
 
@@ -128,9 +127,8 @@ def test_distillation_alone_brings_the_student_to_its_teacher(
     assert min(losses) >= 0
 
 
-def test_a_teacher_of_other_classes_or_of_fp4_is_refused(tiny: Config, tmp_path: Path) -> None:
-    run = create_run(tmp_path / "run")
-    train_models(tiny, run, ("fp16", "nvfp4"))
+def test_a_teacher_of_other_classes_or_of_fp4_is_refused(tiny: Config, tiny_run: Run, tmp_path: Path) -> None:
+    run = tiny_run
     for model, settings in (("nvfp4", []), ("fp16", ["data.classes=[circle, square]"])):
         teacher = [f"distill.teacher={run.checkpoint(model)}", "distill.weight=1", "train.from_scratch=true", *settings]
         with pytest.raises(InputError, match=r"cannot teach.*distill\.teacher=FILE"):

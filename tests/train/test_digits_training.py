@@ -15,6 +15,7 @@ from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
+from tests.train.launch import copy_of
 
 EVERYTHING = ["model.digits=true", "quant.include=['*']"]
 FIRST = "encoder.0.conv1.weight"
@@ -52,7 +53,8 @@ def test_training_moves_the_weights_of_all_channels(trained: Run) -> None:
 def test_interrupted_and_resumed_equals_straight(
     trained: Run, tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, step: int
 ) -> None:
-    run, config, original = create_run(tmp_path / "run"), settings(tiny), Trainer._step
+    run = copy_of(trained, tmp_path / "run", ["fp16"] if model == "nvfp4" else [])
+    config, models, original = settings(tiny), tuple(dict.fromkeys(("fp16", model))), Trainer._step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
         if self.job.model == model and self.progress.step == step:
@@ -62,20 +64,18 @@ def test_interrupted_and_resumed_equals_straight(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train_models(config, run, ("fp16", "nvfp4"))
-    train_models(config, run, ("fp16", "nvfp4"), resume=True)
+            train_models(config, run, models, resume=True)
+    train_models(config, run, models, resume=True)
     expected, found = (load_file(each.checkpoint(model)) for each in (trained, run))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_plain_fp16_checkpoint_is_expanded(tiny: Config, trained: Run, tmp_path: Path) -> None:
-    plain = create_run(tmp_path / "plain")
-    train_models(tiny, plain, ("fp16",))
+def test_a_plain_fp16_checkpoint_is_expanded(tiny: Config, tiny_run: Run, tmp_path: Path) -> None:
     run = create_run(tmp_path / "run")
-    start = f"train.init_checkpoint={plain.checkpoint('fp16')}"
-    train_models(settings(tiny, start), run, ("nvfp4_ptq", "fp16_control"))
-    before, after = load_file(plain.checkpoint("fp16")), load_file(run.checkpoint("nvfp4_ptq"))
+    start = [f"train.init_checkpoint={tiny_run.checkpoint('fp16')}", "train.finetune_epochs=1"]
+    train_models(settings(tiny, *start), run, ("nvfp4_ptq", "fp16_control"))
+    before, after = load_file(tiny_run.checkpoint("fp16")), load_file(run.checkpoint("nvfp4_ptq"))
     assert torch.equal(after[FIRST], expand_weight(before[FIRST]))
     assert all(torch.equal(after[name], value) for name, value in before.items() if name != FIRST)
     assert read_card(run.checkpoint("fp16_control")).digits
@@ -118,7 +118,11 @@ def test_checkpointed_blocks_give_the_same_model(trained: Run, tiny: Config, tmp
 
 def test_an_instance_model_has_digits_too(tiny: Config, tmp_path: Path) -> None:
     run = create_run(tmp_path / "run")
-    train_models(with_settings(tiny, [*EVERYTHING, "task=instance"]), run, ("fp16", "nvfp4"))
+    train_models(
+        with_settings(tiny, [*EVERYTHING, "task=instance", "train.epochs=1", "train.finetune_epochs=1"]),
+        run,
+        ("fp16", "nvfp4"),
+    )
     model, card = load_model(run.checkpoint("nvfp4"))
     assert (card.task, card.digits, len(quantized_layers(model))) == ("instance", True, 23)
 

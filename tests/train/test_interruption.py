@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +23,7 @@ from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
 from fp4deploy.train.logging.running_statistics import Counts, Tally
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.state import SavingPace, read_progress
+from tests.train.launch import copy_of, start
 
 SETTINGS = [
     "model.scale=0.125",
@@ -83,7 +82,8 @@ def test_ctrl_c_saves_inside_the_epoch_and_resumes_exactly(
     call: int,
     position: tuple[int, int],
 ) -> None:
-    run, calls, original = create_run(tmp_path / "a run"), [0], getattr(Trainer, method)
+    run = copy_of(straight, tmp_path / "a run", ["fp16"] if model == "nvfp4" else [])
+    calls, original = [0], getattr(Trainer, method)
 
     def signalled(self: Trainer, *arguments: torch.Tensor) -> object:
         calls[0] += self.job.model == model
@@ -94,7 +94,7 @@ def test_ctrl_c_saves_inside_the_epoch_and_resumes_exactly(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, method, signalled)
         with pytest.raises(KeyboardInterrupt):
-            train_models(config, run)
+            train_models(config, run, resume=True)
     assert f"resume with: fp4deploy train --out '{run.path}' --resume" in capfd.readouterr().err
     progress = read_progress(run.model_dir(model) / "state" / "last.safetensors")
     assert (progress.epoch, progress.batch) == position
@@ -113,32 +113,30 @@ def test_the_second_ctrl_c_interrupts_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def train_until_step_6(out: Path, reached: Path, settings: Path) -> None:
+    """In a process that will be killed: train, and wait at the seventh step."""
+    step = Trainer._step
+
+    def waiting(self: Trainer, *batch: torch.Tensor) -> None:
+        if self.progress.step == 6:
+            reached.touch()
+            time.sleep(60)
+        step(self, *batch)
+
+    Trainer._step = waiting  # type: ignore[method-assign]
+    train_models(load_config(settings), Run(out))
+
+
 def test_a_killed_process_resumes_exactly(config: Config, straight: Run, tmp_path: Path) -> None:
-    run = create_run(tmp_path / "run")
-    script = (
-        "import sys, time; from pathlib import Path\n"
-        "from fp4deploy.runs import Run; from fp4deploy.train import load_config, train_models\n"
-        "from fp4deploy.train.loop import Trainer\n"
-        "step = Trainer._step\n"
-        "def slow(self, *batch):\n"
-        "    if self.progress.step == 6: Path(sys.argv[2]).touch(); time.sleep(60)\n"
-        "    return step(self, *batch)\n"
-        "Trainer._step = slow\n"
-        "train_models(load_config(Path(sys.argv[3])), Run(Path(sys.argv[1])))\n"
-    )
-    reached, settings = tmp_path / "reached", straight.config_path
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    arguments = [str(run.path), str(reached), str(settings)]
-    process = subprocess.Popen([sys.executable, "-c", script, *arguments], env=environment)
+    run, reached = create_run(tmp_path / "run"), tmp_path / "reached"
+    process = start(train_until_step_6, run.path, reached, straight.config_path)
     try:
-        for _ in range(1200):
-            if reached.exists() or process.poll() is not None:
-                break
-            time.sleep(0.05)
+        while process.is_alive() and not reached.exists():
+            time.sleep(0.02)
         assert reached.exists()
     finally:
         process.kill()
-        process.wait()
+        process.join()
     leftover = run.model_dir("fp16") / "state" / ".last.safetensors.1.partial"
     leftover.write_bytes(b"half a file")
     train_models(config, run, resume=True)

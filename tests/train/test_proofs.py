@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fp4deploy.data import generate_shapes
-from fp4deploy.runs import create_run
-from fp4deploy.train import Config, SegmentationLoss, train_models, with_settings
+from fp4deploy.runs import Run, create_run
+from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
 from fp4deploy.train.logging.running_statistics import Tally
 from fp4deploy.train.loop import Trainer
+from tests.train.launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,9 +46,11 @@ def test_killed_at_a_random_step_the_following_losses_are_the_same_bits(recipe: 
             sys.executable,
             str(ROOT / "benchmarks" / "kill_resume.py"),
             "--steps",
-            "4",
+            "3",
             "--within",
-            "16",
+            "6",
+            "--images",
+            "28",
             "--recipe",
             recipe,
         ],
@@ -59,27 +63,24 @@ def test_killed_at_a_random_step_the_following_losses_are_the_same_bits(recipe: 
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["different"] == 0
-    assert report["batches_compared"] == 8
+    assert report["batches_compared"] == 6
     assert report["resumed_after_batches"] <= report["killed_after_batches"]
 
 
-TWO = """
-import json, sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from fp4deploy.runs import Run
-from fp4deploy.train import load_config, train_models
-from fp4deploy.train.logging.running_statistics import Tally
+def train_and_note_losses(data: Path, out: Path, sets: list[str]) -> None:
+    """In one of several processes: train FP16 and write down the loss of every batch."""
+    losses: list[float] = []
+    original = Tally.add_loss
 
-losses, original = [], Tally.add_loss
-Tally.add_loss = lambda self, loss: (losses.append(loss.item()), original(self, loss))[1]
-settings = [f"data.root={sys.argv[1]}", *json.loads(sys.argv[3])]
-train_models(load_config(None, settings), Run(Path(sys.argv[2])), ("fp16",))
-Path(sys.argv[2], f"losses{dist.get_rank()}.json").write_text(json.dumps(losses))
-"""
+    def noted(self: Tally, loss: torch.Tensor) -> None:
+        losses.append(loss.item())
+        original(self, loss)
+
+    Tally.add_loss = noted  # type: ignore[method-assign]
+    train_models(load_config(None, [f"data.root={data}", *sets]), Run(out), ("fp16",))
+    (out / f"losses{dist.get_rank()}.json").write_text(json.dumps(losses))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -98,18 +99,8 @@ def test_two_processes_have_the_losses_of_one(
     common = ["model.scale=0.125", "data.height=32", "data.width=32", "train.epochs=4", "train.zoom=[0.5,2]", *more]
     one = with_settings(tiny, [f"data.root={data}", *common, "train.batch_size=4"])
     alone = losses_of(one, tmp_path / "one", "fp16", monkeypatch)
-    script, run = tmp_path / "two.py", create_run(tmp_path / "two")
-    script.write_text(TWO)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    done = subprocess.run(
-        [*launch, str(data), str(run.path), json.dumps([*common, "train.batch_size=2"])],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    run = create_run(tmp_path / "two")
+    run_ranks(2, train_and_note_losses, data, run.path, [*common, "train.batch_size=2"])
     ranks = [json.loads((run.path / f"losses{rank}.json").read_text()) for rank in (0, 1)]
     assert ranks[0] == ranks[1]
     assert len(alone) == len(ranks[0]) == 12
@@ -150,11 +141,11 @@ def test_accumulated_cross_entropy_is_that_of_the_large_batch(
 def test_checkpointed_losses_are_the_same_bits(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, recipe: str
 ) -> None:
-    common = ["train.from_scratch=true", f"recipe={recipe}", "train.epochs=3"]
+    common = ["train.from_scratch=true", f"recipe={recipe}", "train.epochs=2"]
     plain = losses_of(with_settings(tiny, common), tmp_path / "plain", model, monkeypatch)
     settings = with_settings(tiny, [*common, "train.checkpointing=true"])
     again = losses_of(settings, tmp_path / "again", model, monkeypatch)
-    assert len(plain) == 6
+    assert len(plain) == 4
     assert plain == again
 
 

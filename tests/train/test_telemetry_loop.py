@@ -19,6 +19,7 @@ from fp4deploy.train.logging import trackers as trackers_module
 from fp4deploy.train.logging.telemetry import STATE, read_gradients
 from fp4deploy.train.logging.trackers import EPOCH, LOOK, Entry, read_entries
 from fp4deploy.train.loop import Trainer
+from tests.train.launch import copy_of
 
 SMALL = [
     "model.scale=0.125",
@@ -115,7 +116,7 @@ def test_a_resumed_training_tracks_the_same(
     config: Config, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException
 ) -> None:
     """Ctrl-C saves inside the epoch, a crash falls back to the last one; both repeat no line and lose none."""
-    run = create_run(tmp_path / "run")
+    run = copy_of(straight, tmp_path / "run", ["fp16"])
     original = Trainer._step
 
     def interrupted(self: Trainer, *batch: torch.Tensor) -> None:
@@ -128,7 +129,7 @@ def test_a_resumed_training_tracks_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", interrupted)
         with pytest.raises(type(error)):
-            train_models(config, run)
+            train_models(config, run, resume=True)
     train_models(config, run, resume=True)
     for model in ("fp16", "nvfp4"):
         assert entries(run, model) == entries(straight, model)
@@ -141,7 +142,7 @@ def test_a_lost_or_foreign_telemetry_state_costs_the_flips_only(
     config: Config, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, damage in enumerate((None, b"damaged")):
-        run = create_run(tmp_path / f"run{number}")
+        run = copy_of(straight, tmp_path / f"run{number}", ["fp16"])
         original = Trainer._step
 
         def interrupted(self: Trainer, *batch: torch.Tensor, original: Any = original) -> None:
@@ -151,7 +152,7 @@ def test_a_lost_or_foreign_telemetry_state_costs_the_flips_only(
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_step", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                train_models(config, run)
+                train_models(config, run, resume=True)
         state = run.model_dir("nvfp4") / "state" / STATE
         if damage is None:
             state.unlink()
@@ -184,8 +185,17 @@ def test_another_interval_may_be_chosen_on_resume(
 
 
 def test_a_compiled_model_is_probed(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled forward ignores hooks; a backend that runs the graph as it is needs no compiler."""
-    compile_ = torch.compile
+    """The compiled forward ignores hooks; a backend that runs the graph as it is needs no compiler.
+
+    Evaluation is not compiled here: it would be traced again, and telemetry does not see it.
+    """
+    compile_, evaluate = torch.compile, Trainer.evaluate
+
+    def eagerly(self: Trainer) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return evaluate(self)
+
+    monkeypatch.setattr(Trainer, "evaluate", eagerly)
     monkeypatch.setattr(torch, "compile", lambda *args, **named: compile_(*args, **{**named, "backend": "eager"}))
     run = create_run(tmp_path / "run")
     settings = ["train.compile=true", "train.epochs=1", "telemetry.every=2"]

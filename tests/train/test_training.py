@@ -22,6 +22,7 @@ from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
 from fp4deploy.train.loop import MAX_SKIPPED_IN_A_ROW, Trainer
 from fp4deploy.train.schedule import learning_rate
+from tests.train.launch import copy_of
 
 SMALL = [
     "model.scale=0.125",
@@ -117,13 +118,14 @@ def test_same_seed_same_weights(config: Config, straight: Run, tmp_path: Path) -
 def test_interrupted_and_resumed_equals_straight(
     config: Config, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, step: int
 ) -> None:
-    run = create_run(tmp_path / "run")
+    run = copy_of(straight, tmp_path / "run", ["fp16"] if model == "nvfp4" else [])
+    models = ("fp16",) if model == "fp16" else ("fp16", "nvfp4")
     with monkeypatch.context() as patch:
         stop_after(patch, model, step, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            train_models(config, run)
-    train_models(config, run, resume=True)
-    for name in ("fp16", "nvfp4"):
+            train_models(config, run, models, resume=True)
+    train_models(config, run, models, resume=True)
+    for name in models:
         assert timeless(run, name) == timeless(straight, name)
         assert same_weights(run.checkpoint(name), straight.checkpoint(name))
         assert same_weights(
@@ -324,9 +326,8 @@ def test_a_resume_with_other_settings_is_refused(config: Config, straight: Run) 
         train_models(changed, straight, resume=True)
 
 
-def test_a_damaged_state_is_one_clear_error(config: Config, tmp_path: Path) -> None:
-    run = create_run(tmp_path / "run")
-    train_models(config, run, ("fp16",))
+def test_a_damaged_state_is_one_clear_error(config: Config, straight: Run, tmp_path: Path) -> None:
+    run = copy_of(straight, tmp_path / "run", ["fp16"])
     (run.model_dir("fp16") / "state" / "last.safetensors").write_bytes(b"damaged")
     with pytest.raises(InputError, match="cannot be resumed from"):
         train_models(config, run, ("fp16",), resume=True)

@@ -12,10 +12,11 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.qat import load_model
-from fp4deploy.runs import create_run
+from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.optimizer import WeightAverage
+from tests.train.launch import copy_of
 
 
 def test_the_average_is_the_recursion_with_a_short_memory_at_first() -> None:
@@ -95,9 +96,8 @@ def test_an_interrupted_average_resumes_exactly(tiny: Config, tmp_path: Path, mo
     assert losses[0] == losses[1]
 
 
-def test_a_state_without_an_average_is_refused(tiny: Config, tmp_path: Path) -> None:
-    run = create_run(tmp_path / "run")
-    train_models(tiny, run, ("fp16",))
+def test_a_state_without_an_average_is_refused(tiny: Config, tiny_run: Run, tmp_path: Path) -> None:
+    run = copy_of(tiny_run, tmp_path / "run", ["fp16"])
     with pytest.raises(InputError, match="began with other settings"):
         train_models(with_settings(tiny, ["train.ema=0.9"]), run, ("fp16",), resume=True)
     run.config_path.unlink()

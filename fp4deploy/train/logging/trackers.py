@@ -1,13 +1,14 @@
 """Where telemetry goes: a file, TensorBoard, Weights & Biases, behind one small Protocol.
 
-    jsonl         <model>/telemetry.jsonl, one line a look or an epoch; what plots and reports are made of
+    jsonl         <model>/telemetry.jsonl, one line a sample or an epoch; plots and reports are made of it
     tensorboard   <model>/tensorboard/
     wandb         <model>/wandb/; offline unless telemetry.wandb_mode (or WANDB_MODE) says otherwise, so that nothing
-                  leaves the machine unasked: `wandb sync` uploads it later
+                  leaves the machine without being asked for: `wandb sync` uploads it later
 
-A resumed training repeats the steps after its last state. `resume` makes every tracker forget them: the file drops the
-lines, TensorBoard hides what lies after the step, W&B continues the run of the same id (online it keeps the values that
-it has, offline it writes a second part).
+Events are written by accelerate's trackers. Ours add what those do not know: histograms of FP4 codes, and a resume. A
+resumed training repeats the steps after its last state, and `resume` makes every tracker forget them: the file drops
+the lines, TensorBoard hides what lies after the step, W&B continues the run of the same id (online it keeps the values
+that it has, offline it writes a second part).
 """
 
 from __future__ import annotations
@@ -129,69 +130,84 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 class TensorBoardTracker:
-    """Scalars and code histograms as TensorBoard events."""
+    """Scalars and code histograms as TensorBoard events, written by accelerate's tracker."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.writer = folder, None
-        self.make = _tensorboard()
+        _require_tensorboard()
+        self.folder = folder
+        self.tracker: Any = None
 
     def resume(self, step: int, epoch: int) -> None:
         """Open the folder; events of later steps are hidden."""
-        self.writer = self.make(str(self.folder), purge_step=step + 1 if step else None)
+        from accelerate.tracking import TensorBoardTracker
+
+        _join()
+        purge = {"purge_step": step + 1} if step else {}
+        self.tracker = TensorBoardTracker(self.folder.name, str(self.folder.parent), **purge)
+        self.tracker.start()
 
     def log(self, entry: Entry) -> None:
         """Write events."""
-        if self.writer is None:
+        if self.tracker is None:
             self.resume(0, 0)
-        writer: Any = self.writer
-        for name, value in entry.scalars().items():
-            writer.add_scalar(name, value, entry.step)
         for name, counts in entry.histograms().items():
             values = [float(code) for code in range(CODES)]
             total = sum(count * value for count, value in zip(counts, values, strict=True))
             squares = sum(count * value**2 for count, value in zip(counts, values, strict=True))
             limits = [value + 0.5 for value in values]
-            writer.add_histogram_raw(name, 0.0, 15.0, sum(counts), total, squares, limits, counts, entry.step)
-        writer.flush()
+            self.tracker.writer.add_histogram_raw(
+                name, 0.0, 15.0, sum(counts), total, squares, limits, counts, entry.step
+            )
+        self.tracker.log(entry.scalars(), entry.step)  # flushes both
 
     def close(self) -> None:
         """Close the event file."""
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
+        if self.tracker is not None:
+            self.tracker.finish()
+            self.tracker = None
 
 
 class WandbTracker:
-    """One W&B run a model."""
+    """One W&B run a model, by accelerate's tracker; `name` and a fixed id make a resumed training the same run."""
 
     def __init__(self, folder: Path, name: str, project: str, mode: str, config: dict[str, Any]) -> None:
-        self.wandb, self.run = _wandb(), None
+        self.wandb, self.project = _wandb(), project
+        self.tracker: Any = None
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]  # the same run after a resume
-        self.options = {"dir": str(folder), "name": name, "project": project, "id": digest, "config": config}
-        self.mode = os.environ.get("WANDB_MODE", mode)
+        self.options: dict[str, Any] = {
+            "dir": str(folder),
+            "name": name,
+            "id": digest,
+            "config": config,
+            "mode": os.environ.get("WANDB_MODE", mode),
+        }
 
     def resume(self, step: int, epoch: int) -> None:
-        """Open the run, or go on with it."""
-        Path(str(self.options["dir"])).mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {**self.options, "mode": self.mode, "resume": "allow" if step else None}
-        self.run = self.wandb.init(**options, settings=self.wandb.Settings(silent=True, console="off"))
+        """Open the run, or continue it."""
+        from accelerate.tracking import WandBTracker
+
+        _join()
+        Path(self.options["dir"]).mkdir(parents=True, exist_ok=True)
+        quiet = self.wandb.Settings(silent=True, console="off")
+        resume = "allow" if step else None
+        self.tracker = WandBTracker(self.project, **self.options, resume=resume, settings=quiet)
+        self.tracker.start()
 
     def log(self, entry: Entry) -> None:
         """Log scalars and histograms of a step."""
-        if self.run is None:
+        if self.tracker is None:
             self.resume(0, 0)
-        run: Any = self.run
         edges = [code - 0.5 for code in range(CODES + 1)]
         histograms = {
             name: self.wandb.Histogram(np_histogram=(counts, edges)) for name, counts in entry.histograms().items()
         }
-        run.log({**entry.scalars(), **histograms, "epoch": entry.epoch}, step=entry.step)
+        self.tracker.log({**entry.scalars(), **histograms, "epoch": entry.epoch}, entry.step)
 
     def close(self) -> None:
         """Finish the run."""
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
+        if self.tracker is not None:
+            self.tracker.finish()
+            self.tracker = None
 
 
 def make_trackers(
@@ -222,17 +238,24 @@ def check_trackers(names: Iterable[str]) -> None:
     """
     for name in names:
         if name == "tensorboard":
-            _tensorboard()
+            _require_tensorboard()
         elif name == "wandb":
             _wandb()
 
 
-def _tensorboard() -> Any:
+def _join() -> None:
+    """Accelerate's trackers and their logger ask which process of a training this is."""
+    import torch
+    from accelerate import PartialState
+
+    PartialState(cpu=not torch.cuda.is_available())
+
+
+def _require_tensorboard() -> None:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        import torch.utils.tensorboard  # noqa: F401
     except ImportError as error:
         raise _missing("tensorboard", error) from error
-    return SummaryWriter
 
 
 def _wandb() -> Any:

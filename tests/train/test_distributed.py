@@ -1,4 +1,4 @@
-"""Two processes under torchrun: one set of files, the same result in both, validation counted once."""
+"""Two processes train one model: one set of files, the same result in both, validation counted once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fp4deploy.data import EvalTransform, eval_loader, generate_shapes, open_dataset
 from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models import build_unet, load_weights
-from fp4deploy.runs import create_run
+from fp4deploy.runs import Run, create_run
+from fp4deploy.train import load_config, train_models
+from tests.train.launch import run_ranks
 
 SCRIPT = """
 import sys
@@ -28,45 +32,40 @@ print({model: result.best_score for model, result in trained.items()}, flush=Tru
 """
 
 
-AMAXES = """
-import json, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from fp4deploy.qat import quantized_layers
-from fp4deploy.runs import Run
-from fp4deploy.train import load_config, train_models
-from fp4deploy.train.loop import Trainer
+def train_and_compare_amaxes(data: Path, out: Path) -> None:
+    """In one of two processes: train, and write down after every batch whether each amax is that of both."""
+    from fp4deploy.qat import quantized_layers
+    from fp4deploy.train.loop import Trainer
 
-original = Trainer._step
+    original = Trainer._step
 
+    def observed(self: Trainer, *batch: torch.Tensor) -> None:
+        layers, own = quantized_layers(self.bare), dict[str, float]()
+        assert all(layer.is_delayed for layer in layers.values())
+        before = {
+            name: layer.input_amax.fill_(1e-3 * (1 + at)).clone() for at, (name, layer) in enumerate(layers.items())
+        }
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args, name=name: own.update({name: args[0].abs().max().item()}))
+            for name, layer in layers.items()
+        ]
+        original(self, *batch)
+        for hook in hooks:
+            hook.remove()
+        ranks: list[Any] = [None, None]
+        dist.all_gather_object(ranks, own)
+        right = all(
+            layer.input_amax == max(*(torch.tensor(rank[name]) for rank in ranks), before[name] * 0.99)
+            for name, layer in layers.items()
+        )
+        line = json.dumps({"right": right, "only_in_1": sum(ranks[1][name] > ranks[0][name] for name in own)})
+        with (out / f"rank{dist.get_rank()}").open("a") as file:
+            file.write(line + "\n")
 
-def observed(self, *batch):
-    layers, own = quantized_layers(self.bare), {}
-    assert all(layer.is_delayed for layer in layers.values())
-    before = {name: layer.input_amax.fill_(1e-3 * (1 + at)).clone() for at, (name, layer) in enumerate(layers.items())}
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: own.update({name: args[0].abs().max().item()}))
-        for name, layer in layers.items()
-    ]
-    original(self, *batch)
-    for hook in hooks:
-        hook.remove()
-    ranks = [None, None]
-    dist.all_gather_object(ranks, own)
-    right = all(
-        layer.input_amax == max(*(torch.tensor(rank[name]) for rank in ranks), before[name] * 0.99)
-        for name, layer in layers.items()
-    )
-    line = json.dumps({"right": right, "only_in_1": sum(ranks[1][name] > ranks[0][name] for name in own)})
-    Path(sys.argv[2], f"rank{dist.get_rank()}").open("a").write(line + chr(10))
-
-
-Trainer._step = observed
-settings = ["model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=2", "train.from_scratch=true"]
-settings += ["train.epochs=1", "recipe=nvfp4_qat_delayed", "train.accumulate=2", f"data.root={sys.argv[1]}"]
-train_models(load_config(None, settings), Run(Path(sys.argv[2])), ("nvfp4",))
-"""
+    Trainer._step = observed  # type: ignore[method-assign]
+    settings = ["model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=2", "train.from_scratch=true"]
+    settings += ["train.epochs=1", "recipe=nvfp4_qat_delayed", "train.accumulate=2", f"data.root={data}"]
+    train_models(load_config(None, settings), Run(out), ("nvfp4",))
 
 
 def torchrun(script: str, folder: Path, *arguments: Path) -> str:
@@ -100,12 +99,11 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_the_tracked_amax_is_that_of_both_processes(tmp_path: Path) -> None:
     """After every batch, in both, also where only the second process saw the largest value."""
     data, run = tmp_path / "data", create_run(tmp_path / "run")
     generate_shapes(data, train=8, val=4, size=32, seed=0)
-    torchrun(AMAXES, tmp_path, data, run.path)
+    run_ranks(2, train_and_compare_amaxes, data, run.path)
     ranks = [[json.loads(line) for line in (run.path / f"rank{rank}").read_text().splitlines()] for rank in (0, 1)]
     assert ranks[0] == ranks[1]
     assert [line["right"] for line in ranks[0]] == [True, True]

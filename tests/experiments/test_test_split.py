@@ -35,27 +35,41 @@ def add_test_split(data: Path, images: int = 3) -> None:
     shutil.move(other / "annotations" / "instances_val2017.json", data / "annotations" / "instances_test2017.json")
 
 
-def swept(folder: Path, data: Path, *sets: str, only: tuple[str, ...] = ("qat", "control")) -> tuple[Any, list[str]]:
+def swept(
+    folder: Path, data: Path, *sets: str, only: tuple[str, ...] = ("qat", "control"), seeds: tuple[int, ...] = (0,)
+) -> tuple[Any, list[str]]:
     said: list[str] = []
     (folder / "mine.yaml").write_text(FILE)
-    sweep = load_sweep(folder / "mine.yaml", (f"data.root={data}", *sets), (0,) if sets else None)
+    sweep = load_sweep(folder / "mine.yaml", (f"data.root={data}", *sets), seeds)
     return run_sweep(sweep, folder / "out", only, say=said.append), said
 
 
-def test_scores_come_with_the_test_split_and_are_those_of_bench(
-    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(tiny_data, data)
-    results, said = swept(tmp_path, data)
+@pytest.fixture(scope="module")
+def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep of two seeds, trained where there was no test split."""
+    folder = tmp_path_factory.mktemp("trained")
+    results, said = swept(folder, tiny_data, seeds=(0, 1))
     assert results["variants"]["qat"]["test"] is None
     assert "test" not in markdown(results)
     assert not any("test split" in text for text in said)
-    assert not list((tmp_path / "out").rglob("test.json"))
+    assert not list((folder / "out").rglob("test.json"))
+    return folder / "out"
 
-    add_test_split(data)
+
+@pytest.fixture
+def data(tiny_data: Path, trained: Path, tmp_path: Path) -> Path:
+    """The data with a test split; in `tmp_path` lies a copy of the sweep."""
+    shutil.copytree(trained, tmp_path / "out")
+    shutil.copytree(tiny_data, tmp_path / "data")
+    add_test_split(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_scores_come_with_the_test_split_and_are_those_of_bench(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sweep_one, "train_models", lambda *_, **__: pytest.fail("it is trained"))
-    results, said = swept(tmp_path, data)
+    results, said = swept(tmp_path, data, seeds=(0, 1))
     assert sum("on the test split mIoU" in text for text in said) == 6
     for name, model in (("fp16", "fp16"), ("control", "fp16_control"), ("qat", "nvfp4")):
         for seed in ("0", "1"):
@@ -69,79 +83,64 @@ def test_scores_come_with_the_test_split_and_are_those_of_bench(
     assert f"| {100 * rows['qat']['test']['mean']:.2f} ± " in markdown(results)
     assert "| mIoU best | mIoU last | mIoU test | against | gap best | gap last | gap test |" in markdown(results)
 
-    again, said = swept(tmp_path, data)
+    again, said = swept(tmp_path, data, seeds=(0, 1))
     assert again == results
     assert not any("test split" in text for text in said)
 
 
 def test_an_error_that_nobody_foresaw_costs_the_score_alone(
-    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(tiny_data, data)
-    add_test_split(data)
 
     def broken(*_: Any) -> None:
         raise RuntimeError("a worker died")
 
     monkeypatch.setattr(sweep_one, "score_test", broken)
-    results, said = swept(tmp_path, data, "train.warmup=0")
+    results, said = swept(tmp_path, data)
     assert "qat, seed 0: not scored on the test split. RuntimeError: a worker died" in said
     assert [run["status"] for row in results["variants"].values() for run in row["runs"].values()] == ["done"] * 3
 
 
-def test_a_test_image_that_cannot_be_read_costs_the_score_alone(tiny_data: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(tiny_data, data)
-    add_test_split(data)
+def test_a_test_image_that_cannot_be_read_costs_the_score_alone(data: Path, tmp_path: Path) -> None:
     image = sorted((data / "test2017").iterdir())[1]
     whole = image.read_bytes()
     image.write_bytes(whole[: len(whole) // 3])
-    results, said = swept(tmp_path, data, "train.warmup=0")
+    results, said = swept(tmp_path, data)
     assert [run["status"] for row in results["variants"].values() for run in row["runs"].values()] == ["done"] * 3
     assert all(row["test"] is None for row in results["variants"].values())
     (complaint,) = [text for text in said if text.startswith("qat, seed 0: not scored on the test split. ")]
     assert image.name in complaint
     image.write_bytes(whole)
-    results, said = swept(tmp_path, data, "train.warmup=0")
+    results, said = swept(tmp_path, data)
     assert all(row["test"]["mean"] >= 0 for row in results["variants"].values())
 
 
-def test_a_test_split_without_annotations_is_not_scored(tiny_data: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(tiny_data, data)
-    add_test_split(data)
+def test_a_test_split_without_annotations_is_not_scored(data: Path, tmp_path: Path) -> None:
     path = data / "annotations" / "instances_test2017.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"annotations": []}))
     results, said = swept(tmp_path, data)
-    assert sum("not scored on the test split. The test split of" in text for text in said) == 6
+    assert sum("not scored on the test split. The test split of" in text for text in said) == 3
     assert all(row["test"] is None and row["best"] for row in results["variants"].values())
 
 
-def test_classes_are_those_of_the_model(tiny_data: Path, tmp_path: Path) -> None:
+def test_classes_are_those_of_the_model(data: Path, tmp_path: Path) -> None:
     """A category more in the test split's file does not move the others."""
-    data = tmp_path / "data"
-    shutil.copytree(tiny_data, data)
-    add_test_split(data)
-    plain, _ = swept(tmp_path, data, "train.jitter=0", only=("control",))
+    plain, _ = swept(tmp_path, data, only=("control",))
     path = data / "annotations" / "instances_test2017.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"categories": [{"id": 90, "name": "aaa"}, *content["categories"]]}))
     for found in (tmp_path / "out").rglob("test.json"):
         found.unlink()
-    again, _ = swept(tmp_path, data, "train.jitter=0", only=("control",))
+    again, _ = swept(tmp_path, data, only=("control",))
     assert again == plain
 
 
-def test_what_is_trained_on_is_scored_anew(tiny_data: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(tiny_data, data)
-    add_test_split(data)
-    swept(tmp_path, data, "train.jitter=0", only=("control",))
+def test_what_is_trained_on_is_scored_anew(data: Path, tmp_path: Path) -> None:
+    swept(tmp_path, data, only=("control",))
     folder = tmp_path / "out" / "fp16" / "seed0" / "fp16"
     (folder / "test.json").write_text('{"miou": 2}')
     shutil.rmtree(folder / "state")
-    results, _ = swept(tmp_path, data, "train.jitter=0", only=("control",))
+    results, _ = swept(tmp_path, data, only=("control",))
     assert results["variants"]["fp16"]["test"]["mean"] < 1
 
 

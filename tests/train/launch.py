@@ -1,0 +1,61 @@
+"""Start the processes of a test cheaply: forked from a server that has imported torch and fp4deploy once a session."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.runs import Run, create_run
+
+PRELOADED = ["fp4deploy.train", "fp4deploy.data", "pytest", "torch.distributed"]
+
+
+def start(function: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None) -> BaseProcess:
+    """A process that calls a module's function; what it prints to stderr is this process's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_call, args=(function, arguments, environment or {}))
+    process.start()
+    return process
+
+
+def run_ranks(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a module's function in `count` processes that find each other as those of torchrun do; all must succeed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    processes = [start(function, *arguments, environment=environment) for environment in ranks]
+    try:
+        for process in processes:
+            process.join(240)
+        assert [process.exitcode for process in processes] == [0] * count
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _call(function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+    import torch
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    function(*arguments)
+    sys.stderr.flush()
+
+
+def copy_of(run: Run, folder: Path, models: Iterable[str]) -> Run:
+    """A new run that holds some trained models of another, to be continued with resume=True."""
+    copied = create_run(folder)
+    shutil.copy(run.config_path, copied.config_path)
+    for model in models:
+        shutil.copytree(run.model_dir(model), copied.model_dir(model))
+    return copied
