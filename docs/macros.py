@@ -1,0 +1,430 @@
+"""The measured tables and figures of the site, made from benchmarks/results/*.json when it is built.
+
+A page says `{{ table("kernels") }}` or `{{ ms(packed[1]["packed"]) }}`; mkdocs-macros calls `define_env` below. No figure
+is written by hand, so that a page cannot disagree with the run that it quotes. `tests/docs` renders them all.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MINUS = "\N{MINUS SIGN}"
+
+
+@lru_cache
+def result(name: str) -> Any:
+    """One JSON file of benchmarks/results, by its name without the suffix."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table; the first `left` columns are aligned to the left, the others to the right."""
+    lines = [head, ["---" if index < left else "---:" for index in range(len(head))], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def spread(value: dict[str, float]) -> str:
+    """Mean and standard deviation over seeds, in points."""
+    return f"{100 * value['mean']:.2f} ± {100 * value['sd']:.2f}"
+
+
+def gap(value: dict[str, Any] | None) -> str:
+    """A difference paired by seed, in points, with its 95 % interval where there are several seeds."""
+    if value is None:
+        return ""
+    interval = "" if value["low"] is None else f" [{value['low']:+.2f}, {value['high']:+.2f}]"
+    return f"{value['mean']:+.2f}{interval}".replace("-", MINUS)
+
+
+def microseconds(row: dict[str, float], key: str = "ms") -> str:
+    """A time in microseconds."""
+    return f"{row[key] * 1e3:.1f}"
+
+
+STEP_ROWS = {
+    "FP16, torch eager, channels_last": "fp16 unfused",
+    "FP16, fused": "fp16 fused",
+    "FP16, fused, loss compiled": "fp16 fused, compiled loss",
+    "NVFP4, torch reference": "nvfp4 unfused, reference",
+    "NVFP4, kernels but not fused": "nvfp4 unfused",
+    "**NVFP4, fused**": "nvfp4 fused",
+    "**NVFP4, fused, loss compiled**": "nvfp4 fused, compiled loss",
+    "ModelOpt 0.47 NVFP4 QAT, eager, NCHW (blocks along image width)": "peer: ModelOpt NVFP4 QAT",
+}
+
+
+def training_step() -> str:
+    """A training step of the UNet by scale: time and peak memory."""
+    found = {(row["scale"], row["case"]): row for row in result("training_step_h200")["rows"]}
+    rows = []
+    for label, case in STEP_ROWS.items():
+        cells = [f"{found[scale, case][key]:.1f}" for scale in (1.0, 0.25) for key in ("ms", "peak_gb")]
+        rows.append([label, *cells])
+    return markdown(["", "scale 1.0, ms", "peak GB", "scale 0.25, ms", "peak GB"], rows)
+
+
+KERNEL_ROWS = {
+    "fake quantise": ("fake quantise, amax given",),
+    "fake quantise with in-range mask": ("fake quantise + mask",),
+    "the same, and the amax for the next step (delayed)": ("fake quantise + mask + amax of the same pass",),
+    "Hadamard transform + fake quantise": ("Hadamard + fake quantise",),
+    "fake quantise, amax computed in the call (two passes; 67 % is the limit)": ("fake quantise, amax found",),
+    "packed codes and scales": ("packed, amax given",),
+    "packed, scales in the 128x4 layout": ("packed swizzled",),
+    "packed 4/6, MAE, fast / strict": ("4/6 mae fast packed", "4/6 mae strict packed"),
+    "packed 4/6, MSE, fast / strict": ("4/6 mse fast packed", "4/6 mse strict packed"),
+    "packed MXFP4": ("MXFP4 packed",),
+    "packed, stochastic rounding": ("stochastic packed",),
+    "packed, 16 x 16 blocks": ("2-D packed",),
+}
+
+
+def _kernels() -> dict[str, dict[str, float]]:
+    return {row["case"]: row for row in result("kernels_h200")["torch.bfloat16"]}
+
+
+def kernels() -> str:
+    """Quantisation kernels on a bfloat16 matrix, against a copy that moves as many bytes."""
+    found = _kernels()
+    rows = []
+    for label, cases in KERNEL_ROWS.items():
+        times = " / ".join(microseconds(found[case]) for case in cases)
+        shares = " / ".join(f"{100 * found[case]['share_of_copy']:.1f} %" for case in cases)
+        rows.append([label, times, shares])
+    return markdown(["", "µs", "share of copy bandwidth"], rows)
+
+
+MODES = [(metric, mode) for metric in ("mae", "mse") for mode in ("fast", "strict")]
+
+
+def four_over_six_cost() -> dict[str, str]:
+    """Time of packing with 4/6 over that of packing without, by "metric mode"."""
+    found = _kernels()
+    plain = found["packed, amax given"]["ms"]
+    return {f"{metric} {mode}": f"{found[f'4/6 {metric} {mode} packed']['ms'] / plain:.2f}" for metric, mode in MODES}
+
+
+def four_over_six_ties() -> str:
+    """The same for amax values at which products fall on rounding ties."""
+    found = _kernels()
+    plain = found["packed, amax given"]["ms"]
+    rows = []
+    for amax in ("5.8125", "5.0625", "5.25"):
+        times = [found[f"4/6 {metric} {mode} packed, amax {amax}"]["ms"] for metric, mode in MODES]
+        rows.append([amax, *(f"{time / plain:.2f}" for time in times)])
+    return markdown(["amax", *(f"{metric.upper()}, {mode}" for metric, mode in MODES)], rows)
+
+
+def _convolutions(rows: list[dict[str, Any]]) -> str:
+    cells = []
+    for row in rows:
+        channels = f"{' + '.join(map(str, row['channels']))} -> {row['outputs']}"
+        times = [f"{row[name] * 1e3:.0f}" for name in ("fp16_ms", "packed_ms")]
+        cells.append([row["layer"], channels, f"{row['height']} x {row['width']}", *times, f"{row['ratio']:.2f}"])
+    return markdown(["layer", "channels", "feature map", "cuDNN FP16, µs", "packed, µs", "speed ratio"], cells, 3)
+
+
+def convolutions() -> str:
+    """Every quantised convolution of the UNet at scale 1.0, batch 16."""
+    return _convolutions(result("products_h200")["convolutions"])
+
+
+def few_channels() -> str:
+    """Layers with few channels: the first and the last layer, and those of scale 0.25."""
+    return _convolutions(result("products_h200")["few_channels"])
+
+
+def gemms() -> str:
+    """GEMM and GEMV of packed operands against cuBLAS."""
+    labels = {"M=1": "W4A16, 1 x 8192 x 8192", "M=8": "W4A16, 8 x 8192 x 8192", "M=16": "W4A16, 16 x 8192 x 8192"}
+    rows = []
+    for row in result("products_h200")["matrices"]:
+        label = labels.get(row["case"].split()[-1], "W4A4, 4096 x 4096 x 4096")
+        small = (
+            [f"{100 * row['share_of_copy']:.0f} %", microseconds(row, "ordered_ms")] if "copy_ms" in row else ["", ""]
+        )
+        rows.append(
+            [label, microseconds(row, "fp16_ms"), microseconds(row, "packed_ms"), f"{row['ratio']:.2f}", *small]
+        )
+    head = [
+        "GEMM, M x N x K",
+        "cuBLAS FP16, µs",
+        "packed, µs",
+        "speed ratio",
+        "share of copy bandwidth",
+        "in stream order, µs",
+    ]
+    return markdown(head, rows)
+
+
+def _time_and_memory(row: dict[str, float]) -> list[str]:
+    return [f"{row['ms']:.2f}", f"{row['peak_bytes'] / 2**20:.0f}"]
+
+
+def packed_network() -> str:
+    """The packed UNet against torch."""
+    one, many = result("packed_unet_h200")["batches"]
+    names = {
+        "FP16, torch eager, channels_last": "fp16 eager",
+        "FP16, torch.compile, no CUDA graph": "fp16 compiled",
+        "NVFP4 as it is trained, fake-quantised": "nvfp4 emulated",
+        "**packed**, CUDA graph": "packed",
+    }
+    rows = [[label, *_time_and_memory(one[name]), *_time_and_memory(many[name])] for label, name in names.items()]
+    return markdown(["", "batch 1, ms", "MiB", "batch 16, ms", "MiB"], rows)
+
+
+def packed_input_encoding() -> str:
+    """The packed UNet with the first and last layer in FP4, without and with the multi-term input encoding."""
+    one, many = result("packed_digits_h200")["batches"]
+    names = {"21 of 23": "21 of 23", "all": "all", "all, multi-term input": "all, digits"}
+    rows = [[label, *_time_and_memory(one[name]), *_time_and_memory(many[name])] for label, name in names.items()]
+    return markdown(["layers in FP4", "batch 1, ms", "MiB", "batch 16, ms", "MiB"], rows)
+
+
+LAYERS = {"fp16": "0", "control": "0", "ptq": "21 of 23", "qat": "21 of 23", "ptq_all": "all", "qat_all": "all"}
+LAYERS |= {"ptq_all_digits": "all, multi-term input", "qat_all_digits": "all, multi-term input"}
+
+
+def camvid(sweep: str = "camvid_sweep_h200") -> str:
+    """The sweep over CamVid: FP16, its control, calibration and QAT."""
+    found = result(sweep)["variants"]
+    rows = []
+    for name, layers in LAYERS.items():
+        row = found[name]
+        scores = [spread(row["best"]), spread(row["last"]), gap(row["gap_best"]), gap(row["gap_last"])]
+        rows.append([name, layers, *scores, spread(row["test"]), gap(row["gap_test"])])
+    head = ["variant", "layers in FP4", "best", "last", "gap, best", "gap, last", "test", "gap, test"]
+    return markdown(head, rows, 2)
+
+
+def camvid_quarter() -> str:
+    """The same at scale 0.25."""
+    return camvid("camvid_quarter_sweep_h200")
+
+
+ABLATION = {
+    "qat": "NVFP4 from the FP16 weights: static activation scales, 1-D blocks, averaged weights",
+    "scratch": "from random weights, as long as FP16",
+    "dynamic": "the activation scale of each tensor",
+    "delayed": "the activation scale of the step before",
+    "learned": "activation scales learned, from the 99.9 % percentile",
+    "weights_2d": "weights in 16 x 16 blocks",
+    "four_over_six": "4/6 for weights and activations",
+    "four_over_six_weights": "4/6 for weights",
+    "qad": "distilled from the FP16 model, as its control",
+    "qad_only": "distilled from the FP16 model, without labels",
+    "damping": "dampening of weight oscillation",
+    "damping_strong": "the same, ten times as strong",
+    "raw": "weights not averaged, as its control",
+    "qat_last": "the last layer in FP4 too",
+    "qat_first": "the first layer in FP4 too",
+    "qat_all": "both",
+    "qad_all": "both, distilled, as its control",
+    "qat_all_long": "both, 60 epochs at 4e-4, as its control",
+    "scratch_all": "both, from random weights, as long as FP16",
+    "qat_all_digits": "both, multi-term input encoding",
+    "qat_all_digits_fp16": "both, multi-term input encoding, in the FP16 model and in its control too",
+    "ptq": "calibrated, not trained",
+    "percentile": "calibrated by the 99.9 % percentile, not trained",
+    "ptq_all": "calibrated, not trained, first and last layer too",
+    "ptq_all_digits": "the same, multi-term input encoding",
+    "control_long": "FP16, 60 epochs at 4e-4",
+    "control_digits": "FP16, multi-term input encoding, from FP16 with it",
+    "control_qad": "FP16, distilled",
+    "control_raw": "FP16, weights not averaged",
+}
+
+
+def ablation() -> str:
+    """Every variant of the CamVid sweep against its own control."""
+    found = result("camvid_sweep_h200")["variants"]
+    rows = []
+    for name, what in ABLATION.items():
+        row = found[name]
+        gaps = [gap(row[key]) for key in ("gap_best", "gap_last", "gap_test")]
+        rows.append([name, what, str(len(row["runs"])), row["against"], *gaps])
+    return markdown(["variant", "what it is", "seeds", "against", "gap, best", "gap, last", "gap, test"], rows, 2)
+
+
+def dsb2018() -> str:
+    """Instances on DSB2018: average precision over three seeds."""
+    labels = {"fp16": "FP16", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4, calibrated", "nvfp4": "NVFP4 QAT"}
+    found = result("dsb2018_h200")["models"]
+    rows = []
+    for name, label in labels.items():
+        row = found[name]
+        epochs = str(next(iter(row["seeds"].values()))["epochs"])
+        rows.append([label, epochs, *(spread(row[key]) for key in ("ap", "ap50", "ap75")), gap(row.get("gap_best"))])
+    return markdown(["model", "epochs", "AP", "AP50", "AP75", "gap in AP"], rows)
+
+
+def scaling() -> str:
+    """Training on several GPUs."""
+    rows = []
+    for row in result("scaling_h200")["rows"]:
+        distance = ", ".join(f"{100 * part:.2f} %" for part in row.get("relative_distance", ()))
+        speed = [f"{row['images_per_s']:.0f}", f"{100 * row['efficiency']:.0f} %"]
+        rows.append([row["model"], f"{row['gpus']} x {row['batch']}", *speed, distance])
+    return markdown(["model", "GPUs x images", "images/s", "efficiency", "difference of the loss"], rows, 2)
+
+
+def estimates() -> str:
+    """Estimated COCO-2017 trainings on eight GPUs, from steps measured on one."""
+    rows = []
+    for name in ("coco2017", "coco2017_instance"):
+        found = result(f"estimate_{name}_h200")
+        for measured, whole in zip(found["measured"], found["estimated"], strict=True):
+            speed = [f"{measured[key]:.0f}" for key in ("training", "loader")]
+            rows.append([name, measured["model"], *speed, str(whole["epochs"]), f"{whole['hours']:.2f}"])
+    head = ["configuration", "model", "images/s, one GPU", "loader, images/s", "epochs", "hours on 8 GPUs (estimated)"]
+    return markdown(head, rows, 2)
+
+
+def telemetry_cost(where: str = "h200") -> str:
+    """A step with and without a sample of every layer, and the share of training time at one sample in 200 steps."""
+    rows = []
+    for row in result(f"telemetry_cost_{where}")["rows"]:
+        times = [f"{row[name]:.1f}" for name in ("step_ms", "looked_at_ms")]
+        rows.append([row["model"], f"{row['scale']:g}", *times, f"{100 * row['share']['1'] / 200:.2f} %"])
+    return markdown(["model", "scale", "step, ms", "sampled step, ms", "share at N = 200"], rows)
+
+
+def sensitivity() -> str:
+    """The sensitivity study on CamVid: what one kind of tensor alone in NVFP4 does to the logits."""
+    damage = result("kurtosis_camvid_h200")["damage"]
+    groups = {
+        "first layer": [row for row in damage if row["layer"] == "encoder.0.conv1"],
+        "output layer": [row for row in damage if row["layer"] == "head"],
+        "parameters of a normalisation": [row for row in damage if row["what"] == "parameters"],
+        "input of a normalisation": [row for row in damage if row["what"] == "input"],
+    }
+    groups["a layer that runs in FP4"] = [row for row in damage if all(row not in group for group in groups.values())]
+    rows = []
+    for label, group in groups.items():
+        means = [statistics.fmean(row[key] for row in group) for key in ("logit_error", "changed")]
+        shares = [statistics.fmean(row[key] for row in group) for key in ("parameters", "macs")]
+        rows.append(
+            [label, str(len(group)), *(f"{100 * m:.2f} %" for m in means), *(f"{100 * s:.2g} %" for s in shares)]
+        )
+    head = ["alone in NVFP4", "layers", "error of the logits, mean", "pixels changed, mean", "parameters", "MACs"]
+    return markdown(head, rows)
+
+
+def tiles() -> str:
+    """What the largest tile of each kind of kernel compiles to, for every architecture."""
+    order = ("3 x 3", "two sources", "matrix", "transposed", "W4A16")
+    largest: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in result("tiles_compiled")["kernels"]:
+        key = (row["arch"], row["kind"])
+        if key not in largest or _size(row) > _size(largest[key]):
+            largest[key] = row
+    rows = []
+    for arch in sorted({arch for arch, _ in largest}, key=lambda arch: int(arch.removeprefix("sm_"))):
+        for kind in (kind for kind in order if (arch, kind) in largest):
+            row = largest[arch, kind]
+            tile, code = " x ".join(map(str, row["tile"])), f"`{', '.join(row['instructions'])}`"
+            rows.append([arch, kind, tile, code, *(str(row[name]) for name in ("registers", "spills", "shared"))])
+    head = ["target", "kernel", "tile", "instruction", "registers", "spilled bytes", "shared memory, bytes"]
+    return markdown(head, rows, 4)
+
+
+def _size(row: dict[str, Any]) -> tuple[int, int]:
+    rows, columns, depth = row["tile"]
+    return rows * columns, depth
+
+
+def projected() -> str:
+    """Projected from published peaks; nothing was measured on a Blackwell GPU."""
+    rows = []
+    for row in result("roofline_projected")["totals"]:
+        times = [f"{row[name] / 1e3:.2f}" for name in ("fp16_us", "nvfp4_us")]
+        rows.append([row["gpu"], *times, f"{row['speedup']:.2f}"])
+    return markdown(["projected", "FP16, ms", "NVFP4, ms", "ratio"], rows)
+
+
+def digit_recipes(name: str) -> str:
+    """Recipes on scikit-learn's 8x8 digits over seeds, paired with FP32."""
+    runs = result(name)["runs"]
+    base = [run["accuracy"] for run in runs["fp32"]]
+    rows = []
+    for recipe, found in runs.items():
+        accuracy = [run["accuracy"] for run in found]
+        pairs = [a - b for a, b in zip(accuracy, base, strict=True)]
+        paired = ["", ""] if recipe == "fp32" else [f"{statistics.fmean(pairs):+.2f}", f"{statistics.stdev(pairs):.2f}"]
+        cells = [f"{statistics.fmean(accuracy):.2f}", f"{statistics.stdev(accuracy):.2f}", *paired]
+        rows.append([recipe, *cells, f"{statistics.fmean(run['loss'] for run in found):.4f}"])
+    return markdown(["recipe", "accuracy", "sd", "minus FP32", "sd", "loss"], rows)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network,
+        packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, scaling, estimates, telemetry_cost,
+        sensitivity, tiles, projected, digit_recipes,
+    )
+}  # fmt: skip
+
+
+README_ROWS = {
+    "FP16 control": ("control", "0"),
+    "NVFP4, calibrated only": ("ptq", "21 of 23"),
+    "**NVFP4, QAT**": ("qat", "21 of 23"),
+    "NVFP4, calibrated only, every layer": ("ptq_all", "all"),
+    "NVFP4, QAT, every layer": ("qat_all", "all"),
+    "**NVFP4, QAT, every layer, multi-term input**": ("qat_all_digits", "all"),
+}
+
+
+def readme_table() -> str:
+    """CamVid in the README."""
+    found = result("camvid_sweep_h200")["variants"]
+    rows = []
+    for label, (name, layers) in README_ROWS.items():
+        row = found[name]
+        cells = [text for key in ("best", "test") for text in (spread(row[key]), gap(row.get(f"gap_{key}")))]
+        rows.append([label, layers, *cells])
+    return markdown(["", "layers in FP4", "validation", "gap", "test", "gap"], rows, 2)
+
+
+def readme_with_table(text: str) -> str:
+    """The README with its table made again between the two marks."""
+    head, begin, rest = text.partition("<!-- table: written by python docs/macros.py -->\n")
+    _, end, tail = rest.partition("<!-- end of table -->")
+    assert begin
+    assert end
+    return f"{head}{begin}{readme_table()}\n{end}{tail}"
+
+
+def table(name: str, *arguments: str) -> str:
+    """A table by its name.
+
+    Raises:
+        KeyError: there is no such table.
+    """
+    return TABLES[name](*arguments)
+
+
+def machine(name: str) -> str:
+    """GPU and versions of a result: "NVIDIA H200, torch 2.11.0+cu130"."""
+    found = result(name)["machine"]
+    return f"{found['gpu']}, torch {found['torch']}"
+
+
+def define_env(env: Any) -> None:
+    """What pages may use; called by mkdocs-macros."""
+    for function in (table, result, spread, gap, machine, four_over_six_cost):
+        env.macro(function)
+
+
+if __name__ == "__main__":
+    README = ROOT / "README.md"
+    README.write_text(readme_with_table(README.read_text(encoding="utf-8")), encoding="utf-8")

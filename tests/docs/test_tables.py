@@ -1,0 +1,59 @@
+"""The tables of the site are made from the results, and the README's is the one that they give."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def macros() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("macros", ROOT / "docs" / "macros.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def calls() -> list[tuple[str, str]]:
+    """Every table that a page asks for: (page, arguments)."""
+    pattern = re.compile(r"\{\{ table\(([^)]*)\) \}\}")
+    return [(page.name, found) for page in PAGES for found in pattern.findall(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("page", "arguments"), calls())
+def test_a_table_is_whole(macros: ModuleType, page: str, arguments: str) -> None:
+    lines = macros.table(*(part.strip().strip("\"'") for part in arguments.split(","))).splitlines()
+    columns = {line.count(" | ") for line in (lines[0], *lines[2:])}
+    assert len(lines) > 2
+    assert len(columns) == 1, columns
+
+
+def test_every_table_is_shown(macros: ModuleType) -> None:
+    shown = {arguments.split(",")[0].strip("\"' ") for _, arguments in calls()}
+    assert shown == set(macros.TABLES)
+
+
+def test_the_readme_has_the_measured_table(macros: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert macros.readme_with_table(text) == text, "run: python docs/macros.py"
+    assert len(text.splitlines()) <= 120
+
+
+def test_every_variant_of_the_sweep_is_in_the_ablation(macros: ModuleType) -> None:
+    """What ran is in a table; what the file plans beyond that is listed as not measured on the page."""
+    ran = macros.result("camvid_sweep_h200")["variants"].keys()
+    assert ran - {"fp16", "control", "fp16-model.digits_true"} == macros.ABLATION.keys()
+    planned = yaml.safe_load((ROOT / "configs" / "sweep_camvid.yaml").read_text(encoding="utf-8"))["variants"]
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    missing = re.search(r"Not measured: ([^.]*)\.\n", text)
+    assert sorted(re.findall(r"`(\w+)`", missing[1] if missing else "")) == sorted(planned.keys() - ran)
