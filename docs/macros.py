@@ -1,7 +1,7 @@
 """The measured tables and figures of the site, made from benchmarks/results/*.json when it is built.
 
-A page says `{{ table("kernels") }}`, and mkdocs-macros calls `define_env` below. No figure is written by hand, so that a
-page cannot disagree with the run that it quotes. `tests/docs` renders them all.
+A page says `{{ table("kernels") }}`, and mkdocs-macros calls `define_env` below. No figure is written by hand, so that
+a page cannot disagree with the run that it quotes. `tests/docs` renders every table.
 """
 
 from __future__ import annotations

@@ -1,0 +1,65 @@
+"""Draw the picture of the README from a run: python docs/images/make_result.py RUN --data DIR
+
+Rows are validation images: those with the most objects, and the one on which the two models differ most. Scores are the
+best validation scores of the training (metrics.jsonl), sizes those of `fp4deploy export --format packed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+from pathlib import Path
+
+import matplotlib
+from matplotlib import pyplot as plt
+from PIL import Image
+
+from fp4deploy.report.figures.instance_overlays import draw_instance_overlays
+from fp4deploy.report.figures.overlays import draw_overlays
+
+METRICS = {"ap": "AP", "miou": "mIoU"}
+
+
+def main() -> None:
+    """Read a run, write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.png"))
+    parser.add_argument("--rows", type=int, default=3)
+    arguments = parser.parse_args()
+    matplotlib.use("Agg")
+    checkpoints = [arguments.run / model / "best.safetensors" for model in ("fp16", "nvfp4")]
+    metric, scores = best(arguments.run)
+    draw = draw_instance_overlays if metric == "ap" else draw_overlays
+    overlays = draw(*checkpoints, arguments.data)[-arguments.rows :]
+    sizes = [(arguments.run / "export" / name).stat().st_size / 1e6 for name in ("unet-fp16.fp4", "unet.fp4")]
+    titles = {"image": "image", "truth": "annotation", "difference": "difference in red"}
+    for label, size, score in zip(("FP16", "NVFP4"), sizes, scores, strict=True):
+        titles[label] = f"{label}: {size:.1f} MB, {METRICS[metric]} {100 * score:.1f}"
+    figure, axes = plt.subplots(len(overlays), 5, figsize=(13, 2.75 * len(overlays)), squeeze=False)
+    for row, overlay in zip(axes, overlays, strict=True):
+        for place, (name, uri) in zip(row, overlay.pictures.items(), strict=True):
+            place.imshow(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
+            place.axis("off")
+            if row is axes[0]:
+                place.set_title(titles[name], fontsize=10)
+    figure.tight_layout(pad=0.4)
+    figure.savefig(arguments.out, dpi=90, metadata={"Software": None})
+
+
+def best(run: Path) -> tuple[str, list[float]]:
+    """The metric of a run and the best score of FP16 and NVFP4."""
+    scores = []
+    metric = "miou"
+    for model in ("fp16", "nvfp4"):
+        lines = [json.loads(line) for line in (run / model / "metrics.jsonl").read_text().splitlines()]
+        metric = "ap" if any("ap" in line for line in lines) else "miou"
+        scores.append(max(line[metric] for line in lines if line.get(metric) is not None))
+    return metric, scores
+
+
+if __name__ == "__main__":
+    main()
