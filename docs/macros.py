@@ -374,6 +374,19 @@ TABLES: dict[str, Callable[..., str]] = {
 }  # fmt: skip
 
 
+def input_encoding_cost(batch: int) -> float:
+    """Milliseconds that the multi-term input encoding adds: batch 1 (0), batch 16 (1)."""
+    row = result("packed_digits_h200")["batches"][batch]
+    return float(row["all, digits"]["ms"] - row["all"]["ms"])
+
+
+def loading_rates() -> str:
+    """ "243, 856 images/s with 0, 4" of the data loader."""
+    rows = result("data_loading_h200")["rows"]
+    rates, workers = (", ".join(f"{row[key]:.0f}" for row in rows) for key in ("images_per_s", "workers"))
+    return f"{rates} images/s with {workers}"
+
+
 README_ROWS = {
     "FP16 control": ("control", "0"),
     "NVFP4, calibrated only": ("ptq", "21 of 23"),
@@ -421,7 +434,7 @@ def machine(name: str) -> str:
 
 def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
-    for function in (table, result, spread, gap, machine, four_over_six_cost):
+    for function in (table, result, spread, gap, machine, four_over_six_cost, input_encoding_cost, loading_rates):
         env.macro(function)
 
 

@@ -72,7 +72,9 @@ def quantize_mxfp4(
     Args:
         x: any float dtype, shape [..., K], any strides; may be empty.
         scale_rule: "floor" or "ceil".
-        rounding, seed, offset: as `quantize_nvfp4`.
+        rounding: "nearest" or "stochastic".
+        seed: as of `quantize_nvfp4`.
+        offset: as of `quantize_nvfp4`.
 
     Raises:
         InputError: an unknown option, no axes, or a dtype that is not floating point.

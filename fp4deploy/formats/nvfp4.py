@@ -83,7 +83,8 @@ def quantize_nvfp4(
         row_scaled: a global amax for each row (1-D blocks only).
         four_over_six: let each block choose between mapping its amax to 6 and to 4.
         rounding: "nearest" or "stochastic" (not with 4/6).
-        seed, offset: what `philox` draws the bits of stochastic rounding from; seed None draws one from torch.
+        seed: of the random bits of stochastic rounding (`philox`); None draws one from torch.
+        offset: where in the random stream of that seed the bits begin.
 
     Raises:
         InputError: an unknown or contradictory option, fewer axes than the blocks need, a dtype that is not floating

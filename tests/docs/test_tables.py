@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import jinja2
 import pytest
 import yaml
 
@@ -57,3 +58,28 @@ def test_every_variant_of_the_sweep_is_in_the_ablation(macros: ModuleType) -> No
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     missing = re.search(r"Not measured: ([^.]*)\.\n", text)
     assert sorted(re.findall(r"`(\w+)`", missing[1] if missing else "")) == sorted(planned.keys() - ran)
+
+
+def test_expressions_in_prose_can_be_rendered(macros: ModuleType) -> None:
+    """As mkdocs-macros does it: a name that is not there fails instead of leaving a gap."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    names = (
+        "table",
+        "result",
+        "spread",
+        "gap",
+        "machine",
+        "four_over_six_cost",
+        "input_encoding_cost",
+        "loading_rates",
+    )
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert "{{" not in environment.from_string(text).render({name: getattr(macros, name) for name in names})
+
+
+def test_sentences_of_the_readme(macros: ModuleType) -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    steps = {row["case"]: row["ms"] for row in macros.result("training_step_h200")["rows"] if row["scale"] == 1.0}
+    assert f"costs {steps['nvfp4 fused'] / steps['fp16 fused']:.2f} times the fused FP16 step" in text
+    assert f"needs {macros.result('packed_unet_h200')['bytes']['ratio']:.2f} of the weight bytes" in text

@@ -43,7 +43,9 @@ def fp4_conv2d(
         x: [N, I, H, W] in any float dtype and memory format, or packed [N, H, W, I].
         weight: [O, I, KH, KW], packed [O, KH, KW, I], or the cache of one; at most 49 taps.
         bias: [O]; a cache has its own.
-        stride, padding, dilation: one number for both directions, or two that are equal.
+        stride: one number for both directions, or two that are equal.
+        padding: likewise.
+        dilation: likewise.
         input_amax: "dynamic", a number or a float32 []: what a tensor `x` is packed with.
         dtype: of the output, float16 or bfloat16; by default that of `x`, float16 where it has none of these.
         out_amax: pack the output with this amax.
