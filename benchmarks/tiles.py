@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fp4deploy.plugins.aot.build import Made, build
+from fp4deploy.plugins.aot.build import BuildResult, build
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import TARGETS
@@ -28,9 +28,9 @@ def main() -> None:
     parser.add_argument("--arch", nargs="+", default=list(TARGETS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    wanted = [(launch, arch) for arch in arguments.arch for launch in representatives(arch)]
-    done = dict(build(wanted))
-    found = [row(done[index]) for index in range(len(wanted))]
+    requested = [(launch, arch) for arch in arguments.arch for launch in representatives(arch)]
+    done = dict(build(requested))
+    found = [row(done[index]) for index in range(len(requested))]
     for each in found:
         print(markdown(each))
     if arguments.json:
@@ -61,12 +61,12 @@ def kind(launch: Launch) -> str:
     return f"{shape}, packed output" if facts["QUANTIZE"] else shape
 
 
-def row(made: Made) -> dict[str, Any]:
+def row(result: BuildResult) -> dict[str, Any]:
     """One line of the table as JSON values."""
-    facts, constants = made.facts(), dict(made.launch.constants)
+    facts, constants = result.as_json(), dict(result.launch.constants)
     tile = [constants[name] for name in ("BM", "BN", "BK")]
     names = ("arch", "num_warps", "num_stages", "instructions", "registers", "spills", "shared", "complaints")
-    return {"kind": kind(made.launch), "tile": tile} | {name: facts.get(name) for name in names}
+    return {"kind": kind(result.launch), "tile": tile} | {name: facts.get(name) for name in names}
 
 
 def markdown(each: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`fp4deploy kernels`, with a stand-in for the compiler; compiling itself is tested in tests/plugins/test_ahead.py."""
+"""`fp4deploy kernels`, without compiling; that is tested in tests/plugins/aot/test_compile_aot.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.aot import build as aot_build
 from fp4deploy.plugins.aot import store
-from fp4deploy.plugins.aot.build import Made
+from fp4deploy.plugins.aot.build import BuildResult
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
 from tests.cli.command_line import Invoke
@@ -23,9 +23,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What `build` was asked for; kernels for sm_100 fall back, those for sm_121 are refused, others are right."""
     found: list[Any] = []
 
-    def build(wanted: list[tuple[Launch, str]], jobs: int | None, out: Path | None) -> Iterator[tuple[int, Made]]:
-        found.append((wanted, jobs, out))
-        for index, (launch, arch) in reversed(list(enumerate(wanted))):
+    def build(
+        requested: list[tuple[Launch, str]], jobs: int | None, out: Path | None
+    ) -> Iterator[tuple[int, BuildResult]]:
+        found.append((requested, jobs, out))
+        for index, (launch, arch) in reversed(list(enumerate(requested))):
             native = dict(launch.constants).get("NATIVE")
             kind = "tcgen05.mma kind::mxf4nvf4" if native else "wgmma.mma_async m64n128k16 f16"
             kind = (
@@ -35,7 +37,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 b"code", "", launch.kernel.partition(":")[2], (), (), 1024, 8, 99, 0, (kind,), arch, "3.6.0", "",
                 store.description(launch),
             )  # fmt: skip
-            yield index, Made(launch, arch, None, "no luck") if arch == "sm_121" else Made(launch, arch, compiled)
+            yield (
+                index,
+                BuildResult(launch, arch, None, "no luck") if arch == "sm_121" else BuildResult(launch, arch, compiled),
+            )
 
     monkeypatch.setattr(aot_build, "build", build)
     return found
@@ -44,13 +49,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_table(invoke: Invoke, calls: list[Any]) -> None:
     result = invoke("kernels", "--arch", "sm90", "--jobs", 3)
     assert result.exit_code == 0, result.stderr
-    ((wanted, jobs, out),) = calls
-    assert {arch for _, arch in wanted} == {"sm_90"}
+    ((requested, jobs, out),) = calls
+    assert {arch for _, arch in requested} == {"sm_90"}
     assert (jobs, out) == (3, None)
     lines = result.stdout.splitlines()
-    assert len(lines) == 1 + len(wanted)
+    assert len(lines) == 1 + len(requested)
     assert all("sm_90" in line and "wgmma.mma_async m64n128k16 f16" in line for line in lines[1:])
-    assert f"{len(wanted)} of {len(wanted)} kernels are as they should be" in result.stderr
+    assert f"{len(requested)} of {len(requested)} kernels passed the checks" in result.stderr
 
 
 def test_json_is_alone_on_stdout(invoke: Invoke, calls: list[Any], tmp_path: Path) -> None:
@@ -67,7 +72,7 @@ def test_json_is_alone_on_stdout(invoke: Invoke, calls: list[Any], tmp_path: Pat
 def test_a_fallback_and_a_refusal_exit_1(invoke: Invoke, calls: list[Any]) -> None:
     result = invoke("kernels", "--arch", "sm100")
     assert result.exit_code == 1
-    assert "kernels are not what was asked for" in result.stderr
+    assert "kernels failed the checks" in result.stderr
     assert "asked for kind::mxf4nvf4 and got tcgen05.mma kind::f16" in result.stderr
     assert "asked for kind::mxf4nvf4" in result.stdout
     result = invoke("kernels", "--arch", "sm121", "--json")

@@ -30,7 +30,7 @@ from fp4deploy.export.lowering.pattern import Fp4Layer, find_fp4_layers
 from fp4deploy.export.lowering.plan import MARK
 from fp4deploy.export.lowering.plugin_match import Source, read_source, scalar
 from fp4deploy.formats import NVFP4_BLOCK, global_amax
-from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE, VERSION, Plugin, product_plugin
+from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE, VERSION, Plugin, convolution_plugin
 
 _PASSED = ("Cast", "Reshape", "Transpose", "Identity", "DequantizeLinear")
 _TYPES = {"FP16": ir.DataType.FLOAT16, "FP32": ir.DataType.FLOAT, "INT8": ir.DataType.INT8}
@@ -106,7 +106,7 @@ class _Rewriter:
         own = scalar(layer.quantize.inputs[1])
         roles = ("quantize", "quantize_second")
         images = [self._image(tape, role, *part, own) for role, part in zip(roles, source.parts, strict=False)]
-        plugin = product_plugin(len(images), scale is not None, layer.kind == "ConvTranspose2d")
+        plugin = convolution_plugin(len(images), scale is not None, layer.kind == "ConvTranspose2d")
         inputs = [value for image in images for value in (image.codes, image.scales, tape.number("input_scale", own))]
         inputs += _weight(tape)
         if scale is not None:

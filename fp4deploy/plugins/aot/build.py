@@ -1,6 +1,6 @@
-"""Compiling many kernels for many architectures, in processes beside each other.
+"""Compile many kernels for many architectures, in parallel processes.
 
-Workers start fresh: whatever this process has imported for Triton's interpreter does not reach them.
+Workers are started by "spawn", so that kernels which this process imported for Triton's interpreter are not inherited.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fp4deploy.plugins.runtime.nvcc import KernelError
 
 
 @dataclass(frozen=True)
-class Made:
-    """One kernel for one architecture: `compiled`, or None and the reason in `failure`."""
+class BuildResult:
+    """One kernel for one architecture: `compiled`, or None and the compiler's reason in `failure`."""
 
     launch: Launch
     arch: str
     compiled: Compiled | None
     failure: str = ""
 
-    def complaints(self) -> list[str]:
-        """What is wrong with it; see `ahead_check`."""
-        return diagnose.complaints(self.compiled) if self.compiled is not None else [self.failure]
+    def diagnostics(self) -> list[str]:
+        """What is wrong with it, see `aot.diagnose`; empty where nothing is."""
+        return diagnose.diagnostics(self.compiled) if self.compiled is not None else [self.failure]
 
-    def facts(self) -> dict[str, Any]:
-        """All but the code, as JSON values."""
+    def as_json(self) -> dict[str, Any]:
+        """All but the machine code, as JSON values."""
         about: dict[str, Any] = {"kernel": self.launch.kernel, "arch": self.arch}
         about |= {"constants": dict(self.launch.constants)}
         about |= {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages}
@@ -48,21 +48,21 @@ class Made:
             names = ("instructions", "registers", "spills", "shared", "triton", "sources")
             about |= {name: getattr(self.compiled, name) for name in names}
             about |= {"bytes": len(self.compiled.cubin)}
-        return {**about, "complaints": self.complaints()}
+        return {**about, "complaints": self.diagnostics()}  # the key that `kernels --json` has had from the start
 
 
 def build(
-    wanted: Iterable[tuple[Launch, str]], jobs: int | None = None, out: Path | None = None
-) -> Iterator[tuple[int, Made]]:
-    """Compile launches for architectures, into the cache and into a folder; in the order in which they are done.
+    requested: Iterable[tuple[Launch, str]], jobs: int | None = None, out: Path | None = None
+) -> Iterator[tuple[int, BuildResult]]:
+    """Compile kernels into the cache, and into a folder if one is given; results come as they are finished.
 
     Args:
-        wanted: (launch, architecture).
-        jobs: processes; as many as there are cores where None.
+        requested: kernel variants, each with an architecture.
+        jobs: processes (default: one for each CPU core).
         out: a folder for FP4DEPLOY_KERNEL_PATH.
 
     Yields:
-        The position in `wanted`, and what came of it.
+        The position in `requested` and the result.
 
     Raises:
         UnavailableError: Triton is missing.
@@ -71,35 +71,34 @@ def build(
     """
     if triton_version() is None:
         raise UnavailableError(f"Triton is missing, and it compiles the kernels: {INSTALL_TRITON}  (Linux).")
-    todo = [(launch, store.supported(arch).triton_name) for launch, arch in wanted]
+    todo = [(launch, store.supported(arch).triton_name) for launch, arch in requested]
     workers = max(1, min(jobs or cores(), len(todo)))
-    fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=fresh) as pool:
-        with _without("TRITON_INTERPRET"):  # workers start in `submit`, with the variables of this moment
-            tasks = {pool.submit(make, launch, arch): index for index, (launch, arch) in enumerate(todo)}
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with _without("TRITON_INTERPRET"):  # `submit` starts the workers, and they inherit the variables
+            tasks = {pool.submit(build_one, launch, arch): index for index, (launch, arch) in enumerate(todo)}
         try:
             for task in as_completed(tasks):
-                made = task.result()
-                if out is not None and made.compiled is not None:
-                    _save(made.compiled, made.launch, out)
-                yield tasks[task], made
+                result = task.result()
+                if out is not None and result.compiled is not None:
+                    _save(result.compiled, result.launch, out)
+                yield tasks[task], result
         except BrokenProcessPool as error:
             raise KernelError(
-                "Triton's compiler aborted, and its process with it. One process says which kernel: --jobs 1."
+                "Triton's compiler aborted, and its process with it. --jobs 1 shows for which kernel."
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def make(launch: Launch, arch: str) -> Made:
-    """One of `build`; what Triton prints about a failure becomes part of the reason."""
+def build_one(launch: Launch, arch: str) -> BuildResult:
+    """Compile one kernel; what Triton prints about a failure becomes part of the reason."""
     with _stderr() as lines:
         try:
-            return Made(launch, arch, compile_launch(launch, arch))
+            return BuildResult(launch, arch, compile_launch(launch, arch))
         except KernelError as error:
             reason = str(error).partition("\n")[0]
     errors = [line.strip() for line in lines if "error:" in line or "Assertion" in line]
-    return Made(launch, arch, None, " ".join([reason, *errors[:2]]))
+    return BuildResult(launch, arch, None, " ".join([reason, *errors[:2]]))
 
 
 @contextmanager
@@ -118,7 +117,7 @@ def _save(compiled: Compiled, launch: Launch, folder: Path) -> None:
 
 @contextmanager
 def _stderr() -> Iterator[list[str]]:
-    """Collect what the C++ parts of the compiler write to the process's stderr."""
+    """Collect what the C++ part of the compiler writes to stderr, which Python's sys.stderr does not see."""
     lines: list[str] = []
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:

@@ -4,8 +4,9 @@
 
 `triton.compile` takes a target that need not be present: the kernel's source, the types of its arguments, its constants
 and the compute capability go in; PTX and a cubin come out. Here the result is checked against what
-`fp4deploy.plugins.aot.load` can launch and kept by `fp4deploy.plugins.aot.store`. Triton's own cache stays out of it:
-its entries are found only through Triton, by the version of Triton and a hash of the installation."""
+`fp4deploy.plugins.aot.load` can launch and stored by `fp4deploy.plugins.aot.store`. Triton's own cache cannot be used
+instead: its keys contain a hash of the Triton installation, so that a machine without Triton cannot find its entries.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ from fp4deploy.plugins.runtime.nvcc import KernelError
 from fp4deploy.requirements import LIBRARIES
 
 INSTALL_TRITON = LIBRARIES["triton"].install
-# Triton's types in the letters of `driver.Kernel`; pointers, "*...", are P.
+# Triton's types -> letters of a launch signature (`runtime.launch`); pointers, "*...", are P.
 LETTERS = {"i8": "b", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
-# They change what Triton compiles; what comes out must not be kept for others.
+# Variables that change what Triton compiles: with any of them set, nothing is read from the cache or written to it.
 ALTERING = (
     "DISABLE_PTXAS_OPT",
     "PTXAS_OPTIONS",
@@ -40,7 +41,7 @@ ALTERING = (
     "TRITON_ENABLE_ASAN",
 )
 
-_one = threading.Lock()  # Triton's settings and stdout belong to the whole process
+_compiling = threading.Lock()  # Triton's settings and stdout are global to the process
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:
@@ -52,7 +53,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
     Raises:
         InputError: no such kernel or architecture, or a description that does not fit the kernel.
-        KernelError: nobody has compiled it and Triton is missing, or Triton refuses it.
+        KernelError: it is not compiled yet and Triton is missing, or Triton refuses it.
     """
     arch = store.supported(arch).triton_name
     shipped, own = store.shipped_folders(), store.own_folder()
@@ -61,7 +62,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
         return _compile(launch, arch)
     found = store.find(launch, arch, shipped) or store.find(launch, arch, [own], version)
     if found is None and version is None:
-        raise KernelError(_nobody_compiled(launch, arch))
+        raise KernelError(_not_compiled(launch, arch))
     if found is None:
         assert version is not None
         entry = own / store.file_name(launch, arch, version)
@@ -84,12 +85,12 @@ def triton_version() -> str | None:
 
 
 def command(arch: str) -> str:
-    """What makes every kernel for an architecture."""
+    """The command that compiles every kernel for an architecture."""
     return f"fp4deploy kernels --arch {Architecture.parse(arch)} --out DIR"
 
 
 def signature(parameters: tuple[str, ...]) -> str:
-    """Parameter types of Triton in the letters of `driver.Kernel`, with the two scratch pointers.
+    """Parameter types of Triton as a launch signature (`runtime.launch`), with the two scratch pointers at the end.
 
     Raises:
         InputError: a type that no argument can have here.
@@ -115,16 +116,16 @@ def _compile(launch: Launch, arch: str) -> Compiled:
     values = {(names[name],): value for name, value in launch.constants}
     source = ASTSource(kernel, launch.signature(), values, attributes)
     target = GPUTarget("cuda", Architecture.parse(arch).number, 32)
-    # Triton's own cache is not needed below this one, and a home folder need not be writable. Where ptxas fails, Triton
-    # prints the whole PTX on stdout; the message of the error has what matters.
-    with _one, tempfile.TemporaryDirectory(prefix="fp4deploy-") as folder, triton.knobs.cache.scope():
+    # Triton writes into its own cache too, which is not needed here and may not be writable: give it a temporary one.
+    # Where ptxas fails, Triton prints the whole PTX on stdout; the exception has the message that matters.
+    with _compiling, tempfile.TemporaryDirectory(prefix="fp4deploy-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                made = triton.compile(source, target=target, options=launch.options())
+                code = triton.compile(source, target=target, options=launch.options())
         except Exception as error:
             raise KernelError(f"{launch.kernel} does not compile for {arch}: {str(error)[:4000]}\n{launch}") from error
-    return _checked(launch, arch, made)
+    return _checked(launch, arch, code)
 
 
 def _kernel(launch: Launch) -> Any:
@@ -141,14 +142,14 @@ def _kernel(launch: Launch) -> Any:
     return kernel
 
 
-def _checked(launch: Launch, arch: str, made: Any) -> Compiled:
-    """What Triton made, if this launcher can launch it."""
-    about = made.metadata._asdict()
-    ptx = made.asm["ptx"]
+def _checked(launch: Launch, arch: str, code: Any) -> Compiled:
+    """Triton's result, if `aot.load` can launch it."""
+    about = code.metadata._asdict()
+    ptx = code.asm["ptx"]
     name, parameters = cubin.entry_point(ptx)
     needs = {
         "scratch memory": about.get("global_scratch_size") or about.get("profile_scratch_size"),
-        "clusters of blocks": about.get("num_ctas", 1) != 1,
+        "thread-block clusters": about.get("num_ctas", 1) != 1,
         "a cooperative or dependent launch": about.get("launch_cooperative_grid") or about.get("launch_pdl"),
         "tensor descriptors": about.get("tensordesc_meta"),
         "other parameters than it describes": len(parameters) != len(launch.arguments) + 2,
@@ -157,14 +158,14 @@ def _checked(launch: Launch, arch: str, made: Any) -> Compiled:
     wrong = [what for what, needed in needs.items() if needed]
     if wrong:
         raise KernelError(
-            f"{launch.kernel} compiled for {arch} needs {' and '.join(wrong)}, which no launch here gives."
+            f"{launch.kernel} compiled for {arch} needs {' and '.join(wrong)}, which this launcher does not support."
         )
     names = [name for name, _ in launch.arguments]
-    registers, spills = cubin.resources(made.asm["cubin"])
+    registers, spills = cubin.resources(code.asm["cubin"])
     types = tuple(kind for _, kind in launch.arguments)
     signature(types)
     return Compiled(
-        cubin=made.asm["cubin"],
+        cubin=code.asm["cubin"],
         ptx=ptx,
         name=name,
         parameters=types,
@@ -181,10 +182,10 @@ def _checked(launch: Launch, arch: str, made: Any) -> Compiled:
     )
 
 
-def _nobody_compiled(launch: Launch, arch: str) -> str:
+def _not_compiled(launch: Launch, arch: str) -> str:
     folders = [*store.shipped_folders(), store.own_folder()]
     others = store.architectures(launch, folders)
-    there = f" They have it for {', '.join(others)}; a cubin runs on its own architecture only." if others else ""
+    there = f" It is there for {', '.join(others)}; a cubin runs on its own architecture only." if others else ""
     return (
         f"{launch.kernel} is not compiled for {arch}, and Triton is missing. Searched: {', '.join(map(str, folders))}."
         f"{there} On a machine with Triton and this version of fp4deploy run: {command(arch)}; then set "

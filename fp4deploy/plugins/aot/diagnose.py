@@ -1,8 +1,8 @@
-"""Whether a compiled kernel is what was asked for: the right instruction, nothing spilled, and a place on the GPU.
+"""Diagnostics of a compiled kernel: the matrix instruction it uses, its register spills and its shared memory.
 
-Nothing of it shows in results. A tile for which there is no FP4 instruction is decoded to FP16 and multiplied as such;
-a spilled register is a trip to memory in the innermost loop; both are right, and slow. Too much shared memory is
-refused at the launch, on a GPU that may not be there when the kernels are made.
+None of these shows in results. Where a tile has no FP4 instruction, Triton decodes the operands to FP16 and multiplies
+those; a spilled register costs a round trip to local memory in the innermost loop. Both give correct numbers, slowly.
+Too much shared memory fails only at the launch, on a GPU that the machine that compiles may not have.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ SHARED_KIB = {
     "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227,
     "sm_100": 227, "sm_103": 227, "sm_120": 99, "sm_121": 99,
 }  # fmt: skip
-# What multiplies FP16 where a kernel decodes; wgmma needs 64 rows, which is a warp group's.
+# FP16 instructions that a kernel which decodes its operands may use. One wgmma is 64 rows: a warpgroup's.
 DECODED = {"sm_90": ("wgmma.mma_async",), "sm_100": ("tcgen05.mma", "mma.sync"), "sm_103": ("tcgen05.mma", "mma.sync")}
 WGMMA_ROWS = 64
-TOLERATED = 64  # bytes of spills a thread: the tile for two sources on sm_90 spills less, and is the fastest measured
-TOLERATED_UNEVEN = 256  # where rows are no whole steps of the tile (EVEN is false) and their ends are checked
+MAX_SPILLS = 64  # bytes a thread: the two-source tile on sm_90 spills less than this, and is the fastest measured
+MAX_SPILLS_UNEVEN = 256  # where K is not a multiple of the tile's depth (EVEN is false), and loads are masked
 
 
-def complaints(compiled: Compiled) -> list[str]:
-    """What is wrong with a kernel, in words; empty where it is as it should be."""
+def diagnostics(compiled: Compiled) -> list[str]:
+    """What is wrong with a kernel, a sentence each; empty where nothing is."""
     return [text for text in (_instruction(compiled), _spills(compiled), _shared(compiled)) if text]
 
 
 def constants(compiled: Compiled) -> dict[str, Any]:
-    """The constexpr values that a kernel was compiled with."""
+    """The values of a kernel's constexpr parameters."""
     return dict(json.loads(compiled.launch)["constants"])
 
 
@@ -41,15 +41,15 @@ def _instruction(compiled: Compiled) -> str:
     if values.get("NATIVE"):
         native = [cubin.NATIVE in name for name in compiled.instructions]
         return "" if native and all(native) else f"asked for {cubin.NATIVE} and got {found}"
-    wanted = DECODED.get(compiled.arch, ("mma.sync",))
+    expected = DECODED.get(compiled.arch, ("mma.sync",))
     rows = values.get("BN" if values.get("SWAP") else "BM", WGMMA_ROWS)
     if compiled.arch == "sm_90" and rows < WGMMA_ROWS:
-        wanted = ("mma.sync",)
-    return "" if any(name.startswith(wanted) for name in compiled.instructions) else f"no {wanted[0]} but {found}"
+        expected = ("mma.sync",)
+    return "" if any(name.startswith(expected) for name in compiled.instructions) else f"no {expected[0]} but {found}"
 
 
 def _spills(compiled: Compiled) -> str:
-    limit = TOLERATED if constants(compiled).get("EVEN", True) else TOLERATED_UNEVEN
+    limit = MAX_SPILLS if constants(compiled).get("EVEN", True) else MAX_SPILLS_UNEVEN
     return "" if compiled.spills <= limit else f"{compiled.spills} bytes a thread spilled"
 
 

@@ -5,15 +5,15 @@
     kernel.launch((grid_x, grid_y, 1), x, weight, out, rows, columns)
 
 Triton compiles at the first call of a kernel, on the machine with the GPU, and needs a C compiler there for its
-launcher; an image for deployment carries 640 MB of compilers for that (Triton 3.6). But what it makes in the end is a
-cubin, machine code of one architecture, that any launcher can launch (`docs/ahead_of_time.md`).
+launcher; a container for deployment carries 640 MB of compilers for that (Triton 3.6). But its result is a cubin, the
+machine code of one architecture, and any launcher can launch that (`docs/aot.md`).
 
-**The contract of such a cubin.** Parameters are the runtime arguments in order, then two pointers to scratch memory, of
-which kernels here use none. A block has 32 threads a warp. Shared memory is dynamic. Arguments called divisible must be
-multiples of 16, because loads are vectorised on that promise; a launch checks it. Triton's own launcher also compiles
-arguments equal to 1 as constants; here nothing is specialised on a value.
+**Calling convention of such a cubin.** Parameters are the runtime arguments in order, then two pointers to scratch
+memory, which the kernels here do not use. A block has 32 threads for each warp. All shared memory is dynamic. Arguments
+marked divisible must be multiples of 16, because Triton vectorises loads on that assumption; each launch checks them.
+Triton's own launcher also specialises on integer arguments equal to 1; here nothing is specialised on a value.
 
-**Which binary.** FP4DEPLOY_KERNEL_PATH, then the cache, then Triton where it is installed; see
+**Search order.** FP4DEPLOY_KERNEL_PATH, then the cache, then Triton where it is installed; see
 `fp4deploy.plugins.aot.store`.
 """
 
@@ -47,7 +47,7 @@ def available(device: Device = None) -> bool:
 
 
 def why_unavailable(device: Device = None) -> str | None:
-    """What is missing to launch these kernels, with the command that adds it; None where they run.
+    """What is missing to launch these kernels, with the command that adds it; None where nothing is.
 
     A GPU and pycuda are enough where the kernels were compiled elsewhere; else Triton is needed too, never nvcc.
 
@@ -79,7 +79,7 @@ def _no_kernels(index: int, _path: str, _cache: str) -> str | None:
 
 
 class Function:
-    """A kernel variant loaded on one device; made by `function`."""
+    """A kernel variant loaded on one device; `function` returns it."""
 
     __slots__ = ("_block", "_divisible", "_kernel", "_shared", "compiled")
 
@@ -103,7 +103,7 @@ class Function:
 
         Raises:
             TypeError: the arguments do not fit.
-            InputError: an argument called divisible is no multiple of 16, or a pointer is not aligned to 16 bytes.
+            InputError: an argument marked divisible is not a multiple of 16, or a pointer is not aligned to 16 bytes.
             KernelError: the driver refuses the launch.
         """
         for position in self._divisible:
@@ -117,16 +117,16 @@ class Function:
         self._kernel.launch(grid, self._block, *args, None, None, shared=self._shared)
 
     def resources(self) -> dict[str, int]:
-        """What the driver says of the loaded kernel; see `driver.Kernel.resources`."""
+        """Resources of the loaded kernel as the driver reports them; see `runtime.launch.Kernel.resources`."""
         return self._kernel.resources()
 
 
 def function(launch: Launch, device: Device = None) -> Function:
-    """A kernel ready to launch: found or compiled, loaded and kept; asked for again, it comes from a dictionary.
+    """A kernel that is compiled and loaded; the second call with the same arguments is a dictionary lookup.
 
     Raises:
         UnavailableError: kernels cannot run on this device (see `why_unavailable`).
-        KernelError: nobody has compiled it and Triton is missing; it does not load; or a CUDA graph is being captured
+        KernelError: it is not compiled yet and Triton is missing; it does not load; or a CUDA graph is being captured
             and it was not loaded before.
     """
     index = availability.device_index(device)

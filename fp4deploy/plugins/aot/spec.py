@@ -1,11 +1,11 @@
-"""What a kernel is compiled as, apart from launching it: one description for just-in-time and ahead-of-time use.
+"""What a Triton kernel is compiled as: one description for just-in-time (JIT) and ahead-of-time (AOT) compilation.
 
     JIT   call.launch names the kernel; `kernel[call.grid](*call.values, **options)`        a GPU, Triton installed
     AOT   `triton.compile(ASTSource(kernel, launch.signature(), ...), target=GPUTarget("cuda", 90, 32))`       no GPU
 
-Nothing here imports Triton, so that a description can be made, compared and hashed anywhere. A `Launch` has no shapes
-in it: those are runtime arguments, and one compiled kernel serves every image size and batch. What does enter are the
-facts that change code: the kind of product, dtype, tile, and how many scale bytes a row is a multiple of.
+Nothing here imports Triton, so that a description can be created, compared and hashed on any machine. A `Launch`
+contains no shapes: those are runtime arguments, and one compiled kernel serves every image size and batch. It contains
+what changes the code: the operation, dtype, tile, and of how many scale bytes a row is a multiple.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Launch:
     arguments: (name, Triton type) of the runtime parameters in order, such as ("images", "*u8") or ("height", "i32").
     constants: (name, value) of the constexpr parameters.
     divisible: arguments that are multiples of 16 (pointers: aligned to 16 bytes).
-    num_warps, num_stages: launch configuration.
-    fp_fusion: whether a * b + c may become one rounding; the fused quantisation needs two.
+    num_warps, num_stages: warps of a block, stages of the software pipeline.
+    fp_fusion: whether a * b + c may become one FMA with one rounding; fused quantisation needs two roundings.
     """
 
     kernel: str

@@ -1,13 +1,15 @@
-"""Compiled Triton kernels as files: all that a launch needs, so that the machine that runs them has no Triton.
+"""Compiled Triton kernels as files: everything a launch needs, so that the machine that runs them needs no Triton.
 
     sm_120/conv2d_kernel-<key>-triton3.6.0.kernel = header (a line of JSON), PTX (zlib), cubin, SHA-256 of all before
 
-**Key.** SHA-256 over every source in the folder of the kernel, the description of the launch and the architecture. The
-version of Triton is in the name but not in the key: whoever has Triton wants the entry of that version, whoever has
-none takes what there is. Changed sources give another key, so that an old binary is never launched by new code.
+**Key.** SHA-256 over every source file in the kernel's folder, the description of the launch, and the architecture.
+The version of Triton is in the file name but not in the key: where Triton is installed, the entry of that version is
+used; where it is not, any version. Changed sources give another key, so that an old binary is never launched by new
+code.
 
-**Where they are looked for.** First the folders of `FP4DEPLOY_KERNEL_PATH` (separated as PATH is), which are only read:
-a folder that came with a model or an image. Then `triton/` in the cache (`fp4deploy.plugins.runtime.cache`)."""
+**Search order.** First the folders of `FP4DEPLOY_KERNEL_PATH` (separated as PATH is), which are only read: folders that
+were shipped with a model or in a container. Then `triton/` in the cache (`fp4deploy.plugins.runtime.cache`).
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,17 @@ _FORMAT = 1
 class Compiled:
     """A kernel for one architecture.
 
-    name: of the entry point.
+    name: name of the entry point.
     parameters: Triton types of the runtime arguments, without the two scratch pointers that follow them.
+    divisible: positions of the arguments that must be multiples of 16.
     shared: bytes of dynamic shared memory.
-    num_warps: warps to launch, which Triton can make more than were asked for.
-    registers, spills: a thread's registers and bytes of spilled ones.
+    num_warps: warps to launch; a warp-specialised kernel has more than were requested.
+    registers, spills: registers a thread, and bytes of registers that are spilled to local memory.
     instructions: kinds of matrix instructions in the PTX, see `cubin.matrix_instructions`.
+    arch: architecture in Triton's form, "sm_120".
+    triton: version of Triton.
+    sources: digest of the source files.
+    launch: `description` of the launch.
     """
 
     cubin: bytes = dataclasses.field(repr=False)
@@ -62,8 +69,8 @@ class Compiled:
     sources: str
     launch: str
 
-    def facts(self) -> dict[str, Any]:
-        """Everything but the code, as JSON values."""
+    def header(self) -> dict[str, Any]:
+        """Everything but PTX and machine code, as JSON values."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -72,9 +79,9 @@ class Compiled:
 
 
 def pack(compiled: Compiled) -> bytes:
-    """The content of a file, without the digest that `disk_cache.write_entry` adds."""
+    """The content of a file, without the digest that `cache.write_entry` appends."""
     ptx = zlib.compress(compiled.ptx.encode())
-    header = {"format": _FORMAT, "ptx_bytes": len(ptx), **compiled.facts()}
+    header = {"format": _FORMAT, "ptx_bytes": len(ptx), **compiled.header()}
     return json.dumps(header, sort_keys=True).encode() + b"\n" + ptx + compiled.cubin
 
 
@@ -114,7 +121,7 @@ def module_name(launch: Launch) -> str:
 
 
 def source_digest(launch: Launch) -> str:
-    """SHA-256 of all Python files beside the kernel, which is found without importing it.
+    """SHA-256 of all Python files in the kernel's folder, which is found without importing the kernel.
 
     Raises:
         InputError: there is no such module.
@@ -131,7 +138,7 @@ def source_digest(launch: Launch) -> str:
 
 @lru_cache
 def _digest_of_folder(folder: Path) -> str:
-    """Once a process: a change of the sources while it runs reaches neither Python's modules nor this."""
+    """Read once a process: Python does not import changed sources again either."""
     parts: list[bytes] = []
     for file in sorted(folder.glob("*.py")):
         parts += [file.name.encode(), file.read_bytes().replace(b"\r\n", b"\n")]
@@ -139,7 +146,7 @@ def _digest_of_folder(folder: Path) -> str:
 
 
 def description(launch: Launch) -> str:
-    """A launch as one line of JSON, the same wherever it is made."""
+    """A launch as one line of JSON, equal on every machine."""
     return json.dumps(dataclasses.asdict(launch), sort_keys=True)
 
 
@@ -160,7 +167,7 @@ def own_folder() -> Path:
 
 
 def find(launch: Launch, arch: str, folders: list[Path], triton: str | None = None) -> Compiled | None:
-    """The kernel from the first folder that has it: made by that version of Triton, or by any, the newest first."""
+    """The kernel from the first folder that has it, of one version of Triton or (None) of the newest there is."""
     for folder in folders:
         for file in sorted(folder.glob(file_name(launch, arch, triton or "*")), key=_version, reverse=True):
             content = read_entry(file)
@@ -168,7 +175,9 @@ def find(launch: Launch, arch: str, folders: list[Path], triton: str | None = No
             if compiled is not None:
                 return compiled
             if folder != own_folder():
-                warnings.warn(f"{file} is damaged or of another version of fp4deploy and is passed over.", stacklevel=2)
+                warnings.warn(
+                    f"{file} is damaged or was written by another version of fp4deploy; it is ignored.", stacklevel=2
+                )
     return None
 
 

@@ -1,20 +1,21 @@
-"""What pycuda holds of one GPU: torch's context, the loaded modules, streams beside torch's.
+"""The state that pycuda keeps for one GPU: torch's context, the loaded modules, streams forked from torch's.
 
-**Context.** The CUDA runtime, and so torch, works in the *primary* context of a device; a context of pycuda's own would
-not know torch's pointers. `Device(i).retain_primary_context()` is torch's. Whoever calls pycuda pushes it and pops it
-again: that serves every thread and every device, whatever was current before. It cannot stay pushed, because pycuda
-aborts the process when a thread ends with a context on its stack.
+**Context.** The CUDA runtime, and so torch, works in the *primary* context of a device; torch's pointers are not valid
+in a context that pycuda creates. `Device(i).retain_primary_context()` gives the primary context. Every call of pycuda
+pushes it before and pops it after: this works in every thread and for every device, whatever was current before. It
+cannot stay pushed, because pycuda aborts the process when a thread ends with a context on its stack.
 
-**Streams.** pycuda cannot wrap a foreign stream: it has no counterpart of `torch.cuda.ExternalStream`. torch's default
-stream is CUDA's default stream, which pycuda calls `None`. Beside any other stream stands one of pycuda's own: an
-event forks it from torch's before the launch, another joins it to torch's after. The order is as if the kernel ran on
-torch's stream. Eagerly that is two records and two waits a launch, three microseconds of the host. In a CUDA graph an
-event is only an edge between two kernels, and a replay knows no streams: kernels of ours between torch's replay as fast
-as on a stream that needs no fork. Only a long run of ours alone is slower, because each joins torch's stream anew and
-the edges of the run add up until a kernel of torch's follows (600 in a row: 5.6 us each instead of 0.7, on an H200).
+**Streams.** pycuda cannot wrap a stream of another library: it has no counterpart of `torch.cuda.ExternalStream`.
+torch's default stream is CUDA's default stream, which is `None` in pycuda. For any other stream of torch's, pycuda gets
+a stream of its own: one event forks it from torch's stream before the launch, another joins it to torch's stream after.
+The order is as if the kernel ran on torch's stream. In eager mode that costs two records and two waits a launch, three
+microseconds of host time. In a CUDA graph an event is only an edge between two nodes: where our kernels alternate with
+torch's, they replay as fast as on a stream without a fork. Only many of our kernels in a row are slower, because each
+joins torch's stream and the edges accumulate until a kernel of torch's follows (600 in a row: 5.6 us each instead of
+0.7, on an H200).
 
-**Nothing is destroyed.** A destructor of pycuda's that runs at the end of the process, or in another thread than the
-first, finds no context and complains or aborts. The driver frees everything when the process ends.
+**Nothing is destroyed.** pycuda's destructors print an error or abort if they run at the end of the process or in
+another thread, where no context is current. The driver frees everything when the process ends.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit order with the default 
 
 
 class Gpu:
-    """One CUDA device, its primary context retained; made once a process by the driver."""
+    """One CUDA device and its primary context; `runtime.launch` creates one per device and process."""
 
     def __init__(self, index: int) -> None:
         import pycuda.driver
@@ -47,7 +48,7 @@ class Gpu:
         self._forks: dict[int, Fork] = {}
 
     def function(self, cubin: bytes, name: str, label: str) -> Any:
-        """A function of a module; the module is loaded the first time. Not for two threads at once.
+        """A function of a module, which is loaded the first time. Not thread-safe.
 
         Raises:
             KernelError: the driver refuses the module, or it has no such function.
@@ -67,36 +68,37 @@ class Gpu:
             self.driver.Context.pop()
 
     def fork(self, stream: int) -> Fork:
-        """pycuda's stream beside torch's current stream, whose handle the caller has looked up."""
+        """The stream of pycuda's that is forked from torch's current stream, whose handle is `stream`."""
         found = self._forks.get(stream)
         if found is not None:
             return found
         self.context.push()
         try:
-            twin = _keep(self.driver.Stream(_NON_BLOCKING))
+            ours = _keep(self.driver.Stream(_NON_BLOCKING))
         finally:
             self.driver.Context.pop()
-        return self._forks.setdefault(stream, Fork(twin, self.index))
+        return self._forks.setdefault(stream, Fork(ours, self.index))
 
 
 class Fork:
-    """A stream of pycuda's beside one of torch's.
+    """A stream of pycuda's that is forked from one of torch's and joined to it.
 
-    What is launched inside `with fork as stream` runs after all that torch's stream holds and before all it gets later.
+    A kernel launched in `with fork as stream` runs after all work that is on torch's stream by then, and before all
+    work that is added later.
     """
 
-    def __init__(self, twin: Any, index: int) -> None:
-        self._twin = twin
+    def __init__(self, ours: Any, index: int) -> None:
+        self._pycuda_stream = ours
         self._theirs = torch.cuda.current_stream(index)
-        self._ours = torch.cuda.ExternalStream(twin.handle, device=index)
+        self._ours = torch.cuda.ExternalStream(ours.handle, device=index)
         self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
-        self._lock = threading.Lock()  # two threads can share a stream of torch's, but not these events
+        self._lock = threading.Lock()  # threads can share a stream of torch's, but not these events
 
     def __enter__(self) -> Any:
         self._lock.acquire()
         self._begin.record(self._theirs)
         self._begin.wait(self._ours)
-        return self._twin
+        return self._pycuda_stream
 
     def __exit__(self, *failure: object) -> None:
         try:
@@ -108,7 +110,7 @@ class Fork:
 
 @lru_cache
 def library() -> Any:
-    """The driver itself, for what pycuda has not; None where it is missing or older than CUDA 12.0."""
+    """The driver library, for calls that pycuda lacks; None where it is missing or older than CUDA 12.0."""
     try:
         found = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -117,7 +119,7 @@ def library() -> Any:
 
 
 def raw_stream(index: int) -> int:
-    """Handle of torch's current stream, 0 for the default one; the short way that torch's own code generator takes."""
+    """Handle of torch's current stream, 0 for the default one; this is faster than `torch.cuda.current_stream`."""
     return torch._C._cuda_getCurrentRawStream(index)
 
 
@@ -127,6 +129,6 @@ def _release(driver: Any) -> str:
 
 
 def _keep(thing: Any) -> Any:
-    """Make an object immortal."""
+    """Keep an object alive for the whole process, by a reference that is never released."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing

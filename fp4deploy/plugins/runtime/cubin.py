@@ -1,13 +1,13 @@
-"""What compiled code says about itself: registers and spills from a cubin, matrix instructions and parameters from PTX.
+"""Reading compiled code: registers and spills from a cubin, matrix instructions and parameters from PTX.
 
-A cubin is an ELF file. Its section `.nv.info` is a list of attributes, each {format, attribute, 16 bits}, and where the
-format is 4, so many bytes follow: a symbol and a value of 32 bits. Registers a thread are attribute 0x2f
-(EIATTR_REGCOUNT), bytes of stack a thread 0x11 (EIATTR_FRAME_SIZE). Kernels here have neither calls nor arrays in local
-memory, so that a stack is spilled registers; `cuobjdump --dump-resource-usage` prints the same two figures as REG and
-STACK.
+A cubin is an ELF file. Its section `.nv.info` is a list of attributes, each {format, attribute, 16 bits}. Where the
+format is 4, the 16 bits are a size, and so many bytes follow: a symbol and a value of 32 bits. Registers per thread are
+attribute 0x2f (EIATTR_REGCOUNT), bytes of stack per thread 0x11 (EIATTR_FRAME_SIZE). Kernels here have no calls and no
+arrays in local memory, so that any stack is spilled registers; `cuobjdump --dump-resource-usage` prints the same two
+figures as REG and STACK.
 
-Reading the PTX is how a *silent fallback* is found. A product asked for in FP4 also compiles where no FP4 instruction
-fits the tile: operands are then decoded to FP16 and multiplied as such, correctly and slowly.
+The PTX shows a *silent fallback*: Triton compiles an FP4 GEMM also where no FP4 instruction fits the tile. It then
+decodes the operands to FP16 and multiplies those, which is correct and slow.
 
 | instruction | multiplies | on |
 |---|---|---|
@@ -30,10 +30,10 @@ _FORMS = r"tcgen05\.mma|wgmma\.mma_async|mma\.sync"
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack a thread; the largest where there are several functions.
+    """Registers and bytes of stack per thread; the largest of all functions in the cubin.
 
     Raises:
-        ValueError: this is no cubin, or it does not say.
+        ValueError: this is not a cubin, or it has no such attributes.
     """
     found: dict[int, int] = {}
     try:
@@ -41,7 +41,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
             found[attribute] = max(value, found.get(attribute, 0))
         return found[_REGISTERS], found.get(_FRAME, 0)
     except (struct.error, ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"not a cubin that tells its registers ({type(error).__name__}: {error})") from None
+        raise ValueError(f"not a cubin with a register count ({type(error).__name__}: {error})") from None
 
 
 def _attributes(cubin: bytes) -> Iterator[tuple[int, int]]:
@@ -56,17 +56,17 @@ def _attributes(cubin: bytes) -> Iterator[tuple[int, int]]:
             position += size
 
 
-def _section(elf: bytes, wanted: bytes) -> bytes:
+def _section(elf: bytes, name: bytes) -> bytes:
     if elf[:5] != b"\x7fELF\x02":
-        raise ValueError("no ELF file of 64 bits")
+        raise ValueError("not a 64-bit ELF file")
     (table,) = struct.unpack_from("<Q", elf, 40)
     size, count, names = struct.unpack_from("<HHH", elf, 58)
     heads = [struct.unpack_from("<IIQQQQ", elf, table + index * size) for index in range(count)]
     for head in heads:
         start = heads[names][4] + head[0]
-        if elf[start : elf.index(b"\0", start)] == wanted:
+        if elf[start : elf.index(b"\0", start)] == name:
             return elf[head[4] : head[4] + head[5]]
-    raise ValueError(f"no section {wanted.decode()}")
+    raise ValueError(f"no section {name.decode()}")
 
 
 def matrix_instructions(ptx: str) -> tuple[str, ...]:
@@ -99,6 +99,6 @@ def entry_point(ptx: str) -> tuple[str, tuple[str, ...]]:
 
 
 def target(ptx: str) -> str:
-    """The architecture that PTX is for, such as "sm_90a"; empty where it does not say."""
+    """The architecture that PTX targets, such as "sm_90a"; empty where there is no `.target`."""
     found = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     return found.group(1) if found else ""

@@ -1,4 +1,4 @@
-"""Launching compiled kernels through pycuda, inside torch's CUDA: its context, its current stream, its memory.
+"""Launching compiled kernels through pycuda, in torch's context, on its current stream, with its memory.
 
     clip = kernel("clip.cu", "clip", "PPqf", {"DTYPE": "__half"}, x.device)  # compiles and loads, once
     clip.launch(blocks, 256, x, out, x.numel(), 6.0)                          # a few microseconds
@@ -15,13 +15,12 @@ alignment, which is also how the driver lays out a parameter buffer:
 | `?` `b` `B` `h` `H` | `bool` and the small integers | int |
 | `64s` | a structure of 64 bytes | bytes; put `0q` before it where it must be aligned to 8 |
 
-Values out of range and wrong counts are refused. Nobody can check that the signature matches the source: keep them
-side by side.
+Values out of range and wrong counts are refused. That the signature matches the source cannot be checked: keep the two
+in adjacent files.
 
-**Nothing on the way.** A launch allocates nothing, waits for nothing and looks at no data. A module is loaded when
-`kernel` is first called, which must not happen while a CUDA graph is captured, because loading allocates; the steps
-that torch wants run before a capture take care of it. How a kernel gets onto torch's stream: see
-`fp4deploy.plugins.runtime.context`.
+**Cost.** A launch allocates nothing, synchronises nothing and reads no data. A module is loaded when `kernel` is first
+called. That must not happen while a CUDA graph is captured, because loading allocates; the warm-up steps that torch
+requires before a capture load it. `fp4deploy.plugins.runtime.context` says how a kernel runs on torch's stream.
 """
 
 from __future__ import annotations
@@ -53,17 +52,17 @@ _kernels: dict[tuple, Kernel] = {}
 def kernel(
     source: str | Path, name: str, signature: str, macros: Macros | None = None, device: Device = None
 ) -> Kernel:
-    """A kernel ready to launch: compiled, loaded and kept; asked for again, it comes from a dictionary.
+    """A kernel that is compiled and loaded; the second call with the same arguments is a dictionary lookup.
 
     Args:
-        source: name of a file in `fp4deploy/plugins/cuda`, or an absolute path.
+        source: name of a file in a folder `fp4deploy/plugins/*/cuda`, or an absolute path.
         name: its name; the source says `extern "C" __global__`, so that it is not mangled.
         signature: types of the parameters, see the module's table.
-        macros: what the variant is compiled with.
+        macros: preprocessor macros of the variant.
         device: where it runs (default: torch's current device).
 
     Raises:
-        InputError: there is no such source, or the macros or the signature are none.
+        InputError: there is no such source, or the macros or the signature are malformed.
         UnavailableError: kernels cannot run here (see `why_unavailable`).
         KernelError: it does not compile or load, or a CUDA graph is being captured and it was not loaded before.
     """
@@ -74,7 +73,7 @@ def kernel(
 
 
 class Kernel:
-    """One variant of a kernel, loaded on one device; made by `kernel`."""
+    """One variant of a kernel, loaded on one device; `kernel` returns it."""
 
     __slots__ = (
         "_call",
@@ -98,8 +97,8 @@ class Kernel:
         self._pack, self._pointers = packing(signature)
         self.offsets = offsets(signature)
         self._shared = _STATIC_SHARED
-        # Looked up once. pycuda's prepared calls end in `_launch_kernel`; what they do before is a deprecated call that
-        # stores the block size in the function, where two threads would meet, and a search for the packing function.
+        # Looked up once. pycuda's prepared calls end in `_launch_kernel`; before it they make a deprecated call that
+        # stores the block size in the function, a data race between threads, and look up the packing function.
         self._call, self._push, self._pop = function._launch_kernel, gpu.context.push, gpu.driver.Context.pop
         self._error = gpu.driver.Error
 
@@ -112,8 +111,9 @@ class Kernel:
         Args:
             grid: blocks, up to three axes.
             block: threads in a block, up to three axes.
-            args: one for each letter of the signature.
-            shared: bytes of dynamic shared memory; more than 48 KiB is allowed for as far as the device has it.
+            args: one for each parameter in the signature.
+            shared: bytes of dynamic shared memory; above 48 KiB the function's limit is raised, as far as the device
+                allows.
 
         Raises:
             TypeError: the arguments do not fit the signature, or a tensor lies on another device.
@@ -126,11 +126,11 @@ class Kernel:
         if stream == 0:
             self._submit(size, threads, buffer, shared, None)
         else:
-            with self.gpu.fork(stream) as twin:
-                self._submit(size, threads, buffer, shared, twin)
+            with self.gpu.fork(stream) as forked:
+                self._submit(size, threads, buffer, shared, forked)
 
     def resources(self) -> dict[str, int]:
-        """What the compiler gave it: registers a thread, spilled and static shared bytes, threads a block can have."""
+        """Resources: registers per thread, bytes of local and static shared memory, largest block."""
         names = {"registers": "NUM_REGS", "local_bytes": "LOCAL_SIZE_BYTES", "shared_bytes": "SHARED_SIZE_BYTES"}
         names["max_threads"] = "MAX_THREADS_PER_BLOCK"
         attribute = self.gpu.driver.function_attribute
@@ -150,8 +150,8 @@ class Kernel:
         except self._error as error:
             raise KernelError(
                 f"The kernel {self.label} was not launched on cuda:{self.device} with grid {grid}, block {block} and "
-                f"{shared} bytes of shared memory: {error}. An illegal address or a failed launch can be an earlier "
-                "kernel's: CUDA_LAUNCH_BLOCKING=1 shows whose."
+                f"{shared} bytes of shared memory: {error}. An illegal address or a failed launch can be caused by an "
+                "earlier kernel: CUDA_LAUNCH_BLOCKING=1 shows which."
             ) from error
         finally:
             self._pop()
@@ -181,10 +181,10 @@ def packing(signature: str) -> tuple[Callable[..., bytes], tuple[int, ...]]:
     """The function that packs a parameter buffer, and which arguments are pointers.
 
     Raises:
-        InputError: something in it is no type.
+        InputError: it contains something else than the letters of the module's table.
     """
     if not SIGNATURE.fullmatch(signature):
-        raise InputError(f"The signature '{signature}' is not made of P q Q i I f d ? b B h H, 0q and 64s.")
+        raise InputError(f"The signature '{signature}' is invalid. Valid parts: P q Q i I f d ? b B h H, 0q and 64s.")
     pointers = tuple(position for position, letter in enumerate(_letters(signature)) if letter.group() == "P")
     return struct.Struct(f"@{signature}").pack, pointers
 
@@ -196,7 +196,7 @@ def offsets(signature: str) -> tuple[int, ...]:
 
 
 def _letters(signature: str) -> list[re.Match[str]]:
-    """Those of a signature that are arguments."""
+    """The parts of a signature that are arguments."""
     return [letter for letter in re.finditer(r"\d*.", signature) if letter.group() != "0q"]
 
 
@@ -217,12 +217,12 @@ def _load(key: tuple, source: Path, name: str, signature: str, macros: Macros | 
 
 
 def machine_code(source: str | Path, macros: Macros | None, index: int) -> bytes:
-    """Of a kernel's source for this GPU, from the disk cache or from nvcc; raises what `compile_cubin` does."""
+    """Machine code of a source for a GPU that is present; raises as `compile_cubin` does."""
     return compile_cubin(source, Architecture.of_device(index).nvcc_target, macros)
 
 
 def refuse_capture(index: int, label: str) -> None:
-    """Loading allocates, which a stream under capture does not allow.
+    """Refuse to load a kernel during the capture of a CUDA graph: loading allocates, which capture does not allow.
 
     Raises:
         KernelError: a CUDA graph is being captured on the device.
@@ -236,7 +236,7 @@ def refuse_capture(index: int, label: str) -> None:
 
 
 def load_cubin(index: int, cubin: bytes, name: str, signature: str, label: str) -> Kernel:
-    """A kernel out of machine code that is there already; the caller keeps it.
+    """Load a kernel from machine code; the caller keeps it.
 
     Raises:
         KernelError: the driver refuses the module, or it has no such function.
@@ -246,7 +246,7 @@ def load_cubin(index: int, cubin: bytes, name: str, signature: str, label: str) 
 
 
 def _on_gpu(index: int, cubin: bytes, name: str, signature: str, label: str) -> Kernel:
-    """With the lock held."""
+    """The caller holds the lock."""
     if index not in _gpus:
         _gpus[index] = Gpu(index)
     return Kernel(_gpus[index], _gpus[index].function(cubin, name, label), name, label, signature)

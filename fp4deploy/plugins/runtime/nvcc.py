@@ -1,21 +1,19 @@
-"""CUDA C++ source -> cubin for one GPU architecture, kept on disk.
+"""Compiling CUDA C++ with nvcc: source -> cubin for one GPU architecture, cached on disk.
 
 nvcc is called directly, although `pycuda.compiler.compile` exists. That one needs pycuda and therefore a driver, while
 CI compiles for every architecture on machines without a GPU; it runs the preprocessor on each call, to find out whether
-a header changed; and it writes its cache in place, where a process that starts beside it can read half a file.
-Launching is pycuda's (`fp4deploy.plugins.runtime.launch`).
+a header changed; and it writes its cache in place, so that a concurrent process can read half a file. pycuda only
+launches (`fp4deploy.plugins.runtime.launch`).
 
-**Why one cubin a variant.** Element type, rounding and layout are macros, not arguments: a kernel without branches
-keeps its block of 16 elements in registers. A cubin is machine code for exactly one architecture, so the driver has
-nothing to compile at start. From compute capability 9.0 on the architecture ends with "a": only `sm_100a` and its like
-have the FP4 conversion instructions. Such code runs on no other GPU, but that is true of any cubin.
+**One cubin per variant.** Element type, rounding and layout are macros, not arguments: a kernel without branches
+keeps its block of 16 elements in registers. A cubin is machine code for exactly one architecture, so that the driver
+compiles nothing at start. From compute capability 9.0 on the target ends with "a" (`fp4deploy.architecture`).
 
 **Flags.** `-fmad=false`: a contracted a*b+c rounds once where the numerics contract rounds twice, and bytes would
 differ. `-lineinfo` lets profilers name source lines and costs nothing at run time. No fast-math: divisions are IEEE.
 
-**The cache.** `kernels/<architecture>/<source>-<key>.cubin` in the folder of `runtime.cache`. The key is a SHA-256 of
-the source, every header beside it, the macros, the flags and nvcc's version: a change of any gives another name, and
-nothing has to be invalidated.
+**Cache.** `kernels/<target>/<source>-<key>.cubin` in the folder of `runtime.cache`. The key is a hash of the source,
+all headers, the macros, the flags, and nvcc's version and environment.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def nvcc_version(nvcc: Path) -> str:
 
 @lru_cache
 def supported(nvcc: Path, arch: str) -> bool:
-    """True if this nvcc knows the architecture; its list has no suffixes."""
+    """True if this nvcc supports a target; its list has no suffixes."""
     printed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=False).stdout.split()
     return not printed or arch.rstrip("a") in printed
 
@@ -88,10 +86,10 @@ def compile_cubin(source: str | Path, arch: str, macros: Macros | None = None) -
         source: the name of a file in a folder `fp4deploy/plugins/*/cuda`, or the absolute path of another one, which
             may include the headers of these folders.
         arch: nvcc's target, such as "sm_90a" (`Architecture.nvcc_target`).
-        macros: `{"NAME": value}` becomes -DNAME=value; None defines the name alone, True and False are 1 and 0.
+        macros: `{"NAME": value}` becomes -DNAME=value; None gives -DNAME, True and False are 1 and 0.
 
     Raises:
-        InputError: no such source, or something that is no macro.
+        InputError: there is no such source, or a macro is malformed.
         UnavailableError: there is no nvcc.
         KernelError: nvcc refuses the source; the message is nvcc's.
     """
@@ -145,11 +143,11 @@ def _definitions(macros: Macros | None) -> list[str]:
     options = []
     for name, value in sorted((macros or {}).items()):
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise InputError(f"'{name}' is no macro: a name has letters, digits and '_'.")
+            raise InputError(f"'{name}' is not a macro name: letters, digits and '_' are valid.")
         if isinstance(value, float):
             raise InputError(f"The macro {name} is a float ({value}); give text or an integer, floats as arguments.")
         text = str(int(value)) if isinstance(value, bool) else str(value)
-        # nvcc splits -D at commas that no backslash protects.
+        # nvcc splits -D at commas that are not escaped.
         options.append(f"-D{name}" if value is None else f"-D{name}={text}".replace(",", r"\,"))
     return options
 

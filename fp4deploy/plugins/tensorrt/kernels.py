@@ -1,14 +1,14 @@
-"""From a plugin and its attributes to what TensorRT gets: PTX, the kernel's name, the block, shared memory.
+"""What TensorRT launches for a plugin and its attributes: PTX, kernel name, grid, block, shared memory.
 
-Two things of Triton's PTX do not fit and are settled here.
+Two properties of Triton's PTX do not fit TensorRT's launches.
 
-**Scratch pointers.** Triton ends every kernel's parameters with two pointers to scratch memory, which TensorRT knows
-nothing of. Kernels that use none never load them, so they are taken out of the entry's declaration: the kernel then has
-exactly the parameters that TensorRT passes, whatever TensorRT would do about missing ones, which is not documented. A
-kernel that did read one is refused.
+**Scratch pointers.** Triton ends every kernel's parameter list with two pointers to scratch memory, which TensorRT does
+not pass. Kernels that use no scratch memory never read them, so they are removed from the entry point's declaration.
+The kernel then has exactly the parameters that TensorRT passes; what TensorRT does about missing ones is not
+documented. A kernel that reads one is refused.
 
-**Shared memory.** Above 48 KiB a launch has to be allowed for it first. Whether TensorRT does so is not documented, so
-that only tiles below are offered; TensorRT times them as tactics and keeps the fastest.
+**Shared memory.** More than 48 KiB needs a driver call before the launch. It is not documented whether TensorRT makes
+it, so that only tiles that need less are offered; TensorRT times them as tactics and keeps the fastest.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from fp4deploy.plugins.runtime.cubin import entry_point
 from fp4deploy.plugins.runtime.nvcc import KernelError
 from fp4deploy.plugins.tensorrt.definitions import QUANTIZE, Attributes, Plugin
 
-SCRATCH = 2
+SCRATCH = 2  # trailing parameters of every Triton kernel
 MOST_SHARED = 48 * 1024
 POINTERS = {"FP16": "*fp16", "FP32": "*fp32", "INT8": "*u8"}
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
-PACKING = Tile(64, 64, 0, 4, 1)  # pixels and channels of a program that quantises
+PACKING = Tile(64, 64, 0, 4, 1)  # pixels x channels that one program of the quantiser packs
 
 
 @dataclass(frozen=True)
 class PluginKernel:
-    """A kernel as TensorRT takes it: parameters are inputs, integers, outputs, and nothing else."""
+    """A kernel as TensorRT launches it: its parameters are inputs, integers and outputs, in this order."""
 
     name: str
     ptx: str
@@ -66,7 +66,7 @@ def tactics(plugin: Plugin, arch: str) -> tuple[Tile, ...]:
 
 
 def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str, asm: bool = True) -> Launch:
-    """What to compile for one node of a network."""
+    """The kernel variant for one node of a network."""
     kinds = [POINTERS[kind] for kind in plugin.types()]
     count = len(plugin.inputs)
     inputs = dict(zip(plugin.inputs, kinds[:count], strict=True))
@@ -96,29 +96,29 @@ def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str,
 
 
 def source_bytes(attributes: Attributes) -> list[int]:
-    """Bytes of a pixel's codes in each source."""
+    """Bytes of codes of one pixel in each source."""
     return [8 * -(-channels // 16) for channels in attributes["channels"]]
 
 
 def integers(plugin: Plugin, inputs: Sequence[Any], attributes: Attributes) -> list[Any]:
-    """The kernel's integers in order, between its input and its output pointers; symbolic where shapes are."""
-    image = inputs[0]
+    """The kernel's integer arguments, between input and output pointers; symbolic where shapes are."""
+    x = inputs[0]
     if plugin is QUANTIZE:
-        return [attributes["channels"][0], image[2] * image[3]]
-    n, oh, ow, count = plugin.pixels(image, attributes)
-    walk = (1, 0, 1) if plugin.up else tuple(attributes[name][0] for name in ("stride", "padding", "dilation"))
-    return [image[1], image[2], *source_bytes(attributes), oh, ow, n * oh * ow, count, *walk]
+        return [attributes["channels"][0], x[2] * x[3]]
+    n, oh, ow, count = plugin.pixels(x, attributes)
+    geometry = (1, 0, 1) if plugin.up else tuple(attributes[name][0] for name in ("stride", "padding", "dilation"))
+    return [x[1], x[2], *source_bytes(attributes), oh, ow, n * oh * ow, count, *geometry]
 
 
 def grid(
     plugin: Plugin, inputs: Sequence[Any], attributes: Attributes, tile: Tile, cdiv: Callable[[Any, int], Any]
 ) -> tuple[Any, int]:
-    """Programs along x, symbolic, and along y."""
-    image = inputs[0]
+    """Programs of the grid along x (symbolic) and along y."""
+    x = inputs[0]
     if plugin is QUANTIZE:
         channels = -(-attributes["channels"][0] // 16) * 16
-        return image[0] * cdiv(image[2] * image[3], tile.bm), -(-channels // tile.bn)
-    n, oh, ow, count = plugin.pixels(image, attributes)
+        return x[0] * cdiv(x[2] * x[3], tile.bm), -(-channels // tile.bn)
+    n, oh, ow, count = plugin.pixels(x, attributes)
     columns = -(-count // tile.bn) * (4 if plugin.up else 1)
     return cdiv(n * oh * ow, tile.bm) * columns, 1
 

@@ -1,16 +1,16 @@
-"""Registering the plugins with TensorRT: three functions each, made from the definitions.
+"""Registering the plugins with TensorRT: three functions for each, generated from the definitions.
 
     register    shapes and types of the outputs
-    autotune    everything linear, types as defined, tiles as tactics that TensorRT times
-    aot_impl    kernel name, PTX, grid and block, integers; TensorRT keeps them in the engine
+    autotune    all tensors LINEAR, types as defined, tiles as tactics that TensorRT times
+    aot_impl    kernel name, PTX, grid and block, integers; TensorRT stores them in the engine
 
-TensorRT reads a function's *signature* (`inspect.signature`) to learn a plugin's tensors and attributes. So one
-function for all plugins carries a signature of each. It checks that names agree in all three, in order, that
-annotations are its own classes, and that attributes are typed. `register` is called with attributes by name, the two
-others by position; `aot_impl` names every attribute, because it is called with all of them, whatever it names.
+TensorRT reads a function's *signature* (`inspect.signature`) to learn a plugin's tensors and attributes, so each
+generated function gets a signature of its own. TensorRT checks that the names agree in all three, in order, that
+annotations are its own classes, and that attributes are typed. It calls `register` with attributes by name and the
+other two by position. `aot_impl` must name every attribute, because it is called with all of them.
 
-An exception out of `aot_impl` would cross native code. What can fail there is compiling, so that whoever builds an
-engine compiles its kernels first (`kernels.node_kernels`); they come from the cache then.
+An exception in `aot_impl` would pass through native code. Only compilation can fail there, so that the engine builder
+compiles the kernels first (`kernels.node_kernels`); `aot_impl` then reads them from the cache.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def register_plugins(trt: Any, trtp: Any, arch: str, compile_kernel: Compile = c
     Args:
         trt: the module `tensorrt`.
         trtp: the module `tensorrt.plugin`.
-        arch: what kernels are compiled for, the GPU present; such as "sm100".
-        compile_kernel: what makes a kernel.
+        arch: the GPU present, which the kernels are compiled for; such as "sm100".
+        compile_kernel: compiles a kernel.
 
     Raises:
         InputError: there are no kernels for this architecture.
@@ -71,9 +71,9 @@ def _register(trt: Any, trtp: Any, plugin: Plugin, arch: str, compile_kernel: Co
 
     def describe(*tensors: Any, **attributes: Any) -> Any:
         shapes = [tensor.shape_expr for tensor in tensors]
-        made = plugin.output_shapes(shapes, _plain(plugin, [attributes[name] for name in plugin.attributes]))
+        computed = plugin.output_shapes(shapes, _plain(plugin, [attributes[name] for name in plugin.attributes]))
         kinds = [getattr(trt.DataType, _TYPES[kind]) for kind in types[inputs:]]
-        found = tuple(trtp.from_shape_expr(shape, kind) for shape, kind in zip(made, kinds, strict=True))
+        found = tuple(trtp.from_shape_expr(shape, kind) for shape, kind in zip(computed, kinds, strict=True))
         return found if len(found) > 1 else found[0]
 
     def tune(*arguments: Any) -> Any:
@@ -101,10 +101,10 @@ def _register(trt: Any, trtp: Any, plugin: Plugin, arch: str, compile_kernel: Co
     results: Any = tuple.__class_getitem__(tuple(tensor for _ in plugin.outputs))
     fields = [*((name, tensor) for name in plugin.inputs), *((name, INTEGERS) for name in plugin.attributes)]
     outputs = ("outputs", results)
-    made = tuple[bytes, bytes, trtp.KernelLaunchParams, trtp.SymIntExprs]
+    returned = tuple[bytes, bytes, trtp.KernelLaunchParams, trtp.SymIntExprs]
     trtp.register(plugin.identifier)(_signed(describe, fields, results if len(plugin.outputs) > 1 else tensor))
     trtp.autotune(plugin.identifier)(_signed(tune, [*fields, outputs], list[trtp.AutoTuneCombination]))
-    trtp.aot_impl(plugin.identifier)(_signed(implement, [*fields, outputs, ("tactic", int)], made))
+    trtp.aot_impl(plugin.identifier)(_signed(implement, [*fields, outputs, ("tactic", int)], returned))
 
 
 def _signed(function: Callable[..., Any], fields: list[tuple[str, Any]], returned: Any) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ SCALE = Launch(
 
 
 def product(native: bool, bm: int = 128, bn: int = 128, bk: int = 128, warps: int = 8) -> Launch:
-    """A tile of a product, in FP4 or in FP16."""
+    """A tile of a GEMM, in FP4 or in FP16."""
     kind = "*u8" if native else "*fp16"
     arguments = (("a", kind), ("a_scales", "*u8"), ("b", kind), ("b_scales", "*u8"), ("out", "*fp32"), ("K", "i32"))
     constants = (("BM", bm), ("BN", bn), ("BK", bk), ("NATIVE", native))
@@ -30,7 +30,7 @@ def product(native: bool, bm: int = 128, bn: int = 128, bk: int = 128, warps: in
 
 
 def environment(cache: Path, shipped: Path | None = None) -> dict[str, str]:
-    """Of a process that shall find the example kernels and use these folders."""
+    """Environment of a process that imports the example kernels and uses these folders."""
     kept = {name: value for name, value in os.environ.items() if name not in ("FP4DEPLOY_KERNEL_PATH", "PYTHONPATH")}
     folder = {"FP4DEPLOY_KERNEL_PATH": str(shipped)} if shipped else {}
     return {**kept, **ENVIRONMENT, **folder, "FP4DEPLOY_CACHE": str(cache)}

@@ -1,6 +1,6 @@
-"""Compiling ahead of time with Triton itself, and what the instructions in the PTX are. No GPU.
+"""Ahead-of-time (AOT) compilation with Triton: instructions, registers, files, diagnostics. No GPU is needed.
 
-Compilation runs in the workers of `ahead_build`, because other tests import kernels for Triton's interpreter.
+Compilation runs in the workers of `aot.build`, because other tests import kernels for Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.plugins.aot import build as aot_build
 from fp4deploy.plugins.aot import compile as aot_compile
 from fp4deploy.plugins.aot import diagnose, store
-from fp4deploy.plugins.aot.build import Made
+from fp4deploy.plugins.aot.build import BuildResult
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime import cubin
 from tests.plugins.aot.aot_cases import BLOCK_TRITON, KERNELS, SCALE, environment, product
@@ -33,14 +33,15 @@ DECODED = product(False, bk=64)
 NATIVE = {arch: product(True, bm=128 if arch in BLACKWELL[:2] else 64) for arch in BLACKWELL}
 TRAP = product(True, bm=64)
 CROWDED = product(False, 256, 256, 64, warps=4)
-WANTED = [
+REQUESTED = [
     *((SCALE, arch) for arch in store.TARGETS),
     *((DECODED, arch) for arch in store.TARGETS),
     *((launch, arch) for arch, launch in NATIVE.items()),
     (TRAP, "sm_100"),
     (CROWDED, "sm_80"),
 ]
-Compile = Callable[[list[tuple[Launch, str]]], dict[tuple[Launch, str], Made]]
+Results = dict[tuple[Launch, str], BuildResult]
+Compile = Callable[[list[tuple[Launch, str]]], Results]
 
 
 @pytest.fixture(scope="session")
@@ -48,31 +49,31 @@ def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     """Compile in fresh processes, into a cache of the tests."""
     cache = tmp_path_factory.mktemp("cache")
 
-    def run(wanted: list[tuple[Launch, str]]) -> dict[tuple[Launch, str], Made]:
+    def run(requested: list[tuple[Launch, str]]) -> Results:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FP4DEPLOY_CACHE", str(cache))
             patch.delenv("FP4DEPLOY_KERNEL_PATH", raising=False)
-            done = dict(aot_build.build(wanted, jobs=2))
-        return {wanted[index]: each for index, each in done.items()}
+            done = dict(aot_build.build(requested, jobs=2))
+        return {requested[index]: each for index, each in done.items()}
 
     return run
 
 
 @pytest.fixture(scope="session")
-def made(compile_all: Compile) -> dict[tuple[Launch, str], Made]:
-    return compile_all(WANTED)
+def results(compile_all: Compile) -> Results:
+    return compile_all(REQUESTED)
 
 
-def native_or_refused(each: Made) -> bool:
-    """Triton 3.6 has no FP4 product for sm_121: it says so, which is no silent fallback."""
+def native_or_refused(each: BuildResult) -> bool:
+    """Triton 3.6 has no FP4 GEMM for sm_121: it raises an error, which is not a silent fallback."""
     old = tuple(map(int, (aot_compile.triton_version() or "0.0").split(".")[:2])) < (3, 8)
     return old and each.arch == "sm_121" and "does not compile for sm_121" in each.failure
 
 
 @pytest.mark.parametrize("arch", store.TARGETS)
-def test_every_architecture(made: dict[tuple[Launch, str], Made], arch: str) -> None:
-    compiled = made[SCALE, arch].compiled
-    assert compiled is not None, made[SCALE, arch].failure
+def test_every_architecture(results: Results, arch: str) -> None:
+    compiled = results[SCALE, arch].compiled
+    assert compiled is not None, results[SCALE, arch].failure
     assert compiled.cubin[:4] == b"\x7fELF"
     assert (compiled.name, compiled.num_warps, compiled.shared) == ("scale_kernel", 4, 0)
     assert (compiled.parameters, compiled.divisible) == (("*fp32", "*fp32", "i32", "fp32"), (0, 1))
@@ -95,46 +96,46 @@ def test_every_architecture(made: dict[tuple[Launch, str], Made], arch: str) -> 
         ("sm_121", "mma.sync m16n8k16 f16"),
     ],
 )
-def test_products_of_decoded_operands(made: dict[tuple[Launch, str], Made], arch: str, instruction: str) -> None:
-    each = made[DECODED, arch]
+def test_gemms_of_decoded_operands(results: Results, arch: str, instruction: str) -> None:
+    each = results[DECODED, arch]
     assert each.compiled is not None, each.failure
     assert each.compiled.instructions == (instruction,)
-    assert each.complaints() == []
+    assert each.diagnostics() == []
 
 
 @pytest.mark.parametrize("arch", BLACKWELL)
-def test_native_products(made: dict[tuple[Launch, str], Made], arch: str) -> None:
-    each = made[NATIVE[arch], arch]
+def test_native_gemms(results: Results, arch: str) -> None:
+    each = results[NATIVE[arch], arch]
     if native_or_refused(each):
-        pytest.skip(f"Triton {aot_compile.triton_version()} has no FP4 product for {arch}")
+        pytest.skip(f"Triton {aot_compile.triton_version()} has no FP4 GEMM for {arch}")
     assert each.compiled is not None, each.failure
     assert all(cubin.NATIVE in name for name in each.compiled.instructions)
     assert each.compiled.instructions
-    assert each.complaints() == []
+    assert each.diagnostics() == []
     assert f"{cubin.NATIVE}.block_scale" in each.compiled.ptx
 
 
-def test_the_silent_fallback_is_caught(made: dict[tuple[Launch, str], Made]) -> None:
-    """Half a tile of rows has no FP4 instruction on sm_100: Triton multiplies in FP16, or (3.6) refuses."""
-    each = made[TRAP, "sm_100"]
-    complaints = " ".join(each.complaints())
+def test_the_silent_fallback_is_caught(results: Results) -> None:
+    """A tile of 64 rows has no FP4 instruction on sm_100: Triton multiplies in FP16, or (3.6) raises an error."""
+    each = results[TRAP, "sm_100"]
+    diagnostics = " ".join(each.diagnostics())
     if each.compiled is not None:
-        assert "asked for kind::mxf4nvf4 and got tcgen05.mma kind::f16" in complaints
+        assert "asked for kind::mxf4nvf4 and got tcgen05.mma kind::f16" in diagnostics
     else:
-        assert "does not compile for sm_100" in complaints
+        assert "does not compile for sm_100" in diagnostics
 
 
-def test_spills_are_caught(made: dict[tuple[Launch, str], Made]) -> None:
-    each = made[CROWDED, "sm_80"]
+def test_spills_are_caught(results: Results) -> None:
+    each = results[CROWDED, "sm_80"]
     assert each.compiled is not None
     assert each.compiled.spills > 1000
-    assert f"{each.compiled.spills} bytes a thread spilled" in each.complaints()
-    few = dataclasses.replace(each.compiled, spills=diagnose.TOLERATED)
-    assert diagnose.complaints(few) == []
-    more = dataclasses.replace(few, spills=diagnose.TOLERATED_UNEVEN)
-    assert len(diagnose.complaints(more)) == 1
+    assert f"{each.compiled.spills} bytes a thread spilled" in each.diagnostics()
+    few = dataclasses.replace(each.compiled, spills=diagnose.MAX_SPILLS)
+    assert diagnose.diagnostics(few) == []
+    more = dataclasses.replace(few, spills=diagnose.MAX_SPILLS_UNEVEN)
+    assert len(diagnose.diagnostics(more)) == 1
     odd = dataclasses.replace(CROWDED, constants=(*CROWDED.constants, ("EVEN", False)))
-    assert diagnose.complaints(dataclasses.replace(more, launch=store.description(odd))) == []
+    assert diagnose.diagnostics(dataclasses.replace(more, launch=store.description(odd))) == []
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
@@ -149,16 +150,16 @@ def test_pixels_of_eight_bytes_are_loaded_whole(compile_all: Compile, arch: str)
     each = compile_all([(launch, arch)])[launch, arch]
     assert each.compiled is not None, each.failure
     assert len(re.findall(r"ld\.global\S*\.b8\b", each.compiled.ptx)) <= 16
-    assert each.complaints() == []
+    assert each.diagnostics() == []
 
 
-def test_registers_and_spills_are_those_of_cuobjdump(made: dict[tuple[Launch, str], Made], tmp_path: Path) -> None:
+def test_registers_and_spills_are_those_of_cuobjdump(results: Results, tmp_path: Path) -> None:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.is_file():
         pytest.skip("this Triton has no cuobjdump")
-    for index, each in enumerate(made.values()):
+    for index, each in enumerate(results.values()):
         if each.compiled is None:
             continue
         file = tmp_path / f"{index}.cubin"
@@ -167,29 +168,29 @@ def test_registers_and_spills_are_those_of_cuobjdump(made: dict[tuple[Launch, st
         assert f"REG:{each.compiled.registers} STACK:{each.compiled.spills} " in said, (each.arch, each.launch)
 
 
-def test_facts_are_json_values(made: dict[tuple[Launch, str], Made]) -> None:
-    facts = json.loads(json.dumps(made[DECODED, "sm_90"].facts()))
+def test_results_are_json_values(results: Results) -> None:
+    facts = json.loads(json.dumps(results[DECODED, "sm_90"].as_json()))
     assert facts["instructions"] == ["wgmma.mma_async m64n128k16 f16"]
     assert facts["constants"]["BM"] == 128
     assert facts["complaints"] == []
 
 
-def test_a_folder_for_deployment(made: dict[tuple[Launch, str], Made], tmp_path: Path) -> None:
+def test_a_folder_for_deployment(results: Results, tmp_path: Path) -> None:
     """What `build` writes is all that a process without Triton needs."""
     cache, out = tmp_path / "cache", tmp_path / "kernels"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP4DEPLOY_CACHE", str(cache))
         patch.delenv("FP4DEPLOY_KERNEL_PATH", raising=False)
         ((_, each),) = aot_build.build([(SCALE, "sm90")], jobs=1, out=out)
-    assert each.compiled == made[SCALE, "sm_90"].compiled
+    assert each.compiled == results[SCALE, "sm_90"].compiled
     shutil.rmtree(cache)
     script = BLOCK_TRITON + (
-        "from ahead_cases import SCALE\n"
-        "from fp4deploy.plugins import ahead_compile\n"
-        "found = ahead_compile.compile_launch(SCALE, 'sm_90')\n"
-        "print(ahead_compile.triton_version(), found.name, len(found.cubin), found.registers)\n"
-        "try: ahead_compile.compile_launch(SCALE, 'sm_120')\n"
-        "except ahead_compile.KernelError as error: print(error)\n"
+        "from aot_cases import SCALE\n"
+        "from fp4deploy.plugins.aot import compile as aot_compile\n"
+        "found = aot_compile.compile_launch(SCALE, 'sm_90')\n"
+        "print(aot_compile.triton_version(), found.name, len(found.cubin), found.registers)\n"
+        "try: aot_compile.compile_launch(SCALE, 'sm_120')\n"
+        "except aot_compile.KernelError as error: print(error)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment(cache, out), timeout=120
@@ -200,17 +201,17 @@ def test_a_folder_for_deployment(made: dict[tuple[Launch, str], Made], tmp_path:
     assert first == f"None scale_kernel {len(each.compiled.cubin)} {each.compiled.registers}"
     assert f"{KERNELS}:scale_kernel is not compiled for sm_120, and Triton is missing" in second
     assert "fp4deploy kernels --arch sm120 --out DIR; then set FP4DEPLOY_KERNEL_PATH=DIR" in second
-    assert "They have it for sm_90; a cubin runs on its own architecture only." in second
+    assert "It is there for sm_90; a cubin runs on its own architecture only." in second
     assert str(out) in second
 
 
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     script = (
-        "from ahead_cases import SCALE\n"
-        "from fp4deploy.plugins import ahead_compile\n"
-        "inner, runs = ahead_compile._compile, []\n"
-        "ahead_compile._compile = lambda *a: (runs.append(1), __import__('time').sleep(2), inner(*a))[2]\n"
-        "print(len(ahead_compile.compile_launch(SCALE, 'sm_90').cubin), len(runs))\n"
+        "from aot_cases import SCALE\n"
+        "from fp4deploy.plugins.aot import compile as aot_compile\n"
+        "inner, runs = aot_compile._compile, []\n"
+        "aot_compile._compile = lambda *a: (runs.append(1), __import__('time').sleep(2), inner(*a))[2]\n"
+        "print(len(aot_compile.compile_launch(SCALE, 'sm_90').cubin), len(runs))\n"
     )
     kept = {name: value for name, value in environment(tmp_path).items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", script]
@@ -235,12 +236,12 @@ def test_what_triton_refuses_says_why(compile_all: Compile) -> None:
     assert "There is no kernel no_kernel" in str(error.value)
 
 
-def test_shared_memory_beyond_the_gpu_is_caught(made: dict[tuple[Launch, str], Made]) -> None:
-    compiled = made[DECODED, "sm_120"].compiled
+def test_shared_memory_beyond_the_gpu_is_caught(results: Results) -> None:
+    compiled = results[DECODED, "sm_120"].compiled
     assert compiled is not None
     crowded = dataclasses.replace(compiled, shared=99 * 1024 + 1)
-    assert diagnose.complaints(crowded) == ["101377 bytes of shared memory, and 101376 is the most"]
-    assert diagnose.complaints(dataclasses.replace(compiled, shared=99 * 1024)) == []
+    assert diagnose.diagnostics(crowded) == ["101377 bytes of shared memory, and 101376 is the most"]
+    assert diagnose.diagnostics(dataclasses.replace(compiled, shared=99 * 1024)) == []
 
 
 def test_settings_that_alter_the_code_are_not_kept(tmp_path: Path) -> None:
@@ -258,11 +259,11 @@ def variants() -> list[tuple[Launch, str]]:
     return [(launch, arch) for arch in store.TARGETS for launch in all_variants(arch)]
 
 
-def judged(found: dict[tuple[Launch, str], Made]) -> list[str]:
+def failures(found: Results) -> list[str]:
     return [
-        f"{arch} {launch.kernel} {dict(launch.constants)}: {each.complaints()}"
+        f"{arch} {launch.kernel} {dict(launch.constants)}: {each.diagnostics()}"
         for (launch, arch), each in found.items()
-        if each.complaints() and not native_or_refused(each)
+        if each.diagnostics() and not native_or_refused(each)
     ]
 
 
@@ -274,18 +275,18 @@ def representatives() -> list[tuple[Launch, str]]:
     return [each for group in chosen.values() for each in (group[0], group[-1])[: len(group)]]
 
 
-def test_the_products_compile_as_meant(compile_all: Compile) -> None:
-    wanted = list(dict.fromkeys(representatives()))
-    assert {arch for _, arch in wanted} == set(store.TARGETS)
-    assert {arch for launch, arch in wanted if dict(launch.constants).get("NATIVE")} == set(BLACKWELL)
-    assert judged(compile_all(wanted)) == []
+def test_every_kind_of_kernel_compiles_without_diagnostics(compile_all: Compile) -> None:
+    requested = list(dict.fromkeys(representatives()))
+    assert {arch for _, arch in requested} == set(store.TARGETS)
+    assert {arch for launch, arch in requested if dict(launch.constants).get("NATIVE")} == set(BLACKWELL)
+    assert failures(compile_all(requested)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.skipif("FP4DEPLOY_TEST_ALL_KERNELS" not in os.environ, reason="hours; set FP4DEPLOY_TEST_ALL_KERNELS=1")
-def test_every_variant_compiles_as_meant(compile_all: Compile) -> None:
-    assert judged(compile_all(variants())) == []
+def test_every_variant_compiles_without_diagnostics(compile_all: Compile) -> None:
+    assert failures(compile_all(variants())) == []
 
 
 def test_the_command_without_triton(tmp_path: Path) -> None:

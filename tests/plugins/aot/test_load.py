@@ -1,4 +1,4 @@
-"""Compiled kernels as files, and launching them: no Triton and no GPU, a stand-in for each."""
+"""Compiled kernels as files, and launching them, with stand-ins for Triton and for the GPU."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def compiled(launch: Launch = SCALE, arch: str = "sm_90", triton: str = "3.6.0",
     )  # fmt: skip
 
 
-def ship(folder: Path, made: Compiled, launch: Launch = SCALE) -> Path:
+def ship(folder: Path, kernel: Compiled, launch: Launch = SCALE) -> Path:
     """Write an entry as `fp4deploy kernels --out` does."""
-    file = folder / store.file_name(launch, made.arch, made.triton)
-    write_entry(file, store.pack(made))
+    file = folder / store.file_name(launch, kernel.arch, kernel.triton)
+    write_entry(file, store.pack(kernel))
     return file
 
 
@@ -72,9 +72,9 @@ def entries(tmp_path: Path) -> list[Path]:
 
 
 def test_a_file_holds_all_of_it() -> None:
-    made = compiled(code=bytes(range(256)))
-    assert store.unpack(store.pack(made)) == made
-    header = json.loads(store.pack(made).partition(b"\n")[0])
+    kernel = compiled(code=bytes(range(256)))
+    assert store.unpack(store.pack(kernel)) == kernel
+    header = json.loads(store.pack(kernel).partition(b"\n")[0])
     assert header["name"] == "scale_kernel"
     assert header["parameters"] == ["*fp32", "*fp32", "i32", "fp32"]
     assert (header["shared"], header["num_warps"]) == (65536, 8)
@@ -114,12 +114,12 @@ def test_whatever_decides_the_code_gives_another_entry(
         aot_compile.compile_launch(launch, arch)
         return len(entries(tmp_path))
 
-    folder = tmp_path / "more" / "ahead_moved"
+    folder = tmp_path / "more" / "aot_moved"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "one.py").write_text("")
     monkeypatch.syspath_prepend(folder.parent)
-    launch = dataclasses.replace(SCALE, kernel="ahead_moved.one:scale_kernel")
+    launch = dataclasses.replace(SCALE, kernel="aot_moved.one:scale_kernel")
     assert count(launch) == 1
     assert count(launch, "sm_80") == 2
     changes = [{"constants": (("BLOCK", 512),)}, {"constants": (("BLOCK", True),)}, {"constants": (("BLOCK", 1),)}]
@@ -152,7 +152,7 @@ def test_a_damaged_entry_is_compiled_again(triton: Triton, tmp_path: Path, damag
     assert len(triton.runs) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_survived(
+def test_a_cache_that_cannot_be_written_is_a_warning(
     triton: Triton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -180,7 +180,7 @@ def test_folders_that_were_shipped_come_first(triton: Triton, tmp_path: Path, mo
     file = ship(one, compiled(code=b"one"))
     assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"one"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="is damaged or of another version of fp4deploy and is passed over"):
+    with pytest.warns(UserWarning, match="is damaged or was written by another version of fp4deploy; it is ignored"):
         assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"two"
     assert not list(one.rglob("*.lock"))
 
@@ -229,7 +229,7 @@ def test_a_launch(pycuda: Pycuda, triton: Triton) -> None:
     assert len(triton.runs) == 2
 
 
-def test_a_broken_promise_is_refused(pycuda: Pycuda, triton: Triton) -> None:
+def test_arguments_that_are_not_divisible_are_refused(pycuda: Pycuda, triton: Triton) -> None:
     launch = dataclasses.replace(SCALE, divisible=("out", "n"))
     scale = aot.function(launch, 0)
     scale.launch(1, Tensor(4), None, 32, 1.0)
@@ -297,14 +297,14 @@ def test_loading_inside_a_capture(pycuda: Pycuda, triton: Triton, monkeypatch: p
 
 @pytest.mark.parametrize("arch", store.TARGETS)
 @pytest.mark.parametrize("channels", [8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024])
-def test_whatever_a_network_asks_for_is_in_the_list(arch: str, channels: int) -> None:
-    """A variant that the dispatch chooses and nobody compiled ahead is an error where there is no Triton."""
+def test_every_variant_that_a_network_uses_is_listed(arch: str, channels: int) -> None:
+    """A variant that the dispatch chooses and AOT compilation does not list is an error on machines without Triton."""
     from fp4deploy.formats import quantize_nvfp4
     from fp4deploy.plugins.gemm.arguments import product_call, weight_only_call
     from fp4deploy.plugins.gemm.triton.variants import all_variants
 
     capability, listed = int(arch.removeprefix("sm_")), set(all_variants(arch))
-    wanted = {}
+    needed = {}
     for size, count, up in [(1, 1, False), (3, 1, False), (3, 2, False), (1, 1, True)]:
         if count == 2 and channels % 16:
             continue  # refused: a block would span both images
@@ -318,10 +318,10 @@ def test_whatever_a_network_asks_for_is_in_the_list(arch: str, channels: int) ->
                     (x,) * count, weight, None, pixels, pixels, out, *((out, x.amax) if packed else (None, None)),
                     torch.float16, capability, (size, size), up=up,
                 )  # fmt: skip
-                wanted[f"{size}x{size} of {count}{' up' * up}{' packed' * packed}, {pixels}"] = call.launch
+                needed[f"{size}x{size} of {count}{' up' * up}{' packed' * packed}, {pixels}"] = call.launch
     for rows in (1, 1000):
         linear = torch.zeros(rows, channels, dtype=torch.float16)
         weight = quantize_nvfp4(torch.zeros(16, channels))
         call = weight_only_call(linear, weight, None, linear, capability)
-        wanted[f"weight-only, {rows} rows"] = call.launch
-    assert [name for name, launch in wanted.items() if launch not in listed] == []
+        needed[f"weight-only, {rows} rows"] = call.launch
+    assert [name for name, launch in needed.items() if launch not in listed] == []

@@ -56,14 +56,14 @@ def test_a_launch(count: int) -> None:
     assert torch.equal(scaled(x), 2.5 * x)
 
 
-def test_a_product() -> None:
+def test_a_gemm() -> None:
     a, b = (torch.randn(128, 512, device="cuda").half() for _ in range(2))
     out = torch.full((128, 128), torch.nan, device="cuda")
     aot.function(DECODED, 0).launch((1, 1, 1), a, None, b, None, out, 512)
     torch.testing.assert_close(out, a.float() @ b.float().T, rtol=1e-3, atol=1e-3)
 
 
-def test_what_the_driver_says_is_what_the_header_says() -> None:
+def test_resources_are_those_of_the_header() -> None:
     function = aot.function(DECODED, 0)
     found = function.resources()
     assert (found["registers"], found["local_bytes"]) == (function.compiled.registers, function.compiled.spills)
@@ -97,7 +97,7 @@ def test_misaligned_tensors_are_refused() -> None:
         scaled(x[1:])
 
 
-def test_a_variant_that_nobody_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_variant_that_is_not_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
     for module in (aot, aot_compile):
         monkeypatch.setattr(module, "triton_version", lambda: None)
@@ -108,10 +108,10 @@ def test_a_variant_that_nobody_compiled(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_process_without_triton(shipped: Path, tmp_path: Path) -> None:
     script = BLOCK_TRITON + (
         "import torch\n"
-        "from ahead_cases import SCALE\n"
-        "from fp4deploy.plugins import ahead\n"
+        "from aot_cases import SCALE\n"
+        "from fp4deploy.plugins.aot import load as aot\n"
         "x = torch.randn(5000, device='cuda'); out = torch.zeros_like(x)\n"
-        "ahead.function(SCALE, 0).launch(5, x, out, 5000, 3.0)\n"
+        "aot.function(SCALE, 0).launch(5, x, out, 5000, 3.0)\n"
         "assert torch.equal(out, 3 * x)\n"
         "print(sorted(name for name in sys.modules if name.partition('.')[0] == 'triton' and sys.modules[name]))\n"
     )

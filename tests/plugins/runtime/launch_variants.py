@@ -1,7 +1,7 @@
 """Which kernels, macros and signatures the operators launch, found by running them on CPU tensors without a launch.
 
 A list of macros kept by hand would go stale with the launching code. Here every operator runs with a recorder in the
-place of `driver.kernel`: nothing reaches a GPU, and what would have been compiled is written down.
+place of `runtime.launch.kernel`: nothing reaches a GPU, and what would have been compiled is written down.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from fp4deploy.plugins.runtime import nvcc
 from tests.plugins.runtime.launch_variants import Variant, launched
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
-FROM_SM90 = ("gemv_tma.cu",)  # bulk copies, clusters, barriers that count bytes
+FROM_SM90 = ("gemv_tma.cu",)  # TMA, clusters, mbarriers with a transaction count
 CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
-# What a letter of a launch signature (see `driver.Kernel`) is in PTX.
+# What a letter of a launch signature (see `runtime.launch`) is in PTX.
 LETTERS = {"P": "u64", "q": "u64", "i": "u32", "f": "f32", "128s": "b8[128]"}
 NVCC = nvcc.find_nvcc()
 VARIANTS = launched()

@@ -1,4 +1,4 @@
-"""Reading cubins and PTX: hand-made files, whole and damaged. Real ones are read in test_ahead.py."""
+"""Reading cubins and PTX: small written ones, whole and damaged. `test_compile_aot.py` reads real ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DAMAGED: list[Callable[[bytes], bytes]] = [
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_files_that_are_no_cubins(damage: Callable[[bytes], bytes]) -> None:
     whole = elf({b".nv.info": struct.pack("<BBHII", 4, 0x2F, 8, 9, 96)})
-    with pytest.raises(ValueError, match="not a cubin that tells its registers"):
+    with pytest.raises(ValueError, match="not a cubin with a register count"):
         cubin.resources(damage(whole))
 
 

@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels: everything in registers, 16-byte loads, the conversion of Blackwell.
+"""The code that nvcc generates: everything in registers, 16-byte loads, Blackwell\'s FP4 conversion.
 
 This is about speed: a local array that is not kept in registers, or a load taken apart, still gives the right bytes,
 and no other test would show it. Compiled for the two architectures that matter most; `test_compile.py` does all.

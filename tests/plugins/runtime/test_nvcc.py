@@ -175,13 +175,13 @@ def test_unknown_sources_and_macros(nvcc: Nvcc, source: Path) -> None:
     assert "There is no CUDA source" in str(error.value)
     with pytest.raises(InputError) as error:
         compile_cubin(source, "sm_90a", {"A B": 1})
-    assert "'A B' is no macro" in str(error.value)
+    assert "'A B' is not a macro name" in str(error.value)
     with pytest.raises(InputError) as error:
         compile_cubin(source, "sm_90a", {"A": 1.5})  # type: ignore[dict-item]
     assert "The macro A is a float" in str(error.value)
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_survived(
+def test_a_cache_that_cannot_be_written_is_a_warning(
     source: Path, nvcc: Nvcc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

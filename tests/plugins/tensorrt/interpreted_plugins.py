@@ -1,6 +1,6 @@
 """Runs the plugins' kernels in Triton's interpreter, from what the plugins hand to TensorRT: prints JSON.
 
-    TRITON_INTERPRET=1 python tests/plugins/interpreted_plugins.py
+    TRITON_INTERPRET=1 python -m tests.plugins.tensorrt.interpreted_plugins
 
 Everything but the compiled code is what TensorRT gets: types and shapes of outputs, the grid and the integers, and
 arguments in its order. Triton reads the variable when it is imported, so that this is a process of its own.

@@ -15,7 +15,7 @@ import torch
 
 from fp4deploy.formats import FourOverSix, Nvfp4Tensor, quantize_nvfp4
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
-from fp4deploy.plugins.tensorrt import PLUGINS, QUANTIZE, Plugin, product_plugin
+from fp4deploy.plugins.tensorrt import PLUGINS, QUANTIZE, Plugin, convolution_plugin
 
 LIMIT = 1e-3
 GUARD = 512
@@ -27,7 +27,7 @@ Run = Callable[[Plugin, list[torch.Tensor], dict[str, list[int]], int], list[tor
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution; `channels` of one or two images, `size` images, height and width."""
+    """A convolution; `channels` of one or two feature maps, `size`: batch, height and width."""
 
     size: tuple[int, int, int]
     channels: tuple[int, ...]
@@ -94,17 +94,17 @@ def check(case: Case, run: Run, device: str = "cpu", tactic: int = 1) -> dict[st
     assert isinstance(expected, torch.Tensor)
     inputs = [part for image in (*images, weight) for part in _parts(image)]
     inputs = [each.to(device) for each in (*inputs, bias)]
-    plain = product_plugin(len(images), False, case.up)
+    plain = convolution_plugin(len(images), False, case.up)
     (found,) = run(plain, inputs, case.attributes(), tactic)
     amax = expected.abs().max().float().reshape(1) * 0.75  # some saturate
-    packed = run(packed_twin(plain), [*inputs, amax.to(device)], case.attributes(), tactic)
+    packed = run(packed_variant(plain), [*inputs, amax.to(device)], case.attributes(), tactic)
     norm = expected.norm().clamp_min(1e-30)
     return {"error": float((found.cpu().double() - expected).norm() / norm), **_compare(found.cpu(), amax, packed)}
 
 
-def packed_twin(plugin: Plugin) -> Plugin:
+def packed_variant(plugin: Plugin) -> Plugin:
     """The plugin of the same product with packed output."""
-    return product_plugin(plugin.sources, True, plugin.up)
+    return convolution_plugin(plugin.sources, True, plugin.up)
 
 
 def check_quantize(shape: tuple[int, int, int, int], run: Run, device: str = "cpu") -> dict[str, float]:
@@ -142,9 +142,9 @@ def check_chain(run: Run, device: str = "cpu") -> dict[str, float]:
     attributes = [Case((2, 5, 6), (32,), 48, relu=True).attributes(), Case((2, 5, 6), (48,), 20).attributes()]
     packed = run(QUANTIZE, [x.to(device), amax.to(device)], {"channels": [32]}, 1)
     inputs = [*packed, (amax / 2688).to(device), *weight(weights[0]), middle.to(device)]
-    packed = run(product_plugin(1, True, False), inputs, attributes[0], 1)
+    packed = run(convolution_plugin(1, True, False), inputs, attributes[0], 1)
     inputs = [*packed, (middle / 2688).to(device), *weight(weights[1])]
-    (found,) = run(product_plugin(1, False, False), inputs, attributes[1], 1)
+    (found,) = run(convolution_plugin(1, False, False), inputs, attributes[1], 1)
     wrong = (packed[0].view(torch.uint8).cpu() != between.codes).double().mean()
     return {"error": float((found.cpu().double() - expected).norm() / expected.norm()), "differing": float(wrong)}
 
@@ -191,6 +191,6 @@ class Outputs:
         return self.inner
 
 
-assert {product_plugin(len(case.channels), packed, case.up) for case in CASES.values() for packed in (False, True)} == {
-    plugin for plugin in PLUGINS.values() if plugin is not QUANTIZE
-}
+assert {
+    convolution_plugin(len(case.channels), packed, case.up) for case in CASES.values() for packed in (False, True)
+} == {plugin for plugin in PLUGINS.values() if plugin is not QUANTIZE}

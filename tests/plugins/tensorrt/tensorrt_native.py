@@ -1,4 +1,4 @@
-"""A stand-in for the native part of TensorRT, as far as plugins written in Python meet it.
+"""A stand-in for the native part of TensorRT, as far as plugins written in Python use it.
 
 Extents of tensors are expressions: constants, and the batch, which has no value before the engine runs. Asking for it
 is an error here, so that whoever needs to know it while the engine is built fails.

@@ -1,6 +1,6 @@
 """The plugins' kernels without a GPU: compiled for three architectures, and run in Triton's interpreter.
 
-Compilation runs in the workers of `ahead_build`, because other tests import kernels for the interpreter; what the
+Compilation runs in the workers of `aot.build`, because other tests import kernels for the interpreter; what the
 plugins ask for then comes from the cache.
 """
 
@@ -61,9 +61,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP4DEPLOY_CACHE", str(cache))
         patch.delenv("FP4DEPLOY_KERNEL_PATH", raising=False)
-        wanted = dict.fromkeys((first_launch(node, arch), arch) for node in nodes() for arch in ARCHES)
-        for _, made in aot_build.build(wanted, jobs=2):
-            assert made.compiled is not None, made.failure
+        requested = dict.fromkeys((first_launch(node, arch), arch) for node in nodes() for arch in ARCHES)
+        for _, result in aot_build.build(requested, jobs=2):
+            assert result.compiled is not None, result.failure
         yield
 
 
@@ -90,9 +90,9 @@ def test_kernels_have_exactly_the_parameters_that_tensorrt_passes(compiled: None
 @pytest.mark.parametrize("arch", ARCHES)
 def test_products_multiply_packed_operands_where_the_gpu_can(compiled: None, arch: str) -> None:
     for node in nodes()[1:]:
-        made = aot_compile.compile_launch(first_launch(node, arch), arch)
-        assert diagnose.complaints(made) == []
-        assert (f"{cubin.NATIVE}.block_scale" in made.ptx) == (arch != "sm_90")
+        result = aot_compile.compile_launch(first_launch(node, arch), arch)
+        assert diagnose.diagnostics(result) == []
+        assert (f"{cubin.NATIVE}.block_scale" in result.ptx) == (arch != "sm_90")
 
 
 def test_an_offer_carries_the_compiled_kernel(compiled: None) -> None:

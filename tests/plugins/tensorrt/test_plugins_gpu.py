@@ -13,7 +13,7 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.runtime import launch as cuda_launch
-from fp4deploy.plugins.tensorrt import Plugin, product_plugin
+from fp4deploy.plugins.tensorrt import Plugin, convolution_plugin
 from fp4deploy.plugins.tensorrt.kernels import tactics
 from tests.plugins.tensorrt.plugin_cases import (
     CASES,
@@ -23,7 +23,7 @@ from tests.plugins.tensorrt.plugin_cases import (
     check,
     check_chain,
     check_quantize,
-    packed_twin,
+    packed_variant,
 )
 from tests.plugins.tensorrt.tensorrt_offers import Ask, stand_in, symbolic
 from tests.plugins.tensorrt.test_tensorrt_plugins import shapes_of
@@ -78,12 +78,12 @@ def random_bytes(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_convolutions(ask: Ask, name: str) -> None:
     case, run = CASES[name], Runner(ask)
-    plain = product_plugin(len(case.channels), False, case.up)
-    for tactic in tactic_numbers(packed_twin(plain)):
+    plain = convolution_plugin(len(case.channels), False, case.up)
+    for tactic in tactic_numbers(packed_variant(plain)):
         found = check(case, run, "cuda", tactic)
         assert found["error"] < LIMIT
         assert found["differing"] == 0
-    assert run.launched == 2 * len(tactic_numbers(packed_twin(plain)))
+    assert run.launched == 2 * len(tactic_numbers(packed_variant(plain)))
 
 
 @pytest.mark.parametrize("name", ["64 channels", "two sources", "up"])

@@ -18,7 +18,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.gemm.arguments import SIZES, product_call
-from fp4deploy.plugins.tensorrt import PLUGINS, QUANTIZE, Plugin, product_plugin, register_plugins
+from fp4deploy.plugins.tensorrt import PLUGINS, QUANTIZE, Plugin, convolution_plugin, register_plugins
 from fp4deploy.plugins.tensorrt.kernels import PluginKernel, plugin_launch, tactics
 from tests.plugins.tensorrt import tensorrt_offers, tensorrt_plugin
 from tests.plugins.tensorrt.plugin_cases import CASES, IMAGES, Case
@@ -33,7 +33,7 @@ def no_compiler(launch: Launch, arch: str) -> PluginKernel:
 
 def shapes_of(case: Case, packed: bool) -> tuple[Plugin, list[tuple[int, ...]]]:
     """A node's plugin and the shapes of its inputs."""
-    plugin = product_plugin(len(case.channels), packed, case.up)
+    plugin = convolution_plugin(len(case.channels), packed, case.up)
     taps = 2 if case.up else case.kernel
     shapes: list[tuple[int, ...]] = []
     blocks = [-(-count // 16) for count in case.channels]

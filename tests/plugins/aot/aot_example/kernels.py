@@ -1,4 +1,4 @@
-"""Small kernels for the tests of compiling ahead of time."""
+"""Small kernels for the tests of ahead-of-time compilation."""
 
 from __future__ import annotations
 
