@@ -36,10 +36,10 @@ from fp4deploy.models.unet import channel_widths
 from fp4deploy.plugins.gemm import arguments as launching
 from fp4deploy.plugins.gemm import dispatch
 from fp4deploy.plugins.gemm.triton.tiles import (
-    LEAN,
     MIDDLE,
     NARROW,
     SMALL,
+    SMALL_M,
     TALL_NARROW,
     TALL_THIN,
     TALL_THINNEST,
@@ -57,8 +57,8 @@ SWEPT = (
     *(TALL_NARROW, TALL_THIN, TALL_THINNEST),
 )
 SWEPT_SQUARE = (WIDE, Tile(256, 128, 64, 8, 3), Tile(256, 128, 64, 8, 2), Tile(128, 256, 64, 8, 3), MIDDLE)
-SWEPT_LEAN = (
-    LEAN,
+SWEPT_SMALL_M = (
+    SMALL_M,
     *(Tile(16, 64, 128, 4, 3), Tile(16, 64, 256, 4, 3), Tile(16, 64, 256, 8, 3), Tile(16, 64, 64, 4, 5)),
     *(Tile(16, 128, 128, 8, 4), Tile(16, 64, 128, 8, 4), Tile(16, 64, 64, 4, 6)),
 )
@@ -142,7 +142,7 @@ class Layer:
         n, h, w = self.sources[0].shape[:3]
         factor, taps, padding = (2, (1, 1), 0) if self.up else (1, (self.size, self.size), self.size // 2)
         out = torch.empty(n, factor * h, factor * w, self.weight.shape[0], dtype=torch.float16, device="cuda")
-        call = launching.product_call(
+        call = launching.gemm_call(
             *(self.sources, self.weight, None, (n, h, w), (n, h, w), out, None, None, torch.float16, 90),
             taps=taps,
             padding=padding,
@@ -208,7 +208,7 @@ def matrices(sweep: bool) -> list[dict[str, Any]]:
     if sweep:
         image, out = (1, 1, 4096), torch.empty(4096, 4096, dtype=torch.float16, device="cuda")
         for tile in SWEPT_SQUARE:
-            call = launching.product_call((a,), b, None, image, image, out, None, None, torch.float16, 90, tile=tile)
+            call = launching.gemm_call((a,), b, None, image, image, out, None, None, torch.float16, 90, tile=tile)
             ms = median_ms(lambda i, call=call: launching.run(call, a.codes.device), 9)
             print(f"      {tile}: {fp16 / ms:.2f}")
     size = 8192
@@ -232,7 +232,7 @@ def matrices(sweep: bool) -> list[dict[str, Any]]:
         print(f"{line}  ratio {fp16 / ours:.2f}  {floor / ours:.0%} of copy bandwidth")
         if sweep:
             out = torch.empty(m, size, device="cuda", dtype=torch.float16)
-            for tile in SWEPT_LEAN if m == 16 else ():
+            for tile in SWEPT_SMALL_M if m == 16 else ():
                 calls = [launching.weight_only_call(x, weight, None, out, 90, tile=tile) for weight in weights]
                 ms = median_ms(lambda i, calls=calls: launching.run(calls[i], weights[i].codes.device))
                 print(f"      {tile}: {ms * 1e3:.1f} us {floor / ms:.0%}")

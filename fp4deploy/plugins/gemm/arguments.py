@@ -1,6 +1,6 @@
 """From operands to a launch: the arguments of the product kernels, their variant, and who launches them.
 
-`product_call` and `weight_only_call` make descriptions (`triton.launch.Call`) of tensors on any device, which tests
+`gemm_call` and `weight_only_call` make descriptions (`triton.launch.Call`) of tensors on any device, which tests
 hand to Triton's interpreter; `launch_*` allocate the output and launch.
 """
 
@@ -20,7 +20,7 @@ from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm import gemv
-from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, product_tile, step_constants, weight_only_tile
+from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, gemm_tile, k_step_constants, weight_only_tile
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 MOST_PIXELS = (1 << 31) - (1 << 10)  # and a tile that begins inside
@@ -35,7 +35,7 @@ def runs_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and aot.available(x.device)
 
 
-def launch_product(
+def launch_gemm(
     sources: tuple[Nvfp4Tensor, ...],
     weight: Nvfp4Tensor,
     bias: torch.Tensor | None,
@@ -46,7 +46,7 @@ def launch_product(
     out_amax: torch.Tensor | None,
     **geometry: Any,
 ) -> torch.Tensor | Nvfp4Tensor:
-    """Allocate the output of `shape` and fill it; see `product_call`.
+    """Allocate the output of `shape` and fill it; see `gemm_call`.
 
     Raises:
         InputError: more output pixels than the kernel's 32-bit counters take.
@@ -64,7 +64,7 @@ def launch_product(
         out = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
         scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
     capability = _capability(device.index)
-    call = product_call(sources, weight, bias, image, pixels, out, scales, out_amax, dtype, capability, **geometry)
+    call = gemm_call(sources, weight, bias, image, pixels, out, scales, out_amax, dtype, capability, **geometry)
     run(call, device)
     if scales is None or out_amax is None:
         return out
@@ -82,7 +82,7 @@ def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor 
     return out
 
 
-def product_call(
+def gemm_call(
     sources: tuple[Nvfp4Tensor, ...],
     weight: Nvfp4Tensor,
     bias: torch.Tensor | None,
@@ -102,7 +102,7 @@ def product_call(
     tile: Tile | None = None,
     asm: bool = True,
 ) -> Call:
-    """The launch of `product_kernel`.
+    """The launch of `implicit_gemm_kernel`.
 
     image, pixels: images, height and width of the input and of the output (of a transposed convolution: of the input).
     capability: 90 for SM90; from 100 on the native instructions are used.
@@ -114,13 +114,13 @@ def product_call(
     quantize = out_scales is not None
     if tile is None:
         depth = math.gcd(cb, cb2) if two else cb
-        tile = product_tile(m, outputs, capability, quantize, up, two, taps[0] * taps[1], depth)
+        tile = gemm_tile(m, outputs, capability, quantize, up, two, taps[0] * taps[1], depth)
     constants: dict[str, Any] = {
         "KH": taps[0],
         "KW": taps[1],
         "TWO": two,
         "UP": up,
-        **step_constants(tile, taps[0] * taps[1], (cb, cb2) if two else (cb,)),
+        **k_step_constants(tile, taps[0] * taps[1], (cb, cb2) if two else (cb,)),
         "BIAS": bias is not None,
         "RELU": relu,
         "QUANTIZE": quantize,
@@ -134,7 +134,7 @@ def product_call(
     types |= {"out_scales": "*u8", "out_amax": "*fp32"} | dict.fromkeys(SIZES, "i32")
     types |= dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
     wide = ("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ()
-    launch = _launch("gemm:product_kernel", types, constants, (*ALIGNED, *wide), tile)
+    launch = _launch("gemm:implicit_gemm_kernel", types, constants, (*ALIGNED, *wide), tile)
     flat: tuple[torch.Tensor, ...] = (_codes(x), _scales(x), x.amax, _codes(second), _scales(second), second.amax)
     flat += (_codes(weight), _scales(weight), weight.amax, _bias(bias, x), out)
     flat += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)

@@ -23,7 +23,7 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.plugins.gemm.arguments import launch_product, launch_weight_only, runs_kernels
+from fp4deploy.plugins.gemm.arguments import launch_gemm, launch_weight_only, runs_kernels
 from fp4deploy.plugins.gemm.reference import (
     Output,
     conv2d_reference,
@@ -73,7 +73,7 @@ def matmul(
         return matmul_reference(a, b, bias, relu, dtype, out_amax)
     rows = a.codes.numel() // a.codes.shape[-1]
     image = (1, 1, rows)
-    return launch_product((a,), b, bias, image, image, (*a.shape[:-1], n), dtype, out_amax, relu=relu)
+    return launch_gemm((a,), b, bias, image, image, (*a.shape[:-1], n), dtype, out_amax, relu=relu)
 
 
 def conv2d(
@@ -119,7 +119,7 @@ def conv2d(
         return conv2d_reference(sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax)
     geometry = {"taps": (kh, kw), "stride": stride, "padding": padding, "dilation": dilation, "relu": relu}
     shape = (n, oh, ow, outputs)
-    return launch_product(sources, weight, bias, (n, h, w), (n, oh, ow), shape, dtype, out_amax, **geometry)
+    return launch_gemm(sources, weight, bias, (n, h, w), (n, oh, ow), shape, dtype, out_amax, **geometry)
 
 
 def conv_transpose2d(
@@ -155,7 +155,7 @@ def conv_transpose2d(
         return conv_transpose2d_reference(source, weight, bias, relu, dtype, out_amax)
     shape = (n, 2 * h, 2 * w, outputs)
     image = (n, h, w)
-    return launch_product((source,), weight, bias, image, image, shape, dtype, out_amax, relu=relu, up=True)
+    return launch_gemm((source,), weight, bias, image, image, shape, dtype, out_amax, relu=relu, up=True)
 
 
 def _weight_only(

@@ -30,7 +30,7 @@ from fp4deploy.plugins.gemm.triton.tiles import (
     NATIVE_WIDE,
     SMALL,
     Tile,
-    step_constants,
+    k_step_constants,
 )
 from fp4deploy.plugins.runtime.cubin import entry_point
 from fp4deploy.plugins.runtime.nvcc import KernelError
@@ -83,7 +83,7 @@ def plugin_launch(plugin: Plugin, attributes: Attributes, tile: Tile, arch: str,
         "KH": taps[0],
         "KW": taps[1],
         "UP": plugin.up,
-        **step_constants(tile, taps[0] * taps[1], tuple(bytes_of)),
+        **k_step_constants(tile, taps[0] * taps[1], tuple(bytes_of)),
         "RELU": bool(attributes["relu"][0]),
         "BM": tile.bm,
         "BN": tile.bn,

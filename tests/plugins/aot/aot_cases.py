@@ -26,7 +26,7 @@ def product(native: bool, bm: int = 128, bn: int = 128, bk: int = 128, warps: in
     kind = "*u8" if native else "*fp16"
     arguments = (("a", kind), ("a_scales", "*u8"), ("b", kind), ("b_scales", "*u8"), ("out", "*fp32"), ("K", "i32"))
     constants = (("BM", bm), ("BN", bn), ("BK", bk), ("NATIVE", native))
-    return Launch(f"{KERNELS}:product_kernel", arguments, constants, tuple(name for name, _ in arguments), warps, 2)
+    return Launch(f"{KERNELS}:matmul_kernel", arguments, constants, tuple(name for name, _ in arguments), warps, 2)
 
 
 def environment(cache: Path, shipped: Path | None = None) -> dict[str, str]:

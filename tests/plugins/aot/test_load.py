@@ -300,7 +300,7 @@ def test_loading_inside_a_capture(pycuda: Pycuda, triton: Triton, monkeypatch: p
 def test_every_variant_that_a_network_uses_is_listed(arch: str, channels: int) -> None:
     """A variant that the dispatch chooses and AOT compilation does not list is an error on machines without Triton."""
     from fp4deploy.formats import quantize_nvfp4
-    from fp4deploy.plugins.gemm.arguments import product_call, weight_only_call
+    from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
     from fp4deploy.plugins.gemm.triton.variants import all_variants
 
     capability, listed = int(arch.removeprefix("sm_")), set(all_variants(arch))
@@ -314,7 +314,7 @@ def test_every_variant_that_a_network_uses_is_listed(arch: str, channels: int) -
         for packed in (False, True):
             out = torch.empty(0, dtype=torch.uint8 if packed else torch.float16)
             for pixels in ((1, 4, 4), (16, 352, 480)):
-                call = product_call(
+                call = gemm_call(
                     (x,) * count, weight, None, pixels, pixels, out, *((out, x.amax) if packed else (None, None)),
                     torch.float16, capability, (size, size), up=up,
                 )  # fmt: skip

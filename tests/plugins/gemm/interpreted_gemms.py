@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from fp4deploy.formats import FourOverSix, Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.plugins.gemm.arguments import just_in_time, product_call, weight_only_call
+from fp4deploy.plugins.gemm.arguments import gemm_call, just_in_time, weight_only_call
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
-from fp4deploy.plugins.gemm.triton.tiles import LEAN, MIDDLE, SMALL, TALL, Tile
+from fp4deploy.plugins.gemm.triton.tiles import MIDDLE, SMALL, SMALL_M, TALL, Tile
 
 GUARD = 512
 TINY = Tile(32, 32, 32, 4, 1)  # several tiles even for small outputs
@@ -103,8 +103,8 @@ MATRICES = {
     "matmul 33 x 256 x 64": (33, 256, 64),
 }
 ROWS = {
-    f"weight-only {m} x {k} x {n}, {'few' if tile is LEAN else 'many'} rows": (m, k, n, tile)
-    for m, k, n, tile in ((1, 16, 1, LEAN), (3, 100, 70, LEAN), (17, 256, 64, LEAN), (70, 100, 33, TALL))
+    f"weight-only {m} x {k} x {n}, {'few' if tile is SMALL_M else 'many'} rows": (m, k, n, tile)
+    for m, k, n, tile in ((1, 16, 1, SMALL_M), (3, 100, 70, SMALL_M), (17, 256, 64, SMALL_M), (70, 100, 33, TALL))
 }
 BROKEN = "a NaN block"
 
@@ -156,7 +156,7 @@ def convolution(case: Conv) -> dict[str, Any]:
     def run(out: torch.Tensor, scales: torch.Tensor | None, amax: torch.Tensor | None) -> None:
         options = {**geometry, "taps": (case.k, case.k), "tile": case.tile, "asm": False}
         just_in_time(
-            product_call(sources, weight, bias, case.size, pixels, out, scales, amax, case.dtype, SM90, **options)
+            gemm_call(sources, weight, bias, case.size, pixels, out, scales, amax, case.dtype, SM90, **options)
         )
 
     return compare(run, expected, case.dtype, case.out_amax)
@@ -171,7 +171,7 @@ def transposed(size: tuple[int, int, int], channels: int, outputs: int, dtype: t
 
     def run(out: torch.Tensor, scales: torch.Tensor | None, amax: torch.Tensor | None) -> None:
         arguments = ((source,), weight, bias, size, size, out, scales, amax, dtype, SM90)
-        just_in_time(product_call(*arguments, up=True, tile=TINY, asm=False))
+        just_in_time(gemm_call(*arguments, up=True, tile=TINY, asm=False))
 
     return compare(run, expected, dtype, AMAXES)
 
@@ -184,7 +184,7 @@ def matrix(m: int, k: int, n: int) -> dict[str, Any]:
 
     def run(out: torch.Tensor, scales: torch.Tensor | None, amax: torch.Tensor | None) -> None:
         arguments = ((a,), b, bias, (1, 1, m), (1, 1, m), out, scales, amax, torch.float16, SM90)
-        just_in_time(product_call(*arguments, tile=TINY, asm=False))
+        just_in_time(gemm_call(*arguments, tile=TINY, asm=False))
 
     return compare(run, expected, torch.float16, AMAXES)
 
@@ -211,7 +211,7 @@ def broken() -> dict[str, Any]:
     codes, scales = Guarded((1, 6, 7, 8), torch.uint8), Guarded((1, 6, 7, 1), torch.uint8)
     for target, target_scales, amax in ((out.inner, None, None), (codes.inner, scales.inner, torch.tensor(50.0))):
         arguments = ((source,), weight, None, (1, 6, 7), (1, 6, 7), target, target_scales, amax, torch.float16, SM90)
-        just_in_time(product_call(*arguments, taps=(3, 3), padding=1, relu=True, tile=TINY, asm=False))
+        just_in_time(gemm_call(*arguments, taps=(3, 3), padding=1, relu=True, tile=TINY, asm=False))
     window = torch.zeros(6, 7, dtype=torch.bool)
     window[2:5, 2:5] = True
     return {

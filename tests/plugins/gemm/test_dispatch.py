@@ -120,7 +120,7 @@ def test_where_kernels_run_each_product_is_one_launch(monkeypatch: pytest.Monkey
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
     monkeypatch.setattr(
-        dispatch, "launch_product", lambda *arguments, **geometry: launches.append((*arguments[3:6], geometry))
+        dispatch, "launch_gemm", lambda *arguments, **geometry: launches.append((*arguments[3:6], geometry))
     )
     monkeypatch.setattr(dispatch, "launch_weight_only", lambda x, *_: launches.append((x.shape,)))
     x, y = packed(2, 9, 8, 16), packed(2, 9, 8, 5)
@@ -142,7 +142,7 @@ def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("launched")
 
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
-    monkeypatch.setattr(dispatch, "launch_product", refuse)
+    monkeypatch.setattr(dispatch, "launch_gemm", refuse)
     monkeypatch.setattr(dispatch, "launch_weight_only", refuse)
     bias = torch.randn(3)
     for found, shape in (

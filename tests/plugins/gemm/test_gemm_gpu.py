@@ -173,7 +173,7 @@ def test_binaries_compiled_ahead_give_the_same_bits() -> None:
     out = torch.full_like(expected, float("nan"))
     image = (2, 24, 24)
     capability = arguments._capability(0)
-    call = arguments.product_call(
+    call = arguments.gemm_call(
         *((x,), w, bias, image, image, out, None, None, torch.float16, capability), taps=(3, 3), padding=1
     )
     aot.function(call.launch, out.device).launch(call.grid, *call.values)

@@ -17,7 +17,7 @@ import torch
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.aot.spec import Launch
-from fp4deploy.plugins.gemm.arguments import SIZES, product_call
+from fp4deploy.plugins.gemm.arguments import SIZES, gemm_call
 from fp4deploy.plugins.tensorrt import PLUGINS, QUANTIZE, Plugin, convolution_plugin, register_plugins
 from fp4deploy.plugins.tensorrt.kernels import PluginKernel, plugin_launch, tactics
 from tests.plugins.tensorrt import tensorrt_offers, tensorrt_plugin
@@ -99,7 +99,7 @@ def expected_call(case: Case, batch: int, packed: bool, capability: int, tile: A
         numbers = {"taps": (taps, taps), "stride": case.stride, "padding": case.padding, "dilation": case.dilation}
     amax = torch.ones(()) if packed else None
     arguments = (images, weight, torch.zeros(case.outputs), size, walked, out, scales, amax, torch.float16, capability)
-    return product_call(*arguments, relu=case.relu, tile=tile, **numbers)
+    return gemm_call(*arguments, relu=case.relu, tile=tile, **numbers)
 
 
 @pytest.mark.parametrize("name", IMAGES)

@@ -1,5 +1,5 @@
-"""Triton kernels of products of packed NVFP4 tensors: decoded in registers for SM80 to SM90, native FP4 from SM100 on.
+"""Triton GEMM kernels for packed NVFP4: decoded in registers on SM80 to SM90, native FP4 instructions from SM100 on.
 
-`launch` and `tiles` describe what is compiled, without Triton; `product`, `weight_only`, `epilogue` and `decode` are
-device code and import it.
+`tiles` and `variants` choose and list what is compiled, without importing Triton. `gemm` (implicit GEMM),
+`weight_only`, `plugin_entries`, `epilogue` and `decode` are device code and import it.
 """

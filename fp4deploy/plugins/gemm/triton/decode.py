@@ -2,19 +2,19 @@
 
     byte of codes  s eem s eem     high nibble: odd element, low nibble: even element
 
-As the top byte of a float16, "s 000 eem 0" is the E2M1 value times 2^-14, subnormal codes included, so that decoding is
-moving bits. Times the block's scale, itself the bits of an E4M3 byte moved and times 2^7 in value, the product is the
-element times 2^-7: exact in float16, like everything here. `FACTOR` in the epilogue takes the powers of two out.
+As the top byte of a float16, "s 000 eem 0" is the E2M1 value times 2^-14, subnormal codes included, so decoding only
+moves bits. The block scale, an E4M3 byte, becomes a float16 in the same way, times 2^7. Their product is the element
+times 2^-7, exact in float16. `SCALED` removes the power of two after the sum.
 
-**No interleaving.** The order of a contraction is free. Even elements (low nibbles) of one operand meet even elements
-of the other: two products of half the depth, and no element has to be moved beside its neighbour.
+**No interleaving.** The order of a contraction is free. Even elements (low nibbles) of one operand are multiplied with
+even elements of the other, odd ones with odd ones: two dot products of half the depth, and no shuffles.
 
-**Permuted bytes.** For the same reason the bytes of a row may come in any order that both operands share. A tensor core
-wants a thread to hold elements 2t, 2t+1, 2t+8, 2t+9 of 16; `permute` puts the bytes 8t to 8t+7 of a row of 32 there,
-which one thread reads in one access, and which have one scale.
+**Permuted bytes.** For the same reason the bytes of a row may come in any order that both operands share. The fragment
+layout of a tensor core gives a thread elements 2t, 2t+1, 2t+8, 2t+9 of 16. `permute` puts the bytes 8t to 8t+7 of each
+32 there: a thread then reads them in one access, and they have one scale.
 
-ASM decodes four bytes in 11 instructions for 8 elements (7 logical and 4 to spread bytes), and 4 multiplications of
-pairs; without it the same is done by operators that Triton's interpreter runs.
+With ASM, inline PTX decodes four bytes (8 elements) in 11 instructions and 4 packed multiplications. Without it the
+same is done by operators that Triton's interpreter can run.
 """
 
 import triton
@@ -40,7 +40,7 @@ prmt.b32 $3, h, 0, 0x3424;
 
 @triton.jit
 def permute(x, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """[ROWS, BYTES] with the bytes of each 32 in the order of a tensor core's threads."""
+    """[ROWS, BYTES] with the bytes of each 32 in the order of a tensor core's fragment."""
     x = tl.reshape(x, (ROWS, BYTES // 32, 4, 2, 2, 2))
     return tl.reshape(tl.permute(x, (0, 1, 3, 4, 2, 5)), (ROWS, BYTES))
 
@@ -51,6 +51,7 @@ def decode(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, ASM: tl.const
 
     codes: uint8 [ROWS, BYTES]; scales: uint8 [ROWS, BYTES // 8], E4M3; 0x7F is NaN.
     """
+    # 2^15 is exact for every scale, subnormal ones too. The bits of the E4M3 NaN would be a number in float16.
     wide = (scales.to(tl.uint16) << 7).to(tl.float16, bitcast=True) * 32768.0  # (scale * 2^-8) * 2^15
     wide = tl.where(scales == 0x7F, float("nan"), wide)
     wide = tl.reshape(tl.broadcast_to(tl.expand_dims(wide, 2), (ROWS, BYTES // 8, 8)), (ROWS, BYTES))

@@ -1,7 +1,8 @@
-"""What follows a product of packed tensors: scales, bias, ReLU, rounding, and quantising for the next product.
+"""GEMM epilogue: bias and ReLU, and the fused quantisation of the output for the next layer.
 
-The fused quantisation reads what the unfused kernel would have stored, and computes as `formats.quantize_nvfp4` does
-(docs/numerics.md), operation by operation: compile with `enable_fp_fusion=False`, and divisions are IEEE.
+The quantisation reads the rounded values that the kernel would have stored, and repeats `formats.quantize_nvfp4`
+(docs/numerics.md) operation by operation, so that fusing changes no byte. That needs `enable_fp_fusion=False` (no FMA
+contraction) and IEEE divisions.
 """
 
 import triton
@@ -27,7 +28,8 @@ def finish(acc, bias, columns, valid, RELU: tl.constexpr, BIAS: tl.constexpr):
 def quantize(y, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RN_DIVIDE: tl.constexpr):
     """(codes uint8 [ROWS, COLUMNS // 2], scales uint8 [ROWS, COLUMNS // 16]) of float32 y, blocks along columns."""
     blocks = tl.reshape(y, (ROWS, COLUMNS // 16, 16))
-    magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered like the values, NaN above infinity
+    # Amax over the bits: integers order like the magnitudes, and NaN is above infinity, so that a broken block is seen.
+    magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 2)
     finite = largest < INFINITE
     block_amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
@@ -36,6 +38,7 @@ def quantize(y, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RN_DIVIDE: tl.c
     scale = tl.minimum(_divide(RANGE, amax, RN_DIVIDE), FLOAT_MAX)
     scale = tl.where((scale == 0.0) | (amax == 0.0), 1.0, scale)
     d = tl.minimum(tl.minimum(block_amax * (scale * SIXTH), FLOAT_MAX), 448.0)
+    # Adding and subtracting 1.5 * 2^20 times the binade rounds to E4M3's three mantissa bits, ties to even.
     rounder = (tl.maximum(d, 0.015625).to(tl.int32, bitcast=True) & INFINITE).to(tl.float32, bitcast=True) * 1572864.0
     d8 = tl.where(amax > 0.0, (d + rounder) - rounder, 0.0)
     small = (d8 * 512.0).to(tl.int32)
@@ -45,6 +48,7 @@ def quantize(y, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RN_DIVIDE: tl.c
 
     u = blocks * tl.expand_dims(encode, 2)
     m = tl.minimum(tl.abs(u), 6.0)
+    # The same for E2M1: the rounded value's code is read from the bits of the sum instead of subtracting again.
     step = ((tl.maximum(m, 1.0).to(tl.int32, bitcast=True) & INFINITE) | 0x00400000).to(tl.float32, bitcast=True)
     rounded = (step * 4194304.0 + m).to(tl.int32, bitcast=True)
     code = (rounded & 7) + (rounded >> 22) - 299 + tl.where(u < 0.0, 8, 0)

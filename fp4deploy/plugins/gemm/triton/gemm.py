@@ -1,25 +1,26 @@
-"""One kernel for products of packed tensors: matmul, conv2d with one or two sources, transposed convolution 2x2.
+"""Implicit GEMM on packed NVFP4: matmul, conv2d with one or two sources, transposed convolution 2x2, in one kernel.
 
-    out[m, n] = relu(sum over taps and channels of image[pixel(m) + tap, c] * filter[n, tap, c] + bias[n])
+    out[m, n] = relu(sum over taps and channels of x[pixel(m) + tap, c] * filter[n, tap, c] + bias[n])
 
-An implicit GEMM: a row m is an output pixel, a column n an output channel, and the depth runs over taps and, within a
-tap, over bytes of channels. Nothing is gathered in memory; the bytes of a row are loaded from where the tap looks, or
-are zero beyond the border. Which taps of a pixel lie inside the image is a word of bits, computed once.
+M are output pixels, N output channels, and K runs over the taps of the filter and, within a tap, over bytes of
+channels (two E2M1 codes each). There is no im2col in memory: the bytes of a row of the operand are loaded from the
+pixel that the tap reads, and masked to zero in the padding. The taps of a pixel that lie inside the feature map are the
+bits of one word, computed once.
 
-| product | pixels | taps | columns |
+| operation | M | taps | N |
 |---|---|---|---|
 | matmul | one row of M pixels | 1 | N |
 | conv2d | N x OH x OW | KH x KW | O channels |
 | transposed, 2x2 stride 2 | N x H x W | 1 | O channels for each of the four output pixels |
 
-**Two sources.** The channels of a concatenation come first from one image, then from the other, each with its own
-global scale; the sum of the first is rescaled between them, so that one accumulator serves both.
+**Two sources.** A concatenation along channels is read in place: first all taps of one feature map, then of the other.
+Each has its own global scale, so the accumulator is rescaled once between them.
 
-**Few channels.** Where a tap has fewer channels than a step of BK bytes, and they divide it, a step takes TAPS taps at
-once, side by side, in filters of up to nine: with BK 32, nine taps of 16 channels are three steps instead of nine.
+**Few channels.** A step of the main loop takes BK bytes of K. Where a tap has fewer, and they divide BK, a step takes
+TAPS taps, in filters of up to nine taps: with BK 32, nine taps of 16 channels are three steps instead of nine.
 
-**Native.** On Blackwell `tl.dot_scaled` multiplies codes and scales as they are. Elsewhere they are decoded to float16
-in registers (`decode`) and multiplied by float16 tensor cores; both are exact up to the order of the sum.
+**Native.** On Blackwell `tl.dot_scaled` takes codes and block scales as operands (block-scaled MMA). Elsewhere they are
+decoded to float16 in registers (`decode`) for float16 tensor cores. Both are exact up to the order of the sum.
 """
 
 import triton
@@ -30,20 +31,20 @@ from fp4deploy.plugins.gemm.triton.epilogue import finish, quantize
 
 
 @triton.jit
-def product_kernel(
-    x,  # uint8 [images, H, W, CB]
-    x_scales,  # uint8 [images, H, W, CB // 8]
+def implicit_gemm_kernel(
+    x,  # codes, uint8 [batch, H, W, CB]
+    x_scales,  # E4M3 bytes, uint8 [batch, H, W, CB // 8]
     x_amax,  # float32 []
-    x2,  # the second source, or x again
+    x2,  # the second source; x again where there is one
     x2_scales,
     x2_amax,
     w,  # uint8 [outputs, KH, KW, CB + CB2]
     w_scales,
     w_amax,
-    bias,  # float32 [outputs] or anything
-    out,  # OUT [pixels, outputs], or codes uint8 [pixels, OB]
-    out_scales,  # uint8 [pixels, OB // 8] or anything
-    out_amax,  # float32 [] or anything
+    bias,  # float32 [outputs]; not read without BIAS
+    out,  # OUT [pixels, outputs]; with QUANTIZE codes, uint8 [pixels, OB]
+    out_scales,  # uint8 [pixels, OB // 8]; not written without QUANTIZE
+    out_amax,  # float32 []; not read without QUANTIZE
     H,
     W,
     CB,  # bytes of a pixel of the first source, and of the second
@@ -63,7 +64,7 @@ def product_kernel(
     TWO: tl.constexpr,
     UP: tl.constexpr,
     EVEN: tl.constexpr,  # BK divides CB and CB2
-    TAPS: tl.constexpr,  # of a step; if more than 1, CB (and CB2, if there is one) is BK / TAPS
+    TAPS: tl.constexpr,  # taps of a step; if more than 1, CB (and CB2, if there is one) is BK / TAPS
     BIAS: tl.constexpr,
     RELU: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -75,41 +76,45 @@ def product_kernel(
     ASM: tl.constexpr,
 ):
     OUT: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    CB, CB2 = CB // 8 * 8, CB2 // 8 * 8  # what they are anyway: blocks of 16. So eight bytes are one load, not eight
+    # No change of the values (blocks of 16 elements are 8 bytes). It tells the compiler that they are multiples of 8,
+    # so that eight bytes become one load instead of eight.
+    CB, CB2 = CB // 8 * 8, CB2 // 8 * 8
     pid = tl.program_id(0)
     tiles = tl.cdiv(outputs, BN)
     columns = 4 * tiles if UP else tiles
     m = (pid // columns) * BM + tl.arange(0, BM)
-    position = (pid % columns) // tiles  # which of the four pixels of a transposed convolution
+    position = (pid % columns) // tiles  # which of the four output pixels of a transposed convolution
     first = (pid % tiles) * BN
     n = first + tl.arange(0, BN)
     has = n < outputs
 
+    # Row m of the GEMM as (batch item, oy, ox), and one bit for each tap that reads a pixel instead of padding.
     ox, t = m % OW, m // OW
-    oy, image = t % OH, t // OH
+    oy, item = t % OH, t // OH
     top, left = oy * stride - padding, ox * stride - padding
-    inside = tl.zeros((BM,), tl.int32 if KH * KW <= 32 else tl.int64)
+    tap_mask = tl.zeros((BM,), tl.int32 if KH * KW <= 32 else tl.int64)
     for tap in tl.static_range(KH * KW):
         iy, ix = top + (tap // KW) * dilation, left + (tap % KW) * dilation
-        inside |= ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W) & (m < M)).to(inside.dtype) << tap
-    pixel = (image.to(tl.int64) * H + top) * W + left
+        tap_mask |= ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W) & (m < M)).to(tap_mask.dtype) << tap
+    pixel = (item.to(tl.int64) * H + top) * W + left
     rows_before = n.to(tl.int64) * 4 + position if UP else n.to(tl.int64) * (KH * KW)
     row = rows_before * (CB + CB2)
 
     acc = tl.zeros((BM, BN), tl.float32)
-    acc = _products(
-        acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, CB + CB2, 0,
+    acc = _accumulate(
+        acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, CB + CB2, 0,
         W, dilation, KH, KW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
     )  # fmt: skip
     factor = tl.load(x_amax) / x_range
     if TWO:
         second = tl.load(x2_amax) / x2_range
-        second += (second == 0.0).to(tl.float32)  # its products are zero then
-        acc = _products(
-            acc * (factor / second), x2, x2_scales, CB2, pixel, inside, w, w_scales, row, has, CB + CB2, CB,
+        second += (second == 0.0).to(tl.float32)  # no division by zero; an amax of 0 means that all its values are 0
+        acc = _accumulate(
+            acc * (factor / second), x2, x2_scales, CB2, pixel, tap_mask, w, w_scales, row, has, CB + CB2, CB,
             W, dilation, KH, KW, EVEN, TAPS, BM, BN, BK, NATIVE, ASM,
         )  # fmt: skip
         factor = second
+    # Epilogue: both global scales, bias, ReLU, rounding; then the store or the quantisation for the next layer.
     factor = factor * (tl.load(w_amax) / w_range)
     if not NATIVE:
         factor = factor * (SCALED * SCALED)
@@ -132,34 +137,36 @@ def product_kernel(
 
 
 @triton.jit
-def _products(
-    acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, WB, first,
+def _accumulate(
+    acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, WB, first,
     W, dilation, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr, TAPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc + the products of one source; WB: bytes of a tap in the filter, `first`: where its channels begin."""
+    """acc + the GEMM of one source; WB: bytes of a tap in the filter, `first`: where this source's channels begin."""
     if TAPS == 1:
-        acc = _one_tap_a_step(
-            acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, WB, first,
+        acc = _one_tap_per_k_step(
+            acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, WB, first,
             W, dilation, KH, KW, EVEN, BM, BN, BK, NATIVE, ASM,
         )  # fmt: skip
     else:
-        acc = _several_taps_a_step(
-            acc, x, x_scales, pixel, inside, w, w_scales, row, has, WB, first,
+        acc = _several_taps_per_k_step(
+            acc, x, x_scales, pixel, tap_mask, w, w_scales, row, has, WB, first,
             W, dilation, KH, KW, TAPS, BM, BN, BK, NATIVE, ASM,
         )  # fmt: skip
     return acc
 
 
 @triton.jit
-def _one_tap_a_step(
-    acc, x, x_scales, CB, pixel, inside, w, w_scales, row, has, WB, first,
+def _one_tap_per_k_step(
+    acc, x, x_scales, CB, pixel, tap_mask, w, w_scales, row, has, WB, first,
     W, dilation, KH: tl.constexpr, KW: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
     SB, WSB, row_scales, first_scale = CB // 8, WB // 8, row // 8, (first + tl.zeros((), tl.int32)) // 8
-    if EVEN:  # rows of whole steps: the scales of a step can be loaded ahead only as a word
+    if (
+        EVEN
+    ):  # rows are whole steps. Asynchronous copies (the software pipeline) need at least 4 bytes: scales as one word
         SB, WSB = tl.multiple_of(SB, BK // 8), tl.multiple_of(WSB, BK // 8)
         row_scales, first_scale = tl.multiple_of(row_scales, BK // 8), tl.multiple_of(first_scale, BK // 8)
     xp = x + (pixel * CB)[:, None] + byte[None, :]
@@ -169,21 +176,21 @@ def _one_tap_a_step(
     tap, c = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for _ in range(KH * KW * tl.cdiv(CB, BK)):
         offset = ((tap // KW) * W + tap % KW) * dilation
-        seen = (((inside >> tap) & 1) != 0)[:, None]
+        reads = (((tap_mask >> tap) & 1) != 0)[:, None]
         filled = has[:, None]
         if EVEN:
-            a = tl.load(xp + (offset * CB + c), mask=seen, other=0)
+            a = tl.load(xp + (offset * CB + c), mask=reads, other=0)
             b = tl.load(wp + (tap * WB + c), mask=filled, other=0)
-            sa = tl.load(xsp + (offset * SB + c // 8), mask=seen, other=0)
+            sa = tl.load(xsp + (offset * SB + c // 8), mask=reads, other=0)
             sb = tl.load(wsp + (tap * WSB + c // 8), mask=filled, other=0)
         else:
             bytes_left, scales_left = (c + byte < CB)[None, :], (c // 8 + scale < SB)[None, :]
-            a = tl.load(xp + (offset * CB + c), mask=seen & bytes_left, other=0)
+            a = tl.load(xp + (offset * CB + c), mask=reads & bytes_left, other=0)
             b = tl.load(wp + (tap * WB + c), mask=filled & bytes_left, other=0)
-            sa = tl.load(xsp + (offset * SB + c // 8), mask=seen & scales_left, other=0)
+            sa = tl.load(xsp + (offset * SB + c // 8), mask=reads & scales_left, other=0)
             sb = tl.load(wsp + (tap * WSB + c // 8), mask=filled & scales_left, other=0)
-        acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, NATIVE, ASM)
-        c += BK  # counted: a division is a chain of instructions that loads would wait for
+        acc = _dot(acc, a, sa, b, sb, BM, BN, BK, NATIVE, ASM)
+        c += BK  # tap and channel are counted up: a division would delay the addresses of the next loads
         last = c >= CB
         tap += last.to(tl.int32)
         c = tl.where(last, 0, c)
@@ -191,12 +198,12 @@ def _one_tap_a_step(
 
 
 @triton.jit
-def _several_taps_a_step(
-    acc, x, x_scales, pixel, inside, w, w_scales, row, has, WB, first,
+def _several_taps_per_k_step(
+    acc, x, x_scales, pixel, tap_mask, w, w_scales, row, has, WB, first,
     W, dilation, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    BYTES: tl.constexpr = BK // TAPS  # of a pixel: a constant, so that what loads know of alignment is exact
+    BYTES: tl.constexpr = BK // TAPS  # of a pixel; a constant, so that the compiler knows the alignment of the loads
     STEPS: tl.constexpr = BYTES // 8
     LAST: tl.constexpr = KH * KW - 1
     byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
@@ -204,26 +211,26 @@ def _several_taps_a_step(
     wp, wsp = w + row[:, None], w_scales + (row // 8)[:, None]
     for step in range((LAST + TAPS) // TAPS):
         tap, tap_scale = step * TAPS + byte // BYTES, step * TAPS + scale // STEPS
-        seen = ((inside[:, None] >> tl.minimum(tap, LAST)[None, :]) & 1) != 0
-        seen_scale = ((inside[:, None] >> tl.minimum(tap_scale, LAST)[None, :]) & 1) != 0
+        reads = ((tap_mask[:, None] >> tl.minimum(tap, LAST)[None, :]) & 1) != 0
+        reads_scale = ((tap_mask[:, None] >> tl.minimum(tap_scale, LAST)[None, :]) & 1) != 0
         real, real_scale = (tap <= LAST)[None, :], (tap_scale <= LAST)[None, :]
         at = (((tap // KW) * W + tap % KW) * dilation) * BYTES + byte % BYTES
         at_scale = (((tap_scale // KW) * W + tap_scale % KW) * dilation) * STEPS + scale % STEPS
-        a = tl.load(xp + at[None, :], mask=seen & real, other=0)
+        a = tl.load(xp + at[None, :], mask=reads & real, other=0)
         b = tl.load(wp + (tap * WB + first + byte % BYTES)[None, :], mask=has[:, None] & real, other=0)
-        sa = tl.load(xsp + at_scale[None, :], mask=seen_scale & real_scale, other=0)
+        sa = tl.load(xsp + at_scale[None, :], mask=reads_scale & real_scale, other=0)
         at_scale = tap_scale * (WB // 8) + first // 8 + scale % STEPS
         sb = tl.load(wsp + at_scale[None, :], mask=has[:, None] & real_scale, other=0)
-        acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, NATIVE, ASM)
+        acc = _dot(acc, a, sa, b, sb, BM, BN, BK, NATIVE, ASM)
     return acc
 
 
 @triton.jit
-def _multiply(
+def _dot(
     acc, a, sa, b, sb,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc + a b^T of codes a [BM, BK], b [BN, BK] and their scales."""
+    """acc + a b^T of codes a [BM, BK], b [BN, BK] and their block scales sa, sb."""
     if NATIVE:
         acc = tl.dot_scaled(
             a, sa.to(tl.float8e4nv, bitcast=True), "e2m1",

@@ -1,6 +1,6 @@
-"""Every kernel that the products can ask for on an architecture, for compiling ahead of time.
+"""Every Triton GEMM kernel that can be launched on an architecture, for ahead-of-time (AOT) compilation.
 
-A variant is a tile and the facts that change code: dtype, epilogue, taps, sources, and whether a row is whole steps of
+A variant is a tile and what else changes the code: dtype, epilogue, taps, sources, and whether a row is whole steps of
 the tile. The list covers what networks use: filters of 1, 3, 5 and 7, with and without bias and ReLU.
 """
 
@@ -13,12 +13,12 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Launch
-from fp4deploy.plugins.gemm.arguments import product_call, weight_only_call
+from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
 from fp4deploy.plugins.gemm.triton.tiles import tiles
 
 DTYPES = (torch.float16, torch.bfloat16)
 SIZES, SIZE, BOOLS = (1, 3, 5, 7), (1, 8, 8), (False, True)
-# Whole steps of every tile, of the shallow ones, of none; rows of odd bytes; two taps a step, and four.
+# Whole steps of every tile, of tiles with a small BK, of none; unaligned rows; two and four taps a step.
 CHANNELS = (256, 64, 96, 48, 32, 16)
 
 
@@ -29,18 +29,18 @@ def all_variants(arch: str) -> list[Launch]:
     """The launches of an architecture such as "sm_90", each once."""
     capability = Architecture.parse(arch).number
     found: dict[Launch, None] = {}
-    for launch in (*_products(capability), *_weight_only(capability)):
+    for launch in (*_gemms(capability), *_weight_only(capability)):
         found.setdefault(launch)
     return list(found)
 
 
-def _products(capability: int) -> list[Launch]:
+def _gemms(capability: int) -> list[Launch]:
     launches = []
     facts = product(product(DTYPES, CHANNELS, SIZES), product(BOOLS, BOOLS, BOOLS))
     for (dtype, channels, size), (bias, relu, packed) in facts:
         if size > 3 and (relu or packed or dtype != torch.float16):
             continue
-        x, weight = _image(channels), _filter(channels, size)
+        x, weight = _feature_map(channels), _filter(channels, size)
         shapes: list[Shape] = [((x,), weight, False)]
         if size == 3:
             shapes.append(((x, x), _filter(2 * channels, size), False))
@@ -51,7 +51,7 @@ def _products(capability: int) -> list[Launch]:
             scales, amax = (out, x.amax) if packed else (None, None)
             taps = (1, 1) if up else (size, size)
             for tile in tiles(capability, packed, up, len(sources) == 2, taps[0] * taps[1], x.codes.shape[-1]):
-                call = product_call(
+                call = gemm_call(
                     *(sources, filters, torch.zeros(16) if bias else None, SIZE, SIZE, out, scales, amax, dtype),
                     *(capability, taps, 1, 0, 1, relu, up, tile),
                 )
@@ -75,7 +75,7 @@ def _packed(*shape: int) -> Nvfp4Tensor:
     return Nvfp4Tensor(codes, scales, torch.ones(()), torch.Size(shape))
 
 
-def _image(channels: int) -> Nvfp4Tensor:
+def _feature_map(channels: int) -> Nvfp4Tensor:
     return _packed(1, 1, 1, channels)
 
 

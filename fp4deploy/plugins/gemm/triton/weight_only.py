@@ -1,10 +1,13 @@
-"""Weight-only linear layers: FP16 or BF16 activations, packed weights decoded in registers (W4A16).
+"""Weight-only GEMM (W4A16): float16 or bfloat16 activations, packed weights decoded in registers.
 
     out[m, n] = sum over k of x[m, k] * w[n, k] + bias[n]
 
-With few rows this is a read of the weight, 4.5 bits an element, and nothing else matters. So the weight takes the side
-of the product that tensor cores read from registers, where it was decoded, and the rows of x the side of 16 columns
-(`SWAP`): no decoded weight passes through shared memory. With many rows the sides are as usual.
+With few rows (small M, GEMV) the time is that of reading the weight, 4.5 bits an element. There the operands are
+swapped (`SWAP`): the weight becomes operand A of the MMA, which tensor cores read from registers, where it was decoded,
+and the rows of x become operand B. No decoded weight passes through shared memory. With many rows the operands are as
+usual.
+
+On SM90 and later, `cuda/gemv_tma.cu` takes over where M is at most 16 and K a multiple of 256 (`gemm.gemv`).
 """
 
 import triton
@@ -20,7 +23,7 @@ def weight_only_kernel(
     w,  # uint8 [N, CB]
     w_scales,  # uint8 [N, CB // 8]
     w_amax,  # float32 []
-    bias,  # float32 [N] or anything
+    bias,  # float32 [N]; not read without BIAS
     out,  # OUT [M, N]
     M,
     N,
@@ -38,7 +41,7 @@ def weight_only_kernel(
     ASM: tl.constexpr,
 ):
     OUT: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    CB = CB // 8 * 8  # what it is anyway: eight bytes of a row are one load
+    CB = CB // 8 * 8  # no change of the value; tells the compiler that eight bytes of a row can be one load
     pid = tl.program_id(0)
     tiles = tl.cdiv(N, BN)
     m = (pid // tiles) * BM + tl.arange(0, BM)
@@ -59,7 +62,7 @@ def weight_only_kernel(
             sb = tl.load(wsp + c // 8, mask=has & (c // 8 + scale < CB // 8)[None, :], other=0)
             a = tl.load(xp + 2 * c, mask=rows & (2 * c + k < K)[None, :], other=0.0)
         b_even, b_odd = decode(b, sb, BN, BK, ASM)
-        b_even, b_odd = b_even.to(OUT), b_odd.to(OUT)  # six significant bits: exact in bfloat16 as well
+        b_even, b_odd = b_even.to(OUT), b_odd.to(OUT)  # exact: six significant bits, bfloat16 has eight
         a_even, a_odd = tl.split(tl.reshape(a, (BM, BK, 2)))
         a_even, a_odd = permute(a_even, BM, BK), permute(a_odd, BM, BK)
         if SWAP:

@@ -15,7 +15,7 @@ def scale_kernel(x, out, n, factor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def product_kernel(
+def matmul_kernel(
     a, a_scales, b, b_scales, out, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr
 ):
     """One tile of a b^T: packed NVFP4 with scales where NATIVE, float16 otherwise."""
