@@ -1,7 +1,7 @@
-"""From operands to a launch: the arguments of the product kernels, their variant, and who launches them.
+"""From operands to a launch: the arguments of the GEMM kernels, their variant, and what launches them.
 
-`gemm_call` and `weight_only_call` make descriptions (`triton.launch.Call`) of tensors on any device, which tests
-hand to Triton's interpreter; `launch_*` allocate the output and launch.
+`gemm_call` and `weight_only_call` return descriptions (`plugins.aot.spec.Call`) for tensors on any device, which tests
+pass to Triton's interpreter; `launch_*` allocate the output and launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, gemm_tile, k_step_constants, weight_only_tile
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-MOST_PIXELS = (1 << 31) - (1 << 10)  # and a tile that begins inside
+MOST_PIXELS = (1 << 31) - (1 << 10)  # 32-bit counters, and a tile that starts below the limit
 POINTERS = ("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_scales", "w_amax", "bias", "out")
 ALIGNED = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales")  # to 16 bytes
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
@@ -31,7 +31,7 @@ Size3 = tuple[int, int, int]
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Kernels take what lies where `x` lies."""
+    """Whether kernels run on the device of `x`."""
     return x.is_cuda and aot.available(x.device)
 
 
@@ -39,7 +39,7 @@ def launch_gemm(
     sources: tuple[Nvfp4Tensor, ...],
     weight: Nvfp4Tensor,
     bias: torch.Tensor | None,
-    image: Size3,
+    extent: Size3,
     pixels: Size3,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -64,7 +64,7 @@ def launch_gemm(
         out = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
         scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
     capability = _capability(device.index)
-    call = gemm_call(sources, weight, bias, image, pixels, out, scales, out_amax, dtype, capability, **geometry)
+    call = gemm_call(sources, weight, bias, extent, pixels, out, scales, out_amax, dtype, capability, **geometry)
     run(call, device)
     if scales is None or out_amax is None:
         return out
@@ -86,7 +86,7 @@ def gemm_call(
     sources: tuple[Nvfp4Tensor, ...],
     weight: Nvfp4Tensor,
     bias: torch.Tensor | None,
-    image: Size3,
+    extent: Size3,
     pixels: Size3,
     out: torch.Tensor,
     out_scales: torch.Tensor | None,
@@ -104,7 +104,7 @@ def gemm_call(
 ) -> Call:
     """The launch of `implicit_gemm_kernel`.
 
-    image, pixels: images, height and width of the input and of the output (of a transposed convolution: of the input).
+    extent, pixels: batch, height and width of the input and of the output (of a transposed convolution: of the input).
     capability: 90 for SM90; from 100 on the native instructions are used.
     """
     x, second = sources[0], sources[-1]
@@ -138,7 +138,7 @@ def gemm_call(
     flat: tuple[torch.Tensor, ...] = (_codes(x), _scales(x), x.amax, _codes(second), _scales(second), second.amax)
     flat += (_codes(weight), _scales(weight), weight.amax, _bias(bias, x), out)
     flat += (out if out_scales is None else out_scales, x.amax if out_amax is None else out_amax)
-    sizes = (image[1], image[2], cb, cb2, pixels[1], pixels[2], m, outputs, stride, padding, dilation)
+    sizes = (extent[1], extent[2], cb, cb2, pixels[1], pixels[2], m, outputs, stride, padding, dilation)
     ranges = tuple(E2M1_MAX * value.e4m3_max for value in (x, second, weight))
     grid = (-(-m // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1), 1, 1)
     return Call(launch, (*flat, *sizes, *ranges), grid)
@@ -218,7 +218,7 @@ def _scales(x: Nvfp4Tensor) -> torch.Tensor:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    return x if x.data_ptr() % 16 == 0 else x.clone()  # a part of another tensor
+    return x if x.data_ptr() % 16 == 0 else x.clone()  # a slice of another tensor may start anywhere
 
 
 def _bias(bias: torch.Tensor | None, other: Nvfp4Tensor) -> torch.Tensor:

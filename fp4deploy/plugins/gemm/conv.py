@@ -1,13 +1,13 @@
-"""Convolutions in NVFP4, by name: torch's shapes outside, packed NHWC inside.
+"""Convolutions in NVFP4: the public function. torch's shapes outside, packed NHWC inside.
 
     cache = fp4_quantize(conv.weight, conv.bias)
     y = fp4_conv2d(x, cache, padding=1)                        NCHW to NCHW in channels_last
     q = fp4_conv2d(x, cache, padding=1, relu=True, out_amax=6.0)      packed [N, OH, OW, O] for the next
     y = fp4_conv2d(q, other)
 
-The kernel reads images channel by channel, so blocks of 16 run along them. Packing reads a tensor where it lies, in
-channels_last and in row-major order alike, without a copy; a tensor with holes is copied first. The result is a view of
-what the kernel wrote, [N, OH, OW, O]. Both operands are packed (W4A4): there is no weight-only convolution.
+The implicit GEMM contracts channels, so blocks of 16 run along them. Packing reads contiguous and channels_last tensors
+without a copy; any other tensor is copied first. The result is a view of the kernel's output, [N, OH, OW, O]. Both
+operands are packed (W4A4): there is no weight-only convolution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fp4_conv2d(
     out_amax: float | torch.Tensor | None = None,
     four_over_six: FourOverSix | None = None,
 ) -> Output:
-    """relu(conv2d(x, weight) + bias), groups = 1, zeros around the image.
+    """relu(conv2d(x, weight) + bias), groups = 1, zero padding.
 
     Args:
         x: [N, I, H, W] in any float dtype and memory format, or packed [N, H, W, I].
@@ -63,10 +63,10 @@ def fp4_conv2d(
     """
     refuse_gradients(x, weight, bias)
     filters, bias = _filters(weight, bias, four_over_six)
-    step, border, spread = _one(stride, "stride"), _one(padding, "padding"), _one(dilation, "dilation")
-    image = _image(x, filters, input_amax)
+    sizes = _one(stride, "stride"), _one(padding, "padding"), _one(dilation, "dilation")
+    source = _source(x, filters, input_amax)
     amax = None if out_amax is None else scalar(out_amax, filters.codes.device, "out_amax")
-    out = conv2d((image,), filters, bias, step, border, spread, relu, output_dtype(x, dtype), amax)
+    out = conv2d((source,), filters, bias, *sizes, relu, output_dtype(x, dtype), amax)
     return out if isinstance(out, Nvfp4Tensor) else out.permute(0, 3, 1, 2)
 
 
@@ -91,7 +91,7 @@ def _filters(
     return packed, bias
 
 
-def _image(x: torch.Tensor | Nvfp4Tensor, filters: Nvfp4Tensor, input_amax: InputAmax) -> Nvfp4Tensor:
+def _source(x: torch.Tensor | Nvfp4Tensor, filters: Nvfp4Tensor, input_amax: InputAmax) -> Nvfp4Tensor:
     outputs, kh, kw, channels = filters.shape
     if isinstance(x, Nvfp4Tensor):
         if isinstance(input_amax, torch.Tensor) or input_amax != "dynamic":

@@ -1,18 +1,19 @@
-"""Products of packed NVFP4 tensors: kernels where they run, the reference everywhere else.
+"""GEMM and implicit-GEMM convolution of packed NVFP4 tensors: kernels where they run, the reference elsewhere.
 
     y = matmul(a, b)                                          [M, K] x [N, K] -> [M, N], both packed (W4A4)
     y = matmul(x, b)                                          x FP16 or BF16 (W4A16, weight-only)
-    y = conv2d((skip, up), filters, bias, padding=1)          two images, concatenated without being written
-    q = conv2d((image,), filters, relu=True, out_amax=a)      packed for the next product
+    y = conv2d((skip, up), filters, bias, padding=1)          two feature maps, concatenated without a copy
+    q = conv2d((x,), filters, relu=True, out_amax=a)          output packed for the next layer
 
-Images are NHWC and filters OHWI, blocks along channels: `formats.Nvfp4Tensor` of shape [N, H, W, C] and [O, KH, KW, C].
-Kernels (`plugins.gemm.triton.gemm`, `weight_only`) are launched by Triton where it is installed, else by pycuda from
-binaries compiled ahead of time (`plugins.aot.load`). They need no workspace: outputs are all that is allocated (and a
-copy of an operand whose memory has holes). They synchronise nowhere and keep no state, so that streams, threads and
-CUDA graphs may use them as they like; a CUDA graph wants one launch before.
+Feature maps are NHWC and filters OHWI, blocks along channels: `formats.Nvfp4Tensor` of shape [N, H, W, C] and
+[O, KH, KW, C]. Triton kernels (`plugins.gemm.triton.gemm`, `weight_only`) are launched by Triton where it is installed,
+else by pycuda from binaries compiled ahead of time (`plugins.aot.load`); `plugins.gemm.gemv` has the CUDA kernel for
+small M. They need no workspace: only outputs are allocated (and a copy of an operand that is not contiguous). They
+synchronise nowhere and keep no state, so streams, threads and CUDA graphs may share them. Before a CUDA graph is
+captured, each kernel must have been launched once.
 
-What each computes is `plugins.gemm.reference`, up to the order of the sum; the bytes of a fused quantisation are
-those of quantising what the kernel itself gives unfused.
+Each computes what `plugins.gemm.reference` computes, up to the order of the sum. A fused quantisation gives the bytes
+of quantising the kernel's own unfused output.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def matmul(
         b: packed [N, K].
         bias: [N].
         dtype: of the output, float16 or bfloat16; on a CPU float32 too.
-        out_amax: float32 [] of the packed output; None gives a tensor. Not for a weight-only product.
+        out_amax: float32 [] of the packed output; None gives a tensor. Not for a weight-only GEMM.
 
     Returns:
         [..., N] of `dtype`, or packed in blocks along N.
@@ -64,7 +65,7 @@ def matmul(
     _check_common(b, bias, dtype, out_amax)
     k, n = b.shape[-1], b.shape[0]
     if a.shape[-1:] != (k,):
-        raise InputError(f"a has rows of {tuple(a.shape[-1:])} and b of {k} elements: they must be as long.")
+        raise InputError(f"a has rows of {tuple(a.shape[-1:])} and b of {k} elements: they must have the same length.")
     if isinstance(a, torch.Tensor):
         return _weight_only(a, b, bias, relu, out_amax)
     _check_packed(a, "a")
@@ -72,8 +73,8 @@ def matmul(
     if not runs_kernels(a.codes) or 0 in (a.codes.numel(), n):
         return matmul_reference(a, b, bias, relu, dtype, out_amax)
     rows = a.codes.numel() // a.codes.shape[-1]
-    image = (1, 1, rows)
-    return launch_gemm((a,), b, bias, image, image, (*a.shape[:-1], n), dtype, out_amax, relu=relu)
+    extent = (1, 1, rows)
+    return launch_gemm((a,), b, bias, extent, extent, (*a.shape[:-1], n), dtype, out_amax, relu=relu)
 
 
 def conv2d(
@@ -90,7 +91,7 @@ def conv2d(
     """relu(conv2d(concatenated sources, weight) + bias), groups = 1.
 
     Args:
-        sources: one or two packed images [N, H, W, C_i]; of two, the first must have whole blocks of channels.
+        sources: one or two packed feature maps [N, H, W, C_i]; of two, the first must have whole blocks of channels.
         weight: packed [O, KH, KW, C], C the sum of the sources', at most 49 taps.
         bias: [O].
         dtype, out_amax: as `matmul`; blocks of a packed output run along O.
@@ -114,7 +115,7 @@ def conv2d(
         )
     oh, ow = (output_size(size, taps, stride, padding, dilation) for size, taps in ((h, kh), (w, kw)))
     if oh < 1 or ow < 1:
-        raise InputError(f"An image of {h}x{w} with padding {padding} is smaller than the filter of {kh}x{kw}.")
+        raise InputError(f"A feature map of {h}x{w} with padding {padding} is smaller than the filter of {kh}x{kw}.")
     if not runs_kernels(sources[0].codes) or any(0 in x.shape for x in (*sources, weight)):
         return conv2d_reference(sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax)
     geometry = {"taps": (kh, kw), "stride": stride, "padding": padding, "dilation": dilation, "relu": relu}
@@ -154,8 +155,8 @@ def conv_transpose2d(
     if not runs_kernels(source.codes) or 0 in (*source.shape, outputs):
         return conv_transpose2d_reference(source, weight, bias, relu, dtype, out_amax)
     shape = (n, 2 * h, 2 * w, outputs)
-    image = (n, h, w)
-    return launch_gemm((source,), weight, bias, image, image, shape, dtype, out_amax, relu=relu, up=True)
+    extent = (n, h, w)
+    return launch_gemm((source,), weight, bias, extent, extent, shape, dtype, out_amax, relu=relu, up=True)
 
 
 def _weight_only(
@@ -163,7 +164,7 @@ def _weight_only(
 ) -> Output:
     if x.dtype not in DTYPES or out_amax is not None:
         raise InputError(
-            f"A weight-only product takes float16 or bfloat16 and gives the same, not packed; this is {x.dtype}"
+            f"A weight-only GEMM takes float16 or bfloat16 and gives the same, not packed; this is {x.dtype}"
             f"{' with out_amax' if out_amax is not None else ''}."
         )
     _check_devices(b, x, bias)
@@ -182,7 +183,7 @@ def _check_weight(weight: Any, axes: int, name: str) -> None:
 
 def _check_packed(x: Nvfp4Tensor, name: str) -> None:
     if x.amax.numel() != 1:
-        raise InputError(f"{name} is row-scaled; products take one global scale a tensor.")
+        raise InputError(f"{name} is row-scaled; GEMMs take one global scale a tensor.")
     types = (x.codes.dtype, x.scales.dtype, x.amax.dtype)
     if types != PACKED:
         raise InputError(f"{name} has codes, scales and amax of {', '.join(map(str, types))}; they are {PACKED}.")
@@ -196,18 +197,18 @@ def _check_packed(x: Nvfp4Tensor, name: str) -> None:
 
 def _check_sources(sources: tuple[Nvfp4Tensor, ...], weight: Nvfp4Tensor) -> None:
     if len(sources) not in (1, 2) or any(not isinstance(x, Nvfp4Tensor) or len(x.shape) != 4 for x in sources):
-        raise InputError("A convolution takes one or two packed images of shape [N, H, W, C].")
+        raise InputError("A convolution takes one or two packed feature maps of shape [N, H, W, C].")
     for x in sources:
-        _check_packed(x, "an image")
+        _check_packed(x, "a feature map")
     if len({tuple(x.shape[:3]) for x in sources}) != 1:
-        raise InputError(f"The images differ in size: {', '.join(str(tuple(x.shape)) for x in sources)}.")
+        raise InputError(f"The feature maps differ in size: {', '.join(str(tuple(x.shape)) for x in sources)}.")
     channels = sum(x.shape[3] for x in sources)
     if channels != weight.shape[3]:
-        raise InputError(f"The filter has {weight.shape[3]} input channels and the images {channels} together.")
+        raise InputError(f"The filter has {weight.shape[3]} input channels and the feature maps {channels} together.")
     if len(sources) == 2 and sources[0].shape[3] % NVFP4_BLOCK:
         raise InputError(
-            f"The first of two images has {sources[0].shape[3]} channels: a block of {NVFP4_BLOCK} would span both. "
-            "Concatenate them before they are quantised."
+            f"The first of two feature maps has {sources[0].shape[3]} channels: a block of {NVFP4_BLOCK} would span "
+            "both. Concatenate them before they are quantised."
         )
 
 
@@ -222,7 +223,7 @@ def _check_common(
 
 
 def check_bias(bias: Any, outputs: int) -> None:
-    """Refuse what is no bias of `outputs` channels.
+    """Refuse anything but a bias of `outputs` channels.
 
     Raises:
         InputError: another shape or type.

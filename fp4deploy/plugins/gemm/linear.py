@@ -1,11 +1,11 @@
-"""Linear layers and matrix products in NVFP4, by name.
+"""Linear layers and matrix multiplication in NVFP4: the public functions.
 
     cache = fp4_quantize(weight, bias)               once
     y = fp4_cached_linear(x, cache)                  x W^T + b, as torch.nn.functional.linear; x float16 or bfloat16
     y = fp4_linear(x, weight, bias)                  both in one call, the same bits: for weights that change
     c = fp4_matmul(a, b)                             a b^T, both packed: the contracted axis is the last of both
 
-What each multiplies: `fp4_cached_linear` and `fp4_linear` keep activations as they are (W4A16) unless `input_amax` says
+Operands: `fp4_cached_linear` and `fp4_linear` keep activations as they are (W4A16) unless `input_amax` says
 how to pack them (W4A4); `fp4_matmul` packs what is not packed yet, each operand with its own two levels of scale.
 Nothing here has a gradient (`operands.refuse_gradients`).
 """
@@ -81,7 +81,7 @@ def fp4_matmul(
         b: [N, K], the contracted axis last as in `torch.nn.functional.linear`; of a matrix [K, N] give `b.mT`.
         bias: [N].
         dtype: of the output, float16 or bfloat16; by default that of `a`, float16 where it has none of these.
-        out_amax: pack the output with this amax, for the next product.
+        out_amax: pack the output with this amax, for the next layer.
         backend: see `scaled_matmul`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""From what a caller has to operands of a packed product: activations quantised, amaxes on their device, no gradients.
+"""From a caller's arguments to operands of a GEMM: activations quantised, amaxes on the device, no gradients.
 
     input_amax = None         activations stay float16 or bfloat16          W4A16
     input_amax = "dynamic"    packed with their own amax, found in a pass   W4A4
@@ -23,14 +23,14 @@ InputAmax = float | torch.Tensor | Literal["dynamic"] | None
 
 
 def refuse_gradients(*operands: object) -> None:
-    """Rounding has no gradient; a product that silently cut one would leave layers untrained.
+    """Rounding has no gradient; a GEMM that silently dropped it would leave layers untrained.
 
     Raises:
         InputError: a tensor requires a gradient and gradients are recorded.
     """
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in operands):
         raise InputError(
-            "Products of packed tensors have no gradient, and an operand requires one. For inference call them under "
+            "A GEMM of packed tensors has no gradient, and an operand requires one. For inference call them under "
             "torch.no_grad() or give tensor.detach(); to train with NVFP4 use fp4deploy.qat.prepare."
         )
 
@@ -71,7 +71,7 @@ def scalar(value: float | torch.Tensor, device: torch.device, name: str) -> torc
 
 
 def output_dtype(x: torch.Tensor | Nvfp4Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """`dtype`, else that of `x` where products have it, else float16."""
+    """`dtype`, else that of `x` if it is a possible output dtype, else float16."""
     if dtype is not None:
         return dtype
     return x.dtype if isinstance(x, torch.Tensor) and x.dtype in DTYPES else torch.float16

@@ -1,12 +1,11 @@
-"""What products of packed NVFP4 tensors are: decode, multiply in torch; the reference of every kernel in `products`.
+"""The reference of every GEMM kernel: decode packed NVFP4 operands, then multiply in torch.
 
     x [N, H, W, C] and w [O, KH, KW, C] in blocks along C:   y = relu(conv(x', w') + b), x' and w' the decoded values
 
-The decoded values are exact in FP32 up to the rounding of (d8 * A) / 6E; sums are taken in `accumulate`, float32 where
-a user waits and float64 where a kernel is judged. A fused quantisation reads the output as it is rounded to `dtype`, so
-that fusing changes no byte.
+The decoded values are exact in FP32 up to the rounding of (d8 * A) / 6E. Sums are taken in `accumulate`: float32 in
+use, float64 in tests of kernels. A fused quantisation reads the output rounded to `dtype`, so fusing changes no byte.
 
-This is also the path of machines without a GPU, and of GPUs on which kernels are switched off.
+This is also what runs without a GPU, and where kernels are switched off.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def matmul_reference(
     accumulate: torch.dtype = torch.float32,
 ) -> Output:
     """a [..., K] packed or plain, b [N, K] packed -> [..., N]."""
-    product = _decode(a, accumulate) @ _decode(b, accumulate).mT
-    return _finish(product, bias, relu, dtype, out_amax)
+    out = _decode(a, accumulate) @ _decode(b, accumulate).mT
+    return _finish(out, bias, relu, dtype, out_amax)
 
 
 def conv2d_reference(
@@ -50,15 +49,15 @@ def conv2d_reference(
     out_amax: torch.Tensor | None = None,
     accumulate: torch.dtype = torch.float32,
 ) -> Output:
-    """Images [N, H, W, C_i], concatenated along C; filter [O, KH, KW, sum C_i] -> [N, OH, OW, O]."""
-    image = torch.cat([_decode(source, accumulate) for source in sources], dim=-1).permute(0, 3, 1, 2)
+    """Feature maps [N, H, W, C_i], concatenated along C; filter [O, KH, KW, sum C_i] -> [N, OH, OW, O]."""
+    x = torch.cat([_decode(source, accumulate) for source in sources], dim=-1).permute(0, 3, 1, 2)
     filters = _decode(weight, accumulate).permute(0, 3, 1, 2)
-    if 0 in (*image.shape, *filters.shape):  # an empty sum is 0; torch refuses some of these
-        sizes = zip(image.shape[2:], filters.shape[2:], strict=True)
+    if 0 in (*x.shape, *filters.shape):  # an empty sum is 0; torch refuses some of these
+        sizes = zip(x.shape[2:], filters.shape[2:], strict=True)
         height, width = (output_size(size, taps, stride, padding, dilation) for size, taps in sizes)
-        out = image.new_zeros(image.shape[0], filters.shape[0], height, width)
+        out = x.new_zeros(x.shape[0], filters.shape[0], height, width)
     else:
-        out = F.conv2d(image, filters, None, stride, padding, dilation)
+        out = F.conv2d(x, filters, None, stride, padding, dilation)
     return _finish(out.permute(0, 2, 3, 1), bias, relu, dtype, out_amax)
 
 
@@ -71,13 +70,13 @@ def conv_transpose2d_reference(
     out_amax: torch.Tensor | None = None,
     accumulate: torch.dtype = torch.float32,
 ) -> Output:
-    """Image [N, H, W, C], filter [O, 2, 2, C], stride 2 -> [N, 2H, 2W, O]."""
-    image = _decode(source, accumulate).permute(0, 3, 1, 2)
+    """Feature map [N, H, W, C], filter [O, 2, 2, C], stride 2 -> [N, 2H, 2W, O]."""
+    x = _decode(source, accumulate).permute(0, 3, 1, 2)
     filters = _decode(weight, accumulate).permute(3, 0, 1, 2)
-    if 0 in (*image.shape, *filters.shape):
-        out = image.new_zeros(image.shape[0], filters.shape[1], 2 * image.shape[2], 2 * image.shape[3])
+    if 0 in (*x.shape, *filters.shape):
+        out = x.new_zeros(x.shape[0], filters.shape[1], 2 * x.shape[2], 2 * x.shape[3])
     else:
-        out = F.conv_transpose2d(image, filters, None, stride=2)
+        out = F.conv_transpose2d(x, filters, None, stride=2)
     return _finish(out.permute(0, 2, 3, 1), bias, relu, dtype, out_amax)
 
 

@@ -1,13 +1,13 @@
-"""Products of two packed matrices (W4A4): torch's own FP4 product where there is one, else this package's kernels.
+"""GEMM of two packed matrices (W4A4): torch's own FP4 `scaled_mm` where there is one, else this package's kernels.
 
     backend = "auto"        torch's where GPU, torch and shapes allow it, else the kernels
-    backend = "kernels"     `products.matmul`: Triton kernels on a GPU, the reference elsewhere
+    backend = "kernels"     `dispatch.matmul`: Triton kernels on a GPU, the reference elsewhere
     backend = "scaled_mm"   torch's, or an error that says what is missing
 
-The keyword is stronger than FP4DEPLOY_MATMUL. Where "auto" tried torch's product and it refused, a warning says so.
+The keyword takes precedence over FP4DEPLOY_MATMUL. If "auto" tries `scaled_mm` and it refuses, there is a warning.
 
 `torch.nn.functional.scaled_mm` (torch 2.10) hands NVFP4 to cuBLAS on SM100 and later. It wants block scales in the
-128x4 layout (`formats.swizzle`) and the global scale A / 6E beside them:
+128x4 layout (`formats.swizzle`), and the global scale A / 6E:
 
     scale = [E4M3 bytes, swizzled; float32 [1]]     recipe = [BlockWise1x16, TensorWise]     swizzle = [32_4_4, none]
 
@@ -49,15 +49,15 @@ def packed_matmul(
     backend: str | None = None,
     b_swizzled: torch.Tensor | None = None,
 ) -> Output:
-    """`products.matmul` of packed operands by the backend asked for.
+    """`dispatch.matmul` of packed operands by the requested backend.
 
     Raises:
         InputError: operands that do not fit each other or the backend, an unknown backend.
         UnavailableError: "scaled_mm" where torch or the GPU lack it.
         RuntimeError, ValueError: torch's own, for "scaled_mm".
     """
-    wish = chosen(backend)
-    if wish != "kernels":
+    requested = chosen(backend)
+    if requested != "kernels":
         missing = why_unavailable(a.codes.device)
         unfit = missing or why_unfit(a, b, bias, dtype, out_amax)
         if unfit is None:
@@ -66,16 +66,16 @@ def packed_matmul(
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, ValueError) as error:
-                if wish == "scaled_mm":
+                if requested == "scaled_mm":
                     raise
                 warnings.warn(
-                    f"torch's scaled_mm refused a product ({error}); the kernels multiply instead. {VARIABLE}=kernels "
-                    "takes them from the start.",
+                    f"torch's scaled_mm refused a GEMM ({error}); the kernels compute it instead. {VARIABLE}=kernels "
+                    "uses them from the start.",
                     stacklevel=2,
                 )
-        elif wish == "scaled_mm":
+        elif requested == "scaled_mm":
             kind = UnavailableError if missing else InputError
-            raise kind(f"torch's scaled_mm cannot do this product: {unfit}. Take the backend 'auto' or 'kernels'.")
+            raise kind(f"torch's scaled_mm cannot compute this GEMM: {unfit}. Take the backend 'auto' or 'kernels'.")
     return dispatch.matmul(a, b, bias, relu, dtype, out_amax)
 
 
@@ -93,7 +93,7 @@ def chosen(backend: str | None) -> str:
 
 
 def why_unavailable(device: torch.device) -> str | None:
-    """What keeps a device from torch's FP4 product; None where it should run."""
+    """Why torch's FP4 `scaled_mm` does not run on a device; None where it should."""
     return why(device, _lacking)
 
 
@@ -114,9 +114,9 @@ def _lacking(index: int) -> str | None:
 def why_unfit(
     a: Nvfp4Tensor, b: Nvfp4Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out_amax: torch.Tensor | None
 ) -> str | None:
-    """Why operands that may be right for `products.matmul` are none for torch; None where they are.
+    """Why `scaled_mm` cannot take operands that may be right for `dispatch.matmul`; None where it can.
 
-    Wrong ones are unfit as well: `products.matmul` has the words for them.
+    Wrong operands are refused here too; `dispatch.matmul` then raises the error that explains them.
     """
     if len(a.shape) == 0 or len(b.shape) != 2 or a.shape[-1] != b.shape[-1] or a.amax.numel() * b.amax.numel() != 1:
         return f"operands of shape {tuple(a.shape)} and {tuple(b.shape)} are not [..., K] and [N, K] with one amax each"
@@ -142,7 +142,7 @@ def scaled_matmul(
     dtype: torch.dtype,
     b_swizzled: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """torch's product of operands that fit; the bias is rounded to `dtype` first, as cuBLAS takes it."""
+    """torch's `scaled_mm` of operands that fit; the bias is rounded to `dtype` first, as cuBLAS takes it."""
     rows = a.codes.reshape(-1, a.codes.shape[-1])
     recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     swizzle = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]

@@ -39,7 +39,7 @@ HELD = ("weight", "bias", "swizzled")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FP4WeightCache:
-    """A packed weight, its bias, and products with it; made by `fp4_quantize` or `load`.
+    """A packed weight and its bias, and the layers that use it; made by `fp4_quantize` or `load`.
 
     weight: [N, K] or [O, KH, KW, I].
     bias: float32 [N] or None.
@@ -93,7 +93,7 @@ class FP4WeightCache:
         """Declare that codes and scales are never written again, and return this cache.
 
         Small-M GEMMs then start as secondary kernels (programmatic dependent launch): they read the weight before the
-        kernel in front of them in the stream has finished. Whoever writes into a frozen weight gets wrong results.
+        kernel before them in the stream has finished. Writing into a frozen weight gives wrong results.
         The bias and the activations may change at any time.
         """
         pdl.freeze(self.weight)
@@ -133,11 +133,11 @@ class FP4WeightCache:
         """relu(x W^T + bias) of a linear weight.
 
         Args:
-            x: [..., K], any strides; float16 or bfloat16 for weight-only products, any float dtype to be packed; or
+            x: [..., K], any strides; float16 or bfloat16 for a weight-only GEMM, any float dtype to be packed; or
                 packed already.
             input_amax: None multiplies `x` as it is; "dynamic", a number or a float32 [] packs it (`operands`).
             dtype: of the output, float16 or bfloat16; by default that of `x`, float16 where it has none of these.
-            backend: of a product of two packed operands, see `scaled_matmul`.
+            backend: of a GEMM of two packed operands, see `scaled_matmul`.
             out_amax: pack the output with this amax, for the next layer (of two packed operands).
 
         Returns:
@@ -174,16 +174,14 @@ class FP4WeightCache:
         out_amax: float | torch.Tensor | None,
     ) -> Output:
         if dtype not in (None, x.dtype):
-            raise InputError(
-                f"A weight-only product of {x.dtype} gives {x.dtype}, not {dtype}; with input_amax it can."
-            )
+            raise InputError(f"A weight-only GEMM of {x.dtype} gives {x.dtype}, not {dtype}; with input_amax it can.")
         if backend is not None and scaled_mm.chosen(backend) == "scaled_mm":
             raise InputError(
                 "scaled_mm multiplies two packed operands: give input_amax ('dynamic' or a number) as well."
             )
         if out_amax is not None:
             raise InputError(
-                "A weight-only product writes no packed output: give input_amax ('dynamic' or a number) with out_amax."
+                "A weight-only GEMM writes no packed output: give input_amax ('dynamic' or a number) with out_amax."
             )
         return matmul(x, weight, bias, relu)
 
@@ -197,7 +195,7 @@ class FP4WeightCache:
         return FP4WeightCache(moved, None if bias is None else bias.to(device), frozen=self.frozen)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight as the products see it, [N, K], or [O, I, KH, KW] (channels_last)."""
+        """The weight as the kernels decode it, [N, K], or [O, I, KH, KW] (channels_last)."""
         weight = self.weight.dequantize(dtype)
         return weight if weight.ndim == 2 else weight.permute(0, 3, 1, 2)
 
@@ -207,7 +205,7 @@ class FP4WeightCache:
         return swizzle_scales(scales.flatten(1)) if swizzled is None else swizzled
 
     def save(self, path: Path | str) -> None:
-        """Write a safetensors file beside its final name and rename it; see `weight_file`.
+        """Write a safetensors file, whole or not at all; see `weight_file`.
 
         Raises:
             InputError: it cannot be written; an older file survives.

@@ -6,7 +6,7 @@ Triton reads the variable when it is imported, so that this is a process of its 
 `test_interpreted_products.py` starts once. Every output lies between guards, and both are poisoned: an element that is
 not written, or is written where it should not be, shows.
 
-The interpreter cannot multiply bfloat16 matrices and truncates what it converts to bfloat16; weight-only products of
+The interpreter cannot multiply bfloat16 matrices and truncates what it converts to bfloat16; weight-only GEMMs of
 that type are tested on a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""Products of packed tensors: the reference against a dense computation of its own, who runs what, every refusal."""
+"""GEMM and convolution of packed tensors: the reference against a dense computation, the dispatch, every refusal."""
 
 from __future__ import annotations
 
@@ -195,15 +195,15 @@ ELSEWHERE = Nvfp4Tensor(B.codes.to("meta"), B.scales.to("meta"), B.amax.to("meta
         (lambda: dispatch.matmul(A, B, out_amax=torch.ones((), dtype=torch.float64)), ["one float32", "float64"]),
         (lambda: dispatch.matmul(A, ELSEWHERE), ["different devices", "cpu, meta"]),
         (lambda: dispatch.matmul(A, B, torch.zeros(6, device="meta")), ["different devices", "cpu, meta"]),
-        (lambda: dispatch.conv2d((), W), ["one or two packed images", "[N, H, W, C]"]),
-        (lambda: dispatch.conv2d((X, X, X), W), ["one or two packed images"]),
+        (lambda: dispatch.conv2d((), W), ["one or two packed feature maps", "[N, H, W, C]"]),
+        (lambda: dispatch.conv2d((X, X, X), W), ["one or two packed feature maps"]),
         (lambda: dispatch.conv2d((A,), W), ["[N, H, W, C]"]),
         (lambda: dispatch.conv2d((X,), B), ["[O, KH, KW, C]", "(6, 32)"]),
         (lambda: dispatch.conv2d((X, packed(1, 5, 4, 16)), W), ["differ in size", "(1, 5, 4, 16)"]),
         (lambda: dispatch.conv2d((packed(1, 5, 5, 17),), W), ["16 input channels", "17"]),
         (
             lambda: dispatch.conv2d((packed(1, 5, 5, 8), packed(1, 5, 5, 8)), W),
-            ["first of two images has 8 channels", "Concatenate"],
+            ["first of two feature maps has 8 channels", "Concatenate"],
         ),
         (lambda: dispatch.conv2d((X,), W, stride=0), ["Stride 0", "at least 1"]),
         (lambda: dispatch.conv2d((X,), W, padding=-1), ["padding -1", "at least 0"]),

@@ -152,7 +152,7 @@ def test_wrong_operands_are_refused_in_the_same_words(stand_in: StandIn) -> None
     ):
         with pytest.raises(InputError, match=words):
             fp4_matmul(*arguments)
-        with pytest.raises(InputError, match="scaled_mm cannot do this product"):
+        with pytest.raises(InputError, match="scaled_mm cannot compute this GEMM"):
             fp4_matmul(*arguments, backend="scaled_mm")
     with pytest.raises(InputError, match="no packed output"):
         fp4_matmul(a, b, out_amax=1.0, backend="scaled_mm")
@@ -196,9 +196,7 @@ def test_a_refusal_of_torch_is_said(stand_in: StandIn, monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(F, "scaled_mm", refuse)
-    with pytest.warns(
-        UserWarning, match=r"refused a product \(CUBLAS_STATUS_NOT_SUPPORTED\).*FP4DEPLOY_MATMUL=kernels"
-    ):
+    with pytest.warns(UserWarning, match=r"refused a GEMM \(CUBLAS_STATUS_NOT_SUPPORTED\).*FP4DEPLOY_MATMUL=kernels"):
         assert torch.equal(fp4_matmul(a, b), matmul_reference(a, b))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="CUBLAS"):
         fp4_matmul(a, b, backend="scaled_mm")

@@ -70,5 +70,5 @@ def test_a_matrix_is_described_once(library: Library) -> None:
 
 def test_a_refusal(library: Library) -> None:
     library.result = 1
-    with pytest.raises(KernelError, match=r"does not describe \[8, 32\] in boxes of \[16, 32\]: CUDA error 1"):
+    with pytest.raises(KernelError, match=r"encodes no tensor map of \[8, 32\] in boxes of \[16, 32\]: CUDA error 1"):
         tma.tensor_map(library.gpu, torch.zeros(8, 32, dtype=torch.uint8), 16, 32)
