@@ -1,6 +1,6 @@
 """The UNet's forward for training on a GPU: convolutions by cuDNN, everything between them by fused kernels.
 
-    unfused   conv, + bias, GroupNorm, ReLU, amax, quantise, ...     each a pass over the image, GroupNorm in FP32
+    unfused   conv, + bias, GroupNorm, ReLU, amax, quantise, ...     each a pass over the activation, GroupNorm in FP32
     fused     conv, [+ bias + GroupNorm + ReLU + amax + quantise]    two reads and one write
 
 `fuse` turns a UNet into a `FusedUNet` in place; parameters, names and results are the same, up to the rounding of FP16
@@ -34,8 +34,8 @@ ops = torch.ops.fp4deploy
 SIMPLE_INPUT = QuantSpec(scale="static")
 SIMPLE_WEIGHT = QuantSpec()
 
-# show(layer, shape [N, C, H, W] of its input, what gives some images of it as they are before they are quantised)
-Show = Callable[[nn.Module, torch.Size, Callable[[slice], torch.Tensor]], None]
+# observe(layer, shape [N, C, H, W] of its input, function: slice of the batch -> that input before quantisation)
+Observe = Callable[[nn.Module, torch.Size, Callable[[slice], torch.Tensor]], None]
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -60,24 +60,25 @@ class FusedUNet(UNet):
         return _compute_dtype(x) is not None and self._fusable()
 
     @contextmanager
-    def show_inputs(self, show: Show) -> Iterator[None]:
-        """Let the fused forward show what it feeds every layer, which its kernels quantise before it is in memory.
+    def observe_inputs(self, observe: Observe) -> Iterator[None]:
+        """Call `observe` with the input of every layer, which the fused kernels quantise before it reaches memory.
 
-        Shown after the layer's amax was tracked. What is shown is made again from what the kernel read, for the images
-        that are asked for; GroupNorm's moments are those of an image, so the values are the same, rounded to FP16.
+        Called after the layer's amax was tracked. The input is recomputed from what the kernel read, for the images of
+        the batch that `observe` asks for; GroupNorm's moments are per image, so the values are the same, rounded to
+        FP16.
         """
-        self.__dict__["_show"] = show
+        self.__dict__["_observe"] = observe
         try:
             yield
         finally:
-            del self.__dict__["_show"]
+            del self.__dict__["_observe"]
 
-    def _show_input(
+    def _observe_input(
         self, layer: nn.Module | None, shape: tuple[int, ...], read: Callable[[slice], torch.Tensor]
     ) -> None:
-        show: Show | None = self.__dict__.get("_show")
-        if show is not None and layer is not None:
-            show(layer, torch.Size(shape), read)
+        observe: Observe | None = self.__dict__.get("_observe")
+        if observe is not None and layer is not None:
+            observe(layer, torch.Size(shape), read)
 
     def _fusable(self) -> bool:
         if not available(self.head.weight.device):
@@ -98,8 +99,8 @@ class FusedUNet(UNet):
         modules: Any = (self.encoder, self.up, self.decoder)
         encoder, ups, decoder = (list(module) for module in modules)
         deepest = len(encoder) - 1
-        image = x
-        self._show_input(encoder[0].conv1, x.shape, lambda images: image[images])
+        encoded = x
+        self._observe_input(encoder[0].conv1, x.shape, lambda images: encoded[images])
         if isinstance(encoder[0].conv1, QuantizedLayer):  # by default it stays as it is
             x = encoder[0].conv1.quantized_input(x)
         for level, block in enumerate(encoder):
@@ -108,7 +109,7 @@ class FusedUNet(UNet):
                 y, largest = _norm(x, bias, block.norm2, None)
                 after = encoder[level + 1].conv1
                 skip, x = _SkipAndPool.apply(y, _track(y, largest, after, read=False))
-                self._show_input(after, x.shape, partial(_pooled, y))
+                self._observe_input(after, x.shape, partial(_pooled, y))
                 skips.append((skip, largest))
             else:
                 x = self._norm(x, bias, block.norm2, ups[0])
@@ -116,7 +117,7 @@ class FusedUNet(UNet):
             upwards = F.conv_transpose2d(x, weights[up], _cast(up.bias, x), up.stride)
             skip, largest = skips.pop()
             x = _concat(skip, upwards, largest, block.conv1)
-            self._show_input(block.conv1, x.shape, partial(_joined, skip, upwards))
+            self._observe_input(block.conv1, x.shape, partial(_joined, skip, upwards))
             x, bias = self._block(block, x, weights)
             after = ups[index + 1] if index + 1 < len(ups) else self.head
             x = self._norm(x, bias, block.norm2, after)
@@ -130,7 +131,7 @@ class FusedUNet(UNet):
 
     def _norm(self, x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module) -> torch.Tensor:
         y, _ = _norm(x, bias, norm, after)
-        self._show_input(after, x.shape, lambda images: _normalized(x[images], bias, norm))
+        self._observe_input(after, x.shape, lambda images: _normalized(x[images], bias, norm))
         return y
 
     def _weights(self, dtype: torch.dtype) -> dict[nn.Module, torch.Tensor]:

@@ -115,13 +115,13 @@ def test_the_fused_forward_shows_the_digits(quantised: str) -> None:
             assert shape == (4, ENCODED_CHANNELS, 96, 128)
             seen.append(read(slice(1, 3)))  # type: ignore[operator]
 
-    with torch.autocast("cuda", dtype=torch.float16), model.show_inputs(show):
+    with torch.autocast("cuda", dtype=torch.float16), model.observe_inputs(show):
         model(x)
     assert torch.equal(seen[0].float(), encode_input(x)[1:3])
     watcher = Watcher(model)
     with torch.autocast("cuda", dtype=torch.float16), watcher.watching(x):
         model(x)
-    values = watcher.look().read().values[FIRST, "activation"]
+    values = watcher.snapshot().read().values[FIRST, "activation"]
     assert values["max"] == 6
 
 

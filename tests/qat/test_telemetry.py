@@ -74,7 +74,7 @@ def step(model: nn.Module, x: torch.Tensor, watcher: Watcher | None = None, seed
     with watcher.watching(x, seed=3):
         y = model(x)
     y.square().mean().backward()
-    return watcher.look(loss_scale=torch.tensor(4.0)).read()
+    return watcher.snapshot(loss_scale=torch.tensor(4.0)).read()
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
@@ -141,7 +141,7 @@ def test_the_static_amax_is_the_one_that_the_step_used(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_train", "tetrajet"])
-def test_looking_changes_nothing(recipe: str | None) -> None:
+def test_a_snapshot_changes_nothing(recipe: str | None) -> None:
     watched, plain = net(recipe), net(recipe)
     watcher = Watcher(watched)
     for seed in range(3):
@@ -178,7 +178,7 @@ def test_layers_of_every_kind_are_seen(case: str, recipe: str | Recipe) -> None:
     with watcher.watching(x):
         y = model(x)
     y.square().mean().backward()
-    seen = watcher.look().read()
+    seen = watcher.snapshot().read()
     layer = quantized_layers(model)["0"]
     for kind, spec in ((WEIGHT, layer.recipe.weight), (ACTIVATION, layer.recipe.activation)):
         assert (("0", kind) in seen.codes) == (spec is not None)
@@ -257,7 +257,7 @@ def test_an_uncalibrated_layer_says_so_instead_of_failing() -> None:
     watcher = Watcher(model)
     with watcher.watching(images()), torch.no_grad():
         model(images())
-    seen = watcher.look().read()
+    seen = watcher.snapshot().read()
     assert math.isnan(seen.values["conv", ACTIVATION]["sqnr_db"])
     assert seen.values["conv", ACTIVATION]["count"] > 0
 
@@ -267,7 +267,7 @@ def test_calibration_is_not_taken_for_quantisation() -> None:
     watcher = Watcher(model)
     with watcher.watching(images()):
         calibrate(model, [images()])
-    assert ("conv", ACTIVATION) not in watcher.look().read().codes
+    assert ("conv", ACTIVATION) not in watcher.snapshot().read().codes
 
 
 def test_a_probe_sees_a_few_images_and_leaves_the_mode() -> None:
@@ -276,14 +276,14 @@ def test_a_probe_sees_a_few_images_and_leaves_the_mode() -> None:
     amax = quantized_layers(model)["conv"].input_amax.clone()
     watcher = Watcher(model)
     watcher.probe(images(), most=2)
-    seen = watcher.look().read()
+    seen = watcher.snapshot().read()
     assert seen.values["conv", ACTIVATION]["count"] == 2 * 16 * 64
     assert model.training
     assert torch.equal(quantized_layers(model)["conv"].input_amax, amax)
 
 
 @pytest.mark.parametrize("recipe", [None, "nvfp4_qat", "nvfp4_train", "mx_baseline", "nvfp4_qat_2d"])
-def test_a_look_fetches_nothing_before_it_is_read(recipe: str | None) -> None:
+def test_a_snapshot_fetches_nothing_before_it_is_read(recipe: str | None) -> None:
     """A model without data: asking for a value anywhere would be an error."""
     model = net(recipe).to("meta")
     watcher = Watcher(model)
@@ -291,7 +291,7 @@ def test_a_look_fetches_nothing_before_it_is_read(recipe: str | None) -> None:
     with watcher.watching(x):
         y = model(x)
     y.square().mean().backward()
-    table = watcher.look(gradient_norm=torch.empty((), device="meta"))
+    table = watcher.snapshot(gradient_norm=torch.empty((), device="meta"))
     assert len(table.rows) >= 18
     with pytest.raises((RuntimeError, NotImplementedError)):
         table.read()
@@ -302,7 +302,7 @@ def test_a_table_is_fetched_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None
     watcher = Watcher(model)
     with watcher.watching(images()):
         model(images()).sum().backward()
-    table = watcher.look(gradient_norm=torch.tensor(2.0))
+    table = watcher.snapshot(gradient_norm=torch.tensor(2.0))
     calls: list[str] = []
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__"):
         original = getattr(torch.Tensor, name)
@@ -345,7 +345,7 @@ def test_shares_are_shares() -> None:
             assert math.isnan(value) if name == "flips" else 0 <= value <= 1, (key, name)
 
 
-class ShownUNet(FusedUNet):
+class ObservedUNet(FusedUNet):
     """A fused UNet whose kernels are played by the plain forward: it shows the inputs of its layers by hooks."""
 
     def fuses(self, x: torch.Tensor) -> bool:
@@ -361,12 +361,12 @@ class ShownUNet(FusedUNet):
                 handle.remove()
 
     def _show_hook(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        self._show_input(layer, inputs[0].shape, lambda images: inputs[0].detach()[images])
+        self._observe_input(layer, inputs[0].shape, lambda images: inputs[0].detach()[images])
 
 
-def test_a_fused_unet_shows_what_hooks_would_see() -> None:
+def test_a_fused_unet_observes_what_hooks_would_see() -> None:
     found = []
-    for kind in (None, ShownUNet):
+    for kind in (None, ObservedUNet):
         torch.manual_seed(0)
         model = prepare(build_unet(4, 0.125)).train()
         if kind is not None:
@@ -375,7 +375,7 @@ def test_a_fused_unet_shows_what_hooks_would_see() -> None:
         seen = step(model, x, Watcher(model))
         assert seen is not None
         found.append(seen)
-        assert "_show" not in model.__dict__
+        assert "_observe" not in model.__dict__
     hooked, shown = found
     assert hooked.values.keys() == shown.values.keys()
     assert hooked.codes == shown.codes
@@ -412,7 +412,7 @@ def test_the_fused_forward_is_seen_and_left_alone(recipe: str | None) -> None:
         outputs.append(y.detach())
         amaxes.append([layer.input_amax.clone() for layer in quantized_layers(model).values()])
         if watched:
-            found.append(watcher.look().read())
+            found.append(watcher.snapshot().read())
     assert torch.equal(outputs[0], outputs[1])
     assert all(torch.equal(a, b) for a, b in zip(amaxes[0], amaxes[1], strict=True))
     shown, hooked = found

@@ -1,19 +1,19 @@
-"""Looking at a training step: every layer's weight, input, weight gradient and quantised gradient, as one table.
+"""Telemetry of one training step: statistics of every layer's weight, input and gradients, as one table.
 
     tensor               raw statistics   quantised as
     weight               whole            the recipe's weight operand
     activation           sample           the recipe's activation operand, with the amax that this step used
-    gradient             whole            nothing quantises it: it is a result, of the weight
+    gradient             whole            not quantised: it is a result, of the weight
     output_gradient      sample           the recipe's dgrad_gradient, else wgrad_gradient; only where there is one
 
-A look changes nothing: it draws no random numbers, moves no amax, and leaves the forward that is taken as it is. A
-plain model is watched by hooks, which are there for one forward. The fused UNet never calls its layers; it shows what
-it feeds them instead (`FusedUNet.show_inputs`), before its kernels quantise it. A compiled model ignores hooks: a few
-images go through the plain model as well.
+A snapshot changes nothing: it draws no random numbers, moves no amax, and leaves the forward as it is. A plain model is
+observed by hooks that exist for one forward. The fused UNet never calls its layers; it passes on what it feeds them
+(`FusedUNet.observe_inputs`) before its kernels quantise it. A compiled model ignores hooks: a few images go through the
+plain model as well.
 
-Activations are looked at in a sample of about `SAMPLE` elements: all channels of a regular grid of pixels, over all
-images of the batch or, in the fused UNet, over a few. A dynamic global amax is that of the whole tensor. Nothing waits
-for the device before `Table.read`.
+Activations are sampled, about `SAMPLE` elements each: all channels of a regular grid of pixels, over all images of the
+batch or, in the fused UNet, over a few. A dynamic global amax is that of the whole tensor. Nothing waits for the device
+before `Table.read`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Codes = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Statistics:
-    """One look, on the host.
+    """One snapshot, on the host.
 
     values: (layer, tensor) -> statistic -> value, NaN where it is undefined.
     codes: (layer, tensor) -> elements of each of the 16 codes; of quantised tensors only.
@@ -54,7 +54,7 @@ class Statistics:
 
 @dataclass
 class Table:
-    """One look, on the device: rows of numbers, what they are of, and scalars of the step."""
+    """One snapshot, on the device: rows of sums, the tensor of each, and scalars of the step."""
 
     rows: list[tuple[Key, Row]] = field(default_factory=list)
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Table:
 
 
 class Watcher:
-    """Watches the GEMM layers (convolutions and linear layers) of one model."""
+    """Observes the GEMM layers (convolutions and linear layers) of one model."""
 
     def __init__(self, model: nn.Module, limit: int = SAMPLE) -> None:
         self.model, self.limit = model, limit
@@ -93,22 +93,22 @@ class Watcher:
             if type(layer) in QUANTIZED or isinstance(layer, QuantizedLayer)
         }
         self.seen: dict[Key, Row] = {}
-        self.previous: Codes = {}  # packed codes of the weights at the last look
-        self.windows: dict[str, torch.Tensor] = {}  # of the weight gradients of the last look
+        self.previous: Codes = {}  # packed codes of the weights at the last snapshot
+        self.windows: dict[str, torch.Tensor] = {}  # of the weight gradients of the last snapshot
         self.seed = 0
 
     @contextmanager
     def watching(self, images: torch.Tensor, seed: int = 0) -> Iterator[None]:
-        """Watch the forward that is made inside, and the backward that belongs to it.
+        """Observe the forward that runs in this context, and its backward.
 
         Args:
-            images: the forward's input; inside whatever autocast it runs in.
+            images: the forward's input; enter the context inside the autocast that the forward runs in.
             seed: of stochastic rounding in the statistics.
         """
         self.seen, self.seed = {}, seed
         if isinstance(self.model, FusedUNet) and self.model.fuses(images):
             names = {layer: name for name, layer in self.layers.items()}
-            with self.model.show_inputs(lambda layer, *shown: self._shown(names[layer], layer, *shown)):
+            with self.model.observe_inputs(lambda layer, *read: self._observed(names[layer], layer, *read)):
                 yield
             return
         with ExitStack() as hooks:
@@ -118,7 +118,7 @@ class Watcher:
 
     @torch.no_grad()
     def probe(self, images: torch.Tensor, seed: int = 0, most: int = 2) -> None:
-        """Watch a forward of at most `most` images that is made for nothing else, in evaluation mode."""
+        """Run and observe an extra forward of at most `most` images, in evaluation mode."""
         training = self.model.training
         self.model.eval()
         try:
@@ -128,8 +128,8 @@ class Watcher:
             self.model.train(training)
 
     @torch.no_grad()
-    def look(self, **extras: torch.Tensor) -> Table:
-        """What was watched, the weights as they are and their gradients: the table of this step, still on the device.
+    def snapshot(self, **extras: torch.Tensor) -> Table:
+        """The table of this step, still on the device: what was observed, the weights and their gradients.
 
         Args:
             extras: scalars of the step, on the device; weight gradients are expected without the "loss_scale".
@@ -166,9 +166,9 @@ class Watcher:
 
         return watch
 
-    def _shown(self, name: str, layer: nn.Module, shape: torch.Size, read: Callable[[slice], torch.Tensor]) -> None:
+    def _observed(self, name: str, layer: nn.Module, shape: torch.Size, read: Callable[[slice], torch.Tensor]) -> None:
         with torch.no_grad():
-            self._activation(name, layer, read(_spread(shape, self.limit)))
+            self._activation(name, layer, read(_evenly_spaced(shape, self.limit)))
 
     @torch.no_grad()
     def _activation(self, name: str, layer: nn.Module, x: torch.Tensor) -> None:
@@ -212,7 +212,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _used_amax(layer: QuantizedLayer) -> torch.Tensor | None:
-    """The static amax that the forward which has just been made quantised its input with; None for a dynamic one."""
+    """The static amax that the last forward quantised its input with; None for a dynamic one."""
     if not layer.is_static:
         return None
     amax = layer.delayed_amax if layer.is_delayed and layer.training else None
@@ -232,8 +232,8 @@ def _wgrad_rows(layer: nn.Module, gradient: torch.Tensor, x: torch.Tensor) -> to
     return gradient.flatten(2)
 
 
-def _spread(shape: torch.Size, limit: int) -> slice:
-    """Images of [N, ...] spread over the batch that together have `limit` elements, two at least."""
-    wanted = min(shape[0], max(2, -(-limit * shape[0] // max(1, shape.numel()))))
-    step = max(1, shape[0] // max(1, wanted))
-    return slice(0, wanted * step, step)
+def _evenly_spaced(shape: torch.Size, limit: int) -> slice:
+    """Evenly spaced images of a batch [N, ...] that together have `limit` elements, at least two."""
+    count = min(shape[0], max(2, -(-limit * shape[0] // max(1, shape.numel()))))
+    step = max(1, shape[0] // max(1, count))
+    return slice(0, count * step, step)

@@ -1,22 +1,22 @@
-"""Statistics of a tensor and of its quantisation, summed on the tensor's device without ever asking the host.
+"""Running sums of a tensor and of its quantisation, on the tensor's device and without synchronising with the host.
 
-A training step that is looked at has some seventy tensors, and each `.item()` would make the host wait for the GPU. So
-a `Row` holds sums, float64 on the device; `telemetry` joins the rows of a step, fetches them in one copy, and
-`Row.finish` makes statistics of the numbers. On a GPU a look costs what launching its operations costs, so there are
-few of them and whatever can be is left to the host.
+A snapshot of a training step covers some seventy tensors, and each `.item()` would make the host wait for the GPU. So a
+`Row` holds sums, float64 on the device; `collect` joins the rows of a step and fetches them in one copy, and
+`Row.finish` turns the sums into statistics. On a GPU a snapshot costs what launching its kernels costs, so there are
+few of them and the host does the rest.
 
     mean, std        over the finite elements; std divides by n
     kurtosis         Pearson's: mean((x - mean)^4) / std^4; a normal distribution has 3, a uniform one 1.8; NaN where
                      every element is the same
     saturation       share of elements beyond the largest value of their block, |x * e| > 6: they are clipped. With a
                      dynamic global scale that happens where a block's scale was rounded down, by 6 % at most
-    underflow        share of blocks that hold something and whose scale fell out of E4M3's normal range, below 2^-6: it
-                     has lost bits, or all of them (MXFP4: the scale is E8M0's smallest, 2^-127)
-    lost             share of blocks that hold something and decode to zeros, because their scale is 0
-    zero             share of blocks that hold nothing but zeros, which is no loss (after a ReLU there are many)
+    underflow        share of nonzero blocks whose scale is below E4M3's normal range, 2^-6: subnormal, with fewer
+                     bits, or zero (MXFP4: the scale is E8M0's smallest, 2^-127)
+    lost             share of nonzero blocks that decode to zeros, because their scale is 0
+    zero             share of blocks of zeros, which lose nothing (after a ReLU there are many)
     sqnr_db          10 log10(sum x^2 / sum (x - x')^2); infinite where x' = x
     correlation      Pearson's, between x and x'
-    flips            share of the elements whose code differs from what it was at the last look
+    flips            share of the elements whose code differs from that of the last snapshot
     entropy_bits     of the 16 codes, 4 at most; coded_*: moments of the E2M1 values, before scales multiply them
 
 Moments are taken in two passes in float64: exact enough for float32 data of any scale, whatever their mean. Blocks are
@@ -83,7 +83,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Row:
-    """Sums over one tensor, float64 on its device, and what the host knows without asking."""
+    """Sums over one tensor, float64 on its device, and what the host knows without reading the device."""
 
     sums: torch.Tensor
     size: int
@@ -114,9 +114,9 @@ class Row:
             signal = second + 2 * mean * first + count * mean * mean
             if signal > 0:
                 sqnr = 10 * math.log10(signal / error) if error > 0 else math.inf
-            spread = second - first * first / count
-            if spread > ROUNDING * count * mean * mean and moments[1] > 0:
-                correlation = cross / math.sqrt(spread * own_second)
+            variance = second - first * first / count
+            if variance > ROUNDING * count * mean * mean and moments[1] > 0:
+                correlation = cross / math.sqrt(variance * own_second)
         wholes = (self.size, self.blocks, self.blocks, self.blocks, self.size if self.compared else 0)
         shares = [part / whole if whole else math.nan for part, whole in zip(parts, wholes, strict=True)]
         return dict(zip((*DEQUANTIZED, *SHARES), (*moments, sqnr, correlation, *shares), strict=True))
@@ -133,7 +133,7 @@ def coded_row(coded: Coded, previous: torch.Tensor | None = None) -> Row:
     """Sums of a tensor and of its quantisation.
 
     Args:
-        previous: `packed` of the last look, for the flips (NaN without it).
+        previous: `packed` of the last snapshot, for the flips (NaN without it).
     """
     size, blocks = coded.source.numel(), coded.scales.numel()
     if not size:
@@ -184,8 +184,8 @@ def encode(
 
     Args:
         amax: static global amax, float32 []; None takes that of the whole of `x`, whatever is sampled of it.
-        limit: look at a sample of about so many elements.
-        seed: of stochastic rounding, so that looking draws nothing from the generator that training draws from.
+        limit: sample about so many elements.
+        seed: of stochastic rounding, so that nothing is drawn from the generator of the training.
     """
     x, axes, _ = split_groups(x.detach(), spec, axes, groups)
     last = tuple(range(-len(axes), 0))

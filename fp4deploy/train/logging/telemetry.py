@@ -98,7 +98,7 @@ class Telemetry:
         scale = getattr(scaler, "_scale", None)  # get_scale would wait for the device
         if scale is not None:
             extras["loss_scale"] = scale.clone()
-        self.pending = Look(step, epoch, self.watcher.look(**extras))
+        self.pending = Look(step, epoch, self.watcher.snapshot(**extras))
         self.looked_at = step
 
     def flush(self) -> None:
