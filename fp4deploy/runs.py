@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write as atomic_write
+from fp4deploy.files import atomic_write
 
 MODELS = ("fp16", "nvfp4", "fp16_control", "nvfp4_ptq")
 DEFAULT_MODELS = ("fp16", "nvfp4")  # what is trained where nobody says

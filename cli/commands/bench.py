@@ -158,7 +158,7 @@ def _write(found: list[ArtifactResult], split: str, reference: Baseline | None, 
 
 
 def _save(document: dict[str, Any], path: Path) -> None:
-    from fp4deploy.runs import atomic_write
+    from fp4deploy.files import atomic_write
 
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")

@@ -43,7 +43,7 @@ def report(
     if json_out == "-":
         print_json(facts)
     elif json_out is not None:
-        from fp4deploy.runs import atomic_write
+        from fp4deploy.files import atomic_write
 
         with atomic_write(Path(json_out)) as temporary:
             temporary.write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")

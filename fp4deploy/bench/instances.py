@@ -20,11 +20,11 @@ from PIL import Image
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, CocoDataset, NumberedEvalTransform, eval_loader, instance_set
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.instances import InstanceEvaluation, Instances, InstanceScores, write_results
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.instances.panoptic import PanopticWriter
 from fp4deploy.models import InstanceHead, ModelCard
-from fp4deploy.runs import atomic_write
 
 OVERLAYS = 16  # pictures written with the results, evenly spaced
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from fp4deploy.data.sample import IGNORE, SegmentationDataset
-from fp4deploy.runs import atomic_write
+from fp4deploy.files import atomic_write
 
 METHODS = ("median_frequency", "effective_number")
 MOST_IMAGES = 4000  # evenly spaced over a larger set: frequencies to a few percent, minutes instead of an hour

@@ -20,9 +20,9 @@ from fp4deploy.export.verify.outputs import (
     validation_images,
     verify_decomposed,
 )
+from fp4deploy.files import atomic_write
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import load_model, quantized_layers
-from fp4deploy.runs import atomic_write
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from PIL import Image
 
 from fp4deploy.data import CocoDataset
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.instances.decode import Instances
-from fp4deploy.runs import atomic_write
 
 
 @dataclass(frozen=True)

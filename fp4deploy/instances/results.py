@@ -12,8 +12,8 @@ from typing import Any
 
 from fp4deploy.data.regions import encode_ids
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.instances.decode import Instances
-from fp4deploy.runs import atomic_write
 
 Result = dict[str, Any]
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.models.input_encoding import expand_weight
-from fp4deploy.runs import atomic_write
 
 QUANTIZER_BUFFERS = (".input_amax",)
 FIRST_WEIGHT = "encoder.0.conv1.weight"

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.report.compare import compare, labels, main_model, model_groups
 from fp4deploy.report.compare_html import render_comparison
 from fp4deploy.report.figures.compare_curves import draw_comparison
 from fp4deploy.report.figures.compare_images import draw_samples, draw_telemetry, read_looks, telemetry_numbers
 from fp4deploy.report.figures.curves import history
 from fp4deploy.report.run_data import read_run
-from fp4deploy.runs import Run, atomic_write, open_run
+from fp4deploy.runs import Run, open_run
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from fp4deploy.bench.ledgers import engines
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.report.run import Report, draw_page, save_report, size_pairs, summary
 from fp4deploy.report.run_data import readable
-from fp4deploy.runs import Run, atomic_write
+from fp4deploy.runs import Run
 
 MADE = "# made from config.yaml; the command of this run was not recorded"
 

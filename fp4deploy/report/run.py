@@ -17,12 +17,13 @@ from fp4deploy.bench import tables
 from fp4deploy.bench.artifact import NOT_RUN, ArtifactResult
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.ledgers import engines
+from fp4deploy.files import atomic_write
 from fp4deploy.models import read_card
 from fp4deploy.report.figures.curves import draw_curves, history, save_curves
 from fp4deploy.report.figures.heatmaps import telemetry_pictures
 from fp4deploy.report.figures.instance_overlays import draw_instance_overlays
 from fp4deploy.report.figures.overlays import Overlay, draw_overlays
-from fp4deploy.runs import Run, atomic_write
+from fp4deploy.runs import Run
 from fp4deploy.train.tasks import METRICS
 
 PER_CLASS = {"semantic": "IoU", "instance": "AP"}

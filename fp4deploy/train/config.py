@@ -15,8 +15,8 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.qat import find_recipe
-from fp4deploy.runs import atomic_write
 from fp4deploy.train.sections import (
     AugmentSection,
     DataSection,

@@ -21,7 +21,8 @@ from typing import Any
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import read_test
-from fp4deploy.runs import Run, atomic_write
+from fp4deploy.files import atomic_write
+from fp4deploy.runs import Run
 from fp4deploy.train.schedule import training_job
 from fp4deploy.train.state import read_progress
 

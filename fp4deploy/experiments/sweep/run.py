@@ -28,7 +28,8 @@ from fp4deploy.experiments.sweep.pool import PoolWorker
 from fp4deploy.experiments.sweep.results import collect, write_results
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.variant import Say, Started, opening, train_variant
-from fp4deploy.runs import atomic_write, processes
+from fp4deploy.files import atomic_write
+from fp4deploy.runs import processes
 
 FILE = "sweep.yaml"
 

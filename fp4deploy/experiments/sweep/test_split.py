@@ -18,8 +18,9 @@ import torch
 
 from fp4deploy.data import TEST, CocoDataset, expand, has_split, instance_set, validation_set
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.qat import load_model
-from fp4deploy.runs import Run, atomic_write
+from fp4deploy.runs import Run
 from fp4deploy.train.batches import validation_loader
 from fp4deploy.train.config import Config
 from fp4deploy.train.tasks import TaskScores, make_task

@@ -28,8 +28,8 @@ from fp4deploy.export.ledger.actual import match_kernels
 from fp4deploy.export.ledger.build_log import parse_engine_layers
 from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger, sha256
 from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
+from fp4deploy.files import atomic_write
 from fp4deploy.plugins.aot.store import supported
-from fp4deploy.runs import atomic_write
 
 PLAN_MAGIC = {b"vtrt": "tensorrt-rtx", b"ftrt": "tensorrt"}
 

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.runs import Run, atomic_write
+from fp4deploy.files import atomic_write
+from fp4deploy.runs import Run
 
 COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd", "nvfp4_ptq": "#f08c00"}
 METRICS = {"miou": "mIoU", "ap": "AP"}

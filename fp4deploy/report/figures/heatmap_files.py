@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.runs import atomic_write
+from fp4deploy.files import atomic_write
 
 AMOUNT, SIGNED, COUNT = "viridis", "PuOr", "cividis"
 MISSING = "#d5d8dc"

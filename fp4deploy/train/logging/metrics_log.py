@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import InputError
-from fp4deploy.runs import atomic_write
+from fp4deploy.files import atomic_write
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:

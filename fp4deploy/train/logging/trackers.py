@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fp4deploy.errors import UnavailableError
+from fp4deploy.files import atomic_write
 from fp4deploy.qat.telemetry.statistics import CODES
-from fp4deploy.runs import atomic_write
 from fp4deploy.train.logging.metrics_log import append_line
 
 LOOK, EPOCH = "look", "epoch"
