@@ -199,11 +199,11 @@ def test_the_code_in_the_recipes_page_runs() -> None:
     assert printed[1] == str(space["nearest"])
 
 
-def test_the_code_in_the_products_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_in_the_gemm_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4deploy.plugins.gemm import scaled_mm
 
     monkeypatch.chdir(tmp_path)
-    page = doc("products.md")
+    page = doc("gemm.md")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 2
     space: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 Nothing here is needed to train, export or measure: where kernels cannot run (`why_unavailable`) or
 `FP4DEPLOY_KERNELS=off` is set, the torch reference does the same work, slower.
 
-Layers in NVFP4 by name (`fp4_linear`, `fp4_conv2d`, ..., docs/products.md) are imported when they are first asked for.
+The NVFP4 layers (`fp4_linear`, `fp4_conv2d`, ..., docs/gemm.md) are imported at first use.
 """
 
 from importlib import import_module
