@@ -67,16 +67,16 @@ def write_down(file: Path, device: str) -> None:
     """Append a line after every batch: the loss on a CPU, a checksum of the weights on a GPU."""
     import torch
 
-    from fp4deploy.train.logging.running_statistics import Tally
+    from fp4deploy.train.logging.running_statistics import RunningStatistics
     from fp4deploy.train.loop import Trainer
 
     def append(text: str) -> None:
         with file.open("a") as lines:
             lines.write(text + "\n")
 
-    add_loss, step = Tally.add_loss, Trainer._step
+    add_loss, step = RunningStatistics.add_loss, Trainer._step
 
-    def noted_loss(self: Tally, loss: torch.Tensor) -> None:
+    def noted_loss(self: RunningStatistics, loss: torch.Tensor) -> None:
         add_loss(self, loss)
         append(float(loss).hex())
 
@@ -89,7 +89,7 @@ def write_down(file: Path, device: str) -> None:
     if device == "cuda":
         Trainer._step = noted_weights  # type: ignore[method-assign]
     else:
-        Tally.add_loss = noted_loss  # type: ignore[method-assign]
+        RunningStatistics.add_loss = noted_loss  # type: ignore[method-assign]
 
 
 def start(device: str, *arguments: object) -> BaseProcess:

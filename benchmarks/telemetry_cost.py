@@ -75,7 +75,7 @@ class Training:
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        telemetry.look(0, 0, norm, self.scaler)
+        telemetry.sample(0, 0, norm, self.scaler)
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()

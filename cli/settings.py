@@ -27,7 +27,7 @@ DEFAULT = ",".join(DEFAULT_MODELS)
 ModelsOption = Annotated[str, typer.Option("--models", help=MODELS_HELP)]
 TaskOption = Annotated[
     Literal["semantic", "instance"] | None,
-    typer.Option("--task", help="What the model learns: classes, or objects.", show_default="semantic"),
+    typer.Option("--task", help="Segment classes (semantic) or objects (instance).", show_default="semantic"),
 ]
 RecipeOption = Annotated[str | None, typer.Option("--recipe", help="Quantisation recipe.", show_default="nvfp4_qat")]
 ClassesOption = Annotated[str | None, typer.Option("--classes", help="Classes to learn: a,b,c.", show_default="all")]
@@ -39,7 +39,10 @@ SetOption = Annotated[
 EveryOption = Annotated[
     int | None,
     typer.Option(
-        "--telemetry-every", min=0, help="Steps between two looks at every layer; 0: none.", show_default="200"
+        "--telemetry-every",
+        min=0,
+        help="Steps between two samples of every layer's statistics; 0: none.",
+        show_default="200",
     ),
 ]
 TrackerOption = Annotated[

@@ -47,3 +47,8 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

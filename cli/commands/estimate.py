@@ -1,10 +1,12 @@
-"""`fp4deploy estimate`: how long a training will take, from a few measured steps; what `train --dry-run` prints."""
+"""`fp4deploy estimate` and `fp4deploy train --dry-run`: how long a training will take, from a few measured steps."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from fp4deploy.errors import counted
 
 from ..console import done, note, print_json, results
 from ..settings import (
@@ -52,7 +54,7 @@ def estimate(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to measure.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
 ) -> None:
-    """Measure a few steps of each model, and estimate the whole schedule; nothing is kept."""
+    """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
     resolved = settings(config, sets, data=data, classes=classes, recipe=recipe, task=task)
     run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json)
 
@@ -72,51 +74,36 @@ def run_estimate(
     Raises:
         InputError: the data cannot be read, or a model has nothing to train.
     """
-    from fp4deploy.errors import InputError
-    from fp4deploy.train import estimate as module
-    from fp4deploy.train.models import open_splits
+    from fp4deploy.train.estimate import estimate_training
 
-    if "nvfp4_ptq" in models:
-        raise InputError("nvfp4_ptq is not trained, so there is nothing to estimate; leave it out of --models.")
-    if config.data.root is None:
-        raise InputError(
-            "An estimate needs data to read. Give --data DIR, or make some with: fp4deploy data shapes DIR"
-        )
-    share = module.EFFICIENCY if efficiency is None else efficiency
-    there = [len(split) for split in open_splits(config)]
-    train, val = images or there[0], there[1] if val_images is None else val_images
-    note(f"Measuring {steps} steps of {', '.join(models)} ...")
-    speeds = module.measure(config, models, steps)
-    found = module.estimate(config, speeds, train, val, gpus, share)
-    facts = module.as_json(config, speeds, found, train, val, gpus, share)
+    note(f"Measuring {counted(steps, 'step')} of {', '.join(models)} ...")
+    report = estimate_training(config, models, gpus, images, val_images, efficiency, steps)
     if as_json:
-        print_json(facts)
+        print_json(report)
     else:
-        _print(facts)
+        _print(report)
 
 
-def _print(facts: dict[str, object]) -> None:
-    from typing import Any, cast
-
+def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     measured = Table("measured, images/s", "with the loader", "one batch", "evaluation", "loader alone")
-    for speed in cast("list[dict[str, Any]]", facts["measured"]):
+    for speed in report["measured"]:
         cells = (f"{speed[key]:.1f}" for key in ("training", "resident", "evaluation", "loader"))
         measured.add_row(speed["model"], *cells)
-    wanted = cast("dict[str, Any]", facts["for"])
-    planned = Table("estimated", "epochs", "images/s", "held by", "training", "validation", "hours in all")
-    for row in cast("list[dict[str, Any]]", facts["estimated"]):
+    estimated = Table("estimated", "epochs", "images/s", "limited by", "training, h", "validation, h", "total, h")
+    for row in report["estimated"]:
         hours = (f"{row[key]:.2f}" for key in ("training_hours", "validation_hours", "hours"))
-        planned.add_row(row["model"], str(row["epochs"]), f"{row['images_per_s']:.1f}", row["limit"], *hours)
-    console = results()
+        estimated.add_row(row["model"], str(row["epochs"]), f"{row['images_per_s']:.1f}", row["limit"], *hours)
+    target, console = report["for"], results()
     done(
-        f"{facts['device']}, batch {facts['batch_size']}, {facts['height']} x {facts['width']}, scale {facts['scale']}"
-        f"{', digits' if facts['digits'] else ''}"
+        f"{report['device']}, batch {report['batch_size']}, {report['height']} x {report['width']}, "
+        f"scale {report['scale']}{', multi-term input encoding' if report['digits'] else ''}"
     )
     console.print(measured)
     done(
-        f"Estimate for {wanted['images']} training and {wanted['val_images']} validation images, {wanted['gpus']} GPUs:"
+        f"Estimate for {counted(target['images'], 'training image')}, "
+        f"{counted(target['val_images'], 'validation image')}, {counted(target['gpus'], 'GPU')}:"
     )
-    console.print(planned)
-    done("Assumed: " + "; ".join(cast("list[str]", facts["assumptions"])) + ".")
+    console.print(estimated)
+    done("Assumed: " + "; ".join(report["assumptions"]) + ".")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fp4deploy.errors import GateError, InputError
+from fp4deploy.errors import GateError, InputError, counted
 
 from ..console import done, note, shown
 from ..settings import DataOption, SetOption
@@ -51,7 +51,9 @@ def sweep(
     flags = [f"data.root={json.dumps(str(data))}"] if data is not None else []
     loaded = load_sweep(file, (*flags, *(sets or [])), _seeds(seeds))
     folder = out if out is not None else Path("runs") / file.stem
-    note(f"Sweep: {len(loaded.variants)} variants, {len(loaded.seeds)} seeds, into {shown(folder)}")
+    note(
+        f"Sweep: {counted(len(loaded.variants), 'variant')}, {counted(len(loaded.seeds), 'seed')}, into {shown(folder)}"
+    )
     names = tuple(name.strip() for name in (only or "").split(",") if name.strip())
     results = run_sweep(loaded, folder, names, minutes, note, record, jobs, address)
     picture = draw_sweep(results, folder)
@@ -65,7 +67,9 @@ def sweep(
     ]
     if failed:
         listed = ", ".join(failed)
-        raise GateError(f"{len(failed)} of the runs failed: {listed}. The table says why; run again to retry.")
+        raise GateError(
+            f"{len(failed)} of the runs failed: {listed}. The table gives the reasons; the same command retries them."
+        )
 
 
 def _seeds(text: str | None) -> tuple[int, ...] | None:

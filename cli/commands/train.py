@@ -55,7 +55,7 @@ def train(
     ] = False,
     from_scratch: ScratchOption = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only measure some steps and estimate the time (fp4deploy estimate).")
+        bool, typer.Option("--dry-run", help="Only estimate the time, as fp4deploy estimate does.")
     ] = False,
     telemetry_every: EveryOption = None,
     tracker: TrackerOption = None,
@@ -64,6 +64,8 @@ def train(
     chosen = parse_models(DEFAULT if models is None else models)
     flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
     flags |= {"every": telemetry_every, "trackers": tracker}
+    if from_scratch:
+        sets = [*(sets or []), "train.from_scratch=true"]
     if dry_run:
         run_estimate(settings(config, sets, **flags), chosen)
         return

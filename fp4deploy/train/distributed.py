@@ -1,13 +1,13 @@
-"""What the processes of one training share besides gradients: the run's folder, the sums of the loss, tracked amaxes.
+"""What the processes of a distributed training share besides gradients: the run's folder, sums of the loss, amaxes.
 
 The loss divides sums over a batch by sums over a batch (labelled pixels, overlaps of a class). The mean of the
 processes' own quotients is not the quotient of the whole batch: a process with few labelled pixels would weigh them
 too much.
 
-Each process sees its own part of a batch and moves its own amaxes. DistributedDataParallel broadcasts the buffers of
+Each process has its own part of a batch and tracks its own amaxes. DistributedDataParallel broadcasts the buffers of
 rank 0 before every forward, and rank 0 writes the checkpoint, so that what only the others saw would be lost. The
 maximum over the processes, taken after every backward, is the moving maximum of the whole batch: it does not depend on
-how a batch is spread. It is one small all-reduce.
+how a batch is divided. It is one small all-reduce.
 
 After the backward, because gradient checkpointing quantises there with the amax that the forward had.
 """
@@ -70,6 +70,6 @@ def share_amaxes(layers: Iterable[QuantizedLayer]) -> None:
     amaxes = [layer.input_amax for layer in layers if layer.input_amax is not None]
     if not amaxes:
         return
-    together = torch.stack(amaxes)
-    dist.all_reduce(together, op=dist.ReduceOp.MAX)
-    torch._foreach_copy_(amaxes, together.unbind())
+    stacked = torch.stack(amaxes)
+    dist.all_reduce(stacked, op=dist.ReduceOp.MAX)
+    torch._foreach_copy_(amaxes, stacked.unbind())

@@ -6,12 +6,12 @@ loader on its own, and evaluation. Estimated from that, for N processes of one G
     images/s  =  N e r                                        r: steps fed by the loader; e: efficiency of scaling
     hours     =  epochs * images / (images/s)  +  evaluations * validation images / (N * rate of evaluation)
 
-Where r is well below the speed on a resident batch the loader holds the training up, and the result says so: more
+Where r is well below the speed on a resident batch, the loader limits the training, and the result says so: more
 workers or faster files would help, a faster GPU would not.
 
-Assumptions, which the result lists: a step costs the same all the way, the batch a GPU stays what it is, N GPUs work
+Assumptions, which the result lists: a step costs the same throughout, the batch per GPU stays the same, N GPUs work
 at e times N the speed of one (not measured unless N is 1), every process has as many CPU cores for its loader as this
-one had, files come as fast as here, and nothing is said about start-up, calibration or saving. A set that is too
+one had, files come as fast as here, and start-up, calibration and saving are not included. A set that is too
 small for the steps to measure is read several times over, so that the end of an epoch is not measured at every second
 step.
 """
@@ -43,7 +43,7 @@ from fp4deploy.train.tasks import make_task
 
 WARM_UP = 5
 EFFICIENCY = 0.8  # four H200 with 16 images each reached 0.81 (benchmarks/scaling.py)
-HELD_UP = 0.9  # of the speed on a resident batch; below it the loader is what takes the time
+LOADER_LIMIT = 0.9  # of the speed on a resident batch; below it the loader limits the training
 
 
 class _Repeated:
@@ -74,7 +74,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time of one model's whole schedule; `limit` says what holds the speed, "steps" or "loader"."""
+    """Time of one model's whole schedule; `limit` is what bounds the speed, "steps" or "loader"."""
 
     model: str
     epochs: int
@@ -135,7 +135,7 @@ def estimate(
                 speed.model,
                 epochs,
                 rate,
-                "loader" if speed.training < HELD_UP * speed.resident else "steps",
+                "loader" if speed.training < LOADER_LIMIT * speed.resident else "steps",
                 epochs * images / rate / 3600,
                 validations * val_images / (speed.evaluation * gpus) / 3600,
             )
@@ -144,7 +144,7 @@ def estimate(
 
 
 def assumptions(gpus: int, efficiency: float) -> list[str]:
-    """What an estimate takes for granted, in sentences."""
+    """The assumptions of an estimate, in sentences."""
     scaling = f"{gpus} GPUs work at {efficiency:g} x {gpus} the speed of one (assumed, not measured)"
     return [
         "a step costs the same from the first to the last, at the measured batch a GPU",
@@ -152,6 +152,37 @@ def assumptions(gpus: int, efficiency: float) -> list[str]:
         "each process has as many loader workers and as fast files as this one had",
         "start-up, calibration, saving and a teacher's forward pass are left out",
     ]
+
+
+def estimate_training(
+    config: Config,
+    models: tuple[str, ...],
+    gpus: int = 1,
+    images: int | None = None,
+    val_images: int | None = None,
+    efficiency: float | None = None,
+    steps: int = 30,
+) -> dict[str, Any]:
+    """Measure some steps of each model and estimate its whole schedule, as JSON (`as_json`).
+
+    Args:
+        images, val_images: of a whole epoch and a whole validation; None for those of the data.
+        efficiency: of scaling to several GPUs; None for `EFFICIENCY`.
+
+    Raises:
+        InputError: the data cannot be read, a model has nothing to train, or a number is out of range.
+    """
+    if "nvfp4_ptq" in models:
+        raise InputError("nvfp4_ptq is not trained, so there is nothing to estimate; leave it out of --models.")
+    if config.data.root is None:
+        raise InputError(
+            "An estimate needs data to read. Give --data DIR, or make some with: fp4deploy data shapes DIR"
+        )
+    share = EFFICIENCY if efficiency is None else efficiency
+    train, val = (len(split) for split in open_splits(config))
+    train, val = images or train, val if val_images is None else val_images
+    speeds = measure(config, models, steps)
+    return as_json(config, speeds, estimate(config, speeds, train, val, gpus, share), train, val, gpus, share)
 
 
 def as_json(
@@ -219,12 +250,12 @@ def _endless(loader: EpochLoader) -> Iterator[Any]:
 
 def _timed(trainer: Trainer, batches: Iterator[Any], steps: int) -> float:
     """Images a second over so many batches."""
-    trainer.tally.read()  # waits for the device
+    trainer.statistics.read()  # waits for the device
     start, seen = time.perf_counter(), 0
     for images, masks in itertools.islice(batches, steps):
         trainer._step(images, masks)
         seen += len(images)
-    trainer.tally.read()
+    trainer.statistics.read()
     return seen / (time.perf_counter() - start)
 
 

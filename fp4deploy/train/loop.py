@@ -2,7 +2,7 @@
 
 On a GPU: FP16 autocast with a loss scaler over FP32 master weights. On a CPU: FP32 arithmetic, since FP16 autocast is
 slow there; the weights that ship are rounded to FP16 in either case. A step whose gradients are not finite is skipped
-and counted; a long row of them ends the training with an error instead of a ruined checkpoint.
+and counted; many consecutive ones end the training with an error instead of a ruined checkpoint.
 
 After every epoch, in this order: the best checkpoint, one line of metrics, and the state, unless there is no new best
 and saving would cost more than a twentieth of the time. Ctrl-C ends the running step and saves the state inside the
@@ -36,7 +36,7 @@ from fp4deploy.train.distributed import share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
 from fp4deploy.train.logging.progress import Display
-from fp4deploy.train.logging.running_statistics import Counts, Tally
+from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.logging.telemetry import Telemetry
 from fp4deploy.train.losses.auxiliary import AuxiliaryLosses
 from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learning_rate
@@ -45,7 +45,7 @@ from fp4deploy.train.sections import TelemetrySection, TrainSection
 from fp4deploy.train.state import Progress, SavingPace, load_state, save_state
 from fp4deploy.train.tasks import Task, TaskScores
 
-MAX_SKIPPED_IN_A_ROW = 30
+MAX_CONSECUTIVE_SKIPPED = 30
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
 
 
@@ -110,7 +110,7 @@ class Trainer:
             config={"model": job.model, "recipe": card.recipe, "lr": job.lr, **settings.model_dump(mode="json")},
         )
         self.progress = Progress()
-        self.tally = Tally(self.device, Counts(), settings.spike)
+        self.statistics = RunningStatistics(self.device, EpochStatistics(), settings.spike)
         self.interrupt = Interrupt()
         self.pace = SavingPace(settings.save_minutes)
 
@@ -169,7 +169,7 @@ class Trainer:
         last = progress.epoch + 1 == self.job.epochs
         scores = self.evaluate() if last or (progress.epoch + 1) % self.settings.evaluate_every == 0 else None
         progress.epoch_seconds += time.perf_counter() - start
-        counts = self.tally.read()
+        counts = self.statistics.read()
         line: dict[str, Any] = {
             "epoch": progress.epoch + 1,
             "step": progress.step,
@@ -189,11 +189,11 @@ class Trainer:
         progress.seconds += progress.epoch_seconds
         progress.skipped += counts.skipped
         progress.batch, progress.epoch_seconds = 0, 0.0
-        self.tally = Tally(self.device, counts.next_epoch(), self.settings.spike)
+        self.statistics = RunningStatistics(self.device, counts.next_epoch(), self.settings.spike)
         self.keep(scores, line)
         display.epoch(progress.epoch, counts.mean_loss, scores.text() if scores else None, line["seconds"])
-        for remark in filter(None, [counts.remark(), *self.task.remarks()]):
-            display.say(f"{self.job.model}  epoch {progress.epoch}: {remark}")
+        for warning in filter(None, [counts.warning(), *self.task.warnings()]):
+            display.say(f"{self.job.model}  epoch {progress.epoch}: {warning}")
 
     def _train_rest(self, display: Display) -> tuple[int, float]:
         """Train on the rest of the epoch; returns the images seen and the seconds they took."""
@@ -214,7 +214,7 @@ class Trainer:
                 self._between_steps(display)
         if progress.epoch + 1 < self.job.epochs and isinstance(self.train_batches, EpochLoader):
             self.train_batches.start(progress.epoch + 1)
-        self.tally.read()  # waits for the device, so that the time is right
+        self.statistics.read()  # waits for the device, so that the time is right
         progress.epoch_seconds = elapsed + time.perf_counter() - start
         return images_seen, time.perf_counter() - start
 
@@ -230,7 +230,7 @@ class Trainer:
         if self.auxiliary is not None:
             share = progress.step / self.steps
             loss = self.auxiliary(loss, images, logits, self.layers, share, self.accelerator.autocast)
-        self.tally.add_loss(loss.detach())
+        self.statistics.add_loss(loss.detach())
         if last:
             self.accelerator.backward(loss / group)
             self._update()
@@ -244,8 +244,8 @@ class Trainer:
     def _update(self) -> None:
         set_learning_rate(self.optimizer, self._learning_rate(self.progress.step))
         norm = self.accelerator.clip_grad_norm_(self.bare.parameters(), self.settings.clip)
-        self.tally.add_step(norm)
-        self.telemetry.look(self.progress.step, self.progress.epoch, norm, self.accelerator.scaler)
+        self.statistics.add_step(norm)
+        self.telemetry.sample(self.progress.step, self.progress.epoch, norm, self.accelerator.scaler)
         if self.accelerator.scaler is not None or torch.isfinite(norm):  # the scaler skips by itself
             self.stepper.step()
         self.stepper.zero_grad(set_to_none=True)
@@ -260,13 +260,13 @@ class Trainer:
     def _between_steps(self, display: Display) -> None:
         progress = self.progress
         if self.device.type == "cpu" or progress.step % STEPS_BETWEEN_READS == 0:
-            counts = self.tally.read()
+            counts = self.statistics.read()
             self.telemetry.flush()
             display.step(progress.step, counts.mean_loss)
-            if counts.row >= MAX_SKIPPED_IN_A_ROW:
+            if counts.consecutive >= MAX_CONSECUTIVE_SKIPPED:
                 raise GateError(
-                    f"{self.job.model}: the gradients were NaN or Inf in {counts.row} steps in a row in epoch "
-                    f"{progress.epoch + 1}. The best checkpoint so far is kept; "
+                    f"{self.job.model}: the gradients were NaN or Inf in {counts.consecutive} consecutive steps in "
+                    f"epoch {progress.epoch + 1}. The best checkpoint so far is kept; "
                     "start again with a lower --set train.lr=..."
                 )
         self._pause_if_asked()
@@ -289,7 +289,7 @@ class Trainer:
     def _load(self) -> None:
         path = self.job.state_path
         self.progress = load_state(path, self.bare, self.optimizer, self.accelerator.scaler, self.average)
-        self.tally = Tally(self.device, Counts(**self.progress.counts), self.settings.spike)
+        self.statistics = RunningStatistics(self.device, EpochStatistics(**self.progress.counts), self.settings.spike)
         epoch = self.progress.batches
         if epoch and epoch != len(self.train_batches):
             raise InputError(
@@ -317,7 +317,7 @@ class Trainer:
             self._save_state()
 
     def _save_state(self) -> None:
-        self.progress.counts = asdict(self.tally.read())
+        self.progress.counts = asdict(self.statistics.read())
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             with self.pace.saving():

@@ -201,7 +201,7 @@ def _starting_point(config: Config, run: Run, model: str, wanted: ModelCard) -> 
         )
     if card.digits and not wanted.digits:
         raise InputError(
-            f"{path} reads its images as digits, 13 channels, and this run reads them as they are. Set "
+            f"{path} encodes its images in several FP4 terms (model.digits), and this run does not. Set "
             "--set model.digits=true, or choose another checkpoint. (The other way round works: the weights of a model "
             "without digits are expanded.)"
         )

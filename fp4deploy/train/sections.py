@@ -38,7 +38,7 @@ class ModelSection(Section):
 class DataSection(Section):
     """root: dataset folder; classes: the classes to learn (None: all); height, width: model input in pixels.
 
-    workers: loader processes (None: 0 on a CPU, up to 12 beside a GPU); cache_gib: a set that needs no more memory than
+    workers: loader processes (None: 0 on a CPU, up to 12 with a GPU); cache_gib: a set that needs no more memory than
     this when decoded is decoded once.
     """
 
@@ -104,7 +104,7 @@ class TrainSection(Section):
 
 
 class TelemetrySection(Section):
-    """every: optimiser steps between two looks at every layer (0: none); trackers: where what is seen goes.
+    """every: optimiser steps between two samples of every layer (0: none); trackers: where they are written.
 
     plots: heatmaps at the end of a training; project, wandb_mode: of Weights & Biases.
     """
@@ -161,13 +161,13 @@ class AugmentSection(Section):
 
 
 class QuantSection(Section):
-    """What is quantised besides the recipe, and how its training is steadied; for nvfp4 and nvfp4_ptq.
+    """What is quantised besides the recipe, and how its training is stabilised; for nvfp4 and nvfp4_ptq.
 
     include, exclude: glob patterns of layer names. By default the first and the last product stay in FP16;
     include: ["*"] quantises them too. percentile: of the magnitudes that calibration sees, 100 for the largest.
     clip_lr: learning rate of a learned amax (recipe "...+learned") over that of the weights; clip_decay: its weight
-    decay. damping: weight of the pull of every weight to its quantised value; damping_start: share of the training
-    after which the pull sets in, rising linearly to its weight at the end.
+    decay. damping: weight of the dampening loss, the distance of every weight to its quantised value;
+    damping_start: share of the training after which it begins, rising linearly to its weight at the end.
     """
 
     include: list[str] | None = None

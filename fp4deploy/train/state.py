@@ -35,7 +35,7 @@ class Progress:
 
     `epoch` counts whole epochs; `seconds` and `skipped` are their time (validation included) and their skipped steps,
     `best_score` (mIoU or AP) and `per_class` belong to the best of them. Of the next one, `batch` of its `batches` are
-    done, in `epoch_seconds`, and `counts` holds their `tally.Counts`.
+    done, in `epoch_seconds`, and `counts` holds their `tally.EpochStatistics`.
     """
 
     epoch: int = 0
@@ -53,8 +53,8 @@ class Progress:
 class SavingPace:
     """When to save: within an epoch every so many minutes, after an epoch as long as that costs little.
 
-    The state of a UNet of scale 1.0 is half a gigabyte. Behind every epoch of a second it would be a third of the
-    training; what a crash may cost instead is twenty times as long as saving takes.
+    The state of a UNet of scale 1.0 is half a gigabyte. Saved after every epoch of a second it would be a third of
+    the training. A crash costs at most twenty times as long as saving takes.
     """
 
     SHARE = 0.05  # of the time
@@ -151,6 +151,8 @@ def read_progress(path: Path) -> Progress:
 def _progress(fields: dict[str, Any]) -> Progress:
     if "best_miou" in fields:  # its name before there was another score
         fields["best_score"] = fields.pop("best_miou")
+    if "row" in fields.get("counts", {}):  # the name before `consecutive`
+        fields["counts"]["consecutive"] = fields["counts"].pop("row")
     return Progress(**fields)
 
 

@@ -1,4 +1,4 @@
-"""What a task brings to the one training loop: its loss, how it is scored, what it wants to be said.
+"""A task in the training loop: its loss, its evaluation, its warnings.
 
 | task | labels | loss | best checkpoint by |
 |---|---|---|---|
@@ -61,7 +61,7 @@ class Task(Protocol):
     loss: Any
 
     def evaluation(self) -> Evaluation: ...
-    def remarks(self) -> list[str]: ...
+    def warnings(self) -> list[str]: ...
 
 
 class SemanticTask:
@@ -77,7 +77,7 @@ class SemanticTask:
         """mIoU."""
         return _SemanticEvaluation(self.class_names)
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """None."""
         return []
 
@@ -124,9 +124,9 @@ class InstanceTask:
         """COCO's AP."""
         return InstanceEvaluation(self._val, self.head, self._ground_truth)
 
-    def remarks(self) -> list[str]:
-        """What the loss found out."""
-        return self.loss.remarks()
+    def warnings(self) -> list[str]:
+        """Those of the loss."""
+        return self.loss.warnings()
 
 
 def make_task(config: Config, card: ModelCard, val: Any, balance: ByName | None = None) -> Task:

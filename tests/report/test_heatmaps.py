@@ -28,7 +28,7 @@ from fp4deploy.report.figures.heatmaps import (
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
 from fp4deploy.train.logging.telemetry import read_gradients
-from fp4deploy.train.logging.trackers import LOOK, read_entries
+from fp4deploy.train.logging.trackers import SAMPLE, read_entries
 
 SETTINGS = [
     "model.scale=0.125",
@@ -83,7 +83,7 @@ def test_the_hierarchy_of_the_contract(drawn: Path) -> None:
 
 
 def test_the_numbers_are_those_that_were_tracked(trained: Run, drawn: Path) -> None:
-    looks = [e for e in read_entries(trained.model_dir("nvfp4") / "telemetry.jsonl") if e.kind == LOOK]
+    looks = [e for e in read_entries(trained.model_dir("nvfp4") / "telemetry.jsonl") if e.kind == SAMPLE]
     assert [entry.step for entry in looks] == [1, 2]
     checked = 0
     for path in drawn.rglob("semantic_*.json"):

@@ -114,10 +114,10 @@ def test_distillation_alone_brings_the_student_to_its_teacher(
     original = Trainer._step
 
     def noted(self: Trainer, *batch: torch.Tensor) -> None:
-        before = self.tally.read().loss
+        before = self.statistics.read().loss
         original(self, *batch)
         if self.job.model == "nvfp4":
-            losses.append(self.tally.read().loss - before)
+            losses.append(self.statistics.read().loss - before)
 
     monkeypatch.setattr(Trainer, "_step", noted)
     settings = ["distill.weight=1", "distill.task=0", "train.epochs=10", "train.from_scratch=true"]

@@ -83,7 +83,7 @@ def test_a_plain_fp16_checkpoint_is_expanded(tiny: Config, tiny_run: Run, tmp_pa
 
 def test_digits_cannot_be_taken_away_again(tiny: Config, trained: Run, tmp_path: Path) -> None:
     start = f"train.init_checkpoint={trained.checkpoint('fp16')}"
-    with pytest.raises(InputError, match=r"reads its images as digits.*--set model\.digits=true"):
+    with pytest.raises(InputError, match=r"encodes its images in several FP4 terms.*--set model\.digits=true"):
         train_models(with_settings(tiny, [start]), create_run(tmp_path / "run"), ("nvfp4",))
 
 

@@ -154,14 +154,14 @@ def test_the_largest_objects_are_kept_and_the_others_counted_once() -> None:
     assert torch.equal(truth[0, 0] | truth[0, 1], (labels[0, 1] == 5) | (labels[0, 1] == 9))
     assert not truth[1, 1].any(), "the second image has one object"
     loss = set_loss(2, classes=0)
-    assert loss.remarks() == []
+    assert loss.warnings() == []
     loss(torch.zeros(2, 2, 16, 16), labels)
     loss(torch.zeros(2, 2, 16, 16), labels)
-    (remark,) = loss.remarks()
-    assert "2 images" in remark
-    assert "2 mask channels" in remark
-    assert "2 left out" in remark
-    assert loss.remarks() == [], "said once"
+    (warning,) = loss.warnings()
+    assert "2 images" in warning
+    assert "2 mask channels" in warning
+    assert "2 left out" in warning
+    assert loss.warnings() == [], "said once"
 
 
 def test_centre_targets_are_the_formula() -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C as a signal, a killed process, a full disk at the journal: what is left resumes to the same bits."""
+"""Ctrl-C as a signal, a killed process, a full disk: what is left resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models
 from fp4deploy.train.interrupt import Interrupt
 from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
-from fp4deploy.train.logging.running_statistics import Counts, Tally
+from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.state import SavingPace, read_progress
 from tests.train.launch import copy_of, start
@@ -57,8 +57,8 @@ def assert_same(run: Run, other: Run) -> None:
             for key, value in first.items():
                 assert torch.equal(value, second[key]), (model, name, key)
         kept = ("epoch", "step", "loss", "lr", "miou", "per_class", "skipped_steps")
-        journals = [(r.model_dir(model) / "metrics.jsonl").read_text().splitlines() for r in (run, other)]
-        mine, theirs = ([{k: json.loads(line)[k] for k in kept} for line in lines] for lines in journals)
+        logs = [(r.model_dir(model) / "metrics.jsonl").read_text().splitlines() for r in (run, other)]
+        mine, theirs = ([{k: json.loads(line)[k] for k in kept} for line in lines] for lines in logs)
         assert mine == theirs
 
 
@@ -152,7 +152,7 @@ def test_long_epochs_are_saved_on_the_way(config: Config, tmp_path: Path, monkey
     assert saved == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
 
 
-def test_the_journal_keeps_whole_lines_of_finished_epochs(tmp_path: Path) -> None:
+def test_the_metrics_log_keeps_whole_lines_of_finished_epochs(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     for epoch in (1, 2, 3):
         append_line(path, {"epoch": epoch, "loss": float("nan")})
@@ -163,7 +163,7 @@ def test_the_journal_keeps_whole_lines_of_finished_epochs(tmp_path: Path) -> Non
     assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_a_full_disk_leaves_the_journal_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_metrics_log_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.jsonl"
     append_line(path, {"epoch": 1})
     append_line(path, {"epoch": 2})
@@ -181,36 +181,36 @@ def test_a_full_disk_leaves_the_journal_whole(tmp_path: Path, monkeypatch: pytes
         append_line(path, {"epoch": 3})
 
 
-def test_the_tally_counts_finite_losses_and_rows_of_skipped_steps() -> None:
-    tally = Tally(torch.device("cpu"), Counts(row=2))
+def test_finite_losses_and_consecutive_skipped_steps_are_counted() -> None:
+    statistics = RunningStatistics(torch.device("cpu"), EpochStatistics(consecutive=2))
     for loss, norm in ((1.0, 1.0), (float("nan"), float("inf")), (float("inf"), float("nan")), (3.0, float("inf"))):
-        tally.add_loss(torch.tensor(loss))
-        tally.add_step(torch.tensor(norm))
-    assert tally.read() == Counts(loss=4.0, batches=2, skipped=3, row=3, running=2.0, seen=2)
-    assert tally.read().mean_loss == 2.0
-    assert Counts().mean_loss is None
+        statistics.add_loss(torch.tensor(loss))
+        statistics.add_step(torch.tensor(norm))
+    assert statistics.read() == EpochStatistics(loss=4.0, batches=2, skipped=3, consecutive=3, running=2.0, seen=2)
+    assert statistics.read().mean_loss == 2.0
+    assert EpochStatistics().mean_loss is None
 
 
 def test_a_spike_is_a_loss_far_above_the_running_mean() -> None:
     device, losses = torch.device("cpu"), [2.0] * 19 + [9.0] + [2.0] * 10 + [20.0, 2.0, 30.0, float("nan")]
-    tally = Tally(device, Counts(), spike=4.0)
+    statistics = RunningStatistics(device, EpochStatistics(), spike=4.0)
     for loss in losses:
-        tally.add_loss(torch.tensor(loss))
-    counts = tally.read()
+        statistics.add_loss(torch.tensor(loss))
+    counts = statistics.read()
     assert (counts.spikes, counts.largest) == (2, 30.0)  # the 9 came before there was a mean to compare with
     assert 2.0 < counts.running < 2.4
-    assert counts.remark() == "2 spikes of the loss, the largest 30"
+    assert counts.warning() == "2 loss spikes, largest 30"
     following = counts.next_epoch()
     assert (following.spikes, following.batches, following.seen) == (0, 0, 33)
-    halves = Tally(device, Counts(), spike=4.0)
+    halves = RunningStatistics(device, EpochStatistics(), spike=4.0)
     for loss in losses[:25]:
         halves.add_loss(torch.tensor(loss))
-    again = Tally(device, Counts(**asdict(halves.read())), spike=4.0)  # as a resume does
+    again = RunningStatistics(device, EpochStatistics(**asdict(halves.read())), spike=4.0)  # as a resume does
     for loss in losses[25:]:
         again.add_loss(torch.tensor(loss))
     assert again.read() == counts
-    assert Counts(skipped=2).remark() == "2 steps skipped, their gradients were not finite"
-    assert Counts().remark() is None
+    assert EpochStatistics(skipped=2).warning() == "skipped 2 steps with non-finite gradients"
+    assert EpochStatistics().warning() is None
 
 
 def test_saving_takes_at_most_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

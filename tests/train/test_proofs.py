@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fp4deploy.data import generate_shapes
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
-from fp4deploy.train.logging.running_statistics import Tally
+from fp4deploy.train.logging.running_statistics import RunningStatistics
 from fp4deploy.train.loop import Trainer
 from tests.train.launch import run_ranks
 
@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 def losses_of(config: Config, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The loss of every batch."""
     losses: list[float] = []
-    original = Tally.add_loss
+    original = RunningStatistics.add_loss
 
-    def noted(self: Tally, loss: torch.Tensor) -> None:
+    def noted(self: RunningStatistics, loss: torch.Tensor) -> None:
         losses.append(loss.item())
         original(self, loss)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tally, "add_loss", noted)
+        patch.setattr(RunningStatistics, "add_loss", noted)
         train_models(config, create_run(folder), (model,))
     return losses
 
@@ -70,13 +70,13 @@ def test_killed_at_a_random_step_the_following_losses_are_the_same_bits(recipe: 
 def train_and_note_losses(data: Path, out: Path, sets: list[str]) -> None:
     """In one of several processes: train FP16 and write down the loss of every batch."""
     losses: list[float] = []
-    original = Tally.add_loss
+    original = RunningStatistics.add_loss
 
-    def noted(self: Tally, loss: torch.Tensor) -> None:
+    def noted(self: RunningStatistics, loss: torch.Tensor) -> None:
         losses.append(loss.item())
         original(self, loss)
 
-    Tally.add_loss = noted  # type: ignore[method-assign]
+    RunningStatistics.add_loss = noted  # type: ignore[method-assign]
     train_models(load_config(None, [f"data.root={data}", *sets]), Run(out), ("fp16",))
     (out / f"losses{dist.get_rank()}.json").write_text(json.dumps(losses))
 
@@ -193,4 +193,4 @@ def test_a_spike_is_survived_and_reported(
     assert lines[12]["largest_spike"] > 100
     assert lines[11]["largest_spike"] is None
     assert lines[-1]["loss"] < lines[11]["loss"]
-    assert "epoch 13: 1 spikes of the loss, the largest" in capfd.readouterr().err
+    assert "epoch 13: 1 loss spike, largest" in capfd.readouterr().err

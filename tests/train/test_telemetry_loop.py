@@ -17,7 +17,7 @@ from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.logging import trackers as trackers_module
 from fp4deploy.train.logging.telemetry import STATE, read_gradients
-from fp4deploy.train.logging.trackers import EPOCH, LOOK, Entry, read_entries
+from fp4deploy.train.logging.trackers import EPOCH, SAMPLE, Entry, read_entries
 from fp4deploy.train.loop import Trainer
 from tests.train.launch import copy_of
 
@@ -55,8 +55,8 @@ def entries(run: Run, model: str) -> list[Entry]:
     return read_entries(run.model_dir(model) / "telemetry.jsonl")
 
 
-def looks(run: Run, model: str) -> list[Entry]:
-    return [entry for entry in entries(run, model) if entry.kind == LOOK]
+def samples(run: Run, model: str) -> list[Entry]:
+    return [entry for entry in entries(run, model) if entry.kind == SAMPLE]
 
 
 def same_weights(first: Path, second: Path) -> bool:
@@ -64,11 +64,11 @@ def same_weights(first: Path, second: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_every_nth_step_and_the_last_are_looked_at(straight: Run) -> None:
-    assert [(entry.step, entry.epoch) for entry in looks(straight, "fp16")] == [
+def test_every_nth_step_and_the_last_are_sampled(straight: Run) -> None:
+    assert [(entry.step, entry.epoch) for entry in samples(straight, "fp16")] == [
         (1, 1), (3, 1), (5, 2), (7, 3), (9, 3),
     ]  # fmt: skip
-    assert [entry.step for entry in looks(straight, "nvfp4")] == [1, 3, 5, 6]
+    assert [entry.step for entry in samples(straight, "nvfp4")] == [1, 3, 5, 6]
     epochs = [entry for entry in entries(straight, "fp16") if entry.kind == EPOCH]
     metrics = [json.loads(line) for line in (straight.model_dir("fp16") / "metrics.jsonl").read_text().splitlines()]
     assert [(e.step, e.epoch, e.values["loss"]) for e in epochs] == [
@@ -77,7 +77,7 @@ def test_every_nth_step_and_the_last_are_looked_at(straight: Run) -> None:
 
 
 def test_what_is_tracked(straight: Run) -> None:
-    fp16, nvfp4 = looks(straight, "fp16"), looks(straight, "nvfp4")
+    fp16, nvfp4 = samples(straight, "fp16"), samples(straight, "nvfp4")
     network, _ = load_model(straight.checkpoint("nvfp4"))
     quantized = quantized_layers(network)
     assert len(quantized) == 21
@@ -107,7 +107,7 @@ def test_the_same_weights_with_and_without(data: Path, tmp_path: Path, recipe: s
     assert same_weights(*(run.model_dir("nvfp4") / "state" / "last.safetensors" for run in runs))
     assert not (runs[0].model_dir("nvfp4") / "telemetry.jsonl").exists()
     assert not (runs[0].model_dir("nvfp4") / "state" / STATE).exists()
-    assert len(looks(runs[1], "nvfp4")) == 3
+    assert len(samples(runs[1], "nvfp4")) == 3
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("crash")])
@@ -160,7 +160,7 @@ def test_a_lost_or_foreign_telemetry_state_costs_the_flips_only(
             state.write_bytes(damage)
         train_models(config, run, resume=True)
         assert same_weights(run.checkpoint("nvfp4"), straight.checkpoint("nvfp4"))
-        mine, theirs = looks(run, "nvfp4"), looks(straight, "nvfp4")
+        mine, theirs = samples(run, "nvfp4"), samples(straight, "nvfp4")
         assert [entry.step for entry in mine] == [entry.step for entry in theirs]
         assert mine[2].layers["up.0"]["weight"]["flips"] is None
         assert mine[3] == theirs[3]
@@ -181,7 +181,7 @@ def test_another_interval_may_be_chosen_on_resume(
         with pytest.raises(KeyboardInterrupt):
             train_models(config, run, ("fp16",))
     train_models(with_settings(config, ["telemetry.every=5"]), run, ("fp16",), resume=True)
-    assert [entry.step for entry in looks(run, "fp16")] == [1, 3, 6, 9]
+    assert [entry.step for entry in samples(run, "fp16")] == [1, 3, 6, 9]
 
 
 def test_a_compiled_model_is_probed(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,17 +201,17 @@ def test_a_compiled_model_is_probed(config: Config, tmp_path: Path, monkeypatch:
     settings = ["train.compile=true", "train.epochs=1", "telemetry.every=2"]
     train_models(with_settings(config, settings), run, ("nvfp4",), from_scratch=True)
     torch._dynamo.reset()
-    found = looks(run, "nvfp4")
+    found = samples(run, "nvfp4")
     assert [entry.step for entry in found] == [1, 3]
     for entry in found:
         assert (entry.layers["encoder.1.conv1"]["activation"]["sqnr_db"] or 0) > 5
         assert entry.layers["encoder.0.conv1"]["activation"]["count"] == 2 * 3 * 32 * 32
 
 
-def test_accumulated_steps_are_looked_at_once(config: Config, tmp_path: Path) -> None:
+def test_accumulated_steps_are_sampled_once(config: Config, tmp_path: Path) -> None:
     run = create_run(tmp_path / "run")
     train_models(with_settings(config, ["train.accumulate=2", "telemetry.every=1"]), run, ("fp16",))
-    assert [entry.step for entry in looks(run, "fp16")] == [1, 2, 3, 4, 5, 6]
+    assert [entry.step for entry in samples(run, "fp16")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_missing_tracker_is_refused_before_anything_is_trained(

@@ -15,7 +15,7 @@ import pytest
 from fp4deploy.errors import UnavailableError
 from fp4deploy.train.logging.trackers import (
     EPOCH,
-    LOOK,
+    SAMPLE,
     Entry,
     JsonlTracker,
     check_trackers,
@@ -25,9 +25,9 @@ from fp4deploy.train.logging.trackers import (
 )
 
 
-def look(step: int, epoch: int = 1) -> Entry:
+def sample(step: int, epoch: int = 1) -> Entry:
     layers: Any = {"a.conv": {"weight": {"mean": 0.25 * step, "kurtosis": None}}}
-    return Entry(LOOK, step, epoch, {"gradient_norm": 1.5}, layers, {"a.conv": {"weight": [step] * 16}})
+    return Entry(SAMPLE, step, epoch, {"gradient_norm": 1.5}, layers, {"a.conv": {"weight": [step] * 16}})
 
 
 def whole_epoch(epoch: int, step: int) -> Entry:
@@ -37,7 +37,7 @@ def whole_epoch(epoch: int, step: int) -> Entry:
 def test_lines_read_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "fp16" / "telemetry.jsonl"
     tracker = JsonlTracker(path)
-    entries = [look(1), look(11), whole_epoch(1, 20)]
+    entries = [sample(1), sample(11), whole_epoch(1, 20)]
     for entry in entries:
         tracker.log(entry)
     assert read_entries(path) == entries
@@ -48,25 +48,25 @@ def test_lines_read_back_as_they_were(tmp_path: Path) -> None:
 def test_a_resume_drops_what_will_come_again(tmp_path: Path) -> None:
     path = tmp_path / "telemetry.jsonl"
     tracker = JsonlTracker(path)
-    for entry in (look(1), look(11), whole_epoch(1, 20), look(21, 2), whole_epoch(2, 40)):
+    for entry in (sample(1), sample(11), whole_epoch(1, 20), sample(21, 2), whole_epoch(2, 40)):
         tracker.log(entry)
     with path.open("a") as file:
         file.write('{"kind": "look", "step": 41, "ep')
     again = JsonlTracker(path)
     again.resume(30, 1)
     assert [(entry.kind, entry.step) for entry in read_entries(path)] == [
-        (LOOK, 1),
-        (LOOK, 11),
+        (SAMPLE, 1),
+        (SAMPLE, 11),
         (EPOCH, 20),
-        (LOOK, 21),
+        (SAMPLE, 21),
     ]
-    again.log(look(31, 2))
+    again.log(sample(31, 2))
     assert path.read_text().count("\n") == 5
     before = path.stat().st_mtime_ns
     again.resume(40, 2)
     assert path.stat().st_mtime_ns == before
     again.resume(20, 0)  # the state was saved at the last step of an epoch that was not yet evaluated
-    assert [(entry.kind, entry.step) for entry in read_entries(path)] == [(LOOK, 1), (LOOK, 11)]
+    assert [(entry.kind, entry.step) for entry in read_entries(path)] == [(SAMPLE, 1), (SAMPLE, 11)]
     again.resume(0, 0)
     assert read_entries(path) == []
 
@@ -74,17 +74,17 @@ def test_a_resume_drops_what_will_come_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["", "[]", "null", '{"kind": "other", "step": 1, "epoch": 1}', '{"step": 1}', "\x00"])
 def test_damaged_lines_are_left_out(tmp_path: Path, line: str) -> None:
     path = tmp_path / "telemetry.jsonl"
-    JsonlTracker(path).log(look(1))
+    JsonlTracker(path).log(sample(1))
     with path.open("a") as file:
         file.write(line + "\n")
-    assert read_entries(path) == [look(1)]
+    assert read_entries(path) == [sample(1)]
     JsonlTracker(path).resume(5, 1)
     assert path.read_text().count("\n") == 1
 
 
 def test_scalars_have_flat_names_and_what_is_undefined_has_none() -> None:
-    assert look(4).scalars() == {"gradient_norm": 1.5, "a.conv/weight/mean": 1.0}
-    assert look(4).histograms() == {"a.conv/weight/codes": [4] * 16}
+    assert sample(4).scalars() == {"gradient_norm": 1.5, "a.conv/weight/mean": 1.0}
+    assert sample(4).histograms() == {"a.conv/weight/codes": [4] * 16}
     assert rounded(math.nan) is rounded(math.inf) is None
     assert rounded(1 / 3) == 0.333333333
     assert rounded(1.23456789012e-30) == 1.23456789e-30
@@ -113,11 +113,11 @@ def test_tensorboard_writes_what_was_logged(tmp_path: Path) -> None:
     (tracker,) = make_trackers(["tensorboard"], tmp_path, "p", "offline", {})
     tracker.resume(0, 0)
     for step in (1, 11, 21):
-        tracker.log(look(step))
+        tracker.log(sample(step))
     tracker.close()
     (again,) = make_trackers(["tensorboard"], tmp_path, "p", "offline", {})
     again.resume(15, 1)
-    again.log(look(21))
+    again.log(sample(21))
     again.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     scalars = events.Scalars("a.conv/weight/mean")
@@ -131,7 +131,7 @@ def test_wandb_offline_leaves_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("WANDB_MODE", raising=False)
     (tracker,) = make_trackers(["wandb"], tmp_path / "run" / "nvfp4", "p", "offline", {"lr": 0.1})
     tracker.resume(0, 0)
-    tracker.log(look(1))
+    tracker.log(sample(1))
     tracker.log(whole_epoch(1, 1))
     tracker.close()
     runs = list((tmp_path / "run" / "nvfp4" / "wandb").glob("offline-run-*"))
@@ -173,7 +173,7 @@ def test_wandb_is_offline_unless_asked_and_the_same_run_after_a_resume(
     for step in (0, 10):
         (tracker,) = make_trackers(["wandb"], tmp_path / "nvfp4", "mine", "offline", {})
         tracker.resume(step, 0)
-        tracker.log(look(step + 1))
+        tracker.log(sample(step + 1))
         tracker.close()
         tracker.close()
     first, second = package.inits
@@ -187,5 +187,5 @@ def test_wandb_is_offline_unless_asked_and_the_same_run_after_a_resume(
     assert (counts, len(edges)) == ([11] * 16, 17)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     (tracker,) = make_trackers(["wandb"], tmp_path / "nvfp4", "mine", "offline", {})
-    tracker.log(look(1))
+    tracker.log(sample(1))
     assert package.inits[-1]["mode"] == "disabled"

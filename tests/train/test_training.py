@@ -20,7 +20,7 @@ from fp4deploy.models import read_card
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
-from fp4deploy.train.loop import MAX_SKIPPED_IN_A_ROW, Trainer
+from fp4deploy.train.loop import MAX_CONSECUTIVE_SKIPPED, Trainer
 from fp4deploy.train.schedule import learning_rate
 from tests.train.launch import copy_of
 
@@ -227,9 +227,9 @@ def test_a_diverged_training_ends_with_one_error(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_loss(monkeypatch, lambda step: step >= 2)
-    long = config.model_copy(update={"train": config.train.model_copy(update={"epochs": MAX_SKIPPED_IN_A_ROW})})
+    long = config.model_copy(update={"train": config.train.model_copy(update={"epochs": MAX_CONSECUTIVE_SKIPPED})})
     run = create_run(tmp_path / "run")
-    with pytest.raises(GateError, match=r"in a row in epoch .* lower --set train\.lr"):
+    with pytest.raises(GateError, match=r"consecutive steps in epoch .* lower --set train\.lr"):
         train_models(long, run, ("fp16",))
     load_model(run.checkpoint("fp16"))
 

@@ -153,13 +153,13 @@ def _data(kind: str, content: bytes) -> str:
 def read_looks(runs: Sequence[dict[str, Any]]) -> list[tuple[int, str, list[Any]]]:
     """(place, model, looks) of every run's most quantised model that was tracked."""
     from fp4deploy.report.compare import PREFERRED
-    from fp4deploy.train.logging.trackers import FILE, LOOK, read_entries
+    from fp4deploy.train.logging.trackers import FILE, SAMPLE, read_entries
 
     found = []
     for place, run in enumerate(runs):
         for model in PREFERRED:
             path = Run(Path(run["path"])).model_dir(model) / FILE
-            looks = [entry for entry in read_entries(path) if entry.kind == LOOK] if path.is_file() else []
+            looks = [entry for entry in read_entries(path) if entry.kind == SAMPLE] if path.is_file() else []
             if looks:
                 found.append((place, model, looks))
                 break

@@ -100,9 +100,9 @@ def draw_heatmaps(run: Run, model: str, task: str = "semantic") -> list[Path]:
     Raises:
         InputError: the model left no telemetry, or a file cannot be written.
     """
-    from fp4deploy.train.logging.trackers import FILE, LOOK, read_entries
+    from fp4deploy.train.logging.trackers import FILE, SAMPLE, read_entries
 
-    looks = [entry for entry in read_entries(run.model_dir(model) / FILE) if entry.kind == LOOK]
+    looks = [entry for entry in read_entries(run.model_dir(model) / FILE) if entry.kind == SAMPLE]
     if not looks:
         raise InputError(
             f"{run.model_dir(model)} holds no telemetry to draw ({FILE}). Train with: fp4deploy train "

@@ -1,4 +1,4 @@
-"""What a person watching sees: a bar with ETA on a terminal, one line an epoch in a log. All on stderr."""
+"""Progress of a training on stderr: a bar with an ETA on a terminal, one line an epoch in a log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Display:
     def __init__(
         self, model: str, epochs: int, steps: int, done: int = 0, running: int = 1, quiet: bool = False
     ) -> None:
-        """`done` steps of `steps` lie behind, `running` is the epoch that comes first; `quiet` says nothing at all."""
+        """`done` of `steps` steps are done, `running` is the first epoch to train; `quiet` prints nothing."""
         self.model, self.epochs, self.running = model, epochs, running
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
         self.bar = Progress(
@@ -41,7 +41,7 @@ class Display:
         self.bar.stop()
 
     def say(self, text: str) -> None:
-        """A remark on a line of its own."""
+        """Print a line."""
         self.console.print(text, markup=False)
 
     def step(self, done: int, loss: float | None) -> None:

@@ -1,10 +1,10 @@
-"""Loss, spikes of the loss and skipped steps, counted on the device.
+"""Running statistics of an epoch: loss, spikes of the loss, skipped steps, counted on the device.
 
 Reading a GPU tensor makes the CPU wait until the GPU has caught up, so a loop that prints the loss of every step
-starves the GPU. The counts stay on the device, and whoever wants them reads them all at once, every few steps.
+starves the GPU. The statistics stay on the device and are read all at once, every few steps.
 
 A spike is a finite loss of more than `spike` times the running mean (of weight 0.98 a batch, from the 20th batch on).
-The running mean takes no spike in, so that a long plateau after a jump is counted batch by batch.
+Spikes do not enter the running mean, so that a long plateau after a jump is counted batch by batch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-LOSS, BATCHES, SKIPPED, ROW, SPIKES, LARGEST, RUNNING, SEEN = range(8)
+from fp4deploy.errors import counted
+
+LOSS, BATCHES, SKIPPED, CONSECUTIVE, SPIKES, LARGEST, RUNNING, SEEN = range(8)
 KEPT = 0.98  # of the running mean, a batch
 WARM = 20  # batches before the running mean says anything
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Sum of the finite losses and how many those are; steps skipped in all, and in a row up to now.
+class EpochStatistics:
+    """Sum of the finite losses and how many those are; steps skipped in all, and consecutively up to now.
 
     spikes, largest: batches whose loss was a spike, and the largest such loss; running, seen: the running mean, and
     the finite losses since the training began. `next_epoch` keeps what does not belong to one epoch.
@@ -29,7 +31,7 @@ class Counts:
     loss: float = 0.0
     batches: int = 0
     skipped: int = 0
-    row: int = 0
+    consecutive: int = 0
     spikes: int = 0
     largest: float = 0.0
     running: float = 0.0
@@ -40,22 +42,24 @@ class Counts:
         """Mean of the finite losses; None where there was none."""
         return self.loss / self.batches if self.batches else None
 
-    def next_epoch(self) -> Counts:
-        """The counts that an epoch starts with, after this one."""
-        return Counts(row=self.row, running=self.running, seen=self.seen)
+    def next_epoch(self) -> EpochStatistics:
+        """The statistics that the next epoch starts with."""
+        return EpochStatistics(consecutive=self.consecutive, running=self.running, seen=self.seen)
 
-    def remark(self) -> str | None:
+    def warning(self) -> str | None:
         """What was unusual in the epoch, in a sentence; None where nothing was."""
-        parts = [f"{self.skipped} steps skipped, their gradients were not finite"] if self.skipped else []
+        parts = []
+        if self.skipped:
+            parts.append(f"skipped {counted(self.skipped, 'step')} with non-finite gradients")
         if self.spikes:
-            parts.append(f"{self.spikes} spikes of the loss, the largest {self.largest:.4g}")
+            parts.append(f"{counted(self.spikes, 'loss spike')}, largest {self.largest:.4g}")
         return "; ".join(parts) or None
 
 
-class Tally:
-    """Counts of the running epoch."""
+class RunningStatistics:
+    """The statistics of the running epoch, on the device."""
 
-    def __init__(self, device: torch.device, start: Counts, spike: float = 4.0) -> None:
+    def __init__(self, device: torch.device, start: EpochStatistics, spike: float = 4.0) -> None:
         self.values = torch.tensor(astuple(start), dtype=torch.float64, device=device)
         self.spike = spike
 
@@ -80,9 +84,11 @@ class Tally:
         """Count one step by the norm of its gradients; it is skipped where that is NaN or Inf."""
         bad = ~torch.isfinite(norm)
         self.values[SKIPPED] += bad
-        self.values[ROW] = torch.where(bad, self.values[ROW] + 1, 0.0)
+        self.values[CONSECUTIVE] = torch.where(bad, self.values[CONSECUTIVE] + 1, 0.0)
 
-    def read(self) -> Counts:
-        """Fetch the counts; waits for the device."""
-        loss, batches, skipped, row, spikes, largest, running, seen = self.values.tolist()
-        return Counts(loss, int(batches), int(skipped), int(row), int(spikes), largest, running, int(seen))
+    def read(self) -> EpochStatistics:
+        """Read the statistics; waits for the device."""
+        loss, batches, skipped, consecutive, spikes, largest, running, seen = self.values.tolist()
+        return EpochStatistics(
+            loss, int(batches), int(skipped), int(consecutive), int(spikes), largest, running, int(seen)
+        )

@@ -1,14 +1,15 @@
-"""When a training is looked at, and where what was seen goes.
+"""Telemetry: which steps of a training are sampled, and how a sample reaches the trackers.
 
-Every N-th optimiser step is looked at, the first and the last of the training too. With t the time of a step and T that
-of a look, looking costs T / (N t) of the training's time; N = 200 keeps that below 3 % (`benchmarks/telemetry_cost.py`
-measures both in one run). A look's table stays on the device until the loop reads its loss, when the device has been
-waited for anyway.
+A sample has statistics of every layer's weights, activations and gradients. Every N-th optimiser step is sampled, and
+the first and the last of the training too. With t the time of a step and T the additional time of a sample, telemetry
+costs T / (N t) of the training's time; N = 200 keeps that below 3 % (`benchmarks/telemetry_cost.py` measures both in
+one run). A sample stays on the device until the loop reads its loss and waits for the device anyway.
 
-Looking changes nothing: the same seed gives the same weights, bit for bit, with telemetry and without.
+Telemetry does not change the training: the same seed gives the same weights, bit for bit, with and without it.
 
-A resumed training tracks what an uninterrupted one would have, code flips included: beside the state lie the codes of
-the last look. Where they do not belong to it (a crash between the two files, another N) the next look has no flips.
+A resumed training tracks what an uninterrupted one would have, code flips included: the codes of the last sample are
+saved with the state. Where the two do not belong together (a crash between the two files, another N) the next sample
+has no flips.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import nn
 
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.qat.telemetry.collect import Table, Watcher
-from fp4deploy.train.logging.trackers import EPOCH, LOOK, Entry, Layers, Tracker, make_trackers, rounded
+from fp4deploy.train.logging.trackers import EPOCH, SAMPLE, Entry, Layers, Tracker, make_trackers, rounded
 from fp4deploy.train.sections import TelemetrySection
 
 STATE = "telemetry.safetensors"
@@ -35,8 +36,8 @@ METRICS = ("loss", "lr", "miou", "ap", "skipped_steps")
 
 
 @dataclass(frozen=True)
-class Look:
-    """A table that was not fetched yet."""
+class PendingSample:
+    """A sample that is still on the device."""
 
     step: int
     epoch: int
@@ -44,7 +45,7 @@ class Look:
 
 
 class Telemetry:
-    """Looks at the steps of one model's training; does nothing where it is switched off."""
+    """Samples the steps of one model's training; does nothing where it is switched off."""
 
     def __init__(
         self,
@@ -63,15 +64,15 @@ class Telemetry:
         self.trackers: list[Tracker] = make_trackers(names, folder, settings.project, settings.wandb_mode, config or {})
         self.watcher = Watcher(model)
         self.state_path = folder / "state" / STATE
-        self.pending: Look | None = None
-        self.looked_at: int | None = None
+        self.pending: PendingSample | None = None
+        self.sampled_step: int | None = None
 
     def due(self, step: int) -> bool:
-        """Step number `step`, from 0, is looked at."""
+        """Whether step number `step`, from 0, is sampled."""
         return bool(self.every) and (step % self.every == 0 or step == self.steps - 1)
 
     def resume(self, step: int, epoch: int) -> None:
-        """Go on after `step` steps and `epoch` whole epochs; 0, 0 begins."""
+        """Continue after `step` steps and `epoch` whole epochs; 0, 0 begins."""
         for tracker in self.trackers:
             tracker.resume(step, epoch)
         before = (step - 1) // self.every * self.every if self.every and step else None
@@ -89,7 +90,7 @@ class Telemetry:
             with self.watcher.watching(images, seed=step):
                 yield
 
-    def look(self, step: int, epoch: int, norm: torch.Tensor, scaler: Any | None = None) -> None:
+    def sample(self, step: int, epoch: int, norm: torch.Tensor, scaler: Any | None = None) -> None:
         """Between the backward and the optimiser, gradients unscaled and clipped; `norm` is theirs before clipping."""
         if not self.due(step):
             return
@@ -98,15 +99,15 @@ class Telemetry:
         scale = getattr(scaler, "_scale", None)  # get_scale would wait for the device
         if scale is not None:
             extras["loss_scale"] = scale.clone()
-        self.pending = Look(step, epoch, self.watcher.snapshot(**extras))
-        self.looked_at = step
+        self.pending = PendingSample(step, epoch, self.watcher.snapshot(**extras))
+        self.sampled_step = step
 
     def flush(self) -> None:
-        """Fetch and track what was looked at; waits for the device if there is something."""
+        """Read the pending sample and pass it to the trackers; waits for the device if there is one."""
         if self.pending is None:
             return
-        look, self.pending = self.pending, None
-        seen = look.table.read()
+        sample, self.pending = self.pending, None
+        seen = sample.table.read()
         layers: Layers = {}
         for (layer, tensor), statistics in seen.values.items():
             layers.setdefault(layer, {})[tensor] = {name: rounded(value) for name, value in statistics.items()}
@@ -114,7 +115,7 @@ class Telemetry:
         for (layer, tensor), counts in seen.codes.items():
             codes.setdefault(layer, {})[tensor] = counts
         extras = {name: rounded(value) for name, value in seen.extras.items()}
-        self._log(Entry(LOOK, look.step + 1, look.epoch + 1, extras, layers, codes))
+        self._log(Entry(SAMPLE, sample.step + 1, sample.epoch + 1, extras, layers, codes))
 
     def epoch(self, line: dict[str, Any]) -> None:
         """Track the metrics of an epoch, a line of metrics.jsonl."""
@@ -123,17 +124,17 @@ class Telemetry:
         self._log(Entry(EPOCH, line["step"], line["epoch"], values))
 
     def save(self) -> None:
-        """Beside a state that was just saved, what the next look compares with.
+        """Save what the next sample is compared with, next to a state that was just saved.
 
         Raises:
             InputError: the disk is full; the older file survives.
         """
         self.flush()
-        if self.looked_at is None or not self.every:
+        if self.sampled_step is None or not self.every:
             return
         tensors = {CODES + name: codes for name, codes in self.watcher.previous.items()}
         tensors |= {GRADIENTS + name: part for name, part in self.watcher.windows.items()}
-        write_tensors(self.state_path, tensors, {STEP_KEY: str(self.looked_at)})
+        write_tensors(self.state_path, tensors, {STEP_KEY: str(self.sampled_step)})
 
     def close(self) -> None:
         """Close the trackers."""
@@ -146,7 +147,7 @@ class Telemetry:
 
 
 def read_gradients(folder: Path) -> dict[str, torch.Tensor]:
-    """The windows of the weight gradients that the last look of the model in `folder` left; {} without any."""
+    """The windows of the weight gradients that the last sample of the model in `folder` left; {} without any."""
     return _read(folder / "state" / STATE, GRADIENTS)[1]
 
 
@@ -159,7 +160,7 @@ def _read_codes(path: Path, step: int, watcher: Watcher) -> dict[str, torch.Tens
 
 
 def _read(path: Path, prefix: str) -> tuple[int | None, dict[str, torch.Tensor]]:
-    """(step of the look, its tensors); nothing where the file is missing or damaged: it is no part of the state."""
+    """(step of the sample, its tensors); nothing where the file is missing or damaged: it is not part of the state."""
     try:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118

@@ -27,7 +27,7 @@ from fp4deploy.files import atomic_write
 from fp4deploy.qat.telemetry.statistics import CODES
 from fp4deploy.train.logging.metrics_log import append_line
 
-LOOK, EPOCH = "look", "epoch"
+SAMPLE, EPOCH = "look", "epoch"  # kinds of lines; "look" is what files call a sample
 FILE = "telemetry.jsonl"
 DIGITS = 9
 
@@ -37,10 +37,10 @@ LayerCodes = dict[str, dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class Entry:
-    """What is tracked at once.
+    """A sample, or the metrics of an epoch.
 
-    kind: "look" (statistics of a step) or "epoch" (its metrics).
-    step: optimiser steps done, the one that was looked at included; epoch: the running one, from 1.
+    kind: `SAMPLE` (statistics of a step) or `EPOCH`.
+    step: optimiser steps done, the sampled one included; epoch: the running one, from 1.
     values: scalars by name.
     layers: layer -> tensor -> statistic -> value, None where it is undefined.
     codes: layer -> tensor -> elements of each of the 16 codes.
@@ -77,10 +77,10 @@ class Tracker(Protocol):
         """Forget what was tracked after `step` steps and `epoch` whole epochs; called once, before anything else."""
 
     def log(self, entry: Entry) -> None:
-        """Keep an entry."""
+        """Write an entry."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Release files and connections."""
 
 
 def rounded(value: float) -> float | None:
@@ -119,7 +119,7 @@ class JsonlTracker:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """The entries of a telemetry.jsonl in order; lines that are none are left out."""
+    """The entries of a telemetry.jsonl in order; damaged lines are skipped."""
     found = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         parsed = _parsed(line)
@@ -278,7 +278,7 @@ def _missing(name: str, error: Exception) -> UnavailableError:
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-        whole = isinstance(found["step"], int) and isinstance(found["epoch"], int) and found["kind"] in (LOOK, EPOCH)
+        whole = isinstance(found["step"], int) and isinstance(found["epoch"], int) and found["kind"] in (SAMPLE, EPOCH)
     except (ValueError, KeyError, TypeError):
         return None
     return found if whole else None

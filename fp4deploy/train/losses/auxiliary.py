@@ -1,4 +1,4 @@
-"""What may be added to the loss of the labels: a teacher's opinion, a pull of the weights to their quantised values.
+"""Auxiliary losses: distillation from a teacher's logits, and weight dampening.
 
 Distillation. With z the logits of the student, t those of the teacher, T the temperature and softmax_T(x) the softmax
 of x / T over the classes,
@@ -6,14 +6,14 @@ of x / T over the classes,
     loss  =  task * loss of the labels  +  weight * T^2 * mean over pixels of KL(softmax_T(t) || softmax_T(z))
 
 T^2 keeps the gradient's size when T changes. The teacher is the FP16 model that fine-tuning starts from, so that at
-first the divergence is what quantisation did, and nothing else; it needs no labels and also speaks of void pixels.
+first the divergence is the effect of quantisation alone. It needs no labels and covers void pixels as well.
 
-Damping. Straight-through training lets a weight that lies near the border between two codes swing between them without
-end. Late in the training a pull towards the code's value, of a strength that rises linearly to `damping`,
+Dampening. In straight-through training a weight near the threshold between two codes oscillates between them. Late in
+the training a penalty on the distance to the code's value, with a weight that rises linearly to `damping`,
 
     loss  +=  damping * ramp * sum over layers of |w - Q(w)|^2,      gradient to w alone
 
-makes it settle; early it would hold the weights at the codes they start with.
+makes it settle; earlier it would keep the weights at the codes they start with.
 
 Sources: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015; Nagel et al., "Overcoming
 Oscillations in Quantization-Aware Training", 2022.
@@ -36,7 +36,7 @@ from fp4deploy.train.sections import DistillSection
 
 @dataclass
 class AuxiliaryLosses:
-    """Adds to a loss; made once a model, and `placed` on the device that the model trains on.
+    """The auxiliary losses of one model, `placed` on the device that it trains on.
 
     teacher: a model that gives logits [N, C, H, W] for the images, or None.
     damping, damping_start: as in `sections.QuantSection`.
@@ -65,11 +65,11 @@ class AuxiliaryLosses:
         done: float,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> torch.Tensor:
-        """The whole loss, a scalar; `done` is the share of the training's steps that lie behind."""
+        """The whole loss, a scalar; `done` is the share of the training's steps that are done."""
         if self.teacher is not None:
             with torch.no_grad(), autocast():
-                opinion = self.teacher(images)
-            divergence = distillation_loss(logits, opinion, self.distill.temperature)
+                teacher_logits = self.teacher(images)
+            divergence = distillation_loss(logits, teacher_logits, self.distill.temperature)
             loss = self.distill.task * loss + self.distill.weight * divergence
         strength = self.damping * max(0.0, (done - self.damping_start) / (1 - self.damping_start))
         if strength > 0:

@@ -73,8 +73,8 @@ class CentreLoss:
             semantic = self.semantic(self.head.semantic(outputs), masks)
             return semantic + self.heatmap * heat + self.offset * offset
 
-    def remarks(self) -> list[str]:
-        """Nothing to remark on: this head takes any number of objects."""
+    def warnings(self) -> list[str]:
+        """None: this head takes any number of objects."""
         return []
 
 

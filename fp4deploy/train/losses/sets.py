@@ -16,7 +16,7 @@ Where there is more than one class, semantic channels are trained beside the mas
 mask's class is what they say on average inside it.
 
 With more than K objects, the K largest are taken; the others are background to them. They are counted, and the trainer
-says so once. A convolutional network sees the same thing wherever it stands, and tells channels apart only by context
+warns once. A convolutional network sees the same thing wherever it stands, and tells channels apart only by context
 and by the image's border; for few objects that is enough, for hundreds take the centre head.
 
 Sources: Carion et al., "DETR", 2020, for the set loss; Cheng et al., "MaskFormer", 2021, for masks with BCE and Dice.
@@ -46,7 +46,7 @@ class SetLoss:
         self.head, self.semantic = head, semantic
         self.bce, self.dice, self.empty = bce, dice, empty
         self.crowded_images = self.left_out = 0
-        self._told = False
+        self._warned = False
 
     @torch.compiler.disable
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -77,11 +77,11 @@ class SetLoss:
         self.crowded_images += int((left > 0).sum())
         self.left_out += int(left.sum())
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Once, that there were more objects than channels."""
-        if self._told or not self.left_out:
+        if self._warned or not self.left_out:
             return []
-        self._told = True
+        self._warned = True
         return [
             f"{self.crowded_images} images so far had more objects than the {self.head.masks} mask channels; the "
             f"largest were kept and {self.left_out} left out. Raise instance.channels, or take --set "
