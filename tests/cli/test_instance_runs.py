@@ -19,7 +19,7 @@ from tests.cli.command_line import Invoke, run_in
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
     "--set", "train.epochs=3", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
-    "--set", "instance.threshold=0.02", "--set", "instance.max_detections=300",
+    "--set", "instance.threshold=0.02", "--set", "instance.max_detections=300", "--set", "telemetry.plots=false",
 )  # fmt: skip
 
 
@@ -186,7 +186,8 @@ def test_the_set_head_says_once_that_it_has_too_few_channels(invoke: Invoke, sha
 
 
 def test_one_command_goes_all_the_way(invoke: Invoke, shapes: Path) -> None:
-    result = invoke("run", "--task", "instance", "--data", shapes, *TINY, "--set", "train.epochs=1", "--out", "whole")
+    more = ("--set", "train.epochs=1", "--set", "telemetry.plots=true", "--out", "whole")
+    result = invoke("run", "--task", "instance", "--data", shapes, *TINY, *more)
     assert result.exit_code == 0, result.stderr
     facts = json.loads(Path("whole/report.json").read_text())
     assert facts["task"] == "instance"

@@ -16,7 +16,9 @@ from fp4deploy.runs import Run
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 
 SMALL = ("model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=4", "train.epochs=1")
-SETS = tuple(part for setting in (*SMALL, "train.finetune_epochs=1") for part in ("--set", setting))
+SETS = tuple(
+    part for setting in (*SMALL, "train.finetune_epochs=1", "telemetry.plots=false") for part in ("--set", setting)
+)
 
 
 def test_commands_and_machines_of_a_run(

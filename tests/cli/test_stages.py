@@ -23,6 +23,7 @@ from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke, run_in
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
     "--set", "train.epochs=4", "--set", "train.finetune_epochs=2", "--set", "train.batch_size=4",
+    "--set", "telemetry.plots=false",
 )  # fmt: skip
 RTX = importlib.util.find_spec("tensorrt_rtx") is not None
 NO_GPU = not torch.cuda.is_available()
@@ -233,7 +234,7 @@ class Links(HTMLParser):
 
 
 def test_run_chains_every_stage(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
-    result = invoke("run", "--data", shapes, "--out", "all", *TINY)
+    result = invoke("run", "--data", shapes, "--out", "all", *TINY, "--set", "telemetry.plots=true")
     assert result.exit_code == 0, result.stderr
     for heading in ("[1/5] train", "[2/5] export and verify", "[3/5] build engines", "[4/5] bench", "[5/5] report"):
         assert heading in result.stderr

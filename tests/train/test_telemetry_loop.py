@@ -110,8 +110,10 @@ def test_the_same_weights_with_and_without(data: Path, tmp_path: Path, recipe: s
     assert len(samples(runs[1], "nvfp4")) == 3
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("crash")])
-@pytest.mark.parametrize("step", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(2, KeyboardInterrupt()), (3, KeyboardInterrupt()), (3, RuntimeError("crash")), (4, RuntimeError("crash"))],
+)
 def test_a_resumed_training_tracks_the_same(
     config: Config, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException
 ) -> None:
