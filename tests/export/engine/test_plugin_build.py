@@ -82,7 +82,10 @@ def test_plugins_realise_the_layers(model: Path, jobs: list[CompileJob]) -> None
 def test_before_blackwell_operands_are_packed_and_gemms_fp16(model: Path, jobs: list[CompileJob]) -> None:
     row = built(model, "sm90").layers[0]
     assert (row.planned, row.actual, row.weights, row.fell_back) == ("FP16", "FP16", "FP4", False)
-    assert row.reason == "Conv2d in FP4 as a plugin, because TensorRT has none; sm90 decodes to FP16 in registers"
+    assert (
+        row.reason
+        == "Conv2d in FP4 as a plugin, because TensorRT has no FP4 convolution; sm90 decodes to FP16 in registers"
+    )
 
 
 @pytest.mark.parametrize(
