@@ -1,11 +1,11 @@
-"""Images a second that the loader gives by number of workers, beside what a training step takes.
+"""Images a second of the data loader by number of workers, compared with what a training step needs.
 
     python benchmarks/data_loading.py --config configs/camvid.yaml --data CAMVID --workers 0,4,8,12 [--json FILE]
 
 Reads, decodes (unless the set fits the cache of the configuration), augments and batches exactly as `fp4deploy train`
 does, and does nothing with the result. What a step needs is read from benchmarks/results/training_step_h200.json:
-batch 16, 352 x 480, on an H200; a loader that gives less leaves that GPU waiting. Other image sizes need another
-file, given by --step-ms. The first batches, in which workers start and queues fill, are not counted.
+batch 16, 352 x 480, on an H200; a loader that gives less leaves that GPU waiting. For other image sizes give the
+duration of a step by --step-ms. The first batches, in which workers start and queues fill, are not counted.
 """
 
 from __future__ import annotations

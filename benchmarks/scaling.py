@@ -3,15 +3,15 @@
     python benchmarks/scaling.py --data CAMVID --gpus 1,2,4 --json benchmarks/results/scaling_h200.json
 
 Every case is `fp4deploy train` under torchrun, FP16 and NVFP4 from scratch, on a folder that holds each training image
---repeat times, because an epoch of few steps would be a measure of how it begins. Two kinds of case:
+--repeat times, because an epoch of few steps would mostly measure its start. Two kinds of case:
 
 * `same batch`: 16 images a step in all, 16 / n a GPU. Order, augmentation and initial weights are those of one GPU,
   so that losses differ by rounding alone. The one-GPU case runs twice: how far two such runs are apart, on a GPU whose
   sums have no fixed order, is what the distance of the others is to be compared with.
 * `same share`: 16 images a GPU. Scaling efficiency is images a second over n times those of one GPU.
 
-Images a second are those of the last epoch, which the journal of each training has; waiting for data is in them. With
---beside, cases for which there are GPUs run at the same time; each then has a share of the CPU's cores.
+Images a second are those of the last epoch, from metrics.jsonl; they include waiting for data. With --beside, cases
+run at the same time where there are GPUs for them; each then has a share of the CPU's cores.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def main() -> None:
                     pool.submit(train, arguments.config, data, out, first, gpus, batch, settings)
                     for out, (first, gpus, batch, _) in zip(folders, wave, strict=True)
                 ]
-            for (_, gpus, batch, kind), journals in zip(wave, trained, strict=True):
-                found = journals.result()
+            for (_, gpus, batch, kind), training in zip(wave, trained, strict=True):
+                found = training.result()
                 rows += [{"gpus": gpus, "kind": kind, "batch": batch, "model": m, **found[m]} for m in MODELS]
         compare(rows)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None

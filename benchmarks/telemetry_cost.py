@@ -4,10 +4,10 @@
     python benchmarks/telemetry_cost.py --device cpu --json benchmarks/results/telemetry_cost_cpu.json
 
 Whole steps as `fp4deploy train` makes them: forward, loss, backward, clipping, AdamW. On a GPU batch 16, 352 x 480,
-FP16 autocast, fused where the recipe has kernels; on a CPU the demo's batch 8, 96 x 96, FP32. Steps that are looked at
-and steps that are not take turns (a look, then `--between` plain steps), so that a drift of the clock meets both. A
-step is timed to its end on the device, the fetching of the table included; the training itself fetches later, when it
-has waited anyway. The share at N is (look - plain) / (N * plain), of medians. On a CPU a second model is trained
+FP16 autocast, fused where the recipe has kernels; on a CPU the demo's batch 8, 96 x 96, FP32. Sampled and
+plain steps alternate (one sample, then `--between` plain steps), so that clock drift affects both. A step is timed to
+its end on the device, including the transfer of the sample; the training itself transfers later, when it waits for the
+device anyway. The share at N is (sampled - plain) / (N * plain), of medians. On a CPU a second model is trained
 without telemetry and the weights of both are compared bit for bit (a GPU's sums have no fixed order either way).
 """
 
@@ -40,7 +40,7 @@ LIMIT = 0.03
 
 
 class Training:
-    """One model and its steps on one random batch; `telemetry` looks at the steps it is told to."""
+    """One model and its steps on one random batch; telemetry samples the steps it is asked to."""
 
     def __init__(self, recipe: str | None, scale: float, device: str, folder: Path) -> None:
         torch.manual_seed(0)
@@ -62,11 +62,11 @@ class Training:
         self.telemetry = Telemetry(TelemetrySection(every=1), folder, self.model, 1 << 30)
         self.device, self.steps = device, 0
 
-    def step(self, look: bool) -> None:
-        """Forward, backward and update, looked at or not."""
+    def step(self, sample: bool) -> None:
+        """Forward, backward and update, sampled or not."""
         self.steps += 1
         telemetry = self.telemetry
-        telemetry.every = int(look)
+        telemetry.every = int(sample)
         cuda = self.device == "cuda"
         with torch.autocast(self.device, torch.float16, enabled=cuda), telemetry.watching(self.images, 0):
             logits = self.model(self.images)
@@ -84,29 +84,29 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         telemetry.flush()
 
-    def timed(self, look: bool) -> float:
+    def timed(self, sample: bool) -> float:
         """Milliseconds of one step, from an idle device to an idle device."""
         synchronize = torch.cuda.synchronize if self.device == "cuda" else (lambda: None)
         torch.manual_seed(self.steps)  # of stochastic rounding
         synchronize()
         start = time.perf_counter()
-        self.step(look)
+        self.step(sample)
         synchronize()
         return 1e3 * (time.perf_counter() - start)
 
 
 def measure(recipe: str | None, scale: float, device: str, looks: int, between: int) -> dict[str, Any]:
-    """One row: times of plain steps and of looked-at ones, the shares at several N, and whether the weights agree."""
+    """One row: times of plain and of sampled steps, the shares at several N, and whether the weights agree."""
     with tempfile.TemporaryDirectory() as folder:
         watched = Training(recipe, scale, device, Path(folder) / "watched")
-        for look in (False, True, True):
-            watched.timed(look)
+        for sample in (False, True, True):
+            watched.timed(sample)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        with_look: list[float] = []
+        sampled: list[float] = []
         without: list[float] = []
         for _ in range(looks):
-            with_look.append(watched.timed(True))
+            sampled.append(watched.timed(True))
             without += [watched.timed(False) for _ in range(between)]
         same: bool | None = None
         if device == "cpu":
@@ -115,25 +115,25 @@ def measure(recipe: str | None, scale: float, device: str, looks: int, between: 
                 plain.timed(False)
             pairs = zip(watched.model.parameters(), plain.model.parameters(), strict=True)
             same = all(torch.equal(a, b) for a, b in pairs)
-    look, step = statistics.median(with_look), statistics.median(without)
+    sample, step = statistics.median(sampled), statistics.median(without)
     every = TelemetrySection().every
-    cost = {n: (look - step) / (n * step) for n in (1, 10, every, 1000)}
+    cost = {n: (sample - step) / (n * step) for n in (1, 10, every, 1000)}
     row: dict[str, Any] = {
         "model": recipe or "fp16",
         "scale": scale,
         "fused": device == "cuda" and isinstance(watched.model, FusedUNet),
         "step_ms": step,
-        "looked_at_ms": look,
+        "looked_at_ms": sample,
         "default_every": every,
         "share": {str(n): share for n, share in cost.items()},
-        "smallest_every_within_limit": max(1, -int(-(look - step) // (LIMIT * step))),
+        "smallest_every_within_limit": max(1, -int(-(sample - step) // (LIMIT * step))),
         "looks": looks,
         "weights_equal": same,
     }
     if device == "cuda":
         row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     print(
-        f"scale {scale:<5g} {row['model']:20s} step {step:8.2f} ms   looked at {look:8.2f} ms   "
+        f"scale {scale:<5g} {row['model']:20s} step {step:8.2f} ms   sampled {sample:8.2f} ms   "
         f"at N = {every}: {100 * cost[every]:.2f} %"
         + ("" if same is None else f"   weights {'equal' if same else 'DIFFER'}"),
         flush=True,
@@ -144,7 +144,7 @@ def measure(recipe: str | None, scale: float, device: str, looks: int, between: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--looks", type=int, default=9, help="looked-at steps a row")
+    parser.add_argument("--looks", type=int, default=9, help="sampled steps a row")
     parser.add_argument("--between", type=int, default=3, help="plain steps after each")
     parser.add_argument("--scales", default=None, help="of the UNet, such as 1.0,0.25; on a CPU 0.25,0.125")
     parser.add_argument("--recipes", default="fp16,nvfp4_qat,nvfp4_qat_2d,nvfp4_train,mx_baseline")

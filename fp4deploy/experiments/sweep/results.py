@@ -1,4 +1,4 @@
-"""What a sweep found: each variant's mean over seeds, and its difference to another variant, seed by seed.
+"""The results of a sweep: each variant's mean over seeds, and its difference to another variant, paired by seed.
 
 Trainings of one seed share the FP16 model they start from and the order of the data, and two seeds differ far more
 from each other than two variants of one. The difference within a seed takes that out, so that the interval of its
@@ -38,7 +38,7 @@ def run_of(out: Path, variant: Variant, seed: int) -> Run:
 
 
 def outcome(sweep: Sweep, out: Path, variant: Variant, seed: int) -> dict[str, Any]:
-    """What one run has come to: status "done", "failed", "unfinished" or "missing", and its scores in [0, 1]."""
+    """The state of one run: status "done", "failed", "unfinished" or "missing", and its scores in [0, 1]."""
     run = run_of(out, variant, seed)
     found: dict[str, Any] = {"status": "missing", "best": None, "last": None, "path": f"{variant.name}/seed{seed}"}
     config = sweep.config(variant, seed)
@@ -155,7 +155,7 @@ def markdown(results: dict[str, Any]) -> str:
     scores, gaps = [f"{results['metric']} {key}" for key in keys], [f"gap {key}" for key in keys]
     head = ["variant", "model", "settings", "seeds", *scores, "against", *gaps, "min"]
     lines = [_line(head), _line(["---"] * len(head))]
-    remarks = []
+    notes = []
     for name, row in results["variants"].items():
         runs = row["runs"]
         done = [run for run in runs.values() if run["status"] == "done"]
@@ -176,15 +176,15 @@ def markdown(results: dict[str, Any]) -> str:
         )
         for seed, run in runs.items():
             if run["status"] == "failed":
-                remarks.append(f"* {name}, seed {seed}, failed: {run['error'][:MOST_OF_AN_ERROR]}")
+                notes.append(f"* {name}, seed {seed}, failed: {run['error'][:MOST_OF_AN_ERROR]}")
             elif "test" in keys and run["status"] == "done" and "test" not in run:
-                remarks.append(f"* {name}, seed {seed}, is not scored on the test split.")
+                notes.append(f"* {name}, seed {seed}, is not scored on the test split.")
     text = (
         f"The score of this sweep is {results['metric']} {results['score']}, in points, mean and standard deviation "
         "over seeds. Gaps are paired by seed, positive where the variant is better, with a 95 % interval by Student's "
         "t."
     )
-    return "\n".join([f"# {results['file']}", "", text, "", *lines, *([""] if remarks else []), *remarks, ""])
+    return "\n".join([f"# {results['file']}", "", text, "", *lines, *([""] if notes else []), *notes, ""])
 
 
 def gap_text(gap: dict[str, Any] | None) -> str:

@@ -12,10 +12,10 @@
       qad_control: {model: fp16_control, set: {distill.weight: 1}}
       qad: {model: nvfp4, set: {distill.weight: 1}, against: qad_control}
 
-Every variant that is fine-tuned starts from the FP16 model of its seed, which is trained once, so that differences
-within a seed are not those of two trainings. A variant that changes the network, its instance head or the data
-(`model.*`, `data.*`) has an FP16 model of its own, or starts from the one that `base` names: weights of a network
-without digits serve one with. `fp16` names the common model as a variant.
+Every variant that is fine-tuned starts from the FP16 model of its seed, which is trained once, so that a difference
+within a seed is not that of two FP16 trainings. A variant that changes the network, its instance head or the data
+(`model.*`, `data.*`) has an FP16 model of its own, or starts from the one that `base` names: a network with
+`model.digits` can start from one without. `fp16` names the common model as a variant.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOT_OF_THE_BASE = ("data.root", "data.workers", "data.cache_gib")
 
 
 class VariantSection(Section):
-    """model: what is trained; set: settings; against: the variant to compare with, null for none; note: a remark.
+    """model: what is trained; set: settings; against: the variant to compare with, null for none; note: a text.
 
     base: the FP16 variant to start from, where it is not the one that the settings ask for.
     """
@@ -161,7 +161,7 @@ def _variant(
         starts_alone = row.model == "fp16"
     against = section.against if row.against == "" else row.against
     if row.base is not None and starts_alone:
-        raise InputError(f"{name} starts from no FP16 model of the sweep, so that base: {row.base} says nothing.")
+        raise InputError(f"{name} starts from no FP16 model of the sweep, so that base: {row.base} has no effect.")
     if row.base is not None and row.base not in (BASE, *section.variants):
         raise InputError(f"{name} has base: {row.base}, which is no variant.{suggest(row.base, section.variants)}")
     different = [
