@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-IGNORE = 255
+from fp4deploy.data.sample import IGNORE
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Scores:
 
     @property
     def score(self) -> float:
-        """What the best checkpoint has the most of."""
+        """The number that selects the best checkpoint: the larger, the better."""
         return self.miou
 
     def line(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@
       commands.jsonl                  what was called, when, on what machine
       <model>/best.safetensors        checkpoint with the best validation mIoU
       <model>/metrics.jsonl           one line an epoch
-      <model>/telemetry.jsonl         statistics of every layer, one line a look
+      <model>/telemetry.jsonl         statistics of every layer, one line a snapshot
       <model>/state/                  everything an exact resume needs
       plots/heatmaps/<model>/         of the telemetry; plots/kurtosis/<model>/ of the study
       export/unet.onnx                the NVFP4 model; the FP16 baseline is unet-fp16.onnx
@@ -30,7 +30,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 
 MODELS = ("fp16", "nvfp4", "fp16_control", "nvfp4_ptq")
-DEFAULT_MODELS = ("fp16", "nvfp4")  # what is trained where nobody says
+DEFAULT_MODELS = ("fp16", "nvfp4")  # trained by default
 RUNS = Path("runs")
 
 

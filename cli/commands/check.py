@@ -78,12 +78,13 @@ def _onnx_plans(path: Path) -> list[LayerPlan]:
     import json
 
     from fp4deploy.export import read_onnx
+    from fp4deploy.export.onnx.canonical import LAYERS_KEY
     from fp4deploy.qat import LayerPlan
 
     entries = {entry.key: entry.value for entry in read_onnx(path).metadata_props}
-    if "fp4deploy.layers" not in entries:
+    if LAYERS_KEY not in entries:
         raise InputError(f"{path} has no layer plan in its metadata. Write it with: fp4deploy export")
-    layers = json.loads(entries["fp4deploy.layers"])
+    layers = json.loads(entries[LAYERS_KEY])
     return [
         LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", ""))
         for name, layer in layers.items()

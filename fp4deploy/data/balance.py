@@ -6,7 +6,7 @@
 | effective_number | (1 - b) / (1 - b^n_c), mean 1 | n_c: images that hold c; b = 1 - 1 / (number of images) |
 
 raised to `power` (1: in full; 0.5: its square root, often the better compromise, since full weights buy the recall of
-rare classes with false positives of theirs) and held between 1/10 and 10. A class that no training image holds weighs
+rare classes with false positives of theirs) and clipped to 1/10 to 10. A class that no training image holds weighs
 1.
 
 Sources: Eigen, Fergus, "Predicting Depth, Surface Normals and Semantic Labels with a Common Multi-Scale Convolutional
@@ -76,7 +76,7 @@ def class_balance(counts: ClassCounts, method: str, power: float = 1.0) -> dict[
 
 
 def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> ClassCounts:
-    """`count_classes`, kept as JSON at `path` for a dataset that calls itself `identity`; what differs is redone."""
+    """`count_classes`, kept as JSON at `path` for the dataset `identity`; counted again where that differs."""
     wanted = {"identity": identity, "classes": list(dataset.class_names), "length": len(dataset)}
     try:
         kept = json.loads(path.read_text())

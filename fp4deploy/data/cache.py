@@ -1,7 +1,7 @@
 """Keeping a small dataset decoded in memory.
 
 Decoding a JPEG and drawing its polygons costs more than training a small model on it, and every epoch pays it again.
-A set that fits the budget is decoded once, before training: 4 bytes a pixel (RGB and class; 8 with instances), original
+A set that fits the budget is decoded once before training: 4 bytes a pixel (RGB and class; 8 with instances), original
 size, so that cached samples are exactly the samples read from disk. Worker processes share the memory of the process
 that forked them. A set that does not fit is not cached at all: a part of it would save only that part of the time.
 """
@@ -43,7 +43,7 @@ def cache_dataset(dataset: SegmentationDataset, budget: int = DEFAULT_BUDGET) ->
     """
     samples: list[Sample] = []
     size = 0
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:  # decoders let go of the interpreter
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:  # decoding releases the GIL
         for start in range(0, len(dataset), _PROBE):
             chunk = list(pool.map(dataset.load, range(start, min(start + _PROBE, len(dataset)))))
             size += sum(map(_frozen_bytes, chunk))

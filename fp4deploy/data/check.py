@@ -79,7 +79,7 @@ def _check_annotations(root: Path, split: str, parsed: CocoFile, read_images: bo
 
 
 def _check_images(root: Path, images: Sequence[tuple[Path, tuple[int, int] | None]]) -> Iterator[Defect]:
-    """Decode every image, on all processors (decoding releases Python's lock)."""
+    """Decode every image, on all cores (decoding releases the GIL)."""
 
     def check(item: tuple[Path, tuple[int, int] | None]) -> Defect | None:
         path, size = item

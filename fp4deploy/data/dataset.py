@@ -23,7 +23,7 @@ def has_masks(root: Path) -> bool:
 
 
 def has_split(root: Path, split: str, instances: bool = False) -> bool:
-    """Whether a folder has a split, in the layout that it is read in (`instances`: with objects told apart)."""
+    """Whether a folder has a split, in the layout that it is read in (`instances`: with object instances)."""
     if has_masks(root) and not instances:
         return (root / "masks" / split).is_dir()
     return find_annotations(root, split) is not None
@@ -49,7 +49,7 @@ def require_split(split: str) -> None:
 def open_instances(
     root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (), numbered: bool = True
 ) -> CocoDataset:
-    """Open one split to tell objects apart; arguments as of `open_dataset`, and more.
+    """Open one split with its object instances; arguments as of `open_dataset`, and more.
 
     Args:
         stuff: classes whose objects are not counted.
@@ -73,7 +73,7 @@ def open_dataset(root: Path, split: str, classes: Sequence[str] | None = None) -
     """Open one split of a dataset.
 
     Args:
-        root: folder with COCO annotations or with PNG masks; masks win where both are there.
+        root: folder with COCO annotations or with PNG masks; masks take priority where both exist.
         split: "train", "val" or "test".
         classes: names of the classes to learn, in this order; None for all.
 

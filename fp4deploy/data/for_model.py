@@ -25,7 +25,7 @@ def validation_set(card: ModelCard, data: Path, split: str = VAL) -> Segmentatio
             "Give the --data it was trained on."
         )
     if not len(dataset):
-        raise InputError(f"The split {split} of {data} holds no images. Look at it with: fp4deploy data check {data}")
+        raise InputError(f"The split {split} of {data} holds no images. Check it with: fp4deploy data check {data}")
     return dataset
 
 

@@ -1,10 +1,10 @@
 """Batches for training and evaluation.
 
-Every item is asked for by (epoch, index), so that whichever worker process answers draws the same random numbers.
+Every item is requested by (epoch, index), so that any worker process draws the same random numbers for it.
 Shuffling is a function of (seed, epoch).
 
 An InputError in a worker process (a truncated JPEG) would reach the user inside two tracebacks: torch sends the
-formatted traceback and calls the exception's type with it. `WorkerInputError` takes the paragraph back out.
+formatted traceback and calls the exception's type with it. `WorkerInputError` extracts the message.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EpochSampler(Sampler[Key]):
 
 
 class TransformedDataset(Dataset[Batch]):
-    """Dataset and transform behind torch's interface."""
+    """Dataset and transform as a torch `Dataset`."""
 
     def __init__(self, dataset: SegmentationDataset, transform: Transform, compact: bool = False) -> None:
         self.source = dataset
@@ -77,14 +77,14 @@ class TransformedDataset(Dataset[Batch]):
 class EpochLoader(DataLoader[Batch]):
     """DataLoader yielding (images float32 [N, 3, H, W], labels int64, as the transform gives them), or compact.
 
-    Between two epochs torch's workers stand still until the next iteration begins, and then the first batch takes as
-    long as one worker needs for all its images. `start` begins the next epoch's early.
+    Between two epochs torch's workers are idle until the next iteration begins, and then the first batch takes as long
+    as one worker needs for all its images. `start` begins the next epoch early.
     """
 
     _started: tuple[int, Iterator[Any]] | None = None
 
     def start(self, epoch: int) -> None:
-        """Let the workers prepare the first batches of `epoch`, which the next iteration must be of to have them."""
+        """Let the workers prepare the first batches of `epoch`; the next iteration uses them if it is of that epoch."""
         if self.num_workers:
             self.set_epoch(epoch)
             self._started = (epoch, super().__iter__())

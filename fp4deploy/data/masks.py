@@ -1,4 +1,4 @@
-"""Semantic masks as PNG files, one beside every image:
+"""Semantic masks as PNG files, one for every image:
 
     DIR/masks/{train,val,test}/NAME.png one channel (palette or greyscale); the pixel value is the class
     DIR/{train,val,test}/NAME.jpg       or .png; train2017 and so on work too

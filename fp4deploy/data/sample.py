@@ -1,7 +1,7 @@
-"""What every dataset layout gives: an RGB image and a mask of class ids of the same size.
+"""What every dataset layout provides: an RGB image and a mask of class ids of the same size.
 
-Pixels that must not count, neither in the loss nor in the score, hold `IGNORE`: crowd regions of COCO, void of
-semantic masks, and the border that a crop past the image's edge adds.
+Pixels that count neither in the loss nor in the score have the value `IGNORE`: crowd regions of COCO, void of semantic
+masks, and the padding that a crop beyond the image adds.
 
 For instance segmentation a second map of the same size numbers the objects. A pixel belongs to one object at most, that
 which the mask shows there, so two maps hold any number of objects and are cropped and resized together.

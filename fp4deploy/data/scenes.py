@@ -1,10 +1,10 @@
-"""Drawing one generated scene: textured shapes before a textured background, and the pixels of each that show.
+"""Draw one generated scene: textured shapes in front of a textured background, and the visible pixels of each.
 
 As in photographs, a class has a usual colour without being defined by it: its hue scatters around one of six, one
-object in 32 and every greyscale scene has any colour at all, and backgrounds take muted colours of every hue. What is
-left is told by the outline, over textures shared by all, with sizes and rotations that overlap and objects that hide
-parts of each other. Minutes of training therefore find the objects, and the last points take edges combined with
-context, which is where coarse arithmetic would show first.
+object in 32 and every greyscale scene has any colour at all, and backgrounds take muted colours of every hue. The
+remaining cue is the outline: all classes share textures, sizes and rotations, and objects hide parts of each other.
+Minutes of training therefore find the objects, and the last points of mIoU take edges combined with context, which is
+where coarse arithmetic would show first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANY_COLOUR = 1 / 32  # share of objects without their class's colour
 
 @dataclass
 class Drawn:
-    """One object or crowd: its whole outline, and (later) the pixels of it that show."""
+    """One object or crowd: its whole outline, and (later) its visible pixels."""
 
     category: int  # index into SHAPES
     polygons: Polygons | None  # None where the outline has a hole or is a crowd
@@ -48,7 +48,7 @@ def draw_scene(random: Random, size: int) -> tuple[Pixels, list[Drawn]]:
     """Draw a scene of size x size pixels.
 
     Returns:
-        The image, uint8 [size, size, 3], and what stands in it from back to front (empty in one scene of sixteen).
+        The image, uint8 [size, size, 3], and its objects from back to front (empty in one scene of sixteen).
     """
     canvas = _texture(random, size, _muted(_colour(random)))
     things: list[Drawn] = []

@@ -2,10 +2,10 @@
 
     OUT/annotations/instances_{train,val}2017.json    OUT/{train,val}2017/000000000001.jpg
 
-Annotations hold what shows of every object: a polygon where it is whole, compressed RLE where it is partly hidden or
-has a hole, uncompressed RLE with `iscrowd` 1 for groups of tiny shapes, so that every form of the format is exercised.
-Greyscale scenes are stored with one channel. An image depends on (seed, split, its number) alone: asking for more
-images does not change the first ones. Files are the same byte for byte on one platform.
+Annotations hold the visible part of every object: a polygon where it is whole, compressed RLE where it is partly
+hidden or has a hole, uncompressed RLE with `iscrowd` 1 for groups of tiny shapes, so that every form of the format is
+exercised. Greyscale scenes are stored with one channel. An image depends on (seed, split, its number) alone: asking
+for more images does not change the first ones. Files are the same byte for byte on one platform.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
-"""From a sample to what a model eats: image and mask cropped, flipped and resized together, colours jittered.
+"""Transforms from a sample to the input of a model: joint crop, flip and resize of image and mask, colour jitter.
 
 Geometry. Evaluation resizes the whole image to height x width. Training takes a window of 1/zoom of the image's
 height and width, zoom log-uniform between the two values of `zoom`; above 1 the window lies inside the image, below 1
 the image lies inside the window and the rest is padding: mean colour, mask 255. Crop and resize are one resampling of
 the original pixels, so enlarging loses nothing. Images are resampled bilinearly (with antialiasing when shrinking),
 masks take the nearest pixel, both from the same box, so they stay aligned. With `aspect` a above 1 the two sides'
-zooms differ by a factor log-uniform in [1/a, a]; with `rotate` the result turns about its centre by up to so many
-degrees, and the corners that this uncovers are padding. A map of instances is one more mask: number and class are
-taken from the same pixel, and padding belongs to no instance.
+zooms differ by a factor log-uniform in [1/a, a]; with `rotate` the result is rotated about its centre by up to
+that many degrees, and the corners that this uncovers are padding. A map of instances is one more mask: number and
+class are taken from the same pixel, and padding belongs to no instance.
 
 Colour. Brightness b, contrast c and saturation s are drawn from [1 - jitter, 1 + jitter] and applied as `grey + s *
-(x - grey)`, then `m + c * (x - m)` with m the mean grey of the crop, then `b * x`. With `hue` h the colours then turn
-about the grey axis by up to h of a full circle, at the same luma. All of it is one 3 x 4 matrix, applied to the 8-bit
-pixels in one pass and rounded and clipped to 8 bits.
+(x - grey)`, then `m + c * (x - m)` with m the mean grey of the crop, then `b * x`. With `hue` h the colours are then
+rotated about the grey axis by up to h of a full circle, at constant luma. All of it is one 3 x 4 matrix, applied to
+the 8-bit pixels in one pass and rounded and clipped to 8 bits.
 
-Bytes. An augmented image is 8-bit pixels, as a file is; normalising them is left for last. `compact` gives the pixels
-and `expand` normalises a batch of them, on whatever device it lies: a worker process then hands a fifth of the bytes
-to the training process, which matters more than its arithmetic. A transform called as a function does both at once.
+Data volume. An augmented image stays 8-bit, as in a file, and is normalised last. `compact` returns the pixels and
+`expand` normalises a batch of them on its device: a worker process then sends a fifth of the bytes to the training
+process, which matters more than the arithmetic. A transform called as a function does both at once.
 
 Random numbers are a function of (seed, epoch, index of the sample) alone: neither the number of worker processes nor
 resuming in the middle of a run changes a single pixel.
 
-What a transform calls labels is the mask [H, W], or with instances the mask and their numbers, [2, H, W].
+Labels are the mask [H, W], or with instances the mask and their numbers, [2, H, W].
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Transform(Protocol):
 
 
 def expand(images: Tensor, labels: Tensor, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD) -> tuple[Tensor, Tensor]:
-    """Normalise a compact batch where it lies; a batch that is normalised already is returned as it is.
+    """Normalise a compact batch on its device; a batch that is already normalised is returned as it is.
 
     Args:
         images: uint8 [..., H, W, 3], or float32 [..., 3, H, W].
@@ -136,7 +136,7 @@ class TrainTransform:
         zoom = float(np.exp(random.uniform(*np.log(self.zoom))))
         across, down, flip = random.random(), random.random(), random.random() < self.flip
         brightness, contrast, saturation = random.uniform(1 - self.jitter, 1 + self.jitter, size=3)
-        stretch, angle, hue = random.uniform(-1, 1, size=3)  # last, so that what is off changes nothing above
+        stretch, angle, hue = random.uniform(-1, 1, size=3)  # drawn last: options do not change the values above
 
         turned = self.upside_down and random.random() < 0.5
 
@@ -223,9 +223,9 @@ def _recolour(image: Pixels, brightness: float, contrast: float, saturation: flo
 
 @lru_cache
 def _on(device: torch.device, mean: Rgb, std: Rgb) -> tuple[Tensor, Tensor]:
-    """Scale and offset of (x / 255 - mean) / std, float32 [3]; kept, since copying them would wait for a GPU."""
-    spread = torch.tensor(std, dtype=torch.float32)
-    scale, offset = 1 / spread / 255, -torch.tensor(mean, dtype=torch.float32) / spread
+    """Scale and offset of (x / 255 - mean) / std, float32 [3]; cached, because a copy to a GPU synchronises."""
+    deviation = torch.tensor(std, dtype=torch.float32)
+    scale, offset = 1 / deviation / 255, -torch.tensor(mean, dtype=torch.float32) / deviation
     return scale.to(device), offset.to(device)
 
 

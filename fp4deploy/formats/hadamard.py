@@ -2,10 +2,10 @@
 
     y = x diag(s) H16 / 4        H16 Sylvester's matrix, s the fixed signs of `SIGNS`
 
-The matrix is orthogonal: applied to both operands of a product along their contraction axis it cancels, because
+The matrix is orthogonal: applied to both operands of a GEMM along their contraction axis it cancels, because
 (A R)(B R)^T = A B^T. fp32, the butterflies of stride 1, 2, 4, 8 in that order, the division by 4 (exact) last.
 
-Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025 (the transform on the weight-gradient product).
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025 (the transform on the wgrad GEMM).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a model's outputs to objects: decoding, COCO results and their average precision, panoptic files, pictures."""
+"""Instance segmentation: decoding, COCO results, average precision, panoptic files and overlays."""
 
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.instances.evaluation import InstanceEvaluation

@@ -1,23 +1,23 @@
-"""Reading instances off a model's output, at the size of the original image.
+"""Decode instances from a model's output, at the size of the original image.
 
 **Centres.** The heatmap has one peak an object. A peak is a pixel that is the largest of its nms x nms window (max
 pooling finds all of them at once); of those above the threshold the highest `max_detections` stay. Then every pixel
-that is more likely a thing than not votes for the place it stands at plus its offset, and goes to the nearest centre:
+that is more likely a thing than not votes for its position plus its offset, and is assigned to the nearest centre:
 
     object of p = argmin_k | p + offset(p) - centre_k |
 
-A vote that ends further from its centre than the object is large (the radius of a circle of its area) comes from an
-object whose centre was missed; without that rule it would spoil the neighbour's mask, too. Equal peaks next to each
-other, which FP16 produces, are broken by their order, or one object would be cut in two.
+A vote that ends further from its centre than the radius of the object (of a circle of its area) comes from an object
+whose centre was missed; without that rule it would be added to the neighbour's mask. Ties between adjacent peaks, which
+FP16 produces, are broken by position; otherwise one object would be split in two.
 
 **Set.** Every channel is a mask; a pixel belongs to the most likely one above 1/2.
 
 Logits and offsets are enlarged bilinearly to the original size *before* any decision, so that outlines are smooth:
-enlarged decisions would be staircases, which costs AP at the stricter overlaps. Objects never share a pixel.
+enlarged decisions would be blocky, which costs AP at the stricter overlaps. Objects never share a pixel.
 
     score = centre score (set: mean mask probability) x mean probability of the class, over the object's pixels
 
-Source of the centre method: Cheng et al., "Panoptic-DeepLab", 2020, whose grouping this is, the vote's reach aside.
+Source of the centre method: Cheng et al., "Panoptic-DeepLab", 2020; the limit on a vote's distance is added here.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _masks(enlarged: Tensor, thing: Tensor | None, head: InstanceHead) -> tuple[
 
 
 def _finish(ids: Tensor, scores: Tensor, probability: Tensor | None, head: InstanceHead) -> Instances:
-    """Classes, final scores, and numbers in the order of the scores; objects without a pixel go."""
+    """Classes, final scores, and numbers in the order of the scores; objects without a pixel are dropped."""
     area = torch.bincount(ids.flatten(), minlength=len(scores) + 1)[1:]
     if probability is None:
         classes = torch.ones_like(area)

@@ -1,6 +1,6 @@
-"""Average precision over a validation split: outputs in, in any order and from any runtime, scores out.
+"""Average precision over a validation split, from outputs in any order and of any runtime.
 
-Training and `bench` both come through here, so that a row of a table and a line of metrics.jsonl are the same number.
+Training and `bench` both use it, so that a row of a table and a line of metrics.jsonl are the same number.
 Every process decodes the images it was given; only results, which are small, are exchanged.
 """
 

@@ -3,8 +3,8 @@
     DIR/panoptic.json          {"images", "annotations": [{"image_id", "file_name", "segments_info"}], "categories"}
     DIR/panoptic/NAME.png      RGB; the segment of a pixel is R + 256 G + 256² B, 0 where there is none
 
-Things are the decoded instances. What they leave is taken by the most likely class of each pixel where that is stuff:
-one segment a class. Background, and a thing's class where no instance was found, stay 0 (void).
+Things are the decoded instances. Every other pixel takes its most likely class where that is stuff: one segment a
+class. Background, and a thing's class where no instance was found, stay 0 (void).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class InstanceScores:
 
     @property
     def score(self) -> float:
-        """What the best checkpoint has the most of."""
+        """The number that selects the best checkpoint: the larger, the better."""
         return self.ap
 
     def line(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model card: what any runtime must know to feed a model and read its answer.
+"""The model card: what a runtime must know to feed a model and to interpret its output.
 
 It travels inside every artefact (safetensors metadata, ONNX metadata, engine ledger), so that a file on its own can be
 evaluated without the run that made it.

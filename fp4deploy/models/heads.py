@@ -1,7 +1,7 @@
-"""What the output channels of an instance model mean, and when two such outputs say the same.
+"""The output channels of an instance model, and when two such outputs agree.
 
-A model answers an image with one tensor [N, channels, H, W], whatever its task, so that quantisation, export and every
-runtime treat it alike. The card records which of the two layouts the channels have:
+A model returns one tensor [N, channels, H, W], whatever its task, so that quantisation, export and every runtime treat
+all tasks alike. The card records which of the two layouts the channels have:
 
     centres    classes | 1 heatmap | 2 offsets (down, right)      any number of instances
     set        [classes |] K masks                                at most K instances
@@ -85,7 +85,7 @@ def head_from_json(fields: dict[str, Any]) -> InstanceHead:
 
 
 def agreeing(expected: torch.Tensor, given: torch.Tensor, head: InstanceHead | None = None) -> torch.Tensor:
-    """Pixels on which two outputs [N, channels, H, W] of one model say the same.
+    """Pixels on which two outputs [N, channels, H, W] of one model agree.
 
     Semantic models: the class with the largest logit is the same. Instance models: so are the class and the mask, and
     neither centre score nor offset differs by more than `CLOSE`, which is a third of a pixel. NaN and Inf agree with

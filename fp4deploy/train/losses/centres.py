@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp4deploy.metrics import IGNORE
+from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.heads import OFFSET_UNIT, InstanceHead
 from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.segmentation import SegmentationLoss

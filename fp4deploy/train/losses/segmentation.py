@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from fp4deploy.metrics import IGNORE
+from fp4deploy.data.sample import IGNORE
 from fp4deploy.train.distributed import summed
 
 Share = Callable[[torch.Tensor], torch.Tensor]

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp4deploy.metrics import IGNORE
+from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.segmentation import SMOOTH, SegmentationLoss
