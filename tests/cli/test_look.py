@@ -67,7 +67,7 @@ def test_inspect_plan_without_ledger(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "unet.plan").write_bytes(b"vtrt")
     result = invoke("inspect", "unet.plan")
     assert result.exit_code == 2
-    assert "no ledger beside it (unet.ledger.json)" in result.stderr
+    assert "no ledger (unet.ledger.json) in its folder" in result.stderr
 
 
 def test_doctor_json_is_alone_on_stdout(invoke: Invoke) -> None:

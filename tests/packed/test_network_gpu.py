@@ -114,7 +114,7 @@ def test_recording_can_be_switched_off_and_may_fail(monkeypatch: pytest.MonkeyPa
         return PackedNetwork.run_node(network, node, inputs)
 
     monkeypatch.setattr(network, "run_node", synchronise)
-    with pytest.warns(UserWarning, match="recording it as a CUDA graph failed"):
+    with pytest.warns(UserWarning, match="as a CUDA graph failed"):
         logits = CapturedNetwork(network)(x)
     torch.cuda.synchronize()
     assert logits.shape == (1, len(CLASSES), 32, 32)
