@@ -35,7 +35,7 @@ from fp4deploy.packed.graph import (
 from fp4deploy.packed.memory import check_size, last_reads
 from fp4deploy.plugins.gemm.dispatch import conv2d, conv_transpose2d
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
-from fp4deploy.plugins.quantize.norm_pack import Image, Wanted, norm_relu_pack
+from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, norm_relu_pack
 
 
 class PackedNetwork:
@@ -69,9 +69,9 @@ class PackedNetwork:
         if images.ndim != 4 or images.shape[1] != RGB.channels or not len(images):
             raise InputError(f"The network takes RGB images [N, 3, H, W], not {list(images.shape)}.")
         check_size(self.graph, *images.shape[2:])
-        results: list[Image] = []
+        results: list[FeatureMap] = []
         with torch.inference_mode():
-            held: dict[str, Image] = {INPUT: self.read(images)}
+            held: dict[str, FeatureMap] = {INPUT: self.read(images)}
             for number, node in enumerate(self.graph.steps):
                 results = self.run_node(node, [held[name] for name in node.inputs])
                 for name in node.inputs:
@@ -80,13 +80,13 @@ class PackedNetwork:
                 held.update(zip(outputs_of(node), results, strict=False))  # the head names none
         return cast(torch.Tensor, results[0]).permute(0, 3, 1, 2)
 
-    def read(self, images: torch.Tensor) -> Image:
+    def read(self, images: torch.Tensor) -> FeatureMap:
         """What the first node reads of images [N, 3, H, W]: RGB or multi-term FP4, NHWC, packed or plain."""
         x = images.to(self.device, self.dtype)
         x = (encode_input(x) if self.graph.digits else x).permute(0, 2, 3, 1).contiguous()
         return self.form(x, self.amax(INPUT))
 
-    def run_node(self, node: Node, inputs: list[Image]) -> list[Image]:
+    def run_node(self, node: Node, inputs: list[FeatureMap]) -> list[FeatureMap]:
         """The activations that one node writes, from those it reads; the head's are the logits [N, H, W, classes]."""
         if isinstance(node, GroupNormReLU):
             return self._norm(node, cast(torch.Tensor, inputs[0]))
@@ -103,10 +103,10 @@ class PackedNetwork:
         padding = node.padding
         return [conv2d(tuple(sources), weight, bias, padding=padding, dtype=self.dtype, out_amax=amax)]
 
-    def _norm(self, node: GroupNormReLU, x: torch.Tensor) -> list[Image]:
+    def _norm(self, node: GroupNormReLU, x: torch.Tensor) -> list[FeatureMap]:
         bias = self._vectors[node.bias] if node.bias else None
         weight, beta = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
-        wanted = [Wanted(self.amax(form.output), form.pooled) for form in node.outputs]
+        wanted = [OutputForm(self.amax(form.output), form.pooled) for form in node.outputs]
         return norm_relu_pack(x, bias, weight, beta, node.groups, node.eps, wanted)
 
     def _fp16_convolution(
@@ -120,7 +120,7 @@ class PackedNetwork:
             out = F.conv2d(image, weight, shift, padding=node.padding)
         return out.permute(0, 2, 3, 1).contiguous()
 
-    def form(self, x: torch.Tensor, amax: torch.Tensor | None) -> Image:
+    def form(self, x: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
         """`x`, or packed with `amax`."""
         return x if amax is None else quantize_nvfp4(x, amax=amax)
 

@@ -1,19 +1,19 @@
-"""Fused operations on channels_last images: what stands between two convolutions of a UNet, in as few passes as can be.
+"""Fused operations on channels_last feature maps: the layers between two convolutions of a UNet, in few passes.
 
 | operation | forward | backward |
 |---|---|---|
 | `group_norm_relu` | bias of the convolution + GroupNorm + ReLU + fake quantisation | all of it in two passes |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
-| `concat` | concatenation + fake quantisation | separated, zero where an element saturated |
-| `track_amax` | amax of a tensor and the tracked amax of a static scale | - |
-| `previous_amax` | the tracked amax as it is, at the very first step the tensor's | - |
+| `concat` | concatenation + fake quantisation | split, zero where an element was clipped |
+| `track_amax` | amax of a tensor, and the running amax of a static scale | - |
+| `previous_amax` | the running amax of earlier steps; at the very first step the tensor's own | - |
 
-Quantised is what the next convolution reads, NVFP4 in blocks of 16 channels with a static global scale, as
-`formats.fake_quantize_nvfp4` does it. The kernels are in `cuda/group_norm.cu`, `pool.cu`, `concat.cu` and
+The input of the next convolution is fake-quantised to NVFP4 in blocks of 16 channels with a static global scale, as by
+`formats.fake_quantize_nvfp4`. The kernels are in `cuda/group_norm.cu`, `pool.cu`, `concat.cu` and
 `track_amax.cu`. They are torch operators (`torch.ops.fp4deploy.*`) with fake implementations, so that `torch.compile`
 and CUDA graphs take them; nothing synchronises, and nothing but outputs and small scratch is allocated.
 
-Images are float16 or bfloat16 [N, C, H, W], contiguous in channels_last; C a multiple of 16, at most 2048.
+Feature maps are float16 or bfloat16 [N, C, H, W], contiguous in channels_last; C a multiple of 16, at most 2048.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from typing import Any
 
 import torch
 
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
 
 VECTOR = 8
-BLOCKS = 132 * 8  # enough to fill a large GPU twice
+BLOCKS = 132 * 8  # two waves on a large GPU
 
 
 def channels_fit(channels: int) -> bool:
-    """These kernels take images of so many channels."""
-    return channels % 16 == 0 and 0 < channels <= VECTOR * THREADS
+    """Whether these kernels take feature maps of so many channels."""
+    return channels % NVFP4_BLOCK == 0 and 0 < channels <= VECTOR * THREADS
 
 
 def _macros(x: torch.Tensor, quantize: bool) -> dict[str, str | int]:
     return {"DTYPE": CUDA_TYPES[x.dtype], "QUANTIZE": int(quantize)}
 
 
-def chunks_of(pixels: int, channels: int, images: int) -> tuple[int, int]:
-    """How many chunks an image of `pixels` is cut into, and the pixels of one."""
+def chunks_of(pixels: int, channels: int, batch: int) -> tuple[int, int]:
+    """How many chunks a feature map of `pixels` is cut into, and the pixels of a chunk."""
     rows = THREADS // (channels // VECTOR)
-    count = max(1, min(-(-pixels // (4 * rows)), -(-BLOCKS // images)))
+    count = max(1, min(-(-pixels // (4 * rows)), -(-BLOCKS // batch)))
     per_chunk = -(-pixels // count)
     return -(-pixels // per_chunk), per_chunk
 
@@ -67,11 +68,11 @@ def group_statistics(
     quantize: bool = False,
     delayed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The reading pass of a GroupNorm: y = relu(a x + b) follows from it.
+    """The statistics pass of a GroupNorm: the coefficients of y = relu(a x + b).
 
     Returns:
         ab [N, 2, C]; mean and 1/std of each group [N, groups, 2]; mean of each channel [N, C]; the amax of y [1], with
-        `tracked` the tracked amax after this step, or `delayed` the one before it.
+        `tracked` the running amax after this step, or `delayed` the one before it.
     """
     n, c, h, w = x.shape
     pixels, device = h * w, x.device

@@ -1,11 +1,11 @@
-"""Quantisation on a GPU: `formats` by name and by byte, as CUDA kernels where they can run.
+"""Quantisation on a GPU: functions with the names and the bytes of `formats`, as CUDA kernels where they run.
 
 | function | reference in `formats` |
 |---|---|
-| `fake_quantize_nvfp4`, `fake_quantize_mxfp4` | the same names: quantise and dequantise where the elements lie |
+| `fake_quantize_nvfp4`, `fake_quantize_mxfp4` | the same names: quantise and dequantise, memory layout kept |
 | `quantize_nvfp4`, `quantize_mxfp4` | the same names: packed codes and scales |
 
-A CUDA tensor goes to the kernels when `driver.available` says so; everything else, and what the kernels do not have
+CUDA tensors go to the kernels where these are available; everything else, and what the kernels do not support
 (float64, stochastic 2-D blocks over other axes than the last two), goes to the reference. The bytes are the same. A
 seed or an amax that is a tensor stays on the device.
 
@@ -33,7 +33,7 @@ Seed = int | torch.Tensor | None
 
 
 def runs_on_gpu(x: torch.Tensor) -> bool:
-    """Kernels take this tensor: on a GPU they run on, in a dtype they have, not empty."""
+    """Whether kernels take this tensor: device, dtype, not empty."""
     return x.is_cuda and x.dtype in CUDA_TYPES and x.numel() > 0 and x.ndim > 0 and available(x.device)
 
 
@@ -52,24 +52,24 @@ def fake_quantize_nvfp4(
     """`formats.fake_quantize_nvfp4`, on a GPU by a kernel.
 
     Returns:
-        x' and what did not saturate: the bool mask, or from the 1-D kernels its bits, int16 (`mask_gradient` takes
-        both); None without `mask`.
+        x' and the in-range mask, true where an element was not clipped: bool, or from the 1-D kernels as bits, int16
+        (`mask_gradient` takes both); None without `mask`.
     """
     if not runs_on_gpu(x) or not _has_tiles(x, axes, rounding):
         source = formats.random_hadamard(x, axes[-1]) if hadamard else x
-        values, inside = formats.fake_quantize_nvfp4(
+        values, in_range = formats.fake_quantize_nvfp4(
             source, axes, amax, row_scaled, four_over_six, rounding, seed, offset
         )
-        return values.to(x.dtype), inside if mask else None
+        return values.to(x.dtype), in_range if mask else None
     axes = tuple(normalized_axis(x, axis) for axis in axes)
     check_options(axes, row_scaled, four_over_six, rounding)
     random, variant = _random(x, rounding, seed, offset), _variant(four_over_six, hadamard, row_scaled)
     scale = _global_amax(x, axes[-1], amax, row_scaled, hadamard)
     if len(axes) == 2:
-        values, inside = ops.quantize_tiles(x.detach(), *axes, scale, random, variant, mask)
+        values, in_range = ops.quantize_tiles(x.detach(), *axes, scale, random, variant, mask)
     else:
-        values, inside = ops.quantize_along(x.detach(), axes[0], scale, random, variant, mask)
-    return values, inside if mask else None
+        values, in_range = ops.quantize_along(x.detach(), axes[0], scale, random, variant, mask)
+    return values, in_range if mask else None
 
 
 def fake_quantize_and_amax(
@@ -81,13 +81,12 @@ def fake_quantize_and_amax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`fake_quantize_nvfp4` with the static `amax`, and the finite amax of `x` itself, float32 [].
 
-    On a GPU one pass over `x` gives both for plain 1-D blocks (along the last axis in memory, or two neighbours at a
-    time along another); otherwise the amax takes a pass of its own.
+    On a GPU one pass over `x` computes both for plain 1-D blocks; otherwise the amax needs a pass of its own.
     """
     if not runs_on_gpu(x) or len(axes) != 1:
-        values, inside = fake_quantize_nvfp4(x, axes, amax, False, four_over_six, rounding)
-        assert inside is not None
-        return values, inside, finite_amax(x)
+        values, in_range = fake_quantize_nvfp4(x, axes, amax, False, four_over_six, rounding)
+        assert in_range is not None
+        return values, in_range, finite_amax(x)
     axis = normalized_axis(x, axes[0])
     check_options((axis,), False, four_over_six, rounding)
     scale, random = _global_amax(x, axis, amax, False, False), _random(x, rounding, None, 0)
@@ -178,7 +177,7 @@ def finite_amax(x: torch.Tensor) -> torch.Tensor:
 def previous_amax(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     """`previous`, float32 []; where it is not above 0, the finite amax of `x`.
 
-    On a GPU a kernel that decides there: nothing synchronises, and `x` is read only where it is needed.
+    On a GPU the kernel decides: nothing synchronises, and `x` is read only if needed.
     """
     if not runs_on_gpu(x):
         return torch.where(previous > 0, previous, formats.finite_amax(x.detach()))
@@ -186,20 +185,20 @@ def previous_amax(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     return amax
 
 
-def mask_gradient(gradient: torch.Tensor, inside: torch.Tensor, strides: tuple[int, ...], axis: int) -> torch.Tensor:
-    """`gradient` where `inside` says that the quantised tensor did not saturate, else 0.
+def mask_gradient(gradient: torch.Tensor, in_range: torch.Tensor, strides: tuple[int, ...], axis: int) -> torch.Tensor:
+    """`gradient` where the in-range mask is set, else 0: the clipped straight-through estimator.
 
     Args:
-        inside: bool mask, or the bits of a kernel that quantised along `axis`.
+        in_range: bool, or the bits of a kernel that quantised along `axis`.
         strides: of the quantised tensor; the bits are in its memory order.
     """
-    if inside.dtype == torch.bool:
-        return gradient * inside
+    if in_range.dtype == torch.bool:
+        return gradient * in_range
     if gradient.stride() != strides:
         gradient = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(
             gradient
         )
-    masked: torch.Tensor = ops.mask_gradient(gradient, inside, axis % gradient.ndim)
+    masked: torch.Tensor = ops.mask_gradient(gradient, in_range, axis % gradient.ndim)
     return masked
 
 

@@ -1,11 +1,11 @@
-"""How a tensor lies in memory, seen along its contraction axis: (outer, K, inner).
+"""The memory layout of a tensor, seen along its contraction axis: (outer, K, inner).
 
     row-major [N, C, H, W], C        outer N       K = C   inner H W
     channels_last, C                 outer N H W   K = C   inner 1
     row-major [O, I, KH, KW], O      outer 1       K = O   inner I KH KW
 
-The kernels walk through memory; what they number, the rows of a packed tensor, of a row-scaled one and of stochastic
-rounding, has the logical order of the axes. Where both differ, or memory has holes, the tensor is copied first.
+The kernels process elements in memory order. Rows of a packed tensor, row-scaled amaxes and random numbers are in the
+logical order of the axes. Where the two differ, or the tensor is not dense in memory, it is copied first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+
+from fp4deploy.formats import NVFP4_BLOCK
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class View:
 
     def groups(self, block: int) -> int:
         """Groups of 16 along K, padded to `block`."""
-        return -(-self.size // block) * (block // 16)
+        return -(-self.size // block) * (block // NVFP4_BLOCK)
 
     @property
     def rows(self) -> int:
@@ -39,7 +41,7 @@ class View:
 
 
 def view_along(x: torch.Tensor, axis: int) -> View | None:
-    """The view of `x` along `axis`; None where its memory has holes or an unknown order of axes."""
+    """The view of `x` along `axis`; None where it is not dense in memory, or its axes have another order."""
     if x.is_contiguous():
         order = list(range(x.ndim))
     elif x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):

@@ -1,14 +1,14 @@
-"""GroupNorm + ReLU, written as the next layers read it: packed NVFP4, plain, pooled 2x2, without an image in between.
+"""GroupNorm + ReLU (+ pooling 2x2), output in the forms that the next layers read: packed NVFP4 or plain.
 
-    y = round(relu(a x + b)),   a = gamma rstd,   b = a (bias - mean) + beta       of each image and channel
+    y = round(relu(a x + b)),   a = gamma rstd,   b = a (bias - mean) + beta       of each batch item and channel
     p = maximum of y over 2 x 2 pixels
 
 `bias` is that of the convolution before, added here. Statistics are taken in FP32 over a group's channels and all
-pixels; y is rounded to the dtype of x, and what is packed are the rounded values, as `formats.quantize_nvfp4` packs
-them along the channels. An encoder level of a UNet asks for y with the scale of the decoder's convolution and for p
-with that of the level below: 4.5 bits an element each, and no FP16 image.
+pixels; y is rounded to the dtype of x, and the rounded values are packed along the channels as
+`formats.quantize_nvfp4` packs them. An encoder level of a UNet requests y with the scale of the decoder's convolution
+and p with that of the next level: 4.5 bits an element each, and no FP16 feature map.
 
-`norm_relu_pack` takes the kernels of `cuda/group_norm.cu` (statistics) and `cuda/norm_pack.cu` where they run, and the
+`norm_relu_pack` uses the kernels of `cuda/group_norm.cu` (statistics) and `cuda/norm_pack.cu` where they run, and the
 reference elsewhere. For the same a and b both give the same bytes.
 """
 
@@ -22,20 +22,20 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.errors import UnavailableError
-from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.quantize.channels_last import channels_fit, chunks_of, group_statistics
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
-Image = torch.Tensor | Nvfp4Tensor
+FeatureMap = torch.Tensor | Nvfp4Tensor
 
 _refused: set[torch.device] = set()
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One form in which the result is wanted.
+class OutputForm:
+    """One requested form of the output.
 
     amax: float32 [], the global amax to pack with; None keeps the values in the dtype of the input.
     pooled: the maximum of 2 x 2 pixels instead of every pixel.
@@ -52,25 +52,25 @@ def norm_relu_pack(
     beta: torch.Tensor,
     groups: int,
     eps: float,
-    wanted: Sequence[Wanted],
-) -> list[Image]:
-    """The rectified, normalised image in each of the wanted forms.
+    forms: Sequence[OutputForm],
+) -> list[FeatureMap]:
+    """The normalised and rectified feature map in each of the requested forms.
 
     Args:
         x: [N, H, W, C], contiguous, the output of a convolution without its bias.
         bias, weight, beta: float32 [C]; of the convolution (or None) and of the GroupNorm.
-        wanted: packed images are `Nvfp4Tensor` [N, H, W, C], plain ones tensors; pooled ones [N, H/2, W/2, C], for
+        forms: packed ones give `Nvfp4Tensor` [N, H, W, C], plain ones tensors; pooled ones [N, H/2, W/2, C], for
             which H and W must be even.
     """
     if not _runs(x):
-        return apply_reference(x, affine(x, bias, weight, beta, groups, eps), wanted)
+        return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
     try:
         ab = group_statistics(x.permute(0, 3, 1, 2), bias, weight, beta, groups, eps)[0]
-        return apply_kernels(x, ab, wanted)
+        return apply_kernels(x, ab, forms)
     except UnavailableError as error:
         _refused.add(x.device)
         warnings.warn(f"GroupNorm falls back from its CUDA kernel to torch on {x.device}: {error}", stacklevel=2)
-        return apply_reference(x, affine(x, bias, weight, beta, groups, eps), wanted)
+        return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
 
 
 def affine(
@@ -81,7 +81,7 @@ def affine(
     groups: int,
     eps: float,
 ) -> torch.Tensor:
-    """a and b, float32 [N, 2, C], of images [N, H, W, C]: the reference of the statistics."""
+    """a and b, float32 [N, 2, C], of feature maps [N, H, W, C]: the reference of the statistics."""
     shift = torch.zeros_like(weight) if bias is None else bias
     biased = (x.float() + shift).flatten(1, 2).unflatten(-1, (groups, -1))
     variance, mean = torch.var_mean(biased, dim=(1, 3), correction=0)
@@ -91,16 +91,16 @@ def affine(
     return torch.stack([a, a * (shift - mean) + beta], dim=1)
 
 
-def apply_reference(x: torch.Tensor, ab: torch.Tensor, wanted: Sequence[Wanted]) -> list[Image]:
+def apply_reference(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputForm]) -> list[FeatureMap]:
     """y and p of `x` for given a and b; a x + b is rounded once, as a fused multiply-add does."""
     a, b = ab[:, :, None, None].unbind(1)
     exact = a.double() * x.double() + b.double()  # the product is exact, so that the sum's rounding is the only one
     y = exact.float().relu().to(x.dtype)
-    pooled = y.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).amax((2, 4)) if any(w.pooled for w in wanted) else y
-    return [_form(pooled if each.pooled else y, each.amax) for each in wanted]
+    pooled = y.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).amax((2, 4)) if any(form.pooled for form in forms) else y
+    return [_form(pooled if each.pooled else y, each.amax) for each in forms]
 
 
-def _form(y: torch.Tensor, amax: torch.Tensor | None) -> Image:
+def _form(y: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
     return y if amax is None else formats.quantize_nvfp4(y, amax=amax)
 
 
@@ -109,34 +109,34 @@ def _runs(x: torch.Tensor) -> bool:
     return x.is_cuda and fits and x.device not in _refused and available(x.device)
 
 
-def apply_kernels(x: torch.Tensor, ab: torch.Tensor, wanted: Sequence[Wanted]) -> list[Image]:
+def apply_kernels(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputForm]) -> list[FeatureMap]:
     """`apply_reference` by kernels; a launch serves one packed and one plain form of y and of p.
 
     Raises:
         UnavailableError: the kernels do not compile or launch here.
     """
-    results: list[Image] = [_empty(x, each) for each in wanted]
-    waiting = list(range(len(wanted)))
+    results: list[FeatureMap] = [_empty(x, each) for each in forms]
+    waiting = list(range(len(forms)))
     while waiting:
         served: dict[tuple[bool, bool], int] = {}
         for at in waiting:
-            served.setdefault((wanted[at].pooled, wanted[at].amax is None), at)
+            served.setdefault((forms[at].pooled, forms[at].amax is None), at)
         _launch(x, ab, {kind: results[at] for kind, at in served.items()})
         waiting = [at for at in waiting if at not in served.values()]
     return results
 
 
-def _empty(x: torch.Tensor, wanted: Wanted) -> Image:
+def _empty(x: torch.Tensor, form: OutputForm) -> FeatureMap:
     n, h, w, c = x.shape
-    shape = (n, h // 2, w // 2) if wanted.pooled else (n, h, w)
-    if wanted.amax is None:
+    shape = (n, h // 2, w // 2) if form.pooled else (n, h, w)
+    if form.amax is None:
         return torch.empty((*shape, c), dtype=x.dtype, device=x.device)
     codes = torch.empty((*shape, c // 2), dtype=torch.uint8, device=x.device)
-    scales = torch.empty((*shape, c // 16), dtype=torch.uint8, device=x.device)
-    return Nvfp4Tensor(codes, scales.view(torch.float8_e4m3fn), wanted.amax, torch.Size([*shape, c]))
+    scales = torch.empty((*shape, c // NVFP4_BLOCK), dtype=torch.uint8, device=x.device)
+    return Nvfp4Tensor(codes, scales.view(torch.float8_e4m3fn), form.amax, torch.Size([*shape, c]))
 
 
-def _launch(x: torch.Tensor, ab: torch.Tensor, results: dict[tuple[bool, bool], Image]) -> None:
+def _launch(x: torch.Tensor, ab: torch.Tensor, results: dict[tuple[bool, bool], FeatureMap]) -> None:
     n, h, w, c = x.shape
     pooling = any(pooled for pooled, _ in results)
     pixels = h * w // 4 if pooling else h * w
@@ -151,7 +151,7 @@ def _launch(x: torch.Tensor, ab: torch.Tensor, results: dict[tuple[bool, bool], 
     both.launch((chunks, n), THREADS, x, ab, *targets, w // 2, pixels, c, per_chunk)
 
 
-def _pointers(results: dict[tuple[bool, bool], Image], pooled: bool) -> tuple[torch.Tensor | None, ...]:
+def _pointers(results: dict[tuple[bool, bool], FeatureMap], pooled: bool) -> tuple[torch.Tensor | None, ...]:
     """amax, codes, scales, values."""
     packed, plain = results.get((pooled, False)), results.get((pooled, True))
     values = plain if isinstance(plain, torch.Tensor) else None

@@ -1,7 +1,8 @@
-"""The quantising kernels as torch operators, `torch.ops.fp4deploy.*`: what each launch needs, no decisions.
+"""The quantising kernels as torch operators, `torch.ops.fp4deploy.*`; `dispatch` decides when they are called.
 
-`variant` is [FORMAT, E, SQUARED, FAST, HADAMARD, ROWS], the macros of `cuda/quantize.cu` by their values; with
-`random`, int64 [2] of seed and offset, rounding is stochastic. Everything given is on one GPU; nothing synchronises.
+`variant` is [FORMAT, E, SQUARED, FAST, HADAMARD, ROWS], values of the macros of `cuda/quantize.cu`; with `random`,
+int64 [2] of seed and offset, rounding is stochastic. `inside` asks for the in-range (clip) mask of the straight-through
+estimator, or is that mask. All tensors are on one GPU; nothing synchronises.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from functools import lru_cache
 
 import torch
 
+from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.plugins.quantize.layout import View, dense, view_along
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
 
 SIGNATURE = "PPPPPPqqq"
 FILL = 132 * 16  # blocks that fill a large GPU
-BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # for each multiprocessor, twice what fits; measured on an H200
+BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # thread blocks a multiprocessor: two waves; measured on an H200
 TILE = (128, 4)
 VECTORS = 2  # 16-byte loads of a thread; 2 was the fastest of 1, 2, 4, 8 on an H200
-SMALL = 2**31 - 2**10  # threads that 32-bit indices count
+SMALL = 2**31 - 2**10  # threads that 32-bit indices can count
 
 LIBRARY.define(
     "quantize_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool inside) -> (Tensor, Tensor)"
@@ -48,7 +50,7 @@ def processors(device: torch.device) -> int:
 
 
 def _block(variant: list[int]) -> int:
-    return 32 if variant[0] >= 2 else 16
+    return MXFP4_BLOCK if variant[0] >= 2 else NVFP4_BLOCK
 
 
 def _macros(x: torch.Tensor, variant: list[int], random: torch.Tensor | None) -> dict[str, str | int]:
@@ -70,8 +72,8 @@ def _launch(
     packed: int,
     own: torch.Tensor | None = None,
 ) -> None:
-    """`own`, float32 [], zero before: becomes the finite amax of `x`, from the same pass where that can be."""
-    mx = _block(variant) == 32
+    """`own`, float32 [], zero before: becomes the finite amax of `x`, in the same pass where the kernel can do it."""
+    mx = _block(variant) == MXFP4_BLOCK
     width = 0 if view.inner == 1 else _width(x, view.inner)
     groups = view.groups(_block(variant))
     blocks = groups // 2 if mx and width else groups
@@ -79,7 +81,7 @@ def _launch(
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, outputs[0]))
     linear = view.inner == 1 and view.size % _block(variant) == 0 and aligned
     macros = _macros(x, variant, random)
-    macros |= {"PACKED": packed, "INSIDE": int(outputs[2] is not None), "INNER": width, "LINEAR": int(linear)}
+    macros |= {"PACKED": packed, "IN_RANGE": int(outputs[2] is not None), "INNER": width, "LINEAR": int(linear)}
     macros |= {"BIG": int(max(threads, view.rows) > SMALL)}
     if linear and packed == 0 and random is None and variant[0] != 1 and not variant[4] and not variant[5]:
         vectors = x.numel() * x.element_size() // 16
@@ -87,7 +89,13 @@ def _launch(
         rows = kernel("quantize.cu", "fake_quantize_rows", "PPPPPq", macros, x.device)
         rows.launch(-(-vectors // (VECTORS * THREADS)), THREADS, x, amax, outputs[0], outputs[2], own, vectors)
         return
-    if width == 2 and packed == 0 and _is_plain(variant, random) and x.dtype != torch.float32 and view.size % 16 == 0:
+    if (
+        width == 2
+        and packed == 0
+        and _is_plain(variant, random)
+        and x.dtype != torch.float32
+        and view.size % NVFP4_BLOCK == 0
+    ):
         macros["PAIR"] = "__half2" if x.dtype == torch.float16 else "__nv_bfloat162"
         macros["MEASURE"] = int(own is not None)
         columns = kernel("quantize.cu", "fake_quantize_columns", "PPPPPqqq", macros, x.device)
@@ -114,7 +122,7 @@ def _is_plain(variant: list[int], random: torch.Tensor | None) -> bool:
 
 
 def _width(x: torch.Tensor, inner: int) -> int:
-    """Neighbouring inner positions of a thread: two where alignment allows."""
+    """Adjacent inner positions of a thread: two where alignment allows."""
     return 2 if inner % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0 else 1
 
 
@@ -141,7 +149,7 @@ def _quantized(
     if not variant[4]:
         return torch.empty_like(x), bits
     shape = list(x.shape)
-    shape[axis] = 16 * view.groups(16)
+    shape[axis] = NVFP4_BLOCK * view.groups(NVFP4_BLOCK)
     layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout), bits
 
@@ -214,7 +222,7 @@ def _tile_launch(
     (a, stride_a), (b, stride_b) = [*[(1, 0)] * (2 - len(planes)), *planes]
     rows, size = x.shape[row_axis], x.shape[axis]
     threads = a * b * -(-rows // 16) * -(-size // 16) * 16
-    macros = _macros(x, variant, random) | {"PACKED": packed, "INSIDE": int(outputs[2] is not None)}
+    macros = _macros(x, variant, random) | {"PACKED": packed, "IN_RANGE": int(outputs[2] is not None)}
     launch = kernel("quantize_tile.cu", "quantize_tiles", "PPPPPPqqqqqqqq", macros, x.device).launch
     sizes = (a, b, rows, size, stride_a, stride_b, x.stride(row_axis), x.stride(axis))
     launch(-(-threads // THREADS), THREADS, x, amax, random, *outputs, *sizes)
@@ -264,7 +272,7 @@ def _(x, amax, random, variant):  # type: ignore[no-untyped-def]
 
 @torch.library.impl(LIBRARY, "finite_amax", "CUDA")
 def _finite_amax(x: torch.Tensor, previous: torch.Tensor | None = None) -> torch.Tensor:
-    x = x if _has_no_holes(x) else x.contiguous()
+    x = x if _is_dense(x) else x.contiguous()
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
     _find_amax(x, amax, previous)
     return amax
@@ -276,7 +284,7 @@ def _find_amax(x: torch.Tensor, amax: torch.Tensor, previous: torch.Tensor | Non
     launch(blocks, THREADS, x, amax, previous, x.numel())
 
 
-def _has_no_holes(x: torch.Tensor) -> bool:
+def _is_dense(x: torch.Tensor) -> bool:
     return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
@@ -325,14 +333,14 @@ def _mask_gradient(gradient: torch.Tensor, inside: torch.Tensor, axis: int) -> t
     macros |= {
         "DTYPE": CUDA_TYPES[gradient.dtype],
         "PACKED": 0,
-        "INSIDE": 0,
+        "IN_RANGE": 0,
         "INNER": 0,
         "LINEAR": 0,
         "E": 448,
         "BIG": 0,
     }
     launch = kernel("quantize.cu", "mask_gradient", "PPPqqqq", macros, gradient.device).launch
-    sizes = (view.outer, view.size, view.inner, view.groups(16))
+    sizes = (view.outer, view.size, view.inner, view.groups(NVFP4_BLOCK))
     launch(blocks, THREADS, gradient, inside, out, *sizes)
     return out
 

@@ -1,8 +1,8 @@
-"""All weights of a model fake-quantised in two launches, however many layers there are.
+"""Fake quantisation of all weights of a model in two launches, for any number of layers.
 
 Each weight is NVFP4 in 1-D blocks along its own contraction axis, with its own amax as global scale, rounded to the
-dtype that the convolution reads: bitwise `formats.fake_quantize_nvfp4(weight, (axis,))[0].to(dtype)`. The table that
-tells the kernel where the weights lie is kept from step to step; parameters do not move.
+dtype that the convolution reads: bitwise `formats.fake_quantize_nvfp4(weight, (axis,))[0].to(dtype)`. The table of
+addresses and sizes is cached between steps; parameters keep their addresses.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import lru_cache
 
 import torch
 
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
 
-GROUP = 16
 PER_BLOCK = 256
 ALIGNMENT = 16
 
@@ -35,7 +35,7 @@ def fake_quantize_weights(
 
 
 def weight_fits(weight: torch.Tensor) -> bool:
-    """The kernel reads weights like this one: float32, without holes in memory."""
+    """Whether the kernel takes this weight: float32, dense in memory."""
     dense = weight.is_contiguous() or (weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last))
     return weight.dtype == torch.float32 and dense and weight.numel() > 0
 
@@ -81,6 +81,6 @@ def _table(layouts: tuple[tuple[int, int, int, int], ...], device: torch.device)
     rows, block = [], 0
     for (address, count, size, stride), start in zip(layouts, starts, strict=True):
         rows.append((address, start, count, size, stride if size > 1 else 1, block))
-        groups = count // size * -(-size // GROUP)
+        groups = count // size * -(-size // NVFP4_BLOCK)
         block += -(-groups // PER_BLOCK)
     return torch.tensor(rows, dtype=torch.int64, device=device), block, total

@@ -93,7 +93,7 @@ void choose_groups(
         }
         const uint32_t bytes = fp4::candidate_bytes(fp4::sixth_of(largest) * global.scale), byte[2] = {bytes & 0xFFu, bytes >> 8};
         const fp4::Counting six = counting[byte[0]], four = counting[byte[1]];
-        const fp4::Chosen chosen = fp4::choose<Squared>(v, largest, six, four, 1u);
+        const fp4::Choice chosen = fp4::choose<Squared>(v, largest, six, four, 1u);
         uint32_t sum[2][8];
         float error[2];
         for (int i = 0; i < 2; ++i) {

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.plugins.quantize.norm_pack import Wanted, affine, apply_reference, norm_relu_pack
+from fp4deploy.plugins.quantize.norm_pack import OutputForm, affine, apply_reference, norm_relu_pack
 
 GROUPS, EPS = 8, 1e-5
 
@@ -28,7 +28,7 @@ def expected(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, b
 def test_plain_forms_are_torch(with_bias: bool, dtype: torch.dtype, tolerance: float) -> None:
     x, bias, weight, beta = inputs((2, 6, 10, 24), dtype)
     shift = bias if with_bias else None
-    y, pooled = norm_relu_pack(x, shift, weight, beta, GROUPS, EPS, [Wanted(), Wanted(pooled=True)])
+    y, pooled = norm_relu_pack(x, shift, weight, beta, GROUPS, EPS, [OutputForm(), OutputForm(pooled=True)])
     assert isinstance(y, torch.Tensor)
     assert isinstance(pooled, torch.Tensor)
     exact = expected(x, shift, weight, beta)
@@ -41,7 +41,7 @@ def test_plain_forms_are_torch(with_bias: bool, dtype: torch.dtype, tolerance: f
 def test_packed_forms_quantise_the_rounded_values(channels: int) -> None:
     x, bias, weight, beta = inputs((2, 4, 6, channels), torch.float16)
     one, two = torch.tensor(2.5), torch.tensor(4.0)
-    wanted = [Wanted(one), Wanted(), Wanted(two, pooled=True), Wanted(pooled=True), Wanted(two)]
+    wanted = [OutputForm(one), OutputForm(), OutputForm(two, pooled=True), OutputForm(pooled=True), OutputForm(two)]
     packed, y, small, pooled, again = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, wanted)
     for got, source, amax in ((packed, y, one), (small, pooled, two), (again, y, two)):
         assert isinstance(got, Nvfp4Tensor)
@@ -55,7 +55,7 @@ def test_statistics_survive_a_mean_far_from_zero() -> None:
     x, _, weight, beta = inputs((1, 31, 33, 16))
     x = x + 1000
     ab = affine(x, None, weight, beta, GROUPS, EPS)
-    (y,) = apply_reference(x, ab, [Wanted()])
+    (y,) = apply_reference(x, ab, [OutputForm()])
     assert isinstance(y, torch.Tensor)
     torch.testing.assert_close(y.double().permute(0, 3, 1, 2), expected(x, None, weight, beta), rtol=2e-3, atol=2e-3)
 
@@ -64,7 +64,7 @@ def test_the_affine_map_rounds_once() -> None:
     """1 + 2^-12 times itself minus 1: the product alone would lose its last bit."""
     x = torch.full((1, 1, 1, 16), 1 + 2.0**-12)
     ab = torch.stack([torch.full((1, 16), 1 + 2.0**-12), torch.full((1, 16), -1.0)], dim=1)
-    (y,) = apply_reference(x, ab, [Wanted()])
+    (y,) = apply_reference(x, ab, [OutputForm()])
     assert isinstance(y, torch.Tensor)
     assert y.flatten()[0].item() == 2.0**-11 + 2.0**-24
 
@@ -72,7 +72,7 @@ def test_the_affine_map_rounds_once() -> None:
 def test_a_nan_reaches_every_form() -> None:
     x, bias, weight, beta = inputs((1, 4, 4, 16))
     x[0, 1, 1, 3] = float("nan")
-    wanted = [Wanted(), Wanted(pooled=True), Wanted(torch.tensor(1.0))]
+    wanted = [OutputForm(), OutputForm(pooled=True), OutputForm(torch.tensor(1.0))]
     for form in norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, wanted):
         values = form.dequantize() if isinstance(form, Nvfp4Tensor) else form
         assert values.isnan().any()

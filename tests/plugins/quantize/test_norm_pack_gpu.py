@@ -12,7 +12,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins import KernelError, available
 from fp4deploy.plugins.quantize import norm_pack
 from fp4deploy.plugins.quantize.channels_last import group_statistics
-from fp4deploy.plugins.quantize.norm_pack import Wanted, affine, apply_kernels, apply_reference, norm_relu_pack
+from fp4deploy.plugins.quantize.norm_pack import OutputForm, affine, apply_kernels, apply_reference, norm_relu_pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def poison() -> None:
     torch.full((1 << 22,), float("nan"), device="cuda")
 
 
-def same(got: norm_pack.Image, expected: norm_pack.Image) -> None:
+def same(got: norm_pack.FeatureMap, expected: norm_pack.FeatureMap) -> None:
     if isinstance(got, Nvfp4Tensor):
         assert isinstance(expected, Nvfp4Tensor)
         assert (got.shape, got.e4m3_max) == (expected.shape, expected.e4m3_max)
@@ -52,17 +52,17 @@ def amax(value: float) -> torch.Tensor:
 
 
 FORMS = {
-    "packed": lambda: [Wanted(amax(3.0))],
-    "plain": lambda: [Wanted()],
-    "skip and pooled": lambda: [Wanted(amax(3.0)), Wanted(amax(2.0), pooled=True)],
+    "packed": lambda: [OutputForm(amax(3.0))],
+    "plain": lambda: [OutputForm()],
+    "skip and pooled": lambda: [OutputForm(amax(3.0)), OutputForm(amax(2.0), pooled=True)],
     "all": lambda: [
-        Wanted(),
-        Wanted(amax(3.0)),
-        Wanted(pooled=True),
-        Wanted(amax(2.0), pooled=True),
-        Wanted(amax(9.0)),
+        OutputForm(),
+        OutputForm(amax(3.0)),
+        OutputForm(pooled=True),
+        OutputForm(amax(2.0), pooled=True),
+        OutputForm(amax(9.0)),
     ],
-    "pooled alone": lambda: [Wanted(pooled=True)],
+    "pooled alone": lambda: [OutputForm(pooled=True)],
 }
 
 
@@ -84,7 +84,7 @@ def test_bytes_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype, form
 
 @pytest.mark.parametrize("shape", [(1, 3, 5, 32), (2, 1, 1, 64), (1, 7, 9, 16)])
 def test_odd_sizes_without_pooling(shape: tuple[int, ...]) -> None:
-    x, wanted = image(shape), [Wanted(amax(3.0)), Wanted()]
+    x, wanted = image(shape), [OutputForm(amax(3.0)), OutputForm()]
     ab = affine(x, None, vector(shape[-1], 2), vector(shape[-1], 3), GROUPS, EPS)
     for each, reference in zip(apply_kernels(x, ab, wanted), apply_reference(x, ab, wanted), strict=True):
         same(each, reference)
@@ -94,7 +94,7 @@ def test_odd_sizes_without_pooling(shape: tuple[int, ...]) -> None:
 def test_statistics(shape: tuple[int, ...]) -> None:
     x, bias = image(shape), vector(shape[-1], 1)
     weight, beta = vector(shape[-1], 2), vector(shape[-1], 3)
-    (y,) = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, [Wanted()])
+    (y,) = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, [OutputForm()])
     assert isinstance(y, torch.Tensor)
     biased = (x.double() + bias.double()).permute(0, 3, 1, 2)
     exact = F.group_norm(biased, GROUPS, weight.double(), beta.double(), EPS).relu().permute(0, 2, 3, 1)
@@ -106,7 +106,7 @@ def test_hard_values(value: float) -> None:
     x = image((1, 4, 4, 32))
     x[0, 1, 2, 5] = value
     ab = torch.stack([torch.ones(1, 32, device="cuda"), torch.zeros(1, 32, device="cuda")], dim=1)
-    wanted = [Wanted(amax(3.0)), Wanted(), Wanted(amax(3.0), pooled=True), Wanted(pooled=True)]
+    wanted = [OutputForm(amax(3.0)), OutputForm(), OutputForm(amax(3.0), pooled=True), OutputForm(pooled=True)]
     for each, reference in zip(apply_kernels(x, ab, wanted), apply_reference(x, ab, wanted), strict=True):
         same(each, reference)
 
@@ -115,15 +115,15 @@ def test_hard_values(value: float) -> None:
 def test_hard_scales(value: float) -> None:
     x = image((2, 4, 4, 32))
     ab = torch.stack([torch.ones(2, 32, device="cuda"), torch.zeros(2, 32, device="cuda")], dim=1)
-    wanted = [Wanted(amax(value)), Wanted(amax(value), pooled=True)]
+    wanted = [OutputForm(amax(value)), OutputForm(amax(value), pooled=True)]
     for each, reference in zip(apply_kernels(x, ab, wanted), apply_reference(x, ab, wanted), strict=True):
         same(each, reference)
 
 
 def test_channels_that_are_no_multiple_of_16_take_the_reference() -> None:
     x, weight, beta = image((1, 4, 4, 24)), vector(24, 2), vector(24, 3)
-    (got,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [Wanted(amax(3.0))])
-    (reference,) = apply_reference(x, affine(x, None, weight, beta, GROUPS, EPS), [Wanted(amax(3.0))])
+    (got,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [OutputForm(amax(3.0))])
+    (reference,) = apply_reference(x, affine(x, None, weight, beta, GROUPS, EPS), [OutputForm(amax(3.0))])
     same(got, reference)
 
 
@@ -135,9 +135,9 @@ def test_a_kernel_that_fails_says_so_and_falls_back_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(norm_pack, "_refused", set())
     x, weight, beta = image((1, 4, 4, 16)), vector(16, 2), vector(16, 3)
     with pytest.warns(UserWarning, match="falls back .* no such instruction"):
-        (got,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [Wanted()])
+        (got,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [OutputForm()])
     assert isinstance(got, torch.Tensor)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (again,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [Wanted()])
+        (again,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [OutputForm()])
     same(got, again)

@@ -58,7 +58,7 @@ def along(*wide: str, converts: bool = False, **macros: str | int) -> Variant:
         "ROWS",
         "STOCHASTIC",
         "PACKED",
-        "INSIDE",
+        "IN_RANGE",
         "INNER",
         "LINEAR",
         "BIG",
@@ -68,7 +68,7 @@ def along(*wide: str, converts: bool = False, **macros: str | int) -> Variant:
 
 
 def blocks(source: str, *wide: str, **macros: str | int) -> Variant:
-    names = ("FORMAT", "SQUARED", "FAST", "STOCHASTIC", "PACKED", "INSIDE")
+    names = ("FORMAT", "SQUARED", "FAST", "STOCHASTIC", "PACKED", "IN_RANGE")
     return Variant(source, {"DTYPE": "__nv_bfloat16", "E": 256} | dict.fromkeys(names, 0) | macros, wide)
 
 
@@ -80,19 +80,19 @@ TENSOR = "quantize_tensor"
 PACKING = along(TENSOR, PACKED=1, LINEAR=1, DTYPE="float", converts=True)
 VARIANTS = [
     PACKING,
-    along("fake_quantize_rows", TENSOR, LINEAR=1, INSIDE=1, VECTORS=2),
+    along("fake_quantize_rows", TENSOR, LINEAR=1, IN_RANGE=1, VECTORS=2),
     along("fake_quantize_rows", LINEAR=1, FORMAT=2, DTYPE="float", VECTORS=4),
-    along("fake_quantize_rows", LINEAR=1, INSIDE=1, VECTORS=2, MEASURE=1),
-    along(INNER=2, INSIDE=1, DTYPE="__half", PAIR="__half2"),
-    along(INNER=2, INSIDE=1, DTYPE="__half", PAIR="__half2", MEASURE=1),
-    along(INNER=2, FORMAT=1, E=256, SQUARED=1, INSIDE=1, DTYPE="float"),
+    along("fake_quantize_rows", LINEAR=1, IN_RANGE=1, VECTORS=2, MEASURE=1),
+    along(INNER=2, IN_RANGE=1, DTYPE="__half", PAIR="__half2"),
+    along(INNER=2, IN_RANGE=1, DTYPE="__half", PAIR="__half2", MEASURE=1),
+    along(INNER=2, FORMAT=1, E=256, SQUARED=1, IN_RANGE=1, DTYPE="float"),
     along(TENSOR, LINEAR=1, FORMAT=1, E=256, FAST=1, ROWS=1, PACKED=1, converts=True),
     along(TENSOR, LINEAR=1, HADAMARD=1, STOCHASTIC=1, PACKED=2, BIG=1),
     along(INNER=2, FORMAT=3, HADAMARD=1, STOCHASTIC=1, DTYPE="__half"),
     along(INNER=2, FORMAT=2, PACKED=2, converts=True),
     blocks("pack_rows_4o6.cu", "pack_rows_4o6", SQUARED=1),
     blocks("pack_rows.cu", "pack_rows", DTYPE="__half"),
-    blocks("quantize_tile.cu", FORMAT=1, INSIDE=1),
+    blocks("quantize_tile.cu", FORMAT=1, IN_RANGE=1),
     blocks("quantize_tile.cu", STOCHASTIC=1, PACKED=1, DTYPE="float"),
     Variant("amax.cu", {"DTYPE": "__nv_bfloat16"}, ("finite_amax",)),
     chain("concat.cu", "concat", "separate"),

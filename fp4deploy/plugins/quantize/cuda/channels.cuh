@@ -1,8 +1,8 @@
-// Eight neighbouring channels of one pixel: the unit of every kernel on channels_last images.
+// Eight consecutive channels of a pixel: the unit of work of all kernels on channels_last feature maps.
 //
-// A thread keeps its eight channels and walks over pixels, so that what belongs to a channel (scales, sums) stays in
-// registers, 16-byte loads of a warp are consecutive, and two neighbouring lanes hold one block of 16. An image
-// [N, H, W, C] is cut into (chunks, N): blockIdx.x is the chunk of pixels, blockIdx.y the image.
+// A thread keeps its eight channels and walks over pixels. So what belongs to a channel (scales, sums) stays in registers,
+// the 16-byte loads of a warp are coalesced, and two adjacent lanes hold one block of 16. The grid is (chunks, N):
+// blockIdx.x is the chunk of pixels, blockIdx.y the item of the batch.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -53,13 +53,13 @@ template <typename T> __device__ __forceinline__ void store(T* target, const flo
     *reinterpret_cast<uint4*>(target) = raw;
 }
 
-// Which channels this thread has, and which pixels of its chunk.
+// The channels of this thread, and its pixels in the chunk.
 struct Walk {
     int channel;    // first of the eight
     int row;        // which of the `rows` pixels that a block handles at once
     int rows;
     long long first, last;  // pixels of the chunk
-    int trips;      // the same for every thread of the block, so that shuffles meet
+    int trips;      // the same in all threads of the block, because shuffles need all lanes
     bool active;
 
     __device__ Walk(long long pixels, int channels_, long long per_chunk) {
@@ -76,7 +76,7 @@ struct Walk {
     __device__ bool has(int trip) const { return active && pixel(trip) < last; }
 };
 
-// The largest magnitude of the block of 16 that this lane and its neighbour hold.
+// The largest magnitude of the block of 16 in this lane and its neighbour.
 __device__ __forceinline__ float block_amax(const float (&values)[VECTOR]) {
     float amax = 0.f;
 #pragma unroll

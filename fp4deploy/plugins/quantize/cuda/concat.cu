@@ -1,20 +1,20 @@
-// Concatenation of two channels_last images along the channels, quantised while it is written; and its backward.
+// Concatenation of two channels_last feature maps along the channels, fused with fake quantisation; and its backward.
 //
-// The copy that a concatenation makes anyway does the quantisation on its way. No block of 16 crosses from one image to
-// the other, because both have a multiple of 16 channels. The backward separates the gradients again, zero where an
-// element saturated: `inside` has a bit for each, a byte for eight channels. With `tracked`, the tracked amax of a static
-// scale, the concatenation moves it as well, by the largest finite |b| and by *other, the amax of a; *amax is then the one
-// before. cell and counter are scratch, zero before and after.
+// A concatenation copies its inputs anyway; here the copy also quantises. No block of 16 spans both inputs, because both
+// have a multiple of 16 channels. The backward splits the gradient, zero where an element was clipped: the in-range mask
+// has a bit an element, a byte for eight channels. `tracked` is the running amax of a static scale; if given, it is updated
+// with the largest finite |b| and *other, the amax of a, and *amax is the value before the update. cell and counter are
+// scratch, zero before and after.
 //
 // Launch: block 256, grid (chunks, 1). a: DTYPE [pixels, CA]; b: DTYPE [pixels, CB]; out: DTYPE [pixels, CA + CB];
-// inside: uint8 [pixels, (CA + CB) / 8].
+// in_range: uint8 [pixels, (CA + CB) / 8].
 #include "channels.cuh"
 
 using channels::VECTOR;
 using channels::Walk;
 
 extern "C" __global__ void __launch_bounds__(256) concat(
-    const DTYPE* a, const DTYPE* b, const float* amax, DTYPE* out, unsigned char* inside, const float* other,
+    const DTYPE* a, const DTYPE* b, const float* amax, DTYPE* out, unsigned char* in_range, const float* other,
     float* tracked, int* cell, unsigned* counter, float decay, long long pixels, int CA, int CB, long long per_chunk) {
     int C = CA + CB;
     Walk walk(pixels, C, per_chunk);
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(256) concat(
             bits |= (fabsf(v[i]) * block.encode <= 6.f ? 1u : 0u) << i;
             v[i] = fp4::fake_quantize(v[i], block);
         }
-        if (has && inside) inside[(walk.pixel(trip) * C + walk.channel) / VECTOR] = (unsigned char)bits;
+        if (has && in_range) in_range[(walk.pixel(trip) * C + walk.channel) / VECTOR] = (unsigned char)bits;
 #endif
         if (has) channels::store(out + walk.pixel(trip) * C + walk.channel, v);
     }
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(256) concat(
 }
 
 extern "C" __global__ void __launch_bounds__(256) separate(
-    const DTYPE* gradient, const unsigned char* inside, DTYPE* da, DTYPE* db, long long pixels, int CA, int CB,
+    const DTYPE* gradient, const unsigned char* in_range, DTYPE* da, DTYPE* db, long long pixels, int CA, int CB,
     long long per_chunk) {
     int C = CA + CB;
     Walk walk(pixels, C, per_chunk);
@@ -72,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(256) separate(
         if (!walk.has(trip)) continue;
         float g[VECTOR];
         channels::load(gradient + walk.pixel(trip) * C + walk.channel, g);
-        if (inside) {
-            unsigned bits = inside[(walk.pixel(trip) * C + walk.channel) / VECTOR];
+        if (in_range) {
+            unsigned bits = in_range[(walk.pixel(trip) * C + walk.channel) / VECTOR];
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i)
                 if (!(bits >> i & 1)) g[i] = 0.f;

@@ -1,17 +1,19 @@
-// 4/6 of one group of 16-bit floats, both candidates nearly for the price of one.
+// 4/6 for one group of 16-bit floats: both candidate scales (amax to 6, amax to 4) at little more than the cost of one.
 //
-// The contract (`formats/four_over_six.py`) rounds many times on the way to an error; almost always the two errors are far
-// enough apart that roundings do not matter. `choose` computes them in few operations and says where it is not sure.
+// The contract (`formats/four_over_six.py`) rounds many times on the way to an error, but the errors of the candidates are
+// almost always far enough apart that these roundings do not matter. `choose` computes them in few operations and reports
+// where it is not sure; the caller then repeats the contract's own sum.
 //
-// Codes. An element times 2^-14 is a float16 whose bits count E2M1 steps (512 of them to a step, subnormal or not): the code
-// is what stands above the ninth bit once half a step is added. Cutting the float32 product off towards zero never carries
-// it across the middle of two values, so that two elements share a register and the code is exact, but for a tie that
-// goes down (.25, 1.25, 2.5, 5), which counts as up. There are 126 scales, and an element has 8 or 11 bits: whether one can
-// lie on such a middle is known in advance. `agreeing_encode` moves the scale's reciprocal by a unit of the last place where
-// this helps, and says so where it does not; only then middles are looked for.
+// Codes. A scaled element u times 2^-14 is a float16 whose bits count E2M1 steps, 512 units a step, also for subnormal
+// codes. The code is in the bits from bit 9 up, after half a step is added. Truncating the float32 product to float16
+// towards zero never moves it across the midpoint of two values. So two elements share a register and the code is exact,
+// except for ties that should round down (.25, 1.25, 2.5, 5): they are rounded up. There are 126 scales, and an element
+// has 8 or 11 significant bits, so for each scale it is known in advance whether an element can be a tie. `counting_of`
+// moves the reciprocal of the scale by a unit in the last place where this avoids ties; where it does not, ties are
+// corrected.
 //
-// Errors. With q exact and the product in float32, sum |q - x e| d8 and sum (q - x e)^2 d8^2 are off by at most 5e-6 d8 an
-// element, against the contract's sum in either domain: 2^-24 each of the reciprocal, of what it is made of and of the
+// Errors. q is exact and the product is in float32. Then sum |q - x e| d8 and sum (q - x e)^2 d8^2 differ from the contract's
+// sum, in either domain, by at most 5e-6 d8 an element: 2^-24 each for the reciprocal, for its input and for the
 // contract's own roundings, times an element of at most 6.9.
 #pragma once
 
@@ -27,12 +29,12 @@ constexpr float COUNTED = 6.103515625e-05f;  // 2^-14
 constexpr float LARGEST_COUNTED = 6.9f * COUNTED;
 constexpr int SCALES = 128;  // E4M3 bytes without a sign
 
-// A scale byte: what multiplies an element, times 2^-14 (NaN: not for `choose`), and its value.
+// For a scale byte: the factor of an element, times 2^-14 (NaN: not for `choose`), and the value of the scale.
 struct Counting {
     float encode, d8;
 };
 
-// float16 bits of two floats, cut off towards zero, the first in the low half.
+// float16 bits of two floats, truncated towards zero, the first in the low half.
 FP4_FUNCTION uint32_t truncated_halves(float low, float high) {
 #ifdef __CUDA_ARCH__
     uint32_t out;
@@ -52,7 +54,7 @@ FP4_FUNCTION uint32_t truncated_halves(float low, float high) {
 #endif
 }
 
-// The float of a half of a word of float16.
+// One of the two float16 in a word, as float32.
 FP4_FUNCTION float widened_half(uint32_t word, int which) {
 #ifdef __CUDA_ARCH__
     float out;
@@ -85,7 +87,7 @@ __device__ __forceinline__ uint32_t equal_halves(uint32_t a, uint32_t b) {
 }
 #endif
 
-// a where the mask is 1, b where it is 0, in one operation.
+// Bits of a where the mask is 1, of b where it is 0, in one instruction.
 FP4_FUNCTION uint32_t merged(uint32_t a, uint32_t b, uint32_t mask) {
 #ifdef __CUDA_ARCH__
     uint32_t out;
@@ -107,8 +109,8 @@ FP4_FUNCTION uint32_t candidate_bytes(float b) {
 #endif
 }
 
-// True if x * other, ties up, is cut into the same codes as x * encode, ties to even, for all x whose float32 bits are
-// multiples of `unit`; `step` is about 1 / encode. Middles of other binades are these times a power of two.
+// True if x * other with ties rounded up has the same codes as x * encode with ties to even, for all x whose float32 bits
+// are multiples of `unit`; `step` is about 1 / encode. Midpoints of other binades are these times a power of two.
 FP4_FUNCTION bool same_codes(float encode, float other, float step, uint32_t unit) {
     bool same = true;
 #ifdef __CUDA_ARCH__
@@ -123,24 +125,24 @@ FP4_FUNCTION bool same_codes(float encode, float other, float step, uint32_t uni
     return same;
 }
 
-// Ties that go down and were counted as up, of bfloat16. `odd`: all of them, which are odd codes with nothing behind them,
-// to be made even; or only 0.25, the elements whose magnitude is `quarter`, because elsewhere an element lies above a middle
-// by less than float16 sees (there is at most one from a middle up to where float16 counts on). `care`: they have to be
-// looked at one by one.
+// Ties of bfloat16 elements that must round down but were rounded up. `odd`: all ties can be corrected, as odd codes whose
+// remainder is zero. `quarter`: only the tie at 0.25 can, the elements with this magnitude; at the other midpoints an
+// element may lie above by less than float16 resolves, with the same bits as a tie. `care`: the whole group has to be
+// quantised element by element.
 struct Ties {
     uint32_t odd, quarter;
     bool care;
 };
-constexpr uint32_t ALL_ODD = 0x02000200u, NO_ELEMENT = 0x7FFF7FFFu;  // a NaN, equal to none
+constexpr uint32_t ALL_ODD = 0x02000200u, NO_ELEMENT = 0x7FFF7FFFu;  // a NaN: equal to no element
 
-// Whether an element lies on `middle`, and whether one lies above it by less than float16 sees.
-struct Beside {
+// Whether a scaled element can be exactly `middle`, and whether one can be above it by less than float16 resolves.
+struct Midpoint {
     bool on, above;
-    uint32_t element;  // float32 bits of the one that lies on it
+    uint32_t element;  // float32 bits of the element that is exactly `middle`
 };
 
-FP4_FUNCTION Beside beside(float middle, float encode, float step, uint32_t unit) {
-    Beside found = {false, false, 0u};
+FP4_FUNCTION Midpoint midpoint(float middle, float encode, float step, uint32_t unit) {
+    Midpoint found = {false, false, 0u};
     for (uint32_t i = 0; i < 2; ++i) {
         const uint32_t element = (bits(middle * step) & (0u - unit)) + i * unit;
         const float u = from_bits(element) * encode;
@@ -151,17 +153,17 @@ FP4_FUNCTION Beside beside(float middle, float encode, float step, uint32_t unit
 }
 
 FP4_FUNCTION Ties ties_of(float encode, float step, uint32_t unit) {
-    const Beside quarter = beside(0.25f, encode, step, unit), other = beside(1.25f, encode, step, unit);
+    const Midpoint quarter = midpoint(0.25f, encode, step, unit), other = midpoint(1.25f, encode, step, unit);
     if (unit != 0x10000u || (other.on && quarter.above)) return {0u, NO_ELEMENT, true};
     if (other.on) return {ALL_ODD, NO_ELEMENT, false};
     return {0u, quarter.on ? picked_bytes(quarter.element, 0u, 0x3232) : NO_ELEMENT, !quarter.on || quarter.above};
 }
 
-// What to count the elements of a scale byte with. `unit`: see `same_codes`.
+// The factor for the elements of a block with this scale byte, and how to correct ties. `unit`: see `same_codes`.
 FP4_FUNCTION Counting counting_of(uint32_t byte, const GlobalScale& global, bool ordinary, uint32_t unit, Ties& ties) {
     const float d8 = decode_e4m3(byte), step = d8 * global.decode, encode = 1.f / step;
     ties = {0u, NO_ELEMENT, false};
-    if (byte == 0u && ordinary) return {FLOAT_MAX, 0.f};  // zeros are counted, anything else is too large
+    if (byte == 0u && ordinary) return {FLOAT_MAX, 0.f};  // zeros get code 0, anything else fails `sure`
     if (!ordinary || !(encode >= 1.52587890625e-5f)) return {quiet_nan(), d8};  // 2^-16: no product underflows
     for (uint32_t i = 0; i < 4; ++i) {
         const float other = from_bits(bits(encode) + (i & 1u) - (i >> 1) * 2u);  // 0, 1, -2, -1 units
@@ -171,8 +173,8 @@ FP4_FUNCTION Counting counting_of(uint32_t byte, const GlobalScale& global, bool
     return {encode * COUNTED, d8};
 }
 
-// Odd codes with nothing behind them made even; `one` as of `choose`. Adding 511 reaches bit 9 unless the nine bits below
-// are 0, and then leaves it as it is.
+// Ties: odd codes with a zero remainder are made even; `one` as in `choose`. Adding 511 changes bit 9 unless the nine bits
+// below it are zero.
 FP4_FUNCTION void odd_to_even(uint32_t (&sum)[8], uint32_t odd, uint32_t one) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
@@ -183,7 +185,7 @@ FP4_FUNCTION void odd_to_even(uint32_t (&sum)[8], uint32_t odd, uint32_t one) {
     }
 }
 
-// Elements of the magnitude `quarter` (twice in a word) to zero; w: the bfloat16 elements of `sum`.
+// Ties at 0.25: elements with the magnitude `quarter` (twice in a word) to zero; w: the bfloat16 elements of `sum`.
 FP4_FUNCTION void quarter_to_zero(uint32_t (&sum)[8], const uint32_t (&w)[8], uint32_t quarter) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
@@ -195,7 +197,7 @@ FP4_FUNCTION void quarter_to_zero(uint32_t (&sum)[8], const uint32_t (&w)[8], ui
 #endif
 }
 
-// A candidate's steps of two elements a word, and its error over d8 (d8^2), times 2^-14 (2^-28).
+// For one candidate: steps of two elements a word, and its error divided by d8 (d8^2), times 2^-14 (2^-28).
 struct Steps {
     uint32_t sum[8];
     float error;
@@ -208,7 +210,7 @@ template <bool Squared> FP4_FUNCTION Steps steps_of(const float (&x)[GROUP], flo
 #pragma unroll
 #endif
     for (int i = 0; i < 8; ++i) {
-        const float low = fmaf(x[2 * i], encode, 0.f), high = fmaf(x[2 * i + 1], encode, 0.f);  // adding 0 makes -0 0
+        const float low = fmaf(x[2 * i], encode, 0.f), high = fmaf(x[2 * i + 1], encode, 0.f);  // + 0 makes -0 to 0
         result.sum[i] = truncated_halves(low, high) * one + 0x01000100u;
         const uint32_t q = result.sum[i] & 0x8E008E00u;
         const float d0 = widened_half(q, 0) - low, d1 = widened_half(q, 1) - high;
@@ -222,20 +224,21 @@ template <bool Squared> FP4_FUNCTION Steps steps_of(const float (&x)[GROUP], flo
     return result;
 }
 
-// Both candidates, which is better, and whether that is sure (but for ties). `largest` is the largest magnitude, NaN if there
-// is one; `one` is 1, but not for the compiler, which then leaves a product by it on the pipe that has room.
-struct Chosen {
+// Both candidates, which one is better, and whether that is certain (ties aside). `largest`: the largest magnitude, NaN if
+// there is one. `one`: 1, but unknown to the compiler, so that it keeps a multiplication by it. The integer multiply-add
+// runs on a pipe that has room; an addition would run on the one that limits this kernel.
+struct Choice {
     Steps to_six, to_four;
     bool four, sure;
 };
 
 template <bool Squared>
-FP4_FUNCTION Chosen choose(
+FP4_FUNCTION Choice choose(
     const float (&x)[GROUP], float largest, const Counting& six, const Counting& four, uint32_t one) {
-    Chosen result;
+    Choice result;
     result.to_six = steps_of<Squared>(x, six.encode, one), result.to_four = steps_of<Squared>(x, four.encode, one);
     float difference, doubt;
-    if (Squared) {  // sum 2 |d| 5e-6 <= 2e-5 (1 + sum d^2), by Cauchy and Schwarz
+    if (Squared) {  // sum 2 |d| 5e-6 <= 2e-5 (1 + sum d^2), by Cauchy-Schwarz
         const float six_unit = six.d8 * six.d8, four_unit = four.d8 * four.d8;
         const float six_error = result.to_six.error * six_unit, four_error = result.to_four.error * four_unit;
         constexpr float part = 3.0517578125e-05f;  // 2^-15
@@ -259,7 +262,7 @@ FP4_FUNCTION void count_steps(const float (&x)[GROUP], float encode, uint32_t (&
         sum[i] = truncated_halves(fmaf(x[2 * i], encode, 0.f), fmaf(x[2 * i + 1], encode, 0.f)) + 0x01000100u;
 }
 
-// The error of a candidate as the contract sums it, from its steps (ties right), for an ordinary global scale.
+// The error of a candidate with the contract's roundings, from its steps (ties corrected), for an ordinary global scale.
 template <bool Squared, bool Fast>
 FP4_FUNCTION float exact_error(const float (&x)[GROUP], const uint32_t (&sum)[8], float d8, const GlobalScale& global) {
     const float unit = d8 * (1.f / COUNTED);
@@ -276,11 +279,11 @@ FP4_FUNCTION float exact_error(const float (&x)[GROUP], const uint32_t (&sum)[8]
     return total;
 }
 
-// True if an element was rounded up to an odd code from the middle of two values, or from so little above it that float16
-// does not see it: if its lowest ten bits of steps are 0x200.
+// True if an element was rounded up to an odd code from the midpoint of two values, or from so little above it that float16
+// does not resolve it: the lowest ten bits of its steps are 0x200.
 FP4_FUNCTION bool has_middle(const uint32_t (&sum)[8]) {
 #ifdef __CUDA_ARCH__
-    uint32_t least = 0xFFFFFFFFu;  // of the ten bits, the highest turned, at the top of each half
+    uint32_t least = 0xFFFFFFFFu;  // minimum of the ten bits, the highest inverted, at the top of each half
 #pragma unroll
     for (int i = 0; i < 8; ++i) least = __vminu2(least, sum[i] * 64u + 0x80008000u);
     return least < 0x00400000u || !(least & 0xFFFFu);
@@ -295,7 +298,7 @@ FP4_FUNCTION bool has_middle(const uint32_t (&sum)[8]) {
 FP4_FUNCTION uint32_t codes_of_steps(const uint32_t* sum) {
     const uint32_t first = picked_bytes(sum[0], sum[1], 0x7351), second = picked_bytes(sum[2], sum[3], 0x7351);
     const uint32_t even = picked_bytes(first, second, 0x5410), odd = picked_bytes(first, second, 0x7632);
-    const uint32_t low = 0x0F0F0F0Fu;  // a byte is a sign, three zeros, the code, and what is left of the steps
+    const uint32_t low = 0x0F0F0F0Fu;  // a byte is a sign, three zeros, the code, and a bit of the remainder
     const uint32_t codes = merged(even, odd * 16u, low), signs = merged(even >> 4, odd, low);
     return ((codes >> 1) & 0x77777777u) | signs;
 }

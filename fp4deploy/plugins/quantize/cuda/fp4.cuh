@@ -1,8 +1,9 @@
 // The numerics of FP4 for every kernel: E2M1, E4M3, the scales of NVFP4 and MXFP4, 4/6, Philox, the Hadamard transform.
 //
-// Bitwise what `fp4deploy.formats` computes, in the same order of operations. Each operation of the contract is one
-// rounding: compile with -fmad=false (nvcc) or -ffp-contract=off (the host's compiler). An fma appears only where its product is
-// exact, so that it rounds like the addition it replaces. The header compiles for the host too, where tests compare it.
+// Bitwise equal to `fp4deploy.formats`, with the same order of operations. Each operation of the contract is rounded
+// once: compile with -fmad=false (nvcc) or -ffp-contract=off (host compiler). An explicit fma is used only where its
+// product is exact, so that it rounds like the addition it replaces. The header also compiles for the host, where tests
+// compare it with the reference.
 #pragma once
 
 #include <cmath>
@@ -60,7 +61,8 @@ FP4_FUNCTION float nan_max(float a, float b) {
 
 FP4_FUNCTION float clamp_e2m1(float u) { return fminf(fmaxf(u, -6.f), 6.f); }
 
-// Nearest E2M1 value, ties to even; NaN is for the caller (the step of its block is NaN). Adding and subtracting 1.5 * 2^22 binades (2^23 half steps) rounds to the step.
+// Nearest E2M1 value, ties to even. NaN is left to the caller: the scale of its block is NaN. Adding and subtracting
+// 1.5 * 2^22 times the binade of u leaves one mantissa bit: float addition does the rounding, without a branch.
 FP4_FUNCTION float round_e2m1(float u) {
     u = clamp_e2m1(u);
     float rounder = from_bits((bits(fmaxf(fabsf(u), 1.f)) & 0x7F800000u) | 0x00400000u);
@@ -69,7 +71,7 @@ FP4_FUNCTION float round_e2m1(float u) {
 
 FP4_FUNCTION float step_e2m1(float magnitude) { return magnitude >= 4.f ? 2.f : magnitude >= 2.f ? 1.f : 0.5f; }
 
-// One of the two neighbours: up with the probability of the distance in steps, in 256ths.
+// Stochastic rounding to one of the two neighbours: up with a probability equal to the distance, in 256ths of a step.
 FP4_FUNCTION float round_e2m1(float u, uint32_t byte) {
     u = clamp_e2m1(u);
     float magnitude = fabsf(u);
@@ -79,34 +81,35 @@ FP4_FUNCTION float round_e2m1(float u, uint32_t byte) {
     return copysignf(q, u);
 }
 
-// The code of the value q that u was rounded to; a negative u that became 0 is 8. Scaled by 2^-126, the bits of q above
-// its 22nd are the code.
+// The code of q, the value that u was rounded to. A negative u that became 0 has code 8 (-0). Times 2^-126, q is a tiny
+// float whose bits from bit 22 up are the code.
 FP4_FUNCTION uint32_t encode_e2m1(float q, float u) {
     return (bits(fabsf(q) * from_bits(0x00800000u)) >> 22) | (u < 0.f ? 8u : 0u);
 }
 
-// What rounding leaves in a float: 0 <= u < 7 plus 1.5 * 2^22 binades. Its low bits count steps, above its 22nd stands twice
-// the binade, so that `code_of` is the code plus CODE_BIAS.
+// For 0 <= u < 7, the float u + 1.5 * 2^22 binades contains the code: its low bits count half binades, its bits from bit 22
+// up are twice the exponent. `code_of` adds both, which is the code plus CODE_BIAS.
 constexpr uint32_t CODE_BIAS = 299u;
 FP4_FUNCTION float rounder_of(float u) { return from_bits((bits(fmaxf(u, 1.f)) & 0x7F800000u) | 0x00400000u); }
 FP4_FUNCTION uint32_t code_of(float rounded) { return (bits(rounded) & 7u) + (bits(rounded) >> 22); }
 
-// The code of u rounded to nearest; NaN is for the caller.
+// The code of u rounded to nearest; NaN is left to the caller.
 FP4_FUNCTION uint32_t encode_nearest(float u) {
     float magnitude = fminf(fabsf(u), 6.f);
     float rounded = fmaf(rounder_of(magnitude), 4194304.f, magnitude);
     return code_of(rounded) - CODE_BIAS + ((bits(u + 0.f) >> 28) & 8u);
 }
 
-// Blackwell converts in hardware, but only code for one architecture or family ("sm_100a", "sm_120f") has the instruction.
+// Blackwell converts in hardware, but the instruction exists only in code for one architecture or family ("sm_100a",
+// "sm_120f").
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #if __CUDA_ARCH__ >= 1000
 #define FP4_HARDWARE_CODES
 #endif
 #endif
 
-// The codes of eight neighbours rounded to nearest, the first in the lowest nibble; NaN is for the caller. The instruction
-// keeps the sign of a zero, hence u + 0, which turns -0 into 0. The hardware path was compiled, not run.
+// The codes of eight consecutive elements rounded to nearest, the first in the lowest nibble; NaN is left to the caller. The
+// instruction keeps the sign of a zero, hence u + 0, which makes -0 to 0. The hardware path was compiled, not run.
 FP4_FUNCTION uint32_t encode_eight(const float* u) {
 #ifdef FP4_HARDWARE_CODES
     uint32_t codes;
@@ -136,13 +139,13 @@ FP4_FUNCTION float decode_e2m1(uint32_t code) {
 
 // ---- E4M3 and E8M0 ----
 
-// Nearest E4M3 value of 0 <= d <= 448, ties to even. Below 2^-6 the step is 2^-9.
+// Nearest E4M3 value of 0 <= d <= 448, ties to even, by the same addition. Below 2^-6 (subnormal) the step is 2^-9.
 FP4_FUNCTION float round_e4m3(float d) {
     float rounder = from_bits(bits(fmaxf(d, 0.015625f)) & 0x7F800000u) * 1572864.f;  // 1.5 * 2^23 eighths
     return (d + rounder) - rounder;
 }
 
-// Scaled by 2^-120, the bits of an E4M3 value above the 20th are its code.
+// Times 2^-120, the bits of an E4M3 value from bit 20 up are its code.
 FP4_FUNCTION uint32_t encode_e4m3(float d8) { return d8 != d8 ? 0x7Fu : bits(d8 * from_bits(0x03800000u)) >> 20; }
 
 FP4_FUNCTION float decode_e4m3(uint32_t byte) {
@@ -164,8 +167,8 @@ FP4_FUNCTION float decode_e8m0(uint32_t byte) {
 
 // ---- scales ----
 
-// What multiplies an element into E2M1's range, what a unit of E2M1 stands for, and the scale byte. A block with a NaN or
-// an Inf has NaN for both.
+// encode: multiplies an element into E2M1's range; step: the value of one E2M1 unit; d8: the E4M3 block scale. All are NaN
+// for a block that contains a NaN or an Inf.
 struct BlockScale {
     float encode;
     float step;
@@ -216,7 +219,8 @@ struct Candidates {
     BlockScale six, four;
 };
 
-// amax / 6 by a product and its correction, rounded like the division where nothing underflows (every mantissa checked).
+// amax / 6 as a multiplication and a correction by fma, which rounds like the division where nothing underflows (checked
+// for every mantissa). A division would take many more instructions.
 FP4_FUNCTION float sixth_of(float amax) {
     const float guess = amax * (1.f / 6.f);
     return fmaf(fmaf(-6.f, guess, amax), 1.f / 6.f, guess);
@@ -227,14 +231,14 @@ FP4_FUNCTION Candidates four_over_six(float block_amax, const GlobalScale& globa
     return {rounded_scale(b, block_amax, global), rounded_scale(b * 1.5f, block_amax, global)};
 }
 
-// The error of one element of a candidate, from its magnitude: rounding is symmetric, so the sign does not matter. Fast: in
-// the scaled domain, the product q * d8 exact.
-// v / 6E by a product and its correction, rounded like the division for 1e-25 < |v| < 1e37 and 0 (every float checked).
+// v / 6E as a multiplication and a correction, rounded like the division for 1e-25 < |v| < 1e37 and 0 (every float checked).
 FP4_FUNCTION float divide_by_range(float v, const GlobalScale& global) {
     float quotient = v * global.inverse;
     return fmaf(fmaf(-global.range, quotient, v), global.inverse, quotient);
 }
 
+// The error of one element for a candidate scale, from its magnitude: rounding is symmetric, so the sign does not matter.
+// Fast: the difference is taken in the scaled domain, where q * d8 is exact.
 template <bool Squared, bool Fast, bool Divide>
 FP4_FUNCTION float element_error(float magnitude, const BlockScale& block, const GlobalScale& global) {
     float u = fminf(magnitude * block.encode, 6.f);
@@ -248,8 +252,8 @@ FP4_FUNCTION float element_error(float magnitude, const BlockScale& block, const
     return Squared ? difference * difference : fabsf(difference);
 }
 
-// The sum over sixteen elements, in order. Values are .5 to 6 times d8 A: where that stays inside what `divide_by_range`
-// takes, which is nearly always, nothing is divided.
+// The sum over sixteen elements, in order. Values are 0.5 to 6 times d8 A. If that is in the range of `divide_by_range`,
+// as nearly always, no division is executed.
 template <bool Squared, bool Fast>
 FP4_FUNCTION float row_error(const float (&x)[GROUP], const BlockScale& block, const GlobalScale& global) {
     float unit = block.d8 * global.amax, total = 0.f;
@@ -267,7 +271,7 @@ FP4_FUNCTION float row_error(const float (&x)[GROUP], const BlockScale& block, c
     return total;
 }
 
-// ---- random bits, the Hadamard transform ----
+// ---- stochastic rounding, Hadamard transform ----
 
 struct Words {
     uint32_t w[4];
@@ -321,8 +325,9 @@ FP4_FUNCTION void hadamard(float (&x)[GROUP]) {
 }
 
 #ifdef __CUDACC__
-// The end of an amax search: the last block takes the largest magnitude out of `cell` and updates the tracked amax.
-// *amax becomes what to quantise with: the tracked amax, `delayed` the one before the update where there was one.
+// The end of an amax reduction, called by one thread of the last block: takes the largest magnitude out of `cell` (and
+// zeroes it) and updates the running amax, max(current, decay * running). *amax becomes the amax to quantise with: the
+// running amax; with `delayed` the one before this update, if there was one.
 __device__ __forceinline__ void track_amax(
     int* cell, const float* other, float* tracked, float* amax, float decay, bool delayed) {
     float current = __int_as_float(atomicExch(cell, 0));
@@ -337,8 +342,8 @@ __device__ __forceinline__ void track_amax(
     if (amax) *amax = current;
 }
 
-// Raises the bits of a non-negative float in memory to the largest `value` of a warp, all of whose lanes call this. Most
-// warps find something larger there and need no atomic operation; what they read may be old, but only too small.
+// atomicMax of a non-negative float, whose bits order like the number; all lanes of a warp call this. Most warps read a
+// larger value and skip the atomic operation. The value they read may be outdated, but then it is only too small.
 __device__ __forceinline__ void raise_to(int* cell, float value) {
     for (int offset = 16; offset; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
     if (threadIdx.x % 32 == 0 && __float_as_int(value) > *reinterpret_cast<volatile int*>(cell))

@@ -1,13 +1,13 @@
-// GroupNorm + ReLU (+ NVFP4 fake quantisation) of channels_last images, forward and backward.
+// GroupNorm + ReLU (+ NVFP4 fake quantisation) of channels_last feature maps, forward and backward.
 //
-//   y = relu(a x + b),   a = gamma rstd,   b = a (bias - mean) + beta      a, b for each image and channel
+//   y = relu(a x + b),   a = gamma rstd,   b = a (bias - mean) + beta      a, b for each batch item and channel
 //
-// `bias` is the bias of the convolution before it, added here instead of in a pass of its own. The forward reads x twice
-// (moments, then y), the backward reads x and dy twice (sums, then dx). A normalised and rectified image is quantised
-// before it is written: its amax follows from the extremes of x in each channel, because y rises or falls with x.
+// `bias` is that of the convolution before, added here instead of in a pass of its own. The forward reads x twice (moments,
+// then y), the backward reads x and dy twice (sums, then dx). y is quantised before it is written: in each channel y is
+// monotonic in x, so its amax follows from the minimum and maximum of x, which the first pass finds.
 //
-// Moments are sums of x - k and (x - k)^2 with k the channel's first pixel, combined by Chan's formula: no cancellation,
-// whatever the mean. Sums are made in a fixed order; two runs give the same bits.
+// Moments are sums of x - k and (x - k)^2, where k is the channel's first pixel, combined by Chan's formula: no
+// cancellation, whatever the mean. Sums are added in a fixed order, so that two runs give the same bits.
 //
 // Launch: block 256; moments, apply, sums, gradient: grid (chunks, N); combine, coefficients: grid (groups, N);
 // parameters: grid ceil(C / 256). C is a multiple of 8, of 16 with quantisation; x, y, dy, dx: DTYPE [N, pixels, C].
@@ -21,9 +21,9 @@ extern "C" __global__ void __launch_bounds__(256) moments(
     const DTYPE* x, float* partial, long long pixels, int C, long long per_chunk) {
     extern __shared__ float shared[];
     Walk walk(pixels, C, per_chunk);
-    const DTYPE* image = x + (long long)blockIdx.y * pixels * C + walk.channel;
+    const DTYPE* item = x + (long long)blockIdx.y * pixels * C + walk.channel;
     float k[VECTOR], sum[VECTOR], square[VECTOR], high[VECTOR], low[VECTOR];
-    if (walk.active) channels::load(image, k);
+    if (walk.active) channels::load(item, k);
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
         sum[i] = square[i] = 0.f;
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) moments(
     for (int trip = 0; trip < walk.trips; ++trip) {
         if (!walk.has(trip)) continue;
         float v[VECTOR];
-        channels::load(image + walk.pixel(trip) * C, v);
+        channels::load(item + walk.pixel(trip) * C, v);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
             float d = v[i] - k[i];
@@ -75,9 +75,10 @@ __device__ float block_sum(float value, float* shared) {
     return total;
 }
 
-// From the partial moments of one (group, image): ab [N, 2, C]; mean_rstd [N, groups, 2]; channel_mean [N, C] (of x
-// + bias). amax[0] becomes the largest y of all images; with `tracked` it is max(that, decay * tracked), written to
-// both; `delayed`, amax[0] is the old tracked where that is not 0. cell and counter are scratch, zero before and after.
+// From the partial moments of one (group, batch item): ab [N, 2, C]; mean_rstd [N, groups, 2]; channel_mean [N, C] (of x
+// + bias). amax[0] becomes the largest y of the batch; with `tracked` (the running amax) it is max(that, decay * tracked),
+// written to both; with `delayed`, amax[0] is the running amax before this update if that is not 0. cell and counter are
+// scratch, zero before and after.
 extern "C" __global__ void __launch_bounds__(256) combine(
     const DTYPE* x, const float* partial, const float* bias, const float* gamma, const float* beta, float* ab,
     float* mean_rstd, float* channel_mean, float* tracked, float* amax, int* cell, unsigned* counter, float decay,
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(
         ab[(n * 2 + 1) * C + c] = b;
         top = fmaxf(fmaxf(__fmaf_rn(a, own_high, b), __fmaf_rn(a, own_low, b)), 0.f);
 #if !QUANTIZE
-        top = float(DTYPE(top));  // the amax of what is written
+        top = float(DTYPE(top));  // the amax of y as it is stored
 #endif
         if (!isfinite(top)) top = 0.f;
     }
@@ -126,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(
     for (int offset = 16; offset; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
     if (threadIdx.x % 32 == 0) atomicMax(cell, __float_as_int(top));
     __syncthreads();
+    // The last block of the grid to arrive takes the maximum; the fence orders its atomicMax before the count.
     if (threadIdx.x == 0) {
         __threadfence();
         unsigned blocks = gridDim.x * gridDim.y;
@@ -138,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(
 extern "C" __global__ void __launch_bounds__(256) apply(
     const DTYPE* x, const float* ab, const float* amax, DTYPE* y, long long pixels, int C, long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
-    long long image = (long long)blockIdx.y * pixels * C + walk.channel;
+    long long item = (long long)blockIdx.y * pixels * C + walk.channel;
     float a[VECTOR], b[VECTOR];
     if (walk.active) {
         channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
@@ -151,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(256) apply(
     for (int trip = 0; trip < walk.trips; ++trip) {
         bool has = walk.has(trip);
         float v[VECTOR] = {};
-        if (has) channels::load(x + image + walk.pixel(trip) * C, v);
+        if (has) channels::load(x + item + walk.pixel(trip) * C, v);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) v[i] = fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f);
 #if QUANTIZE
@@ -159,11 +161,11 @@ extern "C" __global__ void __launch_bounds__(256) apply(
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) v[i] = fp4::fake_quantize(v[i], block);
 #endif
-        if (has) channels::store(y + image + walk.pixel(trip) * C, v);
+        if (has) channels::store(y + item + walk.pixel(trip) * C, v);
     }
 }
 
-// dy where the gradient passes: y > 0 and, quantised, not saturated.
+// dy where the gradient passes: y > 0 and, with QUANTIZE, not clipped (straight-through estimator). y is recomputed.
 __device__ __forceinline__ void pass_gradient(
     const float (&x)[VECTOR], float (&dy)[VECTOR], const float (&a)[VECTOR], const float (&b)[VECTOR],
     const fp4::GlobalScale& scale) {
@@ -188,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(256) sums(
     float* partial, long long pixels, int C, int groups, long long per_chunk) {
     extern __shared__ float shared[];
     Walk walk(pixels, C, per_chunk);
-    long long image = (long long)blockIdx.y * pixels * C + walk.channel;
+    long long item = (long long)blockIdx.y * pixels * C + walk.channel;
     float a[VECTOR], b[VECTOR], rstd[VECTOR], offset[VECTOR], one[VECTOR], two[VECTOR];
     if (walk.active) {
         channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
@@ -212,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(256) sums(
     for (int trip = 0; trip < walk.trips; ++trip) {
         float v[VECTOR] = {}, g[VECTOR] = {};
         if (walk.has(trip)) {
-            channels::load(x + image + walk.pixel(trip) * C, v);
-            channels::load(dy + image + walk.pixel(trip) * C, g);
+            channels::load(x + item + walk.pixel(trip) * C, v);
+            channels::load(dy + item + walk.pixel(trip) * C, g);
         }
         pass_gradient(v, g, a, b, scale);
 #pragma unroll
@@ -238,8 +240,8 @@ extern "C" __global__ void __launch_bounds__(256) sums(
     }
 }
 
-// From the partial sums of one (group, image): pqr [N, 3, C] with dx = p dy + q x + r, and channel_sums [N, 3, C]: the
-// image's terms of dgamma, dbeta and dbias.
+// From the partial sums of one (group, batch item): pqr [N, 3, C] with dx = p dy + q x + r, and channel_sums [N, 3, C]: its
+// terms of dgamma, dbeta and dbias.
 extern "C" __global__ void __launch_bounds__(256) coefficients(
     const float* partial, const float* mean_rstd, const float* channel_mean, const float* bias, const float* gamma,
     float* pqr, float* channel_sums, long long pixels, int C, int groups, int chunks) {
@@ -284,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
     const DTYPE* x, const DTYPE* dy, const float* ab, const float* pqr, const float* amax, DTYPE* dx, long long pixels,
     int C, long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
-    long long image = (long long)blockIdx.y * pixels * C + walk.channel;
+    long long item = (long long)blockIdx.y * pixels * C + walk.channel;
     float a[VECTOR], b[VECTOR], p[VECTOR], q[VECTOR], r[VECTOR];
     if (walk.active) {
         channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
@@ -303,12 +305,12 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
         bool has = walk.has(trip);
         float v[VECTOR] = {}, g[VECTOR] = {};
         if (has) {
-            channels::load(x + image + walk.pixel(trip) * C, v);
-            channels::load(dy + image + walk.pixel(trip) * C, g);
+            channels::load(x + item + walk.pixel(trip) * C, v);
+            channels::load(dy + item + walk.pixel(trip) * C, g);
         }
         pass_gradient(v, g, a, b, scale);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) g[i] = __fmaf_rn(p[i], g[i], __fmaf_rn(q[i], v[i], r[i]));
-        if (has) channels::store(dx + image + walk.pixel(trip) * C, g);
+        if (has) channels::store(dx + item + walk.pixel(trip) * C, g);
     }
 }

@@ -1,15 +1,15 @@
-// ReLU of a normalised image, written as the next layers read it: packed NVFP4, plain, pooled, in one pass.
+// Normalisation + ReLU (+ 2 x 2 maximum pooling) in one pass, output in the form that the next layers read: packed or plain.
 //
-//   y = round(relu(a x + b))        a, b of each image and channel, from `combine` of group_norm.cu
+//   y = round(relu(a x + b))        a, b of each batch item and channel, from `combine` of group_norm.cu
 //   p = the maximum of y over 2 x 2 pixels
 //
-// Each of y and p goes out as codes and scales with a global amax of its own (a block is 16 channels of a pixel), as DTYPE
-// values, as both or not at all; a null pointer says not. An encoder level of a UNet writes y for the skip connection and
-// p for the level below, 0.56 bytes an element each, and never the image itself. Quantised are the values rounded to
-// DTYPE, so that a fused layer has the bytes of an unfused one.
+// y and p are each written as codes and scales with a global amax of their own (a block is 16 channels of a pixel), as
+// DTYPE values, as both or not at all (null pointers). An encoder level of a UNet writes y for the skip connection and p
+// for the next level, 0.56 bytes an element each, and no 16-bit feature map. The values are rounded to DTYPE before they
+// are quantised, so that a fused layer has the bytes of an unfused one.
 //
 // Launch: block 256, grid (chunks, N). x, y: DTYPE [N, pixels, C], p: DTYPE [N, pixels / 4, C]; codes: 8 bytes and scales:
-// 1 byte for each 16 channels. C is a multiple of 16. norm_pool_pack: chunks of pooled pixels, W of the pooled image.
+// 1 byte for each 16 channels. C is a multiple of 16. norm_pool_pack: chunks of pooled pixels, W of the pooled feature map.
 #include "channels.cuh"
 
 using channels::VECTOR;
@@ -20,7 +20,7 @@ struct Target {
     uint8_t* scales;
     DTYPE* values;
 
-    // Eight channels starting at element `at`; all threads of a warp come here, `has` says which of them write.
+    // Eight channels starting at element `at`. All threads of a warp call this (shuffles); `has` says which of them write.
     __device__ __forceinline__ void put(
         const float (&v)[VECTOR], const fp4::GlobalScale& global, long long at, bool has) const {
         if (values && has) channels::store(values + at, v);
@@ -61,14 +61,14 @@ extern "C" __global__ void __launch_bounds__(256) norm_pack(
     const Affine affine(ab, walk, C);
     const Target target{codes, scales, values};
     const fp4::GlobalScale global = target.global(amax);
-    const long long image = (long long)blockIdx.y * pixels * C + walk.channel;
+    const long long item = (long long)blockIdx.y * pixels * C + walk.channel;
 #pragma unroll 4
     for (int trip = 0; trip < walk.trips; ++trip) {
         const bool has = walk.has(trip);
         float v[VECTOR] = {};
-        if (has) channels::load(x + image + walk.pixel(trip) * C, v);
+        if (has) channels::load(x + item + walk.pixel(trip) * C, v);
         affine(v);
-        target.put(v, global, image + walk.pixel(trip) * C, has);
+        target.put(v, global, item + walk.pixel(trip) * C, has);
     }
 }
 
@@ -80,11 +80,11 @@ extern "C" __global__ void __launch_bounds__(256) norm_pool_pack(
     const Affine affine(ab, walk, C);
     const Target full{codes, scales, values}, pooled{pooled_codes, pooled_scales, pooled_values};
     const fp4::GlobalScale global = full.global(amax), pooled_global = pooled.global(pooled_amax);
-    const long long out = (long long)blockIdx.y * pixels * C + walk.channel, image = 4 * out - 3 * walk.channel;
+    const long long out = (long long)blockIdx.y * pixels * C + walk.channel, item = 4 * out - 3 * walk.channel;
     for (int trip = 0; trip < walk.trips; ++trip) {
         const bool has = walk.has(trip);
         const long long pixel = has ? walk.pixel(trip) : 0, row = pixel / W, column = pixel - row * W;
-        const long long corner = image + (row * 4 * W + column * 2) * C;
+        const long long corner = item + (row * 4 * W + column * 2) * C;
         float best[VECTOR];
 #pragma unroll
         for (int tap = 0; tap < 4; ++tap) {

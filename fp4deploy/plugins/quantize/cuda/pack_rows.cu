@@ -1,8 +1,8 @@
-// Packed NVFP4 of rows in memory order at the speed of memory (see rows.cuh).
+// Packs contiguous rows to NVFP4, bound by memory bandwidth (see rows.cuh).
 //
 // Macros: DTYPE __half or __nv_bfloat16; E.
 // x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups].
-// Launch: block 256, four blocks a multiprocessor, or fewer.
+// Launch: block 256, persistent: at most four blocks a multiprocessor.
 #include "rows.cuh"
 
 __device__ __forceinline__ Packed pack(const Group& group, const uint4* x, const GlobalScale& global, const GlobalScale* shared) {

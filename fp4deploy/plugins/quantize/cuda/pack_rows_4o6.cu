@@ -1,11 +1,12 @@
-// Packed NVFP4 of rows in memory order, each block mapped to 6 or to 4, whichever errs less (see rows.cuh).
+// Packs contiguous rows to NVFP4 with 4/6: each group is scaled to 6 or to 4, whichever has the smaller error (see rows.cuh).
 //
-// `four_over_six.cuh` has the arithmetic of an ordinary group and says where it is not sure; with a table of all scales,
-// which each block of threads makes first, nothing is divided in the loop. One normal group in 1000 to 5000 is not sure.
+// `four_over_six.cuh` has the arithmetic of an ordinary group and reports where it is not sure. Each thread block first makes
+// a table of all 128 scales in shared memory, so that the loop contains no division. About one group in 1000 to 5000 of
+// normally distributed values is not sure.
 //
 // Macros: DTYPE __half or __nv_bfloat16; E; SQUARED, FAST.
 // x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups].
-// Launch: block 256, a multiple of three blocks a multiprocessor, or fewer.
+// Launch: block 256, persistent: a multiple of three blocks a multiprocessor, or fewer.
 #include "four_over_six.cuh"
 #include "rows.cuh"
 
@@ -26,7 +27,7 @@ struct Shared {
     bool care[fp4::SCALES];
 };
 
-// What the whole block knows: the products' 1, and whether there are scales with ties.
+// The same in all threads: the global scale, `one` of `choose`, and whether any scale has ties to correct.
 struct Known {
     float to_scaled;
     uint32_t one;
@@ -49,7 +50,7 @@ __device__ __forceinline__ Quick pack(const Group& group, const Shared& shared, 
     float v[16];
 #pragma unroll
     for (int i = 0; i < 8; ++i) widen(w[i], v[2 * i], v[2 * i + 1], tag);
-    const fp4::Chosen chosen = fp4::choose<SQUARED>(v, largest, six, four, known.one);
+    const fp4::Choice chosen = fp4::choose<SQUARED>(v, largest, six, four, known.one);
     uint32_t sum[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] = chosen.four ? chosen.to_four.sum[i] : chosen.to_six.sum[i];
@@ -61,7 +62,7 @@ __device__ __forceinline__ Quick pack(const Group& group, const Shared& shared, 
     return {make_uint2(fp4::codes_of_steps(sum), fp4::codes_of_steps(sum + 4)), scale, sure};
 }
 
-// The steps of a candidate, ties right.
+// The steps of a candidate, ties corrected.
 __device__ __forceinline__ void count(
     const float (&v)[16], const uint32_t (&w)[8], float encode, uint2 ties, uint32_t (&sum)[8]) {
     fp4::count_steps(v, encode, sum);
@@ -69,7 +70,8 @@ __device__ __forceinline__ void count(
     fp4::quarter_to_zero(sum, w, ties.y);
 }
 
-// A group that `pack` is not sure of, read again. Only the choice is open where nothing saturates and no tie is.
+// A group that `pack` is not sure of, read again, so that its registers need not be kept. If nothing saturates and no ties
+// need care, only the choice of the candidate is open: the errors are summed as in the contract. Not inlined: it is rare.
 __device__ __noinline__ Packed decide(const uint4* first, const uint4* second, const Shared* shared) {
     const Group group = {*first, *second};
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
@@ -118,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) pack_rows_4o6(
     known.quarter = __syncthreads_or(found.quarter != fp4::NO_ELEMENT);
     known.care = __syncthreads_or(found.care);
     known.one = 1u + uint32_t((unsigned long long)groups >> 63);
-    // How many groups this thread has, which fits 32 bits.
+    // Groups of this thread; the count fits 32 bits.
     const uint32_t own = first < groups ? uint32_t((groups - first - 1) / stride) + 1u : 0u;
     x += 2 * first, codes += first, scales += first;
     auto fetch = [&](uint32_t i) -> Group {
@@ -127,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) pack_rows_4o6(
         return {x[2 * at], x[2 * at + 1]};
     };
     for (uint32_t i = 0; i < own; ++i) {
-        const Group next = fetch(i + 1);
+        const Group next = fetch(i + 1);  // in flight while this group is computed
         const size_t at = size_t(i) * stride;
         Quick quick = pack(words, shared, known);
         if (!quick.sure) {

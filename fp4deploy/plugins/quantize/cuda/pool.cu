@@ -1,8 +1,7 @@
-// 2x2 maximum pooling of channels_last images, its output quantised for the convolution that reads it.
+// 2 x 2 maximum pooling of channels_last feature maps, its output fake-quantised for the convolution that reads it.
 //
-// The image y has two readers in a UNet: the pooling and the skip connection. The backward adds both gradients in one
-// pass: dy = dskip, plus dpooled at the element that was the largest (the first of equals, row by row) and, quantised,
-// did not saturate.
+// In a UNet two layers read y: the pooling and the skip connection. The backward adds both gradients in one pass: dy =
+// dskip, plus dpooled at the position of the maximum (the first of equals, row by row), unless quantisation clipped it.
 //
 // Launch: block 256, grid (chunks of output pixels, N). y: DTYPE [N, 2 H, 2 W, C]; pooled: DTYPE [N, H, W, C]; C a multiple
 // of 8, of 16 with quantisation.
@@ -24,7 +23,7 @@ struct Corner {
 extern "C" __global__ void __launch_bounds__(256) pool(
     const DTYPE* y, const float* amax, DTYPE* pooled, int W, long long pixels, int C, long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
-    const DTYPE* image = y + blockIdx.y * pixels * 4 * C + walk.channel;
+    const DTYPE* item = y + blockIdx.y * pixels * 4 * C + walk.channel;
     DTYPE* out = pooled + blockIdx.y * pixels * C + walk.channel;
 #if QUANTIZE
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
@@ -35,11 +34,11 @@ extern "C" __global__ void __launch_bounds__(256) pool(
         float best[VECTOR] = {};
         if (has) {
             Corner corner(walk.pixel(trip), W, C);
-            channels::load(image + corner.base, best);
+            channels::load(item + corner.base, best);
 #pragma unroll
             for (int tap = 1; tap < 4; ++tap) {
                 float v[VECTOR];
-                channels::load(image + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
+                channels::load(item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
 #pragma unroll
                 for (int i = 0; i < VECTOR; ++i) best[i] = v[i] > best[i] || v[i] != v[i] ? v[i] : best[i];
             }
@@ -57,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
     const DTYPE* y, const DTYPE* dskip, const DTYPE* dpooled, const float* amax, DTYPE* dy, int W, long long pixels, int C,
     long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
-    long long image = blockIdx.y * pixels * 4 * C + walk.channel;
+    long long item = blockIdx.y * pixels * 4 * C + walk.channel;
     const DTYPE* in = dpooled + blockIdx.y * pixels * C + walk.channel;
 #if QUANTIZE
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
@@ -69,11 +68,11 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
         Corner corner(has ? walk.pixel(trip) : 0, W, C);
         if (has) {
             channels::load(in + walk.pixel(trip) * C, g);
-            channels::load(y + image + corner.base, best);
+            channels::load(y + item + corner.base, best);
 #pragma unroll
             for (int tap = 1; tap < 4; ++tap) {
                 float v[VECTOR];
-                channels::load(y + image + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
+                channels::load(y + item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
 #pragma unroll
                 for (int i = 0; i < VECTOR; ++i)
                     if (v[i] > best[i] || v[i] != v[i]) {
@@ -91,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
         if (!has) continue;
 #pragma unroll
         for (int tap = 0; tap < 4; ++tap) {
-            long long at = image + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below;
+            long long at = item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below;
             float d[VECTOR] = {};
             if (dskip) channels::load(dskip + at, d);
 #pragma unroll

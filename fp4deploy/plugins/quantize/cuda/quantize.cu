@@ -1,17 +1,18 @@
 // Quantisation of a tensor seen as (outer, K, inner) in memory, in blocks along K, without a transposed copy.
 //
 //   INNER 0   inner = 1: K is last in memory (rows of a matrix, channels of a channels_last image)
-//   INNER n   K is `inner` elements apart (channels of NCHW, OIHW); a thread has n neighbouring inner positions
+//   INNER n   elements of K are `inner` apart (channels of NCHW, OIHW); a thread has n adjacent inner positions
 //
 // A thread holds 16 elements along K, a group, in registers (INNER n: n groups; MXFP4: 32 elements, or with INNER 0 two
-// neighbouring lanes). Row r = outer * inner + i in memory order; G groups a row, the K of the last one padded with zeros.
+// adjacent lanes). Row r = outer * inner + i in memory order; G groups a row, the K of the last one padded with zeros.
 //
 // Macros: DTYPE; FORMAT 0 NVFP4, 1 NVFP4 with 4/6, 2 MXFP4 floor, 3 MXFP4 ceil; E 448 or 256; SQUARED and FAST of 4/6;
 //   LINEAR (inner = 1, K whole blocks, 16-byte alignment: a group is found without a division); BIG (2^31 threads or more);
 //   STOCHASTIC; HADAMARD; ROWS (a global amax a row); PACKED 0 fake quantisation, 1 codes and scales, 2 with the scales in
-//   the 128x4 layout, 3 the finite amax alone (out: int32 [1], zero before); INSIDE (write the bits |x e| <= 6).
+//   the 128x4 layout, 3 only the finite amax (out: int32 [1], zero before); IN_RANGE (write the in-range mask, a bit |x e| <= 6 an
+//   element: 0 where the element was clipped and the straight-through estimator has no gradient).
 // Arguments: x; amax float32 [1 or rows]; random uint64 {seed, offset}; out DTYPE (outer, K padded to 16 with HADAMARD,
-//   inner) or codes uint8 [rows, 8 G]; scales uint8 [rows, G] (MXFP4: [rows, G / 2]); inside uint16 (outer, G, inner);
+//   inner) or codes uint8 [rows, 8 G]; scales uint8 [rows, G] (MXFP4: [rows, G / 2]); in_range uint16 (outer, G, inner);
 //   outer, K, inner int64.
 // Launch: block 256, grid ceil(threads / 256) with threads = outer * G (INNER 0), outer * blocks * ceil(inner / INNER).
 #include <cuda_bf16.h>
@@ -89,10 +90,11 @@ __device__ __forceinline__ long long scale_index(long long row, long long k, lon
 #endif
 }
 
-// The groups of one row: `v` in, fake-quantised values back in `v`, or codes and scales written.
+// One or two groups of a row. `v` is read, and becomes the fake-quantised values or is written as codes and scales. All
+// threads of a warp call this (shuffles); `has` says whether a thread has elements.
 __device__ __forceinline__ void quantize(
-    float (&v)[LENGTH], const float* amax, const uint64_t* random, uint8_t* codes, uint8_t* scales, uint16_t* inside,
-    const View& view, long long row, long long group, long long inside_index, bool has) {
+    float (&v)[LENGTH], const float* amax, const uint64_t* random, uint8_t* codes, uint8_t* scales, uint16_t* in_range,
+    const View& view, long long row, long long group, long long mask_index, bool has) {
 #if HADAMARD
 #pragma unroll
     for (int part = 0; part < GROUPS; ++part) {
@@ -132,7 +134,7 @@ __device__ __forceinline__ void quantize(
 #else
             float q = fp4::round_e2m1(u);
 #endif
-#if INSIDE
+#if IN_RANGE
             bits |= (fabsf(u) <= 6.f ? 1u : 0u) << i;
 #endif
 #if !PACKED
@@ -153,14 +155,14 @@ __device__ __forceinline__ void quantize(
                 uint8_t(block.step != block.step ? 0xFFu : fp4::bits(block.step) >> 23);
 #endif
 #endif
-#if INSIDE
-        inside[inside_index + part * view.inner] = uint16_t(bits);
+#if IN_RANGE
+        in_range[mask_index + part * view.inner] = uint16_t(bits);
 #endif
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
-    const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* inside,
+    const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, uint16_t* in_range,
     long long outer, long long K, long long inner) {
     const View view{K, inner, MX ? (K + 31) / 32 * 2 : (K + 15) / 16};
     const Index thread = (Index)blockIdx.x * 256u + threadIdx.x;
@@ -189,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 #pragma unroll
         for (int i = 0; i < LENGTH; ++i) v[i] = widen(raw[i].value[w]);
         quantize(
-            v, amax, random, static_cast<uint8_t*>(out), scales, inside, view, (long long)o * inner + in + w, group,
+            v, amax, random, static_cast<uint8_t*>(out), scales, in_range, view, (long long)o * inner + in + w, group,
             ((long long)o * view.groups + group) * inner + in + w, has);
 #pragma unroll
         for (int i = 0; i < LENGTH; ++i) raw[i].value[w] = narrow<DTYPE>(v[i]);
@@ -216,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
     for (int i = 0; i < 16; ++i) v[i] = has && k + i < K ? widen(source[i]) : 0.f;
 #endif
     quantize(
-        v, amax, random, static_cast<uint8_t*>(out), scales, inside, view, o, group,
+        v, amax, random, static_cast<uint8_t*>(out), scales, in_range, view, o, group,
         (long long)o * view.groups + group, has);
 #if PACKED == 0
     if (!has) return;
@@ -237,15 +239,15 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 }
 
 #ifdef VECTORS
-// The plain case at the speed of memory: a block lies in neighbouring lanes, 16 bytes each, so that loads and stores of a
-// warp are consecutive; a thread does VECTORS of them, loaded before the first is used. With MEASURE, `own` int32 [1],
-// zero before, becomes the bits of the finite amax of x.
+// The plain case, bound by memory bandwidth. A block of 16 is spread over adjacent lanes, 16 bytes each, so that the loads
+// and stores of a warp are coalesced. A thread has VECTORS of these, all loaded before the first is used (loads in
+// flight). With MEASURE, `own` int32 [1], zero before, becomes the bits of the finite amax of x.
 // Launch: block 256, grid ceil(outer * K * sizeof(DTYPE) / (16 * 256 * VECTORS)).
 constexpr int PER_LANE = 16 / sizeof(DTYPE);
 constexpr int LANES = (MX ? 32 : 16) / PER_LANE;
 
 extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
-    const DTYPE* x, const float* amax, void* out, uint8_t* inside, int* own, long long vectors) {
+    const DTYPE* x, const float* amax, void* out, uint8_t* in_range, int* own, long long vectors) {
     const long long first = (long long)blockIdx.x * 256 * VECTORS + threadIdx.x;
     uint4 raw[VECTORS];
 #pragma unroll
@@ -289,10 +291,10 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
             values[i] = narrow<DTYPE>(block.step * fp4::round_e2m1(u));
         }
         if (first + j * 256 < vectors) static_cast<uint4*>(out)[first + j * 256] = packed;
-#if INSIDE
+#if IN_RANGE
         if (PER_LANE == 4) bits |= __shfl_xor_sync(0xffffffffu, bits, 1) << 4;
         if (first + j * 256 < vectors && (PER_LANE == 8 || threadIdx.x % 2 == 0))
-            inside[(first + j * 256) / (8 / PER_LANE)] = uint8_t(bits);
+            in_range[(first + j * 256) / (8 / PER_LANE)] = uint8_t(bits);
 #endif
     }
 #if MEASURE
@@ -302,8 +304,8 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #endif
 
 #ifdef PAIR
-// The same for K that is `inner` apart, inner even and K whole blocks: a thread has two neighbouring positions, whose
-// 16-bit values share a register, and needs few of them, so that enough loads are in flight.
+// The same for elements of K that are `inner` apart, inner even and K whole blocks. A thread has two adjacent positions:
+// their 16-bit values share a register, which keeps the register count low and enough loads in flight.
 // Launch: block 256, grid ceil(outer * K / 16 * inner / 2 / 256).
 __device__ __forceinline__ __half2 magnitude_max(__half2 a, __half2 b) { return __hmax2_nan(a, __habs2(b)); }
 __device__ __forceinline__ __nv_bfloat162 magnitude_max(__nv_bfloat162 a, __nv_bfloat162 b) {
@@ -321,7 +323,7 @@ __device__ __forceinline__ void narrow(float2 x, __half2& out) { out = __float22
 __device__ __forceinline__ void narrow(float2 x, __nv_bfloat162& out) { out = __float22bfloat162_rn(x); }
 
 extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
-    const PAIR* x, const float* amax, PAIR* out, uint16_t* inside, int* own, long long outer, long long K,
+    const PAIR* x, const float* amax, PAIR* out, uint16_t* in_range, int* own, long long outer, long long K,
     long long inner) {
     const Index wide = (Index)(inner / 2), thread = (Index)blockIdx.x * 256u + threadIdx.x, row = thread / wide;
     const bool has = row < (Index)(outer * (K / 16));
@@ -361,24 +363,24 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
         narrow(v, pair);
         out[first + i * (long long)wide] = pair;
     }
-#if INSIDE
-    reinterpret_cast<uint32_t*>(inside)[(long long)row * wide + (thread - row * wide)] = bits[0] | bits[1] << 16;
+#if IN_RANGE
+    reinterpret_cast<uint32_t*>(in_range)[(long long)row * wide + (thread - row * wide)] = bits[0] | bits[1] << 16;
 #endif
 }
 #endif
 
-// Backward of the clipped straight-through estimator: out = gradient where the bit of `inside` is set, else 0. A thread has
-// a group of 16 along K, so that it finds its place once and reads its bits once.
+// Backward of the clipped straight-through estimator: out = gradient where the bit of the in-range mask is set, else 0. A
+// thread has a group of 16 along K, so that it computes its index once and reads its mask once.
 // Launch: block 256, any grid.
 extern "C" __global__ void __launch_bounds__(256) mask_gradient(
-    const DTYPE* gradient, const uint16_t* inside, DTYPE* out, long long outer, long long K, long long inner,
+    const DTYPE* gradient, const uint16_t* in_range, DTYPE* out, long long outer, long long K, long long inner,
     long long groups) {
     const long long count = outer * groups * inner, stride = (long long)gridDim.x * blockDim.x;
     const bool aligned = ((reinterpret_cast<uint64_t>(gradient) | reinterpret_cast<uint64_t>(out)) & 15) == 0;
     const bool vectors = inner == 1 && K % 16 == 0 && aligned;
     for (long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x; at < count; at += stride) {
         if (vectors) {
-            const uint32_t bits = inside[at];
+            const uint32_t bits = in_range[at];
             uint4 raw[sizeof(DTYPE)];
 #pragma unroll
             for (int i = 0; i < (int)sizeof(DTYPE); ++i)
@@ -392,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(256) mask_gradient(
                 reinterpret_cast<uint4*>(out)[at * (int)sizeof(DTYPE) + i] = raw[i];
             continue;
         }
-        long long row, in;  // row: of groups; a 64-bit division costs as much as the rest
+        long long row, in;  // row: of groups; 32-bit divisions where they suffice, because a 64-bit one costs as much as the rest
         if (count <= 0xFFFFFFFFLL) {
             row = (uint32_t)at / (uint32_t)inner, in = (uint32_t)at % (uint32_t)inner;
         } else {
@@ -400,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(256) mask_gradient(
         }
         const long long o = count <= 0xFFFFFFFFLL ? (uint32_t)row / (uint32_t)groups : row / groups;
         const long long k = (row - o * groups) * 16, first = (o * K + k) * inner + in;
-        const uint32_t bits = inside[at];
+        const uint32_t bits = in_range[at];
 #pragma unroll
         for (int i = 0; i < 16; ++i)
             if (k + i < K)

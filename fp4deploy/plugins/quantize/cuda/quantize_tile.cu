@@ -1,11 +1,11 @@
-// NVFP4 in 16 x 16 blocks over two axes of a tensor, so that a matrix and its transpose quantise alike.
+// NVFP4 in 16 x 16 blocks over two axes of a tensor, so that a matrix and its transpose are quantised to the same values.
 //
 // The tensor is (A, B, R, K) by sizes and strides, K the contraction axis, R the other axis of the tiles. Sixteen lanes hold
-// a tile, one row each, its sixteen elements along K in order; the sums of 4/6 are added as a tree over the rows.
+// a tile, one row each, with its sixteen elements along K in order. The errors of 4/6 are added over the rows as a tree.
 //
-// Macros: DTYPE; FORMAT 0 NVFP4, 1 with 4/6; E; SQUARED, FAST; STOCHASTIC; PACKED 0 or 1; INSIDE as in quantize.cu, except
-//   inside: bool with the strides of x. Arguments: x; amax float32 [1]; random uint64 {seed, offset}; out DTYPE with the
-//   strides of x, or codes uint8 [A, B, R, 8 G]; scales uint8 [A, B, R, G], G = ceil(K / 16); inside; sizes and strides.
+// Macros: DTYPE; FORMAT 0 NVFP4, 1 with 4/6; E; SQUARED, FAST; STOCHASTIC; PACKED 0 or 1; IN_RANGE as in quantize.cu, except
+//   in_range: bool with the strides of x. Arguments: x; amax float32 [1]; random uint64 {seed, offset}; out DTYPE with the
+//   strides of x, or codes uint8 [A, B, R, 8 G]; scales uint8 [A, B, R, G], G = ceil(K / 16); in_range; sizes and strides.
 // Launch: block 256, grid ceil(tiles * 16 / 256).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,13 +29,13 @@ __device__ __forceinline__ float tree(float value) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
-    const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, bool* inside, long long A,
+    const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, bool* in_range, long long A,
     long long B, long long R, long long K, long long stride_a, long long stride_b, long long stride_r,
     long long stride_k) {
     long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, tile = thread / 16;
-    long long groups = (K + 15) / 16, bands = (R + 15) / 16;
-    bool has = tile < A * B * bands * groups;
-    long long g = tile % groups, rest = tile / groups, r = rest % bands * 16 + thread % 16, plane = rest / bands;
+    long long groups = (K + 15) / 16, tile_rows = (R + 15) / 16;
+    bool has = tile < A * B * tile_rows * groups;
+    long long g = tile % groups, rest = tile / groups, r = rest % tile_rows * 16 + thread % 16, plane = rest / tile_rows;
     has = has && r < R;
     long long base = plane / B * stride_a + plane % B * stride_b + r * stride_r + g * 16 * stride_k;
     float v[16], largest = 0.f;
@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
 #if !PACKED
         if (g * 16 + i < K) static_cast<DTYPE*>(out)[base + i * stride_k] = DTYPE(block.step * q);
 #endif
-#if INSIDE
-        if (g * 16 + i < K) inside[base + i * stride_k] = fabsf(u) <= 6.f;
+#if IN_RANGE
+        if (g * 16 + i < K) in_range[base + i * stride_k] = fabsf(u) <= 6.f;
 #endif
     }
 #if PACKED

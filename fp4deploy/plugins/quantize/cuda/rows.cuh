@@ -1,10 +1,10 @@
-// What the kernels that pack rows share: groups of 16 neighbours in memory order, one a thread.
+// Shared by the kernels that pack rows: a thread has a group of 16 consecutive elements.
 //
-// Arithmetic is what limits them (half the bytes of fake quantisation, the same work), so each has a path without clamps,
-// divisions and special cases for ordinary blocks, and `with_care` for the rest (a block that saturates or is broken, a
-// product that underflows), element by element as in quantize.cu. The bytes are the same.
+// They are bound by arithmetic (half the bytes of fake quantisation, the same work). So there is a fast path for ordinary
+// groups without clamps, divisions and special cases, and `with_care` for all others (the scale saturates, NaN or Inf, a
+// product underflows), element by element as in quantize.cu. Both give the bytes of the reference.
 //
-// Blocks are persistent and load a group ahead, so that memory works while they compute.
+// Thread blocks are persistent and prefetch the next group, so that loads overlap with arithmetic.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,7 +32,7 @@ __device__ __forceinline__ void widen(uint32_t word, float& low, float& high, __
     low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xFFFF0000u);
 }
 
-// The larger magnitude of each half, NaN if either is, with a sign that means nothing.
+// The larger magnitude of each half, NaN if either is NaN. The sign of the result has no meaning (xorsign).
 __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b, __half*) {
 #if __CUDA_ARCH__ >= 860
     asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
@@ -63,15 +63,15 @@ __device__ __forceinline__ float largest_of(const uint32_t (&w)[8]) {
     return fp4::nan_max(fabsf(low), fabsf(high));
 }
 
-// The hardware's reciprocal, within one unit of the last place; one Newton step rounds it like the division, whatever the
-// guess, but for a mantissa of all ones (every mantissa checked on sm_90).
+// The hardware's approximate reciprocal, within one unit in the last place. One Newton step then rounds it like the
+// division, except for a mantissa of all ones (every mantissa checked on sm_90).
 __device__ __forceinline__ float approximate_reciprocal(float x) {
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
 
-// Scale of an ordinary block: no clamp but E4M3's, one division; anything else fails `is_ordinary` and is done with care.
+// The scale of an ordinary block: no clamp but that of E4M3, and no division. Any other block fails `is_ordinary`.
 __device__ __forceinline__ BlockScale light_scale(float d, const GlobalScale& global) {
     const float d8 = fp4::round_e4m3(fminf(d, 448.f));
     const float x = d8 * global.decode, guess = approximate_reciprocal(x);
@@ -79,13 +79,13 @@ __device__ __forceinline__ BlockScale light_scale(float d, const GlobalScale& gl
     return {fmaf(guess, fmaf(-x, guess, 1.f), guess), 0.f, d8};
 }
 
-// Nothing overflows or underflows on the way to the codes of a block.
+// No overflow or underflow on the way to the codes.
 __device__ __forceinline__ bool is_ordinary(const GlobalScale& global) { return global.amax > 1e-20f && global.amax < 1e20f; }
 __device__ __forceinline__ bool is_ordinary(const BlockScale& block, float largest) {
     return block.encode >= SMALLEST_ENCODE && largest * block.encode < 7.f;
 }
 
-// The sixteen values of a group in two 16-byte words.
+// The sixteen values of a group, two 16-byte loads.
 struct Group {
     uint4 first, second;
 };
@@ -117,9 +117,9 @@ __device__ __forceinline__ uint32_t signs_of(const uint32_t* w) {
     return (odd & 0x80808080u) | ((even & 0x80808080u) >> 4);
 }
 
-// The magnitudes of eight codes added to `sum`, the first in the lowest nibble, for 0 <= u < 7. A code is piecewise linear in
-// u: 4 steps up to 2, 2 more up to 4, 1 more up to 6. Saturation to [0, 1], which costs nothing, cuts u into these pieces,
-// and adding each to 1.5 * 2^23 rounds it to whole steps, ties to even; all of it on the pipe of multiply-adds, which the
+// The magnitudes of eight codes added to `sum`, the first in the lowest nibble, for 0 <= u < 7. The code is piecewise linear
+// in u: 4 steps up to 2, 2 more up to 4, 1 more up to 6. Saturation to [0, 1], a free instruction modifier, cuts u into
+// these pieces. Adding each to 1.5 * 2^23 rounds to whole steps, ties to even. All of it runs on the FMA pipe, which the
 // rest of the kernel leaves free.
 __device__ __forceinline__ uint32_t codes_of(const float* x, float half_encode, uint32_t sum) {
     constexpr float magic = 12582912.f;  // 0x4B400000
@@ -134,7 +134,7 @@ __device__ __forceinline__ uint32_t codes_of(const float* x, float half_encode, 
     return sum - 0x4B400000u * 0x11111111u;
 }
 
-// All of an ordinary group: eight codes a word.
+// The codes of an ordinary group, eight a word.
 __device__ __forceinline__ uint2 encode(const uint32_t (&w)[8], const float (&v)[16], float encode) {
     constexpr DTYPE* tag = nullptr;
     uint32_t signs[8];
@@ -143,7 +143,7 @@ __device__ __forceinline__ uint2 encode(const uint32_t (&w)[8], const float (&v)
     return make_uint2(codes_of(v, 0.5f * encode, signs_of(signs)), codes_of(v + 8, 0.5f * encode, signs_of(signs + 4)));
 }
 
-// A group element by element, whatever is in it; read again, so that the caller need not keep it.
+// Any group, element by element. Read again and not inlined, so that the fast path does not keep registers for it.
 template <bool FourOverSix, bool Squared, bool Fast>
 __device__ __noinline__ Packed with_care(const uint4* first, const uint4* second, const GlobalScale* shared) {
     const Group group = {*first, *second};

@@ -1,7 +1,7 @@
-// All weights of a model, fake-quantised in two launches: their amax values, then the values.
+// Fake quantisation of all weights of a model in two launches: the amax values, then the quantised values.
 //
-// Weights are small and many, and a launch for each would cost more than the work. A table has one row for each tensor; a
-// block finds its tensor by its number. float32 in, DTYPE out, in one flat buffer, memory order kept.
+// Weights are many and small, and a launch each would cost more than the work. A table has one row a tensor; a thread block
+// finds its tensor by binary search with its block index. float32 in, DTYPE out, in one flat buffer, memory order kept.
 //
 // table: int64 [tensors, 6]: address of the source, first element in `out`, elements, contraction size K, elements between
 // neighbours along it, first block. inner = 1: K is last in memory. Otherwise memory is (outer, K, inner).
