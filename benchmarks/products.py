@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from kernels import copy_ms, median_ms
 
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.models import digits
+from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.models.unet import channel_widths
 from fp4deploy.plugins.gemm import arguments as launching
 from fp4deploy.plugins.gemm import dispatch
@@ -85,7 +85,7 @@ def few_channels() -> list[Shape]:
     """What is quantised where every layer is, and the outer levels of scale 0.25: 16 and 32 channels."""
     half = (HEIGHT // 2, WIDTH // 2)
     return [
-        ("first layer, digits", (digits.CHANNELS,), 64, HEIGHT, WIDTH, 3),
+        ("first layer, digits", (ENCODED_CHANNELS,), 64, HEIGHT, WIDTH, 3),
         ("output layer", (64,), 12, HEIGHT, WIDTH, 1),
         ("encoder.0.conv2, 0.25", (16,), 16, HEIGHT, WIDTH, 3),
         ("encoder.1.conv1, 0.25", (16,), 32, *half, 3),

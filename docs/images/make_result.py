@@ -39,15 +39,21 @@ def main() -> None:
     titles = {"image": "image", "truth": "annotation", "difference": "difference in red"}
     for label, size, score in zip(("FP16", "NVFP4"), sizes, scores, strict=True):
         titles[label] = f"{label}: {size:.1f} MB, {METRICS[metric]} {100 * score:.1f}"
-    figure, axes = plt.subplots(len(overlays), 5, figsize=(13, 2.75 * len(overlays)), squeeze=False)
-    for row, overlay in zip(axes, overlays, strict=True):
-        for place, (name, uri) in zip(row, overlay.pictures.items(), strict=True):
-            place.imshow(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
+    figure, axes = plt.subplots(len(overlays), 5, figsize=(13, 2.1 * len(overlays)), squeeze=False)
+    for number, overlay in enumerate(overlays):
+        for place, (name, uri) in zip(axes[number], overlay.pictures.items(), strict=True):
+            place.imshow(landscape(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))))
             place.axis("off")
-            if row is axes[0]:
+            if number == 0:
                 place.set_title(titles[name], fontsize=10)
     figure.tight_layout(pad=0.4)
     figure.savefig(arguments.out, dpi=90, metadata={"Software": None})
+
+
+def landscape(image: Image.Image) -> Image.Image:
+    """The upper part of an image, 4:3, so that all rows have one shape."""
+    width = min(image.width, round(image.height * 4 / 3))
+    return image.crop((0, 0, width, round(width * 3 / 4)))
 
 
 def best(run: Path) -> tuple[str, list[float]]:

@@ -91,7 +91,7 @@ def _convolution(name: str, sources: int, packed: bool, up: bool = False) -> Plu
     maps = ("x", "x_scales", "x_scale", "x2", "x2_scales", "x2_scale")[: 3 * sources]
     inputs = (*maps, "w", "w_scales", "w_scale", "bias", *(("out_amax",) if packed else ()))
     outputs = ("out", "out_scales") if packed else ("out",)
-    entry = f"{'packed_' if packed else ''}{'two_' if sources == 2 else ''}gemm_entry"
+    entry = f"{'packed_' if packed else ''}{'two_source_' if sources == 2 else ''}gemm_entry"
     return Plugin(name, entry, inputs, outputs, GEOMETRY, sources, packed, up)
 
 

@@ -6,7 +6,9 @@ FP4DEPLOY_TENSORRT_PLUGIN names the folder of the latter (`plugin` in the wheel 
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.plugins import tensorrt
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.gemm.arguments import SIZES, gemm_call
 from fp4deploy.plugins.tensorrt import PLUGINS, QUANTIZE, Plugin, convolution_plugin, register_plugins
@@ -220,3 +223,11 @@ def test_shapes_cannot_be_looked_at_while_the_engine_is_built() -> None:
         _ = size == 1
     with pytest.raises(ValueError, match="symbolic"):
         tensorrt_plugin.cdiv(5, 2)
+
+
+def test_every_plugin_has_its_kernel() -> None:
+    """Entry points are looked up by name when an engine is built; read here as text, since Triton may be missing."""
+    source = Path(inspect.getfile(tensorrt)).parents[1] / "gemm" / "triton" / "plugin_entries.py"
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {plugin.entry for plugin in PLUGINS.values()} == defined
