@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fp4deploy import __version__
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.models.card import CARD_KEY, ModelCard
@@ -43,6 +46,48 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
             temporary.chmod(mode)  # safetensors makes its files private, whatever the umask
         except SafetensorError as error:
             raise OSError(str(error)) from error
+
+
+def read_tensors(
+    path: Path, key: str, what: str, formats: Sequence[str], required: Sequence[str], advice: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The JSON object in the metadata entry `key` of a safetensors file, and all tensors, on the CPU.
+
+    Args:
+        what: the kind of file in messages, such as "packed weight".
+        formats: accepted values of the object's "format".
+        required: keys that the object must have.
+        advice: ends each message.
+
+    Raises:
+        InputError: the file is missing, truncated or of another kind or format.
+    """
+    if not path.is_file():
+        raise InputError(f"There is no {what} at {path}. {advice}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(key)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+    except (SafetensorError, OSError, KeyError) as error:
+        raise InputError(f"{path} is not a {what}, or not a whole one ({error}). {advice}") from error
+    if text is None:
+        raise InputError(f"{path} is safetensors, but not a {what}: it lacks the metadata '{key}'. {advice}")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: its metadata '{key}' cannot be read. {advice}")
+    if found.get("format") not in formats:
+        raise InputError(
+            f"{path} has the format '{str(found.get('format', ''))[:40]}', written by fp4deploy "
+            f"{str(found.get('version', 'unknown'))[:40]}; this version ({__version__}) reads {' and '.join(formats)}. "
+            f"{advice}"
+        )
+    missing = [name for name in required if name not in found]
+    if missing:
+        raise InputError(f"{path} lacks {', '.join(missing)} in its metadata '{key}'. {advice}")
+    return found, tensors
 
 
 def read_card(path: Path) -> ModelCard:

@@ -30,14 +30,13 @@ from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
 from fp4deploy.files import digest_of
 from fp4deploy.formats import global_amax
 from fp4deploy.models.card import ModelCard
-from fp4deploy.models.checkpoint import write_tensors
+from fp4deploy.models.checkpoint import read_tensors, write_tensors
 from fp4deploy.packed.check import check_graph
 from fp4deploy.packed.graph import Activation, Convolution, Graph, Node, TensorInfo
 
@@ -117,14 +116,10 @@ def read_packed(path: Path) -> PackedFile:
         InputError: the file is missing, truncated, damaged, of another kind or version, or does not fit together.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"There is no packed network at {path}. {AGAIN}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = _metadata(path, (file.metadata() or {}).get(KEY))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-    except (SafetensorError, OSError, KeyError) as error:
-        raise InputError(f"{path} is not a packed network, or not a whole one ({error}). {AGAIN}") from error
+    required = (*SIGNED, "sha256")
+    metadata, tensors = read_tensors(path, KEY, "packed network", (FORMAT, FORMER), required, AGAIN)
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise InputError(f"{path}: its metadata '{KEY}' cannot be read. {AGAIN}")
     if metadata["sha256"] != _digest_of(metadata):
         raise InputError(f"{path}: its graph or model card was changed after it was written. {AGAIN}")
     try:
@@ -152,27 +147,6 @@ def digest(tensor: torch.Tensor) -> str:
 
 def _digest_of(metadata: Mapping[str, str]) -> str:
     return digest_of(metadata[key].encode() for key in SIGNED)
-
-
-def _metadata(path: Path, text: str | None) -> dict[str, str]:
-    """The strings of the metadata, complete and of a format that this version reads."""
-    if text is None:
-        raise InputError(f"{path} is safetensors, but not a packed network. {AGAIN}")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise InputError(f"{path}: its metadata cannot be read. {AGAIN}")
-    if found.get("format") not in (FORMAT, FORMER):
-        raise InputError(
-            f"{path} has the format '{found.get('format', '')[:40]}', written by fp4deploy "
-            f"{found.get('version', 'unknown')[:40]}; this version ({__version__}) reads {FORMAT} and {FORMER}. {AGAIN}"
-        )
-    missing = [key for key in (*SIGNED, "sha256") if key not in found]
-    if missing:
-        raise InputError(f"{path} lacks {', '.join(missing)} in its metadata. {AGAIN}")
-    return found
 
 
 def _with_amaxes(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Graph, dict[str, torch.Tensor]]:

@@ -68,7 +68,7 @@ def matmul(
         raise InputError(f"a has rows of {tuple(a.shape[-1:])} and b of {k} elements: they must have the same length.")
     if isinstance(a, torch.Tensor):
         return _weight_only(a, b, bias, relu, out_amax)
-    _check_packed(a, "a")
+    check_packed(a, "a")
     _check_devices(b, a, bias, out_amax)
     if not runs_kernels(a.codes) or 0 in (a.codes.numel(), n):
         return matmul_reference(a, b, bias, relu, dtype, out_amax)
@@ -178,10 +178,15 @@ def _check_weight(weight: Any, axes: int, name: str) -> None:
         shape = tuple(weight.shape) if hasattr(weight, "shape") else type(weight).__name__
         layout = "[N, K]" if axes == 2 else "[O, KH, KW, C]"
         raise InputError(f"{name} must be packed (formats.quantize_nvfp4) of shape {layout}; this is {shape}.")
-    _check_packed(weight, name)
+    check_packed(weight, name)
 
 
-def _check_packed(x: Nvfp4Tensor, name: str) -> None:
+def check_packed(x: Nvfp4Tensor, name: str) -> None:
+    """Refuse a packed tensor whose parts do not fit each other.
+
+    Raises:
+        InputError: row-scaled; dtypes or shapes of codes, scales or amax differ from the format's.
+    """
     if x.amax.numel() != 1:
         raise InputError(f"{name} is row-scaled; GEMMs take one global scale a tensor.")
     types = (x.codes.dtype, x.scales.dtype, x.amax.dtype)
@@ -199,7 +204,7 @@ def _check_sources(sources: tuple[Nvfp4Tensor, ...], weight: Nvfp4Tensor) -> Non
     if len(sources) not in (1, 2) or any(not isinstance(x, Nvfp4Tensor) or len(x.shape) != 4 for x in sources):
         raise InputError("A convolution takes one or two packed feature maps of shape [N, H, W, C].")
     for x in sources:
-        _check_packed(x, "a feature map")
+        check_packed(x, "a feature map")
     if len({tuple(x.shape[:3]) for x in sources}) != 1:
         raise InputError(f"The feature maps differ in size: {', '.join(str(tuple(x.shape)) for x in sources)}.")
     channels = sum(x.shape[3] for x in sources)

@@ -25,9 +25,9 @@ from types import TracebackType
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import NVFP4_BLOCK, FourOverSix, Nvfp4Tensor, swizzle_scales
+from fp4deploy.formats import FourOverSix, Nvfp4Tensor, swizzle_scales
 from fp4deploy.plugins.gemm import scaled_mm
-from fp4deploy.plugins.gemm.dispatch import PACKED, check_bias, matmul
+from fp4deploy.plugins.gemm.dispatch import check_bias, check_packed, matmul
 from fp4deploy.plugins.gemm.operands import InputAmax, output_dtype, pack, refuse_gradients, scalar
 from fp4deploy.plugins.gemm.reference import Output
 from fp4deploy.plugins.gemm.scaled_mm import packed_matmul
@@ -259,16 +259,7 @@ def fp4_quantize(
 def _check(weight: Nvfp4Tensor, bias: torch.Tensor | None) -> None:
     if not isinstance(weight, Nvfp4Tensor) or len(weight.shape) not in (2, 4) or weight.amax.numel() != 1:
         raise InputError("A cache holds a packed [N, K] or [O, KH, KW, I] with one amax: make it with fp4_quantize.")
-    types = (weight.codes.dtype, weight.scales.dtype, weight.amax.dtype)
-    if types != PACKED:
-        raise InputError(f"A weight has codes, scales and amax of {PACKED}, not {', '.join(map(str, types))}.")
-    blocks = -(-weight.shape[-1] // NVFP4_BLOCK)
-    sizes = (*weight.shape[:-1], 8 * blocks), (*weight.shape[:-1], blocks)
-    if (tuple(weight.codes.shape), tuple(weight.scales.shape)) != sizes:
-        raise InputError(
-            f"A weight {tuple(weight.shape)} has codes {sizes[0]} and scales {sizes[1]}, not "
-            f"{tuple(weight.codes.shape)} and {tuple(weight.scales.shape)}."
-        )
+    check_packed(weight, "A weight")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.codes.device):
         raise InputError(
             f"The bias is {tuple(bias.shape)} on {bias.device}; ({weight.shape[0]},) on {weight.codes.device} fits."

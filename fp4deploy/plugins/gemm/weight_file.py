@@ -20,20 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
 from fp4deploy.files import digest_of
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.models.checkpoint import write_tensors
+from fp4deploy.models.checkpoint import read_tensors, write_tensors
 
 KEY = "fp4deploy.weight"
 FORMAT = "weight/1"
 SIGNED = ("format", "version", "shape", "e4m3_max")
 TYPES = {"codes": torch.uint8, "scales": torch.float8_e4m3fn, "amax": torch.float32, "bias": torch.float32}
 E4M3_LARGEST = (256, 448)
-AGAIN = "Write it again with FP4WeightCache.save."
+AGAIN = "Write it with FP4WeightCache.save."
 
 
 def write_weight(path: Path, weight: Nvfp4Tensor, bias: torch.Tensor | None) -> None:
@@ -56,48 +55,24 @@ def read_weight(path: Path) -> tuple[Nvfp4Tensor, torch.Tensor | None]:
     Raises:
         InputError: the file is missing, truncated, damaged or of another kind.
     """
-    if not path.is_file():
-        raise InputError(f"There is no packed weight at {path}. Write one with FP4WeightCache.save.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(KEY)
-            names = list(file.keys())
-            tensors = {name: file.get_tensor(name) for name in names if name in TYPES}
-    except (SafetensorError, OSError, KeyError) as error:
-        raise InputError(f"{path} is not a packed weight, or not a whole one ({error}). {AGAIN}") from error
-    metadata = _metadata(path, text)
+    metadata, tensors = read_tensors(path, KEY, "packed weight", (FORMAT,), (*SIGNED, "sha256"), AGAIN)
+    shape = metadata["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise InputError(f"{path} is damaged: its shape is {str(shape)[:40]}. {AGAIN}")
+    if metadata["e4m3_max"] not in E4M3_LARGEST:
+        raise InputError(f"{path} is damaged: its e4m3_max is {str(metadata['e4m3_max'])[:40]}. {AGAIN}")
     problems = [f"lacks {name}" for name in ("codes", "scales", "amax") if name not in tensors]
-    problems += [f"has {value.dtype} {name}" for name, value in tensors.items() if value.dtype != TYPES[name]]
-    problems += [f"has {name[:40]!r}, which no weight has" for name in names if name not in TYPES]
+    problems += [f"has {name[:40]!r}, which no weight has" for name in tensors if name not in TYPES]
+    for name, value in tensors.items():
+        if value.dtype != TYPES.get(name, value.dtype):
+            problems.append(f"has {value.dtype} {name}")
     if not problems and metadata["sha256"] != _digest(metadata, tensors):
         problems = ["is not what was written (SHA-256)"]
     if problems:
         raise InputError(f"{path} is damaged: it {', '.join(problems)}. {AGAIN}")
-    shape = torch.Size(metadata["shape"])
-    weight = Nvfp4Tensor(tensors["codes"], tensors["scales"], tensors["amax"], shape, metadata["e4m3_max"])
+    parts = tensors["codes"], tensors["scales"], tensors["amax"]
+    weight = Nvfp4Tensor(*parts, torch.Size(shape), metadata["e4m3_max"])
     return weight, tensors.get("bias")
-
-
-def _metadata(path: Path, text: str | None) -> dict[str, Any]:
-    if text is None:
-        raise InputError(f"{path} is safetensors, but not a packed weight: it lacks the metadata '{KEY}'. {AGAIN}")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(key in found for key in (*SIGNED, "sha256")):
-        raise InputError(f"{path}: its metadata '{KEY}' cannot be read. {AGAIN}")
-    if found["format"] != FORMAT:
-        raise InputError(
-            f"{path} has the format '{str(found['format'])[:40]}', written by fp4deploy {str(found['version'])[:40]}; "
-            f"this version ({__version__}) reads {FORMAT}. {AGAIN}"
-        )
-    shape = found["shape"]
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise InputError(f"{path} is damaged: its shape is {str(shape)[:40]}. {AGAIN}")
-    if found["e4m3_max"] not in E4M3_LARGEST:
-        raise InputError(f"{path} is damaged: its e4m3_max is {str(found['e4m3_max'])[:40]}. {AGAIN}")
-    return found
 
 
 def _digest(metadata: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
