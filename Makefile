@@ -1,5 +1,6 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
-# make test   formatting, lint, types and tests
+# make test   formatting, lint, types, layers and tests
+# make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test install install-dev clean
+.PHONY: demo test docs install install-dev install-docs clean
 
 demo: install
 	$(BIN)/fp4deploy run --demo
@@ -16,11 +17,17 @@ test: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+docs: install-docs
+	$(BIN)/mkdocs build --strict
 
 install: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev
+
+install-docs: $(VENV)/.installed-docs
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,5 +39,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(INSTALL) --editable '.[rtx,dev,examples]'
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(INSTALL) --editable '.[rtx,docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -160,3 +160,11 @@ def test_supported_pythons_are_said_once() -> None:
     assert PYTHONS[0] == "3.10"
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     assert len(PYTHONS) >= 4
+
+
+def test_pre_commit_runs_the_ruff_that_is_pinned() -> None:
+    """Two versions of a formatter undo each other's work."""
+    text = (ROOT / ".pre-commit-config.yaml").read_text()
+    found = re.search(r"ruff-pre-commit\n\s+rev: v([\d.]+)\n", text)
+    assert found is not None
+    assert found[1] == pins(PYTHONS[-1])["ruff"]
