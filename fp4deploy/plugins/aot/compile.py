@@ -40,6 +40,8 @@ ALTERING = (
     "TRITON_KERNEL_OVERRIDE",
     "TRITON_ENABLE_ASAN",
 )
+# The first Triton that compiles an FP4 GEMM for an architecture; the others compile one with every supported Triton.
+FP4_SINCE = {"sm_121": (3, 8)}
 
 _compiling = threading.Lock()  # Triton's settings and stdout are global to the process
 
@@ -84,6 +86,19 @@ def triton_version() -> str | None:
     return str(triton.__version__)
 
 
+def no_fp4_gemm(arch: str) -> str:
+    """Why the Triton that imports here compiles no FP4 GEMM for an architecture; empty where it compiles one."""
+    since, version = FP4_SINCE.get(arch), triton_version()
+    if since is None or version is None or tuple(map(int, version.split(".")[:2])) >= since:
+        return ""
+    first = ".".join(map(str, since))
+    return (
+        f"Triton {version} has no FP4 GEMM for it, {first} and later have. Install a torch that requires one (2.14 or "
+        "later), or compile with Triton in a folder of its own: pip install --no-deps --target triton39 triton==3.9.0, "
+        f"then PYTHONPATH=triton39 {command(arch)}, then set FP4DEPLOY_KERNEL_PATH=DIR."
+    )
+
+
 def command(arch: str) -> str:
     """The command that compiles every kernel for an architecture."""
     return f"fp4deploy kernels --arch {Architecture.parse(arch)} --out DIR"
@@ -112,6 +127,8 @@ def _compile(launch: Launch, arch: str) -> Compiled:
     runtime = [name for name in names if name not in constants]
     if runtime != [name for name, _ in launch.arguments] or not set(launch.divisible) <= set(runtime):
         raise InputError(f"{launch.kernel} takes {', '.join(names)}, and the launch describes it as {launch}.")
+    if dict(launch.constants).get("NATIVE") and (why := no_fp4_gemm(arch)):
+        raise KernelError(f"{launch.kernel} does not compile for {arch}: {why}")
     attributes = {(names[name],): [["tt.divisibility", 16]] for name in launch.divisible}
     values = {(names[name],): value for name, value in launch.constants}
     source = ASTSource(kernel, launch.signature(), values, attributes)
