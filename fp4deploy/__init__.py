@@ -15,6 +15,6 @@ their modules, are listed in `__init__.pyi`, which type checkers read.
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
