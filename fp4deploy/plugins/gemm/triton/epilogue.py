@@ -61,5 +61,5 @@ def quantize(y, amax, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RN_DIVIDE: tl.c
 def _divide(a, b, RN: tl.constexpr):
     if RN:
         return tl.math.div_rn(a + b * 0, b)
-    # The interpreter divides like IEEE; Triton 3.7's makes a constexpr of constexpr / tensor, hence the tensor of zeros.
+    # The interpreter divides like IEEE. Triton 3.7 makes a constexpr of constexpr / tensor, hence the zeros.
     return (tl.zeros_like(b) + a) / b
