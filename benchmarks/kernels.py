@@ -1,12 +1,12 @@
-"""How close the quantising kernels come to the speed of memory.
+"""How close the quantising kernels come to memory bandwidth.
 
     python benchmarks/kernels.py --json benchmarks/results/kernels_h200.json
 
 For each kernel: the median time, the bytes it has to move (input once, outputs once), and the time that a
 device-to-device copy of as many bytes takes in the same run; their quotient is the share of copy bandwidth. Buffers
-rotate, so that no run reads what the last one left in the cache, and the GPU is kept busy while launches queue up, so
-that the host's time is not in the numbers. The given amax is a float32 number such as tracking, learning or a
-calibration gives (`AMAX`). 4/6 is also timed with three amaxes of which some scales put bfloat16 elements on the middle
+rotate, so that no run finds its data in the L2 cache, and the GPU is kept busy while launches queue up, so that the
+host's time is not in the numbers. The given amax is a float32 number such as tracking, learning or a calibration gives
+(`AMAX`). 4/6 is also timed with three amaxes of which some scales put bfloat16 elements on the midpoint
 of two values (`TIES`), because rounding those to even takes longer; an amax that is a bfloat16 itself often does.
 `--peers` adds torch.compile of the reference and ModelOpt's kernel.
 """

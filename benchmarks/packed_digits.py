@@ -1,10 +1,11 @@
-"""What it costs to run the first and last layer of a packed UNet in FP4, without digits and with them.
+"""The cost of a packed UNet with FP4 first and last layers, without and with the multi-term FP4 input encoding.
 
     python benchmarks/packed_digits.py --json benchmarks/results/packed_digits_h200.json
 
 UNets of random weights, calibrated on random images: latency and memory do not depend on the values. One network after
 the other in one process, each as a CUDA graph; medians of CUDA events over random images that stay on the GPU. Memory
-is the peak of one forward pass above the weights, not captured. Digits count: they are made of the image in every pass.
+is the peak of one forward pass above the weights, not captured. The encoding counts: every pass computes it from
+the image.
 """
 
 from __future__ import annotations

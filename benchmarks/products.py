@@ -1,9 +1,9 @@
-"""How fast products of packed operands are, next to the FP16 product of the same shape.
+"""Speed of GEMM and convolution with packed operands, compared with FP16 of the same shape.
 
     python benchmarks/products.py --json benchmarks/results/products_h200.json
 
 Convolutions are those of the UNet of scale 1.0 at 352 x 480, batch 16, against cuDNN (channels_last, benchmark mode);
-matmul and weight-only linear layers against cuBLAS. FP16 and packed run in turn in one process, and the GPU is kept
+matmul and weight-only linear layers against cuBLAS. FP16 and packed alternate in one process, and the GPU is kept
 busy while launches queue up. Every result is compared with the reference before it is timed. On GPUs
 before Blackwell the kernels decode in registers: the ratio says what that costs, not what FP4 gains.
 
@@ -112,8 +112,8 @@ class Layer:
     weight: Nvfp4Tensor
 
     def __post_init__(self) -> None:
-        images = [source.dequantize(torch.float16) for source in self.sources]
-        self.images = torch.cat(images, -1).permute(0, 3, 1, 2)
+        maps = [source.dequantize(torch.float16) for source in self.sources]
+        self.maps = torch.cat(maps, -1).permute(0, 3, 1, 2)
         axes = (3, 0, 1, 2) if self.up else (0, 3, 1, 2)
         filters = self.weight.dequantize(torch.float16).permute(axes)
         self.filters = filters.contiguous(memory_format=torch.channels_last)
@@ -128,8 +128,8 @@ class Layer:
 
     def fp16(self) -> torch.Tensor:
         if self.up:
-            return F.conv_transpose2d(self.images, self.filters, None, 2)
-        return F.conv2d(self.images, self.filters, None, padding=self.size // 2)
+            return F.conv_transpose2d(self.maps, self.filters, None, 2)
+        return F.conv2d(self.maps, self.filters, None, padding=self.size // 2)
 
     def packed(self, tile: Tile | None = None) -> torch.Tensor:
         if tile is not None:
@@ -196,7 +196,7 @@ def ordered_ms(run: Callable[[int], object]) -> float:
 
 
 def matrices(sweep: bool) -> list[dict[str, Any]]:
-    """Square W4A4, and weight-only with few rows."""
+    """Square W4A4 GEMM, and weight-only GEMV."""
     rows = []
     a, b = packed(4096, 4096), packed(4096, 4096)
     x, y = a.dequantize(torch.float16), b.dequantize(torch.float16)
@@ -206,9 +206,9 @@ def matrices(sweep: bool) -> list[dict[str, Any]]:
     rows.append(row)
     print(f"W4A4 4096^3          FP16 {fp16 * 1e3:6.1f} us  packed {ours * 1e3:6.1f} us  ratio {fp16 / ours:.2f}")
     if sweep:
-        image, out = (1, 1, 4096), torch.empty(4096, 4096, dtype=torch.float16, device="cuda")
+        extent, out = (1, 1, 4096), torch.empty(4096, 4096, dtype=torch.float16, device="cuda")
         for tile in SWEPT_SQUARE:
-            call = launching.gemm_call((a,), b, None, image, image, out, None, None, torch.float16, 90, tile=tile)
+            call = launching.gemm_call((a,), b, None, extent, extent, out, None, None, torch.float16, 90, tile=tile)
             ms = median_ms(lambda i, call=call: launching.run(call, a.codes.device), 9)
             print(f"      {tile}: {fp16 / ms:.2f}")
     size = 8192

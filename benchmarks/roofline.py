@@ -4,15 +4,15 @@
 
 **Nothing here was measured on a Blackwell GPU.** For each layer, time = max(operations / peak, bytes / bandwidth), the
 roofline: no kernel is faster, and every real one is slower. "Bound by" says which of the two is the larger. A GPU
-that was measured (`--measured`) gets its time beside the projection, which is how far kernels are from the roof.
+that was measured (`--measured`) gets its time next to the projection, which shows how far kernels are from the roof.
 
 Operations are 2 x multiply-accumulates of the convolution. Bytes count each tensor once, as if the cache held
 everything that is read again: the input, the weights, the output. FP4 has 4 bits an element and 8 a block of 16,
 together 4.5; all else FP16. Convolutions write FP16, because GroupNorm needs their sums; the transposed ones and the
-passes of GroupNorm write what the next product reads. GroupNorm + ReLU (+ pooling) reads its input twice, for the
+passes of GroupNorm write what the next GEMM reads. GroupNorm + ReLU (+ pooling) reads its input twice, for the
 statistics and for the result. Two sources of a concatenation are read where they are.
 
-| on | product of FP4 operands |
+| on | GEMM of FP4 operands |
 |---|---|
 | SM100, SM120 | on FP4 tensor cores |
 | SM90 | decoded in registers, multiplied at the FP16 peak: only bytes are saved |
@@ -80,7 +80,7 @@ class Work:
 
 
 def layers(scale: float, classes: int, batch: int, height: int, width: int) -> list[Work]:
-    """Every product and every GroupNorm of the UNet, in the order of the forward pass."""
+    """Every convolution and every GroupNorm of the UNet, in the order of the forward pass."""
     with torch.device("meta"):
         model = build_unet(classes, scale)
     quantised = {plan.name for plan in layer_plan(model) if plan.precision == "FP4"}
@@ -92,7 +92,7 @@ def layers(scale: float, classes: int, batch: int, height: int, width: int) -> l
         if isinstance(module, nn.GroupNorm):
             found.append(norm(name, output, quantised))
         elif isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
-            found.append(product(name, module, x, output, name in quantised))
+            found.append(convolution(name, module, x, output, name in quantised))
 
     hooks = [module.register_forward_hook(note) for module in names]
     model(torch.empty(batch, 3, height, width, device="meta"))
@@ -101,7 +101,7 @@ def layers(scale: float, classes: int, batch: int, height: int, width: int) -> l
     return found
 
 
-def product(
+def convolution(
     name: str, layer: nn.Conv2d | nn.ConvTranspose2d, x: torch.Tensor, y: torch.Tensor, quantised: bool
 ) -> Work:
     """A convolution: an output element sums over channels and taps; transposed, an input element goes to them."""
@@ -109,7 +109,7 @@ def product(
     taps = layer.kernel_size[0] * layer.kernel_size[1]
     macs = x.numel() * layer.out_channels * taps if transposed else y.numel() * layer.in_channels * taps
     operands = x.numel() + layer.weight.numel()
-    # Only a transposed convolution is followed by no GroupNorm, and what reads it is an FP4 product.
+    # Only a transposed convolution is followed by no GroupNorm, and what reads it is an FP4 convolution.
     written = FP4 if transposed and quantised else FP16
     packed = (FP4 if quantised else FP16) * operands + written * y.numel()
     kind = f"{'up ' if transposed else ''}{layer.kernel_size[0]}x{layer.kernel_size[1]}"
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=11)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, nargs=2, default=(352, 480), metavar=("HEIGHT", "WIDTH"))
-    parser.add_argument("--measured", type=Path, help="JSON of measured layers of one of the GPUs, to put beside it")
+    parser.add_argument("--measured", type=Path, help="JSON of measured layers of one of the GPUs, to compare with it")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     works = layers(arguments.scale, arguments.classes, arguments.batch, *arguments.size)

@@ -1,9 +1,9 @@
-"""What each tile of the product kernels becomes on each architecture: instruction, registers, spills, shared memory.
+"""What each tile of the GEMM kernels compiles to on each architecture: instruction, registers, spills, shared memory.
 
     python benchmarks/tiles.py --json benchmarks/results/tiles_compiled.json
 
-Compiles and inspects, runs nothing, and needs no GPU. One variant stands for a tile: float16, 3 x 3 taps (a matrix
-product: 1 x 1), bias, channels in whole steps of the tile. `fp4deploy kernels` does all variants.
+Compiles and inspects, runs nothing, and needs no GPU. One variant stands for a tile: float16, 3 x 3 taps (a GEMM:
+1 x 1), bias, channels in whole steps of the tile. `fp4deploy kernels` compiles all variants.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def representatives(arch: str) -> list[Launch]:
-    """One launch for each tile and kind of product."""
+    """One launch for each tile and kind of GEMM."""
     chosen: dict[tuple[Any, ...], Launch] = {}
     for launch in all_variants(arch):
         facts = dict(launch.constants)

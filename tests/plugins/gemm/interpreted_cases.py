@@ -1,6 +1,6 @@
-"""Product kernels run by Triton's interpreter, without a GPU: `python interpreted_cases.py` prints JSON.
+"""GEMM kernels run by Triton's interpreter, without a GPU: `python interpreted_cases.py` prints JSON.
 
-TRITON_INTERPRET has to be set before Triton is imported, so that this is a process of its own. `products` is led to its
+TRITON_INTERPRET has to be set before Triton is imported, so that this is a process of its own. `dispatch` is led to its
 kernels, compiled without inline PTX, for SM90; memory is filled with NaN (255) where nothing was written. A case is
 a list of facts with their verdicts: [what, value, limit].
 """
@@ -112,7 +112,7 @@ CASES: dict[str, Callable[[], Facts]] = {
     "conv 7x7": partial(convolution, (1, 7, 7, 16), 5, 7, {"padding": 3}),
     "conv without bias or ReLU": partial(convolution, (1, 4, 4, 16), 16, 3, {}, relu=False),
     "conv of one channel to one": partial(convolution, (1, 3, 3, 1), 1, 3, {"padding": 1}),
-    "conv with padding wider than the image": partial(convolution, (1, 2, 1, 16), 8, 3, {"padding": 3}),
+    "conv with padding wider than the feature map": partial(convolution, (1, 2, 1, 16), 8, 3, {"padding": 3}),
     "two sources, the second not whole blocks": partial(convolution, (2, 4, 4, 16), 40, 3, {"padding": 1}, 20),
     "two sources of whole steps": partial(convolution, (1, 4, 5, 64), 16, 1, {}, 128),
     "transposed": partial(transposed, (2, 3, 5, 40), 21),
@@ -130,7 +130,7 @@ CASES: dict[str, Callable[[], Facts]] = {
 
 
 def lead_to_interpreter() -> list[str]:
-    """Make `products` take its kernels on the CPU; returns what is launched, as it happens."""
+    """Make `dispatch` take its kernels on the CPU; returns what is launched, as it happens."""
     from fp4deploy.plugins.aot.spec import Call
     from fp4deploy.plugins.gemm import arguments, dispatch
 

@@ -1,9 +1,9 @@
-"""Runs the product kernels in Triton's interpreter and prints, as JSON, how each case compares with float64.
+"""Runs the GEMM kernels in Triton's interpreter and prints, as JSON, how each case compares with float64.
 
-    TRITON_INTERPRET=1 python tests/plugins/interpreted_products.py
+    TRITON_INTERPRET=1 python tests/plugins/gemm/interpreted_gemms.py
 
 Triton reads the variable when it is imported, so that this is a process of its own, which
-`test_interpreted_products.py` starts once. Every output lies between guards, and both are poisoned: an element that is
+`test_interpreted_gemms.py` starts once. Every output lies between guards, and both are poisoned: an element that is
 not written, or is written where it should not be, shows.
 
 The interpreter cannot multiply bfloat16 matrices and truncates what it converts to bfloat16; weight-only GEMMs of
@@ -36,7 +36,7 @@ MANY_AMAXES = (9.0, 0.3, 1e4, 0.0, 1e-38, 3e38, math.inf, math.nan)
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution of images of the given size, `channels` for each source."""
+    """A convolution of feature maps of the given size, `channels` for each source."""
 
     size: tuple[int, int, int]
     channels: tuple[int, ...]

@@ -52,7 +52,7 @@ def close(found: Any, expected: torch.Tensor, tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(3, 17, 5), (1, 16, 1), (20, 100, 33)])
-def test_the_matrix_reference_is_the_dense_product(m: int, k: int, n: int) -> None:
+def test_the_matrix_reference_is_the_dense_matmul(m: int, k: int, n: int) -> None:
     torch.manual_seed(0)
     a, b, bias = packed(m, k), packed(n, k, four_over_six=FourOverSix()), torch.randn(n)
     expected = dense(a) @ dense(b).T + bias
@@ -94,7 +94,7 @@ def test_a_packed_output_has_the_bytes_of_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_on_the_cpu_products_are_the_reference(dtype: torch.dtype) -> None:
+def test_on_the_cpu_the_reference_runs(dtype: torch.dtype) -> None:
     a, b, x = packed(2, 3, 40), packed(7, 40), torch.randn(5, 40)
     image, other, w, up = packed(2, 5, 6, 16), packed(2, 5, 6, 9), packed(8, 3, 3, 25), packed(8, 2, 2, 16)
     for found, expected in (
@@ -116,7 +116,7 @@ def test_on_the_cpu_products_are_the_reference(dtype: torch.dtype) -> None:
         assert torch.equal(weight_only, matmul_reference(x.to(half), b, dtype=half))  # type: ignore[arg-type]
 
 
-def test_where_kernels_run_each_product_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_kernels_run_each_operation_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(dispatch, "runs_kernels", lambda x: True)
     monkeypatch.setattr(

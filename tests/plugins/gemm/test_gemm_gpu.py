@@ -1,4 +1,4 @@
-"""The product kernels on a GPU against float64 of the decoded operands."""
+"""The Triton GEMM kernels on a GPU against float64 of the decoded operands."""
 
 from __future__ import annotations
 

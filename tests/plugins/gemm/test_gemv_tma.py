@@ -46,7 +46,7 @@ int main(int, char** words) {  // folder, m, n, k, range, relu, grid
     ring_end = BARRIERS_AT;
     static_assert(THREADS == ALL && 32 * CONSUMER_WARPS == CONSUMER_THREADS && BARRIERS_AT + 16 * STAGES == TAKEN);
     const int m = std::stoi(words[2]), n = std::stoi(words[3]), k = std::stoi(words[4]);
-    const TensorMap codes{{0, (uint64_t)k / 2, (uint64_t)n, CODES_BOX, OUTPUTS, BESIDE}};
+    const TensorMap codes{{0, (uint64_t)k / 2, (uint64_t)n, CODES_BOX, OUTPUTS, ADJACENT}};
     const TensorMap scales{{1, (uint64_t)k / 16, (uint64_t)n, SCALES_BOX, OUTPUTS, 1}};
     run_grid(std::stoi(words[7]), CLUSTER, [=] {
         gemv_tma(codes, scales, (const DTYPE*)read[0], (const float*)read[3], (const float*)read[4],
@@ -68,7 +68,7 @@ def built(folder: Path, chosen: Variant, dtype: torch.dtype) -> Gemv:
     (folder / "sm90.cuh").write_text(Path(__file__).with_name("host_sm90.hpp").read_text())
     (folder / "decode.cuh").write_text(source_path("decode.cuh").read_text())
     (folder / "main.cpp").write_text(MAIN)
-    boxes = {"CODES_BOX": BOX, "SCALES_BOX": SCALE_BOX, "BESIDE": WIDE // BOX}
+    boxes = {"CODES_BOX": BOX, "SCALES_BOX": SCALE_BOX, "ADJACENT": WIDE // BOX}
     macros = {"DTYPE": CUDA_TYPES[dtype], "TAKEN": chosen.shared, **boxes, **chosen.macros}
     command = [str(nvcc), "-std=c++20", "-O1", "--cudart", "none", "-Xcompiler", "-pthread,-w"]
     command += [*compiler._definitions(macros), "-o", str(folder / "kernel"), str(folder / "main.cpp")]

@@ -1,7 +1,7 @@
-"""The Triton kernels of packed products without a GPU, in Triton's interpreter, against float64.
+"""The Triton GEMM kernels without a GPU, in Triton's interpreter, against float64.
 
-`interpreted_products` runs the kernels themselves, tile by tile and between guards; `interpreted_cases` runs them from
-`products`, as a caller on a GPU does. Each is one process: TRITON_INTERPRET counts when Triton is imported.
+`interpreted_gemms` runs the kernels themselves, tile by tile and between guards; `interpreted_cases` runs them from
+`dispatch`, as a caller on a GPU does. Each is one process: TRITON_INTERPRET counts when Triton is imported.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_kernels(kernels: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", interpreted_cases.CASES)
-def test_products_lead_to_the_kernels(public: dict[str, Any], name: str) -> None:
+def test_dispatch_reaches_the_kernels(public: dict[str, Any], name: str) -> None:
     assert public[name]["launches"] >= 1
     for what, value, limit in public[name]["facts"]:
         assert value <= limit, f"{what}: {value} (NaN: shapes differ or a NaN was left)"

@@ -1,4 +1,4 @@
-"""NVFP4 linear layers by name: the weight cache, what its products are, who may share it, and every refusal."""
+"""NVFP4 linear layers: the weight cache, its results, sharing it between threads, and every refusal."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_packed_output_is_the_next_input() -> None:
     assert same_bytes(fp4_linear(x, randn(40, 32), randn(40), "dynamic", True, out_amax=3.0), hidden)  # type: ignore[arg-type]
 
 
-def test_memory_with_holes() -> None:
+def test_memory_that_is_not_dense() -> None:
     cache = fp4_quantize(randn(40, 64)[:, ::2], randn(40)[::1])
     wide = randn(3, 4, 64, dtype=torch.float16)
     for x in (wide[..., ::2], wide[..., :32].transpose(0, 1), wide[:1, :, 5:37].expand(7, 4, 32)):

@@ -1,4 +1,4 @@
-"""NVFP4 layers by name on a GPU: packed bytes of the reference, and products near float64."""
+"""NVFP4 layers on a GPU: packed bytes of the reference, and results near float64."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_long_rows_are_read_in_parts() -> None:
         assert torch.equal(cache.forward(x[:rows]), y)  # type: ignore[arg-type]
 
 
-def test_memory_with_holes() -> None:
+def test_memory_that_is_not_dense() -> None:
     wide, cache = randn(6, 50, 256), fp4_quantize(randn(96, 128), randn(96))
     for x in (
         wide[..., ::2],
@@ -93,13 +93,13 @@ def test_memory_with_holes() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 7])
-@pytest.mark.parametrize("layout", ["NCHW", "channels_last", "holes"])
+@pytest.mark.parametrize("layout", ["NCHW", "channels_last", "not dense"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_convolutions(layout: str, size: int, dtype: torch.dtype) -> None:
     for channels, outputs in ((20, 6), (64, 64)):
         x, filters, bias = randn(2, channels, 19, 22, dtype=dtype), randn(outputs, channels, size, size), randn(outputs)
         x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
-        x = x[:, :, ::2] if layout == "holes" else x
+        x = x[:, :, ::2] if layout == "not dense" else x
         cache, image = fp4_quantize(filters, bias), formats.quantize_nvfp4(x.permute(0, 2, 3, 1).cpu())
         image = Nvfp4Tensor(image.codes.to(DEVICE), image.scales.to(DEVICE), image.amax.to(DEVICE), image.shape)
         for stride, padding, dilation in ((1, size // 2, 1), (2, 3, 1), (1, 2 * (size - 1), 2)):

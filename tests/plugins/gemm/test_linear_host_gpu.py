@@ -1,4 +1,4 @@
-"""NVFP4 layers by name on a GPU, and what the host may notice of them.
+"""NVFP4 layers on a GPU, seen from the host: no synchronisation, no extra allocations.
 
 Warm calls synchronise nothing, allocate outputs and what they pack into, and run on whatever stream is current, in
 several threads and in CUDA graphs.
@@ -36,7 +36,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     image, filters = randn(2, 32, 12, 12).to(memory_format=torch.channels_last), fp4_quantize(randn(48, 32, 3, 3))
     found: dict[str, Callable[[], Any]] = {
         "weight-only": lambda: cache.forward(x),
-        "weight-only, few rows": lambda: cache.forward(few),
+        "GEMV": lambda: cache.forward(few),
         "dynamic": lambda: cache.forward(x, "dynamic", backend="kernels"),
         "a number": lambda: cache.forward(x, 2.5, backend="kernels"),
         "a tensor": lambda: cache.forward(x, amax, backend="kernels"),
@@ -54,7 +54,7 @@ def calls() -> dict[str, Callable[[], Any]]:
 
 
 NAMES = [
-    *("weight-only", "weight-only, few rows", "dynamic", "a number", "a tensor", "packed", "packed to packed"),
+    *("weight-only", "GEMV", "dynamic", "a number", "a tensor", "packed", "packed to packed"),
     *("fp4_linear", "fp4_matmul", "fp4_conv2d", "fp4_conv2d, packed"),
 ]
 
@@ -78,7 +78,7 @@ def test_the_host_does_not_wait(name: str) -> None:
     ("name", "count"),
     [
         ("weight-only", 1),
-        ("weight-only, few rows", 1),
+        ("GEMV", 1),
         ("a tensor", 3),  # codes and scales of the activation
         ("a number", 4),  # and the number
         ("dynamic", 4),  # and the amax

@@ -1,4 +1,4 @@
-"""torch's own FP4 product: where it is chosen, and that what it is given means the same product.
+"""torch's own FP4 `scaled_mm`: when it is chosen, and that its arguments mean the same GEMM.
 
 No machine of the tests has such a GPU. A stand-in takes the arguments of `torch.nn.functional.scaled_mm`, has torch
 check them by its own rules (its shape functions, on the meta device), decodes them and multiplies.
@@ -92,7 +92,7 @@ def packed(*shape: int, seed: int = 0) -> Nvfp4Tensor:
 @needs_torch
 @pytest.mark.parametrize("rows", [(1,), (130,), (2, 3), ()], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(16, 32), (144, 96), (32, 20)])
-def test_what_is_passed_is_the_product(stand_in: StandIn, rows: tuple[int, ...], n: int, k: int) -> None:
+def test_the_arguments_mean_the_gemm(stand_in: StandIn, rows: tuple[int, ...], n: int, k: int) -> None:
     a, b, bias = packed(*rows, k), packed(n, k, seed=1), randn(n, seed=2)
     exact = {"dtype": torch.float64, "accumulate": torch.float64}
     for relu in (False, True):

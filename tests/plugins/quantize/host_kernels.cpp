@@ -10,26 +10,26 @@ struct Outputs {
     uint8_t* codes;   // [tiles, rows, 8]
     uint8_t* scales;  // [tiles]
     float* values;    // [tiles, rows, 16]
-    uint16_t* inside; // [tiles, rows], bit i: element i does not saturate
+    uint16_t* in_range; // [tiles, rows], bit i: element i is in range
 };
 
 // One row of 16 with the scale of its block; `random` is null for rounding to nearest.
 void quantize_row(
     const float* x, const fp4::BlockScale& block, const fp4::Words* random, const Outputs& out, int64_t row) {
     uint32_t packed[2] = {0u, 0u};
-    uint16_t inside = 0u;
+    uint16_t in_range = 0u;
     float scaled[fp4::GROUP];
     for (int i = 0; i < fp4::GROUP; ++i) {
         float u = scaled[i] = x[i] * block.encode;
         float q = random ? fp4::round_e2m1(u, fp4::byte_of(*random, i)) : fp4::round_e2m1(u);
         if (random) packed[i / 8] += fp4::encode_e2m1(q, u) << (4 * (i % 8));
         out.values[row * fp4::GROUP + i] = block.step * q;
-        inside |= uint16_t((std::fabs(u) <= 6.f ? 1u : 0u) << i);
+        in_range |= uint16_t((std::fabs(u) <= 6.f ? 1u : 0u) << i);
     }
     if (!random) packed[0] = fp4::encode_eight(scaled), packed[1] = fp4::encode_eight(scaled + 8);
     if (block.encode != block.encode) packed[0] = packed[1] = 0u;
     for (int i = 0; i < 8; ++i) out.codes[row * 8 + i] = uint8_t(packed[i / 4] >> (8 * (i % 4)));
-    out.inside[row] = inside;
+    out.in_range[row] = in_range;
 }
 
 template <bool Squared, bool Fast>
@@ -188,8 +188,8 @@ void hadamard(float* x, int64_t groups) {
 // null or {seed, offset}, then numbers [tiles, rows]: the group that each row is for Philox.
 void nvfp4(
     const float* x, int64_t tiles, int rows, const float* amax, int largest, int four_over_six, const uint64_t* random,
-    const uint64_t* numbers, uint8_t* codes, uint8_t* scales, float* values, uint16_t* inside) {
-    const Outputs out{codes, scales, values, inside};
+    const uint64_t* numbers, uint8_t* codes, uint8_t* scales, float* values, uint16_t* in_range) {
+    const Outputs out{codes, scales, values, in_range};
     if (largest == 256) nvfp4_tiles<256>(x, tiles, rows, amax, four_over_six, random, numbers, out);
     else nvfp4_tiles<448>(x, tiles, rows, amax, four_over_six, random, numbers, out);
 }
@@ -209,8 +209,8 @@ void choose_rows(
 // x [blocks, 2, 16].
 void mxfp4(
     const float* x, int64_t blocks, int up, const uint64_t* random, const uint64_t* numbers, uint8_t* codes,
-    uint8_t* scales, float* values, uint16_t* inside) {
-    const Outputs out{codes, scales, values, inside};
+    uint8_t* scales, float* values, uint16_t* in_range) {
+    const Outputs out{codes, scales, values, in_range};
     for (int64_t at = 0; at < blocks; ++at) {
         float largest = 0.f;
         for (int i = 0; i < 2 * fp4::GROUP; ++i) largest = fp4::nan_max(largest, std::fabs(x[at * 2 * fp4::GROUP + i]));

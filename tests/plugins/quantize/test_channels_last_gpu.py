@@ -1,4 +1,4 @@
-"""The fused operations on channels_last images against torch in float64 and against the reference quantiser."""
+"""The fused operations on channels_last feature maps against torch in float64 and against the reference quantiser."""
 
 from __future__ import annotations
 
