@@ -119,13 +119,13 @@ def test_a_damaged_packed_file(at_home: Invoke, tmp_path: Path) -> None:
 
 
 def test_export_goes_on_after_a_refused_model(at_home: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4deploy.export import onnx_file
+    from fp4deploy.export import to_onnx
     from fp4deploy.export.verify.outputs import Agreement, require_agreement
 
     def refuse_fp16(agreement: Agreement, name: str) -> None:
         require_agreement(Agreement(1, 100, 50, 1.0) if "/fp16/" in name else agreement, name)
 
-    monkeypatch.setattr(onnx_file, "require_agreement", refuse_fp16)
+    monkeypatch.setattr(to_onnx, "require_agreement", refuse_fp16)
     result = at_home("export", next(Path("runs").iterdir()), "--out", tmp_path / "out", "--images", 1)
     assert result.exit_code == 1
     assert "fp16/best.safetensors: ONNX Runtime and torch disagree" in result.stderr
