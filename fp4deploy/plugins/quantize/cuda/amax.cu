@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(256) finite_amax(
     }
     constexpr int PER_LOAD = 16 / sizeof(DTYPE);
     long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, stride = (long long)gridDim.x * blockDim.x;
+    // Elements before the first 16-byte boundary, then 16-byte loads, then the rest.
     long long head = (16 - reinterpret_cast<uint64_t>(x) % 16) % 16 / sizeof(DTYPE);
     if (head > count) head = count;
     const uint4* loads = reinterpret_cast<const uint4*>(x + head);
@@ -49,6 +50,8 @@ extern "C" __global__ void __launch_bounds__(256) finite_amax(
     }
     if (thread < head) largest = fmaxf(largest, finite_magnitude(x[thread]));
     if (thread < count - tail) largest = fmaxf(largest, finite_magnitude(x[tail + thread]));
+    // Warps through shuffles, the block through shared memory, the grid through one atomic operation a block. Integer
+    // atomicMax is right because the bits of non-negative floats order like the numbers.
     __shared__ float shared[8];
     largest = warp_max(largest);
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
@@ -68,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(256) row_amax(
         if (row >= outer) return;
         constexpr int PER_LOAD = 16 / sizeof(DTYPE);
         const DTYPE* source = x + row * K;
+        // Every row must start at a 16-byte boundary for wide loads.
         if (K % PER_LOAD == 0 && reinterpret_cast<uint64_t>(x) % 16 == 0) {
 #pragma unroll 4
             for (long long at = threadIdx.x % 32; at < K / PER_LOAD; at += 32) {

@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(256) concat(
     float* tracked, int* cell, unsigned* counter, float decay, long long pixels, int CA, int CB, long long per_chunk) {
     int C = CA + CB;
     Walk walk(pixels, C, per_chunk);
+    // A thread has the same channels in all its pixels, so it reads one input only.
     bool first = walk.channel < CA;
     const DTYPE* source = first ? a + walk.channel : b + walk.channel - CA;
     int width = first ? CA : CB;
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(256) concat(
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) largest = fmaxf(largest, fabsf(v[i]) < INFINITY ? fabsf(v[i]) : 0.f);
         }
+        // Threads without a pixel have zeros; they take part because `block_amax` shuffles.
         fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
         unsigned bits = 0;
 #pragma unroll
@@ -49,6 +51,8 @@ extern "C" __global__ void __launch_bounds__(256) concat(
     }
 #if QUANTIZE
     if (!tracked) return;
+    // The last block to count itself sees the maxima of all blocks; the fence orders them before the count. atomicInc
+    // wraps to 0, so the counter is ready for the next launch.
     fp4::raise_to(cell, largest);
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -30,9 +30,10 @@ struct Target {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) scaled[i] = v[i] * block.encode;
         uint32_t packed = fp4::encode_eight(scaled);
-        if (block.encode != block.encode) packed = 0u;
+        if (block.encode != block.encode) packed = 0u;  // a block with NaN or Inf: codes 0, scale NaN
         if (!has) return;
         codes[at / VECTOR] = packed;
+        // Two adjacent lanes have a block; one of them writes its scale.
         if (threadIdx.x % 2 == 0) scales[at / fp4::GROUP] = uint8_t(fp4::encode_e4m3(block.d8));
     }
     __device__ __forceinline__ fp4::GlobalScale global(const float* amax) const {
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(256) norm_pool_pack(
     const long long out = (long long)blockIdx.y * pixels * C + walk.channel, item = 4 * out - 3 * walk.channel;
     for (int trip = 0; trip < walk.trips; ++trip) {
         const bool has = walk.has(trip);
+        // A pooled pixel and its four inputs, each of which is also written in full resolution.
         const long long pixel = has ? walk.pixel(trip) : 0, row = pixel / W, column = pixel - row * W;
         const long long corner = item + (row * 4 * W + column * 2) * C;
         float best[VECTOR];

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) pool(
 #pragma unroll 2
     for (int trip = 0; trip < walk.trips; ++trip) {
         bool has = walk.has(trip);
-        float best[VECTOR] = {};
+        float best[VECTOR] = {};  // a NaN wins, as in torch's max_pool2d
         if (has) {
             Corner corner(walk.pixel(trip), W, C);
             channels::load(item + corner.base, best);
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
     for (int trip = 0; trip < walk.trips; ++trip) {
         bool has = walk.has(trip);
         float best[VECTOR] = {}, g[VECTOR] = {};
-        int from[VECTOR] = {};
+        int from[VECTOR] = {};  // which of the four pixels was the maximum; found again instead of stored
         Corner corner(has ? walk.pixel(trip) : 0, W, C);
         if (has) {
             channels::load(in + walk.pixel(trip) * C, g);
@@ -82,12 +82,13 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
             }
         }
 #if QUANTIZE
+        // Straight-through estimator: no gradient where the pooled value was clipped.
         float encode = fp4::block_scale(channels::block_amax(best), scale).encode;
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i)
             if (!(fabsf(best[i]) * encode <= 6.f)) g[i] = 0.f;
 #endif
-        if (!has) continue;
+        if (!has) continue;  // only now: the shuffles above need all lanes
 #pragma unroll
         for (int tap = 0; tap < 4; ++tap) {
             long long at = item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below;

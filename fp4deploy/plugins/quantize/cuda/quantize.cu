@@ -64,6 +64,7 @@ __device__ __forceinline__ float largest_of(const float (&v)[LENGTH]) {
     float amax = 0.f;
 #pragma unroll
     for (int i = 0; i < LENGTH; ++i) amax = fp4::nan_max(amax, fabsf(v[i]));
+    // MXFP4 along rows: a block of 32 is in two adjacent lanes.
     if (MX && !INNER) amax = fp4::nan_max(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
     return amax;
 }
@@ -84,6 +85,7 @@ __device__ __forceinline__ BlockScale scale_of(const float (&v)[LENGTH], const f
 
 __device__ __forceinline__ long long scale_index(long long row, long long k, long long count) {
 #if PACKED == 2
+    // The 128x4 layout of cuBLASLt and tcgen05: tiles of 128 rows x 4 scales, rows 32 apart adjacent.
     return row % 32 * 16 + row / 32 % 4 * 4 + k % 4 + k / 4 * 512 + row / 128 * 512 * ((count + 3) / 4);
 #else
     return row * count + k;
@@ -117,7 +119,7 @@ __device__ __forceinline__ void quantize(
 #endif
     const fp4::GlobalScale global = MX ? fp4::GlobalScale{} : fp4::global_scale<E>(amax[ROWS && has ? row : 0]);
     const BlockScale block = scale_of(v, global);
-    if (!has) return;
+    if (!has) return;  // only now: the shuffles above need all lanes
 #pragma unroll
     for (int part = 0; part < GROUPS; ++part) {
 #if STOCHASTIC
@@ -145,7 +147,7 @@ __device__ __forceinline__ void quantize(
 #if !STOCHASTIC
         packed[0] = fp4::encode_eight(scaled), packed[1] = fp4::encode_eight(scaled + 8);
 #endif
-        if (block.encode != block.encode) packed[0] = packed[1] = 0u;
+        if (block.encode != block.encode) packed[0] = packed[1] = 0u;  // a block with NaN or Inf: codes 0, scale NaN
         reinterpret_cast<uint2*>(codes)[row * view.groups + group + part] = make_uint2(packed[0], packed[1]);
 #if FORMAT < 2
         scales[scale_index(row, group + part, view.groups)] = uint8_t(fp4::encode_e4m3(block.d8));
@@ -253,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
         raw[j] = first + j * 256 < vectors ? reinterpret_cast<const uint4*>(x)[first + j * 256] : uint4{};
+    // The divisions of the global scale are done once a block, while the loads are in flight.
     __shared__ fp4::GlobalScale shared;
     if (!MX && threadIdx.x == 0) shared = fp4::global_scale<E>(*amax);
     __syncthreads();
@@ -270,6 +273,7 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
             largest = fp4::nan_max(largest, fabsf(v[i]));
         }
 #if MEASURE
+        // NaN and Inf do not count; only then elements are looked at one by one.
         if (largest < INFINITY) {
             measured = fmaxf(measured, largest);
         } else {
@@ -292,6 +296,7 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
         }
         if (first + j * 256 < vectors) static_cast<uint4*>(out)[first + j * 256] = packed;
 #if IN_RANGE
+        // A byte of the mask has eight elements: with float32, those of two lanes.
         if (PER_LANE == 4) bits |= __shfl_xor_sync(0xffffffffu, bits, 1) << 4;
         if (first + j * 256 < vectors && (PER_LANE == 8 || threadIdx.x % 2 == 0))
             in_range[(first + j * 256) / (8 / PER_LANE)] = uint8_t(bits);

@@ -49,13 +49,14 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
     const fp4::GlobalScale global = fp4::global_scale<E>(*amax);
 #if FORMAT == 1
     fp4::Candidates candidates = fp4::four_over_six(largest, global);
+    // Sums over the sixteen rows of the tile, in the order of the reference.
     float six = tree(fp4::row_error<SQUARED, FAST>(v, candidates.six, global));
     float four = tree(fp4::row_error<SQUARED, FAST>(v, candidates.four, global));
     const fp4::BlockScale block = four < six ? candidates.four : candidates.six;
 #else
     const fp4::BlockScale block = fp4::block_scale(largest, global);
 #endif
-    if (!has) return;
+    if (!has) return;  // only now: the shuffles above need all lanes
     long long row = plane * R + r;
 #if STOCHASTIC
     fp4::Words words = fp4::philox(uint64_t(row) * groups + g, random[0], random[1]);
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tiles(
 #endif
     }
 #if PACKED
-    if (block.encode != block.encode) packed[0] = packed[1] = 0u;
+    if (block.encode != block.encode) packed[0] = packed[1] = 0u;  // a block with NaN or Inf: codes 0, scale NaN
     static_cast<uint2*>(out)[row * groups + g] = make_uint2(packed[0], packed[1]);
     scales[row * groups + g] = uint8_t(fp4::encode_e4m3(block.d8));
 #endif

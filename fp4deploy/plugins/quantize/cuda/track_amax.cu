@@ -24,15 +24,16 @@ __device__ __forceinline__ void find_largest(const DTYPE* x, long long count, in
     for (int offset = 16; offset; offset /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
     if (threadIdx.x % 32 == 0) atomicMax(cell, __float_as_int(largest));
-    __syncthreads();
+    __syncthreads();  // all warps of the block have done so before thread 0 counts the block
 }
 
 extern "C" __global__ void __launch_bounds__(256) track_amax(
     const DTYPE* x, long long count, const float* other, float* tracked, float* amax, int* cell, unsigned* counter,
     float decay, int delayed) {
     find_largest(x, count, cell);
+    // The last block to count itself finishes. atomicInc wraps to 0, so the counter is ready for the next launch.
     if (threadIdx.x == 0) {
-        __threadfence();
+        __threadfence();  // this block's maximum is visible before its count
         if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1)
             fp4::track_amax(cell, other, tracked, amax, decay, delayed);
     }
@@ -41,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) track_amax(
 extern "C" __global__ void __launch_bounds__(256) previous_amax(
     const DTYPE* x, long long count, const float* other, const float* tracked, float* amax, int* cell,
     unsigned* counter) {
+    // The usual case: there is a running amax, and x is not read.
     const float previous = *tracked;
     if (previous > 0.f) {
         if (blockIdx.x == 0 && threadIdx.x == 0) *amax = previous;

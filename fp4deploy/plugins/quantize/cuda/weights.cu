@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(256) weight_quantize(
     Row row = row_of(table, tensor);
     long long groups = (row.K + 15) / 16, lines = row.count / row.K;
     long long group = (blockIdx.x - row.first) * (long long)PER_BLOCK + threadIdx.x;
-    if (group >= groups * lines) return;
+    if (group >= groups * lines) return;  // the last block of a tensor may be partly empty
     long long k, base;
     if (row.inner == 1) {
         k = group % groups * 16;
