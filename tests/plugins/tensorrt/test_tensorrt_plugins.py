@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,19 @@ def test_every_plugin_has_its_kernel() -> None:
     tree = ast.parse(source.read_text(encoding="utf-8"))
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert {plugin.entry for plugin in PLUGINS.values()} == defined
+
+
+def test_entry_points_exist_with_the_parameters_of_the_plugins() -> None:
+    """Read from the source, because Triton may be missing: a renamed entry point breaks only the build of an engine."""
+    source = find_spec("fp4deploy.plugins.gemm.triton.plugin_entries")
+    assert source is not None
+    assert source.origin is not None
+    found = {
+        node.name: [argument.arg for argument in node.args.args]
+        for node in ast.parse(Path(source.origin).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for plugin in PLUGINS.values():
+        parameters = found[plugin.entry]
+        assert tuple(parameters[: len(plugin.inputs)]) == plugin.inputs
+        assert set(plugin.outputs) < set(parameters[len(plugin.inputs) :])
