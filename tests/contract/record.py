@@ -1,0 +1,99 @@
+"""Write `recorded/` and `files/` anew from the present state of the package. By hand, never by a test:
+
+    python tests/contract/record.py names commands operators plugins bytes schemas     recorded/NAME.json
+    python tests/contract/record.py golden                                             files/: old files, kept readable
+    python tests/contract/machine_code.py --record                                     recorded/machine_code.json
+
+The diff of what it writes is the list of what changed for users: a key that went or a digest that moved has to be meant,
+and belongs into the notes of the release. The golden files stand for files that users already have, so they are written
+once for each version of a format and never again; a new version gets files of its own beside them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import examples
+import frozen
+import internals
+import schemas
+import written
+from invoke import must
+
+from fp4deploy.plugins import fp4_cached_linear, fp4_quantize
+
+FILES = Path(__file__).parent / "files"
+PERIOD = 256  # of the golden network's weights, so that its archive is small
+
+
+def write_json(path: Path, facts: object) -> None:
+    """One fact a line, in a fixed order; the order inside lists is part of the facts."""
+    path.write_text(json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def file_bytes() -> frozen.Facts:
+    """Digests of files written into a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        return written.digests(written.write_all(Path(folder)))
+
+
+def json_schemas() -> frozen.Facts:
+    """Schemas of what a small run leaves."""
+    with tempfile.TemporaryDirectory() as folder:
+        return schemas.of_run(schemas.small_run(Path(folder)))
+
+
+def golden() -> None:
+    """A packed network, a packed weight, and what they decode to and compute."""
+    FILES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        examples.checkpoint(folder / "unet.safetensors", period=PERIOD)
+        out = ("--no-verify", "--out", "unet.fp4")
+        must("export", "unet.safetensors", "--format", "packed", *out, folder=folder)
+        content = (folder / "unet.fp4").read_bytes()
+        (FILES / "unet-packed-1.fp4.gz").write_bytes(gzip.compress(content, mtime=0))
+        weight = FILES / "linear-weight-1.safetensors"
+        cache = fp4_quantize(*examples.exact_weight())
+        cache.save(weight)
+        logits = internals.run_packed(folder / "unet.fp4", examples.whole_numbers(1, 3, 16, 16))
+        facts = {
+            "weights": {name: examples.sha256(value) for name, value in internals.decoded_weights(folder / "unet.fp4").items()},
+            "logits": [round(float(value), 3) for value in logits.flatten()[::7]],
+            "linear": {
+                "weight": examples.sha256(cache.dequantize()),
+                "output": examples.sha256(fp4_cached_linear(examples.whole_numbers(5, 48).half(), cache)),
+            },
+        }  # fmt: skip
+        write_json(FILES / "expected.json", facts)
+
+
+RECORDERS: dict[str, Callable[[], frozen.Facts]] = {
+    "names": frozen.python_names,
+    "commands": frozen.command_line,
+    "operators": frozen.operators,
+    "plugins": frozen.tensorrt_plugins,
+    "bytes": file_bytes,
+    "schemas": json_schemas,
+}
+
+
+def main(names: list[str]) -> None:
+    """Record what is named."""
+    if not names or not set(names) <= {*RECORDERS, "golden"}:
+        raise SystemExit(f"Usage: python tests/contract/record.py NAME ...  of {', '.join(RECORDERS)}, golden")
+    for name in names:
+        if name == "golden":
+            golden()
+        else:
+            frozen.RECORDED.mkdir(exist_ok=True)
+            write_json(frozen.RECORDED / f"{name}.json", RECORDERS[name]())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
