@@ -126,7 +126,7 @@ def _command(command: Any) -> Facts:
     arguments: list[Facts] = []
     for parameter in command.params:
         facts: Facts = {"required": bool(parameter.required), "repeatable": bool(parameter.multiple)}
-        facts["choices"] = {choice: "valid" for choice in _choices(hints.get(parameter.name))}
+        facts["choices"] = dict.fromkeys(_choices(hints.get(parameter.name)), "valid")
         if parameter.default is None or isinstance(parameter.default, str | int | float | bool):
             facts["default"] = parameter.default
         if parameter.param_type_name == "argument":

@@ -138,6 +138,13 @@ def cuda_variants() -> list[tuple[str, dict[str, Any]]]:
     return [(source, dict(macros)) for source, macros in found]
 
 
+def smallest_cuda_variant() -> tuple[str, dict[str, Any]]:
+    """The variant with the shortest source, which compiles in about a second."""
+    from fp4deploy.plugins import compiler
+
+    return min(cuda_variants(), key=lambda variant: compiler.source_path(variant[0]).stat().st_size)
+
+
 def triton_variants(arch: str) -> list[Any]:
     """Launch descriptions of every Triton kernel that is compiled for an architecture such as "sm_90"."""
     from fp4deploy.plugins.triton.variants import all_variants

@@ -4,9 +4,9 @@
     python tests/contract/record.py golden                                             files/: old files, kept readable
     python tests/contract/machine_code.py --record                                     recorded/machine_code.json
 
-The diff of what it writes is the list of what changed for users: a key that went or a digest that moved has to be meant,
-and belongs into the notes of the release. The golden files stand for files that users already have, so they are written
-once for each version of a format and never again; a new version gets files of its own beside them.
+The diff of what it writes lists what changed for users: a key that went or a digest that moved has to be meant
+and named in the release notes. The golden files stand for files that users already have: they are written once for each
+version of a format and never again; a new version gets files of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import examples
+import fixed_models
 import frozen
 import internals
 import schemas
@@ -53,23 +53,24 @@ def golden() -> None:
     FILES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        examples.checkpoint(folder / "unet.safetensors", period=PERIOD)
+        fixed_models.checkpoint(folder / "unet.safetensors", period=PERIOD)
         out = ("--no-verify", "--out", "unet.fp4")
         must("export", "unet.safetensors", "--format", "packed", *out, folder=folder)
         content = (folder / "unet.fp4").read_bytes()
         (FILES / "unet-packed-1.fp4.gz").write_bytes(gzip.compress(content, mtime=0))
         weight = FILES / "linear-weight-1.safetensors"
-        cache = fp4_quantize(*examples.exact_weight())
+        cache = fp4_quantize(*fixed_models.exact_weight())
         cache.save(weight)
-        logits = internals.run_packed(folder / "unet.fp4", examples.whole_numbers(1, 3, 16, 16))
+        logits = internals.run_packed(folder / "unet.fp4", fixed_models.whole_numbers(1, 3, 16, 16))
+        weights = internals.decoded_weights(folder / "unet.fp4")
         facts = {
-            "weights": {name: examples.sha256(value) for name, value in internals.decoded_weights(folder / "unet.fp4").items()},
+            "weights": {name: fixed_models.sha256(value) for name, value in weights.items()},
             "logits": [round(float(value), 3) for value in logits.flatten()[::7]],
             "linear": {
-                "weight": examples.sha256(cache.dequantize()),
-                "output": examples.sha256(fp4_cached_linear(examples.whole_numbers(5, 48).half(), cache)),
+                "weight": fixed_models.sha256(cache.dequantize()),
+                "output": fixed_models.sha256(fp4_cached_linear(fixed_models.whole_numbers(5, 48).half(), cache)),
             },
-        }  # fmt: skip
+        }
         write_json(FILES / "expected.json", facts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import examples
+import fixed_models
 import frozen
 import internals
 import pytest
@@ -50,10 +50,10 @@ def test_only_the_version_is_left_out_of_the_digest(written_files: Path) -> None
 
 
 def test_a_packed_network_of_format_1(tmp_path: Path) -> None:
-    path = examples.unpacked(FILES / "unet-packed-1.fp4.gz", tmp_path)
-    weights = {name: examples.sha256(value) for name, value in internals.decoded_weights(path).items()}
+    path = fixed_models.unpacked(FILES / "unet-packed-1.fp4.gz", tmp_path)
+    weights = {name: fixed_models.sha256(value) for name, value in internals.decoded_weights(path).items()}
     assert weights == EXPECTED["weights"]
-    logits = internals.run_packed(path, examples.whole_numbers(1, 3, 16, 16)).flatten()[::7]
+    logits = internals.run_packed(path, fixed_models.whole_numbers(1, 3, 16, 16)).flatten()[::7]
     expected = torch.tensor(EXPECTED["logits"])
     # A sum in another order can move a value across a boundary of E2M1, which a normalisation spreads a little.
     assert (logits - expected).abs().max() < 0.02 * expected.abs().max()
@@ -61,12 +61,12 @@ def test_a_packed_network_of_format_1(tmp_path: Path) -> None:
 
 def test_a_weight_of_format_1() -> None:
     cache = FP4WeightCache.load(FILES / "linear-weight-1.safetensors")
-    weight, bias = examples.exact_weight()
+    weight, bias = fixed_models.exact_weight()
     assert torch.equal(cache.dequantize(), weight)
     assert cache.bias is not None
     assert torch.equal(cache.bias, bias)
-    x = examples.whole_numbers(5, 48)
+    x = fixed_models.whole_numbers(5, 48)
     y = fp4_cached_linear(x.half(), cache)
     assert torch.equal(y, (x @ weight.T + bias).half())
-    assert examples.sha256(cache.dequantize()) == EXPECTED["linear"]["weight"]
-    assert examples.sha256(y) == EXPECTED["linear"]["output"]
+    assert fixed_models.sha256(cache.dequantize()) == EXPECTED["linear"]["weight"]
+    assert fixed_models.sha256(y) == EXPECTED["linear"]["output"]

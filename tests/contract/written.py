@@ -17,9 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import examples
+import fixed_models
 import onnx
-from examples import sha256
+from fixed_models import sha256
 from frozen import Facts, without_version
 from invoke import must
 
@@ -37,17 +37,17 @@ def versions() -> dict[str, str]:
 
 def write_all(folder: Path) -> Path:
     """Write every frozen file into a folder."""
-    for name, recipe in (("nvfp4", examples.RECIPE), ("fp16", None)):
-        examples.checkpoint(folder / f"{name}.safetensors", recipe)
+    for name, recipe in (("nvfp4", fixed_models.RECIPE), ("fp16", None)):
+        fixed_models.checkpoint(folder / f"{name}.safetensors", recipe)
     export: tuple[Any, ...] = ("export", "nvfp4.safetensors", "--no-verify", "--out")
     must(*export, "nvfp4.onnx", "--portable", folder=folder)
     must(*export, "nvfp4.fp4", "--format", "packed", folder=folder)
     must("export", "fp16.safetensors", "--no-verify", "--out", "fp16.onnx", folder=folder)
     must("export", "fp16.safetensors", "--no-verify", "--out", "fp16.fp4", "--format", "packed", folder=folder)
-    graph = examples.layers_graph()
+    graph = fixed_models.layers_graph()
     (folder / "layers.onnx").write_bytes(graph.SerializeToString(deterministic=True))
     (folder / "layers.portable.onnx").write_bytes(to_portable(graph).SerializeToString(deterministic=True))
-    for name, cache in examples.weight_caches().items():
+    for name, cache in fixed_models.weight_caches().items():
         cache.save(folder / f"{name}.weight")
     return folder
 
