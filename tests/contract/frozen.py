@@ -204,6 +204,8 @@ def merged(schemas: list[Schema]) -> Schema:
 def schema_lost(before: Schema, now: Schema, where: str = "") -> list[str]:
     """Keys that went and types that changed; null says only that this machine or this run has no value."""
     lines: list[str] = []
+    if not now and where.endswith(("[]", "*")):  # no element, so nothing to compare
+        return lines
     null_now, null_before = now.get(LEAF) == "null", before.get(LEAF) == "null"
     if (null_now and isinstance(now[LEAF], str)) or (null_before and isinstance(before[LEAF], str)):
         return lines

@@ -1,7 +1,7 @@
 """Machine code of every kernel variant, compared with what was recorded; no GPU.
 
     python tests/contract/machine_code.py --check [--only nvcc|triton] [--jobs 2]      minutes on two cores
-    python tests/contract/machine_code.py --record [--only nvcc|triton] [--stride 16]  recorded/machine_code.json
+    python tests/contract/machine_code.py --record [--only nvcc|triton] [--stride 37]  recorded/machine_code.json
 
 A cubin as a whole changes with the folder it is compiled in and with the name of a file, a kernel or a macro: it holds
 source paths, line tables and symbol names. What runs does not, so of each kernel these sections are hashed:
@@ -18,8 +18,9 @@ Variants have no lasting names, so digests are compared as multisets, one an arc
 be compiled again, more may be. The names in the file are for the reader of a failure. Another compiler gives other
 code: digests are kept by the version of nvcc and of Triton, and a version without a record is not judged.
 
-All nvcc variants are recorded. Triton compiles over two thousand (two seconds each), of which every sixteenth is taken;
-`--record --stride 1` takes all. After a change of the list of variants, record again from the commit before it.
+All nvcc variants are recorded. Triton has over two thousand, of about two seconds each; every 37th is recorded (prime,
+so that the sample meets every combination of options), with `--stride 1` all of them. After a change of the list of
+variants, record again from the commit before it.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def main() -> None:
     action.add_argument("--record", action="store_true", help="write the record")
     parser.add_argument("--only", choices=("nvcc", "triton"), help="one compiler")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
-    parser.add_argument("--stride", type=int, default=16, help="record every so-manieth Triton variant")
+    parser.add_argument("--stride", type=int, default=37, help="record every so-manieth Triton variant")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, internals.empty_cache(Path(folder)):
         if given.record:
