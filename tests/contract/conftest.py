@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import schemas
-import written
+
+from tests.contract import schemas, written
 
 
 @pytest.fixture(scope="session")

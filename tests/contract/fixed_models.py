@@ -7,7 +7,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import internals
 import torch
 from torch import nn
 
@@ -15,6 +14,7 @@ from fp4deploy.export import export_graph
 from fp4deploy.formats import FourOverSix
 from fp4deploy.plugins import FP4WeightCache, fp4_quantize
 from fp4deploy.qat import prepare, round_to_deployed
+from tests.contract import internals
 
 CLASSES, SCALE, SIZE = 5, 0.125, 32
 RECIPE = "nvfp4_qat"

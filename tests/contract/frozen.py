@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import internals
 import torch
+
+from tests.contract import internals
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded"

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIANT_LISTS = ROOT / "tests" / "plugins"  # launch_variants.py, test_kernel_code.py
 KERNEL_PACKAGES = ("fp4deploy.plugins",)
 CAPABILITIES = {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_120": "sm_120a"}  # Triton's name: nvcc's name
 
@@ -99,40 +98,37 @@ def run_packed(path: Path, images: torch.Tensor) -> torch.Tensor:
 
 def nvcc() -> Path | None:
     """The CUDA compiler."""
-    from fp4deploy.plugins import compiler
+    from fp4deploy.plugins.runtime import nvcc as compiler
 
     return compiler.find_nvcc()
 
 
 def nvcc_version(program: Path) -> str:
     """Such as "V13.0.88"."""
-    from fp4deploy.plugins import compiler
+    from fp4deploy.plugins.runtime import nvcc as compiler
 
     return next(word for word in compiler.nvcc_version(program).split() if word.startswith("V"))
 
 
 def supported(program: Path, arch: str) -> bool:
     """Whether this nvcc knows an architecture."""
-    from fp4deploy.plugins import compiler
+    from fp4deploy.plugins.runtime import nvcc as compiler
 
     return compiler.supported(program, arch)
 
 
 def triton_version() -> str | None:
     """Version of the Triton that imports here."""
-    from fp4deploy.plugins.ahead_compile import triton_version
+    from fp4deploy.plugins.aot.compile import triton_version
 
     return triton_version()
 
 
 def cuda_variants() -> list[tuple[str, dict[str, Any]]]:
     """(source, macros) of every compilation that the tests of the CUDA kernels list, each once."""
-    sys.path.insert(0, str(VARIANT_LISTS))
-    try:
-        from launch_variants import launched
-        from test_kernel_code import VARIANTS
-    finally:
-        sys.path.remove(str(VARIANT_LISTS))
+    from tests.plugins.runtime.launch_variants import launched
+    from tests.plugins.runtime.test_kernel_code import VARIANTS
+
     found = {(each.source, tuple(sorted(each.macros))): None for each in launched()}
     found |= {(each.source, tuple(sorted(each.macros.items()))): None for each in VARIANTS}
     return [(source, dict(macros)) for source, macros in found]
@@ -140,14 +136,14 @@ def cuda_variants() -> list[tuple[str, dict[str, Any]]]:
 
 def smallest_cuda_variant() -> tuple[str, dict[str, Any]]:
     """The variant with the shortest source, which compiles in about a second."""
-    from fp4deploy.plugins import compiler
+    from fp4deploy.plugins.runtime import nvcc as compiler
 
     return min(cuda_variants(), key=lambda variant: compiler.source_path(variant[0]).stat().st_size)
 
 
 def triton_variants(arch: str) -> list[Any]:
     """Launch descriptions of every Triton kernel that is compiled for an architecture such as "sm_90"."""
-    from fp4deploy.plugins.triton.variants import all_variants
+    from fp4deploy.plugins.gemm.triton.variants import all_variants
 
     return all_variants(arch)
 
@@ -160,7 +156,7 @@ def triton_name(launch: Any) -> str:
 
 def compile_triton(wanted: list[tuple[Any, str]], jobs: int) -> Iterator[tuple[int, bytes, int]]:
     """Compile launches for architectures in new processes: (position in `wanted`, cubin, bytes of shared memory)."""
-    from fp4deploy.plugins.ahead_build import build
+    from fp4deploy.plugins.aot.build import build
 
     for index, made in build(wanted, jobs=jobs):
         if made.compiled is None:

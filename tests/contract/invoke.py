@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import internals
+from tests.contract import internals
 
 
 @dataclass(frozen=True)

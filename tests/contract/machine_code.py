@@ -1,7 +1,7 @@
 """Machine code of every kernel variant, compared with what was recorded; no GPU.
 
-    python tests/contract/machine_code.py --check [--only nvcc|triton] [--jobs 2]      minutes on two cores
-    python tests/contract/machine_code.py --record [--only nvcc|triton] [--stride 37]  recorded/machine_code.json
+    python -m tests.contract.machine_code --check [--only nvcc|triton] [--jobs 2]      minutes on two cores
+    python -m tests.contract.machine_code --record [--only nvcc|triton] [--stride 37]  recorded/machine_code.json
 
 A cubin as a whole changes with the folder it is compiled in and with the name of a file, a kernel or a macro: it holds
 source paths, line tables and symbol names. What runs does not, so of each kernel these sections are hashed:
@@ -36,9 +36,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import internals
-
 from fp4deploy.plugins import compile_cubin
+from tests.contract import internals
 
 FILE = Path(__file__).parent / "recorded" / "machine_code.json"
 NO_BYTES = 8  # section type SHT_NOBITS: a size and no content

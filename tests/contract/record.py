@@ -1,8 +1,8 @@
 """Write `recorded/` and `files/` anew from the present state of the package. By hand, never by a test:
 
-    python tests/contract/record.py names commands operators plugins bytes schemas     recorded/NAME.json
-    python tests/contract/record.py golden                                             files/: old files, kept readable
-    python tests/contract/machine_code.py --record                                     recorded/machine_code.json
+    python -m tests.contract.record names commands operators plugins bytes schemas     recorded/NAME.json
+    python -m tests.contract.record golden                                             files/: old files, kept readable
+    python -m tests.contract.machine_code --record                                     recorded/machine_code.json
 
 The diff of what it writes lists what changed for users: a key that went or a digest that moved has to be meant
 and named in the release notes. The golden files stand for files that users already have: they are written once for each
@@ -18,14 +18,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import fixed_models
-import frozen
-import internals
-import schemas
-import written
-from invoke import must
-
 from fp4deploy.plugins import fp4_cached_linear, fp4_quantize
+from tests.contract import fixed_models, frozen, internals, schemas, written
+from tests.contract.invoke import must
 
 FILES = Path(__file__).parent / "files"
 PERIOD = 256  # of the golden network's weights, so that its archive is small
@@ -87,7 +82,7 @@ RECORDERS: dict[str, Callable[[], frozen.Facts]] = {
 def main(names: list[str]) -> None:
     """Record what is named."""
     if not names or not set(names) <= {*RECORDERS, "golden"}:
-        raise SystemExit(f"Usage: python tests/contract/record.py NAME ...  of {', '.join(RECORDERS)}, golden")
+        raise SystemExit(f"Usage: python -m tests.contract.record NAME ...  of {', '.join(RECORDERS)}, golden")
     for name in names:
         if name == "golden":
             golden()

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from frozen import Facts, schema
-from invoke import must
+from tests.contract.frozen import Facts, schema
+from tests.contract.invoke import must
 
 SMALL = (
     "--telemetry-every", "0", "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32",

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import frozen
 import pytest
-import schemas
 import torch
-from invoke import fp4deploy
 
 from fp4deploy.export import load_ledger
+from tests.contract import frozen, schemas
+from tests.contract.invoke import fp4deploy
 
 
 def test_commands_and_options() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import internals
-import machine_code
 import pytest
+
+from tests.contract import internals, machine_code
 
 NVCC, TRITON = internals.nvcc(), internals.triton_version()
 RECORDED = machine_code.recorded()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import frozen
 import pytest
+
+from tests.contract import frozen
 
 
 @pytest.mark.parametrize("module", frozen.MODULES)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import fixed_models
-import frozen
-import internals
 import pytest
 import torch
-import written
 
 from fp4deploy.plugins import FP4WeightCache, fp4_cached_linear
+from tests.contract import fixed_models, frozen, internals, written
 
 FILES = Path(__file__).parent / "files"
 EXPECTED = json.loads((FILES / "expected.json").read_text(encoding="utf-8"))

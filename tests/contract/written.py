@@ -17,14 +17,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import fixed_models
 import onnx
-from fixed_models import sha256
-from frozen import Facts, without_version
-from invoke import must
 
 from fp4deploy import __version__
 from fp4deploy.export import to_portable
+from tests.contract import fixed_models
+from tests.contract.fixed_models import sha256
+from tests.contract.frozen import Facts, without_version
+from tests.contract.invoke import must
 
 LIBRARIES = ("torch", "onnx", "onnx-ir", "onnxscript")
 QUANTISED = (".codes", ".scales", ".global_scale")
