@@ -46,8 +46,9 @@ def test_only_the_version_is_left_out_of_the_digest(written_files: Path) -> None
         frozen.without_version(content, "9.9.9")
 
 
-def test_a_packed_network_of_format_1(tmp_path: Path) -> None:
-    path = fixed_models.unpacked(FILES / "unet-packed-1.fp4.gz", tmp_path)
+@pytest.mark.parametrize("name", sorted(path.name for path in FILES.glob("unet-*.gz")))
+def test_packed_networks_of_every_format(name: str, tmp_path: Path) -> None:
+    path = fixed_models.unpacked(FILES / name, tmp_path)
     weights = {name: fixed_models.sha256(value) for name, value in internals.decoded_weights(path).items()}
     assert weights == EXPECTED["weights"]
     logits = internals.run_packed(path, fixed_models.whole_numbers(1, 3, 16, 16)).flatten()[::7]
@@ -56,8 +57,9 @@ def test_a_packed_network_of_format_1(tmp_path: Path) -> None:
     assert (logits - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def test_a_weight_of_format_1() -> None:
-    cache = FP4WeightCache.load(FILES / "linear-weight-1.safetensors")
+@pytest.mark.parametrize("name", sorted(path.name for path in FILES.glob("linear-*")))
+def test_packed_weights_of_every_format(name: str) -> None:
+    cache = FP4WeightCache.load(FILES / name)
     weight, bias = fixed_models.exact_weight()
     assert torch.equal(cache.dequantize(), weight)
     assert cache.bias is not None
