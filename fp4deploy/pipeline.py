@@ -1,6 +1,6 @@
-"""The whole way of a run: train, export, build, bench, report, each stage by the same functions as its own command.
+"""Every stage of a run: train, export, build, bench, report, each by the same functions as its own command.
 
-A stage that this machine cannot do (no engine builder) is written down and left out; a stage that fails stops the run.
+An engine that this machine cannot build is left out, and the report says why; a stage that fails stops the run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp4deploy.bench.artifact import bench_or_explain
+from fp4deploy.bench.environment import environment
+from fp4deploy.bench.records import Machine
 from fp4deploy.bench.tables import duration
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export import export_onnx
 from fp4deploy.export.engine.build import build_engine
 from fp4deploy.export.to_packed import pack
-from fp4deploy.report.figures.heatmaps import draw_heatmaps
-from fp4deploy.report.run import Journal, Report, write_report
+from fp4deploy.report.collect import now
+from fp4deploy.report.figures.telemetry import draw_heatmaps
+from fp4deploy.report.model import Measurement, StageTime
+from fp4deploy.report.write import Report, write_report
 from fp4deploy.runs import Run, artifact_stem
 
 if TYPE_CHECKING:
@@ -37,43 +41,47 @@ def run_chain(
     from_scratch: bool = False,
     arch: str = "sm120",
     say: Say = print,
-    journal: Journal | None = None,
+    commands: Sequence[str] = (),
 ) -> Report:
     """Take every model from training to its line in the report.
+
+    commands: what repeats this run, for the report.
 
     Raises:
         InputError, GateError: from the stage that failed; finished stages keep their files.
     """
     from fp4deploy.train import train_models
 
-    journal = journal or Journal()
-    with stage(1, "train", say, journal):
+    measurement = Measurement(artifacts=[], commands=list(commands), data=str(data))
+    with stage(1, "train", say, measurement):
         train_models(config, run, models, from_scratch=from_scratch)
         if config.telemetry.plots and config.telemetry.every and "jsonl" in config.telemetry.trackers:
             for model in models:
                 draw_heatmaps(run, model)
-    with stage(2, "export and verify", say, journal):
+    with stage(2, "export and verify", say, measurement):
         for model in models:
             _export(run, model, data, say)
-    with stage(3, "build engines", say, journal):
+    with stage(3, "build engines", say, measurement):
         for model in models:
-            _build(run, model, arch, say, journal)
-    with stage(4, "bench", say, journal):
-        results = [
-            bench_or_explain(path, data, model=model) for model in models for path in _artifacts(run, model, say)
-        ]
-    with stage(5, "report", say, journal):
-        return write_report(run, results, data, journal)
+            _build(run, model, arch, say, measurement)
+    with stage(4, "bench", say, measurement):
+        for model in models:
+            for path in _artifacts(run, model, say):
+                entry = bench_or_explain(path, data, model=model).entry()
+                measurement.artifacts.append(entry.model_copy(update={"path": path.relative_to(run.path).as_posix()}))
+    with stage(5, "report", say, measurement):
+        measurement.created, measurement.environment = now(), Machine.model_validate(environment())
+        return write_report(run, measurement, data)
 
 
 @contextmanager
-def stage(number: int, title: str, say: Say, journal: Journal) -> Iterator[None]:
-    """Print a stage's heading and its time, and write both into the journal."""
+def stage(number: int, title: str, say: Say, measurement: Measurement) -> Iterator[None]:
+    """Print a stage's heading and its time, and note both for the report."""
     say(f"[{number}/{STAGES}] {title}")
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
-    journal.stages.append((title, seconds))
+    measurement.stages.append(StageTime(stage=title, seconds=round(seconds, 2)))
     say(f"      {title}: {duration(seconds)}")
 
 
@@ -87,12 +95,12 @@ def _export(run: Run, model: str, data: Path, say: Say) -> None:
     say(f"      {packed.file.path.name}{agreed}")
 
 
-def _build(run: Run, model: str, arch: str, say: Say, journal: Journal) -> None:
+def _build(run: Run, model: str, arch: str, say: Say, measurement: Measurement) -> None:
     stem = artifact_stem(model)
     try:
         result = build_engine(run.export_dir / f"{stem}.onnx", run.engine_dir / f"{stem}.plan", arch=arch)
     except UnavailableError as error:
-        journal.remarks.append(f"{stem}.plan was not built: {error}")
+        measurement.remarks.append(f"{stem}.plan was not built: {error}")
         say(f"      {stem}.plan was not built: {error}")
         return
     say(f"      {result.plan.name}: {result.ledger.summary()}")

@@ -14,6 +14,7 @@ from ..console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
     from fp4deploy.bench.artifact import ArtifactResult, Baseline
+    from fp4deploy.bench.records import ArtifactEntry
 
 
 def bench(
@@ -38,7 +39,10 @@ def bench(
     max_dets: Annotated[
         int | None,
         typer.Option(
-            "--max-dets", min=1, help="Instances an image that count (instance models).", show_default="as trained"
+            "--max-dets",
+            min=1,
+            help="Most instances of an image that are scored (instance models).",
+            show_default="as trained",
         ),
     ] = None,
     keep: Annotated[
@@ -140,12 +144,12 @@ def _folder(keep: Path, path: Path, model: str | None, count: int) -> Path:
 def _write(found: list[ArtifactResult], split: str, reference: Baseline | None, out: str | None) -> None:
     from fp4deploy.bench.environment import environment
 
-    entries = [result.to_json() for result in found]
+    entries = [result.entry() for result in found]
     print_table(entries, reference.value if reference else None, to_stderr=out == "-")
     if out is None:
         return
     document = {
-        "artifacts": entries,
+        "artifacts": [entry.model_dump(mode="json") for entry in entries],
         "split": split,
         "baseline_miou": reference.value if reference and reference.metric == "mIoU" else None,
         "baseline_ap": reference.value if reference and reference.metric == "AP" else None,
@@ -166,7 +170,7 @@ def _save(document: dict[str, Any], path: Path) -> None:
 
 
 def print_table(
-    entries: list[dict[str, Any]], baseline: float | None = None, *, to_stderr: bool = False, reasons: bool = True
+    entries: list[ArtifactEntry], baseline: float | None = None, *, to_stderr: bool = False, reasons: bool = True
 ) -> None:
     """The comparison table; reasons of rows that were not run follow it."""
     from rich.table import Table
@@ -183,7 +187,7 @@ def print_table(
     console = notes() if to_stderr else results()
     console.print(table)
     for entry in entries:
-        if reasons and entry.get("memory"):
-            console.print(tables.memory(entry["path"], entry["memory"]), markup=False, soft_wrap=True)
-        if reasons and entry["reason"]:
-            console.print(f"{entry['path']}: {entry['reason']}", markup=False, soft_wrap=True)
+        if reasons and entry.memory:
+            console.print(tables.memory(entry.path, entry.memory), markup=False, soft_wrap=True)
+        if reasons and entry.reason:
+            console.print(f"{entry.path}: {entry.reason}", markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ import typer
 
 from fp4deploy.errors import InputError
 
-from ..console import print_json, results
+from ..console import counted, print_json, results
 
 
 def inspect(
@@ -94,7 +94,7 @@ def _checkpoint(path: Path) -> Shown:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dict
         rows = [(name, part.get_dtype(), list(part.get_shape())) for name, part in slices.items()]
     facts = {"file": str(path), "bytes": path.stat().st_size, **card}
-    return facts, ("tensor", "type", "shape"), rows, f"{len(rows)} tensors."
+    return facts, ("tensor", "type", "shape"), rows, f"{counted(len(rows), 'tensor')}."
 
 
 def _packed(path: Path) -> Shown:

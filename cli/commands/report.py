@@ -1,4 +1,4 @@
-"""`fp4deploy report`: the report of one run anew, or several runs beside each other."""
+"""`fp4deploy report`: regenerate the report of one run, or compare several runs."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def report(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="HTML file to write.", show_default="in the run; of several, beside the first"),
+        typer.Option("--out", help="HTML file to write.", show_default="in the run; of several, next to the first"),
     ] = None,
     json_out: Annotated[
-        str | None, typer.Option("--json", help="Write the facts as JSON; - for stdout.", show_default="no JSON")
+        str | None, typer.Option("--json", help="Write the report data as JSON; - for stdout.", show_default="no JSON")
     ] = None,
 ) -> None:
-    """Write one self-contained page: a run's report anew, or a comparison. Nothing is trained or measured."""
-    from fp4deploy.report.compare_files import open_runs
+    """Write one self-contained page: the report of a run, or a comparison of runs. Nothing is trained or measured."""
+    from fp4deploy.report.write import open_runs
 
     _check(out, json_out)
     found = open_runs(runs) if runs else [latest_run()]
-    facts, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
+    data, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
     say = note if json_out == "-" else done
-    for sentence in facts["summary"]:
+    for sentence in data["summary"]:
         say(sentence)
     say(f"\nReport: {shown(page)}")
     if json_out == "-":
-        print_json(facts)
+        print_json(data)
     elif json_out is not None:
         from fp4deploy.files import atomic_write
 
         with atomic_write(Path(json_out)) as temporary:
-            temporary.write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         note(f"Wrote {shown(Path(json_out))}.")
 
 
@@ -59,23 +59,22 @@ def _check(out: Path | None, json_out: str | None) -> None:
 
 
 def _one(run: Run, out: Path | None) -> tuple[dict[str, Any], Path]:
-    from fp4deploy.report.regenerate import rewrite
-    from fp4deploy.report.run_data import read_run
+    from fp4deploy.report.write import rewrite_report
 
-    written = rewrite(run, read_run(run), out)
-    for remark in written.facts["remarks"]:
+    written = rewrite_report(run, out)
+    for remark in written.data.remarks:
         note(remark)
-    return written.facts, written.html
+    return written.data.to_json(), written.html
 
 
 def _several(runs: list[Run], out: Path | None) -> tuple[dict[str, Any], Path]:
-    from fp4deploy.report.compare_files import default_page, write_comparison
+    from fp4deploy.report.write import default_page, write_comparison
 
     page = out or default_page(runs)
-    facts = write_comparison(runs, page)
-    for sentence in facts["cannot"]:
+    found = write_comparison(runs, page)
+    for sentence in found.cannot:
         note(sentence)
-    for run in facts["runs"]:
-        for remark in run["remarks"]:
-            note(f"{run['label']}: {remark}")
-    return facts, page
+    for run in found.runs:
+        for remark in run.remarks:
+            note(f"{run.label}: {remark}")
+    return found.model_dump(mode="json"), page

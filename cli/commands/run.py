@@ -32,7 +32,7 @@ from ..settings import (
 from .bench import print_table
 
 if TYPE_CHECKING:
-    from fp4deploy.report.run import Report
+    from fp4deploy.report.write import Report
 
 
 def run(
@@ -54,7 +54,6 @@ def run(
 ) -> None:
     """Take an FP16 and an NVFP4 model through every stage, and compare them in a table and a report."""
     from fp4deploy.pipeline import run_chain
-    from fp4deploy.report.run import Journal
 
     if processes() > 1:
         raise InputError("fp4deploy run is one process. Train under torchrun with: fp4deploy train; then export.")
@@ -66,10 +65,10 @@ def run(
     )
     created, resolved = start_run(resolved, out)
     where = Path(resolved.data.root or created.path / "data")
-    journal = Journal(commands=_commands(demo, data, config, sets, models, task))
+    commands = _commands(demo, data, config, sets, models, task)
     with tidy_on_failure(created):
         report = run_chain(
-            resolved, created, where, chosen, from_scratch=from_scratch, arch=arch, say=note, journal=journal
+            resolved, created, where, chosen, from_scratch=from_scratch, arch=arch, say=note, commands=commands
         )
     _print(report)
 
@@ -89,8 +88,8 @@ def _commands(
 def _print(report: Report) -> None:
     console = results()
     console.print()
-    print_table(report.facts["artifacts"], reasons=False)
+    print_table(report.data.artifacts, reasons=False)
     console.print()
-    for sentence in report.facts["summary"]:
+    for sentence in report.data.summary:
         done(sentence)
     done(f"\nReport: {shown(report.html)}\n        {shown(report.markdown)}\n        {shown(report.json)}")

@@ -1,4 +1,4 @@
-"""`fp4deploy telemetry`: draw again what a training tracked; study where a trained model's tails lie."""
+"""`fp4deploy telemetry`: heatmaps of what a training tracked; how well NVFP4 fits each tensor of a trained model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run, latest_run, open_run
 
-from ..console import done, note, shown
+from ..console import counted, done, note, shown
 
-app = typer.Typer(help="Heatmaps of a training; the study of kurtosis.", no_args_is_help=True)
+app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
 
 
 @app.command("plot")
@@ -40,7 +40,7 @@ def study(
     data: Annotated[
         Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
     ] = None,
-    images: Annotated[int, typer.Option("--images", min=1, help="Validation images to look at.")] = 16,
+    images: Annotated[int, typer.Option("--images", min=1, help="Validation images to use.")] = 16,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for kurtosis.{json,md,png}.", show_default="the run's plots/")
     ] = None,
@@ -60,12 +60,12 @@ def study(
 
 
 def draw(run: Run, models: list[str]) -> None:
-    """Draw the heatmaps of `models`, and say where they are."""
-    from fp4deploy.report.figures.heatmaps import draw_heatmaps, heatmap_folder
+    """Draw the heatmaps of `models`, and print where they are."""
+    from fp4deploy.report.figures.telemetry import draw_heatmaps, heatmap_folder
 
     for model in models:
         files = draw_heatmaps(run, model)
-        note(f"{model}: {len(files)} files of heatmaps under {shown(heatmap_folder(run, model))}")
+        note(f"{model}: {counted(len(files), 'heatmap file')} under {shown(heatmap_folder(run, model))}")
 
 
 def _tracked(run: Run) -> list[str]:

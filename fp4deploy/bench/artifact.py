@@ -11,6 +11,7 @@ from typing import Any
 from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import Latency, measure
 from fp4deploy.bench.ledgers import built_by, ledger_beside
+from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import VAL
 from fp4deploy.errors import GateError, InputError, UnavailableError
@@ -27,7 +28,7 @@ class ArtifactResult:
     """A measured artefact; accuracy in [0, 1] and `latency` are None where it could not be run, and `reason` says why.
 
     miou: of semantic models. instances: scores of instance models.
-    memory: bytes of weights and images, of runtimes that know them (`runtime_packed.memory`).
+    memory: bytes of weights and activations, of runtimes that know them (`runtimes.packed.memory`).
     """
 
     path: Path
@@ -57,29 +58,33 @@ class ArtifactResult:
 
     def to_json(self) -> dict[str, Any]:
         """The entry of `artifacts` in report.json."""
+        return self.entry().model_dump(mode="json")
+
+    def entry(self) -> ArtifactEntry:
+        """The result as it is written to JSON and shown in tables."""
         timed = self.latency
-        return {
-            "path": str(self.path),
-            "model": self.model,
-            "backend": self.backend,
-            "precision": self.precision,
-            "size_bytes": self.size_bytes,
-            "sha256": self.sha256,
-            "miou": self.miou,
-            "ap": _finite(self.instances.ap) if self.instances else None,
-            "ap50": _finite(self.instances.ap50) if self.instances else None,
-            "instances": self.instances.to_json() if self.instances else None,
-            "pixel_accuracy": self.pixel_accuracy,
-            "per_class": self.per_class,
-            "latency_ms": {"p50": timed.p50, "p90": timed.p90, "p99": timed.p99} if timed else None,
-            "images_per_s": timed.images_per_s if timed else None,
-            "batch": timed.batch if timed else None,
-            "timed_runs": timed.runs if timed else None,
-            "device": timed.device if timed else None,
-            "memory": self.memory,
-            "status": self.status,
-            "reason": self.reason,
-        }
+        return ArtifactEntry(
+            path=str(self.path),
+            model=self.model,
+            backend=self.backend,
+            precision=self.precision,
+            size_bytes=self.size_bytes,
+            sha256=self.sha256,
+            miou=self.miou,
+            ap=_finite(self.instances.ap) if self.instances else None,
+            ap50=_finite(self.instances.ap50) if self.instances else None,
+            instances=self.instances.to_json() if self.instances else None,
+            pixel_accuracy=self.pixel_accuracy,
+            per_class=dict(self.per_class),
+            latency_ms=Quantiles(p50=timed.p50, p90=timed.p90, p99=timed.p99) if timed else None,
+            images_per_s=timed.images_per_s if timed else None,
+            batch=timed.batch if timed else None,
+            timed_runs=timed.runs if timed else None,
+            device=timed.device if timed else None,
+            memory=self.memory,
+            status=self.status,
+            reason=self.reason,
+        )
 
 
 def bench_artifact(

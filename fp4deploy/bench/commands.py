@@ -1,23 +1,31 @@
 """RUN/commands.jsonl: the commands a run came from, each with its time and its machine.
 
-A report of a run that was trained here, resumed there and exported elsewhere can then say so; `fp4deploy run` also
-keeps its own command and the machine that measured in report.json.
+A report can then list them all, for a run that was trained on one machine, resumed on another and exported on a third;
+`fp4deploy run` also keeps its own command and the measuring machine in report.json.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
-from typing import Any
 
-from fp4deploy.bench.environment import environment, is_machine
+from fp4deploy.bench.environment import environment
+from fp4deploy.bench.records import Machine, Record
 from fp4deploy.runs import Run, processes
 from fp4deploy.train.logging.metrics_log import append_line
 
 FILE = "commands.jsonl"
+
+
+class RecordedCommand(Record):
+    """One line of commands.jsonl; `at` is in UTC."""
+
+    at: str | None = None
+    command: str
+    environment: Machine
 
 
 def record(run: Run, command: str | None = None) -> None:
@@ -30,17 +38,13 @@ def record(run: Run, command: str | None = None) -> None:
     append_line(run.path / FILE, {"at": at, "command": command or this_command(), "environment": environment()})
 
 
-def recorded(run: Run) -> list[dict[str, Any]]:
+def recorded(run: Run) -> list[RecordedCommand]:
     """What was recorded, oldest first; lines that an interruption cut short are left out."""
     path = run.path / FILE
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and isinstance(entry.get("command"), str) and is_machine(entry.get("environment")):
-            found.append(entry)
+        with suppress(ValueError):
+            found.append(RecordedCommand.model_validate_json(line))
     return found
 
 

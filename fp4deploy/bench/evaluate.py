@@ -40,7 +40,7 @@ def evaluate_task(
         return evaluate_instances(runtime, data, batch, progress, max_detections, results, split)
     if results is not None or max_detections is not None:
         raise InputError(
-            "--results and --max-dets are for instance models, and this one answers a class for every pixel. Leave "
+            "--results and --max-dets are for instance models, and this one predicts a class for every pixel. Leave "
             "them out, or train one with: fp4deploy train --task instance"
         )
     return evaluate(runtime, data, batch, progress, split)
@@ -63,7 +63,7 @@ def evaluate(
         logits = torch.from_numpy(runtime.infer(images.numpy()))
         if logits.shape[1] != len(dataset.class_names):
             raise InputError(
-                f"The model answers {logits.shape[1]} classes, and {data} has {len(dataset.class_names)}. "
+                f"The model's output has {logits.shape[1]} classes, and {data} has {len(dataset.class_names)}. "
                 "Give the --data it was trained on."
             )
         score.update(logits, masks)

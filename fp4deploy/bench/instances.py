@@ -58,7 +58,7 @@ def evaluate_instances(
         outputs = torch.from_numpy(runtime.infer(images.numpy()))
         if outputs.shape[1] != head.channels:
             raise InputError(
-                f"The model answers {outputs.shape[1]} channels, and its card says {head.channels}. Export it again."
+                f"The model's output has {outputs.shape[1]} channels, its card has {head.channels}. Export it again."
             )
         for output, index in zip(outputs, indices.tolist(), strict=True):
             found = evaluation.decode(output, index)
@@ -98,6 +98,6 @@ class _Files:
     def finish(self, evaluation: InstanceEvaluation, scores: InstanceScores) -> None:
         self.panoptic.finish()
         write_results(evaluation.results(), self.folder / "results.json")
-        told: dict[str, Any] = {**scores.to_json(), "per_class": scores.per_class}
+        content: dict[str, Any] = {**scores.to_json(), "per_class": scores.per_class}
         with atomic_write(self.folder / "scores.json") as temporary:
-            temporary.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n")
+            temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -1,77 +1,72 @@
-"""The comparison table as text cells, shared by the terminal, report.md and report.html.
+"""The comparison table as text cells, shared by the terminal, report.md and report.html, and numbers as text.
 
-mIoU and AP are shown in points (hundredths); `drop` is the baseline's minus the row's, so a positive number is a loss.
-Columns of a metric that no row has are left out.
+mIoU and AP are shown in points (hundredths). `change` is the row's accuracy minus the baseline's: "+0.41" is a gain,
+"-0.41" a loss. Columns of a metric that no row has are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp4deploy.bench.records import ArtifactEntry
 
 SEMANTIC = (("mIoU", "miou"),)  # title and key of a metric
 INSTANCE = (("AP", "ap"), ("AP50", "ap50"))
-NUMERIC = frozenset({"size", "mIoU", "AP", "AP50", "drop", "p50 ms", "images/s"})
+NUMERIC = frozenset({"size", "mIoU", "AP", "AP50", "change", "p50 ms", "images/s"})
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
 
 
-def metrics(artifacts: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+def metrics(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, str], ...]:
     """Title and key of the metrics to show: mIoU, or AP and AP50, or all where a table has both kinds of models."""
-    instance = any(entry.get("ap") is not None for entry in artifacts)
-    semantic = any(entry["miou"] is not None for entry in artifacts)
+    instance = any(entry.ap is not None for entry in artifacts)
+    semantic = any(entry.miou is not None for entry in artifacts)
     return (SEMANTIC if semantic or not instance else ()) + (INSTANCE if instance else ())
 
 
-def head(artifacts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def head(artifacts: Sequence[ArtifactEntry]) -> tuple[str, ...]:
     """Titles of the columns."""
     titles = (title for title, _ in metrics(artifacts))
-    return ("model", "artefact", "backend", "precision", "size", *titles, "drop", "p50 ms", "images/s", "status")
+    return ("model", "artefact", "backend", "precision", "size", *titles, "change", "p50 ms", "images/s", "status")
 
 
-def accuracy(entry: dict[str, Any]) -> float | None:
-    """mIoU of a semantic model's entry, AP of an instance model's; of an artefact or of a model."""
-    return entry["miou"] if entry["miou"] is not None else entry.get("ap")
-
-
-def baseline_of(artifacts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def baseline_of(artifacts: Sequence[ArtifactEntry]) -> ArtifactEntry | None:
     """The row others are compared with: the FP16 control's first measured artefact, else the FP16 model's."""
     for model in BASELINES:
         for entry in artifacts:
-            if entry["model"] == model and accuracy(entry) is not None:
+            if entry.model == model and entry.accuracy is not None:
                 return entry
     return None
 
 
-def cells(
-    entry: dict[str, Any], baseline: float | None, shown: Sequence[tuple[str, str]] = SEMANTIC
-) -> tuple[str, ...]:
+def cells(entry: ArtifactEntry, baseline: float | None, shown: Sequence[tuple[str, str]] = SEMANTIC) -> tuple[str, ...]:
     """One row of the table, in the order of `head`; `shown`: the metrics."""
-    timed = entry["latency_ms"]
     return (
-        str(entry["model"]),
-        entry["path"],
-        entry["backend"],
-        entry["precision"],
-        size(entry["size_bytes"]),
-        *(points(entry.get(key)) for _, key in shown),
-        drop(accuracy(entry), baseline),
-        milliseconds(timed["p50"]) if timed else NONE,
-        rate(entry["images_per_s"]),
-        entry["status"],
+        str(entry.model),
+        entry.path,
+        entry.backend,
+        entry.precision,
+        size(entry.size_bytes),
+        *(points(getattr(entry, key)) for _, key in shown),
+        change(entry.accuracy, baseline),
+        milliseconds(entry.latency_ms.p50) if entry.latency_ms else NONE,
+        rate(entry.images_per_s),
+        entry.status,
     )
 
 
-def rows(artifacts: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+def rows(artifacts: Sequence[ArtifactEntry]) -> list[tuple[str, ...]]:
     """All rows of the table."""
     found = baseline_of(artifacts)
-    baseline, shown = accuracy(found) if found else None, metrics(artifacts)
+    baseline, shown = found.accuracy if found else None, metrics(artifacts)
     return [cells(entry, baseline, shown) for entry in artifacts]
 
 
-def network(model: dict[str, Any]) -> str:
+def network(scale: float, digits: bool) -> str:
     """The network of a model in words."""
-    return f"UNet of scale {model['scale']:g}{', digits' if model['digits'] else ''}"
+    return f"UNet of scale {scale:g}{', multi-term FP4 input' if digits else ''}"
 
 
 def points(value: float | None) -> str:
@@ -79,9 +74,26 @@ def points(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.2f}"
 
 
-def drop(value: float | None, baseline: float | None) -> str:
-    """Points lost against the baseline, signed: "+0.31" is a loss, "-0.05" a gain."""
-    return NONE if value is None or baseline is None else f"{100 * (baseline - value):+.2f}"
+def change(value: float | None, baseline: float | None) -> str:
+    """Points above the baseline, signed: "+0.05" is a gain, "-0.31" a loss, "0.00" neither."""
+    return NONE if value is None or baseline is None else signed(value - baseline)
+
+
+def signed(difference: float) -> str:
+    """0.0031 -> "+0.31", in points; what rounds to nothing has no sign."""
+    text = f"{100 * difference:+.2f}"
+    return "0.00" if text in ("+0.00", "-0.00") else text
+
+
+def change_in_words(metric: str, value: float, baseline: float) -> str:
+    """ "mIoU +0.41", "drop 0.31" or "no change", in points."""
+    text = signed(value - baseline)
+    return "no change" if text == "0.00" else f"{metric} {text}" if value > baseline else f"drop {text[1:]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """(1, "epoch") -> "1 epoch"; (3, "epoch") -> "3 epochs"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def size(count: int | None) -> str:
@@ -95,10 +107,10 @@ def size(count: int | None) -> str:
 
 
 def memory(name: str, found: dict[str, int]) -> str:
-    """A sentence about the bytes that `runtime_packed.memory` gives."""
+    """A sentence about the bytes that `runtimes.packed.memory` gives."""
     parts = [
         f"{what} {size(found[f'{kind}_bytes'])}, in FP16 {size(found[f'{kind}_bytes_fp16'])}"
-        for what, kind in (("weights", "weight"), ("images alive at once", "activation"))
+        for what, kind in (("weights", "weight"), ("activations alive at once", "activation"))
     ]
     return f"{name}: {'; '.join(parts)}."
 
@@ -127,4 +139,5 @@ def duration(seconds: float) -> str:
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A Markdown table; columns named in `NUMERIC` are right-aligned."""
     rule = ["---:" if name in NUMERIC else "---" for name in head]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *body)) + "\n"
+    lines = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, rule, *body))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -18,7 +18,7 @@ from fp4deploy.runs import Run
 
 
 class Oracle:
-    """Answers with the truth of the validation split, in its order; with `wrong` for the pixels it is told to miss."""
+    """Predicts the truth of the validation split, in its order; `shift` is added to every class id."""
 
     name, device, precision = "oracle", "nowhere", "FP32"
 

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from fp4deploy.bench import tables
+from fp4deploy.bench.records import ArtifactEntry, Quantiles
 
 
-def entry(model: str, miou: float | None, path: str = "x.onnx") -> dict[str, Any]:
-    return {
-        "model": model, "path": path, "backend": "b", "precision": "p", "size_bytes": 1234567, "miou": miou,
-        "latency_ms": {"p50": 2.345, "p90": 3, "p99": 4}, "images_per_s": 426.4, "status": "ok",
-    }  # fmt: skip
+def entry(model: str, miou: float | None, path: str = "x.onnx") -> ArtifactEntry:
+    return ArtifactEntry(
+        model=model, path=path, backend="b", precision="p", size_bytes=1234567, miou=miou,
+        latency_ms=Quantiles(p50=2.345, p90=3, p99=4), images_per_s=426.4, status="ok",
+    )  # fmt: skip
 
 
 def test_rows_against_fp16() -> None:
     first, second = tables.rows([entry("fp16", 0.81234), entry("nvfp4", 0.81)])
-    assert first == ("fp16", "x.onnx", "b", "p", "1.23 MB", "81.23", "+0.00", "2.35", "426", "ok")
-    assert second[5:7] == ("81.00", "+0.23")
+    assert first == ("fp16", "x.onnx", "b", "p", "1.23 MB", "81.23", "0.00", "2.35", "426", "ok")
+    assert second[5:7] == ("81.00", "-0.23")
 
 
 def test_the_control_is_the_fairer_baseline() -> None:
     rows = tables.rows([entry("fp16", 0.8), entry("nvfp4", 0.82), entry("fp16_control", 0.83)])
-    assert [row[6] for row in rows] == ["+3.00", "+1.00", "+0.00"]
+    assert [row[6] for row in rows] == ["-3.00", "-1.00", "0.00"]
 
 
 def test_rows_without_numbers() -> None:
-    idle = entry("nvfp4", None) | {"latency_ms": None, "images_per_s": None, "status": "built, not run"}
+    idle = ArtifactEntry(path="x.plan", status="built, not run")
     assert tables.rows([idle])[0][5:] == ("–", "–", "–", "–", "built, not run")
 
 
@@ -51,6 +50,24 @@ def test_markdown_aligns_numbers_right() -> None:
     assert tables.markdown(("model", "mIoU"), [("a", "1")]) == "| model | mIoU |\n| --- | ---: |\n| a | 1 |\n"
 
 
+def test_a_cell_stays_in_its_column() -> None:
+    assert tables.markdown(("class",), [("a|b\nc",)]) == "| class |\n| --- |\n| a\\|b c |\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "cell", "words"),
+    [(0.5041, "+0.41", "mIoU +0.41"), (0.4959, "-0.41", "drop 0.41"), (0.5, "0.00", "no change"),
+     (0.49999, "0.00", "no change"), (0.50001, "0.00", "no change")],
+)  # fmt: skip
+def test_a_gain_is_positive_and_nothing_has_no_sign(value: float, cell: str, words: str) -> None:
+    assert tables.change(value, 0.5) == cell
+    assert tables.change_in_words("mIoU", value, 0.5) == words
+
+
+def test_one_is_singular() -> None:
+    assert [tables.counted(count, "epoch") for count in (0, 1, 2)] == ["0 epochs", "1 epoch", "2 epochs"]
+
+
 def test_a_network_in_words() -> None:
-    assert tables.network({"scale": 0.25, "digits": False}) == "UNet of scale 0.25"
-    assert tables.network({"scale": 1.0, "digits": True}) == "UNet of scale 1, digits"
+    assert tables.network(0.25, False) == "UNet of scale 0.25"
+    assert tables.network(1.0, True) == "UNet of scale 1, multi-term FP4 input"

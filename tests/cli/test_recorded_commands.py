@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fp4deploy.bench.commands import FILE, recorded
-from fp4deploy.report.run_data import read_run
+from fp4deploy.report.run_folder import read_run
 from fp4deploy.runs import Run
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 
@@ -31,26 +31,34 @@ def test_commands_and_machines_of_a_run(
         assert result.exit_code == 0, result.stderr
     run = Run(tmp_path / "my run")
     first, second = recorded(run)
-    assert first["command"].startswith(f"fp4deploy train --data {shapes} --models fp16 --out 'my run' --set")
-    assert second["command"] == f"fp4deploy train --data {shapes} --out 'my run' --resume"
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", first["at"])
-    facts = read_run(run)
-    assert facts["commands"] == [first["command"], second["command"]]
-    assert facts["commands_recorded"]
-    assert facts["environment"] == second["environment"]
+    assert first.command.startswith(f"fp4deploy train --data {shapes} --models fp16 --out 'my run' --set")
+    assert second.command == f"fp4deploy train --data {shapes} --out 'my run' --resume"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", str(first.at))
+    found = read_run(run)
+    assert found.commands == [first.command, second.command]
+    assert found.commands_recorded
+    assert found.environment == second.environment
     page = tmp_path / "page.html"
     assert invoke("report", "my run", "--out", page).exit_code == 0
     text = page.read_text()
-    assert "--out &#x27;my run&#x27; --resume" in text
+    assert "--out &#39;my run&#39; --resume" in text
     assert "was not recorded" not in text
 
 
-@pytest.mark.parametrize("line", ["", "{", "[]", "{}", '{"command": 3}', '{"command": "x", "environment": {}}'])
+UNTYPED = (
+    '{"command": "x", "environment": {"gpus": [], "packages": {}, "cpu": "a", "cores": "<img>", "platform": "b", '
+    '"python": "3"}}'
+)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", "{}", '{"command": 3}', '{"command": "x", "environment": {}}', UNTYPED]
+)
 def test_a_damaged_line_is_left_out(tmp_path: Path, line: str) -> None:
     machine = {"gpus": [], "packages": {}, "cpu": "a", "cores": 1, "platform": "b", "python": "3"}
     good = {"at": "now", "command": "fp4deploy train", "environment": machine}
     (tmp_path / FILE).write_text(f"{line}\n{json.dumps(good)}\n")
-    assert recorded(Run(tmp_path)) == [good]
+    assert [found.model_dump(exclude_none=True) for found in recorded(Run(tmp_path))] == [good]
     (tmp_path / FILE).unlink()
     assert recorded(Run(tmp_path)) == []
 
@@ -71,7 +79,7 @@ def test_two_processes_make_one_run(shapes: Path, tmp_path: Path) -> None:
     assert done.stderr.count("Run folder:") == 1
     assert done.stdout.count("fp16: best mIoU") == 1
     (entry,) = recorded(Run(folder))
-    assert entry["command"].startswith(f"torchrun --nproc-per-node 2 -m fp4deploy.cli train --data {shapes}")
+    assert entry.command.startswith(f"torchrun --nproc-per-node 2 -m fp4deploy.cli train --data {shapes}")
     (line,) = (folder / "fp16" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 2  # 16 images, 4 a process
 

@@ -21,12 +21,12 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def run(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
-    """A run of both models, looked at every second step."""
+    """A run of both models, sampled at every second step."""
     folder = tmp_path_factory.mktemp("telemetry") / "run"
     command = ("train", "--data", str(shapes), "--out", str(folder), "--telemetry-every", "2", *TINY)
     result = CliRunner().invoke(app, command, prog_name="fp4deploy")
     assert result.exit_code == 0, result.stderr
-    assert "files of heatmaps under" in result.stderr
+    assert "heatmap files under" in result.stderr
     return folder
 
 
@@ -45,7 +45,7 @@ def test_train_tracks_and_draws(run: Path) -> None:
     assert yaml.safe_load((run / "config.yaml").read_text())["telemetry"]["every"] == 2
 
 
-def test_plots_are_drawn_again_from_the_files(run: Path, invoke: Invoke) -> None:
+def test_heatmaps_are_redrawn_from_the_files(run: Path, invoke: Invoke) -> None:
     target = run / "plots" / "heatmaps" / "nvfp4" / "weights" / "dequantized" / "semantic_sqnr_db.json"
     before = target.read_bytes()
     shutil.rmtree(run / "plots")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,20 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_VALUES
 from fp4deploy.qat import QuantSpec, Recipe, load_model, prepare, quantized_layers
 from fp4deploy.qat.telemetry.collect import contracted_axis, window
-from fp4deploy.report.figures.heatmap_files import COUNT, SIGNED, Heatmap, save_heatmap, save_script
-from fp4deploy.report.figures.heatmaps import (
+from fp4deploy.report.figures.heatmap import COUNT, SIGNED, Heatmap, save_heatmap
+from fp4deploy.report.figures.heatmap_page import save_script
+from fp4deploy.report.figures.telemetry import (
     STATISTICS,
     draw_heatmaps,
     heatmap_folder,
-    quantized_weight,
+    read_snapshots,
     telemetry_pictures,
 )
+from fp4deploy.report.figures.weights import quantized_weight
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
 from fp4deploy.train.logging.telemetry import read_gradients
-from fp4deploy.train.logging.trackers import SAMPLE, read_entries
+from fp4deploy.train.logging.trackers import FILE, SAMPLE, read_entries
 
 SETTINGS = [
     "model.scale=0.125",
@@ -83,23 +87,23 @@ def test_the_hierarchy_of_the_contract(drawn: Path) -> None:
 
 
 def test_the_numbers_are_those_that_were_tracked(trained: Run, drawn: Path) -> None:
-    looks = [e for e in read_entries(trained.model_dir("nvfp4") / "telemetry.jsonl") if e.kind == SAMPLE]
-    assert [entry.step for entry in looks] == [1, 2]
+    snapshots = [e for e in read_entries(trained.model_dir("nvfp4") / "telemetry.jsonl") if e.kind == SAMPLE]
+    assert [entry.step for entry in snapshots] == [1, 2]
     checked = 0
     for path in drawn.rglob("semantic_*.json"):
         found = numbers(path)
         if "statistic" not in found:
             continue
-        assert found["columns"] == [str(entry.step) for entry in looks]
+        assert found["columns"] == [str(entry.step) for entry in snapshots]
         for layer, values in zip(found["rows"], found["values"], strict=True):
-            for entry, value in zip(looks, values, strict=True):
+            for entry, value in zip(snapshots, values, strict=True):
                 tracked = entry.layers[layer][found["tensor"]][found["statistic"]]
                 assert value == (None if tracked is None else tracked * found["factor"])
                 checked += 1
     assert checked > 1000
     occupancy = numbers(drawn / "weights" / "quantized" / "semantic_occupancy.json")
     for layer, values in zip(occupancy["rows"], occupancy["values"], strict=True):
-        assert occupancy["counts"][layer] == looks[-1].codes[layer]["weight"]
+        assert occupancy["counts"][layer] == snapshots[-1].codes[layer]["weight"]
         assert sum(values) == pytest.approx(100)
         first = occupancy["columns"].index("-6")
         assert values[first] == 100 * occupancy["counts"][layer][15] / sum(occupancy["counts"][layer])
@@ -146,13 +150,72 @@ def test_pages_share_one_script_and_need_no_network(drawn: Path) -> None:
     script = drawn.parent / "plotly.min.js"
     assert script.stat().st_size > 1 << 20
     assert len(list(drawn.parent.rglob("*.js"))) == 1
-    for page in drawn.rglob("*.html"):
-        text = page.read_text()
+    for path in drawn.rglob("*.html"):
+        text = path.read_text()
         sources = re.findall(r'src="([^"]+)"', text)
         assert len(sources) == 1
-        assert (page.parent / sources[0]).resolve() == script.resolve()
+        assert (path.parent / sources[0]).resolve() == script.resolve()
         assert "http" not in text
-        assert page.stat().st_size < 1 << 20
+        assert path.stat().st_size < 1 << 20
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)><b>"
+
+
+class Elements(HTMLParser):
+    """The tags of a page, and the contents of its scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag == "script" and data.strip():
+            self.scripts.append(data)
+
+
+def elements(path: Path) -> Elements:
+    found = Elements()
+    found.feed(path.read_text())
+    return found
+
+
+def snapshot(layer: str, **statistics: Any) -> str:
+    tensors = {"weight": {"kurtosis": 3.0, **statistics}}
+    return json.dumps({"kind": SAMPLE, "step": 1, "epoch": 1, "values": {}, "layers": {layer: tensors}}) + "\n"
+
+
+def test_names_of_layers_never_become_markup(tmp_path: Path) -> None:
+    """Neither for the browser nor for plotly.js, which reads some tags in labels."""
+    run = create_run(tmp_path / "run")
+    file = run.model_dir("nvfp4") / FILE
+    file.parent.mkdir()
+    plain = "decoder.conv1"
+    file.write_text(snapshot(plain))
+    draw_heatmaps(run, "nvfp4")
+    page = heatmap_folder(run, "nvfp4") / "weights" / "prequantize" / "semantic_kurtosis.html"
+    before = elements(page)
+    file.write_text(snapshot(HOSTILE))
+    draw_heatmaps(run, "nvfp4")
+    after = elements(page)
+    assert "img" not in after.tags
+    assert after.tags == before.tags
+    assert len(after.scripts) == len(before.scripts)
+    label = json.dumps([html.escape(HOSTILE, quote=False)])[1:-1].replace("/", "\\u002f")
+    assert label in after.scripts[-1], "the name as text: entities for plotly.js, no slash for the browser"
+    assert numbers(page.with_suffix(".json"))["rows"] == [HOSTILE]
+
+
+def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    file = run.model_dir("nvfp4") / FILE
+    file.parent.mkdir()
+    file.write_text(snapshot("good") + snapshot("bad", std=HOSTILE) + snapshot("worse", std={}))
+    assert [list(found.layers) for found in read_snapshots(run, "nvfp4")] == [["good"]]
 
 
 def test_a_run_without_weights_or_telemetry(trained: Run, tmp_path: Path) -> None:
@@ -202,13 +265,13 @@ AWKWARD = {
 @pytest.mark.parametrize("colours", [SIGNED, COUNT])
 def test_awkward_values_are_drawn(name: str, colours: str, tmp_path: Path) -> None:
     values = AWKWARD[name]
-    rows, columns = [f"</script><b>{at}" for at in range(len(values))], [str(at) for at in range(len(values[0]))]
-    heatmap = Heatmap("a & b <c>", "note", rows, columns, "r", "c", values, "unit", colours, log=True)
+    rows, columns = [f"{HOSTILE}{at}$" for at in range(len(values))], [str(at) for at in range(len(values[0]))]
+    heatmap = Heatmap("a & $b <c>", HOSTILE, rows, columns, "r", "c", values, "unit", colours, log=True)
     save_script(tmp_path / "plotly.min.js")
     paths = save_heatmap(heatmap, tmp_path / "deep" / "task_a.b", tmp_path / "plotly.min.js")
     assert sorted(path.name for path in paths) == ["task_a.b.html", "task_a.b.json", "task_a.b.png"]
     assert numbers(paths[0])["values"] == values
-    assert paths[1].read_text().count("</script>") == 2
+    assert {"img", "b", "c"}.isdisjoint(elements(paths[1]).tags)
     with Image.open(paths[2]) as picture:
         assert picture.width > 200
     low, high, _ = heatmap.limits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,22 @@ import numpy as np
 import pytest
 
 from fp4deploy.bench.artifact import ArtifactResult
+from fp4deploy.bench.environment import environment
 from fp4deploy.bench.latency import Latency
-from fp4deploy.report import run as report
-from fp4deploy.report.figures.curves import draw_curves, history
-from fp4deploy.report.figures.overlays import PALETTE, VOID, colours, draw_overlays, tinted
-from fp4deploy.report.run_html import render_html
+from fp4deploy.bench.records import Machine
+from fp4deploy.report.collect import collect
+from fp4deploy.report.figures.curves import draw_curves
+from fp4deploy.report.figures.overlays import PALETTE, VOID, Overlay, colours, draw_overlays, tinted
+from fp4deploy.report.history import Epoch, history
+from fp4deploy.report.html import Pictures, render_html
+from fp4deploy.report.markdown import render_markdown
+from fp4deploy.report.model import Measurement, ReportData, StageTime
+from fp4deploy.report.run_folder import read_run
+from fp4deploy.report.summary import summary
 from fp4deploy.runs import Run
 
 TIMED = Latency(p50=2.0, p90=3.0, p99=4.0, batch=1, runs=9, device="a CPU")
+HOSTILE = "</style></script><img src=x onerror=alert(1)>"
 
 
 def row(path: str, model: str, miou: float | None, size: int) -> ArtifactResult:
@@ -30,104 +39,171 @@ def row(path: str, model: str, miou: float | None, size: int) -> ArtifactResult:
 
 
 @pytest.fixture
-def facts(untrained: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(report, "_fine_tuned", lambda run: True)
+def report(untrained: Run, shapes: Path) -> ReportData:
     rows = [
-        row(f"{untrained.path}/fp16/best.safetensors", "fp16", 0.81, 4000),
-        row(f"{untrained.path}/export/unet-fp16.onnx", "fp16", 0.81, 2000),
-        row(f"{untrained.path}/engines/unet-fp16.plan", "fp16", None, 3000),
-        row(f"{untrained.path}/nvfp4/best.safetensors", "nvfp4", 0.80, 4000),
-        row(f"{untrained.path}/export/unet.onnx", "nvfp4", 0.80, 600),
-        row(f"{untrained.path}/engines/unet.plan", "nvfp4", None, 1200),
+        row("fp16/best.safetensors", "fp16", 0.81, 4000),
+        row("export/unet-fp16.onnx", "fp16", 0.81, 2000),
+        row("engines/unet-fp16.plan", "fp16", None, 3000),
+        row("nvfp4/best.safetensors", "nvfp4", 0.80, 4000),
+        row("export/unet.onnx", "nvfp4", 0.80, 600),
+        row("engines/unet.plan", "nvfp4", None, 1200),
     ]
-    journal = report.Journal([("train", 95.0)], ["a <remark>"], ["fp4deploy run --demo"])
-    return report.collect(untrained, rows, shapes, journal)
+    measurement = Measurement(
+        data=str(shapes),
+        artifacts=[result.entry() for result in rows],
+        stages=[StageTime(stage="train", seconds=95.0)],
+        remarks=["a <remark>"],
+        commands=["fp4deploy run --demo"],
+        environment=Machine.model_validate(environment()),
+    )
+    config = untrained.path / "config.yaml"
+    config.write_text("train: {epochs: 0, finetune_epochs: 0}\n")
+    try:
+        found = collect(untrained, read_run(untrained, measurement=measurement))
+    finally:
+        config.unlink()
+    models = {name: model.model_copy(update={"epochs": 3}) for name, model in found.models.items()}
+    return found.model_copy(update={"models": models, "remarks": ["a <remark>"]})
 
 
-def test_the_contract(facts: dict[str, Any]) -> None:
-    assert facts.keys() >= {"models", "artifacts", "environment"}
-    assert list(facts["models"]) == ["fp16", "nvfp4"]
-    assert facts["artifacts"][1]["path"] == "export/unet-fp16.onnx"
-    assert facts["environment"].keys() >= {"python", "cpu", "cores", "gpus", "packages"}
-    assert facts["models"]["nvfp4"]["miou"] == 0.80
-    json.dumps(facts, allow_nan=False)
+def with_models(report: ReportData, **accuracies: float | None) -> ReportData:
+    """The report with other values of mIoU; the control is a copy of FP16."""
+    known = {"fp16_control": report.models["fp16"], **report.models}
+    models = {name: known[name].model_copy(update={"miou": miou}) for name, miou in accuracies.items()}
+    return report.model_copy(update={"models": {**report.models, **models}})
 
 
-def test_a_model_trained_longer_is_said_to_be(facts: dict[str, Any]) -> None:
-    assert "epochs longer, which alone helps" in " ".join(report.summary(facts))
-    control = {**facts["models"], "fp16_control": {**facts["models"]["fp16"], "miou": 0.82}}
-    text = " ".join(report.summary({**facts, "models": control}))
+def test_the_contract(report: ReportData) -> None:
+    found = report.to_json()
+    assert found.keys() >= {"models", "artifacts", "environment"}
+    assert list(found["models"]) == ["fp16", "nvfp4"]
+    assert found["artifacts"][1]["path"] == "export/unet-fp16.onnx"
+    assert found["environment"].keys() >= {"python", "cpu", "cores", "gpus", "packages"}
+    assert found["models"]["nvfp4"]["miou"] == 0.80
+    assert found["sizes"] == {".safetensors": [4000, 4000], ".onnx": [600, 2000], ".plan": [1200, 3000]}
+    assert ReportData.model_validate_json(json.dumps(found, allow_nan=False)) == report
+
+
+def test_a_model_trained_longer_is_said_to_be(report: ReportData) -> None:
+    assert "NVFP4 was trained 3 epochs longer, which alone helps" in " ".join(summary(report))
+    text = " ".join(summary(with_models(report, fp16_control=0.82)))
     assert "against the FP16 control" in text
     assert "longer" not in text
-    assert "longer" not in " ".join(report.summary({**facts, "fine_tuned": False}))
+    assert "longer" not in " ".join(summary(report.model_copy(update={"fine_tuned": False})))
 
 
-def test_the_summary_is_made_of_measured_numbers(facts: dict[str, Any]) -> None:
-    text = " ".join(facts["summary"])
+def test_the_summary_is_made_of_measured_numbers(report: ReportData) -> None:
+    text = " ".join(report.summary)
     assert "NVFP4 loses 1.00 points of mIoU against FP16 (80.00 and 81.00)." in text
-    assert "0.30 of the bytes" in text
-    assert "0.40 of the bytes" in text
+    assert "Its ONNX file has 600 B, 30 % of FP16's 2 kB." in text
+    assert "Its engine has 1.2 kB, 40 % of FP16's 3 kB" in text
     assert "cannot run the engines" in text
 
 
-def test_the_summary_compares_with_the_control_where_there_is_one(facts: dict[str, Any]) -> None:
-    facts["models"]["fp16_control"] = {**facts["models"]["fp16"], "miou": 0.79}
-    assert report.summary(facts)[0].startswith("NVFP4 gains 1.00 points of mIoU against the FP16 control")
+@pytest.mark.parametrize(
+    ("nvfp4", "said"),
+    [
+        (0.80, "NVFP4 gains 1.00 points of mIoU against the FP16 control"),
+        (0.78, "NVFP4 loses 1.00 points of mIoU against the FP16 control"),
+        (0.790001, "NVFP4 reaches the same mIoU as the FP16 control (79.00 and 79.00)."),
+    ],
+)
+def test_the_summary_compares_with_the_control_where_there_is_one(report: ReportData, nvfp4: float, said: str) -> None:
+    assert summary(with_models(report, fp16_control=0.79, nvfp4=nvfp4))[0].startswith(said)
 
 
-def test_no_accuracy_no_claim(facts: dict[str, Any]) -> None:
-    facts["models"]["nvfp4"]["miou"] = None
-    assert "mIoU" not in " ".join(report.summary(facts))
+def test_no_accuracy_no_claim(report: ReportData) -> None:
+    assert "mIoU" not in " ".join(summary(with_models(report, nvfp4=None)))
 
 
-def test_markdown(facts: dict[str, Any]) -> None:
-    text = report.render_markdown(facts)
-    assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | +1.00 | 2 | 500 | ok |" in text
+def test_markdown(report: ReportData) -> None:
+    text = render_markdown(report)
+    assert "| nvfp4 | export/unet.onnx | test | NVFP4 | 600 B | 80.00 | -1.00 | 2 | 500 | ok |" in text
     assert "| nvfp4 | engines/unet.plan | test | NVFP4 | 1.2 kB | – | – | – | – | built, not run |" in text
     assert "| cat | – | – |" in text
     assert "a <remark>" in text
 
 
-def test_html_escapes_what_it_is_given(facts: dict[str, Any]) -> None:
-    page = render_html(facts, "<svg></svg>", [])
+@pytest.mark.parametrize(("nvfp4", "said"), [(0.80, "drop 1.00 against FP16"), (0.82, "mIoU +1.00 against FP16")])
+def test_the_page_says_drop_of_a_loss_alone(report: ReportData, nvfp4: float, said: str) -> None:
+    page = render_html(with_models(report, nvfp4=nvfp4), Pictures())
+    assert said in page
+    assert "drop -" not in page
+
+
+def test_html_escapes_what_it_is_given(report: ReportData) -> None:
+    page = render_html(report, Pictures())
     assert "no &lt;GPU&gt; here" in page
     assert "a &lt;remark&gt;" in page
     assert "<GPU>" not in page
     assert "<remark>" not in page
 
 
-def test_html_shows_telemetry_where_there_is_some(facts: dict[str, Any]) -> None:
-    assert "Telemetry" not in render_html(facts, None, [])
-    page = render_html(facts, None, [], [("nvfp4: codes <that> changed", "data:image/png;base64,AAAA")])
+def test_no_string_of_a_report_becomes_markup(report: ReportData) -> None:
+    """Every string of report.json, one after another, and the captions of pictures."""
+    tree = report.to_json()
+    model = tree["models"].pop("fp16")
+    tree["models"][HOSTILE] = model
+    model["per_class"] = {HOSTILE: 0.5}
+
+    def spoiled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: spoiled(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [spoiled(item) for item in value]
+        return HOSTILE if isinstance(value, str) and value not in ("semantic", "measured") else value
+
+    engine = {
+        "engine": HOSTILE, "model": "nvfp4", "built": HOSTILE, "statement": "", "summary": HOSTILE,
+        "fp4_mac_share": 0.5, "counts": {HOSTILE: 1}, "columns": [HOSTILE], "layers": [[HOSTILE]],
+    }  # fmt: skip
+    hostile = ReportData.model_validate({**spoiled(tree), "ledgers": [engine]})
+    overlay = Overlay(HOSTILE, {HOSTILE: "data:image/png;base64,AAAA"}, 0.5, True)
+    page = render_html(hostile, Pictures("data:image/svg+xml;base64,AAAA", [(HOSTILE, HOSTILE)], [overlay]))
+    assert "<img src=x" not in page
+    assert page.count("</style>") == 1
+    assert "</script>" not in page
+    assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 30
+
+
+def test_html_shows_telemetry_where_there_is_some(report: ReportData) -> None:
+    assert "Telemetry" not in render_html(report, Pictures())
+    heatmaps = [("nvfp4: codes <that> changed", "data:image/png;base64,AAAA")]
+    page = render_html(report, Pictures(heatmaps=heatmaps))
     assert "<h2>Telemetry</h2>" in page
     assert 'src="data:image/png;base64,AAAA"' in page
     assert "codes &lt;that&gt; changed" in page
 
 
-def test_html_needs_no_network_and_no_script(facts: dict[str, Any]) -> None:
-    page = render_html(facts, None, [])
+def test_html_needs_no_network_and_no_script(report: ReportData) -> None:
+    page = render_html(report, Pictures())
     assert "http://" not in page
     assert "https://" not in page
     assert "<script" not in page
     assert "@import" not in page
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">', page)
+    allowed = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert allowed["default-src"] == "'none'"
+    assert allowed["img-src"] == "data:"
+    assert "script-src" not in allowed
 
 
 def test_history_skips_a_line_cut_short(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.model_dir("fp16").mkdir()
     (run.model_dir("fp16") / "metrics.jsonl").write_text('{"epoch": 1, "miou": 0.5}\n{"epoch": 2, "mi')
-    assert history(run, "fp16") == [{"epoch": 1, "miou": 0.5}]
+    assert history(run, "fp16") == [Epoch(epoch=1, miou=0.5)]
     assert history(run, "nvfp4") == []
 
 
 def test_curves() -> None:
-    epochs = [{"epoch": number, "loss": 1 / number, "miou": 0.5} for number in (1, 2, 3)]
+    epochs = [Epoch(epoch=number, loss=1 / number, miou=0.5) for number in (1, 2, 3)]
     svg = draw_curves({"fp16": epochs, "nvfp4": epochs[:1]}, fine_tuned=True)
     assert svg is not None
     assert svg.startswith("<svg")
     assert svg == draw_curves({"fp16": epochs, "nvfp4": epochs[:1]}, fine_tuned=True), "the same picture every time"
     assert draw_curves({"fp16": []}, fine_tuned=True) is None
-    unscored = [{**entry, "miou": None} for entry in epochs[:2]]
+    unscored = [epoch.model_copy(update={"miou": None}) for epoch in epochs[:2]]
     assert draw_curves({"fp16": [*unscored, epochs[2]]}, fine_tuned=False) is not None
 
 

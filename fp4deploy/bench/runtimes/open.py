@@ -1,7 +1,7 @@
-"""One face for everything that can answer an image: ONNX Runtime, torch, packed, TensorRT, TensorRT-RTX.
+"""`open_runtime`: one interface to everything that runs a network: ONNX Runtime, torch, packed, TensorRT, TensorRT-RTX.
 
-A runtime takes normalised images float32 [N, 3, H, W] and gives logits float32 [N, classes, H, W], both in the memory
-of the CPU, whatever it computes in; so accuracy is measured by the same code for every artefact. Its `time` measures
+A runtime takes normalised images float32 [N, 3, H, W] and gives logits float32 [N, classes, H, W], both in host
+memory, whatever it computes in; so accuracy is measured by the same code for every artefact. Its `time` measures
 the network alone: input and output stay where the runtime computes (CUDA events on a GPU, a clock on a CPU).
 
 | file | runtime | where |
@@ -9,7 +9,7 @@ the network alone: input and output stay where the runtime computes (CUDA events
 | `.onnx` | ONNX Runtime; canonical FP4 files through the portable lowering, in memory | CPU |
 | `.safetensors` | torch with fake quantisation; fp16 autocast on CUDA, FP32 on the CPU | CUDA or CPU |
 | `.fp4` | packed NVFP4 kernels; on the CPU the same numbers, decoded in torch | CUDA or CPU |
-| `.plan` | the library that built it, as its ledger says; without a ledger, the first that loads it | CUDA |
+| `.plan` | the library that built it, named by its ledger; without a ledger, by its first bytes | CUDA |
 """
 
 from __future__ import annotations

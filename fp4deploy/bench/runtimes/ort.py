@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU: portable files as they are, canonical files through the portable lowering in memory.
 
-ONNX Runtime has no FP4 kernels, so the lowering spells NVFP4 in standard operators of FP32 and INT8: the numbers are
-those of the contract, the speed is that of an emulation.
+ONNX Runtime has no FP4 kernels, so the lowering decomposes NVFP4 into standard operators of FP32 and INT8: the numbers
+are those of docs/numerics.md, the speed is that of an emulation.
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ def onnx_card(model: onnx.ModelProto, path: Path) -> ModelCard:
 
 
 def is_canonical(model: onnx.ModelProto) -> bool:
-    """Whether this is the FP16 source of truth rather than the FP32 portable twin."""
+    """Whether this is the canonical FP16 graph rather than the decomposed FP32 one."""
     return model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16

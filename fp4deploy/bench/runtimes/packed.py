@@ -1,8 +1,7 @@
 """Packed networks (`.fp4`): on a GPU as one CUDA graph of packed kernels, on the CPU decoded in torch.
 
 Normalised images go in as FP32 and are rounded where the network computes (FP16 on a GPU, FP32 on the CPU). Besides
-accuracy and latency such a file tells how much memory its weights and its images take, and an FP16 model's, from the
-graph alone.
+accuracy and latency, the memory of weights and activations is known from the graph alone, here and in FP16.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class PackedRuntime:
 
 
 def memory(file: PackedFile, batch: int = 1) -> dict[str, int]:
-    """Bytes of weights and of the images alive at once, of this file and of its model in FP16."""
+    """Bytes of weights and of the activations alive at once, of this file and of its model in FP16."""
     size = (file.card.height, file.card.width, batch)
     return {
         "weight_bytes": file.weight_bytes,

@@ -1,4 +1,4 @@
-"""What every runtime offers, whatever runs behind it."""
+"""The Protocol of every runtime: what `evaluate` and `latency` call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Runtime(Protocol):
 
     @property
     def card(self) -> ModelCard:
-        """Input contract; `class_names` is empty where the file does not tell."""
+        """Input contract; `class_names` is empty where the file does not name them."""
         ...
 
     def infer(self, images: Array) -> Array:

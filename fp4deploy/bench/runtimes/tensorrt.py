@@ -50,19 +50,19 @@ class TensorRtRuntime:
         self.precision = {"nvfp4": "NVFP4", "fp16": "FP16"}.get(self.card.precision, self.card.precision)
 
     def infer(self, images: Array) -> Array:
-        """Logits float32 [N, classes, H, W]; more images than the engine's largest batch run in turns."""
+        """Logits float32 [N, classes, H, W]; more images than the engine's largest batch run batch by batch."""
         largest = self._engine.get_tensor_profile_shape(self._input, 0)[2][0]
         return np.concatenate([self._run(images[i : i + largest]) for i in range(0, len(images), largest)])
 
     def _run(self, images: Array) -> Array:
-        _given, answer = self._bind(torch.from_numpy(images))  # held by name while the engine reads it by address
+        _given, output = self._bind(torch.from_numpy(images))  # _given stays alive: the engine reads it by address
         self._launch()
         self._stream.synchronize()
-        return answer.float().cpu().numpy()
+        return output.float().cpu().numpy()
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds between two CUDA events around `execute_async_v3`."""
-        _given, _answer = self._bind(torch.from_numpy(images))
+        _given, _output = self._bind(torch.from_numpy(images))
         return time_cuda(self._launch, self._stream, warmup, iterations, max_seconds)
 
     def _bind(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

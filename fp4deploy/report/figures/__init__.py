@@ -1,1 +1,1 @@
-"""Pictures of reports: curves, overlays, heatmaps."""
+"""Figures of reports: curves, predictions, heatmaps."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, NumberedEvalTransform, instance_set
@@ -31,7 +30,7 @@ def draw_instance_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]
     assert card.head is not None
     dataset = instance_set(card, data, numbered=True)
     transform = NumberedEvalTransform(card.height, card.width, card.mean, card.std)
-    answers: list[_Answer] = []
+    predictions: list[_Prediction] = []
     for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
         sample = dataset.load(index)
         assert sample.instances is not None
@@ -43,15 +42,18 @@ def draw_instance_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]
             for output, model in zip(outputs, models, strict=True)
         )
         void = sample.mask == IGNORE
-        answers.append(_Answer(sample.name, sample.image, sample.instances, void, first, second))
-    worst = max(answers, key=lambda answer: answer.differing)
-    rich = sorted((answer for answer in answers if answer is not worst), key=lambda answer: -int(answer.truth.max()))
-    return [answer.draw(answer is worst) for answer in (*rich[: SHOWN - 1], worst)]
+        predictions.append(_Prediction(sample.name, sample.image, sample.instances, void, first, second))
+    worst = max(predictions, key=lambda prediction: prediction.differing)
+    rich = sorted(
+        (prediction for prediction in predictions if prediction is not worst),
+        key=lambda prediction: -int(prediction.truth.max()),
+    )
+    return [prediction.draw(prediction is worst) for prediction in (*rich[: SHOWN - 1], worst)]
 
 
 @dataclass(frozen=True, eq=False)
-class _Answer:
-    """What both models say about one image [H, W, 3]; maps [H, W] of numbers of objects."""
+class _Prediction:
+    """What both models predict for one image [H, W, 3]; maps [H, W] of numbers of objects."""
 
     name: str
     image: Pixels
@@ -74,9 +76,8 @@ class _Answer:
             "NVFP4": draw_instances(self.image, self.second),
             "difference": grey,
         }
-        return Overlay(
-            self.name, {title: png_uri(_small(pixels)) for title, pixels in pictures.items()}, self.differing, worst
-        )
+        uris = {title: png_uri(pixels, LARGEST) for title, pixels in pictures.items()}
+        return Overlay(self.name, uris, self.differing, worst)
 
 
 def different(first: Ids, second: Ids) -> NDArray[np.bool_]:
@@ -89,9 +90,3 @@ def different(first: Ids, second: Ids) -> NDArray[np.bool_]:
     same[0], same[:, 0] = False, False
     same[0, 0] = True
     return ~same[first, second]
-
-
-def _small(pixels: Pixels) -> Pixels:
-    image = Image.fromarray(pixels)
-    image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
-    return np.asarray(image)

@@ -21,6 +21,7 @@ from fp4deploy.data import IGNORE, EvalTransform, validation_set
 
 CANDIDATES = 16
 SHOWN = 4
+MOST_RUNS = 4  # of a comparison: columns of predictions and of heatmaps that stay legible
 TINT = 0.6
 DIFFERENCE = (214, 51, 108)
 VOID = (160, 160, 160)
@@ -34,8 +35,16 @@ Palette = list[tuple[int, int, int] | None]
 
 
 @dataclass(frozen=True)
+class PictureRow:
+    """One image or statistic of several runs: caption, and (title, data URI) of its pictures."""
+
+    caption: str
+    pictures: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
 class Overlay:
-    """One validation image and what both models say; every picture is a PNG data URI."""
+    """One validation image and what both models predict; every picture is a PNG data URI."""
 
     name: str
     pictures: dict[str, str]
@@ -63,22 +72,24 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     transform = EvalTransform(card.height, card.width, card.mean, card.std)
     palette = colours(len(card.class_names), card.background)
     mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (card.mean, card.std))
-    found: list[_Answer] = []
+    found: list[_Prediction] = []
     for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
         sample = dataset.load(index)
         tensor, mask = transform(sample)
         normalised = tensor.numpy()
         image = ((normalised * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
         first, second = (model.infer(normalised[None])[0].argmax(0).astype(np.uint8) for model in models)
-        found.append(_Answer(sample.name, image, mask.numpy().astype(np.uint8), first, second))
-    worst = max(found, key=lambda answer: answer.differing)
-    rich = sorted((answer for answer in found if answer is not worst), key=lambda answer: -answer.classes)
-    return [answer.draw(palette, answer is worst) for answer in (*rich[: SHOWN - 1], worst)]
+        found.append(_Prediction(sample.name, image, mask.numpy().astype(np.uint8), first, second))
+    worst = max(found, key=lambda prediction: prediction.differing)
+    rich = sorted(
+        (prediction for prediction in found if prediction is not worst), key=lambda prediction: -prediction.classes
+    )
+    return [prediction.draw(palette, prediction is worst) for prediction in (*rich[: SHOWN - 1], worst)]
 
 
 @dataclass(frozen=True, eq=False)
-class _Answer:
-    """What both models say about one image [H, W, 3]; masks [H, W] of class ids."""
+class _Prediction:
+    """What both models predict for one image [H, W, 3]; masks [H, W] of class ids."""
 
     name: str
     image: Pixels
@@ -110,7 +121,7 @@ class _Answer:
 
 
 def tinted(image: Pixels, mask: Pixels, palette: Palette) -> Pixels:
-    """Lay class colours over the image in grey, so that they stand out; `mask` [H, W] holds class ids or 255."""
+    """Draw class colours over the image in grey, so that they stand out; `mask` [H, W] holds class ids or 255."""
     result = np.repeat(image.mean(axis=2, keepdims=True), 3, axis=2).astype(np.float32)
     for number, colour in [*enumerate(palette), (IGNORE, VOID)]:
         if colour is not None:
@@ -119,8 +130,16 @@ def tinted(image: Pixels, mask: Pixels, palette: Palette) -> Pixels:
     return result.round().astype(np.uint8)
 
 
-def png_uri(pixels: Pixels) -> str:
-    """PNG as a data URI."""
+def png_uri(pixels: Pixels, largest: int | None = None) -> str:
+    """PNG as a data URI, made smaller where a side has more than `largest` pixels."""
+    image = Image.fromarray(pixels)
+    if largest is not None:
+        image.thumbnail((largest, largest), Image.Resampling.LANCZOS)
     target = io.BytesIO()
-    Image.fromarray(pixels).save(target, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(target.getvalue()).decode()
+    image.save(target, format="PNG", optimize=True)
+    return data_uri("png", target.getvalue())
+
+
+def data_uri(kind: str, content: bytes) -> str:
+    """An image inside a page; `kind`: "png" or "svg+xml"."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,8 +1,7 @@
-"""One heatmap as three files: a picture (png), a page that answers the mouse (html), the numbers (json).
+"""One heatmap as three files: a picture (png), an interactive page (html, `heatmap_page`), the numbers (json).
 
-The pages share one `plotly.min.js`, 4.5 MB, which lies once above them and is named by a relative path: they open from
-the disk, without a network. Pictures are drawn on figures with fixed margins that are used again: there are a hundred
-of them at the end of a training, and laying out each anew would take longer than drawing it.
+Pictures are drawn on figures with fixed margins that are used again: there are a hundred of them at the end of a
+training, and making new axes for each would take longer than drawing it.
 
 Colours: viridis for amounts, PuOr for what has a sign and cividis for counts; all three stay distinct to colour-blind
 readers. A cell without a value is grey.
@@ -10,19 +9,19 @@ readers. A cell without a value is grey.
 
 from __future__ import annotations
 
+import io
 import json
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.report.figures.heatmap_page import MISSING, page
 from fp4deploy.files import atomic_write
 
 AMOUNT, SIGNED, COUNT = "viridis", "PuOr", "cividis"
-MISSING = "#d5d8dc"
+PHASES = {"prequantize": "before quantisation", "quantized": "codes", "dequantized": "dequantised"}
 MOST_TICKS = 17
 STEPS = (1, 2, 4, 10, 16, 20, 40, 100, 200, 400, 1000)  # between labels
 INCH = {"cell": 0.19, "letter": 0.072, "left": 0.55, "right": 1.35, "top": 0.62, "bottom": 0.62}
@@ -39,8 +38,8 @@ class Heatmap:
     colours: AMOUNT, SIGNED (symmetric about 0) or COUNT; log: colours by the logarithm, where all values are positive.
     low, high: ends of the colour scale, None for those of the values.
     ticks: values that the colour bar names, None to choose.
-    cell: width and height of a cell in inches (a matrix), None to fill the width (a course).
-    more: other facts for the JSON file.
+    cell: width and height of a cell in inches (a matrix), None to fill the width (a time series).
+    more: further entries of the JSON file.
     """
 
     title: str
@@ -80,25 +79,15 @@ def save_heatmap(heatmap: Heatmap, stem: Path, script: Path) -> list[Path]:
         InputError: the disk is full or the folder cannot be written.
     """
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("json", "html", "png")]
-    contents = _json(heatmap), _html(heatmap, stem.parent, script), picture(heatmap)
+    contents = _json(heatmap), page(heatmap, stem.parent, script).encode(), picture(heatmap)
     for path, content in zip(paths, contents, strict=True):
         with atomic_write(path) as temporary:
             temporary.write_bytes(content)
     return paths
 
 
-def save_script(path: Path) -> None:
-    """Write the plotly.min.js that the pages share, if it is not there."""
-    if path.is_file():
-        return
-    from plotly.offline import get_plotlyjs
-
-    with atomic_write(path) as temporary:
-        temporary.write_text(get_plotlyjs(), encoding="utf-8")
-
-
 def _json(heatmap: Heatmap) -> bytes:
-    facts = {
+    data = {
         "title": heatmap.title,
         "note": heatmap.note,
         "unit": heatmap.unit,
@@ -109,72 +98,11 @@ def _json(heatmap: Heatmap) -> bytes:
         "values": [list(row) for row in heatmap.values],
         **heatmap.more,
     }
-    return (json.dumps(facts, allow_nan=False) + "\n").encode()
-
-
-def _html(heatmap: Heatmap, folder: Path, script: Path) -> bytes:
-    """A page as plotly writes it, from its JSON: the Python figure checks every number, and that takes a second."""
-    low, high, log = heatmap.limits()
-    shown = [[math.log10(v) if log and v else v for v in row] for row in heatmap.values]
-    bar: dict[str, Any] = {"title": {"text": heatmap.unit, "side": "right"}, "thickness": 14}
-    if log:
-        decades = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-        bar |= {"tickvals": list(decades), "ticktext": [f"{10.0**decade:g}" for decade in decades]}
-    elif heatmap.ticks is not None:
-        bar |= {"tickvals": list(heatmap.ticks), "ticktext": [f"{tick:g}" for tick in heatmap.ticks]}
-    trace: dict[str, Any] = {
-        "type": "heatmap",
-        "z": shown,
-        "x": list(heatmap.columns),
-        "y": list(heatmap.rows),
-        "zmin": math.log10(low) if log else low,
-        "zmax": math.log10(high) if log else high,
-        "colorscale": _colorscale(heatmap.colours),
-        "colorbar": bar,
-        "hoverongaps": False,
-        "xgap": 0.5,
-        "ygap": 0.5,
-        "hovertemplate": "%{y}<br>%{x}<br>%{" + ("customdata" if log else "z") + "}<extra></extra>",
-    }
-    if log:
-        trace["customdata"] = [list(row) for row in heatmap.values]
-    height = max(320, 150 + (100 * heatmap.cell if heatmap.cell else 18) * len(heatmap.rows))
-    layout = {
-        "title": {"text": f"{heatmap.title}<br><sup>{heatmap.note}</sup>", "x": 0.02},
-        "height": height,
-        "margin": {"t": 90, "l": 10, "r": 10, "b": 60},
-        "plot_bgcolor": MISSING,
-        "xaxis": {"title": {"text": heatmap.column_title}, "type": "category", "showgrid": False},
-        "yaxis": {
-            "title": {"text": heatmap.row_title},
-            "type": "category",
-            "autorange": "reversed",
-            "automargin": True,
-            "showgrid": False,
-        },
-    }
-    source = os.path.relpath(script, folder).replace(os.sep, "/")
-    figure = json.dumps([trace], allow_nan=False).replace("</", "<\\/"), json.dumps(layout).replace("</", "<\\/")
-    title = heatmap.title.replace("&", "&amp;").replace("<", "&lt;")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<script src="{source}"></script></head>\n<body style="margin:0"><div id="heatmap"></div>\n'
-        f'<script>Plotly.newPlot("heatmap",{figure[0]},{figure[1]},{{"responsive":true,"displaylogo":false}})'
-        "</script></body></html>\n"
-    ).encode()
-
-
-def _colorscale(name: str) -> list[list[Any]]:
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    return [[index / 10, to_hex(colormaps[name](index / 10))] for index in range(11)]
+    return (json.dumps(data, allow_nan=False) + "\n").encode()
 
 
 def picture(heatmap: Heatmap) -> bytes:
     """The picture as PNG."""
-    import io
-
     import numpy as np
 
     low, high, log = heatmap.limits()
@@ -190,8 +118,8 @@ def picture(heatmap: Heatmap) -> bytes:
     values = np.array([[np.nan if v is None else v for v in row] for row in heatmap.values], dtype=float)
     canvas.image.set_data(np.ma.masked_invalid(values.reshape(shape)))
     canvas.image.set_clim(low, high)
-    canvas.title.set_text(heatmap.title)
-    canvas.note.set_text(heatmap.note)
+    canvas.title.set_text(_plain(heatmap.title))
+    canvas.note.set_text(_plain(heatmap.note))
     target = io.BytesIO()
     canvas.figure.savefig(target, format="png", metadata={"Software": None}, pil_kwargs={"compress_level": 4})
     return target.getvalue()
@@ -274,4 +202,9 @@ def _canvas(
 def _ticks(put: Any, labels: Sequence[str], most: int) -> None:
     step = next((step for step in STEPS if step * most >= len(labels)), len(labels))
     places = list(range(0, len(labels), step))
-    put(places, [labels[place] for place in places])
+    put(places, [_plain(labels[place]) for place in places])
+
+
+def _plain(text: str) -> str:
+    """Text in which matplotlib finds no mathematics."""
+    return text.replace("$", r"\$")

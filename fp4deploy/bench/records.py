@@ -1,0 +1,78 @@
+"""What a bench leaves, as types: the entry of an artefact and the machine it was measured on.
+
+`bench --json`, report.json and commands.jsonl are written and read through these models, so that whatever a report
+prints as a number was parsed as one. Accuracies lie in [0, 1], latencies are milliseconds, sizes bytes. A file of an
+older version lacks keys: they have defaults; keys that this version does not know are ignored. NaN and infinity are
+refused: None says "not measured".
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Scores = dict[str, int | float | None]  # by the name of a class, or of a kind of AP
+NOT_MEASURED = "not measured"
+
+
+class Record(BaseModel):
+    """A JSON object of a result file."""
+
+    model_config = ConfigDict(allow_inf_nan=False, extra="ignore")
+
+
+class Quantiles(Record):
+    """Latency of one run over a batch, milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class ArtifactEntry(Record):
+    """A checkpoint, ONNX file, packed network or engine, and what was measured of it; `path` as a report shows it."""
+
+    path: str
+    model: str | None = None
+    backend: str = "–"
+    precision: str = "–"
+    size_bytes: int | None = None
+    sha256: str | None = None
+    miou: float | None = None
+    ap: float | None = None
+    ap50: float | None = None
+    instances: Scores | None = None
+    pixel_accuracy: float | None = None
+    per_class: Scores = Field(default_factory=dict)
+    latency_ms: Quantiles | None = None
+    images_per_s: float | None = None
+    batch: int | None = None
+    timed_runs: int | None = None
+    device: str | None = None
+    memory: dict[str, int] | None = None
+    status: str = NOT_MEASURED
+    reason: str | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """mIoU of a semantic model, AP of an instance model."""
+        return self.miou if self.miou is not None else self.ap
+
+
+class Gpu(Record):
+    """One CUDA device; `arch` as "sm120"."""
+
+    name: str
+    arch: str
+    memory_bytes: int | None = None
+
+
+class Machine(Record):
+    """CPU, GPUs and versions, as `environment.environment` records them; `packages` is name -> version."""
+
+    python: str
+    platform: str
+    cpu: str
+    cores: int
+    threads: int | None = None
+    gpus: list[Gpu]
+    packages: dict[str, str]

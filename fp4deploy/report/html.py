@@ -1,0 +1,148 @@
+"""report.html: one file with style and pictures inside it, which needs no network and runs no script.
+
+Every page is a Jinja2 template of `templates/`. Autoescape is on and nothing is marked as safe, so that a string of
+report.json, of a model card or of telemetry stays text. Numbers were parsed by the models of `bench.records`. The
+templates' Content-Security-Policy is a second barrier: a browser loads nothing but data: images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from fp4deploy.bench import tables
+from fp4deploy.bench.records import Machine
+from fp4deploy.report.figures.overlays import Overlay, colours
+from fp4deploy.report.model import MODEL_TITLES, PER_CLASS, ReportData
+from fp4deploy.train.tasks import METRICS
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number in large letters, with its name and a note."""
+
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures of a run's page as data URIs: curves, heatmaps (caption, picture), samples."""
+
+    curves: str | None = None
+    heatmaps: Sequence[tuple[str, str]] = ()
+    overlays: Sequence[Overlay] = ()
+
+
+@lru_cache(maxsize=1)
+def environment() -> Environment:
+    """Templates, and the filters that write numbers."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    found = Environment(
+        loader=PackageLoader("fp4deploy.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals["tables"] = tables
+    found.filters |= {
+        "change": tables.change,
+        "date": lambda text: text.replace("T", " ").removesuffix("+00:00"),
+        "duration": tables.duration,
+        "milliseconds": tables.milliseconds,
+        "model_title": lambda model: MODEL_TITLES.get(model, str(model)),
+        "points": tables.points,
+        "size": tables.size,
+    }
+    return found
+
+
+def render_html(report: ReportData, pictures: Pictures) -> str:
+    """The page of one run."""
+    nvfp4 = report.models.get("nvfp4")
+    legend: list[tuple[str, Any]] = []
+    if pictures.overlays and nvfp4 is not None:
+        names = nvfp4.class_names
+        palette = colours(len(names), background=names[0] == "background")
+        legend = [(name, colour) for name, colour in zip(names, palette, strict=True) if colour]
+    return (
+        environment()
+        .get_template("run.html.j2")
+        .render(
+            report=report,
+            network=_network(report),
+            tiles=_tiles(report),
+            baseline=tables.baseline_of(report.artifacts),
+            reasons=[entry.reason for entry in report.artifacts if entry.reason],
+            curves=pictures.curves,
+            heatmaps=pictures.heatmaps,
+            overlays=pictures.overlays,
+            legend=legend,
+            per_class=PER_CLASS[report.task],
+            classes=_classes(report),
+            machine=described(report.environment),
+        )
+    )
+
+
+def described(machine: Machine | None) -> dict[str, str]:
+    """A machine for a person: title -> text; empty where nothing was recorded."""
+    if machine is None:
+        return {}
+    return {
+        "CPU": f"{machine.cpu}, {tables.counted(machine.cores, 'core')}",
+        "GPU": ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in machine.gpus) or "none",
+        "system": f"{machine.platform}, Python {machine.python}",
+        "packages": ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
+    }
+
+
+def _network(report: ReportData) -> str:
+    model = next(iter(report.models.values()), None)
+    if model is None or model.scale is None:
+        return ""
+    return f"{tables.network(model.scale, model.digits)}, {model.width} x {model.height} pixels · "
+
+
+def _tiles(report: ReportData) -> list[Tile]:
+    baseline = tables.baseline_of(report.artifacts)
+    reference = baseline.accuracy if baseline else None
+    metric = METRICS[report.task]
+    found = []
+    for name, model in report.models.items():
+        note = "points, on the validation images"
+        if name == "nvfp4" and baseline and reference is not None and model.accuracy is not None:
+            against = MODEL_TITLES.get(str(baseline.model), str(baseline.model))
+            note = f"{tables.change_in_words(metric, model.accuracy, reference)} against {against}"
+        found.append(Tile(f"{metric}, {MODEL_TITLES.get(name, name)}", tables.points(model.accuracy), note))
+    if ".onnx" in report.sizes:
+        small, large = report.sizes[".onnx"]
+        note = f"{tables.size(small)} instead of {tables.size(large)}"
+        found.append(Tile("ONNX file, of FP16's size", f"{100 * small / large:.0f} %", note))
+    for engine in report.ledgers:
+        if engine.model == "nvfp4":
+            weights = engine.counts.get("FP16 layers, FP4 weights", 0)
+            note = f"and {tables.counted(weights, 'FP16 layer')} with FP4 weights"
+            found.append(Tile("FP4 GEMMs in the engine", str(engine.counts.get("FP4 matrix products", 0)), note))
+    return found
+
+
+def _classes(report: ReportData) -> list[dict[str, Any]]:
+    """Scores of each class: of every model, of NVFP4, and of what it is compared with."""
+    names = next((list(model.per_class) for model in report.models.values() if model.per_class), [])
+    reference = "fp16_control" if "fp16_control" in report.models else "fp16"
+    found = []
+    for name in names:
+        scores = {key: model.per_class.get(name) for key, model in report.models.items()}
+        found.append(
+            {"name": name, "scores": scores, "quantised": scores.get("nvfp4"), "reference": scores.get(reference)}
+        )
+    return found

@@ -1,0 +1,39 @@
+"""report.md, for a pull request: summary, artefacts, engines, scores of classes, machine."""
+
+from __future__ import annotations
+
+from fp4deploy.bench import tables
+from fp4deploy.bench.records import Machine
+from fp4deploy.report.model import PER_CLASS, ModelEntry, ReportData
+
+
+def render_markdown(report: ReportData) -> str:
+    """The whole file."""
+    parts = [f"# {report.run}\n", " ".join(report.summary) + "\n"]
+    parts.append(tables.markdown(tables.head(report.artifacts), tables.rows(report.artifacts)))
+    remarks = [*(entry.reason for entry in report.artifacts if entry.reason), *report.remarks]
+    if remarks:
+        parts.append("\n".join(f"* {remark}" for remark in remarks) + "\n")
+    if report.ledgers:
+        counts = list(report.ledgers[0].counts)
+        body = [[e.engine, e.built, *(str(e.counts.get(name, 0)) for name in counts)] for e in report.ledgers]
+        parts += ["## Engines\n", tables.markdown(("engine", "built by", *counts), body)]
+    parts += [f"## {PER_CLASS[report.task]} per class, points\n", per_class(report.models)]
+    parts += ["## Measured on\n", _machine(report.environment)]
+    return "\n".join(parts)
+
+
+def per_class(models: dict[str, ModelEntry]) -> str:
+    """One row a class, one column a model."""
+    names = next((list(model.per_class) for model in models.values() if model.per_class), [])
+    body = [[name, *(tables.points(model.per_class.get(name)) for model in models.values())] for name in names]
+    return tables.markdown(("class", *models), body)
+
+
+def _machine(machine: Machine | None) -> str:
+    if machine is None:
+        return "Not recorded.\n"
+    gpus = "".join(f"{gpu.name} ({gpu.arch}), " for gpu in machine.gpus)
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    cores = tables.counted(machine.cores, "core")
+    return f"{machine.cpu}, {cores}, {gpus}{machine.platform}, Python {machine.python}; {packages}.\n"

@@ -1,0 +1,114 @@
+"""report.json as types: the one model of a run that every reader, renderer and figure works on.
+
+| key of report.json | type |
+|---|---|
+| `models` | name -> `ModelEntry` |
+| `artifacts` | `ArtifactEntry`, one a file: size, accuracy, latency, or why it was not run |
+| `ledgers` | `EngineEntry`, one an engine: which layer runs in which precision |
+| `environment` | `Machine` |
+
+`bench.records` defines the units, and how older files, unknown keys and NaN are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fp4deploy.bench.records import ArtifactEntry, Machine, Record, Scores
+
+Task = Literal["semantic", "instance"]
+
+MODEL_TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4 PTQ"}
+METRIC_KEYS = {"semantic": "miou", "instance": "ap"}  # of an artefact's entry and of a line of metrics.jsonl
+PER_CLASS = {"semantic": "IoU", "instance": "AP"}
+
+
+class ModelEntry(Record):
+    """A trained model: what it is, and the accuracy of its checkpoint."""
+
+    precision: str | None
+    architecture: str
+    scale: float | None
+    digits: bool
+    recipe: str | None
+    height: int | None
+    width: int | None
+    class_names: list[str]
+    epochs: int
+    checkpoint: str
+    task: Task
+    miou: float | None
+    ap: float | None
+    ap50: float | None
+    per_class: Scores
+    accuracy_from: Literal["measured", "validation during training"]
+
+    @property
+    def accuracy(self) -> float | None:
+        """mIoU of a semantic model, AP of an instance model."""
+        return self.miou if self.miou is not None else self.ap
+
+
+class EngineEntry(Record):
+    """The ledger of an engine: `counts` of layers by kind, `layers` as rows under `columns`."""
+
+    engine: str
+    model: str
+    built: str
+    statement: str
+    summary: str
+    fp4_mac_share: float
+    counts: dict[str, int]
+    columns: list[str]
+    layers: list[list[str]]
+
+
+class StageTime(Record):
+    """A stage of `fp4deploy run` and what it took."""
+
+    stage: str
+    seconds: float
+
+
+class Measurement(Record):
+    """What is known only while it happens: results of the bench, times, commands, the machine.
+
+    `fp4deploy run` makes it; `fp4deploy report` takes it out of report.json.
+    """
+
+    created: str | None = None
+    data: str | None = None
+    artifacts: list[ArtifactEntry]
+    stages: list[StageTime] = Field(default_factory=list)
+    remarks: list[str] = Field(default_factory=list)
+    commands: list[str] = Field(default_factory=list)
+    environment: Machine | None = None
+
+
+class ReportData(Record):
+    """All of report.json."""
+
+    run: str
+    created: str
+    rewritten: str | None = None
+    data: str
+    task: Task
+    fine_tuned: bool
+    models: dict[str, ModelEntry]
+    artifacts: list[ArtifactEntry]
+    sizes: dict[str, tuple[int, int]]  # suffix -> bytes of the NVFP4 and of the FP16 file
+    ledgers: list[EngineEntry]
+    stages: list[StageTime]
+    remarks: list[str]
+    commands: list[str]
+    environment: Machine | None
+    summary: list[str] = Field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values in the order of the fields; `rewritten` only in a report that was written once more."""
+        found = self.model_dump(mode="json")
+        if self.rewritten is None:
+            del found["rewritten"]
+        return found
