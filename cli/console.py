@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from fp4deploy.bench.tables import counted as counted  # (1, "epoch") -> "1 epoch": for every message with a number
 from fp4deploy.runs import is_first_process
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, counted
 
-from ..console import counted, print_json, results
+from ..console import print_json, results
 
 
 def inspect(

@@ -9,7 +9,7 @@ import typer
 
 from fp4deploy.errors import GateError, InputError, counted
 
-from ..console import counted, done, note, shown
+from ..console import done, note, shown
 from ..settings import DataOption, SetOption
 
 

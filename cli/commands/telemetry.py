@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, counted
 from fp4deploy.runs import Run, latest_run, open_run
 
-from ..console import counted, done, note, shown
+from ..console import done, note, shown
 
 app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
 

@@ -69,18 +69,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def is_machine(value: Any) -> bool:
-    """Whether a JSON value has the shape of `environment`."""
-    try:
-        return (
-            all(gpu["name"] and gpu["arch"] for gpu in value["gpus"])
-            and isinstance(value["packages"], dict)
-            and value.keys() >= {"cpu", "cores", "platform", "python"}
-        )
-    except (KeyError, TypeError, AttributeError):
-        return False
-
-
 def cpu_name() -> str:
     """Marketing name of the CPU, or its architecture where the system does not tell."""
     cpuinfo = Path("/proc/cpuinfo")

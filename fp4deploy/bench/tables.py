@@ -91,11 +91,6 @@ def change_in_words(metric: str, value: float, baseline: float) -> str:
     return "no change" if text == "0.00" else f"{metric} {text}" if value > baseline else f"drop {text[1:]}"
 
 
-def counted(count: int, noun: str) -> str:
-    """(1, "epoch") -> "1 epoch"; (3, "epoch") -> "3 epochs"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def size(count: int | None) -> str:
     """Bytes in decimal units: 3100000 -> "3.10 MB"."""
     if count is None:

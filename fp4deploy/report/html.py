@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4deploy.bench import tables
 from fp4deploy.bench.records import Machine
+from fp4deploy.errors import counted
 from fp4deploy.report.figures.overlays import Overlay, colours
 from fp4deploy.report.model import MODEL_TITLES, PER_CLASS, ReportData
 from fp4deploy.train.tasks import METRICS
@@ -52,7 +53,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals["tables"] = tables
+    found.globals |= {"tables": tables, "counted": counted}
     found.filters |= {
         "change": tables.change,
         "date": lambda text: text.replace("T", " ").removesuffix("+00:00"),
@@ -98,7 +99,7 @@ def described(machine: Machine | None) -> dict[str, str]:
     if machine is None:
         return {}
     return {
-        "CPU": f"{machine.cpu}, {tables.counted(machine.cores, 'core')}",
+        "CPU": f"{machine.cpu}, {counted(machine.cores, 'core')}",
         "GPU": ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in machine.gpus) or "none",
         "system": f"{machine.platform}, Python {machine.python}",
         "packages": ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
@@ -130,7 +131,7 @@ def _tiles(report: ReportData) -> list[Tile]:
     for engine in report.ledgers:
         if engine.model == "nvfp4":
             weights = engine.counts.get("FP16 layers, FP4 weights", 0)
-            note = f"and {tables.counted(weights, 'FP16 layer')} with FP4 weights"
+            note = f"and {counted(weights, 'FP16 layer')} with FP4 weights"
             found.append(Tile("FP4 GEMMs in the engine", str(engine.counts.get("FP4 matrix products", 0)), note))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp4deploy.bench import tables
 from fp4deploy.bench.records import Machine
+from fp4deploy.errors import counted
 from fp4deploy.report.model import PER_CLASS, ModelEntry, ReportData
 
 
@@ -35,5 +36,5 @@ def _machine(machine: Machine | None) -> str:
         return "Not recorded.\n"
     gpus = "".join(f"{gpu.name} ({gpu.arch}), " for gpu in machine.gpus)
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
-    cores = tables.counted(machine.cores, "core")
+    cores = counted(machine.cores, "core")
     return f"{machine.cpu}, {cores}, {gpus}{machine.platform}, Python {machine.python}; {packages}.\n"

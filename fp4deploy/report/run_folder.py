@@ -27,8 +27,7 @@ from pydantic import Field, ValidationError
 from fp4deploy.bench.commands import recorded
 from fp4deploy.bench.locate import model_of, run_artifacts
 from fp4deploy.bench.records import NOT_MEASURED, ArtifactEntry, Machine, Record, Scores
-from fp4deploy.bench.tables import counted
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, counted
 from fp4deploy.export.ledger.ledger import sha256
 from fp4deploy.models import read_card
 from fp4deploy.report.history import Epoch, history

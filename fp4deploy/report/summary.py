@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fp4deploy.bench import tables
 from fp4deploy.bench.artifact import NOT_RUN
+from fp4deploy.errors import counted
 from fp4deploy.report.model import ReportData
 from fp4deploy.train.tasks import METRICS
 
@@ -46,7 +47,7 @@ def _accuracy(report: ReportData) -> list[str]:
     extra = report.models["nvfp4"].epochs
     if control == "fp16" and report.fine_tuned and extra:
         sentences.append(
-            f"NVFP4 was trained {tables.counted(extra, 'epoch')} longer, which alone helps; "
+            f"NVFP4 was trained {counted(extra, 'epoch')} longer, which alone helps; "
             "--models fp16,fp16_control,nvfp4 adds an FP16 model trained as long."
         )
     return sentences

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
 from fp4deploy.report.collect import collect, now
 from fp4deploy.report.comparison import Comparison, SampleImages, compare, labels, main_model, model_groups
 from fp4deploy.report.comparison_html import render_comparison
@@ -27,7 +28,6 @@ from fp4deploy.report.html import Pictures, render_html
 from fp4deploy.report.markdown import render_markdown
 from fp4deploy.report.model import Measurement, ReportData
 from fp4deploy.report.run_folder import read_run, readable
-from fp4deploy.files import atomic_write
 from fp4deploy.runs import Run, open_run
 
 NO_SAMPLES = "Samples are left out"

@@ -64,10 +64,6 @@ def test_a_gain_is_positive_and_nothing_has_no_sign(value: float, cell: str, wor
     assert tables.change_in_words("mIoU", value, 0.5) == words
 
 
-def test_one_is_singular() -> None:
-    assert [tables.counted(count, "epoch") for count in (0, 1, 2)] == ["0 epochs", "1 epoch", "2 epochs"]
-
-
 def test_a_network_in_words() -> None:
     assert tables.network(0.25, False) == "UNet of scale 0.25"
     assert tables.network(1.0, True) == "UNet of scale 1, multi-term FP4 input"

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.files import atomic_write
 from fp4deploy.report.history import Epoch
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData
-from fp4deploy.files import atomic_write
 from fp4deploy.runs import Run
 
 MODEL_COLOURS = {"fp16": "#4c6ef5", "nvfp4": "#0ca678", "fp16_control": "#adb5bd", "nvfp4_ptq": "#f08c00"}

@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.report.figures.heatmap_page import MISSING, page
 from fp4deploy.files import atomic_write
+from fp4deploy.report.figures.heatmap_page import MISSING, page
 
 AMOUNT, SIGNED, COUNT = "viridis", "PuOr", "cividis"
 PHASES = {"prequantize": "before quantisation", "quantized": "codes", "dequantized": "dequantised"}

@@ -26,8 +26,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from fp4deploy.bench.records import Record
-from fp4deploy.bench.tables import counted
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, counted
 from fp4deploy.formats import E2M1_VALUES
 from fp4deploy.report.comparison import PREFERRED
 from fp4deploy.report.figures.heatmap import AMOUNT, COUNT, PHASES, SIGNED, Heatmap, picture, save_heatmap
