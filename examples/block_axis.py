@@ -86,7 +86,7 @@ def inner_convolutions(model: nn.Module) -> dict[str, nn.Conv2d]:
 def train_unet(folder: Path, epochs: int, images: int, size: int) -> tuple[UNet, Batches]:
     """A UNet of scale 0.25 trained in FP32 on generated shapes, and the validation batches."""
     generate_shapes(folder, images, max(8, images // 4), size, 0)
-    data, held_out = (open_dataset(folder, split) for split in ("train", "val"))
+    data, validation = (open_dataset(folder, split) for split in ("train", "val"))
     torch.manual_seed(0)
     model = build_unet(len(data.class_names), 0.25)
     loader = train_loader(data, TrainTransform(size, size), 8)
@@ -102,11 +102,11 @@ def train_unet(folder: Path, epochs: int, images: int, size: int) -> tuple[UNet,
             optimizer.step()
             schedule.step()
         print(f"epoch {epoch + 1} of {epochs}, loss {loss.item():.3f}", flush=True)
-    return model.eval(), list(eval_loader(held_out, EvalTransform(size, size), 8))
+    return model.eval(), list(eval_loader(validation, EvalTransform(size, size), 8))
 
 
 @torch.no_grad()
-def spread_channels(model: UNet, octaves: int) -> UNet:
+def scale_channels(model: UNet, octaves: int) -> UNet:
     """The same function, the channels between a block's convolutions multiplied by 2^k, k in -octaves .. octaves."""
     model = deepcopy(model)
     random = torch.Generator().manual_seed(0)
@@ -146,8 +146,8 @@ def layer_errors(model: nn.Module, images: torch.Tensor, placement: str) -> tupl
     for name, layer in layers.items():
         x, weight = inputs[name], layer.weight
         xq, wq = quantize_activation(x, placement), quantize_weight(weight, placement)
-        exact, product = F.conv2d(x, weight, padding=1), F.conv2d(xq, wq, padding=1)
-        errors.append([relative(xq, x), relative(wq, weight), relative(product, exact)])
+        exact, found = F.conv2d(x, weight, padding=1), F.conv2d(xq, wq, padding=1)
+        errors.append([relative(xq, x), relative(wq, weight), relative(found, exact)])
     activation, weight_error, output = (statistics.fmean(column) for column in zip(*errors, strict=True))
     return activation, weight_error, output
 
@@ -195,10 +195,10 @@ def main() -> None:
         model, batches = train_unet(Path(folder) / "shapes", arguments.epochs, arguments.images, arguments.size)
     rows, equal = compare(model, batches, "as trained"), True
     for octaves in arguments.octaves:
-        spread = spread_channels(model, octaves)
+        scaled = scale_channels(model, octaves)
         with torch.no_grad():
-            equal &= torch.equal(model(batches[0][0]), spread(batches[0][0]))
-        rows += compare(spread, batches, f"channels times 2^-{octaves} .. 2^{octaves}")
+            equal &= torch.equal(model(batches[0][0]), scaled(batches[0][0]))
+        rows += compare(scaled, batches, f"channels times 2^-{octaves} .. 2^{octaves}")
     print(f"\nFP32 logits of all networks equal bit by bit: {equal}\n")
     print("| network | placement | activation error | weight error | output error | pixels changed | mIoU |")
     print("|---|---|---:|---:|---:|---:|---:|")

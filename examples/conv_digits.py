@@ -7,7 +7,7 @@
 
 Each convolution is followed by GroupNorm and ReLU. Quantised are conv and down; stem reads the image and head writes
 the logits, and both stay in FP32 unless --all-layers is given. The weight gradients contract over pixels: 64 of them
-behind conv, 16 behind down, so that MXFP4's blocks of 32 are half padding there.
+after conv, 16 after down, so that MXFP4's blocks of 32 are half padding there.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """Chosen on FP32 alone, with a fifth of the training images held out; no recipe has settings of its own."""
+    """Chosen on FP32 alone, validated on a fifth of the training images; no recipe has settings of its own."""
 
     epochs: int
     lr: float = 8e-3

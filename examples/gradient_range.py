@@ -5,7 +5,7 @@
 E4M3's smallest value is 2^-9. Without a global scale a block's scale is E4M3(amax / 6): it has the full precision only
 for amax >= 6 * 2^-6, and a block with amax <= 6 * 2^-10 rounds to zero altogether. The gradients of a mean over
 a batch lie below that. The first table takes the output gradients of the quantised layers of `vit_digits.py`, trained
-in FP32, at four moments and counts; blocks run along the output features, as in the input gradient's product. The
+in FP32, at four moments and counts; blocks run along the output features, as in the dgrad GEMM. The
 second trains `fp4_all_the_way` with and without a global scale, everything else equal.
 
 A static global amax of 6 * 448 makes S = 1: that is NVFP4 with no global scale, by the same code.

@@ -11,10 +11,10 @@
       plots/heatmaps/<model>/         of the telemetry; plots/kurtosis/<model>/ of the study
       export/unet.onnx                the NVFP4 model; the FP16 baseline is unet-fp16.onnx
       export/unet.fp4                 the same, packed; and unet-fp16.fp4
-      engines/unet.plan               and unet.ledger.json beside it
+      engines/unet.plan               and its ledger, unet.ledger.json
       report.{json,md,html}
 
-A run never overwrites another, and every file is written beside its final name and renamed, so that a full disk or
+A run never overwrites another, and every file is written under a temporary name and renamed, so that a full disk or
 Ctrl-C leaves the previous version whole.
 """
 
@@ -76,7 +76,7 @@ class Run:
             ) from None
 
     def ask_models(self, models: Iterable[str]) -> None:
-        """Note that `models` are to be trained, behind those asked for before.
+        """Note that `models` are to be trained, after those requested before.
 
         Raises:
             InputError: the disk is full or the folder cannot be written.

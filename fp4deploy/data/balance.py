@@ -48,24 +48,26 @@ def count_classes(dataset: SegmentationDataset, most: int = MOST_IMAGES) -> Clas
     """
     classes, total = len(dataset.class_names), len(dataset)
     chosen = np.unique(np.linspace(0, total - 1, min(total, most)).round().astype(int)) if total else np.zeros(0, int)
-    pixels, images, beside = (np.zeros(classes, dtype=np.int64) for _ in range(3))
+    pixels, images, labelled = (np.zeros(classes, dtype=np.int64) for _ in range(3))
     for index in chosen:
         found = np.bincount(dataset.load(int(index)).mask.ravel(), minlength=IGNORE + 1)[:classes].astype(np.int64)
         pixels += found
         images += found > 0
-        beside += np.where(found > 0, found.sum(), 0)
-    return ClassCounts(tuple(dataset.class_names), len(chosen), *(tuple(x.tolist()) for x in (pixels, images, beside)))
+        labelled += np.where(found > 0, found.sum(), 0)
+    return ClassCounts(
+        tuple(dataset.class_names), len(chosen), *(tuple(x.tolist()) for x in (pixels, images, labelled))
+    )
 
 
 def class_balance(counts: ClassCounts, method: str, power: float = 1.0) -> dict[str, float]:
     """Weight of every class by name, as the module's table says."""
-    pixels, images, beside = (
+    pixels, images, labelled = (
         np.array(x, dtype=float) for x in (counts.pixels, counts.images_with, counts.pixels_beside)
     )
     seen = pixels > 0
     weights = np.ones(len(pixels))
     if seen.any() and method == "median_frequency":
-        frequency = pixels[seen] / beside[seen]
+        frequency = pixels[seen] / labelled[seen]
         weights[seen] = np.median(frequency) / frequency
     elif seen.any() and method == "effective_number":
         base = 1 - 1 / max(2, counts.images)

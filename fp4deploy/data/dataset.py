@@ -18,7 +18,7 @@ LAYOUTS = (
 
 
 def has_masks(root: Path) -> bool:
-    """Whether a folder has the masks layout, which takes priority over COCO annotations beside it."""
+    """Whether a folder has the masks layout, which takes priority over COCO annotations."""
     return any((root / "masks" / split).is_dir() for split in ALL_SPLITS)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fp4deploy.errors import InputError, suggest
 
 IGNORE = 255
-MAX_CLASSES = 255  # ids 0..254 fit a uint8 mask beside IGNORE
+MAX_CLASSES = 255  # ids 0..254 fit a uint8 mask together with IGNORE
 TRAIN, VAL, TEST = "train", "val", "test"
 SPLITS = (TRAIN, VAL)  # what a training reads
 MEASURED = (VAL, TEST)  # what a model is measured on; TEST by `bench --split test` and, once it is trained, by a sweep

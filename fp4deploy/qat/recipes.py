@@ -262,7 +262,7 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     """Look a recipe up by name; a `Recipe` is returned as it is.
 
     A name may end in one modifier of the activation's global scale: "nvfp4_qat+dynamic" makes it from the tensor
-    itself, "+static" tracks its amax, "+delayed" tracks it a step behind, "+learned" trains it.
+    itself, "+static" tracks its amax, "+delayed" tracks it with one step of delay, "+learned" trains it.
 
     Raises:
         InputError: there is no recipe or modifier of that name, or the two do not go together.
