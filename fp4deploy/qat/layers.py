@@ -166,10 +166,11 @@ class QuantConv2d(QuantizedLayer, nn.Conv2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left, right, top, bottom = self._reversed_padding_repeated_twice
         gemms = self.gemms()
-        if self.padding_mode == "zeros" and left == right and top == bottom:
-            return self.multiply(x, replace(gemms, padding=(top, left)))
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return self.multiply(F.pad(x, (left, right, top, bottom), mode), gemms)
+        if self.padding_mode != "zeros":
+            return self.multiply(F.pad(x, (left, right, top, bottom), self.padding_mode), gemms)
+        rows, columns = min(top, bottom), min(left, right)  # as torch does, so that the bits are the same
+        excess = (left - columns, right - columns, top - rows, bottom - rows)
+        return self.multiply(F.pad(x, excess) if any(excess) else x, replace(gemms, padding=(rows, columns)))
 
 
 class QuantConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):
