@@ -63,9 +63,12 @@ def export_onnx(
     """Export a checkpoint to canonical ONNX, verified against torch on real images before anything is written.
 
     Args:
-        out: the .onnx file; an existing one is replaced. portable: also write the decomposed graph that plain ONNX
-        Runtime runs, as NAME.portable.onnx in the same folder. data: dataset whose validation split is used to verify.
-        images: how many of its images. verify: False writes without comparing.
+        checkpoint: a .safetensors file that `fp4deploy train` wrote.
+        out: the .onnx file; an existing one is replaced.
+        portable: also write the decomposed graph that plain ONNX Runtime runs, as NAME.portable.onnx beside it.
+        data: dataset whose validation split is used to verify.
+        images: how many of its images.
+        verify: False writes without comparing.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
