@@ -6,6 +6,7 @@ alike. They differ in where the measurement comes from: the bench that has just 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from fp4deploy.runs import Run
 FROM_CONFIG = "# from config.yaml; the command of this run was not recorded"
 
 
-def collect(run: Run, found: RunData) -> ReportData:
-    """Report data of a run.
+def collect(run: Run, found: RunData, remarks: Sequence[str] = ()) -> ReportData:
+    """Report data of a run; `remarks` come before those of the reader.
 
     Raises:
         InputError: no model of the run has a checkpoint that can be read.
@@ -31,7 +32,7 @@ def collect(run: Run, found: RunData) -> ReportData:
         raise InputError(
             f"{run.path} holds no finished model to report. Train one with: fp4deploy train --resume --out {run.path}"
         )
-    remarks = [f"{remark[0].upper()}{remark[1:]}" for remark in found.remarks]
+    remarks = [*remarks, *(f"{remark[0].upper()}{remark[1:]}" for remark in found.remarks)]
     not_measured = [name for name in models if found.models[name].measured is None]
     if not_measured:
         remarks.append(f"The accuracy of {', '.join(not_measured)} is the best of the validation during training.")

@@ -108,7 +108,7 @@ def read_run(run: Run, label: str | None = None, measurement: Measurement | None
 
     measurement: of this moment, which then stands for report.json and for the files of artefacts.
     """
-    remarks: list[str] = list(measurement.remarks) if measurement else []
+    remarks: list[str] = []
     config = _config(run, remarks)
     settings = flat(config.model_dump(mode="json")) if config else _settings_as_they_are(run)
     task: Task = "instance" if settings.get("task") == "instance" else "semantic"

@@ -49,7 +49,7 @@ def write_report(run: Run, measurement: Measurement, data: Path) -> Report:
     Raises:
         InputError: the folder cannot be written, or the data no longer fits the models.
     """
-    return _save(run, collect(run, read_run(run, measurement=measurement)), data)
+    return _save(run, collect(run, read_run(run, measurement=measurement), measurement.remarks), data)
 
 
 def rewrite_report(run: Run, out: Path | None = None) -> Report:

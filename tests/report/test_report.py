@@ -59,11 +59,11 @@ def report(untrained: Run, shapes: Path) -> ReportData:
     config = untrained.path / "config.yaml"
     config.write_text("train: {epochs: 0, finetune_epochs: 0}\n")
     try:
-        found = collect(untrained, read_run(untrained, measurement=measurement))
+        found = collect(untrained, read_run(untrained, measurement=measurement), measurement.remarks)
     finally:
         config.unlink()
     models = {name: model.model_copy(update={"epochs": 3}) for name, model in found.models.items()}
-    return found.model_copy(update={"models": models, "remarks": ["a <remark>"]})
+    return found.model_copy(update={"models": models})
 
 
 def with_models(report: ReportData, **accuracies: float | None) -> ReportData:
