@@ -16,6 +16,8 @@ from fp4deploy.export import load_ledger
 from tests.contract import frozen, schemas
 from tests.contract.invoke import fp4deploy
 
+pytestmark = pytest.mark.timeout(1200)  # the shared fixture takes half a minute, on a busy machine more
+
 
 def test_commands_and_options() -> None:
     assert frozen.lost(frozen.recorded("commands"), frozen.command_line()) == []

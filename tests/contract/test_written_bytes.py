@@ -14,6 +14,8 @@ from tests.contract import fixed_models, frozen, internals, written
 FILES = Path(__file__).parent / "files"
 EXPECTED = json.loads((FILES / "expected.json").read_text(encoding="utf-8"))
 
+pytestmark = pytest.mark.timeout(1200)  # the shared fixture takes half a minute, on a busy machine more
+
 
 def test_checkpoints_packed_networks_and_weights(written_files: Path) -> None:
     assert frozen.lost(frozen.recorded("bytes")["files"], written.digests(written_files)["files"]) == []
