@@ -20,7 +20,7 @@ from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.to_packed import pack
-from fp4deploy.export.verify.outputs import compare_with_torch
+from fp4deploy.export.verify.outputs import compare_with_torch, require_agreement, verify_decomposed
 from fp4deploy.models import ModelCard, UNet, build_unet, save_checkpoint
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.qat import calibrate, load_model, prepare, round_to_deployed
@@ -97,6 +97,10 @@ def test_the_decomposed_graph_rounds_an_image_to_fp16_as_an_engine_reads_it() ->
 @pytest.mark.parametrize("quantized", [False, True])
 def test_ort_and_torch_agree(quantized: bool) -> None:
     model, graph = exported(quantized)
+    """As the export's gate: FP4 amplifies the order of a sum, which differs between CPUs, so layers decide there."""
+    if quantized:
+        require_agreement(verify_decomposed(model, to_portable(graph), image(4).split(1)), "model")
+        return
     found = compare_with_torch(model, to_portable(graph), image(4).split(1))
     assert found.share == 1
     assert found.largest < 1e-4
