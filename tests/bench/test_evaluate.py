@@ -96,7 +96,7 @@ def test_no_background_in_the_model(card: ModelCard, shapes: Path) -> None:
 
 
 class Constant(Oracle):
-    """Answers two classes, whatever is asked."""
+    """A model of two classes, whatever its card says."""
 
     def infer(self, images: np.ndarray) -> np.ndarray:
         return np.zeros((len(images), 2, *images.shape[2:]), np.float32)
@@ -105,5 +105,5 @@ class Constant(Oracle):
 def test_a_model_without_names_needs_the_right_number_of_classes(card: ModelCard, shapes: Path) -> None:
     constant = Constant(card, shapes)
     constant.card = dataclasses.replace(card, class_names=())
-    with pytest.raises(InputError, match=r"answers 2 classes, and .* has 7"):
+    with pytest.raises(InputError, match=r"output has 2 classes, and .* has 7"):
         evaluate(constant, shapes)
