@@ -92,7 +92,7 @@ class _Packer:
     def __init__(self, model: UNet) -> None:
         self.model = model
         self.layers = dict(model.named_modules())
-        self.images: dict[str, Activation] = {}
+        self.activations: dict[str, Activation] = {}
         self.steps: list[Node] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
@@ -122,7 +122,7 @@ class _Packer:
                 **self._convolution_fields("head", with_bias=True),
             )
         )
-        return self.images, self.steps, self.tensors
+        return self.activations, self.steps, self.tensors
 
     def _block(
         self, name: str, inputs: list[str], stride: int, outputs: list[tuple[str, str | None, bool]]
@@ -169,7 +169,7 @@ class _Packer:
         self.steps.append(ConvTranspose2d(inputs=[x], output=output, **self._convolution_fields(name, with_bias=True)))
         if two:
             return [skip, output]
-        channels = self.images[skip].channels + layer.out_channels
+        channels = self.activations[skip].channels + layer.out_channels
         joined = self._activation(f"{decoder}.concat", channels, stride, reader)
         self.steps.append(Concat(inputs=[skip, output], output=joined))
         return [joined]
@@ -184,7 +184,7 @@ class _Packer:
         amax = None
         if reader is not None and isinstance(self.layers[reader], QuantizedLayer):
             amax = f"{reader}.input_amax"
-        self.images[name] = Activation(channels=channels, stride=stride, amax=amax)
+        self.activations[name] = Activation(channels=channels, stride=stride, amax=amax)
         return name
 
     def _convolution_fields(self, name: str, with_bias: bool) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class CapturedNetwork:
     def prepared(self, images: torch.Tensor) -> Callable[[], torch.Tensor]:
         """What computes the logits of `images`, with nothing left to prepare; the next run overwrites its result."""
         if not self.enabled:
-            held = images.to(self.network.device)
-            return lambda: self.network(held)
+            on_device = images.to(self.network.device)
+            return lambda: self.network(on_device)
         shape = tuple(images.shape)
         if shape not in self._runs:
             if len(self._runs) >= SHAPES:

@@ -34,14 +34,14 @@ def check_graph(graph: Graph, channels: int) -> None:
     Raises:
         InputError: naming the node and the fault.
     """
-    image = graph.images.get(INPUT)
+    first = graph.images.get(INPUT)
     expected = ENCODED_CHANNELS if graph.digits else RGB.channels
-    if image is None or image.stride != RGB.stride or image.channels != expected:
+    if first is None or first.stride != RGB.stride or first.channels != expected:
         kind = "digits" if graph.digits else "RGB"
         raise InputError(f"The graph has no input named '{INPUT}' of the {expected} channels of {kind}.")
-    if image.amax is not None:
-        _require(image.amax in graph.tensors, f"the tensor '{image.amax}' that the input is packed with is missing")
-        _tensor(graph, image.amax, "F32", [])
+    if first.amax is not None:
+        _require(first.amax in graph.tensors, f"the tensor '{first.amax}' that the input is packed with is missing")
+        _tensor(graph, first.amax, "F32", [])
     written = {INPUT}
     for number, node in enumerate(graph.steps):
         try:
@@ -54,7 +54,7 @@ def check_graph(graph: Graph, channels: int) -> None:
             raise InputError(f"Node {number} of the graph ({node.op}): the head is the last node, and only the last.")
         written.update(outputs_of(node))
     unused = [name for name in graph.images if name not in written]
-    read = {name for node in graph.steps for name in tensors_of(node, graph.images)} | {image.amax}
+    read = {name for node in graph.steps for name in tensors_of(node, graph.images)} | {first.amax}
     unused += [name for name in graph.tensors if name not in read]
     if unused:
         raise InputError(f"{len(unused)} names of the graph are never used (first '{unused[0]}').")
@@ -77,10 +77,10 @@ def _check_names(graph: Graph, node: Node, written: set[str]) -> None:
 
 def _check_node(graph: Graph, node: Node, out: int) -> None:
     inputs = [graph.images[name] for name in node.inputs]
-    channels = sum(image.channels for image in inputs)
-    _require(len({image.stride for image in inputs}) == 1, "its inputs differ in size")
+    channels = sum(activation.channels for activation in inputs)
+    _require(len({activation.stride for activation in inputs}) == 1, "its inputs differ in size")
     stride = inputs[0].stride
-    packed = [image.amax is not None for image in inputs]
+    packed = [activation.amax is not None for activation in inputs]
     if isinstance(node, Convolution):
         _require(all(packed) if node.precision == "nvfp4" else not any(packed), f"its input is not {node.precision}")
     else:
@@ -88,7 +88,7 @@ def _check_node(graph: Graph, node: Node, out: int) -> None:
     if isinstance(node, GroupNormReLU):
         _check_norm(graph, node, channels, stride)
     elif isinstance(node, Concat):
-        _image(graph.images[node.output], channels, stride)
+        _check_shape(graph.images[node.output], channels, stride)
     elif isinstance(node, Head):
         _weight(graph, node, out, channels, 1 + 2 * node.padding)
     elif isinstance(node, Conv2d):
@@ -99,12 +99,12 @@ def _check_node(graph: Graph, node: Node, out: int) -> None:
             )
         output = graph.images[node.output]
         _weight(graph, node, output.channels, channels, 1 + 2 * node.padding)
-        _image(output, output.channels, stride)
+        _check_shape(output, output.channels, stride)
     elif isinstance(node, ConvTranspose2d):
         output = graph.images[node.output]
         _weight(graph, node, output.channels, channels, 2)
         _require(stride % 2 == 0, "its input is not half the size of anything")
-        _image(output, output.channels, stride // 2)
+        _check_shape(output, output.channels, stride // 2)
 
 
 def _check_norm(graph: Graph, node: GroupNormReLU, channels: int, stride: int) -> None:
@@ -112,13 +112,14 @@ def _check_norm(graph: Graph, node: GroupNormReLU, channels: int, stride: int) -
     for name in (f"{node.layer}.weight", f"{node.layer}.bias", *([node.bias] if node.bias else [])):
         _tensor(graph, name, "F16", [channels])
     for form in node.outputs:
-        _image(graph.images[form.output], channels, 2 * stride if form.pooled else stride)
+        _check_shape(graph.images[form.output], channels, 2 * stride if form.pooled else stride)
 
 
-def _image(image: Activation, channels: int, stride: int) -> None:
+def _check_shape(activation: Activation, channels: int, stride: int) -> None:
     _require(
-        (image.channels, image.stride) == (channels, stride),
-        f"its output is described as {image.channels} channels at stride {image.stride}, not {channels} at {stride}",
+        (activation.channels, activation.stride) == (channels, stride),
+        f"its output is described as {activation.channels} channels at stride {activation.stride}, "
+        f"not {channels} at {stride}",
     )
 
 

@@ -12,10 +12,10 @@ COLUMNS = ("layer", "op", "precision", "shape", "writes", "bytes", "sha256")
 
 
 def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
-    """Facts, columns, one row for each node, and a closing line; the digests were checked when the file was read."""
+    """Properties, columns, one row a node and a closing line; the digests were checked when the file was read."""
     graph, card = file.graph, file.card
     size = (card.height, card.width)
-    facts: dict[str, Any] = {
+    properties: dict[str, Any] = {
         "file": str(file.path),
         "bytes": file.path.stat().st_size,
         "written_by": f"fp4deploy {file.version}",
@@ -35,11 +35,11 @@ def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], 
     rows = [_row(file, node) for node in graph.steps]
     packed = sum(isinstance(node, Convolution) and node.precision == "nvfp4" for node in graph.steps)
     convolutions = sum(isinstance(node, Convolution) for node in graph.steps)
-    share = file.weight_bytes / facts["weight_bytes_fp16"]
+    share = file.weight_bytes / properties["weight_bytes_fp16"]
     last = (
         f"{packed} of {convolutions} convolutions in FP4; the weights have {share:.3f} times the bytes of FP16 weights."
     )
-    return facts, COLUMNS, rows, last
+    return properties, COLUMNS, rows, last
 
 
 def _row(file: PackedFile, node: Node) -> tuple[Any, ...]:
@@ -56,5 +56,5 @@ def _row(file: PackedFile, node: Node) -> tuple[Any, ...]:
     return layer, node.op, precision, shape, written, count, "ok" if names else "-"
 
 
-def _form(image: Activation) -> str:
-    return f"{'FP16' if image.amax is None else 'packed'} {image.channels} at 1/{image.stride}"
+def _form(activation: Activation) -> str:
+    return f"{'FP16' if activation.amax is None else 'packed'} {activation.channels} at 1/{activation.stride}"

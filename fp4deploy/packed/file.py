@@ -73,7 +73,7 @@ class PackedFile:
 def packed_file(
     path: Path,
     card: ModelCard,
-    images: Mapping[str, Activation],
+    activations: Mapping[str, Activation],
     steps: list[Node],
     tensors: Mapping[str, torch.Tensor],
 ) -> PackedFile:
@@ -87,7 +87,7 @@ def packed_file(
         name: TensorInfo(dtype=TYPES[tensor.dtype], shape=list(tensor.shape), sha256=digest(tensor))
         for name, tensor in host.items()
     }
-    graph = Graph(images=dict(images), steps=steps, tensors=infos, digits=card.digits)
+    graph = Graph(images=dict(activations), steps=steps, tensors=infos, digits=card.digits)
     check_graph(graph, card.channels)
     _check_values(path, host)
     return PackedFile(Path(path), card, graph, host, __version__)

@@ -132,7 +132,7 @@ class Graph(Strict):
     @property
     def stride(self) -> int:
         """What the height and width of an input must be multiples of."""
-        return max(image.stride for image in self.images.values())
+        return max(activation.stride for activation in self.images.values())
 
 
 INPUT = "image"
@@ -146,7 +146,7 @@ def outputs_of(node: Node) -> list[str]:
     return [] if isinstance(node, Head) else [node.output]
 
 
-def tensors_of(node: Node, images: dict[str, Activation]) -> list[str]:
+def tensors_of(node: Node, activations: dict[str, Activation]) -> list[str]:
     """Names of the tensors that a node reads; an amax belongs to the nodes that write an activation with it."""
     names: list[str | None] = [] if isinstance(node, Concat) else [node.bias]
     if isinstance(node, GroupNormReLU):
@@ -155,5 +155,5 @@ def tensors_of(node: Node, images: dict[str, Activation]) -> list[str]:
         weight = f"{node.layer}.weight"
         parts = ("codes", "scales", "amax")
         names += [weight] if node.precision == "fp16" else [f"{weight}.{part}" for part in parts]
-    names += [images[name].amax for name in outputs_of(node) if name in images]
+    names += [activations[name].amax for name in outputs_of(node) if name in activations]
     return [name for name in dict.fromkeys(names) if name]

@@ -20,7 +20,7 @@ FP16_BYTES = 2
 
 
 def last_reads(graph: Graph) -> dict[str, int]:
-    """The number of the last node that reads each image."""
+    """The number of the last node that reads each activation."""
     return {name: number for number, node in enumerate(graph.steps) for name in node.inputs}
 
 
@@ -85,20 +85,20 @@ def plain_bytes(graph: Graph) -> int:
 
 def full_precision(graph: Graph) -> Graph:
     """The same network with plain activations and written concatenations: what its FP16 model needs. Not to be run."""
-    images = {name: activation.model_copy(update={"amax": None}) for name, activation in graph.images.items()}
+    activations = {name: activation.model_copy(update={"amax": None}) for name, activation in graph.images.items()}
     steps: list[Node] = []
     for node in graph.steps:
         if isinstance(node, Conv2d) and len(node.inputs) == 2:
             joined = f"{node.output}.concat"
-            channels = sum(images[name].channels for name in node.inputs)
-            images[joined] = Activation(channels=channels, stride=images[node.inputs[0]].stride)
+            channels = sum(activations[name].channels for name in node.inputs)
+            activations[joined] = Activation(channels=channels, stride=activations[node.inputs[0]].stride)
             steps += [
                 Concat(inputs=node.inputs, output=joined),
                 node.model_copy(update={"inputs": [joined], "precision": "fp16"}),
             ]
         else:
             steps.append(node.model_copy(update={"precision": "fp16"}) if isinstance(node, Convolution) else node)
-    return graph.model_copy(update={"images": images, "steps": steps})
+    return graph.model_copy(update={"images": activations, "steps": steps})
 
 
 def _classes(graph: Graph) -> int:

@@ -71,13 +71,13 @@ class PackedNetwork:
         check_size(self.graph, *images.shape[2:])
         results: list[FeatureMap] = []
         with torch.inference_mode():
-            held: dict[str, FeatureMap] = {INPUT: self.read(images)}
+            live: dict[str, FeatureMap] = {INPUT: self.read(images)}
             for number, node in enumerate(self.graph.steps):
-                results = self.run_node(node, [held[name] for name in node.inputs])
+                results = self.run_node(node, [live[name] for name in node.inputs])
                 for name in node.inputs:
                     if self._last[name] == number:
-                        held.pop(name, None)
-                held.update(zip(outputs_of(node), results, strict=False))  # the head names none
+                        live.pop(name, None)
+                live.update(zip(outputs_of(node), results, strict=False))  # the head names none
         return cast(torch.Tensor, results[0]).permute(0, 3, 1, 2)
 
     def read(self, images: torch.Tensor) -> FeatureMap:
@@ -106,26 +106,27 @@ class PackedNetwork:
     def _norm(self, node: GroupNormReLU, x: torch.Tensor) -> list[FeatureMap]:
         bias = self._vectors[node.bias] if node.bias else None
         weight, beta = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
-        wanted = [OutputForm(self.amax(form.output), form.pooled) for form in node.outputs]
-        return norm_relu_pack(x, bias, weight, beta, node.groups, node.eps, wanted)
+        forms = [OutputForm(self.amax(form.output), form.pooled) for form in node.outputs]
+        return norm_relu_pack(x, bias, weight, beta, node.groups, node.eps, forms)
 
     def _fp16_convolution(
         self, node: Conv2d | ConvTranspose2d | Head, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        weight, image = self._plain[node.layer], x.permute(0, 3, 1, 2)
+        weight, x = self._plain[node.layer], x.permute(0, 3, 1, 2)
         shift = None if bias is None else bias.to(self.dtype)
         if isinstance(node, ConvTranspose2d):
-            out = F.conv_transpose2d(image, weight, shift, stride=2)
+            out = F.conv_transpose2d(x, weight, shift, stride=2)
         else:
-            out = F.conv2d(image, weight, shift, padding=node.padding)
+            out = F.conv2d(x, weight, shift, padding=node.padding)
         return out.permute(0, 2, 3, 1).contiguous()
 
     def form(self, x: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
         """`x`, or packed with `amax`."""
         return x if amax is None else quantize_nvfp4(x, amax=amax)
 
-    def amax(self, image: str) -> torch.Tensor | None:
-        name = self.graph.images[image].amax
+    def amax(self, activation: str) -> torch.Tensor | None:
+        """The amax that the activation of this name is packed with; None for a plain one."""
+        name = self.graph.images[activation].amax
         return self._vectors[name] if name else None
 
     def _load_weight(self, node: Conv2d | ConvTranspose2d | Head) -> None:
@@ -135,7 +136,7 @@ class PackedNetwork:
             self._plain[node.layer] = tensors[name].to(self.device, self.dtype).permute(order)
             return
         codes, scales, amax = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "amax"))
-        channels = sum(self.graph.images[image].channels for image in node.inputs)
+        channels = sum(self.graph.images[source].channels for source in node.inputs)
         self._packed[node.layer] = Nvfp4Tensor(
             codes.to(self.device),
             scales.to(self.device),

@@ -1,4 +1,4 @@
-"""Bytes of weights and of images, against counts made another way."""
+"""Bytes of weights and of activations, against counts made another way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_fp16_graph_of_an_nvfp4_file_is_that_of_the_fp16_file(scale: float) 
 
 
 def test_the_peak_of_a_unet_by_hand() -> None:
-    """FP16: skip, upsampled image and their concatenation. Packed: the last normalisation, plain in and out."""
+    """FP16: skip, upsampled activation and their concatenation. Packed: the last normalisation, plain in and out."""
     pixels, channels = 64 * 48, 16
     assert activation_bytes(packed(None)[1].graph, 64, 48) == pixels * 2 * (channels + channels + 2 * channels)
     assert activation_bytes(packed()[1].graph, 64, 48, batch=3) == 3 * pixels * 2 * (channels + channels)
@@ -68,18 +68,18 @@ def test_reading_an_image_as_digits_counts() -> None:
 
 @pytest.mark.parametrize(("digits", "everything"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("scale", [0.125, 0.25])
-def test_images_have_the_bytes_that_are_counted(scale: float, digits: bool, everything: bool) -> None:
+def test_activations_have_the_bytes_that_are_counted(scale: float, digits: bool, everything: bool) -> None:
     _, file = packed("nvfp4_qat", scale, digits, everything)
     network, graph = PackedNetwork(file), file.graph
-    held = {INPUT: network.read(torch.randn(2, 3, 32, 32))}
+    live = {INPUT: network.read(torch.randn(2, 3, 32, 32))}
     if everything:
-        assert held[INPUT].codes.nbytes + held[INPUT].scales.nbytes == feature_map_bytes(graph.images[INPUT], 32, 32, 2)
+        assert live[INPUT].codes.nbytes + live[INPUT].scales.nbytes == feature_map_bytes(graph.images[INPUT], 32, 32, 2)
     for node in graph.steps:
-        written = network.run_node(node, [held[name] for name in node.inputs])
-        for name, image in zip(outputs_of(node), written, strict=False):
-            held[name] = image
-            packed_image = isinstance(image, Nvfp4Tensor)  # a plain one is FP32 on the CPU
-            real = image.codes.nbytes + image.scales.nbytes if packed_image else 2 * image.numel()
+        written = network.run_node(node, [live[name] for name in node.inputs])
+        for name, activation in zip(outputs_of(node), written, strict=False):
+            live[name] = activation
+            is_packed = isinstance(activation, Nvfp4Tensor)  # a plain one is FP32 on the CPU
+            real = activation.codes.nbytes + activation.scales.nbytes if is_packed else 2 * activation.numel()
             assert real == feature_map_bytes(graph.images[name], 32, 32, batch=2), name
     assert isinstance(graph.steps[-1], Head)
 

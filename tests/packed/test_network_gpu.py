@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 
-def values(image: Any) -> torch.Tensor:
-    return image.dequantize() if isinstance(image, Nvfp4Tensor) else image.float()
+def values(activation: Any) -> torch.Tensor:
+    return activation.dequantize() if isinstance(activation, Nvfp4Tensor) else activation.float()
 
 
 def by_reference(network: PackedNetwork, node: Any, inputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -43,13 +43,13 @@ FIRST = [(False, False), (True, False), (False, True), (True, True)]  # the imag
 def test_every_step_against_its_reference(
     recipe: str | None, scale: float, digits: bool, everything: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each from the same inputs: of packed images a thousandth of the elements may differ by a rounding, no more."""
+    """Each from the same inputs: of packed activations a thousandth of the elements may differ by a rounding."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     _, file = packed(recipe, scale, digits, everything)
     network = PackedNetwork(file, "cuda")
-    held: dict[str, Any] = {INPUT: network.read(images(2, size=64).cuda())}
+    live: dict[str, Any] = {INPUT: network.read(images(2, size=64).cuda())}
     for node in network.graph.steps:
-        inputs = [held[name] for name in node.inputs]
+        inputs = [live[name] for name in node.inputs]
         got, expected = network.run_node(node, inputs), by_reference(network, node, inputs, monkeypatch)
         for one, other in zip(got, expected, strict=True):
             assert type(one) is type(other)
@@ -58,7 +58,7 @@ def test_every_step_against_its_reference(
                 assert float((difference != 0).float().mean()) < 1e-3, node
             else:
                 assert float(difference.norm() / values(other).norm()) < 1e-3, node
-        held.update(zip(outputs_of(node), got, strict=False))
+        live.update(zip(outputs_of(node), got, strict=False))
 
 
 def test_what_the_first_step_reads_has_the_bytes_of_the_cpu() -> None:

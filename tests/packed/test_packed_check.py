@@ -42,13 +42,16 @@ def _plain(graph: dict[str, Any], layer: str) -> None:
 
 
 CASES: dict[str, tuple[Change, str]] = {
-    "an image nobody writes": (lambda g: node(g, "up.1").update(inputs=["nothing"]), "'up.1'.*reads 'nothing'"),
-    "a later image": (lambda g: node(g, "up.0").update(inputs=["decoder.0.norm2.out"]), "no node before it writes"),
+    "an activation nobody writes": (lambda g: node(g, "up.1").update(inputs=["nothing"]), "'up.1'.*reads 'nothing'"),
+    "a later activation": (
+        lambda g: node(g, "up.0").update(inputs=["decoder.0.norm2.out"]),
+        "no node before it writes",
+    ),
     "written twice": (lambda g: node(g, "encoder.1.conv1").update(output="encoder.0.conv1"), "a second time"),
     "an unknown output": (lambda g: node(g, "encoder.1.conv1").update(output="lost"), "does not describe"),
     "a missing tensor": (lambda g: g["tensors"].pop("up.2.weight.scales"), "'up.2.weight.scales' is missing"),
     "an unused tensor": (lambda g: g["tensors"].update(more=g["tensors"]["head.bias"]), "never used .*'more'"),
-    "an unused image": (lambda g: g["images"].update(more={"channels": 3, "stride": 1}), "never used .*'more'"),
+    "an unused activation": (lambda g: g["images"].update(more={"channels": 3, "stride": 1}), "never used .*'more'"),
     "another weight shape": (
         lambda g: g["tensors"]["encoder.1.conv2.weight.codes"].update(shape=[32, 3, 3, 8]),
         r"is U8 \[32, 3, 3, 8\], and U8 \[32, 3, 3, 16\] is needed",
@@ -81,7 +84,7 @@ CASES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("digits", [False, True])
 @pytest.mark.parametrize("everything", [False, True])
-def test_what_reads_digits_or_a_packed_image_passes(digits: bool, everything: bool) -> None:
+def test_what_reads_digits_or_a_packed_activation_passes(digits: bool, everything: bool) -> None:
     _, file = packed("nvfp4_qat", 0.125, digits, everything)
     check_graph(file.graph, len(CLASSES))
     channels, amax = 13 if digits else 3, "encoder.0.conv1.input_amax" if everything else None

@@ -96,21 +96,21 @@ def compare_nodes(
     model: nn.Module, network: PackedNetwork, batch: torch.Tensor, head: InstanceHead | None = None
 ) -> dict[str, float]:
     """The error of each node with reference inputs from torch: by layer, in the order of the graph."""
-    seen, images = _outputs(model, batch), network.graph.images
-    held: dict[str, Activation] = {INPUT: network.read(batch)}
-    amaxes = {name: None if image.amax is None else model.get_buffer(image.amax) for name, image in images.items()}
+    seen, activations = _outputs(model, batch), network.graph.images
+    live: dict[str, Activation] = {INPUT: network.read(batch)}
+    amaxes = {name: model.get_buffer(form.amax) if form.amax else None for name, form in activations.items()}
     errors: dict[str, float] = {}
     for node in network.graph.steps:
-        got = network.run_node(node, [held[name] for name in node.inputs])
+        got = network.run_node(node, [live[name] for name in node.inputs])
         if isinstance(node, Concat):
-            held[node.output] = got[0]
+            live[node.output] = got[0]
             continue
         expected = _expected(node, seen[node.layer], model.get_submodule(node.layer), network, amaxes)
         if isinstance(node, Head):
             errors[node.layer] = _disagreement(got[0], expected[0], head)
             continue
         errors[node.layer] = max(_error(*pair) for pair in zip(got, expected, strict=True))
-        held.update(zip(outputs_of(node), expected, strict=False))
+        live.update(zip(outputs_of(node), expected, strict=False))
     return errors
 
 
@@ -149,7 +149,7 @@ def _outputs(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _disagreement(got: Activation, expected: Activation, head: InstanceHead | None) -> float:
     """Share of pixels on which two outputs [N, H, W, channels] disagree."""
-    given, requested = (cast(torch.Tensor, image).permute(0, 3, 1, 2) for image in (got, expected))
+    given, requested = (cast(torch.Tensor, logits).permute(0, 3, 1, 2) for logits in (got, expected))
     return float((~agreeing(requested, given, head)).float().mean())
 
 
