@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from dataclasses import dataclass
+from types import ModuleType
+
+from fp4deploy.errors import UnavailableError
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,24 @@ class Library:
 
     def why_missing(self) -> str | None:
         """Reason and command, such as "pycuda is missing: pip install pycuda"; None where it imports."""
-        error = self._error()
-        if error is None:
-            return None
-        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == self.name
-        return f"{self.name} {'is missing' if absent else f'does not load ({error})'}: {self.install}"
+        fault = self._fault()
+        return f"{self.name} {fault}: {self.install}" if fault else None
+
+    def require(self, user: str, otherwise: str = "") -> ModuleType:
+        """Import it.
+
+        Args:
+            user: what needs it, the beginning of the message.
+            otherwise: what to do where it cannot be installed.
+
+        Raises:
+            UnavailableError: it does not import.
+        """
+        fault = self._fault()
+        if fault:
+            instead = f", or {otherwise}" if otherwise else ""
+            raise UnavailableError(f"{user} needs {self.name}, which {fault}. Add it with: {self.install}{instead}")
+        return importlib.import_module(self.name)
 
     def version(self) -> str | None:
         """Its version; None where it does not import."""
@@ -39,11 +55,21 @@ class Library:
         found = importlib.import_module(self.name)
         return str(getattr(found, "__version__", None) or package_version(self.name) or "unknown version")
 
+    def _fault(self) -> str | None:
+        error = self._error()
+        if error is None:
+            return None
+        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == self.name
+        return "is missing" if absent else f"does not load ({' '.join(str(error).split())})"
+
     def _error(self) -> Exception | None:
         try:
-            importlib.import_module(self.module or self.name)
+            found = importlib.import_module(self.module or self.name)
         except Exception as error:  # a shared library that does not load raises what it likes
             return error
+        spec = getattr(found, "__spec__", None)
+        if spec is not None and spec.origin is None:  # a folder of that name without a package in it
+            return ModuleNotFoundError(name=self.name)
         return None
 
 
@@ -63,6 +89,13 @@ LIBRARIES = {
         Library("triton", "compiles the FP4 GEMM and convolution kernels, also without a GPU", "pip install triton"),
     )
 }
+
+
+TENSORBOARD = Library(
+    "tensorboard", "shows telemetry", "pip install 'fp4deploy[tensorboard]'", "torch.utils.tensorboard"
+)
+WANDB = Library("wandb", "shows telemetry", "pip install 'fp4deploy[wandb]'")
+RAY = Library("ray", "runs sweeps on a cluster", "pip install 'fp4deploy[distributed]'")
 
 
 def package_version(module: str) -> str | None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fp4deploy.bench.runtimes import tensorrt as runtime_tensorrt
 from fp4deploy.bench.runtimes.tensorrt import TensorRtRuntime, open_plan
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.ledger.ledger import ledger_path
@@ -41,11 +41,7 @@ def test_another_gpu_is_named(plan: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.rtx
 def test_a_missing_library_names_the_package(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, (12, 0))
-
-    def absent(name: str) -> ModuleType:
-        raise ModuleNotFoundError(f"No module named '{name}'")
-
-    monkeypatch.setattr(runtime_tensorrt.importlib, "import_module", absent)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(UnavailableError, match="pip install tensorrt-rtx"):
         open_plan(plan)
 
@@ -55,7 +51,7 @@ def test_a_plan_that_the_library_refuses(plan: Path, monkeypatch: pytest.MonkeyP
     pretend_gpu(monkeypatch, (12, 0))
     runtime = SimpleNamespace(deserialize_cuda_engine=lambda content: None)
     library = SimpleNamespace(__version__="9.9", Runtime=lambda logger: runtime, Logger=Logger)
-    monkeypatch.setattr(runtime_tensorrt.importlib, "import_module", lambda name: library)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", library)  # type: ignore[arg-type]
     with pytest.raises(UnavailableError, match=r"TensorRT-RTX 9.9 refused it on Test GPU"):
         open_plan(plan)
 

@@ -7,7 +7,6 @@ beside it (`unet.ledger.json`) says which, and a machine that cannot run it gets
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +23,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine import build as engine
 from fp4deploy.export.ledger.ledger import Ledger, ledger_path
 from fp4deploy.models.card import ModelCard
+from fp4deploy.requirements import LIBRARIES
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 HINT = "Bench it on that GPU; here, bench the ONNX file it was built from."
@@ -102,13 +102,7 @@ def open_plan(path: Path) -> TensorRtRuntime:
     if backend is None:
         raise InputError(f"{path} is not an engine plan. Build one with: fp4deploy build")
     _require_gpu(path, ledger, backend)
-    try:
-        trt = importlib.import_module(MODULES[backend])
-    except Exception as error:
-        raise UnavailableError(
-            f"{path} needs {TITLES[backend]}, which cannot be imported here ({error}). "
-            f"Add it with: pip install {MODULES[backend].replace('_', '-')}"
-        ) from None
+    trt: Any = LIBRARIES[MODULES[backend]].require(str(path))
     loaded = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(path.read_bytes())
     if loaded is None:
         raise UnavailableError(

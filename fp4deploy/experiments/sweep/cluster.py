@@ -14,10 +14,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.parallel import Task
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.variant import Started, train_logged
+from fp4deploy.requirements import RAY
 
 
 class RayWorker:
@@ -64,13 +65,7 @@ def ray_workers(
         UnavailableError: Ray is not installed.
         InputError: no cluster answers at the address.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise UnavailableError(
-            f"A sweep on a cluster needs Ray, which cannot be imported ({' '.join(str(error).split())}). Install it "
-            "with: pip install 'fp4deploy[distributed]', or leave out --address and use this machine's GPUs by --jobs."
-        ) from error
+    ray = RAY.require("A sweep on a cluster", "leave out --address and use this machine's GPUs by --jobs")
     if not ray.is_initialized():
         try:
             ray.init(address=address, log_to_driver=False)

@@ -22,14 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fp4deploy.errors import UnavailableError
 from fp4deploy.files import atomic_write
 from fp4deploy.qat.telemetry.statistics import CODES
+from fp4deploy.requirements import TENSORBOARD, WANDB
 from fp4deploy.train.logging.metrics_log import append_line
 
 SAMPLE, EPOCH = "look", "epoch"  # kinds of lines; "look" is what files call a sample
 FILE = "telemetry.jsonl"
 DIGITS = 9
+PACKAGES = {library.name: library for library in (TENSORBOARD, WANDB)}
 
 Layers = dict[str, dict[str, dict[str, float | None]]]
 LayerCodes = dict[str, dict[str, list[int]]]
@@ -133,7 +134,7 @@ class TensorBoardTracker:
     """Scalars and code histograms as TensorBoard events, written by accelerate's tracker."""
 
     def __init__(self, folder: Path) -> None:
-        _require_tensorboard()
+        _required("tensorboard")
         self.folder = folder
         self.tracker: Any = None
 
@@ -171,7 +172,7 @@ class WandbTracker:
     """One W&B run a model, by accelerate's tracker; `name` and a fixed id make a resumed training the same run."""
 
     def __init__(self, folder: Path, name: str, project: str, mode: str, config: dict[str, Any]) -> None:
-        self.wandb, self.project = _wandb(), project
+        self.wandb, self.project = _required("wandb"), project
         self.tracker: Any = None
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]  # the same run after a resume
         self.options: dict[str, Any] = {
@@ -237,10 +238,8 @@ def check_trackers(names: Iterable[str]) -> None:
         UnavailableError: one is missing; the message has the command that adds it.
     """
     for name in names:
-        if name == "tensorboard":
-            _require_tensorboard()
-        elif name == "wandb":
-            _wandb()
+        if name in PACKAGES:
+            _required(name)
 
 
 def _join() -> None:
@@ -251,28 +250,10 @@ def _join() -> None:
     PartialState(cpu=not torch.cuda.is_available())
 
 
-def _require_tensorboard() -> None:
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise _missing("tensorboard", error) from error
-
-
-def _wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise _missing("wandb", error) from error
-    if not hasattr(wandb, "init"):  # a folder of that name without the package in it
-        raise _missing("wandb", ImportError("it has no init"))
-    return wandb
-
-
-def _missing(name: str, error: Exception) -> UnavailableError:
-    return UnavailableError(
-        f"The tracker '{name}' needs the package {name}, which cannot be imported ({' '.join(str(error).split())}). "
-        f"Install it with: pip install 'fp4deploy[{name}]', or leave it out: telemetry.jsonl holds the same numbers."
-    )
+def _required(name: str) -> Any:
+    """The package of a tracker."""
+    otherwise = "leave it out: telemetry.jsonl holds the same numbers"
+    return PACKAGES[name].require(f"The tracker '{name}'", otherwise)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
