@@ -1,0 +1,23 @@
+"""One network as one graph: what export, cost model and packed networks read instead of Python code.
+
+    model, example inputs  --capture-->  Graph  -->  packed network, multiply-accumulates, ...
+
+| module | what it holds |
+|---|---|
+| `ir` | `Graph`, `Node`, `Value`: nodes in order, each with its operator, attributes, layer and shapes |
+| `sizes` | sizes that depend on the sizes of the inputs |
+| `capture` | torch.export of a module -> `Graph` |
+| `operators` | how each ATen operator is written as a node |
+| `costs` | multiply-accumulates of a node |
+
+torch.export (the functional training IR, before any decomposition) keeps a convolution as one `aten.conv2d`, whose
+weight is a placeholder that names its parameter, so that every node knows its layer. torch.fx's symbolic tracing knows
+no shapes and stops at code that asks for one. This room knows torch only: no quantised layer, no file format.
+"""
+
+from fp4deploy.graph.capture import capture
+from fp4deploy.graph.costs import macs_of
+from fp4deploy.graph.ir import Graph, Node, Value
+from fp4deploy.graph.sizes import Size, evaluate
+
+__all__ = ["Graph", "Node", "Size", "Value", "capture", "evaluate", "macs_of"]

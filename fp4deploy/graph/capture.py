@@ -1,0 +1,372 @@
+"""A module as a graph: torch.export of a copy, in evaluation mode, read node by node.
+
+The training IR that torch.export gives keeps every call of the user's code as one ATen call. In-place calls are made
+functional first (`run_decompositions` with an empty table), so that a node never changes a value that others read.
+
+Sizes: the first axis of every input is one dynamic batch. With `dynamic_size` height and width (every axis from the
+third on) are dynamic as well, as far as the module allows: where its code fixes one, torch.export keeps that axis
+fixed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.graph.ir import Graph, Node, Value
+from fp4deploy.graph.operators import NO_OUTPUT, Call, Step, parts_of, steps_of
+from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
+
+Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+
+def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False) -> Graph:
+    """The graph of a module in evaluation mode; the module is not changed.
+
+    Args:
+        model: any module; its quantised layers should have been restored to plain ones.
+        example_inputs: a tensor, several in the order of its forward, or by the names of its arguments. Shapes and
+            types are read, values are not. The first axis is the batch, which is dynamic.
+        dynamic_size: height and width are dynamic too.
+
+    Raises:
+        InputError: no such inputs; control flow that depends on values, with the line it is in; another failure of
+            torch.export; an output that holds something else than tensors.
+
+    >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
+    >>> [(node.op, node.layer) for node in graph.nodes]
+    [('conv', '0'), ('relu', '1')]
+    """
+    positional, named = _arguments(example_inputs)
+    program = _export(model, positional, named, dynamic_size)
+    if any(_changes_in_place(node) for node in program.graph.nodes):
+        with _quiet():
+            program = program.run_decompositions({})
+    return _Reader(program).graph()
+
+
+def _arguments(example: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    named = dict(example) if isinstance(example, Mapping) else {}
+    positional = () if named else (example,) if isinstance(example, torch.Tensor) else tuple(example)
+    tensors: tuple[Any, ...] = (*positional, *named.values())
+    if not tensors or any(not isinstance(x, torch.Tensor) or x.ndim < 1 or 0 in x.shape for x in tensors):
+        raise InputError(
+            "example_inputs is a tensor, a tuple of tensors or a dict of tensors, each with a batch axis, such as "
+            "torch.zeros(1, 3, 256, 256)."
+        )
+    # A batch of 1 would be taken for a constant.
+    several = [x.detach().cpu() if x.shape[0] > 1 else torch.cat([x.detach().cpu()] * 2) for x in tensors]
+    count = len(positional)
+    return tuple(several[:count]), dict(zip(named, several[count:], strict=True))
+
+
+def _export(
+    model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor], dynamic_size: bool
+) -> torch.export.ExportedProgram:
+    batch, auto = torch.export.Dim("batch", min=1), torch.export.Dim.AUTO
+
+    def axes(x: torch.Tensor) -> dict[int, Any]:
+        return {0: batch} | (dict.fromkeys(range(2, x.ndim), auto) if dynamic_size else {})
+
+    shapes: Any = tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
+    plain = copy.deepcopy(model).cpu().eval()
+    try:
+        with _quiet(), torch.no_grad():
+            return torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise InputError(_cause(model, error)) from error
+
+
+def _cause(model: nn.Module, error: Exception) -> str:
+    """One paragraph: what failed, in which line of the user's code, and what to do."""
+    place = _place(error)
+    kind = type(model).__name__
+    message = str(error)
+    if (
+        "data-dependent" in message
+        or "GuardOnDataDependent" in type(error).__name__
+        or "_local_scalar_dense" in message
+    ):
+        return (
+            f"{kind} decides by values of its tensors which way to go{place}, so that it is not one graph. Write the "
+            "decision with torch.where, or let it depend on shapes and settings of the module."
+        )
+    first = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
+    return f"torch.export cannot capture {kind}{place}: {first[:300]}. Check the example inputs' shapes and types."
+
+
+def _place(error: Exception) -> str:
+    """The last line of the user's code in the traceback."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _is_users(file: str) -> bool:
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), sysconfig.get_paths()["stdlib"])
+    return "site-packages" in file.removeprefix(own[0]) if file.startswith(own) else not file.startswith("<")
+
+
+def _changes_in_place(node: fx.Node) -> bool:
+    return node.op == "call_function" and bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+
+
+class _Reader:
+    """From an exported program to nodes."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        self.program = program
+        signature = program.graph_signature
+        self.parameters: dict[str, str] = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+        self.inputs = tuple(signature.user_inputs)
+        self.symbols: dict[Any, Size] = {}
+        self.example: dict[str, int] = {}
+        self.tensors: dict[str, tuple[str, bool]] = {}  # fx node -> (value or parameter, is a value)
+        self.parts: dict[str, list[str]] = {}
+        self.nodes: list[Node] = []
+        self.values: dict[str, Value] = {}
+
+    def graph(self) -> Graph:
+        outputs: tuple[tuple[str, str], ...] = ()
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                outputs = self._outputs(node)
+        inputs = tuple(str(name) for name in self.inputs)
+        self._check_sizes()
+        return self._pruned(Graph(inputs, tuple(self.nodes), outputs, self.values, self.example))
+
+    def _placeholder(self, node: fx.Node) -> None:
+        if node.name in self.parameters:
+            self.tensors[node.name] = self.parameters[node.name], False
+            return
+        if node.name not in self.inputs or not isinstance(node.meta.get("val"), torch.Tensor):
+            raise InputError(
+                f"The input '{node.name}' is no tensor. Give tensors, and set anything else in the module."
+            )
+        example = node.meta["val"]
+        for axis, size in enumerate(example.shape):
+            self._symbol(f"{node.name}.{axis}", size)
+        self._value(node.name, example)
+        self.tensors[node.name] = node.name, True
+
+    def _symbol(self, axis: str, size: Any) -> None:
+        """Learn what a symbol of torch.export is in terms of an axis: s, or k s + c, of which k s is usual."""
+        if isinstance(size, int):
+            self.example[axis] = size
+            return
+        expression = size.node.expr
+        self.example[axis] = int(size.node.hint)
+        if expression.is_Symbol:
+            self.symbols.setdefault(expression, (axis,))
+            return
+        symbols = list(expression.free_symbols)
+        if len(symbols) == 1 and symbols[0] not in self.symbols:
+            factor = expression.coeff(symbols[0])
+            if factor.is_Integer and expression == factor * symbols[0]:
+                self.symbols[symbols[0]] = (axis, int(factor), "//")
+
+    def _value(self, name: str, tensor: torch.Tensor) -> None:
+        self.values[name] = Value(name, self._shape(name, tensor), tensor.dtype)
+
+    def _shape(self, name: str, tensor: Any) -> tuple[Size, ...]:
+        try:
+            return tuple(size_of(size, self.symbols) for size in tensor.shape)
+        except SizeError as error:
+            raise InputError(
+                f"The shape of '{name}' cannot be followed: {error}. Capture it with a fixed size."
+            ) from None
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            found = self.parts.get(source.name) if isinstance(source, fx.Node) else None
+            if found is not None and isinstance(index, int) and index < len(found):
+                self.tensors[node.name] = found[index], True
+            return
+        value = node.meta.get("val")
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or value is None or isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat)):
+            return  # arithmetic of sizes: read where it is used
+        name = schema.name.partition("::")[2]
+        if name in NO_OUTPUT:
+            return
+        call = self._bound(node, schema, name)
+        if isinstance(value, torch.Tensor):
+            self._emit(node, call, steps_of(call), node.name)
+            return
+        parts = parts_of(call)
+        if parts is not None:
+            self.parts[node.name] = [
+                self._add(node, call, step, f"{node.name}.{at}", None) for at, step in enumerate(parts)
+            ]
+            return
+        self.parts[node.name] = [self._emit(node, call, steps_of(call), node.name)]  # such as (normalised, mean, rstd)
+
+    def _bound(self, node: fx.Node, schema: Any, name: str) -> Call:
+        tensors: dict[str, tuple[str, bool]] = {}
+        shapes: dict[str, tuple[Size, ...]] = {}
+        arguments: dict[str, Any] = {}
+
+        def bind(role: str, given: Any) -> None:
+            if isinstance(given, fx.Node) and given.name in self.tensors:
+                tensors[role] = self.tensors[given.name]
+                shapes[role] = self._shape(given.name, given.meta["val"])
+            elif isinstance(given, (list, tuple)) and any(self._is_tensor(each) for each in given):
+                for at, each in enumerate(given):
+                    bind(f"{role}.{at}", each)
+            elif not (given is None and role in TENSOR_ROLES):
+                arguments[role] = self._constant(given)
+
+        for at, argument in enumerate(schema.arguments):
+            given = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name, _default(argument))
+            bind(argument.name, given)
+        value = node.meta["val"]
+        several: tuple[tuple[Size, ...], ...] = ()
+        if not isinstance(value, torch.Tensor):
+            tensors_out = [each for each in value if isinstance(each, torch.Tensor)]
+            several = tuple(self._shape(node.name, each) for each in tensors_out)
+            value = tensors_out[0]
+        return Call(node.name, name, tensors, arguments, shapes, self._shape(node.name, value), value.dtype, several)
+
+    def _is_tensor(self, given: Any) -> bool:
+        return isinstance(given, fx.Node) and given.name in self.tensors
+
+    def _constant(self, given: Any) -> Any:
+        if isinstance(given, fx.Node):
+            value = given.meta.get("val")
+            try:
+                return size_of(value, self.symbols) if isinstance(value, (int, torch.SymInt)) else value
+            except SizeError as error:
+                raise InputError(f"'{given.name}' cannot be followed: {error}. Capture it with a fixed size.") from None
+        return tuple(self._constant(each) for each in given) if isinstance(given, (list, tuple)) else given
+
+    def _emit(self, node: fx.Node, call: Call, steps: list[Step] | None, name: str) -> str:
+        """Add the nodes of a call, and remember what its output is called."""
+        first = next((each for each in call.tensors.values() if each[1]), None)
+        same_type = first is not None and self.values[first[0]].dtype == call.dtype
+        if steps == [] or (steps and steps[0].op == "cast" and same_type):
+            self.tensors[node.name] = next(iter(call.tensors.values()))
+            return self.tensors[node.name][0]
+        before: str | None = None
+        for at, step in enumerate(steps or [Step(f"aten.{call.op}", dict(call.arguments))]):
+            last = at == len(steps or [None]) - 1
+            before = self._add(node, call, step, name if last else f"{name}.{step.op}", before if step.after else None)
+        assert before is not None
+        self.tensors[node.name] = before, True
+        return before
+
+    def _add(self, node: fx.Node, call: Call, step: Step, name: str, before: str | None) -> str:
+        roles = {role: role for role in call.tensors} if step.roles is None else step.roles
+        read = {_role(role): call.tensors[source] for role, source in roles.items() if source in call.tensors}
+        if before is not None:
+            read["input"] = before, True
+        inputs = {role: value for role, (value, is_value) in read.items() if is_value}
+        parameters = {role: value for role, (value, is_value) in read.items() if not is_value}
+        layer, where = _layer(node, parameters), _where(node)
+        self.nodes.append(Node(name, step.op, inputs, parameters, step.attributes, layer, where))
+        self.values[name] = Value(name, call.shape if step.shape is None else step.shape, call.dtype)
+        return name
+
+    def _outputs(self, node: fx.Node) -> tuple[tuple[str, str], ...]:
+        returned = self.program.graph_signature.user_outputs
+        names = [_path(path) for path, _ in _leaves(self.program.call_spec.out_spec, len(returned))]
+        found = []
+        for name, output in zip(names, returned, strict=True):
+            if not isinstance(output, str) or output not in self.tensors or not self.tensors[output][1]:
+                raise InputError(
+                    f"The output {name or 'of the module'} is no tensor computed from its inputs. Return tensors, or a "
+                    "tuple or dict of tensors."
+                )
+            found.append((name, self.tensors[output][0]))
+        return tuple(found)
+
+    def _check_sizes(self) -> None:
+        known = set(self.example)
+        for value in self.values.values():
+            unknown = axes_of(value.shape) - known
+            if unknown:
+                raise InputError(f"The shape of '{value.name}' depends on {', '.join(sorted(unknown))}.")
+
+    @staticmethod
+    def _pruned(graph: Graph) -> Graph:
+        """Without the nodes that no output depends on."""
+        needed = {value for _, value in graph.outputs}
+        kept: list[Node] = []
+        for node in reversed(graph.nodes):
+            if node.name in needed:
+                needed.update(node.inputs.values())
+                kept.append(node)
+        values = {name: value for name, value in graph.values.items() if name in needed or name in graph.inputs}
+        return Graph(graph.inputs, tuple(reversed(kept)), graph.outputs, values, graph.example)
+
+
+TENSOR_ROLES = ("weight", "bias", "running_mean", "running_var", "attn_mask")
+
+
+def _role(role: str) -> str:
+    return "input" if role == "self" else role
+
+
+def _default(argument: Any) -> Any:
+    return argument.default_value if argument.has_default_value() else None
+
+
+def _layer(node: fx.Node, parameters: Mapping[str, str]) -> str:
+    if parameters:
+        return next(iter(parameters.values())).rpartition(".")[0]
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return str(paths[-1]) if paths else ""
+
+
+def _where(node: fx.Node) -> str:
+    """File and line of the user's code that made the call."""
+    lines = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
+    ]
+    places = [line.removeprefix('File "').partition('"') for line in lines]
+    own = [(file, rest) for file, _, rest in places if _is_users(file)]
+    return f"{Path(own[-1][0]).name}, {own[-1][1].removeprefix(', ').partition(',')[0]}" if own else ""
+
+
+def _leaves(spec: Any, count: int) -> list[tuple[Any, Any]]:
+    tree = torch.utils._pytree
+    return tree.tree_leaves_with_path(tree.tree_unflatten(list(range(count)), spec))
+
+
+def _path(path: Sequence[Any]) -> str:
+    """ "" for a single tensor, "out", "aux" of a dict, "0", "1" of a tuple; deeper ones joined by points."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's notes."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

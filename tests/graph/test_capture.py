@@ -1,0 +1,212 @@
+"""What a captured graph says of a module: operators, layers, attributes, sizes; and what cannot be captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.graph import Graph, capture, evaluate
+from fp4deploy.models import build_unet
+
+
+class Mixture(nn.Module):
+    """Layers in place, a shared layer, a gate, attention, sizes taken from other tensors, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        self.act = nn.ReLU(inplace=True)
+        self.shared = nn.Conv2d(16, 16, (3, 5), padding="same", groups=2)
+        self.position = nn.Parameter(torch.zeros(1, 1, 16))
+        self.tokens = nn.LayerNorm(16)
+        self.mix = nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.1)
+        self.up = nn.ConvTranspose2d(16, 8, 3, stride=2, padding=1, output_padding=1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.act(self.norm(self.first(x)))
+        y = self.shared(y) + y
+        y += self.shared(y)
+        y = y * torch.sigmoid(F.adaptive_avg_pool2d(y, 1))
+        b, c, h, w = y.shape
+        t = self.tokens(y.flatten(2).transpose(1, 2) + self.position)
+        q, k = self.mix(t).chunk(2, dim=-1)
+        t = self.drop(F.scaled_dot_product_attention(q, k, t))
+        y = t.transpose(1, 2).reshape(b, c, h, w)
+        out = F.interpolate(self.up(y), size=x.shape[-2:], mode="bilinear")
+        return {"out": torch.cat([out, x], 1), "small": F.hardswish(y)[:, :4]}
+
+
+@pytest.fixture(scope="module")
+def fixed() -> Graph:
+    return capture(Mixture(), torch.zeros(1, 3, 16, 24))
+
+
+@pytest.fixture(scope="module")
+def dynamic() -> Graph:
+    return capture(Mixture(), torch.zeros(1, 3, 16, 24), dynamic_size=True)
+
+
+def nodes(graph: Graph, op: str) -> list[Any]:
+    return [node for node in graph.nodes if node.op == op]
+
+
+def test_operators_in_order(fixed: Graph) -> None:
+    assert [node.op for node in fixed.nodes] == [
+        "conv", "batch_norm", "relu", "conv", "add", "conv", "add", "adaptive_avg_pool", "sigmoid", "mul", "reshape",
+        "permute", "add", "layer_norm", "linear", "slice", "slice", "attention", "permute", "reshape", "conv_transpose",
+        "resize", "concat", "hardswish", "slice",
+    ]  # fmt: skip
+
+
+def test_a_node_names_its_layer_and_parameters(fixed: Graph) -> None:
+    first = fixed.nodes[0]
+    assert (first.layer, dict(first.parameters)) == ("first", {"weight": "first.weight"})
+    assert dict(fixed.nodes[1].parameters) == {
+        name: f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var")
+    }
+    assert first.attributes == {
+        "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "weight_shape": (16, 3, 3, 3),
+    }  # fmt: skip
+    assert "test_capture.py, line" in first.where
+    assert nodes(fixed, "add")[2].parameters == {"other": "position"}
+
+
+def test_a_layer_called_twice_is_two_nodes(fixed: Graph) -> None:
+    calls = dict(fixed.layers())["shared"]
+    assert [node.op for node in calls] == ["conv", "conv"]
+    assert {node.attributes["padding"] for node in calls} == {(1, 2)}
+
+
+def test_calls_in_place_read_the_changed_value(fixed: Graph) -> None:
+    relu, (plain, accumulated, _) = nodes(fixed, "relu")[0], nodes(fixed, "add")
+    assert relu.inputs == {"input": fixed.nodes[1].name}
+    assert plain.inputs["other"] == relu.name
+    assert nodes(fixed, "mul")[0].inputs["input"] == accumulated.name
+
+
+def test_outputs_keep_their_names(fixed: Graph) -> None:
+    assert [name for name, _ in fixed.outputs] == ["out", "small"]
+    shapes = [fixed.values[value].shape for _, value in fixed.outputs]
+    assert shapes == [(("x.0",), 11, 16, 24), (("x.0",), 4, 8, 12)]
+    assert (fixed.inputs, fixed.example) == (("x",), {"x.0": 2, "x.1": 3, "x.2": 16, "x.3": 24})
+
+
+@pytest.mark.parametrize("height", [16, 22, 64])
+def test_sizes_follow_the_input(dynamic: Graph, height: int) -> None:
+    sizes = dynamic.sizes((5, 3, height, 32))
+    resize = nodes(dynamic, "resize")[0]
+    assert [evaluate(size, sizes) for size in resize.attributes["size"]] == [height, 32]
+    reshaped = nodes(dynamic, "reshape")[0].attributes["shape"]
+    assert [evaluate(size, sizes) for size in reshaped] == [5, 16, height // 2 * 16]
+
+
+def test_every_shape_is_that_of_torch(dynamic: Graph) -> None:
+    model, seen = Mixture().eval(), dict[str, tuple[int, ...]]()
+
+    def keep(name: str) -> Any:
+        return lambda _layer, _inputs, output: seen.update({name: tuple(output.shape)})
+
+    for name, layer in model.named_children():
+        layer.register_forward_hook(keep(name))
+    model(torch.zeros(3, 3, 20, 36))
+    sizes = dynamic.sizes((3, 3, 20, 36))
+    for layer, calls in dynamic.layers():
+        if layer in seen:
+            assert tuple(evaluate(size, sizes) for size in dynamic.values[calls[0].name].shape) == seen[layer]
+
+
+def test_an_uneven_same_padding_is_a_pad_before_the_convolution() -> None:
+    graph = capture(nn.Conv2d(2, 4, (2, 3), padding="same"), torch.zeros(2, 2, 8, 8))
+    assert [node.op for node in graph.nodes] == ["pad", "conv"]
+    assert graph.nodes[0].attributes["pad"] == (1, 1, 0, 1)
+    assert graph.values[graph.nodes[0].name].shape == (("input.0",), 2, 9, 10)
+    assert graph.values[graph.nodes[1].name].shape == (("input.0",), 4, 8, 8)
+
+
+def test_the_unet() -> None:
+    model = build_unet(5, 0.125)
+    graph = capture(model, torch.zeros(1, 3, 32, 32))
+    assert {layer for layer, _ in graph.layers()} == {
+        name for name, module in model.named_modules() if list(module.parameters(recurse=False))
+    }
+    assert [name for name, _ in graph.outputs] == [""]
+
+
+def test_several_inputs_and_a_tuple() -> None:
+    class Two(nn.Module):
+        def forward(self, image: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return image * mask, 1 - mask
+
+    graph = capture(Two(), {"image": torch.zeros(1, 3, 8, 8), "mask": torch.zeros(1, 1, 8, 8)})
+    assert graph.inputs == ("image", "mask")
+    assert [name for name, _ in graph.outputs] == ["0", "1"]
+    assert [(node.op, node.attributes.get("number")) for node in graph.nodes] == [
+        ("mul", None),
+        ("mul", -1),
+        ("add", 1),
+    ]
+
+
+def test_an_unknown_operation_keeps_its_name() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(x, 1)
+
+    assert [node.op for node in capture(Odd(), torch.zeros(2, 3)).nodes] == ["aten.cumsum"]
+
+
+class Branch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Count(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: int(x.sum().item())]
+
+
+@pytest.mark.parametrize("model", [Branch(), Count()])
+def test_control_flow_by_values_is_named_with_its_line(model: nn.Module) -> None:
+    with pytest.raises(InputError, match=r"decides by values .*\(test_capture\.py, line \d+\).*torch\.where"):
+        capture(model, torch.zeros(2, 3))
+
+
+def test_a_failure_of_the_code_is_named_with_its_line() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.zeros(7)
+
+    with pytest.raises(InputError, match=r"cannot capture Wrong \(test_capture\.py, line \d+\)"):
+        capture(Wrong(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("example", [(), torch.zeros(()), torch.zeros(0, 3), [1, 2]])
+def test_wrong_examples(example: Any) -> None:
+    with pytest.raises(InputError, match="example_inputs is a tensor"):
+        capture(nn.ReLU(), example)
+
+
+def test_an_output_that_is_no_tensor() -> None:
+    class Number(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return x.relu(), 3
+
+    with pytest.raises(InputError, match="output 1 is no tensor"):
+        capture(Number(), torch.zeros(2, 3))
+
+
+def test_the_module_is_not_changed() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    capture(model, torch.ones(1, 3, 8, 8))
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
