@@ -63,11 +63,12 @@ def _unet_plans(scale: str, recipe: str, classes: int, digits: bool) -> list[Lay
 
 
 def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
-    from fp4deploy.models import build_unet, load_weights, read_card
+    from fp4deploy.models import load_weights, read_card
+    from fp4deploy.models.checkpoint import network_of
     from fp4deploy.qat import layer_plan, prepare_as
 
     card = read_card(path)
-    model = build_unet(card.channels, card.scale, card.digits)
+    model = network_of(path, card)
     if card.precision == "nvfp4":
         prepare_as(model, card)
     load_weights(model, path)

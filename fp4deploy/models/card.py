@@ -1,19 +1,34 @@
 """The model card: what a runtime must know to feed a model and to interpret its output.
 
 It travels inside every artefact (safetensors metadata, ONNX metadata, engine ledger), so that a file on its own can be
-evaluated without the run that made it.
+evaluated without the run that made it. A file may be anyone's: `from_json` takes a card only if every field has its
+type and lies within its limits, and the fields go together. The types of the fields below are these limits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
 
 from fp4deploy.errors import InputError
-from fp4deploy.models.heads import InstanceHead, head_from_json
+from fp4deploy.models.heads import MOST_CLASSES, InstanceHead
+from fp4deploy.schema import Bool, Count, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
+AGAIN = "Export or train the model again."
+ARCHITECTURES = ("unet",)
+MOST_PIXELS = 16_384  # height or width
+
+Pixels = Annotated[Count, Field(ge=1, le=MOST_PIXELS)]
+Channel = Annotated[Float, Field(ge=-100, le=100)]  # a mean, in units of [0, 1] RGB
+Spread = Annotated[Float, Field(ge=0.01, le=100)]  # a standard deviation; the largest input still fits FP16
+Precision = Literal["fp16", "nvfp4", "unknown"]  # unknown: of an engine without a ledger, never of a file
+Patterns = Annotated[tuple[Name, ...], Field(max_length=1000)]
 
 
 @dataclass(frozen=True)
@@ -27,21 +42,23 @@ class ModelCard:
     encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its input is the same.
     """
 
-    precision: str
-    scale: float
-    class_names: tuple[str, ...]
-    height: int
-    width: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    background: bool
-    recipe: str | None = None
-    architecture: str = "unet"
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] | None = None
-    task: str = "semantic"
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    precision: Precision
+    scale: Annotated[Float, Field(gt=0, le=4)]
+    class_names: Annotated[tuple[Name, ...], Field(max_length=MOST_CLASSES)]
+    height: Pixels
+    width: Pixels
+    mean: tuple[Channel, Channel, Channel]
+    std: tuple[Spread, Spread, Spread]
+    background: Bool
+    recipe: Name | None = None
+    architecture: Name = "unet"
+    include: Patterns | None = None
+    exclude: Patterns | None = None
+    task: Literal["semantic", "instance"] = "semantic"
     head: InstanceHead | None = None
-    digits: bool = False
+    digits: Bool = False
 
     @property
     def channels(self) -> int:
@@ -53,20 +70,41 @@ class ModelCard:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> ModelCard:
-        """Parse what `to_json` wrote.
+    def from_json(cls, text: str, source: object = "The model card") -> ModelCard:
+        """Parse what `to_json` wrote; `source` begins the message of an error.
 
         Raises:
-            InputError: the text is not a card.
+            InputError: the text is not a card, or a field is missing, unknown or beyond its limits.
         """
-        try:
-            fields = json.loads(text)
-            for name in ("class_names", "mean", "std"):
-                fields[name] = tuple(fields[name])
-            for name in ("include", "exclude"):
-                fields[name] = None if fields.get(name) is None else tuple(fields[name])
-            if fields.get("head") is not None:
-                fields["head"] = head_from_json(fields["head"])
-            return cls(**fields)
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"The model card cannot be read ({error}); export the model again.") from error
+        card = validated(cls, parse_json(text, source, AGAIN), source, AGAIN)
+        wrong = card._contradictions()
+        if wrong:
+            raise InputError(f"{source}: {wrong[0]}. {AGAIN}")
+        return card
+
+    def _contradictions(self) -> list[str]:
+        """Fields that do not go together, each as a clause."""
+        head, names = self.head, len(self.class_names)
+        checks = [
+            (self.precision != "unknown", "precision = 'unknown': known are: fp16, nvfp4"),
+            (self.architecture in ARCHITECTURES, f"architecture = '{self.architecture}': {_one_of(ARCHITECTURES)}"),
+            (len(set(self.class_names)) == names, "class_names: a name is given twice"),
+            (self.recipe is None or self.precision != "fp16", f"precision = 'fp16' with recipe = '{self.recipe}'"),
+            ((self.task == "instance") == (head is not None), f"task = '{self.task}' {_with(head)} an instance head"),
+        ]
+        if head is not None:
+            few = (names,) if head.method == "centres" else (0, names)
+            checks += [
+                (head.classes in few, f"head.classes = {head.classes}, and there are {names} class_names"),
+                ((head.masks > 0) == (head.method == "set"), f"head.masks = {head.masks} with '{head.method}'"),
+                (all(number < names for number in head.stuff), "head.stuff: a number is no class"),
+            ]
+        return [clause for fits, clause in checks if not fits]
+
+
+def _one_of(known: Sequence[str]) -> str:
+    return f"known are: {', '.join(known)}"
+
+
+def _with(head: InstanceHead | None) -> str:
+    return "without" if head is None else "with"

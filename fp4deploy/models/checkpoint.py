@@ -1,43 +1,61 @@
-"""Checkpoints: safetensors with the model card in the metadata; loading one never runs code from it."""
+"""Checkpoints: safetensors with the model card in the metadata; loading one never runs code from it.
+
+What a training writes carries a SHA-256 over all metadata and tensors, which is compared when the weights are read. It
+finds damage, not a forger: who can change a tensor can change the digest. A file without one (an older version, another
+program) is taken as it is.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write
+from fp4deploy.files import atomic_write, digest_of
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.models.input_encoding import expand_weight
+from fp4deploy.models.unet import STRIDE, build_unet
+from fp4deploy.schema import parse_json
 
+DIGEST_KEY = "fp4deploy.sha256"
 QUANTIZER_BUFFERS = (".input_amax",)
+WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)  # int64: counters of norms
 FIRST_WEIGHT = "encoder.0.conv1.weight"
 
 
 def save_checkpoint(path: Path, model: nn.Module, card: ModelCard, extra: dict[str, str] | None = None) -> None:
-    """Write the state dict of `model` with its card, atomically.
+    """Write the state dict of `model` with its card, atomically; with `extra` metadata, also their digest.
 
     Raises:
         InputError: the disk is full or the folder is not writable; an older file at `path` survives.
     """
-    write_tensors(path, model.state_dict(), {CARD_KEY: card.to_json(), **(extra or {})})
+    # Without extra metadata the bytes of a file depend on card and weights alone: safetensors writes several entries
+    # of metadata in no fixed order.
+    write_tensors(path, model.state_dict(), {CARD_KEY: card.to_json(), **(extra or {})}, signed=bool(extra))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], signed: bool = False
+) -> None:
     """Write tensors from any device as safetensors, atomically.
+
+    Args:
+        signed: add the digest that `read_signed` compares.
 
     Raises:
         InputError: the disk is full or the folder is not writable; an older file at `path` survives.
     """
     host = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    if signed:
+        metadata = {**metadata, DIGEST_KEY: digest_of(_signed_parts(host, metadata))}
     with atomic_write(path) as temporary:
         temporary.touch()
         mode = temporary.stat().st_mode
@@ -46,6 +64,43 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
             temporary.chmod(mode)  # safetensors makes its files private, whatever the umask
         except SafetensorError as error:
             raise OSError(str(error)) from error
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _signed_parts(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    for name, text in sorted(metadata.items()):
+        if name != DIGEST_KEY:
+            yield from (name.encode(), text.encode())
+    for name, tensor in sorted(tensors.items()):
+        yield from (
+            name.encode(),
+            str(tensor.dtype).encode(),
+            str(list(tensor.shape)).encode(),
+            digest(tensor).encode(),
+        )
+
+
+def read_signed(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Metadata and tensors of a safetensors file, on the CPU, compared with their digest where the file has one.
+
+    Raises:
+        InputError: the file cannot be read, or is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise InputError(f"{path} is not a readable safetensors file ({error}).") from error
+    if DIGEST_KEY in metadata and metadata[DIGEST_KEY] != digest_of(_signed_parts(tensors, metadata)):
+        raise InputError(
+            f"{path} is damaged: its content is not what was written. Take an earlier copy, or train again."
+        )
+    return metadata, tensors
 
 
 def read_tensors(
@@ -73,8 +128,8 @@ def read_tensors(
     if text is None:
         raise InputError(f"{path} is safetensors, but not a {what}: it lacks the metadata '{key}'. {advice}")
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text, path)
+    except InputError:
         found = None
     if not isinstance(found, dict):
         raise InputError(f"{path}: its metadata '{key}' cannot be read. {advice}")
@@ -106,7 +161,34 @@ def read_card(path: Path) -> ModelCard:
         raise InputError(f"{path} is not a readable safetensors file ({error}). Train the model again.") from error
     if CARD_KEY not in metadata:
         raise InputError(f"{path} carries no fp4deploy model card: it was written by another program.")
-    return ModelCard.from_json(metadata[CARD_KEY])
+    return ModelCard.from_json(metadata[CARD_KEY], f"{path}: model card")
+
+
+def network_of(path: Path, card: ModelCard) -> nn.Module:
+    """A freshly initialised network as the card of a checkpoint describes it.
+
+    Its shapes are compared with those in the file before any memory is taken: a card of a few bytes can ask for a
+    network of gigabytes.
+
+    Raises:
+        InputError: the file holds another network, or the network does not take images of the card's size.
+    """
+    if card.height % STRIDE or card.width % STRIDE:
+        raise InputError(
+            f"{path}: model card: {card.height} x {card.width} pixels, and a UNet takes multiples of {STRIDE}."
+        )
+    with torch.device("meta"):
+        planned = build_unet(card.channels, card.scale, card.digits).state_dict()
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise InputError(f"{path} is not a readable safetensors file ({error}).") from error
+    _require_fit(path, {name: tuple(value.shape) for name, value in planned.items()}, shapes)
+    scales = [name for name in shapes if name.endswith(QUANTIZER_BUFFERS)]
+    if scales and card.precision == "fp16":
+        raise InputError(f"{path}: model card: precision = 'fp16', and the file holds the NVFP4 scale {scales[0]}.")
+    return build_unet(card.channels, card.scale, card.digits)
 
 
 def load_weights(model: nn.Module, path: Path, to_encoding: bool = False) -> None:
@@ -121,26 +203,31 @@ def load_weights(model: nn.Module, path: Path, to_encoding: bool = False) -> Non
     Raises:
         InputError: names or shapes differ (another scale, classes or architecture), or a value is not finite.
     """
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is not a readable safetensors file ({error}).") from error
-    if to_encoding and FIRST_WEIGHT in tensors:
-        tensors[FIRST_WEIGHT] = expand_weight(tensors[FIRST_WEIGHT])
+    _, tensors = read_signed(path)
     wanted = model.state_dict()
-    differing = [
-        f"{name} {list(tensors[name].shape)} instead of {list(value.shape)}"
-        for name, value in wanted.items()
-        if name in tensors and tensors[name].shape != value.shape
-    ]
-    missing = [name for name in wanted if name not in tensors and not name.endswith(QUANTIZER_BUFFERS)]
-    unknown = [name for name in tensors if name not in wanted and not name.endswith(QUANTIZER_BUFFERS)]
-    if differing or missing or unknown:
-        raise InputError(f"{path} does not fit this model: {_summary(differing, missing, unknown)}")
+    types = [f"{name} ({value.dtype})" for name, value in tensors.items() if value.dtype not in WEIGHT_TYPES]
+    if types:
+        raise InputError(f"{path} holds weights of a type that no checkpoint has: {', '.join(types[:3])}.")
+    if to_encoding and FIRST_WEIGHT in tensors and tensors[FIRST_WEIGHT].ndim == 4:
+        tensors[FIRST_WEIGHT] = expand_weight(tensors[FIRST_WEIGHT])
+    _require_fit(path, *({name: tuple(value.shape) for name, value in each.items()} for each in (wanted, tensors)))
     broken = [name for name, value in tensors.items() if not torch.isfinite(value).all()]
     if broken:
         raise InputError(f"{path} holds NaN or Inf in {', '.join(broken[:3])}; take an earlier checkpoint.")
     model.load_state_dict({name: value for name, value in tensors.items() if name in wanted}, strict=False)
+
+
+def _require_fit(path: Path, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the shapes of a network with those of a file; only quantiser state may be absent or additional."""
+    differing = [
+        f"{name} {list(found[name])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    missing = [name for name in wanted if name not in found and not name.endswith(QUANTIZER_BUFFERS)]
+    unknown = [name for name in found if name not in wanted and not name.endswith(QUANTIZER_BUFFERS)]
+    if differing or missing or unknown:
+        raise InputError(f"{path} does not fit this model: {_summary(differing, missing, unknown)}")
 
 
 def _summary(differing: list[str], missing: list[str], unknown: list[str]) -> str:

@@ -15,20 +15,31 @@ one that stays in FP16, and its outputs of hundreds of pixels would leave few bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import AfterValidator, ConfigDict, Field
 
-from fp4deploy.errors import InputError
+from fp4deploy.schema import Count, Float
 
-METHODS = ("centres", "set")
+MOST_CLASSES = 10_000
+MOST_MASKS = 4096
+MOST_NMS = 63  # pixels; decoding takes nms x nms comparisons a pixel
+MOST_DETECTIONS = 100_000
 OFFSET_UNIT = 16.0  # pixels of the input
 CLOSE = 0.02  # heatmap, and offset in units: beyond it two outputs disagree
 
 
+def require_odd(value: int) -> int:
+    """A window around a pixel has an odd side; ValueError for another one."""
+    if value % 2 == 0:
+        raise ValueError("a window around a pixel has an odd side, such as 5")
+    return value
+
+
 @dataclass(frozen=True)
 class InstanceHead:
-    """Layout of the channels, and how instances are read from them.
+    """Layout of the channels, and how instances are read from them. The types limit what a card in a file may say.
 
     Args:
         method: "centres" or "set".
@@ -40,13 +51,15 @@ class InstanceHead:
         max_detections: most instances of an image, those with the highest scores; also COCO's maxDets.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     method: Literal["centres", "set"]
-    classes: int
-    masks: int = 0
-    stuff: tuple[int, ...] = ()
-    nms: int = 5
-    threshold: float = 0.1
-    max_detections: int = 100
+    classes: Annotated[Count, Field(le=MOST_CLASSES)]
+    masks: Annotated[Count, Field(le=MOST_MASKS)] = 0
+    stuff: Annotated[tuple[Count, ...], Field(max_length=MOST_CLASSES)] = ()
+    nms: Annotated[Count, Field(ge=1, le=MOST_NMS), AfterValidator(require_odd)] = 5
+    threshold: Annotated[Float, Field(ge=0, lt=1)] = 0.1
+    max_detections: Annotated[Count, Field(ge=1, le=MOST_DETECTIONS)] = 100
 
     @property
     def channels(self) -> int:
@@ -68,20 +81,6 @@ class InstanceHead:
     def mask_logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Mask logits [..., masks, H, W]."""
         return outputs.narrow(-3, self.classes, self.masks)
-
-
-def head_from_json(fields: dict[str, Any]) -> InstanceHead:
-    """Head of the JSON object that `dataclasses.asdict` gives.
-
-    Raises:
-        InputError: the method is unknown; TypeError where a field is.
-    """
-    if fields.get("method") not in METHODS:
-        raise InputError(
-            f"The model card names the instance head '{fields.get('method')}', which this version does not know; "
-            f"known are: {', '.join(METHODS)}. Train the model again."
-        )
-    return InstanceHead(**{**fields, "stuff": tuple(fields.get("stuff", ()))})
 
 
 def agreeing(expected: torch.Tensor, given: torch.Tensor, head: InstanceHead | None = None) -> torch.Tensor:

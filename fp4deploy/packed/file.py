@@ -21,7 +21,6 @@ a tensor can change its digest.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.files import digest_of
 from fp4deploy.formats import global_amax
 from fp4deploy.models.card import ModelCard
-from fp4deploy.models.checkpoint import read_tensors, write_tensors
+from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
 from fp4deploy.packed.check import check_graph
 from fp4deploy.packed.graph import Activation, Convolution, Graph, Node, TensorInfo
 
@@ -128,7 +127,7 @@ def read_packed(path: Path) -> PackedFile:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InputError(f"{path}: its graph cannot be read ({where}: {first['msg']}). {AGAIN}") from error
-    card = ModelCard.from_json(metadata["card"])
+    card = ModelCard.from_json(metadata["card"], f"{path}: model card")
     _check_tensors(path, graph, tensors)
     if metadata["format"] == FORMER:
         graph, tensors = _with_amaxes(graph, tensors)
@@ -138,11 +137,6 @@ def read_packed(path: Path) -> PackedFile:
         raise InputError(f"{path}: {error}") from None
     _check_values(path, tensors)
     return PackedFile(path, card, graph, tensors, metadata["version"])
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
-    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _digest_of(metadata: Mapping[str, str]) -> str:

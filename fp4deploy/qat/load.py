@@ -15,8 +15,8 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax
-from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
-from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS
+from fp4deploy.models import ModelCard, load_weights, read_card
+from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS, network_of
 from fp4deploy.qat.prepare import prepare, quantized_layers
 
 FP16_MAX = 65504.0
@@ -33,7 +33,7 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Modul
     ('nvfp4', 'nvfp4_qat', False)
     """
     card = read_card(path)
-    model: nn.Module = build_unet(card.channels, card.scale, card.digits)
+    model = network_of(path, card)
     if card.precision == "nvfp4":
         prepare_as(model, card)
     load_weights(model, path)

@@ -12,7 +12,8 @@ from pathlib import Path
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.models import build_unet, load_weights, read_card
+from fp4deploy.models import load_weights, read_card
+from fp4deploy.models.checkpoint import network_of
 from fp4deploy.train.config import Config
 from fp4deploy.train.losses.auxiliary import AuxiliaryLosses
 
@@ -46,6 +47,6 @@ def _teacher(path: Path, class_names: tuple[str, ...]) -> nn.Module:
             f"teacher is a semantic FP16 model of the classes {', '.join(class_names)}. Give another with "
             "--set distill.teacher=FILE."
         )
-    teacher = build_unet(len(class_names), card.scale, card.digits)
+    teacher = network_of(path, card)
     load_weights(teacher, path)
     return teacher

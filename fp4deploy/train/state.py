@@ -1,32 +1,35 @@
 """Everything an exact resume needs, in one safetensors file, replaced by one rename.
 
 Tensors: the model (quantiser state included), both Adam moments of every parameter, the averaged weights where there
-are any, the random number states. The metadata holds the counters and the loss scaler as JSON. The learning rate is a
-function of the step, the order and the augmentation of the data are functions of (seed, epoch), so neither needs
-saving. One file means that a crash, a full disk or Ctrl-C leaves either the old state or the new one, never half of
-each; nothing is pickled.
+are any, the random number states. The metadata holds the counters and the loss scaler as JSON, and a SHA-256 over all
+of it, which a resume compares first (`models.checkpoint`). The learning rate is a function of the step, the order and
+the augmentation of the data are functions of (seed, epoch), so neither needs saving. One file means that a crash, a
+full disk or Ctrl-C leaves either the old state or the new one, never half of each; nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from pydantic import ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.models.checkpoint import write_tensors
+from fp4deploy.models.checkpoint import read_signed, write_tensors
+from fp4deploy.schema import Count, parse_json, validated
+from fp4deploy.train.logging.running_statistics import EpochStatistics
 from fp4deploy.train.optimizer import WeightAverage
 
 PROGRESS_KEY = "fp4deploy.progress"
-DAMAGE = (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError)
+DAMAGE = (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, InputError)
 
 
 @dataclass
@@ -38,14 +41,16 @@ class Progress:
     done, in `epoch_seconds`, and `counts` holds their `tally.EpochStatistics`.
     """
 
-    epoch: int = 0
-    step: int = 0
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    epoch: Count = 0
+    step: Count = 0
     best_score: float = -1.0
     seconds: float = 0.0
     per_class: dict[str, float | None] = field(default_factory=dict)
-    skipped: int = 0
-    batch: int = 0
-    batches: int = 0
+    skipped: Count = 0
+    batch: Count = 0
+    batches: Count = 0
     epoch_seconds: float = 0.0
     counts: dict[str, Any] = field(default_factory=dict)
 
@@ -100,7 +105,9 @@ def save_state(
     if torch.cuda.is_available():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
     scale = scaler.state_dict() if scaler is not None else None
-    write_tensors(path, tensors, {PROGRESS_KEY: json.dumps({"progress": asdict(progress), "scaler": scale})})
+    write_tensors(
+        path, tensors, {PROGRESS_KEY: json.dumps({"progress": asdict(progress), "scaler": scale})}, signed=True
+    )
 
 
 def load_state(
@@ -116,22 +123,25 @@ def load_state(
         InputError: the file is damaged or belongs to another model.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            meta = json.loads((file.metadata() or {})[PROGRESS_KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        model.load_state_dict(_below(tensors, "model."))
+        metadata, tensors = read_signed(path)
+        meta = _meta(path, metadata)
+        weights = _below(tensors, "model.")
+        broken = [name for name, value in weights.items() if not torch.isfinite(value).all()]
+        if broken:
+            raise ValueError(f"NaN or Inf in {broken[0]}")
+        model.load_state_dict(weights)
         optimizer.load_state_dict({"state": _moments(tensors), "param_groups": optimizer.state_dict()["param_groups"]})
         _lay_out_like_parameters(optimizer)
         if average is not None:
             average.load_state(_below(tensors, "average."))
-        progress = _progress(meta["progress"])
+        progress = _progress(path, meta)
+        if scaler is not None and meta.get("scaler"):
+            scaler.load_state_dict(validated(dict[str, int | float], meta["scaler"], path))
+        torch.set_rng_state(tensors["random.cpu"])
+        if torch.cuda.is_available() and "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"])
     except DAMAGE as error:
         raise _damaged(path, error) from error
-    if scaler is not None and meta["scaler"]:
-        scaler.load_state_dict(meta["scaler"])
-    torch.set_rng_state(tensors["random.cpu"])
-    if torch.cuda.is_available() and "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"])
     return progress
 
 
@@ -143,17 +153,24 @@ def read_progress(path: Path) -> Progress:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return _progress(json.loads((file.metadata() or {})[PROGRESS_KEY])["progress"])
+            return _progress(path, _meta(path, file.metadata() or {}))
     except DAMAGE as error:
         raise _damaged(path, error) from error
 
 
-def _progress(fields: dict[str, Any]) -> Progress:
+def _meta(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    return validated(dict[str, Any], parse_json(metadata[PROGRESS_KEY], PROGRESS_KEY, finite=False), path)
+
+
+def _progress(path: Path, meta: dict[str, Any]) -> Progress:
+    fields = dict(validated(dict[str, Any], meta["progress"], path))
     if "best_miou" in fields:  # its name before there was another score
         fields["best_score"] = fields.pop("best_miou")
-    if "row" in fields.get("counts", {}):  # the name before `consecutive`
-        fields["counts"]["consecutive"] = fields["counts"].pop("row")
-    return Progress(**fields)
+    counts = dict(validated(dict[str, Any], fields.get("counts", {}), path))
+    if "row" in counts:  # the name before `consecutive`
+        counts["consecutive"] = counts.pop("row")
+    known = asdict(validated(EpochStatistics, counts, path)) if counts else {}
+    return validated(Progress, {**fields, "counts": known}, path)
 
 
 def _damaged(path: Path, error: Exception) -> InputError:

@@ -31,7 +31,8 @@ def test_channels() -> None:
 
 @pytest.mark.parametrize("head", [None, CENTRES, SET])
 def test_the_card_records_the_head(head: InstanceHead | None) -> None:
-    card = dataclasses.replace(CARD, task="instance" if head else "semantic", head=head)
+    names = ("background", "cell", "debris")[: head.classes if head else 2]
+    card = dataclasses.replace(CARD, class_names=names, task="instance" if head else "semantic", head=head)
     assert ModelCard.from_json(card.to_json()) == card
 
 

@@ -54,7 +54,7 @@ def onnx_card(model: onnx.ModelProto, path: Path) -> ModelCard:
     """
     for entry in model.metadata_props:
         if entry.key == CARD_KEY:
-            return ModelCard.from_json(entry.value)
+            return ModelCard.from_json(entry.value, f"{path}: model card")
     raise InputError(
         f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy export"
     )

@@ -136,7 +136,7 @@ class Ledger:
 
     def model_card(self) -> ModelCard | None:
         """Model card of the source, or None for a foreign ONNX file."""
-        return ModelCard.from_json(json.dumps(self.card)) if self.card else None
+        return ModelCard.from_json(json.dumps(self.card), f"The model card of {self.plan}") if self.card else None
 
     def fallbacks(self) -> tuple[LedgerRow, ...]:
         """Layers that requested FP4 and do not have the planned precision or weight storage."""

@@ -10,10 +10,13 @@ Spikes do not enter the running mean, so that a long plateau after a jump is cou
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from typing import ClassVar
 
 import torch
+from pydantic import ConfigDict
 
 from fp4deploy.errors import counted
+from fp4deploy.schema import Count
 
 LOSS, BATCHES, SKIPPED, CONSECUTIVE, SPIKES, LARGEST, RUNNING, SEEN = range(8)
 KEPT = 0.98  # of the running mean, a batch
@@ -28,14 +31,16 @@ class EpochStatistics:
     the finite losses since the training began. `next_epoch` keeps what does not belong to one epoch.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     loss: float = 0.0
-    batches: int = 0
-    skipped: int = 0
-    consecutive: int = 0
-    spikes: int = 0
+    batches: Count = 0
+    skipped: Count = 0
+    consecutive: Count = 0
+    spikes: Count = 0
     largest: float = 0.0
     running: float = 0.0
-    seen: int = 0
+    seen: Count = 0
 
     @property
     def mean_loss(self) -> float | None:

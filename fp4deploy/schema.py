@@ -1,0 +1,343 @@
+"""Reading files that anyone may have written: size first, then syntax, then types and limits, then use.
+
+Every file that fp4deploy reads goes through here once, where it enters. What comes out has the types and lies within
+the limits that its reader relies on; what does not is one `InputError` that names file, field, value and limit:
+
+    best.safetensors: model card: height = 0: input should be greater than or equal to 1.
+
+| step | refuses |
+|---|---|
+| `read_text` | a missing file, a folder or device, more bytes than this kind of file may have, text that is not UTF-8 |
+| `parse_json` | nesting beyond `MOST_DEPTH`, a repeated key, NaN, infinity, integers beyond 64 bits, lone surrogates |
+| `parse_yaml` | the same; tags, aliases that expand to more than `MOST_NODES` values; dates stay text |
+| `read_lines` | a damaged line, by its number; a cut last line is dropped, since a training may be writing it |
+| `validated` | what pydantic refuses, in the words of `problems` |
+
+JSON and YAML values reach pydantic, which by itself takes "1" and True for the number 1. The types below do not: files
+are written by programs, and a value of another type is damage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fp4deploy.errors import InputError
+
+T = TypeVar("T")
+
+MOST_DEPTH = 64
+MOST_NODES = 20_000  # values of a YAML file after aliases are expanded
+MOST_BYTES = 32 << 20
+MOST_YAML_BYTES = 256 << 10
+MOST_LINES_BYTES = 1 << 30
+MOST_LINE_BYTES = 4 << 20
+MOST_PROBLEMS = 5  # listed in one message
+
+Int = Annotated[int, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+Bool = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=500)]
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES, advice: str = "") -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Raises:
+        InputError: it is missing, is no regular file, is larger, or cannot be read.
+    """
+    path = Path(path)
+    try:
+        if not path.is_file():
+            raise InputError(_sentence(f"There is no file {path}", advice))
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise InputError(_sentence(f"{path} cannot be read: {cause}", advice)) from None
+    if len(content) > most:
+        raise InputError(_sentence(f"{path} is larger than {most >> 10} KiB, the limit for this kind of file", advice))
+    return content
+
+
+def read_text(path: Path, most: int = MOST_BYTES, advice: str = "") -> str:
+    """`read_bytes` as UTF-8 text, without a byte order mark.
+
+    Raises:
+        InputError: as `read_bytes`, or the bytes are not UTF-8.
+    """
+    try:
+        return read_bytes(path, most, advice).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(_sentence(f"{path} is not UTF-8 text: byte {error.start} is not", advice)) from None
+
+
+def parse_json(text: str, source: object, advice: str = "", finite: bool = True) -> Any:
+    """The value of a JSON text; `source` begins the message of an error, `advice` ends it.
+
+    finite: refuse NaN and infinity; a training that diverged has them in its state.
+
+    Raises:
+        InputError: it is not JSON, or the module's table says what else.
+    """
+    try:
+        value = json.loads(
+            text,
+            parse_constant=_refuse_constant if finite else None,
+            parse_float=_finite if finite else None,
+            parse_int=_integer,
+            object_pairs_hook=_unique,
+        )
+        _check_tree(value)
+    except RecursionError:
+        raise InputError(_sentence(f"{source} is nested deeper than {MOST_DEPTH} levels", advice)) from None
+    except ValueError as error:  # json.JSONDecodeError too
+        raise InputError(_sentence(f"{source} cannot be read as JSON: {error}", advice)) from None
+    return value
+
+
+def read_json(path: Path, advice: str = "", most: int = MOST_BYTES) -> Any:
+    """`read_text` and `parse_json`."""
+    return parse_json(read_text(path, most, advice), path, advice)
+
+
+def parse_yaml(text: str, source: object, advice: str = "") -> Any:
+    """The value of a YAML text, None where it is empty.
+
+    Raises:
+        InputError: it is not YAML, or the module's table says what else.
+    """
+    try:
+        value = yaml.load(text, Loader=_Yaml)
+        _check_tree(value)
+    except RecursionError:
+        raise InputError(_sentence(f"{source} is nested deeper than {MOST_DEPTH} levels", advice)) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(_sentence(f"{source} is not valid YAML: {' '.join(str(error).split())}", advice)) from None
+    return value
+
+
+def read_yaml(path: Path, advice: str = "") -> Any:
+    """`read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(path, MOST_YAML_BYTES, advice), path, advice)
+
+
+def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
+    """Number (from 1) and value of each line of a JSON Lines file, read line by line; nothing where it is missing.
+
+    A last line without its newline is dropped if it cannot be read: the process that writes it may not have finished.
+
+    Raises:
+        InputError: another line cannot be read, or the file is too large.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return
+    try:
+        if path.stat().st_size > MOST_LINES_BYTES:
+            raise InputError(_sentence(f"{path} is larger than {MOST_LINES_BYTES >> 20} MiB", advice))
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES + 1), b""), start=1):
+                source = f"{path}, line {number},"
+                if len(line) > MOST_LINE_BYTES:
+                    raise InputError(_sentence(f"{source} is longer than {MOST_LINE_BYTES >> 20} MiB", advice))
+                if not line.strip():
+                    continue
+                try:
+                    value = parse_json(line.decode("utf-8"), source, advice)
+                except UnicodeDecodeError:
+                    if line.endswith(b"\n"):
+                        raise InputError(_sentence(f"{source} is not UTF-8 text", advice)) from None
+                    return
+                except InputError:
+                    if line.endswith(b"\n"):
+                        raise
+                    return
+                yield number, value
+    except OSError as error:
+        raise InputError(_sentence(f"{path} cannot be read: {error.strerror or error}", advice)) from None
+
+
+def validated(wanted: type[T] | TypeAdapter[T], value: Any, source: object, advice: str = "") -> T:
+    """`value` as the type, a pydantic model or anything else that pydantic knows.
+
+    Raises:
+        InputError: it is not of that type; fields, values and limits are listed.
+    """
+    adapter: TypeAdapter[T] = wanted if isinstance(wanted, TypeAdapter) else TypeAdapter(wanted)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise InputError(_sentence(f"{source}: {'; '.join(problems(error))}", advice)) from None
+
+
+def problems(error: ValidationError) -> list[str]:
+    """What is wrong, as "field = value: limit"; at most `MOST_PROBLEMS`, and how many more there are."""
+    found = error.errors(include_url=False)
+    listed = [_problem(each) for each in found[:MOST_PROBLEMS]]
+    return [*listed, *([f"and {len(found) - MOST_PROBLEMS} more"] if len(found) > MOST_PROBLEMS else [])]
+
+
+def briefly(value: object) -> str:
+    """A value for a message: one short line, control characters escaped."""
+    return _BRIEF.repr(value)
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxtuple = 2, 4, 4, 4
+
+
+def _problem(entry: Any) -> str:
+    field = ".".join(re.sub(r"\s+", " ", str(part))[:60] for part in entry["loc"])
+    if entry["type"] == "missing":
+        return f"{field} is missing"
+    if entry["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{field} is not a known field"
+    message = entry["msg"].removeprefix("Value error, ").rstrip(".")
+    message = message[:1].lower() + message[1:]
+    return f"{field} = {briefly(entry['input'])}: {message}" if field else message
+
+
+def _sentence(text: str, advice: str) -> str:
+    return f"{text}. {advice}".rstrip()
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it holds {name}, which is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"the number {text[:20]}... is too large")
+    value = int(text)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"the number {text} is too large")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"the key {briefly(_repeated(key for key, _ in pairs))} is given twice")
+    return found
+
+
+def _repeated(keys: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
+    return None
+
+
+def _check_tree(tree: Any) -> None:
+    """Refuse deep nesting, keys that are no text and text that UTF-8 cannot hold; without recursion."""
+    rest: list[tuple[Any, int]] = [(tree, 1)]
+    while rest:
+        value, depth = rest.pop()
+        if isinstance(value, str):
+            _check_text(value)
+        elif isinstance(value, (dict, list)):
+            if depth > MOST_DEPTH:
+                raise RecursionError
+            if isinstance(value, dict):
+                _check_keys(value)
+            inside: Iterable[Any] = value.values() if isinstance(value, dict) else value
+            rest += [(each, depth + 1) for each in inside if isinstance(each, (str, dict, list))]
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if not isinstance(key, str):
+            raise ValueError(f"the key {briefly(key)} is not text; put it in quotation marks")
+        _check_text(key)
+
+
+def _check_text(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"the text {briefly(text)} holds half of a UTF-16 surrogate pair") from None
+
+
+class _Yaml(yaml.SafeLoader):
+    """SafeLoader without tags and dates, with limits; see the module's table."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  as in the base class
+        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._nodes = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            node = self.anchors.get(event.anchor)
+            if node is not None and id(node) not in self._sizes:
+                raise yaml.YAMLError(f"the alias *{event.anchor} is inside what it stands for")
+            self._count(self._sizes.get(id(node), 1))
+            return super().compose_node(parent, index)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.YAMLError(f"the tag {event.tag} is not supported{event.start_mark}")
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise RecursionError
+        before = self._nodes
+        self._count(1)
+        node = super().compose_node(parent, index)
+        self._sizes[id(node)] = self._nodes - before
+        self._depth -= 1
+        return node
+
+    def _count(self, nodes: int) -> None:
+        self._nodes += nodes
+        if self._nodes > MOST_NODES:
+            raise yaml.YAMLError(f"it holds more than {MOST_NODES} values, those that aliases stand for included")
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        own = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        twice = _repeated(own)
+        if twice is not None:
+            raise yaml.YAMLError(f"the key {briefly(twice)} is given twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: Any) -> Any:
+        value = super().construct_yaml_int(node)
+        if not -(1 << 63) <= value < 1 << 64:
+            raise yaml.YAMLError(f"the number {node.value[:20]} is too large{node.start_mark}")
+        return value
+
+    def construct_yaml_float(self, node: Any) -> Any:
+        value = super().construct_yaml_float(node)
+        if not math.isfinite(value):
+            raise yaml.YAMLError(f"{node.value} is not a finite number{node.start_mark}")
+        return value
+
+
+_Yaml.add_constructor("tag:yaml.org,2002:int", _Yaml.construct_yaml_int)
+_Yaml.add_constructor("tag:yaml.org,2002:float", _Yaml.construct_yaml_float)
