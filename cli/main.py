@@ -34,6 +34,7 @@ from .commands import (
     export,
     inspect,
     kernels,
+    predict,
     report,
     run,
     sweep,
@@ -135,6 +136,7 @@ app.command("sweep")(sweep.sweep)
 app.command("export")(export.export)
 app.command("build")(build.build)
 app.command("bench")(bench.bench)
+app.command("predict")(predict.predict)
 app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)

@@ -7,7 +7,8 @@
     fd.export_onnx(checkpoint, "unet.onnx", data="data/coco")  # ONNX with FP4 Q/DQ nodes, compared with torch
     fd.pack(checkpoint, "unet.fp4", data="data/coco")          # NVFP4 codes and scales for this project's kernels
     fd.build_engine("unet.onnx", "unet.plan")                  # TensorRT-RTX engine and precision ledger
-    fd.open_runtime("unet.onnx").infer(images)                 # any artefact: images in, logits out
+    fd.open_runtime("unet.onnx").infer(images)                 # any artefact: normalised images in, logits out
+    fd.load("unet.fp4").predict("photo.jpg").mask              # any artefact: a photo in, class ids out
 
 A name is imported when it is first used: `import fp4deploy` loads neither torch nor onnx nor TensorRT. The names, with
 their modules, are listed in `__init__.pyi`, which type checkers read.

@@ -9,6 +9,7 @@ from .formats.nvfp4 import quantize_nvfp4
 from .plugins.gemm.conv import fp4_conv2d
 from .plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
 from .plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
+from .predict.predictor import load
 from .qat.load import load_model
 from .qat.prepare import calibrate, layer_plan, prepare, restore
 from .qat.recipes import RECIPES, QuantSpec, Recipe
@@ -34,6 +35,7 @@ __all__ = [
     "fp4_matmul",
     "fp4_quantize",
     "layer_plan",
+    "load",
     "load_model",
     "open_runtime",
     "pack",

@@ -87,6 +87,7 @@ LIBRARIES = {
         Library("tensorrt", "builds and runs engines for SM100 and later, on such a GPU", "pip install tensorrt"),
         Library("pycuda", "launches the kernels (needs the CUDA driver)", "pip install pycuda", "pycuda.driver"),
         Library("triton", "compiles the FP4 GEMM and convolution kernels, also without a GPU", "pip install triton"),
+        Library("cv2", "reads and writes videos (predict)", "pip install opencv-python-headless"),
     )
 }
 

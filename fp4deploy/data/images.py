@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps
 
 from fp4deploy.data.sample import Pixels
+from fp4deploy.errors import InputError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
@@ -28,8 +30,8 @@ class ImageError(ValueError):
     """An image that cannot be used; the message is the end of a sentence that starts with the file's name."""
 
 
-def open_image(path: Path) -> Image.Image:
-    """Decode a whole file.
+def open_image(path: Path | str | BinaryIO) -> Image.Image:
+    """Decode a whole file, or a stream.
 
     Raises:
         ImageError: missing, truncated or not an image.
@@ -68,6 +70,21 @@ def read_image(path: Path, size: tuple[int, int] | None = None) -> Pixels:
             )
         image = ImageOps.exif_transpose(image)
     return np.array(_to_rgb(image))
+
+
+def upright_image(source: Path | str | BinaryIO | Image.Image) -> Pixels:
+    """Pixels uint8 [H, W, 3] RGB of a photo without annotations, turned upright as its EXIF orientation says.
+
+    Raises:
+        InputError: missing, truncated or not an image.
+    """
+    if isinstance(source, Image.Image):
+        return np.array(_to_rgb(ImageOps.exif_transpose(source)))
+    try:
+        return np.array(_to_rgb(ImageOps.exif_transpose(open_image(source))))
+    except ImageError as error:
+        name = source if isinstance(source, str | Path) else "What stdin gave"
+        raise InputError(f"{name} {error}") from error
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

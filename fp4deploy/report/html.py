@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from fp4deploy.bench import tables
 from fp4deploy.bench.records import Machine
 from fp4deploy.errors import counted
-from fp4deploy.report.figures.overlays import Overlay, colours
+from fp4deploy.predict.palette import colours
+from fp4deploy.report.figures.overlays import Overlay
 from fp4deploy.report.model import MODEL_TITLES, PER_CLASS, ReportData
 from fp4deploy.train.tasks import METRICS
 

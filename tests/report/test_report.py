@@ -14,9 +14,10 @@ from fp4deploy.bench.artifact import ArtifactResult
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.latency import Latency
 from fp4deploy.bench.records import Machine
+from fp4deploy.predict.palette import COLOURS, VOID, colours, tinted
 from fp4deploy.report.collect import collect
 from fp4deploy.report.figures.curves import draw_curves
-from fp4deploy.report.figures.overlays import PALETTE, VOID, Overlay, colours, draw_overlays, tinted
+from fp4deploy.report.figures.overlays import Overlay, draw_overlays
 from fp4deploy.report.history import Epoch, history
 from fp4deploy.report.html import Pictures, render_html
 from fp4deploy.report.markdown import render_markdown
@@ -225,7 +226,7 @@ def test_tint() -> None:
     image = np.full((1, 3, 3), 100, np.uint8)
     drawn = tinted(image, np.array([[0, 1, 255]], np.uint8), colours(2, background=True))
     assert drawn[0, 0].tolist() == [100, 100, 100], "background stays as photographed"
-    assert drawn[0, 1].tolist() == [round(0.4 * 100 + 0.6 * value) for value in PALETTE[0]]
+    assert drawn[0, 1].tolist() == [round(0.4 * 100 + 0.6 * value) for value in COLOURS[0]]
     assert drawn[0, 2].tolist() == [round(0.4 * 100 + 0.6 * value) for value in VOID]
 
 

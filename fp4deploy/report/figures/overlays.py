@@ -7,7 +7,6 @@ the models differ most, so that the report never hides the worst.
 from __future__ import annotations
 
 import base64
-import colorsys
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +17,14 @@ from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, EvalTransform, validation_set
+from fp4deploy.predict.palette import Palette, colours, tinted
 
 CANDIDATES = 16
 SHOWN = 4
 MOST_RUNS = 4  # of a comparison: columns of predictions and of heatmaps that stay legible
-TINT = 0.6
 DIFFERENCE = (214, 51, 108)
-VOID = (160, 160, 160)
-PALETTE = (
-    (76, 110, 245), (250, 176, 5), (12, 166, 120), (232, 89, 12), (174, 62, 201), (21, 170, 191),
-    (130, 201, 30), (250, 82, 82), (121, 80, 242), (166, 113, 68), (77, 171, 247), (240, 101, 149),
-)  # fmt: skip
 
 Pixels = NDArray[np.uint8]
-Palette = list[tuple[int, int, int] | None]
 
 
 @dataclass(frozen=True)
@@ -50,18 +43,6 @@ class Overlay:
     pictures: dict[str, str]
     differing: float
     worst: bool
-
-
-def colours(count: int, background: bool) -> Palette:
-    """One colour a class; None for a background class, which stays as photographed."""
-    found: Palette = [None] if background else []
-    for number in range(count - len(found)):
-        if number < len(PALETTE):
-            found.append(PALETTE[number])
-        else:
-            red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.65, 0.9)
-            found.append((round(255 * red), round(255 * green), round(255 * blue)))
-    return found
 
 
 def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
@@ -118,16 +99,6 @@ class _Prediction:
         }
         uris = {title: png_uri(pixels) for title, pixels in pictures.items()}
         return Overlay(self.name, uris, self.differing, worst)
-
-
-def tinted(image: Pixels, mask: Pixels, palette: Palette) -> Pixels:
-    """Draw class colours over the image in grey, so that they stand out; `mask` [H, W] holds class ids or 255."""
-    result = np.repeat(image.mean(axis=2, keepdims=True), 3, axis=2).astype(np.float32)
-    for number, colour in [*enumerate(palette), (IGNORE, VOID)]:
-        if colour is not None:
-            where = mask == number
-            result[where] = (1 - TINT) * result[where] + TINT * np.array(colour, dtype=np.float32)
-    return result.round().astype(np.uint8)
 
 
 def png_uri(pixels: Pixels, largest: int | None = None) -> str:

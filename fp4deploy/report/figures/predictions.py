@@ -21,9 +21,10 @@ from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, instanc
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances
+from fp4deploy.predict.palette import colours, tinted
 from fp4deploy.report.comparison import Member, comparable
 from fp4deploy.report.figures.instance_overlays import different
-from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, colours, png_uri, tinted
+from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, png_uri
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData, readable
 from fp4deploy.runs import Run

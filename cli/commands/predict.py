@@ -1,0 +1,174 @@
+"""`fp4deploy predict`: masks, objects and overlays of the user's own images, from any artefact."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fp4deploy.errors import InputError
+
+from ..console import done, note, notes, print_json, results, shown
+
+if TYPE_CHECKING:
+    from fp4deploy.predict.predictor import Predictor
+    from fp4deploy.predict.sources import Source
+
+STDIN = "-"
+CAMERA = "camera:"
+
+
+def predict(
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            help="Images, videos, folders or patterns; - for one image from stdin; camera:0 for a camera.",
+            show_default=False,
+        ),
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="Artefact (.plan, .onnx, .fp4, checkpoint), or its name in the latest run.",
+            show_default="the fastest of the latest run that runs here",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for masks, overlays and predictions.json.")] = Path(
+        "predictions"
+    ),
+    tile: Annotated[
+        bool, typer.Option("--tile", help="Cut images larger than the network's input into tiles.")
+    ] = False,
+    overlap: Annotated[
+        int | None,
+        typer.Option("--overlap", min=0, help="Pixels that tiles share.", show_default="a quarter of a tile"),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images given to the network at once.")] = 1,
+    min_score: Annotated[
+        float, typer.Option("--min-score", min=0.0, max=1.0, help="Least score of an object (instance models).")
+    ] = 0.0,
+    overlays: Annotated[
+        bool, typer.Option("--overlays/--no-overlays", help="Also draw classes or objects over each image.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print predictions.json on stdout instead of a table.")
+    ] = False,
+) -> None:
+    """Predict images: an indexed PNG mask and an overlay of each, at its own size. With - the mask goes to stdout."""
+    from fp4deploy.predict.sources import find_sources
+
+    piped = images == [STDIN]
+    live = len(images) == 1 and images[0].startswith(CAMERA)
+    if not piped and STDIN in images:
+        raise InputError("- reads one image from stdin; give it alone.")
+    sources = [] if piped or live else find_sources(images)
+    path, predictor = _predictor(model, tile, overlap, min_score)
+    note(f"{shown(path)} on {predictor.runtime.name}, {predictor.runtime.precision}.")
+    if piped:
+        _pipe(predictor, path, as_json)
+    elif live:
+        _camera(predictor, images[0], out, batch)
+    else:
+        _files(predictor, path, sources, out, batch, overlays, as_json)
+
+
+def _predictor(model: Path | None, tile: bool, overlap: int | None, min_score: float) -> tuple[Path, Predictor]:
+    from fp4deploy.bench.locate import find_artifact
+    from fp4deploy.bench.runtimes.open import open_runtime
+    from fp4deploy.predict.choose import best_runtime
+    from fp4deploy.predict.predictor import Predictor
+
+    if model is None:
+        path, runtime = best_runtime(skipped=lambda path, reason: note(f"Not {shown(path)}: {reason}"))
+    else:
+        path = find_artifact(model)
+        runtime = open_runtime(path)
+    return path, Predictor(runtime, tile, overlap, min_score)
+
+
+def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
+    from fp4deploy.data.images import upright_image
+    from fp4deploy.predict.write import describe, png_bytes
+
+    content = sys.stdin.buffer.read()
+    if not content:
+        raise InputError("stdin gave nothing; pipe an image into it: fp4deploy predict - < photo.jpg > mask.png")
+    import io
+
+    pixels = upright_image(io.BytesIO(content))
+    prediction = predictor.predict(pixels)
+    if as_json:
+        height, width = prediction.mask.shape
+        entry: dict[str, Any] = {"file": STDIN, "height": height, "width": width, "classes": prediction.classes()}
+        if prediction.instances is not None:
+            entry["objects"] = prediction.objects()
+        print_json({**describe(predictor, model), "images": [entry]})
+        return
+    if sys.stdout.isatty():
+        raise InputError(
+            "The mask is a PNG and stdout is a terminal; redirect it: fp4deploy predict - < in.jpg > mask.png"
+        )
+    sys.stdout.buffer.write(png_bytes(prediction.mask_image()))
+    sys.stdout.buffer.flush()
+
+
+def _camera(predictor: Predictor, source: str, out: Path, batch: int) -> None:
+    from fp4deploy.predict.video import predict_video
+
+    target = out / "camera.overlay.mp4"
+    note("Recording; stop with Ctrl-C.")
+    found = predict_video(predictor, source, target, batch)
+    done(f"{found['frames']} frames in {shown(target)}")
+
+
+def _files(
+    predictor: Predictor,
+    model: Path,
+    sources: list[Source],
+    out: Path,
+    batch: int,
+    overlays: bool,
+    as_json: bool,
+) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from fp4deploy.predict.write import predict_files
+
+    columns = (TextColumn("Predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes(), transient=True) as bar:
+        task = bar.add_task("", total=len(sources))
+        document, failures = predict_files(
+            predictor, model, sources, out, batch, overlays, lambda number, _: bar.update(task, completed=number)
+        )
+    if as_json:
+        print_json(document)
+    else:
+        _print(document, out)
+    for failure in failures[:5]:
+        note(f"  {failure}")
+    if failures:
+        raise InputError(f"{len(failures)} of {len(sources)} files could not be read; the others are in {shown(out)}.")
+
+
+def _print(document: dict[str, Any], out: Path) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from fp4deploy.predict.write import mean_shares
+
+    entries = document["images"]
+    table = Table("class", "images", "pixels", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, count, share in mean_shares(entries):
+        table.add_row(escape(name), str(count), f"{100 * share:.1f} %")
+    console = results()
+    console.print(table)
+    objects = [entry["objects"] for entry in entries if "objects" in entry]
+    if objects:
+        console.print(f"{sum(objects)} objects in {len(objects)} images.", markup=False)
+    written = sum("error" not in entry for entry in entries)
+    done(f"{written} of {len(entries)} predicted into {shown(out)}; the list is {shown(out / 'predictions.json')}")

@@ -1,0 +1,58 @@
+"""The model to predict with where none was named: the latest run's NVFP4 model in the fastest form that runs here.
+
+    with a GPU       engine, packed network, checkpoint; then ONNX Runtime on the CPU
+    without one      decomposed ONNX, canonical ONNX, packed network (decoded), checkpoint
+
+Models of other precision follow where the run has no NVFP4 model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fp4deploy.bench.locate import run_artifacts
+from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.protocol import Runtime
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.runs import MODELS, Run, artifact_stem, latest_run
+
+WITH_GPU = (".plan", ".fp4", ".safetensors", ".portable.onnx", ".onnx")
+WITHOUT_GPU = (".portable.onnx", ".onnx", ".fp4", ".safetensors", ".plan")
+PREFERRED = ("nvfp4", *(model for model in MODELS if model != "nvfp4"))
+
+
+def candidates(run: Run, gpu: bool) -> list[Path]:
+    """Artefacts of a run, the one to take first."""
+    artifacts = run_artifacts(run)
+    found = []
+    for model in PREFERRED:
+        for suffix in WITH_GPU if gpu else WITHOUT_GPU:
+            stem = model if suffix == ".safetensors" else artifact_stem(model)
+            if f"{stem}{suffix}" in artifacts:
+                found.append(artifacts[f"{stem}{suffix}"])
+    return found
+
+
+def best_runtime(run: Run | None = None, skipped: Callable[[Path, str], None] | None = None) -> tuple[Path, Runtime]:
+    """Open the first artefact of a run (the latest one by default) that this machine can run.
+
+    Args:
+        skipped: called with every artefact that this machine cannot run, and the reason.
+
+    Raises:
+        InputError: there is no run, or it has no artefact. UnavailableError: none of them runs here.
+    """
+    import torch
+
+    run = run or latest_run()
+    paths = candidates(run, torch.cuda.is_available())
+    if not paths:
+        raise InputError(f"{run.path} has no model yet. Continue with: fp4deploy train")
+    for path in paths:
+        try:
+            return path, open_runtime(path)
+        except UnavailableError as error:
+            if skipped:
+                skipped(path, str(error))
+    raise UnavailableError(f"None of the artefacts of {run.path} can run on this machine.")

@@ -1,0 +1,51 @@
+"""Colours of classes, and classes drawn over an image."""
+
+from __future__ import annotations
+
+import colorsys
+
+import numpy as np
+
+from fp4deploy.data.sample import IGNORE, Pixels
+
+TINT = 0.6
+VOID = (160, 160, 160)
+BLACK = (0, 0, 0)
+COLOURS = (
+    (76, 110, 245), (250, 176, 5), (12, 166, 120), (232, 89, 12), (174, 62, 201), (21, 170, 191),
+    (130, 201, 30), (250, 82, 82), (121, 80, 242), (166, 113, 68), (77, 171, 247), (240, 101, 149),
+)  # fmt: skip
+
+Palette = list[tuple[int, int, int] | None]
+
+
+def colours(count: int, background: bool) -> Palette:
+    """One colour a class; None for a background class, which stays as photographed."""
+    found: Palette = [None] if background else []
+    for number in range(count - len(found)):
+        if number < len(COLOURS):
+            found.append(COLOURS[number])
+        else:
+            red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.65, 0.9)
+            found.append((round(255 * red), round(255 * green), round(255 * blue)))
+    return found
+
+
+def tinted(image: Pixels, mask: Pixels, palette: Palette) -> Pixels:
+    """Draw class colours over the image in grey, so that they stand out; `mask` [H, W] holds class ids or 255."""
+    grey = image.mean(axis=2, dtype=np.float32)
+    table = np.zeros((256, 3), np.float32)
+    weight = np.zeros(256, np.float32)
+    for number, colour in [*enumerate(palette), (IGNORE, VOID)]:
+        if colour is not None:
+            table[number], weight[number] = colour, TINT
+    share = weight[mask][..., None]
+    blended: Pixels = ((1 - share) * grey[..., None] + share * table[mask]).round().astype(np.uint8)
+    return blended
+
+
+def png_palette(palette: Palette) -> list[int]:
+    """The palette of an indexed PNG, 256 times R, G, B; a class without a colour is black, 255 is grey."""
+    table = [colour or BLACK for colour in palette] + [BLACK] * (256 - len(palette))
+    table[IGNORE] = VOID
+    return [value for colour in table for value in colour]

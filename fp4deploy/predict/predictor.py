@@ -1,0 +1,197 @@
+"""An artefact as a function of an image.
+
+    image, any size -> resized and normalised as the model card says -> runtime -> outputs -> enlarged to the image's
+    own size -> class of each pixel (argmax), or objects
+
+Preprocessing is that of `bench` (`data.transforms.EvalTransform`), so that what is drawn is what was measured. Outputs
+are enlarged bilinearly before the class is decided, in bands of rows, so that memory does not grow with the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+
+from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.protocol import Runtime
+from fp4deploy.data.images import upright_image
+from fp4deploy.data.sample import Pixels, Sample
+from fp4deploy.data.transforms import EvalTransform, expand
+from fp4deploy.errors import InputError
+from fp4deploy.instances.decode import Instances, decode
+from fp4deploy.predict.palette import colours
+from fp4deploy.predict.prediction import Prediction
+from fp4deploy.predict.tiles import tiled
+
+Picture = Path | str | Image.Image | Pixels
+BAND = 2**25  # elements of enlarged outputs that are held at once
+LARGEST_INSTANCES = 2**28  # elements of an instance model's outputs at the size of the image (1 GiB)
+
+
+def load(path: Path | str, tile: bool = False, overlap: int | None = None, min_score: float = 0.0) -> Predictor:
+    """Open an artefact for prediction.
+
+    Args:
+        path: a checkpoint (.safetensors), .onnx, .fp4 or .plan file.
+        tile: cut an image that is larger than the network's input into tiles, instead of making it smaller.
+        overlap: pixels that neighbouring tiles share at least; a quarter of a tile's shorter side by default.
+        min_score: objects with a lower score are left out, 0..1 (instance models).
+
+    Raises:
+        InputError: the file is missing, of another kind, or broken.
+        UnavailableError: this machine cannot run it.
+
+    >>> predictor = load(checkpoint)
+    >>> prediction = predictor.predict(np.zeros((48, 64, 3), np.uint8))
+    >>> prediction.mask.shape, prediction.mask.dtype.name
+    ((48, 64), 'uint8')
+    """
+    return Predictor(open_runtime(Path(path)), tile, overlap, min_score)
+
+
+class Predictor:
+    """A runtime with preprocessing before it and decoding after it."""
+
+    def __init__(
+        self, runtime: Runtime, tile: bool = False, overlap: int | None = None, min_score: float = 0.0
+    ) -> None:
+        card = runtime.card
+        self.runtime, self.card = runtime, card
+        self.tile = tile
+        self.overlap = min(card.height, card.width) // 4 if overlap is None else overlap
+        self.min_score = min_score
+        self.background = card.background or card.head is not None
+        self._transform = EvalTransform(card.height, card.width, card.mean, card.std)
+        if tile and card.head is not None and card.head.method == "set":
+            raise InputError("The masks of this instance model have no meaning across tiles. Leave out --tile.")
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes by id; "class 3" where the file does not name them."""
+        head = self.card.head
+        return self.card.class_names or tuple(f"class {number}" for number in range(head.classes if head else 0))
+
+    def predict(self, image: Picture) -> Prediction:
+        """Predict one image.
+
+        Args:
+            image: a file, a PIL image, or RGB pixels uint8 [H, W, 3]. Files and PIL images are turned upright as their
+                EXIF orientation says.
+
+        Raises:
+            InputError: the file cannot be decoded, or the array is no RGB image.
+        """
+        return self.predict_batch([image])[0]
+
+    def predict_batch(self, images: Sequence[Picture]) -> list[Prediction]:
+        """Predict several images in one call of the network (tiled ones tile by tile)."""
+        pixels = [as_pixels(image) for image in images]
+        found: list[Prediction | None] = [self._tiled(each) if self._needs_tiles(each) else None for each in pixels]
+        whole = [number for number, prediction in enumerate(found) if prediction is None]
+        if whole:
+            outputs = self._infer([pixels[number] for number in whole])
+            for number, output in zip(whole, outputs, strict=True):
+                height, width = pixels[number].shape[:2]
+                found[number] = self._decoded(output, (height, width))
+        return [prediction for prediction in found if prediction is not None]
+
+    def _needs_tiles(self, pixels: Pixels) -> bool:
+        return self.tile and (pixels.shape[0] > self.card.height or pixels.shape[1] > self.card.width)
+
+    def _infer(self, images: list[Pixels]) -> NDArray[np.float32]:
+        """Outputs [N, channels, h, w] of images that are resized to the network's input."""
+        nothing = [Sample(each, np.zeros(each.shape[:2], np.uint8), "") for each in images]
+        compact = torch.stack([self._transform.compact(sample)[0] for sample in nothing])
+        batch, _ = expand(compact, torch.zeros(0), self.card.mean, self.card.std)
+        outputs = self.runtime.infer(batch.contiguous().numpy())
+        if outputs.shape[1] != self.card.channels and self.card.class_names:
+            raise InputError(
+                f"The model's output has {outputs.shape[1]} channels, its card has {self.card.channels}. "
+                "Export it again: fp4deploy export"
+            )
+        return outputs
+
+    def _decoded(self, output: NDArray[np.float32], size: tuple[int, int]) -> Prediction:
+        logits = torch.from_numpy(np.ascontiguousarray(output))
+        if self.card.head is None:
+            return self._semantic(class_map(logits, size), len(output))
+        if logits.shape[0] * size[0] * size[1] > LARGEST_INSTANCES:
+            raise InputError(
+                f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Make it smaller first."
+            )
+        return self._instances(decode(logits, self.card.head, size))
+
+    def _tiled(self, pixels: Pixels) -> Prediction:
+        size = (pixels.shape[0], pixels.shape[1])
+        channels = self.card.channels
+        bands = tiled(pixels, (self.card.height, self.card.width), self.overlap, self._infer)
+        if self.card.head is None:
+            mask = np.zeros(size, np.uint8)
+            for row, band in bands:
+                mask[row : row + band.shape[1]] = band.argmax(0)
+                channels = len(band)
+            return self._semantic(mask, channels)
+        if channels * size[0] * size[1] > LARGEST_INSTANCES:
+            raise InputError(
+                f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Cut it into parts first."
+            )
+        outputs = np.concatenate([band for _, band in bands], axis=1)
+        return self._decoded(outputs, size)
+
+    def _semantic(self, mask: Pixels, channels: int) -> Prediction:
+        names = self.class_names or tuple(f"class {number}" for number in range(channels))
+        return Prediction(mask, names, colours(len(names), self.background))
+
+    def _instances(self, found: Instances) -> Prediction:
+        kept = int((found.scores >= self.min_score).sum())  # scores descend
+        ids = np.where(found.ids <= kept, found.ids, 0)
+        shown = Instances(ids, found.classes[:kept], found.scores[:kept], found.semantic)
+        classes = np.concatenate([[0], shown.classes]).astype(np.uint8)
+        mask = found.semantic.copy()
+        if self.card.head is not None:
+            things = ~np.isin(mask, (0, *self.card.head.stuff))
+            mask[things] = 0
+        mask = np.where(ids > 0, classes[ids], mask).astype(np.uint8)
+        return Prediction(mask, self.class_names, colours(len(self.class_names), self.background), shown)
+
+
+def class_map(logits: torch.Tensor, size: tuple[int, int]) -> Pixels:
+    """Most likely class of each pixel, uint8 [H, W], of logits [classes, h, w] enlarged bilinearly to H x W.
+
+    As `F.interpolate(logits, size, mode="bilinear", align_corners=False).argmax(0)`, a band of rows at a time.
+    """
+    classes, rows, columns = logits.shape
+    height, width = size
+    mask = np.empty(size, np.uint8)
+    each = max(1, BAND // (classes * width))
+    for top in range(0, height, each):
+        place = torch.arange(top, min(top + each, height), dtype=torch.float32)
+        source = ((place + 0.5) * (rows / height) - 0.5).clamp(0, rows - 1)
+        above = source.floor().long()
+        share = (source - above)[:, None]
+        band = torch.lerp(logits[:, above], logits[:, (above + 1).clamp(max=rows - 1)], share)
+        if columns != width:
+            band = F.interpolate(band, width, mode="linear", align_corners=False)
+        mask[top : top + len(place)] = band.argmax(0).numpy()
+    return mask
+
+
+def as_pixels(image: Picture) -> Pixels:
+    """RGB pixels uint8 [H, W, 3] of a file, a PIL image or an array.
+
+    Raises:
+        InputError: the file cannot be decoded, or the array is no RGB image.
+    """
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+            raise InputError(
+                f"An array of {image.dtype} {list(image.shape)} is no image; RGB pixels uint8 [H, W, 3] are needed."
+            )
+        return image
+    return upright_image(image)

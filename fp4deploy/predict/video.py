@@ -1,0 +1,111 @@
+"""Video files and cameras: frames in, a video with the classes or objects drawn over it out. By OpenCV (extra `video`).
+
+Frames are read, predicted and written one batch at a time, so a video of any length takes the memory of one batch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp4deploy.data.sample import Pixels
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.predict.predictor import Predictor
+from fp4deploy.predict.sources import CAMERA
+from fp4deploy.requirements import LIBRARIES
+
+RATE = 25.0  # frames a second where the source does not tell
+CODEC = "mp4v"
+
+
+def predict_video(
+    predictor: Predictor, source: str, target: Path, batch: int, progress: Callable[[int], None] | None = None
+) -> dict[str, Any]:
+    """Predict all frames of a video or, until Ctrl-C, of a camera ("camera:0"), and write the overlay video.
+
+    Args:
+        target: the .mp4 file; replaced when the last frame is written.
+        batch: frames given to the network at once.
+        progress: called with the frames done.
+
+    Returns:
+        frames, frames a second of the video, height, width, and the mean share of each class.
+
+    Raises:
+        UnavailableError: OpenCV is missing. InputError: the video cannot be decoded, or the target not be written.
+    """
+    missing = LIBRARIES["cv2"].why_missing()
+    if missing:
+        raise UnavailableError(f"Videos and cameras are read by OpenCV: {missing}")
+    import cv2
+
+    live = source.startswith(CAMERA)
+    capture = cv2.VideoCapture(_camera(source) if live else source)
+    if not capture.isOpened():
+        raise InputError(f"{source} cannot be opened as a {'camera' if live else 'video'}.")
+    rate = capture.get(cv2.CAP_PROP_FPS) or RATE
+    shares = np.zeros(256)
+    frames, size = 0, (0, 0)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.stem}.{secrets.token_hex(8)}.partial{target.suffix}")
+    writer = None
+    try:
+        reading = _frames(capture, live)
+        while chosen := list(islice(reading, batch)):
+            if writer is None:
+                size = chosen[0].shape[:2]
+                writer = cv2.VideoWriter(str(temporary), cv2.VideoWriter.fourcc(*CODEC), rate, (size[1], size[0]))
+                if not writer.isOpened():
+                    raise InputError(
+                        f"{target} cannot be written: this OpenCV has no {CODEC} encoder, or no permission."
+                    )
+            for pixels, prediction in zip(chosen, predictor.predict_batch(chosen), strict=True):
+                writer.write(np.ascontiguousarray(prediction.overlay(pixels)[..., ::-1]))
+                shares += np.bincount(prediction.mask.reshape(-1), minlength=256) / prediction.mask.size
+            frames += len(chosen)
+            if progress:
+                progress(frames)
+        if writer is None:
+            raise InputError(f"{source} holds no frame that can be decoded.")
+        writer.release()
+        os.replace(temporary, target)
+    finally:
+        capture.release()
+        if writer is not None:
+            writer.release()
+        temporary.unlink(missing_ok=True)
+    names = predictor.class_names or tuple(f"class {number}" for number in range(256))
+    found = sorted(np.flatnonzero(shares).tolist(), key=lambda number: -shares[number])
+    return {
+        "frames": frames,
+        "frames_per_s": float(rate),
+        "height": size[0],
+        "width": size[1],
+        "classes": [{"id": each, "name": names[each], "share": float(shares[each] / frames)} for each in found],
+    }
+
+
+def _frames(capture: Any, live: bool) -> Iterator[Pixels]:
+    """Frames as RGB; Ctrl-C is how the picture of a camera ends."""
+    try:
+        while True:
+            good, frame = capture.read()
+            if not good:
+                return
+            yield np.ascontiguousarray(frame[..., ::-1])
+    except KeyboardInterrupt:
+        if not live:
+            raise
+
+
+def _camera(source: str) -> int:
+    number = source.removeprefix(CAMERA)
+    if not number.isdigit():
+        raise InputError(f"'{source}' names no camera; write its number: camera:0")
+    return int(number)

@@ -1,0 +1,217 @@
+"""Masks, overlays, objects and a summary of many images.
+
+    OUT/NAME.mask.png        indexed PNG at the image's own size: the value of a pixel is its class id
+    OUT/NAME.overlay.png     the classes, or the objects, drawn over the image
+    OUT/NAME.overlay.mp4     of a video
+    OUT/instances.json       COCO: images, categories, annotations with score, box and mask (instance models)
+    OUT/predictions.json     the model, the runtime, the classes with their colours, and what each image has of them
+
+Every file is written as soon as it is known, and an image that cannot be read does not stop the others.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from fp4deploy.data.images import upright_image
+from fp4deploy.data.sample import Pixels
+from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
+from fp4deploy.predict.palette import colours
+from fp4deploy.predict.prediction import Prediction
+from fp4deploy.predict.predictor import Predictor
+from fp4deploy.predict.sources import Source
+from fp4deploy.predict.video import predict_video
+
+SCHEMA = "fp4deploy.predictions/1"
+
+
+@dataclass
+class Written:
+    """What `predict_files` has done so far: entries of predictions.json, COCO images and annotations, and failures."""
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    annotations: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def predict_files(
+    predictor: Predictor,
+    model: Path,
+    sources: Sequence[Source],
+    out: Path,
+    batch: int = 1,
+    overlays: bool = True,
+    progress: Callable[[int, str], None] | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Predict images and videos into a folder; files of earlier predictions with the same names are replaced.
+
+    Args:
+        batch: images given to the network at once.
+        overlays: also draw every image.
+        progress: called with the number of sources done and the name of the last one.
+
+    Returns:
+        (content of predictions.json, one message for each source that could not be read).
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    written = Written()
+    try:
+        for number, (source, result) in enumerate(_results(predictor, sources, out, batch), start=1):
+            _take(written, predictor, source, result, out, overlays)
+            if progress:
+                progress(number, str(source.path))
+    finally:  # also after Ctrl-C: what is there is described
+        document = {**describe(predictor, model), "images": written.entries}
+        _write_json(document, out / "predictions.json")
+        if predictor.card.head is not None:
+            _write_json(_coco(predictor, written), out / "instances.json")
+    return document, written.failures
+
+
+def describe(predictor: Predictor, model: Path) -> dict[str, Any]:
+    """The part of predictions.json that is the same for all images."""
+    card, runtime = predictor.card, predictor.runtime
+    names = predictor.class_names
+    palette = colours(len(names), predictor.background)
+    return {
+        "schema": SCHEMA,
+        "model": str(model),
+        "runtime": runtime.name,
+        "device": runtime.device,
+        "precision": runtime.precision,
+        "input": {"height": card.height, "width": card.width},
+        "tile": {"overlap": predictor.overlap} if predictor.tile else None,
+        "classes": [
+            {"id": number, "name": name, "colour": "#{:02x}{:02x}{:02x}".format(*colour) if colour else None}
+            for number, (name, colour) in enumerate(zip(names, palette, strict=True))
+        ],
+    }
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """An image as PNG."""
+    target = io.BytesIO()
+    image.save(target, format="PNG")
+    return target.getvalue()
+
+
+Result = Prediction | dict[str, Any] | InputError
+
+
+def _results(
+    predictor: Predictor, sources: Sequence[Source], out: Path, batch: int
+) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
+    """Each source with its pixels and prediction, the summary of its video, or the error that it met."""
+    waiting: list[tuple[Source, Pixels]] = []
+    for source in sources:
+        if source.is_video:
+            yield from _predicted(predictor, waiting)
+            waiting = []
+            yield source, (None, _video(predictor, source, out, batch))
+            continue
+        try:
+            waiting.append((source, upright_image(source.path)))
+        except InputError as error:
+            yield from _predicted(predictor, waiting)
+            waiting = []
+            yield source, (None, error)
+            continue
+        if len(waiting) == batch:
+            yield from _predicted(predictor, waiting)
+            waiting = []
+    yield from _predicted(predictor, waiting)
+
+
+def _predicted(
+    predictor: Predictor, waiting: Sequence[tuple[Source, Pixels]]
+) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
+    if waiting:
+        predictions = predictor.predict_batch([pixels for _, pixels in waiting])
+        for (source, pixels), prediction in zip(waiting, predictions, strict=True):
+            yield source, (pixels, prediction)
+
+
+def _video(predictor: Predictor, source: Source, out: Path, batch: int) -> Result:
+    try:
+        return predict_video(predictor, str(source.path), out / f"{source.name}.overlay.mp4", batch)
+    except InputError as error:
+        return error
+
+
+def _take(
+    written: Written,
+    predictor: Predictor,
+    source: Source,
+    result: tuple[Pixels | None, Result],
+    out: Path,
+    overlays: bool,
+) -> None:
+    pixels, found = result
+    entry: dict[str, Any] = {"file": str(source.path)}
+    if isinstance(found, InputError):
+        written.failures.append(str(found))
+        entry["error"] = str(found)
+    elif isinstance(found, Prediction):
+        assert pixels is not None
+        entry |= _image_entry(written, source, pixels, found, out, overlays)
+    else:
+        entry |= {"overlay": f"{source.name}.overlay.mp4", **found}
+    written.entries.append(entry)
+
+
+def _image_entry(
+    written: Written, source: Source, pixels: Pixels, found: Prediction, out: Path, overlays: bool
+) -> dict[str, Any]:
+    height, width = found.mask.shape
+    entry: dict[str, Any] = {"height": height, "width": width, "mask": f"{source.name}.mask.png", "overlay": None}
+    _write_png(found.mask_image(), out / entry["mask"])
+    if overlays:
+        entry["overlay"] = f"{source.name}.overlay.png"
+        _write_png(Image.fromarray(found.overlay(pixels)), out / entry["overlay"])
+    entry["classes"] = found.classes()
+    if found.instances is not None:
+        number = len(written.images) + 1
+        written.images.append({"id": number, "file_name": str(source.path), "height": height, "width": width})
+        objects = found.objects()
+        for each in objects:
+            written.annotations.append({"id": len(written.annotations) + 1, "image_id": number, **each})
+        entry["objects"] = len(objects)
+    return entry
+
+
+def _coco(predictor: Predictor, written: Written) -> dict[str, Any]:
+    categories = [{"id": number, "name": name} for number, name in enumerate(predictor.class_names) if number]
+    return {"images": written.images, "categories": categories, "annotations": written.annotations}
+
+
+def _write_png(image: Image.Image, path: Path) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(png_bytes(image))
+
+
+def _write_json(document: dict[str, Any], path: Path) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def mean_shares(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    """(class, images that have it, mean share of all images' pixels in 0..1), the largest share first."""
+    shares: dict[str, list[float]] = {}
+    measured = [entry for entry in entries if "classes" in entry]
+    for entry in measured:
+        for found in entry["classes"]:
+            shares.setdefault(found["name"], []).append(found["share"])
+    rows = [(name, len(values), float(np.sum(values) / len(measured))) for name, values in shares.items()]
+    return sorted(rows, key=lambda row: -row[2])

@@ -1,0 +1,190 @@
+"""An image of any size, mode and orientation comes back as a mask of its own size."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.data import EvalTransform
+from fp4deploy.data.sample import Sample
+from fp4deploy.errors import InputError
+from fp4deploy.models import InstanceHead
+from fp4deploy.models.heads import OFFSET_UNIT
+from fp4deploy.predict import predictor as module
+from fp4deploy.predict.palette import colours, png_palette, tinted
+from fp4deploy.predict.predictor import Predictor, class_map, load
+from fp4deploy.runs import Run
+from tests.predict.pointwise import Pointwise, card, classes_of, photo
+
+
+@pytest.mark.parametrize(
+    "name", ["fp16/best.safetensors", "export/unet.onnx", "export/unet.portable.onnx", "export/unet.fp4"]
+)
+def test_every_artefact_predicts_what_its_runtime_answers(untrained: Run, name: str) -> None:
+    predictor = load(untrained.path / name)
+    image = photo(40, 70)
+    found = predictor.predict(image)
+    model = predictor.card
+    sample = Sample(image, np.zeros((40, 70), np.uint8), "")
+    normalised, _ = EvalTransform(model.height, model.width, model.mean, model.std)(sample)
+    logits = torch.from_numpy(predictor.runtime.infer(normalised.numpy()[None]))
+    expected = F.interpolate(logits, (40, 70), mode="bilinear", align_corners=False)[0].argmax(0).numpy()
+    assert found.mask.dtype == np.uint8
+    assert (found.mask == expected).mean() > 0.999  # the order of two sums differs
+    assert found.class_names == model.class_names
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 5), (32, 48), (100, 33)])
+@pytest.mark.parametrize("band", [1, 300, 2**25])
+def test_classes_are_enlarged_as_torch_does(size: tuple[int, int], band: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BAND", band)
+    logits = torch.randn(5, 9, 13, generator=torch.Generator().manual_seed(0))
+    enlarged = F.interpolate(logits[None], size, mode="bilinear", align_corners=False)[0]
+    best = enlarged.topk(2, 0).values
+    clear = (best[0] - best[1] > 1e-5).numpy()
+    assert (class_map(logits, size) == enlarged.argmax(0).numpy())[clear].all()
+    assert clear.mean() > 0.99
+
+
+def test_tiles_keep_what_resizing_loses() -> None:
+    image = np.zeros((320, 480, 3), np.uint8)
+    image[::2, :, 0] = 255  # lines of one pixel
+    whole, cut = (Predictor(Pointwise(card()), tile=tile).predict(image).mask for tile in (False, True))
+    assert (cut == classes_of(image)).all()
+    assert (whole != cut).mean() > 0.4
+
+
+def test_a_small_image_is_not_cut() -> None:
+    runtime = Pointwise(card())
+    Predictor(runtime, tile=True).predict(photo(32, 48))
+    assert runtime.batches == [(1, 3, 32, 48)]
+
+
+def test_a_batch_of_different_sizes_is_one_call() -> None:
+    runtime = Pointwise(card())
+    found = Predictor(runtime).predict_batch([photo(20, 30), photo(64, 64), photo(32, 48)])
+    assert runtime.batches == [(3, 3, 32, 48)]
+    assert [each.mask.shape for each in found] == [(20, 30), (64, 64), (32, 48)]
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
+def test_files_of_every_mode(mode: str, tmp_path: Path) -> None:
+    image = Image.fromarray(photo(32, 48))
+    path = tmp_path / ("photo.tif.jpg" if mode == "CMYK" else "photo.png")
+    (Image.fromarray(np.zeros((32, 48), np.uint16)) if mode == "I;16" else image.convert(mode)).save(path)
+    assert Predictor(Pointwise(card())).predict(path).mask.shape == (32, 48)
+
+
+def test_exif_orientation_turns_a_photo_upright(tmp_path: Path) -> None:
+    upright = photo(48, 32)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored a quarter turn to the left
+    stored = Image.fromarray(np.ascontiguousarray(np.rot90(upright)))
+    stored.save(tmp_path / "photo.png", exif=exif)
+    predictor = Predictor(Pointwise(card(48, 32)))
+    for given in (tmp_path / "photo.png", Image.open(tmp_path / "photo.png")):
+        assert (predictor.predict(given).mask == classes_of(upright)).all()
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3), np.float32), np.zeros((0, 4, 3), np.uint8)]
+)
+def test_an_array_that_is_no_image_is_refused(array: np.ndarray) -> None:
+    with pytest.raises(InputError, match="RGB pixels uint8"):
+        Predictor(Pointwise(card())).predict(array)
+
+
+def test_the_classes_of_an_image_add_up() -> None:
+    found = Predictor(Pointwise(card())).predict(photo(32, 48))
+    classes = found.classes()
+    assert sum(each["pixels"] for each in classes) == 32 * 48
+    assert sum(each["share"] for each in classes) == pytest.approx(1)
+    assert [each["pixels"] for each in classes] == sorted((each["pixels"] for each in classes), reverse=True)
+    for each in classes:
+        assert each["pixels"] == (found.mask == each["id"]).sum()
+        assert each["name"] == found.class_names[each["id"]]
+
+
+def test_a_mask_file_keeps_class_ids_and_shows_colours(tmp_path: Path) -> None:
+    found = Predictor(Pointwise(card())).predict(photo(32, 48))
+    found.mask_image().save(tmp_path / "mask.png")
+    read = Image.open(tmp_path / "mask.png")
+    assert read.mode == "P"
+    assert (np.asarray(read) == found.mask).all()
+    table = np.array(png_palette(found.palette)).reshape(256, 3)
+    assert (np.asarray(read.convert("RGB")) == table[found.mask]).all()
+
+
+def test_an_overlay_tints_classes_and_leaves_background_grey() -> None:
+    image = photo(32, 48)
+    mask = classes_of(image)
+    drawn = tinted(image, mask, colours(4, background=True)).astype(int)
+    background = drawn[mask == 0]
+    assert (background.max(1) == background.min(1)).all()
+    assert (np.ptp(drawn[mask > 0], axis=1) > 0).all()
+
+
+class Squares:
+    """An instance runtime of the centre method that has seen squares of 8 pixels in the image, whatever it is."""
+
+    name, device, precision = "squares", "CPU", "FP32"
+
+    def __init__(self, places: list[tuple[int, int]]) -> None:
+        self.places = places
+        self.card = card(32, 48, InstanceHead("centres", 4))
+
+    def infer(self, images: Array) -> Array:
+        """[N, 4 + 1 + 2, 32, 48]."""
+        output = np.zeros((7, 32, 48), np.float32)
+        output[0] = 8.0
+        for top, left in self.places:
+            area = slice(top, top + 8), slice(left, left + 8)
+            output[0][area], output[2][area] = 0.0, 8.0
+            rows, columns = np.mgrid[area]
+            output[5][area], output[6][area] = (top + 3 - rows) / OFFSET_UNIT, (left + 3 - columns) / OFFSET_UNIT
+            output[4, top + 3, left + 3] = 0.9 if top else 0.4
+        return np.repeat(output[None], len(images), 0)
+
+    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+        """Nothing is timed."""
+        raise NotImplementedError
+
+
+def test_objects_have_boxes_areas_and_masks() -> None:
+    found = Predictor(Squares([(0, 4), (20, 30)])).predict(photo(32, 48))
+    objects = found.objects()
+    assert [each["bbox"] for each in objects] == [[30, 20, 8, 8], [4, 0, 8, 8]]
+    assert [each["area"] for each in objects] == [64, 64]
+    assert objects[0]["score"] > objects[1]["score"]
+    for each in objects:
+        left, top, width, height = each["bbox"]
+        drawn = coco_mask.decode(each["segmentation"])
+        assert drawn.sum() == drawn[top : top + height, left : left + width].sum() == each["area"]
+    assert sorted(np.unique(found.mask)) == [0, 2]
+    json_classes = {each["name"]: each["pixels"] for each in found.classes()}
+    assert json_classes["green"] == 128
+
+
+def test_weak_objects_are_left_out_of_list_and_mask() -> None:
+    found = Predictor(Squares([(0, 4), (20, 30)]), min_score=0.5).predict(photo(32, 48))
+    assert len(found.objects()) == 1
+    assert (found.mask == 2).sum() == 64
+
+
+def test_a_set_of_masks_cannot_be_tiled() -> None:
+    runtime = Pointwise(card(head=InstanceHead("set", 0, masks=4)))
+    with pytest.raises(InputError, match="--tile"):
+        Predictor(runtime, tile=True)
+
+
+def test_unnamed_classes_are_numbered() -> None:
+    runtime = Pointwise(dataclasses.replace(card(), class_names=()))
+    assert Predictor(runtime).predict(photo(32, 48)).class_names == ("class 0", "class 1", "class 2", "class 3")
