@@ -70,6 +70,20 @@ def parse_models(text: str) -> tuple[str, ...]:
     return names
 
 
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """Height and width of "HxW", in pixels.
+
+    Raises:
+        InputError: the text is not of that form.
+    """
+    if text is None:
+        return None
+    numbers = text.lower().split("x")
+    if len(numbers) != 2 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise InputError(f"--size takes HEIGHTxWIDTH in pixels, such as 352x480, not '{text}'.")
+    return int(numbers[0]), int(numbers[1])
+
+
 def settings(
     config: Path | None,
     sets: list[str] | None,

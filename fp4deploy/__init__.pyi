@@ -1,8 +1,10 @@
 from .bench.runtimes.open import open_runtime
 from .errors import Fp4DeployError, GateError, InputError, UnavailableError
 from .export.engine.build import build_engine
+from .export.onnx.graph import export_graph
 from .export.to_onnx import export_onnx
 from .export.to_packed import pack
+from .export.verify.exported import verify
 from .formats.four_over_six import FourOverSix
 from .formats.mxfp4 import quantize_mxfp4
 from .formats.nvfp4 import quantize_nvfp4
@@ -28,6 +30,7 @@ __all__ = [
     "UnavailableError",
     "build_engine",
     "calibrate",
+    "export_graph",
     "export_onnx",
     "fp4_cached_linear",
     "fp4_conv2d",
@@ -43,4 +46,5 @@ __all__ = [
     "quantize_mxfp4",
     "quantize_nvfp4",
     "restore",
+    "verify",
 ]

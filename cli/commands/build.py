@@ -11,6 +11,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ..console import done, note, shown
+from ..settings import parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.export.engine.build import BuildResult
@@ -43,17 +44,22 @@ def build(
     log: Annotated[
         Path | None, typer.Option("--log", help="Keep the compiler's log here (one model).", show_default="not kept")
     ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="HxW in pixels, of a file that leaves it open.", show_default="the file's own"),
+    ] = None,
 ) -> None:
     """Build an engine of each model, and a ledger that says which layer runs in which precision."""
     from fp4deploy.export.engine.build import build_engine
 
+    pixels = parse_size(size)
     found = list(models or _latest())
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
     for path in found:
         note(f"Building {shown(path)} ...")
         target = target_of(path, out)
-        result = build_engine(path, target, backend, arch, conv, strict, batch=(1, 1, batch), log=log)
+        result = build_engine(path, target, backend, arch, conv, strict, batch=(1, 1, batch), log=log, size=pixels)
         done(describe(result))
     note("Measure it with: fp4deploy bench --engine FILE; show its ledger with: fp4deploy inspect FILE")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,6 +11,7 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
 from ..console import done, note, shown
+from ..settings import parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.export import ExportResult
@@ -38,11 +39,19 @@ def export(
     out: Annotated[
         Path | None, typer.Option("--out", help="Target file (one checkpoint) or folder.", show_default="RUN/export")
     ] = None,
+    size: Annotated[
+        str | None, typer.Option("--size", help="HxW in pixels of the ONNX graph.", show_default="as trained")
+    ] = None,
+    dynamic_size: Annotated[
+        bool, typer.Option("--dynamic-size", help="Leave height and width of the ONNX graph open.")
+    ] = False,
 ) -> None:
     """Write the hardware-neutral ONNX graph, or a packed network; exit 1 if its results differ from torch's."""
     if portable and form == "packed":
         raise InputError("--portable is an option of --format onnx; remove it, or export with --format onnx.")
-    suffix = SUFFIXES[form]
+    if form == "packed" and (size is not None or dynamic_size):
+        raise InputError("--size and --dynamic-size are options of --format onnx.")
+    pixels, suffix = parse_size(size), SUFFIXES[form]
     failed: list[GateError | InputError] = []
     for checkpoint, target in _targets(source, out, suffix):
         note(f"Exporting {shown(checkpoint)} ...")
@@ -51,7 +60,11 @@ def export(
             if form == "packed":
                 line = _packed(checkpoint, target, verify_on, images, verify)
             else:
-                line = _onnx(checkpoint, target, portable, verify_on, images, verify)
+                line = describe(
+                    _onnx(
+                        checkpoint, target, portable, verify_on, images, verify, size=pixels, dynamic_size=dynamic_size
+                    )
+                )
         except (GateError, InputError) as error:
             failed.append(error)
             continue
@@ -64,10 +77,10 @@ def export(
         note("Build an engine with: fp4deploy build")
 
 
-def _onnx(checkpoint: Path, target: Path, portable: bool, data: Path | None, images: int, verify: bool) -> str:
+def _onnx(*arguments: Any, **options: Any) -> ExportResult:
     from fp4deploy.export import export_onnx
 
-    return describe(export_onnx(checkpoint, target, portable, data, images, verify))
+    return export_onnx(*arguments, **options)
 
 
 def _packed(checkpoint: Path, target: Path, data: Path | None, images: int, verify: bool) -> str:

@@ -6,7 +6,7 @@ file under a temporary name first: no file exists that was not compared (except 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -59,6 +59,8 @@ def export_onnx(
     data: Path | None = None,
     images: int = 16,
     verify: bool = True,
+    size: tuple[int, int] | None = None,
+    dynamic_size: bool = False,
 ) -> ExportResult:
     """Export a checkpoint to canonical ONNX, verified against torch on real images before anything is written.
 
@@ -69,6 +71,8 @@ def export_onnx(
         data: dataset whose validation split is used to verify.
         images: how many of its images.
         verify: False writes without comparing.
+        size: height and width of the graph's images in pixels; by default those of the training. It is verified at it.
+        dynamic_size: leave height and width open; `size` is then the size that is verified.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
@@ -81,7 +85,9 @@ def export_onnx(
     out = Path(out)
     check_request(Path(checkpoint), out, ".onnx", data, images, verify)
     model, card = load_model(Path(checkpoint))
-    canonical = export_graph(model, (3, card.height, card.width), card)
+    if size is not None:
+        card = replace(card, height=size[0], width=size[1])
+    canonical = export_graph(model, (3, card.height, card.width), card, dynamic_size)
     decomposed = to_portable(canonical)
     verification = None
     if verify and data is not None:

@@ -2,7 +2,7 @@
 
 from fp4deploy.qat.calibration import calibrate_percentile
 from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantizedLayer, QuantLinear
-from fp4deploy.qat.load import load_model, prepare_as, round_to_deployed
+from fp4deploy.qat.load import deployed, load_model, prepare_as, round_to_deployed
 from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers, restore
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
 
@@ -17,6 +17,7 @@ __all__ = [
     "Recipe",
     "calibrate",
     "calibrate_percentile",
+    "deployed",
     "find_recipe",
     "layer_plan",
     "load_model",

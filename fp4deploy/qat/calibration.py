@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,11 @@ SAMPLE = 2**20  # elements of a batch that are sorted, evenly spaced
 
 
 @torch.no_grad()
-def calibrate_percentile(model: nn.Module, batches: Iterable[torch.Tensor], percentile: float = 100.0) -> None:
+def calibrate_percentile(model: nn.Module, batches: torch.Tensor | Iterable[Any], percentile: float = 100.0) -> None:
     """Set every `input_amax` to the given percentile of the magnitudes its layer sees, quantisers switched off.
 
     Args:
-        batches: model inputs, each [N, 3, H, W], on the model's device.
+        batches: one batch or several, as of `calibrate`.
         percentile: above 0, at most 100 (exactly the largest magnitude).
 
     Raises:

@@ -4,10 +4,12 @@ Training keeps FP32 master weights; engines hold FP16 for whatever is not FP4. E
 every runtime with weights that none of them has, so `load_model` rounds those parameters to FP16 values (and keeps
 computing in FP32). The quantised weights are left alone: their codes are made from the masters. An ONNX
 file holds the global scale amax / 2688 rather than the amax, so a static amax becomes what is read back from it.
+The running statistics of a BatchNorm are FP16 in an engine too. `deployed` does the same to a copy of any model.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -53,6 +55,17 @@ def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:
     return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude)
 
 
+def deployed(model: nn.Module) -> nn.Module:
+    """A copy of `model` on the CPU, in evaluation mode, with its weights as deployed (see `round_to_deployed`).
+
+    Raises:
+        InputError: a parameter is beyond FP16's range, naming it.
+    """
+    rounded = copy.deepcopy(model).cpu().float().eval()
+    round_to_deployed(rounded)
+    return rounded
+
+
 @torch.no_grad()
 def round_to_deployed(model: nn.Module) -> None:
     """Round, in place, what an engine keeps in FP16 to FP16 values, and every static amax to what its scale gives back.
@@ -69,6 +82,9 @@ def round_to_deployed(model: nn.Module) -> None:
                 f"{name} holds a value beyond FP16's largest, {FP16_MAX:g}; it cannot be deployed in FP16."
             )
         parameter.copy_(parameter.half())
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not name.endswith(QUANTIZER_BUFFERS):
+            buffer.copy_(buffer.half())
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
             layer.input_amax.requires_grad_(False)

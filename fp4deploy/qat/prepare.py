@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -134,16 +135,20 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, batches: Iterable[torch.Tensor]) -> None:
+def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
     """Set every `input_amax` to the largest magnitude its layer sees over `batches`, quantisers switched off.
 
     Args:
-        batches: model inputs, each [N, 3, H, W], on the model's device.
+        batches: one batch as a tensor, such as [N, 3, H, W], or an iterable of batches, on the model's device. Of a
+            batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first element is the input.
 
     >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), "nvfp4_qat", include="0")
     >>> calibrate(model, [torch.ones(8, 64), torch.full((8, 64), 3.0)])
     >>> model[0].input_amax
     tensor(3.)
+    >>> calibrate(model, torch.full((8, 64), 4.0))
+    >>> model[0].input_amax
+    tensor(4.)
     """
     layers = quantized_layers(model).values()
     was_training = model.training
@@ -151,8 +156,8 @@ def calibrate(model: nn.Module, batches: Iterable[torch.Tensor]) -> None:
     try:
         for layer in layers:
             layer.observing = True
-        for images in batches:
-            model(images)
+        for batch in [batches] if isinstance(batches, torch.Tensor) else batches:
+            model(batch[0] if isinstance(batch, tuple | list) else batch)
     finally:
         for layer in layers:
             layer.observing = False

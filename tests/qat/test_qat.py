@@ -249,3 +249,17 @@ def test_autocast_keeps_the_quantiser_in_fp32() -> None:
     wq = quantize_nvfp4(layer[0].weight.movedim(1, -1)).dequantize().movedim(-1, 1).bfloat16()
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, F.conv2d(xq, wq))
+
+
+def test_calibration_takes_a_batch_or_an_iterable_of_batches() -> None:
+    found = []
+    batches = torch.randn(4, 3, 16, 16, generator=generator())
+    for given in (batches, [batches], [(batches, torch.zeros(4))], iter([batches[:2], batches[2:]])):
+        torch.manual_seed(0)
+        model = prepare(
+            nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1))
+        )
+        calibrate(model, given)
+        found.append(float(model[2].input_amax))
+    assert found[0] > 0
+    assert found == [found[0]] * 4

@@ -28,6 +28,7 @@ from fp4deploy.export.ledger.actual import match_kernels
 from fp4deploy.export.ledger.build_log import parse_engine_layers
 from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger, sha256
 from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
+from fp4deploy.export.onnx.size import fix_size, has_open_size
 from fp4deploy.files import atomic_write
 from fp4deploy.plugins.aot.store import supported
 
@@ -54,6 +55,7 @@ def build_engine(
     strict: bool = False,
     batch: tuple[int, int, int] = (1, 1, 8),
     log: Path | None = None,
+    size: tuple[int, int] | None = None,
 ) -> BuildResult:
     """Build a plan and its ledger from an ONNX file.
 
@@ -66,6 +68,7 @@ def build_engine(
         strict: fail where a layer does not have its planned precision; then nothing is written.
         batch: smallest, most frequent and largest batch.
         log: keep the compiler's verbose log here, also of a failed build.
+        size: height and width of the images, for a file that leaves them open.
 
     Raises:
         InputError: a wrong value, a file that is no canonical ONNX, a graph that the compiler refuses.
@@ -78,7 +81,7 @@ def build_engine(
     """
     chosen, target = _check_choices(backend, arch, conv, batch)
     onnx_path, out = Path(onnx_path), Path(out)
-    lowered = lower(read_buildable(onnx_path), conv, backend)
+    lowered = lower(_sized(read_buildable(onnx_path), onnx_path, size), conv, backend)
     if lowered.fp4 and target not in chosen.fp4_arches:
         raise InputError(
             f"{onnx_path} holds FP4 layers, and {target} has no FP4 tensor cores that {chosen.title} can use. "
@@ -142,6 +145,16 @@ def require_device(ledger: Ledger, capability: tuple[int, int] | None) -> None:
         raise UnavailableError(
             f"{ledger.plan} was built for {ledger.arch} ({ledger.backend}), and this machine has {here}."
         )
+
+
+def _sized(model: onnx.ModelProto, path: Path, size: tuple[int, int] | None) -> onnx.ModelProto:
+    if size is not None:
+        return fix_size(model, size)
+    if has_open_size(model):
+        raise InputError(
+            f"An engine is built for one image size, and {path} leaves height and width open. Give one: --size HxW"
+        )
+    return model
 
 
 def _check_choices(backend: str, arch: str | None, conv: str, batch: tuple[int, int, int]) -> tuple[Backend, str]:

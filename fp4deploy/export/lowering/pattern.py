@@ -34,7 +34,6 @@ _REEXPORT = "Export the model again: fp4deploy export --format onnx"
 class Fp4Layer:
     """One layer whose weights are FP4 codes and whose input is quantised while the model runs.
 
-    `source` is the FP16 value that is quantised, [N,C,H,W] for convolutions with C already a multiple of 16;
     `half` is the dequantised FP16 weight as stored, [O, KH*KW*C]; `shape` is (C, H, W) or None for Linear.
     """
 
@@ -45,11 +44,23 @@ class Fp4Layer:
     scales: ir.Value
     half: ir.Value
     quantize: ir.Node
-    source: ir.Value
     dequantized: ir.Value
     shape: tuple[int, int, int] | None
     kernel: tuple[int, int]
     out_channels: int
+
+    @property
+    def source(self) -> ir.Value:
+        """The FP16 value that is quantised, [N,C,H,W] for convolutions with C already a multiple of 16.
+
+        It is read from the graph each time: lowering one layer replaces the value that the next one quantises.
+        """
+        value = self.quantize.inputs[0]
+        producer = value.producer() if value is not None else None
+        if producer is not None and producer.op_type == "Reshape":
+            value = producer.inputs[0]
+        assert value is not None
+        return value
 
 
 def constant_ints(value: ir.Value | None) -> list[int] | None:
@@ -200,9 +211,7 @@ def _read_layer(node: ir.Node, codes: ir.Value) -> Fp4Layer:
     rows, size = _check_blocks(name, dequantize, codes, scales)
     quantize, dequantized = _read_input_chain(name, node)
     if kind == "Linear":
-        return Fp4Layer(
-            name, kind, node, codes, scales, half, quantize, _source(quantize), dequantized, None, (1, 1), rows
-        )
+        return Fp4Layer(name, kind, node, codes, scales, half, quantize, dequantized, None, (1, 1), rows)
     if ohwi is None or len(ohwi) != 4:
         raise InputError(f"Layer {name}: its FP4 weight is not reshaped to [O,KH,KW,C] (OHWI order). {_REEXPORT}")
     out, height, width, channels = ohwi
@@ -210,8 +219,7 @@ def _read_layer(node: ir.Node, codes: ir.Value) -> Fp4Layer:
     if (out, height * width * channels) != (rows, size):
         raise InputError(f"Layer {name}: FP4 weight [{rows}, {size}] does not hold OHWI {ohwi}. {_REEXPORT}")
     shape = _image_shape(name, node, channels)
-    source = _source(quantize)
-    return Fp4Layer(name, kind, node, codes, scales, half, quantize, source, dequantized, shape, (height, width), out)
+    return Fp4Layer(name, kind, node, codes, scales, half, quantize, dequantized, shape, (height, width), out)
 
 
 def _read_weight_chain(name: str, node: ir.Node) -> tuple[ir.Node, ir.Value, list[int] | None]:
@@ -274,23 +282,14 @@ def _read_input_chain(name: str, node: ir.Node) -> tuple[ir.Node, ir.Value]:
     )
 
 
-def _source(quantize: ir.Node) -> ir.Value:
-    """The value that is quantised, above the Reshape to 3-D where there is one."""
-    value = quantize.inputs[0]
-    producer = value.producer() if value is not None else None
-    if producer is not None and producer.op_type == "Reshape":
-        value = producer.inputs[0]
-    assert value is not None
-    return value
-
-
 def _image_shape(name: str, node: ir.Node, channels: int) -> tuple[int, int, int]:
     """(C, H, W) of a convolution's input, from the Reshape that restores [N,C,H,W]."""
     value = node.inputs[0]
     shape = _static_shape(value) or []
     if len(shape) != 4 or any(size is None for size in shape[1:]):
         raise InputError(
-            f"Layer {name}: height and width must be fixed in the file (only the batch may vary). {_REEXPORT}"
+            f"Layer {name}: an engine is built for one image size, and this file leaves height and width open. "
+            "Give one with --size HxW."
         )
     c, h, w = (int(size or 0) for size in shape[1:])
     if c != channels:

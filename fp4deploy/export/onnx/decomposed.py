@@ -7,7 +7,8 @@ ONNX Runtime has no FP4 kernels, so the decomposed graph computes the same numbe
   these into constants when it loads the file and then packs the weights, whereas it keeps DequantizeLinear and would
   decode every weight again for each image.
 * activations: see `decomposed_quantize`.
-* GroupNormalization is decomposed with its sums in two stages, along each row of the feature map and then over rows.
+* GroupNormalization is decomposed with its sums in two stages, along each row of the feature map and then over rows,
+  and InstanceNormalization as the case of one channel a group.
   ONNX Runtime's own expansion, and its InstanceNormalization, add up to a million numbers in one go and are off by
   2e-4; this is off by 3e-6. It matters: each error moves some activations over a rounding boundary of E2M1, and the
   graph then differs from torch by whole E2M1 steps.
@@ -32,6 +33,7 @@ from fp4deploy.export.onnx.decomposed_quantize import DecomposeQuantizers, NodeW
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.formats import global_amax
 
+_GROUP_NORMS = ("GroupNormalization", "InstanceNormalization")
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
@@ -74,10 +76,10 @@ class DecodeWeights(ir.passes.InPlacePass):
 
 
 class DecomposeGroupNorms(ir.passes.InPlacePass):
-    """GroupNormalization of opset 21+ -> mean, variance, scale and bias in standard operators."""
+    """Group- (opset 21+) and InstanceNormalization -> mean, variance, scale and bias in standard operators."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [node for node in model.graph if node.op_type == "GroupNormalization" and _known_shape(node)]
+        nodes = [node for node in model.graph if node.op_type in _GROUP_NORMS and _known_shape(node)]
         for node in nodes:
             _decompose_group_norm(model.graph, node).replace(node)
         return ir.passes.PassResult(model, modified=bool(nodes))
@@ -153,8 +155,9 @@ def _weight_steps(node: ir.Node, scale: ir.Value | None) -> NDArray[np.float32]:
 
 
 def _known_shape(node: ir.Node) -> bool:
+    """The channels are known; height and width may be open."""
     x = node.inputs[0]
-    return x is not None and x.shape is not None and all(isinstance(size, int) for size in x.shape[1:])
+    return x is not None and x.shape is not None and len(x.shape) > 2 and isinstance(x.shape[1], int)
 
 
 def _decompose_group_norm(graph: ir.Graph, node: ir.Node) -> NodeWriter:
@@ -163,33 +166,54 @@ def _decompose_group_norm(graph: ir.Graph, node: ir.Node) -> NodeWriter:
     assert x.shape is not None
     assert weight is not None
     assert bias is not None
-    channels, *spatial = (int(cast(int, size)) for size in tuple(x.shape)[1:])
-    groups = node.attributes["num_groups"].as_int()
+    channels, *spatial = (size if isinstance(size, int) else None for size in tuple(x.shape)[1:])
+    assert channels is not None
+    groups = node.attributes["num_groups"].as_int() if "num_groups" in node.attributes else channels
     epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-    rows, columns = channels // groups * math.prod(spatial[:-1]), spatial[-1]
     writer = NodeWriter(graph, node.name or str(node.outputs[0].name))
     column = writer.own("column", np.array([-1] + [1] * len(spatial), np.int64))
-    split = writer.own("groups_shape", np.array([0, groups, rows, columns], np.int64))
-    centred, deviation = _moments(writer, writer.add("Reshape", "groups", x, split), columns, epsilon)
+    *lines, columns = spatial
+    known = None not in spatial
+    rows = channels // groups * math.prod(size for size in lines if size) if known else -1
+    if known:
+        image_shape = writer.own("image_shape", np.array([0, channels, *spatial]))
+        split = writer.own("groups_shape", np.array([0, groups, rows, columns], np.int64))
+    else:
+        image_shape = writer.add("Shape", "image_shape", x)
+        split = _open_split(writer, image_shape, groups)
+    centred, deviation = _moments(
+        writer, writer.add("Reshape", "groups", x, split), columns if known else None, epsilon
+    )
     weights = writer.own("weight_shape", np.array([groups, channels // groups, 1], np.int64))
     slopes = writer.add("Div", "slopes", writer.add("Reshape", "group_weight", weight, weights), deviation)
     slope = writer.add(
         "Reshape", "slope", slopes, writer.own("slope_shape", np.array([0, channels, *[1] * len(spatial)]))
     )
-    image = writer.add("Reshape", "image", centred, writer.own("image_shape", np.array([0, channels, *spatial])))
+    image = writer.add("Reshape", "image", centred, image_shape)
     scaled = writer.add("Mul", "scaled", image, slope)
     writer.add("Add", "normalized", scaled, writer.add("Reshape", "bias_column", bias, column))
     return writer
 
 
-def _moments(writer: NodeWriter, x: ir.Value, columns: int, epsilon: float) -> tuple[ir.Value, ir.Value]:
+def _open_split(writer: NodeWriter, shape: ir.Value, groups: int) -> ir.Value:
+    """[0, groups, -1, W] with the W of an image whose size is open."""
+    last = writer.add("Gather", "width", shape, writer.own("last_index", np.array([-1])), axis=0)
+    return writer.add("Concat", "groups_shape", writer.own("groups_head", np.array([0, groups, -1])), last, axis=0)
+
+
+def _moments(writer: NodeWriter, x: ir.Value, columns: int | None, epsilon: float) -> tuple[ir.Value, ir.Value]:
     """(x - mean, standard deviation) of x [N, G, rows, columns] a group; sums in two stages."""
     last, rows = writer.own("last_axis", np.array([3])), writer.own("rows_axis", np.array([2]))
     row_means = writer.add("ReduceMean", "row_means", x, last, keepdims=1)
     centred = writer.add("Sub", "centred", x, writer.add("ReduceMean", "mean", row_means, rows, keepdims=1))
-    row_squares = writer.add("ReduceSumSquare", "row_squares", centred, last, keepdims=1)
-    squares = writer.add("ReduceMean", "squares", row_squares, rows, keepdims=1)
-    variance = writer.add("Div", "variance", squares, writer.own("columns", np.float32(columns)))
+    if columns is None:
+        square = writer.add("Mul", "square", centred, centred)
+        row_squares = writer.add("ReduceMean", "row_squares", square, last, keepdims=1)
+        variance = writer.add("ReduceMean", "variance", row_squares, rows, keepdims=1)
+    else:
+        row_squares = writer.add("ReduceSumSquare", "row_squares", centred, last, keepdims=1)
+        squares = writer.add("ReduceMean", "squares", row_squares, rows, keepdims=1)
+        variance = writer.add("Div", "variance", squares, writer.own("columns", np.float32(columns)))
     shifted = writer.add("Add", "variance_epsilon", variance, writer.own("epsilon", np.float32(epsilon)))
     return centred, writer.add("Sqrt", "deviation", shifted)
 

@@ -106,9 +106,11 @@ class NodeWriter:
         return constant(self.graph, f"nvfp4.{role}", _SHARED[role])
 
     def add(self, op: str, role: str, *inputs: ir.Value, **attributes: float) -> ir.Value:
-        """One node, and the value it gives: FP32, or what a Cast says; FP32 comparisons give BOOL."""
+        """One node, and the value it gives: FP32, or what a Cast says; comparisons give BOOL, shapes INT64."""
         name = f"{self.prefix}.{role}"
-        dtype = ir.DataType(int(attributes.get("to", ir.DataType.BOOL if op == "Equal" else ir.DataType.FLOAT)))
+        shapes = op == "Shape" or (op in ("Gather", "Concat") and inputs[0].dtype == ir.DataType.INT64)
+        usual = ir.DataType.BOOL if op == "Equal" else ir.DataType.INT64 if shapes else ir.DataType.FLOAT
+        dtype = ir.DataType(int(attributes.get("to", usual)))
         self.nodes.append(ir.node(op, list(inputs), attributes, outputs=[ir.val(name, dtype)], name=name))
         return self.last
 

@@ -6,10 +6,14 @@ The model is copied, the copy rounded to FP16 and traced by torch's exporter wit
   is never traced, so no float copy of it can end up in the file. A pass (`qdq.LowerMarkers`) then puts Q/DQ nodes in
   their place, with constants quantised from the FP32 weights.
 * GroupNorm becomes ONNX GroupNormalization (opset 21+). TensorRT-RTX builds the same fused kernel from it as from the
-  exporter's Reshape, InstanceNormalization, Mul, Add chain, and the file stays readable.
+  exporter's Reshape, InstanceNormalization, Mul, Add chain, and the file stays readable. InstanceNorm likewise.
+
+BatchNorm is not folded into the convolution before it. The exporter would fold it in FP16, which rounds every weight a
+second time: the file would hold other weights than those that were trained and compared, and FP4 layers below would see
+other codes. A compiler may fold it in higher precision, and each layer keeps its name.
 
 A model without quantised layers gives the plain FP16 graph, so both precisions share one path. The batch is dynamic,
-the image size fixed; the same checkpoint gives the same bytes.
+the image size fixed or, with `dynamic_size`, free; the same checkpoint gives the same bytes.
 """
 
 from __future__ import annotations
@@ -41,28 +45,39 @@ from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
 
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
+SIZES = ("H", "W")
 PRODUCER = "fp4deploy"
 
 
-def export_graph(model: nn.Module, input_shape: tuple[int, ...], card: ModelCard | None = None) -> onnx.ModelProto:
+def export_graph(
+    model: nn.Module, input_shape: tuple[int, ...], card: ModelCard | None = None, dynamic_size: bool = False
+) -> onnx.ModelProto:
     """Make the canonical graph of a model: FP4 for the layers `qat.prepare` quantised, FP16 for the rest.
 
     Args:
         model: convolutional model with one tensor in and one out, FP32, on any device; it is not changed.
         input_shape: of one sample, (C, H, W) for images.
         card: stored in the file, so that it can be evaluated on its own.
+        dynamic_size: leave all axes of a sample but the first (the channels) open. ONNX Runtime takes any size that the
+            network takes; for an engine, `fp4deploy build --size HxW` fixes one.
 
     Returns:
         Opset 23, IR 11; float16 "image" [N, *input_shape] -> float16 "logits" [N, ...], N dynamic; checked.
 
     Raises:
         InputError: an uncalibrated layer, a value that is not finite or beyond FP16, a model that cannot be traced.
+
+    >>> graph = export_graph(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), (3, 8, 8))
+    >>> [node.op_type for node in graph.graph.node]
+    ['Conv', 'Relu']
     """
     constants = {name: layer_constants(name, layer) for name, layer in quantized_layers(model).items()}
-    traced = _trace(_traceable(model, constants), input_shape)
+    traced = _trace(_traceable(model, constants), input_shape, dynamic_size)
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
     for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants), NameFixPass()):
         each(traced)
+    if dynamic_size:
+        _name_axes(traced.graph)
     traced.ir_version = IR_VERSION
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
@@ -74,13 +89,26 @@ def export_graph(model: nn.Module, input_shape: tuple[int, ...], card: ModelCard
     return proto
 
 
+def _name_axes(graph: ir.Graph) -> None:
+    """The open axes of input and output get the names H and W instead of those that tracing makes up."""
+    (image,) = graph.inputs
+    assert image.shape is not None
+    names = dict(zip((str(size) for size in tuple(image.shape)[2:]), SIZES, strict=False))
+    for value in (image, *graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
+
+
 def _layers(model: nn.Module) -> dict[str, dict[str, str]]:
     recipes = [layer.recipe for layer in quantized_layers(model).values()]
     plans = layer_plan(model, recipes[0] if recipes else None)
     return {plan.name: {"kind": plan.kind, "precision": plan.precision, "reason": plan.reason} for plan in plans}
 
 
-def _trace(model: nn.Module, input_shape: tuple[int, ...]) -> ir.Model:
+def _trace(model: nn.Module, input_shape: tuple[int, ...], dynamic_size: bool) -> ir.Model:
+    axes: dict[int, Any] = {0: torch.export.Dim(BATCH, min=1)}
+    if dynamic_size:
+        axes |= dict.fromkeys(range(2, len(input_shape) + 1), torch.export.Dim.DYNAMIC)
     example = torch.zeros((2, *input_shape), dtype=torch.float16)  # batch 1 would be taken for a constant
     try:
         with _quiet():
@@ -91,9 +119,13 @@ def _trace(model: nn.Module, input_shape: tuple[int, ...]) -> ir.Model:
                 opset_version=OPSET,
                 input_names=[INPUT],
                 output_names=[OUTPUT],
-                dynamic_shapes=({0: torch.export.Dim(BATCH, min=1)},),
+                dynamic_shapes=(axes,),
                 verbose=False,
+                optimize=False,
             )
+            assert program is not None
+            with _not_folded(program.model):
+                program.optimize()
     except Exception as error:
         if isinstance(error, InputError):
             raise
@@ -102,8 +134,18 @@ def _trace(model: nn.Module, input_shape: tuple[int, ...]) -> ir.Model:
             f"torch could not trace {type(model).__name__} with an input [N, {', '.join(map(str, input_shape))}]: "
             f"{cause[0] if cause else type(error).__name__}. Check the image size (a UNet needs multiples of 16)."
         ) from error
-    assert program is not None
     return program.model
+
+
+@contextmanager
+def _not_folded(model: ir.Model) -> Iterator[None]:
+    """Hide BatchNormalization from the exporter's optimizer."""
+    nodes = [node for node in model.graph if node.op_type == "BatchNormalization"]
+    for node in nodes:
+        node.domain = MARKER_DOMAIN
+    yield
+    for node in nodes:
+        node.domain = ""
 
 
 def _traceable(model: nn.Module, constants: dict[str, LayerConstants]) -> nn.Module:
@@ -117,11 +159,18 @@ def _traceable(model: nn.Module, constants: dict[str, LayerConstants]) -> nn.Mod
         forward: Callable[..., torch.Tensor] | None = None
         if name in constants:
             forward = _marking_forward(name, constants[name], module)
-        elif isinstance(module, nn.GroupNorm) and module.affine:
+        elif _computes(module, nn.GroupNorm) and module.affine:
             forward = _group_norm
+        elif _computes(module, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d) and module.running_mean is None:
+            forward = _instance_norm
         if forward is not None:
             module.forward = types.MethodType(forward, module)
     return traceable
+
+
+def _computes(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether the module is of one of these classes with the forward of the class, not one of its own."""
+    return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
 
 
 def _fits_fp16(tensor: torch.Tensor) -> bool:
@@ -165,6 +214,12 @@ def _group_norm(self: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:
     attributes = cast(Any, {"num_groups": self.num_groups, "epsilon": self.eps})
     inputs = [x, self.weight, self.bias]
     return torch.onnx.ops.symbolic("GroupNormalization", inputs, attributes, dtype=x.dtype, shape=x.shape)
+
+
+def _instance_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = (self.weight, self.bias) if self.affine else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
+    inputs = [x, weight, bias]
+    return torch.onnx.ops.symbolic("InstanceNormalization", inputs, {"epsilon": self.eps}, dtype=x.dtype, shape=x.shape)
 
 
 @contextmanager

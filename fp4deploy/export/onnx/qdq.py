@@ -19,6 +19,7 @@ place.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import numpy as np
@@ -83,6 +84,7 @@ def _lower_activation(graph: ir.Graph, name: str, layer: LayerConstants, marker:
     if x.shape[axis] != layer.channels:
         value = writer.pad(value, axis, layer.channels, padded)
     flat, flat_axis = _at_most_three(padded, axis, name)
+    whole = value
     if flat != padded:
         value = writer.reshape(value, "flat", flat)
     scale = writer.constant("global_scale", np.array(global_scale(layer.input_amax)))
@@ -96,8 +98,10 @@ def _lower_activation(graph: ir.Graph, name: str, layer: LayerConstants, marker:
         name="quantize",
     )
     value = writer.dequantize(codes, scales, scale, flat_axis)
-    if flat != padded:
+    if flat != padded and all(isinstance(size, int) for size in padded[1:]):
         writer.reshape(value, "image", padded)
+    elif flat != padded:
+        writer.reshape_like(value, "image", whole, padded)
     return writer.nodes
 
 
@@ -156,9 +160,14 @@ class _NodeWriter:
         return values if len(values) > 1 else values[0]
 
     def reshape(self, x: ir.Value, role: str, shape: tuple[Any, ...]) -> ir.Value:
-        target = [size if isinstance(size, int) else 0 for size in shape]
+        target = [size if isinstance(size, int) else 0 if index == 0 else -1 for index, size in enumerate(shape)]
         constant = self.constant(f"{role}_shape", np.array(target, np.int64))
         return cast(ir.Value, self.add("Reshape", [x, constant], [(role, ir.DataType.FLOAT16, shape)]))
+
+    def reshape_like(self, x: ir.Value, role: str, like: ir.Value, shape: tuple[Any, ...]) -> ir.Value:
+        """Reshape to the shape that `like` has while the model runs."""
+        extents = self.add("Shape", [like], [(f"{role}_shape", ir.DataType.INT64, (len(shape),))])
+        return cast(ir.Value, self.add("Reshape", [x, extents], [(role, ir.DataType.FLOAT16, shape)]))
 
     def transpose(self, x: ir.Value, role: str, order: tuple[int, ...]) -> ir.Value:
         assert x.shape is not None
@@ -189,17 +198,18 @@ def _at_most_three(shape: tuple[Any, ...], axis: int, name: str) -> tuple[tuple[
     """(shape, axis) as the quantiser takes it: 2-D or 3-D, the blocked axis last or second to last."""
     if len(shape) in (2, 3) and axis >= len(shape) - 2:
         return shape, axis
-    sizes = shape[1:axis] + shape[axis + 1 :]
-    if len(shape) < 2 or axis == 0 or not all(isinstance(size, int) for size in sizes):
-        raise InputError(
-            f"{name}: an input of shape {list(shape)} cannot be quantised along axis {axis}; "
-            "only the batch axis may be dynamic."
-        )
+    if len(shape) < 2 or axis == 0:
+        raise InputError(f"{name}: an input of shape {list(shape)} cannot be quantised along axis {axis}.")
     if axis == len(shape) - 1:
-        return (shape[0], int(np.prod(shape[1:axis])), shape[axis]), 2
+        return (shape[0], _product(shape[1:axis]), shape[axis]), 2
     if axis != 1:
         raise InputError(f"{name}: blocks run along axis 1 or the last axis, not axis {axis} of {list(shape)}.")
-    return (shape[0], shape[1], int(np.prod(shape[2:]))), 1
+    return (shape[0], shape[1], _product(shape[2:])), 1
+
+
+def _product(sizes: tuple[Any, ...]) -> int | None:
+    """None where a size is not known."""
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
 def _replace(shape: tuple[Any, ...], axis: int, size: int) -> tuple[Any, ...]:

@@ -56,6 +56,13 @@ class Agreement:
         """Share of pixels on which both agree, 0..1."""
         return 1 - self.differing / max(self.pixels, 1)
 
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the limits of this module."""
+        if self.pixels and self.share >= REQUIRED_AGREEMENT:
+            return True
+        return self.layerwise is not None and _explain(self.layerwise) is None
+
     def sentence(self) -> str:
         """The agreement as a sentence."""
         text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of pixels"
@@ -119,7 +126,7 @@ def require_agreement(agreement: Agreement, name: str) -> None:
     Raises:
         GateError: more than 0.1 % of the pixels differ and FP4 alone does not explain it, or nothing was compared.
     """
-    if agreement.pixels and agreement.share >= REQUIRED_AGREEMENT:
+    if agreement.passed:
         return
     cause = "there was nothing to compare"
     if agreement.pixels:
@@ -128,10 +135,7 @@ def require_agreement(agreement: Agreement, name: str) -> None:
             f"({agreement.images} images; logits differ by up to {agreement.largest:.3g})"
         )
     if agreement.layerwise is not None:
-        explained = _explain(agreement.layerwise)
-        if explained is None:
-            return
-        cause += f"; {explained}"
+        cause += f"; {_explain(agreement.layerwise)}"
     raise GateError(
         f"{name}: ONNX Runtime and torch disagree: {cause}. At most {100 * (1 - REQUIRED_AGREEMENT):g} % may differ. "
         "Nothing was written; to write the file all the same, export with --no-verify."

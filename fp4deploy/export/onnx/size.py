@@ -1,0 +1,91 @@
+"""Fix the height and width of a canonical file whose image size is open: an engine is built for one size.
+
+The input gets the size, shape inference carries it through the graph, and every Shape that a Reshape reads becomes the
+constant it now is (0 for the batch, which stays dynamic). Weights, codes and scales are not touched.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import onnx.shape_inference
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from fp4deploy.errors import InputError
+from fp4deploy.models.card import CARD_KEY
+
+
+def has_open_size(model: onnx.ModelProto) -> bool:
+    """Whether any axis of the image but the batch is left open."""
+    return bool(model.graph.input) and any(not size.HasField("dim_value") for size in _extents(model)[1:])
+
+
+def fix_size(model: onnx.ModelProto, size: tuple[int, int]) -> onnx.ModelProto:
+    """A copy of a model with an open image size for images of `size` (height, width).
+
+    Raises:
+        InputError: its size is not open, or the network does not take images of this size.
+    """
+    if not has_open_size(model):
+        raise InputError(
+            "The image size of this file is fixed. Export one with an open size: fp4deploy export --dynamic-size"
+        )
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    for extent, value in zip(_extents(fixed)[2:], size, strict=True):
+        extent.dim_value = value
+    for output in fixed.graph.output:
+        for extent in list(output.type.tensor_type.shape.dim)[1:]:
+            if not extent.HasField("dim_value"):
+                extent.Clear()
+    del fixed.graph.value_info[:]
+    _rewrite_card(fixed, size)
+    try:
+        fixed.graph.value_info.extend(_inferred(fixed))
+    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise InputError(f"The network does not take images of {size[0]}x{size[1]} pixels: {first[:200]}") from error
+    graph_model = ir.from_proto(fixed)
+    _fold_shapes(graph_model.graph)
+    RemoveUnusedNodesPass()(graph_model)
+    return ir.to_proto(graph_model)
+
+
+def _inferred(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """Shapes of all values. ONNX infers none behind GroupNormalization, which gives its input's shape."""
+    plain = onnx.ModelProto()
+    plain.CopyFrom(model)
+    for node in plain.graph.node:
+        if node.op_type == "GroupNormalization":
+            identity = onnx.helper.make_node("Identity", node.input[:1], node.output, name=node.name)
+            node.CopyFrom(identity)
+    return list(onnx.shape_inference.infer_shapes(plain, strict_mode=True, data_prop=True).graph.value_info)
+
+
+def _extents(model: onnx.ModelProto) -> list[onnx.TensorShapeProto.Dimension]:
+    return list(model.graph.input[0].type.tensor_type.shape.dim)
+
+
+def _fold_shapes(graph: ir.Graph) -> None:
+    for node in list(graph):
+        source = node.inputs[0] if node.op_type == "Shape" and not node.attributes else None
+        if source is None or source.shape is None or not all(isinstance(size, int) for size in tuple(source.shape)[1:]):
+            continue
+        for reader, index in list(node.outputs[0].uses()):
+            if reader.op_type == "Reshape" and index == 1:
+                name = f"{node.name}.fixed"
+                extents = np.array([0, *(int(size) for size in tuple(source.shape)[1:])], np.int64)
+                if name not in graph.initializers:
+                    constant = ir.tensor(extents, name=name)
+                    graph.register_initializer(ir.val(name, constant.dtype, extents.shape, const_value=constant))
+                reader.replace_input_with(1, graph.initializers[name])
+
+
+def _rewrite_card(model: onnx.ModelProto, size: tuple[int, int]) -> None:
+    for entry in model.metadata_props:
+        if entry.key == CARD_KEY:
+            card = json.loads(entry.value) | {"height": size[0], "width": size[1]}
+            entry.value = json.dumps(card, sort_keys=True)

@@ -1,0 +1,67 @@
+"""`verify`: does an exported file compute what the model in memory computes?
+
+The model is compared **with its weights as deployed** (`qat.deployed`): whatever is not FP4 is rounded to FP16, and
+each static amax to what the file's global scale gives back. Those are the weights that the file holds. The FP32 weights
+of the training are no reference for it: an engine never has them, and FP4 amplifies the difference, because an
+activation that moves by 2^-12 of its value now and then crosses a rounding boundary of E2M1 and becomes another code.
+Compared with the unrounded model, a correct file would therefore seem wrong.
+
+What rounding the weights costs in accuracy is another question, and a smaller one. It is answered by evaluating the
+rounded model, which is what every runtime of `bench` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import nn
+
+from fp4deploy.export.onnx.canonical import parse_onnx
+from fp4deploy.export.onnx.decomposed import to_portable
+from fp4deploy.export.verify.outputs import Agreement, verify_decomposed
+from fp4deploy.models.heads import InstanceHead
+from fp4deploy.qat.load import deployed
+
+
+def verify(
+    model: nn.Module,
+    exported: Path | str | onnx.ModelProto,
+    inputs: torch.Tensor | Iterable[torch.Tensor],
+    head: InstanceHead | None = None,
+) -> Agreement:
+    """Compare an ONNX file, run by ONNX Runtime, with the model that it was exported from.
+
+    Outputs are compared by the class with the largest logit (axis 1). Where more than 0.1 % differ end to end and the
+    model is quantised, every layer is compared with reference inputs, so that FP4 amplifies nothing.
+
+    Args:
+        model: as it was exported; it is not changed.
+        exported: a canonical or decomposed ONNX file, or one in memory.
+        inputs: one batch, or several, of real inputs [N, C, H, W].
+        head: layout of the channels of an instance model.
+
+    Returns:
+        The agreement; its `passed` says whether the file computes what the model computes, `sentence()` how exactly.
+
+    Raises:
+        InputError: the file cannot be read or decomposed, or a weight is beyond FP16's range.
+
+    >>> model = fd.prepare(torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 4, 1)), include="0")
+    >>> images = torch.randn(2, 16, 8, 8)
+    >>> fd.calibrate(model, images)
+    >>> fd.verify(model, fd.export_graph(model, (16, 8, 8)), images).passed
+    True
+    """
+    proto = exported if isinstance(exported, onnx.ModelProto) else parse_onnx(Path(exported))
+    batches: Any = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    images = [batch.detach().cpu().float() for batch in batches]
+    return verify_decomposed(deployed(model), _portable(proto), images, head=head)
+
+
+def _portable(model: onnx.ModelProto) -> onnx.ModelProto:
+    half = model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+    return to_portable(model) if half else model
