@@ -93,14 +93,14 @@ def export_onnx(
     if verify and data is not None:
         verification = verify_decomposed(model, decomposed, validation_images(Path(data), card, images), head=card.head)
         require_agreement(verification, str(checkpoint))
-    size = _write(canonical, out)
+    size_bytes = _write(canonical, out)
     if portable:
         _write(decomposed, portable_name(out))
     return ExportResult(
         path=out,
         portable_path=portable_name(out) if portable else None,
         card=card,
-        size_bytes=size,
+        size_bytes=size_bytes,
         fp4_layers=len(quantized_layers(model)),
         verification=verification,
     )

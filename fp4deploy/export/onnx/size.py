@@ -72,12 +72,15 @@ def _extents(model: onnx.ModelProto) -> list[onnx.TensorShapeProto.Dimension]:
 def _fold_shapes(graph: ir.Graph) -> None:
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Shape" and not node.attributes else None
-        if source is None or source.shape is None or not all(isinstance(size, int) for size in tuple(source.shape)[1:]):
+        if source is None or source.shape is None:
+            continue
+        sizes = [size for size in tuple(source.shape)[1:] if isinstance(size, int)]
+        if len(sizes) + 1 != len(source.shape):
             continue
         for reader, index in list(node.outputs[0].uses()):
             if reader.op_type == "Reshape" and index == 1:
                 name = f"{node.name}.fixed"
-                extents = np.array([0, *(int(size) for size in tuple(source.shape)[1:])], np.int64)
+                extents = np.array([0, *sizes], np.int64)
                 if name not in graph.initializers:
                     constant = ir.tensor(extents, name=name)
                     graph.register_initializer(ir.val(name, constant.dtype, extents.shape, const_value=constant))
