@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4deploy.architecture import Architecture
+from fp4deploy.architecture import HARDWARE, Architecture
 from fp4deploy.errors import InputError
 
 SPELLINGS = ["sm120", "sm_120", "120", "sm_120a", "SM120", " sm120a ", "12.0", "sm_12.0"]
@@ -40,6 +40,8 @@ def test_errors_list_the_valid_architectures() -> None:
         ((8, 9), "sm89", "sm_89", "sm_89", 89),
         ((9, 0), "sm90", "sm_90", "sm_90a", 90),
         ((10, 3), "sm103", "sm_103", "sm_103a", 103),
+        ((10, 7), "sm107", "sm_107", "sm_107a", 107),
+        ((11, 0), "sm110", "sm_110", "sm_110a", 110),
         ((12, 1), "sm121", "sm_121", "sm_121a", 121),
     ],
 )
@@ -54,5 +56,14 @@ def test_what_each_tool_calls_it(
 
 
 def test_newer_compares_as_larger() -> None:
-    names = ["sm75", "sm80", "sm89", "sm90", "sm100", "sm103", "sm120", "sm121"]
+    names = ["sm75", "sm80", "sm89", "sm90", "sm100", "sm103", "sm107", "sm110", "sm120", "sm121"]
     assert [str(each) for each in sorted(map(Architecture.parse, reversed(names)))] == names
+
+
+def test_two_forms_of_fp4_tensor_cores() -> None:
+    """`tcgen05` and much shared memory go together; both orders of the table are those of the architectures."""
+    assert list(HARDWARE) == sorted(HARDWARE)
+    fp4 = {arch: found.shared_kib for arch, found in HARDWARE.items() if arch.number >= 100}
+    assert {arch: 227 if arch.tensor_memory else 99 for arch in fp4} == fp4
+    assert [str(arch) for arch in fp4 if arch.tensor_memory] == ["sm100", "sm103", "sm107", "sm110"]
+    assert not any(arch.tensor_memory for arch in HARDWARE if arch.number < 100)

@@ -40,8 +40,11 @@ ALTERING = (
     "TRITON_KERNEL_OVERRIDE",
     "TRITON_ENABLE_ASAN",
 )
-# The first Triton that compiles an FP4 GEMM for an architecture; the others compile one with every supported Triton.
+# The first Triton that compiles for an architecture at all, and the first that compiles an FP4 GEMM for it; the others
+# compile with every supported Triton. For sm_107 Triton 3.7 aborts its process on some kernels; ptxas of 3.8 refuses.
+SINCE = {"sm_107": (3, 9)}
 FP4_SINCE = {"sm_121": (3, 8)}
+BROUGHT_BY = {(3, 8): "2.14", (3, 9): "2.15"}  # the torch that requires it
 
 _compiling = threading.Lock()  # Triton's settings and stdout are global to the process
 
@@ -86,16 +89,21 @@ def triton_version() -> str | None:
     return str(triton.__version__)
 
 
-def no_fp4_gemm(arch: str) -> str:
-    """Why the Triton that imports here compiles no FP4 GEMM for an architecture; empty where it compiles one."""
-    since, version = FP4_SINCE.get(arch), triton_version()
+def too_old(arch: str, native: bool) -> str:
+    """Why the Triton that imports here does not compile a kernel for an architecture; empty where it does.
+
+    native: the kernel is an FP4 GEMM.
+    """
+    since, version = SINCE.get(arch) or (FP4_SINCE.get(arch) if native else None), triton_version()
     if since is None or version is None or tuple(map(int, version.split(".")[:2])) >= since:
         return ""
+    lacks = "does not compile for it" if arch in SINCE else "has no FP4 GEMM for it"
     first = ".".join(map(str, since))
     return (
-        f"Triton {version} has no FP4 GEMM for it, {first} and later have. Install a torch that requires one (2.14 or "
-        "later), or compile with Triton in a folder of its own: pip install --no-deps --target triton39 triton==3.9.0, "
-        f"then PYTHONPATH=triton39 {command(arch)}, then set FP4DEPLOY_KERNEL_PATH=DIR."
+        f"Triton {version} {lacks}, {first} and later {'do' if arch in SINCE else 'have'}. Install a torch that "
+        f"requires one ({BROUGHT_BY[since]} or later), or compile with Triton in a folder of its own: pip install "
+        f"--no-deps --target triton39 triton==3.9.0, then PYTHONPATH=triton39 {command(arch)}, then set "
+        "FP4DEPLOY_KERNEL_PATH=DIR."
     )
 
 
@@ -127,7 +135,7 @@ def _compile(launch: Launch, arch: str) -> Compiled:
     runtime = [name for name in names if name not in constants]
     if runtime != [name for name, _ in launch.arguments] or not set(launch.divisible) <= set(runtime):
         raise InputError(f"{launch.kernel} takes {', '.join(names)}, and the launch describes it as {launch}.")
-    if dict(launch.constants).get("NATIVE") and (why := no_fp4_gemm(arch)):
+    if why := too_old(arch, bool(dict(launch.constants).get("NATIVE"))):
         raise KernelError(f"{launch.kernel} does not compile for {arch}: {why}")
     attributes = {(names[name],): [["tt.divisibility", 16]] for name in launch.divisible}
     values = {(names[name],): value for name, value in launch.constants}

@@ -10,17 +10,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fp4deploy.architecture import HARDWARE, Architecture
 from fp4deploy.plugins.aot.store import Compiled
 from fp4deploy.plugins.runtime import cubin
 
-# KiB of shared memory a block can have; CUDA C++ Programming Guide, technical specifications per compute capability.
-SHARED_KIB = {
-    "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227,
-    "sm_100": 227, "sm_103": 227, "sm_120": 99, "sm_121": 99,
-}  # fmt: skip
-# FP16 instructions that a kernel which decodes its operands may use. One wgmma is 64 rows: a warpgroup's.
-DECODED = {"sm_90": ("wgmma.mma_async",), "sm_100": ("tcgen05.mma", "mma.sync"), "sm_103": ("tcgen05.mma", "mma.sync")}
-WGMMA_ROWS = 64
+WGMMA_ROWS = 64  # of one wgmma, which is a warpgroup's
 MAX_SPILLS = 64  # bytes a thread: the two-source tile on sm_90 spills less than this, and is the fastest measured
 MAX_SPILLS_UNEVEN = 256  # where K is not a multiple of the tile's depth (EVEN is false), and loads are masked
 
@@ -41,11 +35,15 @@ def _instruction(compiled: Compiled) -> str:
     if values.get("NATIVE"):
         native = [cubin.NATIVE in name for name in compiled.instructions]
         return "" if native and all(native) else f"asked for {cubin.NATIVE} and got {found}"
-    expected = DECODED.get(compiled.arch, ("mma.sync",))
-    rows = values.get("BN" if values.get("SWAP") else "BM", WGMMA_ROWS)
-    if compiled.arch == "sm_90" and rows < WGMMA_ROWS:
-        expected = ("mma.sync",)
+    expected = _decoded(Architecture.parse(compiled.arch), values.get("BN" if values.get("SWAP") else "BM", WGMMA_ROWS))
     return "" if any(name.startswith(expected) for name in compiled.instructions) else f"no {expected[0]} but {found}"
+
+
+def _decoded(arch: Architecture, rows: int) -> tuple[str, ...]:
+    """The FP16 instructions that a kernel which decodes its operands may use, the expected one first."""
+    if arch.tensor_memory:
+        return "tcgen05.mma", "mma.sync"
+    return ("wgmma.mma_async",) if arch.major == 9 and rows >= WGMMA_ROWS else ("mma.sync",)
 
 
 def _spills(compiled: Compiled) -> str:
@@ -54,5 +52,5 @@ def _spills(compiled: Compiled) -> str:
 
 
 def _shared(compiled: Compiled) -> str:
-    limit = 1024 * SHARED_KIB[compiled.arch]
+    limit = 1024 * HARDWARE[Architecture.parse(compiled.arch)].shared_kib
     return f"{compiled.shared} bytes of shared memory, and {limit} is the most" if compiled.shared > limit else ""

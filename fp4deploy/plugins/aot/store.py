@@ -24,15 +24,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.architecture import Architecture
+from fp4deploy.architecture import HARDWARE, Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.files import digest_of
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime.cache import cache_folder, key, read_entry
 
 PACKAGE = "fp4deploy.plugins.gemm.triton"
-TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
-SUPPORTED = tuple(map(Architecture.parse, ("sm_80", "sm_86", "sm_87", *TARGETS[1:])))
+SUPPORTED = tuple(HARDWARE)
+TARGETS = tuple(arch.triton_name for arch, found in HARDWARE.items() if found.by_default)
 SUFFIX = ".kernel"
 _FORMAT = 1
 

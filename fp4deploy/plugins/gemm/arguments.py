@@ -17,7 +17,7 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
-from fp4deploy.plugins.aot.compile import no_fp4_gemm, triton_version
+from fp4deploy.plugins.aot.compile import too_old, triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, gemm_tile, k_step_constants, weight_only_tile
@@ -180,15 +180,15 @@ def weight_only_call(
 def run(call: Call, device: torch.device) -> None:
     """Launch on a GPU: by Triton where it is installed and has the instruction, else a binary compiled before."""
     with torch.cuda.device(device):
-        if triton_version() is None or (_no_fp4_gemm(device.index) and dict(call.launch.constants).get("NATIVE")):
+        if triton_version() is None or _too_old(device.index, bool(dict(call.launch.constants).get("NATIVE"))):
             aot.function(call.launch, device).launch(call.grid, *call.values)
         else:
             just_in_time(call)
 
 
 @lru_cache
-def _no_fp4_gemm(index: int | None) -> bool:
-    return bool(no_fp4_gemm(Architecture.of_device(index).triton_name))
+def _too_old(index: int | None, native: bool) -> bool:
+    return bool(too_old(Architecture.of_device(index).triton_name, native))
 
 
 def just_in_time(call: Call) -> Any:

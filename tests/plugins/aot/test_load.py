@@ -94,7 +94,7 @@ def test_unsupported_architectures(text: str) -> None:
     with pytest.raises(InputError) as error:
         store.supported(text)
     assert f"'{text}' is not a supported GPU architecture" in str(error.value)
-    assert "Valid: sm80, sm86, sm87, sm89, sm90, sm100, sm103, sm120, sm121." in str(error.value)
+    assert "Valid: sm80, sm86, sm87, sm89, sm90, sm100, sm103, sm107, sm110, sm120, sm121." in str(error.value)
 
 
 def test_the_second_time_comes_from_the_cache(triton: Triton, tmp_path: Path) -> None:

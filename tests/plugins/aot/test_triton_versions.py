@@ -27,9 +27,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(Architecture, "of_device", lambda index=None: Architecture(12, 1))
     monkeypatch.setattr(arguments.aot, "function", lambda launch, device: loaded)
     monkeypatch.setattr(arguments, "just_in_time", lambda call: ways.append("Triton"))
-    arguments._no_fp4_gemm.cache_clear()
+    arguments._too_old.cache_clear()
     yield ways
-    arguments._no_fp4_gemm.cache_clear()
+    arguments._too_old.cache_clear()
 
 
 def version(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
@@ -40,6 +40,10 @@ def version(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "arch", "lacks"),
     [
+        ("3.7.1", "sm_107", True),
+        ("3.8.0", "sm_107", True),
+        ("3.9.0", "sm_107", False),
+        ("3.7.1", "sm_110", False),
         ("3.6.0", "sm_121", True),
         ("3.7.1", "sm_121", True),
         ("3.7.1+git1234", "sm_121", True),
@@ -55,16 +59,19 @@ def test_which_versions_lack_which_gemm(
     monkeypatch: pytest.MonkeyPatch, text: str | None, arch: str, lacks: bool
 ) -> None:
     version(monkeypatch, text)
-    assert bool(aot_compile.no_fp4_gemm(arch)) is lacks
+    assert bool(aot_compile.too_old(arch, native=True)) is lacks
+    assert bool(aot_compile.too_old(arch, native=False)) is (lacks and arch == "sm_107")
 
 
 def test_the_message_names_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     version(monkeypatch, "3.7.1")
-    why = aot_compile.no_fp4_gemm("sm_121")
+    why = aot_compile.too_old("sm_121", native=True)
     assert "Triton 3.7.1 has no FP4 GEMM" in why
     assert "3.8 and later" in why
     assert "2.14" in why
     assert "fp4deploy kernels --arch sm121" in why
+    rubin = aot_compile.too_old("sm_107", native=False)
+    assert "Triton 3.7.1 does not compile for it, 3.9 and later do. Install a torch that requires one (2.15 or" in rubin
     assert "\n" not in why  # the first line alone becomes the reason of a failed build
 
 

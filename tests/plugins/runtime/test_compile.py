@@ -16,6 +16,7 @@ from fp4deploy.plugins.runtime import nvcc
 from tests.plugins.runtime.launch_variants import Variant, launched
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
+NEWER = ("sm_107a", "sm_110a")  # for one variant of each source; nvcc 13.0 is the first for sm_110, 13.4 for sm_107
 FROM_SM90 = ("gemv_tma.cu",)  # TMA, clusters, mbarriers with a transaction count
 CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 # What a letter of a launch signature (see `runtime.launch`) is in PTX.
@@ -26,11 +27,11 @@ VARIANTS = launched()
 pytestmark = pytest.mark.skipif(NVCC is None, reason=f"no nvcc here; {nvcc.INSTALL_NVCC}")
 
 
-def known_architectures() -> list[str]:
+def known_architectures(requested: tuple[str, ...] = ARCHITECTURES) -> list[str]:
     assert NVCC is not None
-    known = [arch for arch in ARCHITECTURES if nvcc.supported(NVCC, arch)]
+    known = [arch for arch in requested if nvcc.supported(NVCC, arch)]
     if not known:
-        pytest.skip(f"this nvcc ({nvcc.nvcc_version(NVCC)}) knows none of {', '.join(ARCHITECTURES)}")
+        pytest.skip(f"this nvcc ({nvcc.nvcc_version(NVCC)}) knows none of {', '.join(requested)}")
     return known
 
 
@@ -43,7 +44,19 @@ def entry_points(ptx: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_compiles_for_every_architecture(variant: Variant, tmp_path: Path) -> None:
-    targets = [arch for arch in known_architectures() if arch != "sm_80" or variant.source not in FROM_SM90]
+    compile_for(
+        [arch for arch in known_architectures() if arch != "sm_80" or variant.source not in FROM_SM90],
+        variant,
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("variant", {variant.source: variant for variant in VARIANTS}.values(), ids=str)
+def test_every_source_compiles_for_newer_architectures(variant: Variant, tmp_path: Path) -> None:
+    compile_for(known_architectures(NEWER), variant, tmp_path)
+
+
+def compile_for(targets: list[str], variant: Variant, tmp_path: Path) -> None:
     numbers = [arch.removeprefix("sm_") for arch in targets]
     command = [
         str(NVCC),
@@ -62,8 +75,9 @@ def test_compiles_for_every_architecture(variant: Variant, tmp_path: Path) -> No
     assert done.returncode == 0, f"{variant}\n{done.stderr}{done.stdout}"
     stem = Path(variant.source).stem
     for number in numbers:
-        assert (tmp_path / f"{stem}.compute_{number}.cubin").stat().st_size > 0
-        entries = entry_points((tmp_path / f"{stem}.compute_{number}.ptx").read_text())
+        kept = f"{stem}.compute_{number}" if len(numbers) > 1 else stem  # nvcc names the target where there are several
+        assert (tmp_path / f"{kept}.cubin").stat().st_size > 0
+        entries = entry_points((tmp_path / f"{kept}.ptx").read_text())
         for name, signature in variant.entries:
             expected = " ".join(LETTERS[letter] for letter in re.findall(r"\d*.", signature))
             assert entries.get(name) == expected, (name, signature, number)
@@ -81,7 +95,7 @@ def test_blackwell_converts_in_hardware(tmp_path: Path) -> None:
         '#include "fp4.cuh"\nextern "C" __global__ void codes(const float* u, uint32_t* out) {\n'
         "    *out = fp4::encode_eight(u);\n}\n"
     )
-    for arch in known_architectures():
+    for arch in known_architectures(ARCHITECTURES + NEWER):
         number = arch.removeprefix("sm_")
         target = f"-gencode=arch=compute_{number},code=compute_{number}"
         command = [str(NVCC), "-ptx", target, *nvcc.FLAGS, *nvcc.include_options(), "-o", "-", str(source)]
