@@ -1,7 +1,14 @@
 """Files that are whole or absent, and their digests.
 
-A reader never sees half a file: what is written goes to a temporary name in the same folder and is renamed at the end,
-which is atomic on one file system. A full disk or Ctrl-C leaves the previous version.
+A reader never sees half a file: what is written goes to a temporary place in the same folder and is renamed at the end,
+which is atomic on one file system. A full disk, Ctrl-C or `kill -9` leaves the previous version.
+
+**Durability.** A rename may reach the disk before the content that it names; after a loss of power the file would be
+there and empty. The content is synchronised (fsync) before the rename, the folder's list of names after it.
+
+**Others who can write to the folder.** The temporary place is a folder of mode 0700 with a random name: `mkdir` fails
+where anything exists, also a symbolic link, so that nobody can prepare a link for the writer to follow. The file inside
+is created by the caller as any other, with the permissions of the umask.
 """
 
 from __future__ import annotations
@@ -16,37 +23,74 @@ from pathlib import Path
 
 from fp4deploy.errors import InputError
 
+PARTIAL = ".*.partial"  # glob of the temporary folders; those of killed processes remain
+
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; rename it to `path` on success, remove it on any failure.
+    """Yield a temporary path of the same name; rename it to `path` on success, remove it on any failure.
 
-    The caller makes the temporary path a file, or a folder where `path` is an empty folder or does not exist. Its name
-    is random, because threads write at once, and processes in containers on one shared disk can have equal numbers.
+    The caller makes the temporary path a file, or a folder where `path` is an empty folder or does not exist.
 
     Raises:
         InputError: the disk is full or the folder cannot be written; `path` keeps its previous content. `__cause__` is
             the `OSError`.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    private = path.with_name(f".{secrets.token_hex(8)}.partial")
+    temporary = private / path.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        private.mkdir(mode=0o700)
         yield temporary
+        _synchronise(temporary)
         if temporary.is_dir() and path.is_dir():
             path.rmdir()  # Windows renames no folder onto another one
         os.replace(temporary, path)
+        _synchronise_entry(path.parent)
     except OSError as error:
         raise InputError(
             f"{path} could not be written: {error.strerror or error}. Nothing was replaced; "
             "free some space or choose another place."
         ) from error
     finally:
-        with suppress(OSError):
-            if temporary.is_dir():
-                shutil.rmtree(temporary)
-            else:
-                temporary.unlink(missing_ok=True)
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes were writing below a folder that nobody else writes to now."""
+    for path in list(folder.rglob(PARTIAL)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _synchronise(path: Path) -> None:
+    """Wait until the content of a file, or of every file below a folder, is on the disk."""
+    if not path.is_dir():
+        access = os.O_RDWR if os.name == "nt" else os.O_RDONLY  # Windows synchronises what is open for writing
+        descriptor = os.open(path, access | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return
+    for each in path.iterdir():
+        _synchronise(each)
+    _synchronise_entry(path)
+
+
+def _synchronise_entry(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system can."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems synchronise no folders
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def digest_of(parts: Iterable[bytes]) -> str:

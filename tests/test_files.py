@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write, digest_of
+from fp4deploy.files import atomic_write, digest_of, remove_leftovers
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
@@ -52,6 +53,79 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
         assert target.read_text() == "second"
     assert target.read_text() == "first"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_temporary_place_is_private_and_cannot_be_foreseen(tmp_path: Path) -> None:
+    places = []
+    for _ in range(3):
+        with atomic_write(tmp_path / "file") as temporary:
+            places.append(temporary.parent)
+            assert (temporary.name, temporary.parent.parent) == ("file", tmp_path)
+            assert stat.S_IMODE(temporary.parent.stat().st_mode) == 0o700
+            temporary.write_text("new")
+    assert len(set(places)) == 3
+
+
+def test_a_link_at_the_temporary_place_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("kept")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
+    (tmp_path / ".guessed.partial").symlink_to(victim)
+    with pytest.raises(InputError, match="File exists"), atomic_write(tmp_path / "file") as temporary:
+        temporary.write_text("written through the link")
+    assert (victim / "file").read_text() == "kept"
+
+
+def test_a_link_at_the_target_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "file").symlink_to("victim")
+    with atomic_write(tmp_path / "file") as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "victim").read_text() == "kept"
+    assert not (tmp_path / "file").is_symlink()
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_permissions_are_those_of_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        with atomic_write(tmp_path / "file") as temporary:
+            temporary.write_text("new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+
+
+def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, order = tmp_path / "folder", list[str]()
+    replace = os.replace
+
+    def synchronised(descriptor: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def renamed(source: Path, destination: Path) -> None:
+        order.append("renamed")
+        replace(source, destination)
+
+    monkeypatch.setattr("os.fsync", synchronised)
+    monkeypatch.setattr("os.replace", renamed)
+    with atomic_write(target) as temporary:
+        temporary.mkdir()
+        (temporary / "content").write_text("whole")
+    assert order == ["content", "folder", "renamed", tmp_path.name]
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / "state" / ".0123.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "file").write_text("half")
+    (tmp_path / ".old.1.partial").write_text("half")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    (tmp_path / ".link.partial").symlink_to("elsewhere")
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "kept", "state"]
 
 
 def test_a_digest_depends_on_where_parts_end() -> None:

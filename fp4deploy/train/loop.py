@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import nn
 
 from fp4deploy.data import EpochLoader, expand
 from fp4deploy.errors import GateError, InputError
+from fp4deploy.files import remove_leftovers
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
 from fp4deploy.qat import quantized_layers
@@ -130,7 +130,7 @@ class Trainer:
         if resume and self.job.state_path.is_file():
             self._load()
         if self.accelerator.is_main_process:
-            _remove_leftovers(self.job.folder)
+            remove_leftovers(self.job.folder)
             keep_epochs(self.job.metrics_path, self.progress.epoch)
             self.telemetry.resume(self.progress.step, self.progress.epoch)
         job, start = self.job, self.progress
@@ -323,9 +323,3 @@ class Trainer:
             with self.pace.saving():
                 save_state(self.job.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
             self.telemetry.save()
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process was writing."""
-    for path in folder.rglob(".*.partial"):
-        path.unlink(missing_ok=True)

@@ -137,8 +137,9 @@ def test_a_killed_process_resumes_exactly(config: Config, straight: Run, tmp_pat
     finally:
         process.kill()
         process.join()
-    leftover = run.model_dir("fp16") / "state" / ".last.safetensors.1.partial"
-    leftover.write_bytes(b"half a file")
+    leftover = run.model_dir("fp16") / "state" / ".0123456789abcdef.partial"
+    leftover.mkdir()
+    (leftover / "last.safetensors").write_bytes(b"half a file")
     train_models(config, run, resume=True)
     assert not leftover.exists()
     assert_same(run, straight)
