@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from fp4deploy.children import isolated_start
 from fp4deploy.data.sample import SegmentationDataset
 from fp4deploy.data.transforms import Transform
 from fp4deploy.errors import InputError
@@ -87,13 +88,18 @@ class EpochLoader(DataLoader[Batch]):
         """Let the workers prepare the first batches of `epoch`; the next iteration uses them if it is of that epoch."""
         if self.num_workers:
             self.set_epoch(epoch)
-            self._started = (epoch, super().__iter__())
+            self._started = (epoch, self._start_workers())
 
     def __iter__(self) -> Any:
         started, self._started = self._started, None
         if started is not None and isinstance(self.sampler, EpochSampler) and self.sampler.epoch == started[0]:
             return started[1]
-        return super().__iter__()
+        return self._start_workers() if self.num_workers else super().__iter__()
+
+    def _start_workers(self) -> Any:
+        """Start the workers, or tell those there are that an epoch begins."""
+        with isolated_start():
+            return super().__iter__()
 
     @property
     def source(self) -> SegmentationDataset:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp4deploy.children import owned_folder
 from fp4deploy.data import EpochLoader, Sample, SegmentationDataset, cache_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.models import build_unet
@@ -102,8 +102,8 @@ def measure(config: Config, models: tuple[str, ...], steps: int = 30) -> list[Sp
     long = _Repeated(cache_dataset(train, budget), config.train.batch_size * (WARM_UP + 2 * steps + 2))
     loaders = make_loaders(config, long, cache_dataset(val, budget))
     fed = loader_speed(loaders[0], steps)
-    with tempfile.TemporaryDirectory() as folder:
-        return [_speed(config, model, loaders, val, steps, fed, Path(folder)) for model in models]
+    with owned_folder() as folder:
+        return [_speed(config, model, loaders, val, steps, fed, folder) for model in models]
 
 
 def estimate(

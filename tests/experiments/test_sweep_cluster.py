@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,21 @@ def test_runs_on_a_cluster_and_one_that_is_lost(tmp_path: Path) -> None:
     assert "control, seed 1: starting" in said
     assert sum("control, seed 1: done, mIoU" in text for text in said) == 1
     assert "epoch 1/1" in (Run(tmp_path / "out" / "control" / "seed1").path / LOG).read_text()
+
+
+def test_rays_workers_do_not_import_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = list[Path]()
+    stand_in = types.SimpleNamespace(
+        is_initialized=lambda: False,
+        init=lambda **_: where.append(Path.cwd()),
+        cluster_resources=lambda: {"CPU": 1},
+        remote=lambda **_: lambda function: function,
+    )
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    monkeypatch.chdir(tmp_path)
+    assert len(ray_workers("auto", None, sweep_of(tmp_path), tmp_path / "out")) == 1
+    assert where == [Path("/")]  # ray.init puts this folder on the workers' sys.path
+    assert Path.cwd() == tmp_path
 
 
 def test_without_ray_the_message_names_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from fp4deploy.experiments.sweep.run import run_sweep
 from fp4deploy.experiments.sweep.spec import Sweep, Variant, load_sweep
 from fp4deploy.experiments.sweep.variant import LOG
 from fp4deploy.runs import Run
+from tests.processes import plant
 
 FILE = """
 set: {model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: EPOCHS, train.finetune_epochs: 1,
@@ -85,9 +86,12 @@ def die(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_costs_its_own_run(tmp_path: Path) -> None:
-    sweep, said = sweep_of(tmp_path), list[str]()
+def test_a_process_that_dies_costs_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, said, mark = sweep_of(tmp_path), list[str](), tmp_path / "executed"
+    monkeypatch.chdir(plant(tmp_path / "planted", mark))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "planted"))
     results = run_sweep(sweep, tmp_path / "out", ("control",), say=said.append, started=die, jobs=2)
+    assert not mark.exists(), mark.read_text()  # workers import nothing from the current folder
     runs = {(name, seed): run for name, row in results["variants"].items() for seed, run in row["runs"].items()}
     assert runs["fp16", "0"]["status"] == "failed"
     assert "Its process died (signal SIGKILL)" in runs["fp16", "0"]["error"]

@@ -10,7 +10,9 @@ Ray is the extra `distributed`, imported here and nowhere else.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,8 @@ def ray_workers(
     ray = RAY.require("A sweep on a cluster", "leave out --address and use this machine's GPUs by --jobs")
     if not ray.is_initialized():
         try:
-            ray.init(address=address, log_to_driver=False)
+            with _in_the_root_folder():
+                ray.init(address=address, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"No Ray cluster answers at {address} ({' '.join(str(error).split())[:200]}). Start one with: "
@@ -78,6 +81,17 @@ def ray_workers(
     gpus = int(resources.get("GPU", 0))
     places = jobs or gpus or int(resources.get("CPU", 1))
     return [RayWorker(ray, 1 if gpus else 0, sweep, out, started) for _ in range(places)]
+
+
+@contextmanager
+def _in_the_root_folder() -> Iterator[None]:
+    """Ray puts the current folder first on its workers' path of modules; nobody puts modules into the root folder."""
+    before = Path.cwd()
+    os.chdir(before.anchor)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _train(folder: str, sweep: Sweep, out: Path, variant: Variant, seed: int, started: Started | None) -> list[str]:

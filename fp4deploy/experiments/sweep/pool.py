@@ -3,7 +3,8 @@
 One executor for all workers would not do: when one of its processes is killed, it ends the others, too. Each process
 is spawned (one that has touched CUDA cannot be forked), sees one GPU, and has its share of the CPU cores. The output of
 a training goes to `train.log` of its run. Ctrl-C reaches the sweep alone, because a worker has a process group of its
-own; `interrupt` passes it on. A worker whose sweep was killed finishes its run and ends.
+own; `interrupt` passes it on. A worker whose sweep was killed ends at once; the same command continues from the states
+that were saved (`fp4deploy.children`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fp4deploy.children import end_with_parent, isolated_start
 from fp4deploy.experiments.sweep.parallel import Task
 from fp4deploy.experiments.sweep.spec import Sweep
 from fp4deploy.experiments.sweep.variant import Started, train_logged
@@ -30,7 +31,6 @@ from fp4deploy.plugins.runtime.availability import cores
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _stop: Event | None = None  # of this process, where it is a worker
-_training = threading.Lock()  # held during a run
 
 
 class PoolWorker:
@@ -50,11 +50,11 @@ class PoolWorker:
         arguments = (sweep, out, *task, started, self.jobs)
         if self._executor is not None and self._process.is_alive():
             return self._executor.submit(_train, *arguments)
-        self._stop = self._context.Event()
-        initial = (multiprocessing.get_start_method(), max(1, cores() // self.jobs), self._stop)
-        self._executor = ProcessPoolExecutor(1, self._context, _initialize, initial)
-        before = multiprocessing.active_children()
-        with one_gpu(self.number):
+        with isolated_start(), one_gpu(self.number):
+            self._stop = self._context.Event()
+            initial = (multiprocessing.get_start_method(), max(1, cores() // self.jobs), self._stop)
+            self._executor = ProcessPoolExecutor(1, self._context, _initialize, initial)
+            before = multiprocessing.active_children()
             future = self._executor.submit(_train, *arguments)
         (self._process,) = (child for child in multiprocessing.active_children() if child not in before)
         return future
@@ -78,7 +78,7 @@ class PoolWorker:
         """End the process, after its run, or at once without `wait`."""
         if self._executor is not None:
             if not wait:
-                self._process.terminate()
+                self._process.kill()
             self._executor.shutdown(wait=wait, cancel_futures=True)
 
 
@@ -103,32 +103,22 @@ def _initialize(start_method: str, threads: int, stop: Event) -> None:
     global _stop
     _stop = stop
     multiprocessing.set_start_method(start_method, force=True)  # else a loader's workers import torch anew, too
-    os.setpgrp()
+    end_with_parent(group=True)
     signal.signal(signal.SIGINT, _ignore)  # also where the sweep ignores it, as behind nohup
     torch.set_num_threads(threads)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _ignore(*_: Any) -> None:
     """Between two runs there is nothing to interrupt."""
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        with _training:
-            os._exit(1)
-
-
 def _train(sweep: Sweep, out: Path, variant: Any, seed: int, started: Started | None, jobs: int) -> list[str]:
     """One run in a worker; what is to be said about it. An interrupted run says nothing: its state is saved."""
     try:
-        with _training:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if _stop is not None and _stop.is_set():
-                return []
-            return train_logged(sweep, out, variant, seed, started, jobs)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if _stop is not None and _stop.is_set():
+            return []
+        return train_logged(sweep, out, variant, seed, started, jobs)
     except KeyboardInterrupt:
         return []
     finally:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import onnx
 
 from fp4deploy.architecture import Architecture
+from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.export.engine.backend import Backend
 from fp4deploy.export.engine.backends import BACKENDS
@@ -91,8 +91,8 @@ def build_engine(
     if plugins:
         supported(target)
     chosen.require_installed()
-    with tempfile.TemporaryDirectory(prefix="fp4deploy-build-") as folder:
-        job = CompileJob(chosen.name, target, batch, folder, plugins)
+    with owned_folder() as folder:
+        job = CompileJob(chosen.name, target, batch, str(folder), plugins)
         answer = _compile(lowered, job, log)
         ledger = _ledger(onnx_path, out, lowered, job, answer, conv)
         if strict:

@@ -4,8 +4,7 @@ Both libraries have the same Python API, so `compile_plan` takes the module. It 
 abort on a graph that it does not support, and Ctrl-C must stop it at once, while native code does not return to Python
 to handle the signal. Every message of the library goes to the log file at once, so that a crash leaves the last ones.
 
-The child runs in Python's isolated mode with the parent's `sys.path`. `python -m` would put the current folder first,
-and a file `dataclasses.py` there would be executed.
+The child imports nothing from the current folder, and ends with the parent (`fp4deploy.children`).
 
 Exchange with the parent: JOB is a JSON file (`CompileJob`); the plan, the list of engine layers and a JSON answer are
 written to the same folder.
@@ -15,25 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from fp4deploy.children import python_call, start
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError
 from fp4deploy.export.engine.backend import Backend
 
 TAIL_LINES = 12
-_CHILD = """
-import json, sys
-job, sys.path[:] = json.loads(sys.argv[1])
-from fp4deploy.export.engine.compile import main
-sys.exit(main(job))
-"""
 
 
 @dataclass(frozen=True)
@@ -172,27 +164,15 @@ def run_child(job: CompileJob) -> CompileAnswer:
     """
     path = Path(job.folder, "job.json")
     path.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-    command = [sys.executable, "-I", "-c", _CHILD, json.dumps([str(path), _import_path()])]
-    with Path(job.folder, "output.txt").open("wb") as output:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = child.wait()
-        except BaseException:
-            child.kill()
-            child.wait()
-            raise
+    command = python_call(__name__, "main", str(path))
+    with Path(job.folder, "output.txt").open("wb") as output, start(command, output, subprocess.STDOUT) as child:
+        code = child.wait()
     answer = json.loads(job.answer.read_text(encoding="utf-8")) if job.answer.is_file() else None
     if answer is None:
         raise InputError(_death_message(job, code))
     if "error" in answer:
         raise _ERRORS.get(answer["exit_code"], Fp4DeployError)(answer["error"])
     return CompileAnswer(**answer)
-
-
-def _import_path() -> list[str]:
-    """The parent's folders of modules, without relative ones ("" is the current folder), and that of this package."""
-    folders = [*filter(os.path.isabs, sys.path), str(Path(__file__).resolve().parents[3])]
-    return list(dict.fromkeys(folders))
 
 
 _ERRORS: dict[int, type[Fp4DeployError]] = {2: InputError, 3: UnavailableError}

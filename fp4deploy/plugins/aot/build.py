@@ -1,6 +1,7 @@
 """Compile many kernels for many architectures, in parallel processes.
 
 Workers are started by "spawn", so that kernels which this process imported for Triton's interpreter are not inherited.
+They import nothing from the current folder and end with this process (`fp4deploy.children`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.children import end_with_parent, isolated_start
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.aot import diagnose, store
 from fp4deploy.plugins.aot.compile import INSTALL_TRITON, compile_launch, triton_version
@@ -73,8 +75,14 @@ def build(
         raise UnavailableError(f"Triton is missing, and it compiles the kernels: {INSTALL_TRITON}  (Linux).")
     todo = [(launch, store.supported(arch).triton_name) for launch, arch in requested]
     workers = max(1, min(jobs or cores(), len(todo)))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        with _without("TRITON_INTERPRET"):  # `submit` starts the workers, and they inherit the variables
+    context = multiprocessing.get_context("spawn")
+    with isolated_start():
+        executor = ProcessPoolExecutor(workers, context, end_with_parent)
+    with executor as pool:
+        with (
+            isolated_start(),
+            _without("TRITON_INTERPRET"),
+        ):  # `submit` starts the workers, and they inherit the variables
             tasks = {pool.submit(build_one, launch, arch): index for index, (launch, arch) in enumerate(todo)}
         try:
             for task in as_completed(tasks):

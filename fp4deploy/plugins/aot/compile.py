@@ -14,12 +14,12 @@ import contextlib
 import importlib
 import io
 import os
-import tempfile
 import threading
 from functools import lru_cache
 from typing import Any
 
 from fp4deploy.architecture import Architecture
+from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.aot.spec import Launch
@@ -143,8 +143,8 @@ def _compile(launch: Launch, arch: str) -> Compiled:
     target = GPUTarget("cuda", Architecture.parse(arch).number, 32)
     # Triton writes into its own cache too, which is not needed here and may not be writable: give it a temporary one.
     # Where ptxas fails, Triton prints the whole PTX on stdout; the exception has the message that matters.
-    with _compiling, tempfile.TemporaryDirectory(prefix="fp4deploy-") as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
+    with _compiling, owned_folder() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 code = triton.compile(source, target=target, options=launch.options())

@@ -23,13 +23,12 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
+from fp4deploy import children
 from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.plugins.runtime.cache import cache_folder, keep_entry, key, one_process, read_entry
 
@@ -66,16 +65,19 @@ def nvcc_version(nvcc: Path) -> str:
         UnavailableError: the program does not run.
     """
     try:
-        printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
+        done = children.run([nvcc, "--version"])
+    except OSError as error:
         raise UnavailableError(f"{nvcc} does not run ({error}); {INSTALL_NVCC}.") from error
+    if done.status:
+        raise UnavailableError(f"{nvcc} does not run (exit status {done.status}); {INSTALL_NVCC}.")
+    printed = done.output
     return " ".join(printed[max(printed.find("release"), 0) :].split())
 
 
 @lru_cache
 def supported(nvcc: Path, arch: str) -> bool:
     """True if this nvcc supports a target; its list has no suffixes."""
-    printed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=False).stdout.split()
+    printed = children.run([nvcc, "--list-gpu-code"]).output.split()
     return not printed or arch.rstrip("a") in printed
 
 
@@ -165,8 +167,8 @@ def _key(path: Path, options: list[str], nvcc: Path) -> str:
 
 def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros | None) -> bytes:
     _log.info("compiling %s for %s", describe(path, macros), arch)
-    with tempfile.TemporaryDirectory(prefix="fp4deploy-") as folder:
-        out = Path(folder) / "kernel.cubin"
+    with children.owned_folder() as folder:
+        out = folder / "kernel.cubin"
         command = [
             str(nvcc),
             "--cubin",
@@ -176,8 +178,8 @@ def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros |
             str(out),
             str(path),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0 or not out.is_file():
-            said = (done.stderr + done.stdout).strip() or f"exit status {done.returncode}, and no message"
+        done = children.run(command)
+        if done.status != 0 or not out.is_file():
+            said = (done.error + done.output).strip() or f"exit status {done.status}, and no message"
             raise KernelError(f"{describe(path, macros)} does not compile for {arch}. nvcc says:\n{said[:6000]}")
         return out.read_bytes()

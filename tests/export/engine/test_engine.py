@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from fp4deploy.export.engine.backends import BACKENDS
 from fp4deploy.export.engine.build import build_engine, open_plan, require_device
 from fp4deploy.export.ledger.ledger import load_ledger
 from tests.export.lowering.engine_graphs import CanonicalGraph
+from tests.processes import runs, wait_until
+from tests.train.launch import start
 
 
 @pytest.fixture
@@ -132,6 +135,35 @@ def test_interrupt_stops_the_compiler(tmp_path: Path, model: Path, monkeypatch: 
     assert time.monotonic() - start < 20
     assert not Path(f"/proc/{mark.read_text()}").exists()
     assert "model.plan" not in written(tmp_path)
+
+
+def building(model: Path, library: Path, temporary: Path) -> None:
+    """A process that builds with a stand-in for the library."""
+    sys.path.insert(0, str(library))
+    tempfile.tempdir = str(temporary)
+    build_engine(model, model.with_name("model.plan"))
+
+
+def test_a_killed_build_leaves_no_compiler_and_the_next_one_no_folder(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, temporary = tmp_path / "alive", tmp_path / "temporary"
+    temporary.mkdir()
+    doom = f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    fake_library(tmp_path, monkeypatch, STAND_IN.format(doom=doom))
+    build = start(building, model, tmp_path / "fake", temporary)
+    wait_until(lambda: mark.is_file() and mark.read_text(), "the start of the compiler")
+    compiler = int(mark.read_text())
+    assert runs(compiler)
+    build.kill()
+    build.join()
+    wait_until(lambda: not runs(compiler), "the end of the compiler")
+    assert any(temporary.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    (tmp_path / "fake" / "tensorrt_rtx.py").write_text("raise ImportError('none')", encoding="utf-8")
+    with pytest.raises(UnavailableError):
+        build_engine(model, tmp_path / "model.plan")
+    assert not any(temporary.iterdir())
 
 
 def test_library_that_does_not_load(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

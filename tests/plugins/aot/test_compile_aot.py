@@ -26,6 +26,7 @@ from fp4deploy.plugins.aot.build import BuildResult
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime import cubin
 from tests.plugins.aot.aot_cases import BLOCK_TRITON, KERNELS, SCALE, environment, product
+from tests.processes import plant
 
 pytestmark = pytest.mark.skipif(aot_compile.triton_version() is None, reason="Triton is missing: pip install triton")
 
@@ -255,10 +256,14 @@ def test_shared_memory_beyond_the_gpu_is_caught(results: Results) -> None:
 
 
 def test_settings_that_alter_the_code_are_not_kept(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
+        patch.chdir(plant(tmp_path / "planted", mark))  # its workers import nothing from here, either
+        patch.setenv("PYTHONPATH", str(tmp_path / "planted"))
+        patch.setenv("FP4DEPLOY_CACHE", str(tmp_path / "cache"))
         patch.setenv("PTXAS_OPTIONS", "--opt-level=1")
         ((_, each),) = aot_build.build([(SCALE, "sm_90")], jobs=1)
+    assert not mark.exists(), mark.read_text()
     assert each.compiled is not None
     assert not any(path.suffix == ".kernel" for path in tmp_path.rglob("*"))
 
