@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, create_run, is_first_process
+from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, create_run, hold, require_new
 
 from .console import note, shown
 
@@ -119,30 +119,37 @@ def settings(
     return load_config(config, [*flags, *(sets or [])])
 
 
-def start_run(config: Config, out: Path | None) -> tuple[Run, Config]:
-    """Create the run's folder; where the configuration names no data, generate shapes into it.
+@contextmanager
+def new_run(config: Config, out: Path | None) -> Iterator[tuple[Run, Config]]:
+    """Create a run's folder and hold it; where the configuration names no data, generate shapes into it.
+
+    A run that fails before it has anything worth keeping is removed.
 
     Raises:
-        InputError: the folder exists, or cannot be written.
+        InputError: the folder exists, is in use, or cannot be written.
     """
     from fp4deploy.train.distributed import from_first
 
-    run = Run(from_first(partial(_make_run, config, out)))
-    if config.data.root is not None:
-        return run, config
-    folder = str(run.path / GENERATED)
-    return run, config.model_copy(update={"data": config.data.model_copy(update={"root": folder})})
+    with ExitStack() as stack:
+        run = Run(from_first(partial(_make_run, config, out, stack)))
+        if config.data.root is None:
+            folder = str(run.path / GENERATED)
+            config = config.model_copy(update={"data": config.data.model_copy(update={"root": folder})})
+        yield run, config
 
 
-def _make_run(config: Config, out: Path | None) -> Path:
+def _make_run(config: Config, out: Path | None, stack: ExitStack) -> Path:
     from fp4deploy.bench.commands import record
 
+    existed = out is not None and out.is_dir()
     run = create_run(out)
+    stack.enter_context(hold(run.path))
+    require_new(run.path)  # another process may have used it before it was held
+    stack.enter_context(tidy_on_failure(run, existed))
     note(f"Run folder: {shown(run.path)}")
-    with tidy_on_failure(run):
-        record(run)
-        if config.data.root is None:
-            generate(run.path / GENERATED)
+    record(run)
+    if config.data.root is None:
+        generate(run.path / GENERATED)
     return run.path
 
 
@@ -155,17 +162,16 @@ def generate(folder: Path) -> None:
 
 
 @contextmanager
-def tidy_on_failure(run: Run) -> Iterator[None]:
-    """Remove a run's folder, created just now, when it fails before it holds anything worth keeping."""
+def tidy_on_failure(run: Run, existed: bool) -> Iterator[None]:
+    """Remove a run that fails before it holds anything worth keeping; the folder too, unless it existed before."""
     try:
         yield
     except BaseException as error:
         resumable = isinstance(error, KeyboardInterrupt) and run.config_path.is_file()
-        if (
-            is_first_process()
-            and not resumable
-            and not any(run.path.glob("*/*.safetensors"))
-            and not any(run.path.glob("*/state/*"))
-        ):
-            shutil.rmtree(run.path, ignore_errors=True)
+        if not resumable and not any(run.path.glob("*/*.safetensors")) and not any(run.path.glob("*/state/*")):
+            for path in run.path.iterdir() if existed else [run.path]:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
         raise

@@ -13,6 +13,7 @@
       export/unet.fp4                 the same, packed; and unet-fp16.fp4
       engines/unet.plan               and its ledger, unet.ledger.json
       report.{json,md,html}
+      .lock                           held by the process that trains, and naming it
 
 A run never overwrites another, and every file is written under a temporary name and renamed, so that a full disk or
 Ctrl-C leaves the previous version whole.
@@ -20,18 +21,31 @@ Ctrl-C leaves the previous version whole.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
+import shlex
+import socket
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
 MODELS = ("fp16", "nvfp4", "fp16_control", "nvfp4_ptq")
 DEFAULT_MODELS = ("fp16", "nvfp4")  # trained by default
 RUNS = Path("runs")
+LOCK = ".lock"
+OUTLIVING = 30  # seconds; torch's loader workers look for their parent every 5
+_held: set[str] = set()
 
 
 class Run:
@@ -104,20 +118,125 @@ def create_run(out: Path | None = None, *, root: Path = RUNS) -> Run:
     """Create the folder of a new run: `out`, or `root`/<time>.
 
     Raises:
-        InputError: `out` exists and is not an empty folder.
+        InputError: `out` exists and is not an empty folder, or the folder cannot be made.
     """
-    if out is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        names = [stamp, *(f"{stamp}-{number}" for number in range(2, 100))]
-        out = next(root / name for name in names if not (root / name).exists())
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    try:
+        if out is None:
+            return Run(_create_default(root))
+        out = Path(out)
+        require_new(out)
+        out.mkdir(parents=True, exist_ok=True)
+        return Run(out)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or out or root} cannot be made: {error.strerror}. Choose another place with --out."
+        ) from error
+
+
+def _create_default(root: Path) -> Path:
+    """A folder that no other process has: the one whose mkdir fails takes the next name."""
+    root.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = root / (stamp if number == 1 else f"{stamp}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
+    return folder
+
+
+def require_new(out: Path) -> None:
+    """Refuse a folder in which there is anything but the lock of a run that failed.
+
+    Raises:
+        InputError: there is.
+    """
+    if out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
         raise InputError(
             f"{out} exists already, and a run never overwrites another. "
             "Give another --out, or continue that run with --resume."
         )
-    out.mkdir(parents=True, exist_ok=True)
-    return Run(out)
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep other processes from training into a folder; the first process of several holds it for all.
+
+    The lock is on the file `.lock`, which says who has it. The system releases it with the last process that has the
+    file open: after `kill -9` workers of the data loader may have it for some seconds more, which are waited for. A
+    process may hold a folder twice.
+
+    Raises:
+        InputError: another process holds it, or it cannot be written.
+    """
+    key = os.path.realpath(folder)
+    if key in _held or not is_first_process():
+        yield
+        return
+    from filelock import FileLock
+
+    lock = FileLock(Path(folder) / LOCK, timeout=0, thread_local=False)
+    _acquire(Path(folder), lock)
+    _held.add(key)
+    try:
+        yield
+    finally:
+        _held.discard(key)
+        lock.release()
+
+
+def _acquire(folder: Path, lock: BaseFileLock) -> None:
+    from filelock import Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            if not _owner_is_dead(folder / LOCK):
+                raise
+            lock.acquire(timeout=OUTLIVING)
+        _note_owner(folder / LOCK)
+    except Timeout:
+        owner = _owner(folder / LOCK)
+        who = f"process {owner['pid']} on {owner['host']} ({owner['command']})" if owner else "another process"
+        raise InputError(f"{folder} is in use by {who}. Wait until that ends, or choose another --out.") from None
+    except NotImplementedError:
+        return  # a file system without locks
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise InputError(
+                f"{folder} cannot be written: {error.strerror or error}. Choose another place with --out."
+            ) from error
+
+
+def _note_owner(file: Path) -> None:
+    about = {"pid": os.getpid(), "host": socket.gethostname(), "command": shlex.join(sys.argv)[:200]}
+    with suppress(OSError):
+        descriptor = os.open(file, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0))
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as opened:
+            opened.write(json.dumps(about) + "\n")
+
+
+def _owner(file: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and {"pid", "host", "command"} <= found.keys():
+            return found
+    return None
+
+
+def _owner_is_dead(file: Path) -> bool:
+    owner = _owner(file)
+    if owner is None or owner["host"] != socket.gethostname() or os.name == "nt":
+        return False
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, TypeError, OverflowError):
+        return False
+    return False
 
 
 def open_run(path: Path) -> Run:

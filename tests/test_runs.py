@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from fp4deploy.errors import GateError, InputError, UnavailableError, suggest
-from fp4deploy.runs import Run, artifact_stem, create_run, latest_run, open_run
+from fp4deploy.runs import LOCK, RUNS, Run, artifact_stem, create_run, hold, latest_run, open_run
 
 
 def test_exit_codes() -> None:
@@ -59,3 +66,57 @@ def test_what_was_asked_for_is_remembered(tmp_path: Path) -> None:
     run.models_path.write_text("{truncated")
     with pytest.raises(InputError, match=r"models.json is no list of models.*--models"):
         run.asked_models()
+
+
+def test_processes_that_start_together_have_folders_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        runs = list(pool.map(lambda _: create_run(root=tmp_path / "runs"), range(64)))
+    assert len({run.path for run in runs}) == 64
+    with ThreadPoolExecutor(2) as pool:
+        pool.map(lambda run: (run.path / "mine").touch(), runs)
+    assert all((run.path / "mine").exists() for run in runs)
+
+
+def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out, root in ((tmp_path / "file" / "run", RUNS), (None, tmp_path / "file")):
+        with pytest.raises(InputError, match="cannot be made: Not a directory|cannot be made: File exists"):
+            create_run(out, root=root)
+
+
+def test_a_run_is_held_by_one_process(tmp_path: Path) -> None:
+    code = f"from pathlib import Path\nfrom fp4deploy.runs import hold\nwith hold(Path({str(tmp_path)!r})): pass"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with hold(tmp_path), hold(tmp_path):  # a process may hold it twice
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert f"{tmp_path} is in use by process {os.getpid()} on " in done.stderr
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_lock_of_a_run_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(InputError, match="cannot be written"), hold(tmp_path / "run"):
+        pass
+    assert (tmp_path / "victim").read_text() == "kept"
+
+
+def test_what_a_dead_process_has_left_is_waited_for(tmp_path: Path) -> None:
+    """Workers of a killed training keep its lock open for some seconds."""
+    (tmp_path / "run").mkdir()
+    lock = os.open(tmp_path / "run" / LOCK, os.O_RDWR | os.O_CREAT)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    os.write(lock, json.dumps({"pid": dead.pid, "host": socket.gethostname(), "command": "fp4deploy train"}).encode())
+    worker = subprocess.Popen(["sleep", "600"], pass_fds=[lock])
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.close(lock)
+    timer = threading.Timer(0.3, worker.kill)
+    timer.start()
+    with hold(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
+    timer.join()
+    worker.wait()

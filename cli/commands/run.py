@@ -24,10 +24,9 @@ from ..settings import (
     SetOption,
     TaskOption,
     TrackerOption,
+    new_run,
     parse_models,
     settings,
-    start_run,
-    tidy_on_failure,
 )
 from .bench import print_table
 
@@ -63,10 +62,9 @@ def run(
     resolved = settings(
         config, sets, data=data, classes=classes, recipe=recipe, task=task, every=telemetry_every, trackers=tracker
     )
-    created, resolved = start_run(resolved, out)
-    where = Path(resolved.data.root or created.path / "data")
     commands = _commands(demo, data, config, sets, models, task)
-    with tidy_on_failure(created):
+    with new_run(resolved, out) as (created, resolved):
+        where = Path(resolved.data.root or created.path / "data")
         report = run_chain(
             resolved, created, where, chosen, from_scratch=from_scratch, arch=arch, say=note, commands=commands
         )

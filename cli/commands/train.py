@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp4deploy.runs import Run, is_first_process, latest_run, open_run
+from fp4deploy.runs import Run, hold, is_first_process, latest_run, open_run
 
 from ..console import done, note, shown
 from ..settings import (
@@ -22,10 +22,9 @@ from ..settings import (
     SetOption,
     TaskOption,
     TrackerOption,
+    new_run,
     parse_models,
     settings,
-    start_run,
-    tidy_on_failure,
 )
 from .estimate import run_estimate
 from .telemetry import draw
@@ -74,13 +73,12 @@ def train(
         resolved = settings(run.config_path, sets, **flags)
         if models is None:
             chosen = run.asked_models() or chosen
-        note(f"Continuing {shown(run.path)}: {', '.join(chosen)}.")
-        _record(run)
-        _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
+        with hold(run.path):
+            note(f"Continuing {shown(run.path)}: {', '.join(chosen)}.")
+            _record(run)
+            _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
         return
-    resolved = settings(config, sets, **flags)
-    run, resolved = start_run(resolved, out)
-    with tidy_on_failure(run):
+    with new_run(settings(config, sets, **flags), out) as (run, resolved):
         _report(run, _train(resolved, run, chosen, from_scratch, resume=False), resolved)
 
 

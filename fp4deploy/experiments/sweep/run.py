@@ -29,7 +29,7 @@ from fp4deploy.experiments.sweep.results import collect, write_results
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.variant import Say, Started, opening, train_variant
 from fp4deploy.files import atomic_write
-from fp4deploy.runs import processes
+from fp4deploy.runs import LOCK, hold, processes
 
 FILE = "sweep.yaml"
 
@@ -60,7 +60,8 @@ def run_sweep(
 
     Raises:
         UnavailableError: Ray is asked for and not installed.
-        InputError: an unknown variant, a folder that is no sweep, several processes, a disk that is full.
+        InputError: an unknown variant, a folder that is no sweep or that another process uses, several processes, a
+            disk that is full.
         KeyboardInterrupt: after Ctrl-C, with the state saved and the results so far written.
     """
     if processes() > 1:
@@ -68,7 +69,26 @@ def run_sweep(
             "A sweep starts its processes itself: to use several GPUs, fp4deploy sweep FILE --jobs 4, without torchrun."
         )
     chosen = _chosen(sweep, only)
-    _open(sweep, out)
+    _check(out)
+    with hold(out):
+        return _run_held(sweep, out, chosen, minutes, say, started, jobs, address)
+
+
+def _run_held(
+    sweep: Sweep,
+    out: Path,
+    chosen: list[Variant],
+    minutes: float | None,
+    say: Say,
+    started: Started | None,
+    jobs: int | None,
+    address: str | None,
+) -> dict[str, Any]:
+    """`run_sweep` in a folder that no other process uses."""
+    _check(out)
+    if not (out / FILE).is_file():
+        with atomic_write(out / FILE) as temporary:
+            temporary.write_text(sweep.file.read_text(encoding="utf-8"))
     try:
         with _deadline(minutes):
             tasks = [(variant, seed) for seed in sweep.seeds for variant in chosen]
@@ -100,12 +120,10 @@ def _chosen(sweep: Sweep, only: tuple[str, ...]) -> list[Variant]:
     return [variant for variant in sweep.variants if variant.name in wanted]
 
 
-def _open(sweep: Sweep, out: Path) -> None:
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / FILE).is_file())):
+def _check(out: Path) -> None:
+    names = {path.name for path in out.iterdir()} - {LOCK} if out.is_dir() else set()
+    if (out.exists() and not out.is_dir()) or (names and FILE not in names):
         raise InputError(f"{out} exists and is no sweep: it holds no {FILE}. Give another --out.")
-    if not (out / FILE).is_file():
-        with atomic_write(out / FILE) as temporary:
-            temporary.write_text(sweep.file.read_text())
 
 
 @contextmanager
