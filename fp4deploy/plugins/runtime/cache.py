@@ -9,6 +9,9 @@
 **Keys.** `key` is a SHA-256 over everything that decides the machine code. A changed source or option gives another
 name, so that no entry ever has to be invalidated.
 
+**Trust.** An entry is machine code that will run. The folder is made with mode 0700, and one that another user owns or
+can write to is not used. Locks do not follow symbolic links.
+
 **Entries** end with the SHA-256 of their content: one that is truncated or damaged counts as missing. A finished file
 is renamed into place, so that readers need no lock. Processes that need the same entry wait for the first one
 (training starts one for each GPU).
@@ -16,13 +19,17 @@ is renamed into place, so that readers need no lock. Processes that need the sam
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
+from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write, digest_of
 
@@ -31,11 +38,64 @@ _LONGEST_WAIT = 600  # seconds; on a disk whose locks never free each process co
 
 
 def cache_folder() -> Path:
-    """The folder of everything that can be compiled again."""
+    """The folder of everything that can be compiled again; made where it does not exist.
+
+    Raises:
+        InputError: FP4DEPLOY_CACHE begins with the home folder of a user who has none.
+    """
+    chosen = os.environ.get("FP4DEPLOY_CACHE")
+    folder = _chosen(chosen) if chosen else _default()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not chosen and os.name != "nt" and folder.stat().st_uid == os.geteuid():
+            folder.chmod(0o700)  # an older version made it by the umask
+    why = _untrusted(folder)
+    if why:
+        warnings.warn(
+            f"The kernel cache {folder} is not used, because {why}: whoever can write to it decides what runs on the "
+            "GPU. Kernels are compiled for this process alone. Set FP4DEPLOY_CACHE to a folder of your own, of mode "
+            "0700.",
+            stacklevel=2,
+        )
+        return _of_this_process()
+    return folder
+
+
+def _chosen(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"FP4DEPLOY_CACHE is {text}, and {error} Give an absolute path.") from None
+
+
+def _default() -> Path:
     import platformdirs
 
-    chosen = os.environ.get("FP4DEPLOY_CACHE")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("fp4deploy", appauthor=False)
+    with suppress(RuntimeError):  # a user without a home folder
+        folder = platformdirs.user_cache_path("fp4deploy", appauthor=False)
+        if folder.is_absolute():
+            return folder
+    return Path(tempfile.gettempdir()) / f"fp4deploy-cache-{os.getuid()}"
+
+
+def _untrusted(folder: Path) -> str:
+    """Why others could have put something into a folder; empty where only this user and root can."""
+    if os.name == "nt":
+        return ""
+    try:
+        found = folder.stat()
+    except OSError:
+        return ""
+    if found.st_uid not in (0, os.geteuid()):
+        return "it belongs to another user"
+    return "others can write to it" if found.st_mode & 0o022 else ""
+
+
+@lru_cache
+def _of_this_process() -> Path:
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(owned_folder())
 
 
 def key(parts: Iterable[bytes | str]) -> str:

@@ -1,0 +1,91 @@
+"""The cache of compiled kernels is private, whole, and not to be led elsewhere by links."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from fp4deploy.errors import InputError
+from fp4deploy.plugins.runtime import cache
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="owners and modes of POSIX")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_folder_is_made_for_its_user_alone(folder: Path) -> None:
+    assert cache.cache_folder() == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_default_folder_of_the_umask_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FP4DEPLOY_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "fp4deploy").mkdir()
+    (tmp_path / "fp4deploy").chmod(0o775)
+    assert cache.cache_folder() == tmp_path / "fp4deploy"
+    assert stat.S_IMODE((tmp_path / "fp4deploy").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o702])
+def test_a_folder_that_others_can_write_to_is_not_used(folder: Path, mode: int) -> None:
+    folder.mkdir()
+    folder.chmod(mode)
+    (folder / "planted").touch()
+    with pytest.warns(UserWarning, match="others can write to it.*FP4DEPLOY_CACHE"):
+        used = cache.cache_folder()
+    assert used != folder
+    assert not (used / "planted").exists()
+    assert stat.S_IMODE(used.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+    else:
+        mine = os.geteuid()
+        monkeypatch.setattr("os.geteuid", lambda: mine + 1)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        assert cache.cache_folder() != folder
+
+
+def test_a_user_without_a_home_has_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FP4DEPLOY_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cache.cache_folder() == tmp_path / f"fp4deploy-cache-{os.getuid()}"
+    monkeypatch.setenv("FP4DEPLOY_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(InputError, match="FP4DEPLOY_CACHE is ~nobody.*absolute"):
+        cache.cache_folder()
+
+
+def test_a_damaged_entry_counts_as_missing(folder: Path) -> None:
+    entry = folder / "kernels" / "one.cubin"
+    cache.write_entry(entry, b"machine code")
+    assert cache.read_entry(entry) == b"machine code"
+    entry.write_bytes(b"M" + entry.read_bytes()[1:])
+    assert cache.read_entry(entry) is None
+
+
+def test_a_link_at_the_lock_is_not_followed(folder: Path) -> None:
+    entry, victim = folder / "one.cubin", folder.parent / "victim"
+    folder.mkdir()
+    victim.write_text("kept")
+    entry.with_suffix(".lock").symlink_to(victim)
+    with cache.one_process(entry):
+        pass
+    assert victim.read_text() == "kept"
+    entry.with_suffix(".lock").unlink()
+    entry.with_suffix(".lock").symlink_to(folder.parent / "created")
+    with cache.one_process(entry):
+        pass
+    assert not (folder.parent / "created").exists()
