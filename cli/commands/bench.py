@@ -55,6 +55,9 @@ def bench(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs at most (also at most 5 s).")] = 50,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.001, help="Most seconds that one inference of an .onnx file may take.")
+    ] = 600.0,
     out: Annotated[
         str | None, typer.Option("--json", help="Write the results as JSON; - for stdout.", show_default="no JSON")
     ] = None,
@@ -71,8 +74,8 @@ def bench(
     reference = None
     if baseline is not None:
         resolved = baseline if baseline.suffix == ".json" else _resolve([baseline])[0]
-        reference = find_baseline(resolved, where, max_dets, split)
-    found = _measure(paths, where, split, batch, iterations, max_dets, keep)
+        reference = find_baseline(resolved, where, max_dets, split, timeout)
+    found = _measure(paths, where, split, batch, iterations, max_dets, keep, timeout)
     _write(found, split, reference, out)
     if reference is not None:
         gate_drop(found, reference, max_drop)
@@ -106,7 +109,14 @@ def _data(paths: list[Path]) -> Path:
 
 
 def _measure(
-    paths: list[Path], data: Path, split: str, batch: int, iterations: int, max_dets: int | None, keep: Path | None
+    paths: list[Path],
+    data: Path,
+    split: str,
+    batch: int,
+    iterations: int,
+    max_dets: int | None,
+    keep: Path | None,
+    timeout: float,
 ) -> list[ArtifactResult]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of, run_of
@@ -127,6 +137,7 @@ def _measure(
                 max_detections=max_dets,
                 results=folder,
                 split=split,
+                timeout=timeout,
             )
         )
         if folder is not None and found[-1].instances is not None:
@@ -145,9 +156,6 @@ def _write(found: list[ArtifactResult], split: str, reference: Baseline | None, 
     from fp4deploy.bench.environment import environment
 
     entries = [result.entry() for result in found]
-    print_table(entries, reference.value if reference else None, to_stderr=out == "-")
-    if out is None:
-        return
     document = {
         "artifacts": [entry.model_dump(mode="json") for entry in entries],
         "split": split,
@@ -155,17 +163,18 @@ def _write(found: list[ArtifactResult], split: str, reference: Baseline | None, 
         "baseline_ap": reference.value if reference and reference.metric == "AP" else None,
         "environment": environment(),
     }
+    if out not in (None, "-"):
+        _save(document, Path(str(out)))
+    print_table(entries, reference.value if reference else None, to_stderr=out == "-")
     if out == "-":
         print_json(document)
-    else:
-        _save(document, Path(out))
 
 
 def _save(document: dict[str, Any], path: Path) -> None:
     from fp4deploy.files import atomic_write
 
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     note(f"Wrote {shown(path)}.")
 
 

@@ -98,17 +98,19 @@ def bench_artifact(
     max_detections: int | None = None,
     results: Path | None = None,
     split: str = VAL,
+    timeout: float | None = None,
 ) -> ArtifactResult:
     """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
     max_detections, results: of instance models, as of `instances.evaluate_instances`.
+    timeout: of one inference of an ONNX file, as of `open_runtime`.
 
     Raises:
         InputError: the file is not an artefact, or the data does not fit it.
         UnavailableError: this machine cannot run it.
     """
     path = Path(path)
-    runtime = open_runtime(path)
+    runtime = open_runtime(path, timeout)
     found = None
     if data is not None:
         found = evaluate_task(
@@ -165,7 +167,13 @@ class Baseline:
     value: float
 
 
-def find_baseline(path: Path, data: Path | None, max_detections: int | None = None, split: str = VAL) -> Baseline:
+def find_baseline(
+    path: Path,
+    data: Path | None,
+    max_detections: int | None = None,
+    split: str = VAL,
+    timeout: float | None = None,
+) -> Baseline:
     """Accuracy to compare with: measured when `path` is an artefact, read when it is what `bench --json` wrote.
 
     Raises:
@@ -175,7 +183,7 @@ def find_baseline(path: Path, data: Path | None, max_detections: int | None = No
     if path.suffix == ".json":
         found = _recorded(path)
     else:
-        result = bench_artifact(path, data, iterations=1, max_detections=max_detections, split=split)
+        result = bench_artifact(path, data, iterations=1, max_detections=max_detections, split=split, timeout=timeout)
         found = Baseline(result.metric, result.accuracy) if result.accuracy is not None else None
     if found is None:
         raise InputError(
@@ -186,7 +194,7 @@ def find_baseline(path: Path, data: Path | None, max_detections: int | None = No
 
 def _recorded(path: Path) -> Baseline | None:
     try:
-        for entry in json.loads(path.read_text())["artifacts"]:
+        for entry in json.loads(path.read_text(encoding="utf-8"))["artifacts"]:
             if entry["miou"] is not None:
                 return Baseline("mIoU", float(entry["miou"]))
             if entry.get("ap") is not None:

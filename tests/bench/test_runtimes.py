@@ -90,6 +90,29 @@ def test_onnx_without_a_card_says_so(tmp_path: Path) -> None:
         open_runtime(tmp_path / "f.onnx")
 
 
+def test_a_loop_without_an_end_is_stopped(untrained: Run, tmp_path: Path) -> None:
+    original = onnx.load(untrained.export_dir / "unet-fp16.portable.onnx")
+    image = original.graph.input[0]
+    true = helper.make_tensor("true", TensorProto.BOOL, [], [True])
+    flag, value = (helper.make_tensor_value_info(name, kind, []) for name, kind in (("go", 9), ("at", 7)))
+    after = helper.make_tensor_value_info("on", TensorProto.BOOL, [])
+    carried, x = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 3, 32, 32]) for name in ("next", "x"))
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Neg", ["x"], ["next"])],
+        "body", [value, flag, x], [after, carried],
+    )  # fmt: skip
+    loop = helper.make_node("Loop", ["", "true", image.name], ["out"], body=body)
+    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, ["N", 3, 32, 32])
+    graph = helper.make_graph([loop], "endless", [image], [out], [true])
+    model = helper.make_model(graph, opset_imports=original.opset_import, ir_version=original.ir_version)
+    model.metadata_props.extend(original.metadata_props)
+    onnx.save(model, tmp_path / "endless.onnx")
+    images = np.zeros((1, 3, 32, 32), np.float32)
+    for use in (lambda each: each.infer(images), lambda each: each.time(images, 1, 1, 1.0)):
+        with pytest.raises(InputError, match=r"endless.onnx did not finish an inference within 0.2 seconds.*--timeout"):
+            use(open_runtime(tmp_path / "endless.onnx", timeout=0.2))
+
+
 def test_truncated_checkpoint(untrained: Run, tmp_path: Path) -> None:
     whole = untrained.checkpoint("fp16").read_bytes()
     path = tmp_path / "cut.safetensors"

@@ -21,8 +21,11 @@ from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.errors import InputError
 
 
-def open_runtime(path: Path) -> Runtime:
+def open_runtime(path: Path, timeout: float | None = None) -> Runtime:
     """Load an artefact into the runtime its suffix asks for.
+
+    timeout: most seconds that one inference of an `.onnx` file may take (default: 600); the graphs of other artefacts
+        have no loops, or are the engine's own.
 
     Raises:
         InputError: the file is missing, of another kind, or broken.
@@ -42,13 +45,13 @@ def open_runtime(path: Path) -> Runtime:
         )
     if not path.is_file():
         raise InputError(f"There is no file {path}. Make one with: fp4deploy export, then fp4deploy build")
-    return opener(path)
+    return _onnx(path, timeout) if opener is _onnx else opener(path)
 
 
-def _onnx(path: Path) -> Runtime:
-    from fp4deploy.bench.runtimes.ort import OrtRuntime
+def _onnx(path: Path, timeout: float | None = None) -> Runtime:
+    from fp4deploy.bench.runtimes.ort import TIMEOUT, OrtRuntime
 
-    return OrtRuntime(path)
+    return OrtRuntime(path, TIMEOUT if timeout is None else timeout)
 
 
 def _checkpoint(path: Path) -> Runtime:

@@ -2,10 +2,14 @@
 
 ONNX Runtime has no FP4 kernels, so the lowering decomposes NVFP4 into standard operators of FP32 and INT8: the numbers
 are those of docs/numerics.md, the speed is that of an emulation.
+
+ONNX has loops, and one without an end would never return to Python. A timer asks ONNX Runtime to stop, which it does
+between two operators.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import onnx
@@ -19,12 +23,17 @@ from fp4deploy.export import read_onnx, to_portable
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.models.card import CARD_KEY, ModelCard
 
+TIMEOUT = 600.0  # seconds
+FATAL = 4  # log level; that a run was stopped is said by the error
+
 
 class OrtRuntime:
     """An `.onnx` file written by `fp4deploy export`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, timeout: float = TIMEOUT) -> None:
+        """`timeout`: most seconds that one inference may take."""
         model = read_onnx(path)
+        self._path, self._timeout = path, timeout
         self.card = onnx_card(model, path)
         canonical = is_canonical(model)
         if canonical:
@@ -38,12 +47,32 @@ class OrtRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        return self._session.run(None, {self._input: images})[0]
+        return self._run({self._input: images})
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds a session run."""
         feed = {self._input: images}
+        self._run(feed)  # an inference that ends once ends again on the same images; the timed ones start no thread
         return time_cpu(lambda: self._session.run(None, feed), warmup, iterations, max_seconds)
+
+    def _run(self, feed: dict[str, Array]) -> Array:
+        options = ort.RunOptions()
+        options.log_severity_level = FATAL
+        timer = threading.Timer(self._timeout, setattr, (options, "terminate", True))
+        timer.daemon = True
+        timer.start()
+        try:
+            found: Array = self._session.run(None, feed, options)[0]
+            return found
+        except Exception as error:
+            if not options.terminate:
+                raise
+            raise InputError(
+                f"{self._path} did not finish an inference within {self._timeout:g} seconds; a loop in it may have no "
+                "end. If it only needs longer, give it more with --timeout."
+            ) from error
+        finally:
+            timer.cancel()
 
 
 def onnx_card(model: onnx.ModelProto, path: Path) -> ModelCard:
