@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fp4deploy.runs import is_first_process
+from fp4deploy.terminal import console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,9 +27,7 @@ def notes() -> Console:
 
 
 def _console(stream: TextIO) -> Console:
-    from rich.console import Console
-
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
+    return console(stream, width=None if stream.isatty() else PIPE_WIDTH)
 
 
 def note(text: str) -> None:

@@ -6,7 +6,7 @@
 | 1 | a gate failed (accuracy, verification, strict precision), or a defect of fp4deploy itself |
 | 2 | wrong usage or input |
 | 3 | this machine cannot do it |
-| 130 | Ctrl-C |
+| 128 + n | ended by signal n: 130 Ctrl-C (SIGINT), 143 SIGTERM, 129 SIGHUP |
 
 Nothing here, nor in the command files at import time, may import torch, onnx, numpy or matplotlib, so that
 `fp4deploy --help` answers in under half a second; a test enforces it.
@@ -14,6 +14,7 @@ Nothing here, nor in the command files at import time, may import torch, onnx, n
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from typing import Annotated, Any
@@ -22,7 +23,8 @@ import typer
 from typer.core import TyperGroup
 
 from fp4deploy import __version__
-from fp4deploy.errors import Fp4DeployError
+from fp4deploy.errors import Fp4DeployError, InputError, Interrupted
+from fp4deploy.terminal import printable
 
 from .commands import (
     bench,
@@ -41,6 +43,7 @@ from .commands import (
     telemetry,
     train,
 )
+from .process import lasting_output, stop_on_signals
 
 DEBUG = "--debug"
 
@@ -59,9 +62,11 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
-        except KeyboardInterrupt:
-            _say("Interrupted.", _resume_hint(ctx))
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as error:
+            number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+            head = "Interrupted." if number == signal.SIGINT else f"Ended by {signal.Signals(number).name}."
+            _say(head, _resume_hint(ctx))
+            raise typer.Exit(128 + number) from None
         except Fp4DeployError as error:
             _traceback(ctx)
             _say("Error:", str(error))
@@ -75,7 +80,8 @@ class CommandGroup(TyperGroup):
 
 
 def _say(head: str, text: str) -> None:
-    typer.echo(f"{typer.style(head, fg='red', bold=True)} {text}", err=True)
+    coloured = f"\x1b[31;1m{head}\x1b[0m" if sys.stderr.isatty() else head
+    print(f"{coloured} {printable(text)}", file=sys.stderr)
 
 
 def _traceback(ctx: Any) -> None:
@@ -148,4 +154,18 @@ app.add_typer(telemetry.app, name="telemetry")
 
 def main() -> None:
     """Entry point of the `fp4deploy` command."""
-    app(prog_name="fp4deploy")
+    stop_on_signals()
+    status: Any = 0
+    try:
+        with lasting_output():
+            try:
+                app(prog_name="fp4deploy")
+            except SystemExit as ended:
+                status = ended.code
+    except InputError as error:
+        if sys.stderr is not None:
+            _say("Error:", str(error))
+        status = status or error.exit_code
+    except Interrupted as error:  # before the command began
+        status = 128 + error.number
+    sys.exit(status)

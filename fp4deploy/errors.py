@@ -39,6 +39,14 @@ class UnavailableError(Fp4DeployError):
     exit_code = 3
 
 
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGHUP asked this process to end; `number` is the signal. The command line exits with 128 + number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def suggest(name: str, valid: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the nearest of `valid`, or "" where none is near.
 

@@ -27,17 +27,18 @@ def doctor(
 
 def _print_tables(machine: dict, found: list, tasks: list[tuple[str, bool, str]]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     devices = ", ".join(f"{gpu['name']} ({gpu['arch']})" for gpu in machine["gpus"]) or "none"
     console = results()
     console.print(f"Python {machine['python']} on {machine['cpu']}, {machine['cores']} cores; CUDA GPU: {devices}\n")
     libraries = Table("library", "version", "what for", "to add it", box=None, pad_edge=False)
     for tool in found:
-        version = tool.version or "[red]missing[/red]"
+        version = Text(tool.version) if tool.version else Text("missing", style="red")
         libraries.add_row(tool.name, version, tool.purpose, "" if tool.version else tool.install)
     console.print(libraries)
     console.print("\nThis machine can:")
     able = Table(show_header=False, box=None, pad_edge=False)
     for task, yes, how in tasks:
-        able.add_row(f"  {task}", "[green]yes[/green]" if yes else "[red]no[/red]", how)
+        able.add_row(f"  {task}", Text("yes", style="green") if yes else Text("no", style="red"), how)
     console.print(able)

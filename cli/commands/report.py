@@ -36,18 +36,18 @@ def report(
     _check(out, json_out)
     found = open_runs(runs) if runs else [latest_run()]
     data, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
+    if json_out not in (None, "-"):
+        from fp4deploy.files import atomic_write
+
+        with atomic_write(Path(str(json_out))) as temporary:
+            temporary.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        note(f"Wrote {shown(Path(str(json_out)))}.")
     say = note if json_out == "-" else done
     for sentence in data["summary"]:
         say(sentence)
     say(f"\nReport: {shown(page)}")
     if json_out == "-":
         print_json(data)
-    elif json_out is not None:
-        from fp4deploy.files import atomic_write
-
-        with atomic_write(Path(json_out)) as temporary:
-            temporary.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        note(f"Wrote {shown(Path(json_out))}.")
 
 
 def _check(out: Path | None, json_out: str | None) -> None:

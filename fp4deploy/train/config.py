@@ -79,7 +79,7 @@ def with_settings(config: Config, sets: Sequence[str]) -> Config:
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as YAML; `load_config` reads the same configuration back."""
     with atomic_write(path) as temporary:
-        temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
 
 
 def changed_settings(old: Config, new: Config) -> list[str]:
@@ -98,7 +98,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"There is no configuration file {file}.")
     try:
-        tree = yaml.safe_load(file.read_text()) or {}
+        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):

@@ -1,6 +1,6 @@
-"""Ctrl-C that waits for the end of a step.
+"""Signals that wait for the end of a step: Ctrl-C, SIGTERM of a batch system, SIGHUP of a closed terminal.
 
-An exception in the middle of an optimiser step would leave half of the weights updated. The first Ctrl-C is only noted,
+An exception in the middle of an optimiser step would leave half of the weights updated. The first signal is only noted,
 and the loop asks at points where the state is whole; the second one interrupts at once.
 """
 
@@ -9,39 +9,51 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from fp4deploy.errors import Interrupted
+
 NOTE = b"\nStopping after this step and saving; press Ctrl-C again to stop at once.\n"
+SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
 class Interrupt:
-    """Context manager; `requested` turns True with the first Ctrl-C inside it."""
+    """Context manager; `requested` turns True with the first signal inside it, whose number is in `number`."""
 
     def __init__(self) -> None:
         self.requested = False
+        self.number: int = signal.SIGINT
         self._process = os.getpid()
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._previous = signal.signal(signal.SIGINT, self._note)
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: another language's handler
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def error(self) -> KeyboardInterrupt:
+        """What the loop raises when it has saved its state."""
+        return KeyboardInterrupt() if self.number == signal.SIGINT else Interrupted(self.number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler: the main process decides
             return
         if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        os.write(2, NOTE)  # not print: a signal may arrive inside one
+            raise self.error()
+        self.requested, self.number = True, number
+        with suppress(OSError):  # the terminal may be what has gone
+            os.write(2, NOTE)  # not print: a signal may arrive inside one
 
 
 class Pause(Exception):

@@ -144,7 +144,7 @@ class Trainer:
                     self._epoch(display)
             except Pause:
                 self._save_state()
-                raise KeyboardInterrupt from None
+                raise self.interrupt.error() from None
             finally:
                 self.telemetry.close()
         self.accelerator.wait_for_everyone()  # the next model starts from this one's checkpoint

@@ -35,7 +35,8 @@ from fp4deploy.data import (
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
-from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
+from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold
+from fp4deploy.terminal import printable
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.distillation import make_auxiliary_losses
@@ -72,17 +73,24 @@ def train_models(
 
     Raises:
         InputError: unknown model or class, no data, a model that is trained already, a configuration that changed since
-            the run began, an unwritable disk.
+            the run began, a folder that another process trains into, an unwritable disk.
         GateError: the training diverged.
         KeyboardInterrupt: after Ctrl-C, with the state saved and the command that resumes printed.
     """
     for model in models:
         if model not in MODELS:
             raise InputError(f"Unknown model '{model}'.{suggest(model, MODELS)} Valid models: {', '.join(MODELS)}.")
-        if not resume and (run.model_dir(model) / "state").is_dir():
-            raise InputError(f"{run.path} holds a {model} already. Continue it with --resume, or choose another --out.")
     if from_scratch:
         config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
+    with hold(run.path):
+        return _train_held(config, run, models, resume)
+
+
+def _train_held(config: Config, run: Run, models: Sequence[str], resume: bool) -> dict[str, TrainResult]:
+    """`train_models` into a folder that no other process uses."""
+    for model in models:
+        if not resume and (run.model_dir(model) / "state").is_dir():
+            raise InputError(f"{run.path} holds a {model} already. Continue it with --resume, or choose another --out.")
     train_data, val_data = open_splits(config)
     _check_class_weights(config, val_data.class_names)
     check_trackers(config.telemetry.trackers)
@@ -95,7 +103,7 @@ def train_models(
         return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
     except KeyboardInterrupt:
         command = f"fp4deploy train --out {shlex.quote(str(run.path))} --resume"
-        print(f"interrupted; resume with: {command}", file=sys.stderr)
+        print(printable(f"interrupted; resume with: {command}"), file=sys.stderr)
         raise
 
 

@@ -23,7 +23,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -39,11 +39,11 @@ def keep_epochs(path: Path, last: int) -> None:
     """
     if not path.is_file():
         return
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if _epoch(line) <= last]
     if kept != lines:
         with atomic_write(path) as temporary:
-            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def _epoch(line: str) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fp4deploy.terminal import console
 
 
 class Display:
@@ -16,7 +17,7 @@ class Display:
     ) -> None:
         """`done` of `steps` steps are done, `running` is the first epoch to train; `quiet` prints nothing."""
         self.model, self.epochs, self.running = model, epochs, running
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
+        self.console = console(soft_wrap=True, quiet=quiet)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -42,7 +43,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def step(self, done: int, loss: float | None) -> None:
         """`done` training steps are done; `loss` is the epoch's mean up to here."""

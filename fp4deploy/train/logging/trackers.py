@@ -99,11 +99,11 @@ class JsonlTracker:
         """Drop later lines, and one that a crash cut short."""
         if not self.path.is_file():
             return
-        lines = self.path.read_text().splitlines()
+        lines = self.path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _belongs(_parsed(line), step, epoch)]
         if kept != lines or not _ends_with_newline(self.path):
             with atomic_write(self.path) as temporary:
-                temporary.write_text("".join(line + "\n" for line in kept))
+                temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def log(self, entry: Entry) -> None:
         """Append a line.
@@ -122,7 +122,7 @@ class JsonlTracker:
 def read_entries(path: Path) -> list[Entry]:
     """The entries of a telemetry.jsonl in order; damaged lines are skipped."""
     found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         parsed = _parsed(line)
         if parsed is not None:
             parts = {name: parsed.get(name, {}) for name in ("values", "layers", "codes")}
