@@ -100,4 +100,4 @@ class _Files:
         write_results(evaluation.results(), self.folder / "results.json")
         content: dict[str, Any] = {**scores.to_json(), "per_class": scores.per_class}
         with atomic_write(self.folder / "scores.json") as temporary:
-            temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+            temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -81,7 +81,7 @@ def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> Cl
     """`count_classes`, kept as JSON at `path` for the dataset `identity`; counted again where that differs."""
     wanted = {"identity": identity, "classes": list(dataset.class_names), "length": len(dataset)}
     try:
-        kept = json.loads(path.read_text())
+        kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["of"] == wanted:
             names = ("class_names", "pixels", "images_with", "pixels_beside")
             return ClassCounts(**{**kept["counts"], **{name: tuple(kept["counts"][name]) for name in names}})
@@ -89,5 +89,5 @@ def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> Cl
         pass
     counts = count_classes(dataset)
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps({"of": wanted, "counts": asdict(counts)}) + "\n")
+        temporary.write_text(json.dumps({"of": wanted, "counts": asdict(counts)}) + "\n", encoding="utf-8")
     return counts

@@ -123,7 +123,7 @@ class PanopticWriter:
         }
         path = self.folder / "panoptic.json"
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(content))
+            temporary.write_text(json.dumps(content), encoding="utf-8")
         return path
 
 

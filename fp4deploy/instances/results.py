@@ -38,7 +38,7 @@ def write_results(results: Sequence[Result], path: Path) -> None:
         InputError: the file cannot be written.
     """
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(list(results), allow_nan=False))
+        temporary.write_text(json.dumps(list(results), allow_nan=False), encoding="utf-8")
 
 
 def read_results(path: Path) -> list[Result]:

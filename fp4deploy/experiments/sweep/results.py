@@ -56,12 +56,12 @@ def outcome(sweep: Sweep, out: Path, variant: Variant, seed: int) -> dict[str, A
         found |= {"test": tested[sweep.metric.lower()]} if tested else {}
     error_file = run.path / ERROR_FILE
     if found["status"] != "done" and error_file.is_file():
-        found |= {"status": "failed", "error": json.loads(error_file.read_text())["error"]}
+        found |= {"status": "failed", "error": json.loads(error_file.read_text(encoding="utf-8"))["error"]}
     return found
 
 
 def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, Any]:
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.is_file() else []
     key = metric.lower()
     scored = [line for line in lines if line["epoch"] <= last_epoch and line.get(key) is not None]
     if not scored:
@@ -146,7 +146,7 @@ def write_results(results: dict[str, Any], out: Path) -> None:
     """
     for name, text in (("sweep.json", json.dumps(results, indent=1) + "\n"), ("sweep.md", markdown(results))):
         with atomic_write(out / name) as temporary:
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
 
 
 def markdown(results: dict[str, Any]) -> str:

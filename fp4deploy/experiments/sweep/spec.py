@@ -136,7 +136,7 @@ def _read(file: Path) -> SweepSection:
     if not file.is_file():
         raise InputError(f"There is no sweep file {file}. An example is configs/sweep_camvid.yaml.")
     try:
-        tree = yaml.safe_load(file.read_text()) or {}
+        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         return SweepSection.model_validate(tree)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error

@@ -45,7 +45,9 @@ def score_test(config: Config, run: Run, model: str) -> str | None:
     if not math.isfinite(scores.score):
         raise InputError(f"The test split of {root} holds no object of the classes that are scored.")
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps({"split": TEST, "images": images, **scores.line()}, indent=1) + "\n")
+        temporary.write_text(
+            json.dumps({"split": TEST, "images": images, **scores.line()}, indent=1) + "\n", encoding="utf-8"
+        )
     return scores.text()
 
 
@@ -60,7 +62,7 @@ def needs_test_score(config: Config, run: Run, model: str) -> bool:
 def read_test(run: Run, model: str) -> dict[str, Any]:
     """What `score_test` has written; empty where it has not."""
     path = run.model_dir(model) / FILE
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return found
 
 

@@ -153,4 +153,4 @@ def _tidy() -> None:
 def write_error(out: Path, variant: Variant, seed: int, paragraph: str) -> None:
     """Keep why a run failed, where its outcome is looked for."""
     with atomic_write(run_of(out, variant, seed).path / ERROR_FILE) as temporary:
-        temporary.write_text(json.dumps({"error": " ".join(paragraph.split())[:2000]}) + "\n")
+        temporary.write_text(json.dumps({"error": " ".join(paragraph.split())[:2000]}) + "\n", encoding="utf-8")

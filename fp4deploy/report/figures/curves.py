@@ -96,7 +96,7 @@ def save_curves(run: Run, svg: str) -> Path:
     """Keep the picture as a file too, for slides."""
     path = run.path / "plots" / "training.svg"
     with atomic_write(path) as temporary:
-        temporary.write_text(svg)
+        temporary.write_text(svg, encoding="utf-8")
     return path
 
 
