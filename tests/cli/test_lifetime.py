@@ -282,21 +282,16 @@ def test_unicode_spaces_and_markup_in_paths(tiny_data: Path, tmp_path: Path) -> 
     assert "eins [red]" in command.stdout.replace("\n", "")
 
 
-def test_a_locale_that_is_not_utf8(tmp_path: Path) -> None:
+def test_a_locale_that_is_not_utf8(tiny_data: Path, tmp_path: Path) -> None:
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    folder = tmp_path / "数据 ±"
-    for arguments, status in (
-        (["data", "shapes", folder, "--train", 1, "--val", 1, "--size", 32], 0),
-        (["data", "check", tmp_path / "–"], 2),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", PACKAGE, *map(str, arguments)],
-            cwd=tmp_path, env={**os.environ, **locale}, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert done.returncode == status, done.stderr
-        assert "Traceback" not in done.stderr
-        assert (done.stdout + done.stderr).isascii()
-    assert (folder / "annotations").is_dir()
+    (tmp_path / "数据 ±").symlink_to(tiny_data)
+    done = subprocess.run(
+        [sys.executable, "-m", PACKAGE, "data", "check", "数据 ±"],
+        cwd=tmp_path, env={**os.environ, **locale}, capture_output=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.isascii()  # the name is in it, as escapes
+    assert done.stderr.endswith(b"has no defect.\n")
 
 
 def test_names_are_printed_literally(app: Any, capsys: pytest.CaptureFixture[str]) -> None:
