@@ -91,8 +91,7 @@ class _Files:
         self.panoptic.add(index, found)
         if index % self.every == 0:
             sample = self.dataset.load(index)
-            name = f"{Path(sample.name).with_suffix('')}.png"
-            with atomic_write(self.folder / "overlays" / name) as temporary:
+            with atomic_write(self.folder / "overlays" / self.dataset.picture_name(index)) as temporary:
                 Image.fromarray(draw_instances(sample.image, found.ids)).save(temporary, format="PNG")
 
     def finish(self, evaluation: InstanceEvaluation, scores: InstanceScores) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fp4deploy.data.coco_json import Annotation, CocoFile, Defect, ImageRecord, find_annotations, find_images, parse
 from fp4deploy.data.dataset import has_masks, has_split, require_folder
-from fp4deploy.data.images import ImageError, read_class_ids, read_image
+from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
 from fp4deploy.data.masks import class_values, image_files, mask_files
 from fp4deploy.data.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.sample import SPLITS, TEST
@@ -63,18 +63,20 @@ def _check_annotations(root: Path, split: str, parsed: CocoFile, read_images: bo
     if not parsed.images and not parsed.defects:
         yield Defect(file, None, "no-images", "lists no image.")
     folder = find_images(root, split)
+    paths = [((folder or root) / record.file_name, record) for record in parsed.images.values()]
     if folder is None:
         yield Defect(f"{split}2017", None, "missing-folder", "does not exist.")
     else:
-        paths = [(folder / record.file_name, record) for record in parsed.images.values()]
         if read_images:
             yield from _check_images(root, [(path, (record.height, record.width)) for path, record in paths])
         else:
             for path, _ in paths:
                 if not path.is_file():
                     yield Defect(_relative(root, path), None, "missing-image", "does not exist.")
+    drawable = {record.id for path, record in paths if _has_size(path, (record.height, record.width))}
     for annotation in parsed.annotations:
-        for kind, cause in _region_defects(annotation, parsed.images[annotation.image_id]):
+        draw = annotation.image_id in drawable  # drawing takes memory by the declared size
+        for kind, cause in _region_defects(annotation, parsed.images[annotation.image_id], draw):
             yield Defect(file, annotation.id, kind, f"annotation {annotation.id} {cause}.")
 
 
@@ -93,13 +95,21 @@ def _check_images(root: Path, images: Sequence[tuple[Path, tuple[int, int] | Non
         yield from filter(None, pool.map(check, images))
 
 
+def _has_size(path: Path, size: tuple[int, int]) -> bool:
+    try:
+        check_size(path, size)
+    except ImageError:
+        return False
+    return True
+
+
 def _image_kind(path: Path, cause: str) -> str:
     if not path.exists():
         return "missing-image"
     return "size-mismatch" if "pixels (width x height)" in cause else "unreadable-image"
 
 
-def _region_defects(annotation: Annotation, image: ImageRecord) -> Iterator[tuple[str, str]]:
+def _region_defects(annotation: Annotation, image: ImageRecord, draw: bool) -> Iterator[tuple[str, str]]:
     segmentation = annotation.segmentation
     if not segmentation:
         yield "no-segmentation", "has no segmentation, only a box"
@@ -111,7 +121,7 @@ def _region_defects(annotation: Annotation, image: ImageRecord) -> Iterator[tupl
         if odd:
             yield "degenerate-polygon", f"has {odd} polygon(s) with an odd number of coordinates"
     try:
-        rle = encode(segmentation, image.height, image.width)
+        rle = encode(segmentation, image.height, image.width) if draw else None
         if rle is not None and pixel_count(rle) == 0:
             yield "zero-area", "covers no pixel"
     except RegionError as error:
@@ -122,7 +132,11 @@ def _region_defects(annotation: Annotation, image: ImageRecord) -> Iterator[tupl
 def _box_defects(box: object, image: ImageRecord) -> Iterator[tuple[str, str]]:
     if box is None:
         return
-    if not isinstance(box, list) or len(box) != 4 or not all(type(value) in (int, float) for value in box):
+    if (
+        not isinstance(box, list)
+        or len(box) != 4
+        or not all(type(value) in (int, float) and abs(value) < 1e12 for value in box)
+    ):
         yield "broken-box", "has a bbox that is not [x, y, width, height]"
         return
     x, y, width, height = box

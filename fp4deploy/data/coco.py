@@ -23,6 +23,7 @@ polygons of two points) are skipped; `fp4deploy data check` lists them.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,13 @@ from typing import Any
 import numpy as np
 
 from fp4deploy.data.coco_json import Annotation, CocoFile, ImageRecord, find_annotations, find_images, parse
-from fp4deploy.data.images import ImageError, read_image
-from fp4deploy.data.regions import RegionError, Rle, box, decode, encode, pixel_count
+from fp4deploy.data.images import ImageError, check_size, read_image
+from fp4deploy.data.regions import RegionError, Rle, box, encode, pixel_count, pixels_of
 from fp4deploy.data.sample import IGNORE, InstanceIds, Pixels, Sample, data_error, select_classes
 from fp4deploy.errors import InputError, suggest
 
 BACKGROUND = "background"
+MOST_DRAWN = 1_000_000_000  # pixels that the annotations of one image cover together; seconds of drawing
 
 
 class CocoDataset:
@@ -78,6 +80,7 @@ class CocoDataset:
         self.class_names, self._class_of = _number_classes(parsed, classes)
         self.stuff = _stuff(self.class_names, stuff)
         self._instances = instances
+        self._stems: Counter[Path] | None = None
         self._annotations: dict[int, list[Annotation]] = {}
         for annotation in parsed.annotations:
             self._annotations.setdefault(annotation.image_id, []).append(annotation)
@@ -106,14 +109,18 @@ class CocoDataset:
         """The split as the content of a COCO file, for scoring: RLE, classes that are counted, crowds included.
 
         Raises:
-            InputError: a segmentation cannot be drawn.
+            InputError: a segmentation cannot be drawn, or an image has another size than its annotation says.
         """
         names = {category: self.class_names[number] for number, category in self.category_ids.items()}
         kept = [category for category, number in self._class_of.items() if number and number not in self.stuff]
+        scored = set(kept)
         annotations: list[dict[str, Any]] = []
         for record in self._images:
-            for annotation in self._annotations.get(record.id, []):
-                region = self._region(annotation, record) if annotation.category_id in kept else None
+            found = [each for each in self._annotations.get(record.id, []) if each.category_id in scored]
+            if found:
+                self._compare_size(record)
+            for annotation in found:
+                region = self._region(annotation, record)
                 if region is not None:
                     annotations.append(_scored(annotation, region, number=len(annotations) + 1))
         return {
@@ -140,6 +147,22 @@ class CocoDataset:
         mask, instances = self._draw(record)
         return Sample(image, mask, record.file_name, instances if self._instances else None)
 
+    def picture_name(self, index: int) -> str:
+        """Name of a PNG file of one image: its own, with another suffix; with both where two images would share it."""
+        if self._stems is None:
+            self._stems = Counter(Path(image.file_name).with_suffix("") for image in self._images)
+        name = Path(self._images[index].file_name)
+        shared = self._stems[name.with_suffix("")] > 1
+        return f"{name if shared else name.with_suffix('')}.png"
+
+    def _compare_size(self, record: ImageRecord) -> None:
+        """Compare the declared size with the image file: drawing takes memory by the declared one."""
+        path = self._folder / record.file_name
+        try:
+            check_size(path, (record.height, record.width))
+        except ImageError as error:
+            raise data_error(self.root, f"{path} {error}") from error
+
     def _region(self, annotation: Annotation, record: ImageRecord) -> Rle | None:
         try:
             return encode(annotation.segmentation, record.height, record.width)
@@ -148,26 +171,36 @@ class CocoDataset:
             raise data_error(self.root, cause) from error
 
     def _draw(self, record: ImageRecord) -> tuple[Pixels, InstanceIds]:
-        mask = np.zeros((record.height, record.width), dtype=np.uint8)
+        mask = np.zeros(record.width * record.height, dtype=np.uint8)  # down the columns, as segmentations are
         instances = np.zeros(mask.shape, dtype=np.int32)
         objects = []
+        drawn = 0
         for annotation in self._annotations.get(record.id, []):
             region = self._region(annotation, record)
             class_id = self._class_of[annotation.category_id]
             if region is None:
                 continue
+            size = pixel_count(region)
+            drawn += size
+            if drawn > MOST_DRAWN:
+                raise data_error(
+                    self.root,
+                    f"The annotations of the image {record.file_name} cover {drawn} pixels together; the limit is "
+                    f"{MOST_DRAWN}.",
+                )
             if not annotation.crowd:
-                objects.append((class_id, region))
+                objects.append((size, class_id, region))
             elif class_id:
-                mask[decode(region)] = IGNORE
+                mask[pixels_of(region)] = IGNORE
         number = 0
-        for class_id, region in sorted(objects, key=lambda item: -pixel_count(item[1])):
-            where = decode(region)
+        for _, class_id, region in sorted(objects, key=lambda item: -item[0]):
+            where = pixels_of(region)
             mask[where] = class_id
             counted = class_id not in (0, *self.stuff)
             number += counted
             instances[where] = number if counted else 0
-        return mask, instances
+        shape = (record.width, record.height)
+        return np.ascontiguousarray(mask.reshape(shape).T), np.ascontiguousarray(instances.reshape(shape).T)
 
 
 def _scored(annotation: Annotation, region: Rle, number: int) -> dict[str, Any]:

@@ -4,17 +4,25 @@
     DIR/annotations/instances_{train,val}.json        DIR/{train,val}/*.jpg
 
 `parse` yields records and the defects of those that cannot be used, so that opening a dataset (stop at the first
-defect) and `fp4deploy data check` (list them all) agree on what a defect is.
+defect) and `fp4deploy data check` (list them all) agree on what a defect is. The file may be anyone's: names stay
+inside their folder, numbers fit 64 bits, a size is one that an image can have, and reading takes time linear in its
+length.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.data.images import MOST_PIXELS
 from fp4deploy.data.regions import Polygons, RegionError, Rle, parse_segmentation
+from fp4deploy.schema import briefly
+
+MOST_JSON_BYTES = 2 << 30  # COCO's largest file has 0.5 GB
+LONGEST_NAME = 500
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,14 @@ def parse(path: Path) -> CocoFile:
     """Read an annotation file; what is wrong with it is in `.defects`, the rest is usable. Never raises."""
     parsed = CocoFile(path)
     try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            parsed.report("broken-json", f"is larger than {MOST_JSON_BYTES >> 30} GiB, the limit for annotations.")
+            return parsed
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except RecursionError:
+        parsed.report("broken-json", "cannot be read as JSON: it is nested too deeply.")
+        return parsed
+    except (OSError, ValueError) as error:
         parsed.report("broken-json", f"cannot be read as JSON: {error}.")
         return parsed
     for key in ("images", "annotations", "categories"):
@@ -97,17 +111,42 @@ def parse(path: Path) -> CocoFile:
 
 
 def _whole(record: object, *keys: str) -> bool:
-    """Whether `record` is an object with whole numbers under all `keys`."""
-    return isinstance(record, dict) and all(type(record.get(key)) is int for key in keys)
+    """Whether `record` is an object with whole numbers of 64 bits under all `keys`."""
+    return isinstance(record, dict) and all(
+        type(record.get(key)) is int and -(1 << 63) <= record[key] < 1 << 63 for key in keys
+    )
+
+
+def _name(value: object) -> bool:
+    """Whether this is text that a table, a file or a message can hold."""
+    if not isinstance(value, str) or not 0 < len(value) <= LONGEST_NAME or "\0" in value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def inside_folder(name: str) -> bool:
+    """Whether a file name stays in the folder that it is joined to, on any system.
+
+    >>> [inside_folder(name) for name in ("a.jpg", "b/a.jpg", "/a.jpg", "../a.jpg", "b/../../a.jpg", "C:a.jpg")]
+    [True, True, False, False, False, False]
+    """
+    parts = re.split(r"[\\/]", name)
+    return parts[0] != "" and ".." not in parts and re.match(r"[A-Za-z]:", name) is None
 
 
 def _parse_categories(parsed: CocoFile, records: list[Any]) -> None:
+    names: set[str] = set()
     for record in records:
-        if not _whole(record, "id") or not isinstance(record.get("name"), str):
-            parsed.report("broken-category", f"holds a category without 'id' and 'name': {_short(record)}.")
-        elif record["id"] in parsed.categories or record["name"] in parsed.categories.values():
+        if not _whole(record, "id") or not _name(record.get("name")):
+            parsed.report("broken-category", f"holds a category without 'id' and 'name': {briefly(record)}.")
+        elif record["id"] in parsed.categories or record["name"] in names:
             parsed.report("duplicate-category", f"lists the category {record['id']} '{record['name']}' twice.")
         else:
+            names.add(record["name"])
             parsed.categories[record["id"]] = record["name"]
             if _whole(record, "mask_value"):
                 parsed.mask_values[record["mask_value"]] = record["name"]
@@ -115,14 +154,26 @@ def _parse_categories(parsed: CocoFile, records: list[Any]) -> None:
 
 def _parse_images(parsed: CocoFile, records: list[Any]) -> None:
     for record in records:
-        if not _whole(record, "id", "height", "width") or not isinstance(record.get("file_name"), str):
+        if not _whole(record, "id", "height", "width") or not _name(record.get("file_name")):
             parsed.report(
-                "broken-image", f"holds an image without 'id', 'file_name', 'height', 'width': {_short(record)}."
+                "broken-image", f"holds an image without 'id', 'file_name', 'height', 'width': {briefly(record)}."
             )
         elif record["id"] in parsed.images:
             parsed.report("duplicate-image", f"lists the image id {record['id']} twice.")
         elif record["height"] < 1 or record["width"] < 1:
             parsed.report("broken-image", f"gives the image {record['file_name']} no pixels.")
+        elif record["height"] * record["width"] > MOST_PIXELS:
+            parsed.report(
+                "broken-image",
+                f"gives the image {record['file_name']} {record['height']} x {record['width']} pixels; the limit is "
+                f"{MOST_PIXELS}.",
+            )
+        elif not inside_folder(record["file_name"]):
+            parsed.report(
+                "outside-folder",
+                f"names the image {record['file_name']}, which is outside the folder of the images: give a name "
+                "relative to it, without '..'.",
+            )
         else:
             parsed.images[record["id"]] = ImageRecord(
                 id=record["id"], file_name=record["file_name"], height=record["height"], width=record["width"]
@@ -135,7 +186,7 @@ def _parse_annotations(parsed: CocoFile, records: list[Any]) -> None:
         if not _whole(record, "id", "image_id", "category_id"):
             parsed.report(
                 "broken-annotation",
-                f"holds an annotation without 'id', 'image_id' and 'category_id': {_short(record)}.",
+                f"holds an annotation without 'id', 'image_id' and 'category_id': {briefly(record)}.",
                 record["id"] if _whole(record, "id") else None,
             )
             continue
@@ -170,7 +221,7 @@ def _parse_region(parsed: CocoFile, record: dict[str, Any]) -> None:
         crowd=bool(record.get("iscrowd", 0)),
         segmentation=segmentation,
         box=record.get("bbox"),
-        area=float(area) if type(area) in (int, float) and area >= 0 else None,
+        area=float(area) if type(area) in (int, float) and 0 <= area < 1e18 else None,
     )
     parsed.annotations.append(annotation)
 
@@ -178,8 +229,3 @@ def _parse_region(parsed: CocoFile, record: dict[str, Any]) -> None:
 def _listed(ids: list[int]) -> str:
     shown = ", ".join(map(str, ids[:12]))
     return f"it lists {shown}" + (f" and {len(ids) - 12} more" if len(ids) > 12 else "")
-
-
-def _short(record: object) -> str:
-    text = json.dumps(record)
-    return text if len(text) <= 80 else text[:77] + "..."

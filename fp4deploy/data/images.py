@@ -5,12 +5,16 @@ show the photo upright annotate the *rotated* ones. The size written in the anno
 pixels as stored, size of the upright photo -> rotated upright, neither -> an error. Where both sizes are equal (square
 photos, 180 degrees) the pixels stay as stored.
 
-A file that ends early is an error, never a half grey image.
+A file that ends early is an error, never a half grey image. Only the formats of `FORMATS` are opened, whatever a file
+is called: Pillow decodes some others with the help of other programs (EPS: Ghostscript).
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,8 +24,13 @@ from PIL import Image, ImageFile, ImageOps
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError
 
+FORMATS = ("JPEG", "PNG", "BMP", "DIB", "WEBP", "TIFF", "GIF", "PPM")
+MOST_PIXELS = 2 * 89_478_485  # of one image; beyond it Pillow refuses to decode
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+_UNREADABLE = (
+    *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, RuntimeError, struct.error),
+    *(zlib.error, AttributeError, ArithmeticError, Image.DecompressionBombError),
+)
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 
@@ -30,25 +39,58 @@ class ImageError(ValueError):
     """An image that cannot be used; the message is the end of a sentence that starts with the file's name."""
 
 
-def open_image(path: Path | str | BinaryIO) -> Image.Image:
-    """Decode a whole file, or a stream.
+def open_image(path: Path | str | BinaryIO, size: tuple[int, int] | None = None) -> Image.Image:
+    """Decode a whole file, or a stream, after its header was compared with `size`, (height, width), where given.
 
     Raises:
-        ImageError: missing, truncated or not an image.
+        ImageError: missing, truncated, not an image, or of another size.
     """
     tolerant = ImageFile.LOAD_TRUNCATED_IMAGES
     ImageFile.LOAD_TRUNCATED_IMAGES = False  # another library may have switched it on
     try:
-        with Image.open(path) as image:
+        with _opened(path) as image:
+            if size is not None:
+                _require_size(image, size)
             image.load()
         return image
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = tolerant
+
+
+@contextmanager
+def _opened(path: Path | str | BinaryIO) -> Iterator[Image.Image]:
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            yield image
     except FileNotFoundError:
         raise ImageError("does not exist.") from None
+    except ImageError:
+        raise
     except _UNREADABLE as error:
         cause = "is not an image" if "cannot identify" in str(error) else f"cannot be decoded ({error})"
         raise ImageError(f"{cause}; it may be truncated: copy it again.") from error
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = tolerant
+
+
+def check_size(path: Path, size: tuple[int, int]) -> None:
+    """Compare (height, width) with the header of an image file, without decoding it.
+
+    Raises:
+        ImageError: the file cannot be read, or it is of another size.
+    """
+    with _opened(path) as image:
+        _require_size(image, size)
+
+
+def _require_size(image: Image.Image, size: tuple[int, int]) -> None:
+    """Stored or, with an EXIF orientation that swaps the sides, upright: one of the two must be `size`."""
+    stored = (image.height, image.width)
+    if stored == size:
+        return
+    turned = image.getexif().get(_EXIF_ORIENTATION) in _TRANSPOSED
+    if not (turned and (image.width, image.height) == size):
+        raise ImageError(
+            f"is {image.width}x{image.height} pixels (width x height), but its annotation says {size[1]}x{size[0]}."
+        )
 
 
 def read_image(path: Path, size: tuple[int, int] | None = None) -> Pixels:
@@ -61,15 +103,13 @@ def read_image(path: Path, size: tuple[int, int] | None = None) -> Pixels:
     Raises:
         ImageError: not decodable, or its size is not `size`.
     """
-    image = open_image(path)
-    if size is not None and (image.height, image.width) != size:
-        turned = image.getexif().get(_EXIF_ORIENTATION) in _TRANSPOSED
-        if not (turned and (image.width, image.height) == size):
-            raise ImageError(
-                f"is {image.width}x{image.height} pixels (width x height), but its annotation says {size[1]}x{size[0]}."
-            )
-        image = ImageOps.exif_transpose(image)
-    return np.array(_to_rgb(image))
+    image = open_image(path, size)
+    try:
+        if size is not None and (image.height, image.width) != size:
+            image = ImageOps.exif_transpose(image)
+        return np.array(_to_rgb(image))
+    except _UNREADABLE as error:
+        raise ImageError(f"cannot be converted to RGB ({error}).") from error
 
 
 def upright_image(source: Path | str | BinaryIO | Image.Image) -> Pixels:
@@ -89,7 +129,7 @@ def upright_image(source: Path | str | BinaryIO | Image.Image) -> Pixels:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16") or image.mode == "I":  # 16-bit greyscale: keep the upper byte
-        upper = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
+        upper = np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8)
         return Image.fromarray(upper).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")

@@ -75,6 +75,11 @@ def select_classes(names: Sequence[str], wanted: Sequence[str] | None, source: P
         InputError: `wanted` holds an unknown or a repeated name, or there are more classes than a mask can hold.
     """
     chosen = tuple(wanted) if wanted else tuple(names)
+    if len(chosen) >= MAX_CLASSES:
+        raise InputError(
+            f"{source} has {len(chosen)} classes, and at most {MAX_CLASSES - 1} can be learned at once. "
+            "Choose some with: --classes a,b,c"
+        )
     for name in chosen:
         if name not in names:
             listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
@@ -84,9 +89,4 @@ def select_classes(names: Sequence[str], wanted: Sequence[str] | None, source: P
             )
         if chosen.count(name) > 1:
             raise InputError(f"The class '{name}' is given twice; give every name once: --classes a,b,c")
-    if len(chosen) >= MAX_CLASSES:
-        raise InputError(
-            f"{source} has {len(chosen)} classes, and at most {MAX_CLASSES - 1} can be learned at once. "
-            "Choose some with: --classes a,b,c"
-        )
     return chosen

@@ -94,7 +94,7 @@ class PanopticWriter:
         """
         record = self.dataset.images[index]
         whole = panoptic(found, self.dataset.category_ids, self.dataset.stuff)
-        name = f"{Path(record.file_name).with_suffix('')}.png"
+        name = self.dataset.picture_name(index)
         with atomic_write(self.folder / "panoptic" / name) as temporary:
             Image.fromarray(to_rgb(whole.ids)).save(temporary, format="PNG")
         self._annotations.append({"image_id": record.id, "file_name": name, "segments_info": whole.segments})
