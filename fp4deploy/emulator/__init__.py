@@ -1,0 +1,1 @@
+"""A PTX emulator: the kernels executed instruction by instruction on a CPU; see docs/emulator.md."""

@@ -1,0 +1,302 @@
+"""Branches, barriers, votes and shuffles.
+
+| instructions | PTX ISA |
+|---|---|
+| bra, ret, exit | Control Flow Instructions |
+| bar.sync, barrier.sync, bar.red, bar.warp.sync, barrier.cluster, elect, vote, activemask, griddepcontrol | Parallel Synchronization and Communication Instructions |
+| shfl | Data Movement Instructions: shfl.sync |
+| membar, fence | Parallel Synchronization: membar, fence |
+
+`bar.sync` needs every thread of the block, or as many as it says; threads that have ended will never come. A launch of
+the emulator is alone, so that `griddepcontrol` waits for nothing. Fences have no effect here: memory is in order, and
+what may overtake what is the business of `shared`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4deploy.emulator.faults import Hazard, UnknownInstruction
+from fp4deploy.emulator.machine import WARP, Active, Continue, Machine, Step, implements
+from fp4deploy.emulator.operands import pair_of, reader, writer
+from fp4deploy.emulator.ptx import Entry, Immediate, Instruction, Operand, Symbol
+
+Array = NDArray[Any]
+EVERYBODY = 0xFFFFFFFF
+CLUSTER = -1  # the barrier of a cluster, beside the numbered ones of its blocks
+
+
+@implements("bra", control=True)
+def branch(entry: Entry, instruction: Instruction) -> Step:
+    """To a label, for the threads whose predicate holds."""
+    label = instruction.operands[0]
+    assert isinstance(label, Symbol)
+    target = entry.labels[label.name]
+
+    def run(m: Machine, active: Active) -> Continue:
+        chosen = m.guard(instruction, active)
+        if chosen is active:
+            return [(target, active.mask)]
+        return [(target, chosen.mask), (m.pc + 1, active.mask & ~chosen.mask)]
+
+    return run
+
+
+@implements("ret", "exit", control=True)
+def end(entry: Entry, instruction: Instruction) -> Step:
+    """The thread ends."""
+
+    def run(m: Machine, active: Active) -> Continue:
+        chosen = m.guard(instruction, active)
+        m.exited = m.exited | chosen.mask
+        return [(m.pc + 1, active.mask & ~chosen.mask)] if chosen is not active else []
+
+    return run
+
+
+@implements("membar", "fence", "griddepcontrol", "prefetch", "pragma", "tcgen05.fence", "discard")
+def nothing(entry: Entry, instruction: Instruction) -> Step:
+    """Order that the emulator always has, and hints."""
+    return lambda m, active: None
+
+
+@implements("bar.sync", "barrier.sync", "bar.red", "bar.cta.sync", "barrier.cta.sync", control=True)
+def barrier(entry: Entry, instruction: Instruction) -> Step:
+    """Waits for the other threads of the block; bar.red also combines a predicate of all."""
+    if instruction.guard:
+        raise UnknownInstruction("a barrier with a predicate is not implemented")
+    operands = list(instruction.operands)
+    reduce = instruction.parts[0] == "bar" and "red" in instruction.parts
+    result = writer(entry, operands.pop(0)) if reduce else None
+    source = reader(entry, operands.pop(), "pred") if reduce else None
+    number = reader(entry, operands[0], "u32")
+    count = reader(entry, operands[1], "u32") if len(operands) > 1 else None
+    combine = {"or": np.any, "and": np.all}.get(next((part for part in instruction.parts if part in ("or", "and")), ""))
+    aligned = instruction.parts[0] == "bar" or "aligned" in instruction.parts
+
+    def run(m: Machine, active: Active) -> Continue:
+        if aligned:
+            m.whole_warps(active, "bar.sync")
+        which = np.broadcast_to(number(m, active), (m.count,))
+        if which[active.mask].min() != which[active.mask].max():
+            raise Hazard("barrier", "threads of one instruction wait at different barriers")
+        name = int(which[active.index[0]])
+        needed = int(np.broadcast_to(count(m, active), (m.count,))[active.index[0]]) if count else None
+        if needed is not None and (needed % WARP or needed > m.padded):
+            raise Hazard("barrier", f"a barrier of {needed} threads: a multiple of {WARP}, at most {m.padded}, is possible")
+        value = np.broadcast_to(source(m, active), (m.count,)) if source else None
+        return _arrive(m, active, name, needed, value, result, combine)
+
+    return run
+
+
+def _arrive(m: Machine, active: Active, name: int, needed: int | None, value: Any, result: Any, combine: Any) -> Continue:
+    waiting: dict[int, Array] = m.waiting.setdefault((name, 0), {})
+    for pc, mask in waiting.items():
+        if (mask & active.mask).any() and pc != m.pc:
+            raise Hazard("barrier", "a thread waits twice at a barrier")
+    waiting[m.pc + 1] = waiting[m.pc + 1] | active.mask if m.pc + 1 in waiting else active.mask
+    if value is not None:
+        kept = m.units.setdefault("bar.red", np.zeros(m.count, bool))
+        kept[active.mask] = value[active.mask]
+    everyone = np.zeros(m.count, bool)
+    for mask in waiting.values():
+        everyone |= mask
+    arrived = everyone.reshape(m.blocks, m.padded)
+    if needed is None:
+        complete = (arrived == m.started.reshape(m.blocks, m.padded)).all(1)
+        ended = (m.exited & m.started).reshape(m.blocks, m.padded)
+        stuck = ((arrived | ended) == m.started.reshape(m.blocks, m.padded)).all(1) & ~complete
+        if stuck.any():
+            raise Hazard("barrier", "a barrier of all threads of a block, some of which have ended")
+    else:
+        if (arrived.sum(1) > needed).any():
+            raise Hazard("barrier", f"{int(arrived.sum(1).max())} threads come to a barrier of {needed}")
+        complete = arrived.sum(1) == needed
+    if not complete.any():
+        return []
+    free = np.repeat(complete, m.padded) & everyone
+    _order(m, np.flatnonzero(complete), free)
+    followers: Continue = []
+    for pc in [*waiting]:
+        go = waiting[pc] & free
+        rest = waiting[pc] & ~free
+        waiting.pop(pc)
+        if rest.any():
+            waiting[pc] = rest
+        followers.append((pc, go))
+    if value is not None:
+        kept = m.units["bar.red"].reshape(m.blocks, m.padded)
+        masked = np.where(arrived, kept, combine is np.all)
+        result(m, Active(free), np.repeat(combine(masked, axis=1), m.padded))
+    return followers
+
+
+def _order(m: Machine, blocks: Array, mask: Array) -> None:
+    """What the warps of each block did before the barrier came before what they do after it."""
+    rows = m.row.reshape(m.blocks, m.warps, WARP)[:, :, 0]
+    inside = mask.reshape(m.blocks, m.warps, WARP).any(2)
+    if inside[blocks].all():
+        m.shared.meet(rows[blocks])
+        return
+    for block in blocks:
+        m.shared.meet(rows[block][inside[block]][None])
+
+
+@implements("bar.warp.sync")
+def warp_barrier(entry: Entry, instruction: Instruction) -> Step:
+    """Lanes of a warp are in program order here; they only have to be there."""
+    members = reader(entry, instruction.operands[0], "u32")
+
+    def run(m: Machine, active: Active) -> None:
+        _members(m, active, members, "bar.warp.sync")
+
+    return run
+
+
+def _members(m: Machine, active: Active, members: Any, what: str) -> Array:
+    """The active lanes [warps, 32]; they must be those that the member mask names."""
+    mask = np.broadcast_to(members(m, active), (m.count,)).reshape(-1, WARP)
+    lanes = active.mask.reshape(-1, WARP)
+    first = mask[np.arange(len(lanes)), lanes.argmax(1)]
+    named = (first[:, None] >> np.arange(WARP, dtype=np.uint32) & np.uint32(1)).astype(bool)
+    if (lanes.any(1) & (lanes != (named & m.started.reshape(-1, WARP))).any(1)).any():
+        raise Hazard("barrier", f"{what} is executed by other lanes than its member mask names")
+    return lanes
+
+
+def _rank_rows(m: Machine, clusters: Array) -> Array:
+    """Agents of all warps of clusters."""
+    rows = m.row.reshape(m.blocks, m.warps, WARP)[:, :, 0].reshape(-1, m.cluster * m.warps)
+    return rows[clusters]
+
+
+@implements("barrier.cluster.arrive", "barrier.cluster.wait", control=True)
+def cluster_barrier(entry: Entry, instruction: Instruction) -> Step:
+    """Arrive, then wait for all threads of the cluster."""
+    arriving = "arrive" in instruction.parts
+    if instruction.guard:
+        raise UnknownInstruction("a barrier with a predicate is not implemented")
+
+    def run(m: Machine, active: Active) -> Continue | None:
+        state = m.units.setdefault("cluster", {"arrived": np.zeros(m.count, bool), "waiting": {}})
+        if arriving:
+            if (state["arrived"] & active.mask).any():
+                raise Hazard("barrier", "a thread arrives twice at the barrier of its cluster")
+            state["arrived"] = state["arrived"] | active.mask
+            return None
+        if (~state["arrived"] & active.mask).any():
+            raise Hazard("barrier", "a thread waits at the barrier of its cluster without having arrived")
+        waiting = state["waiting"]
+        waiting[m.pc + 1] = waiting.get(m.pc + 1, np.zeros(m.count, bool)) | active.mask
+        everyone = np.zeros(m.count, bool)
+        for mask in waiting.values():
+            everyone |= mask
+        complete = (everyone == m.started).reshape(-1, m.cluster * m.padded).all(1)
+        free = np.repeat(complete, m.cluster * m.padded)
+        if not complete.any():
+            return []
+        m.shared.meet(_rank_rows(m, np.flatnonzero(complete)))
+        state["arrived"] = state["arrived"] & ~free
+        followers = [(pc, mask & free) for pc, mask in waiting.items()]
+        state["waiting"] = {pc: mask & ~free for pc, mask in waiting.items() if (mask & ~free).any()}
+        return followers
+
+    return run
+
+
+@implements("elect")
+def elect(entry: Entry, instruction: Instruction) -> Step:
+    """d|p: the lowest member lane, and true in it alone."""
+    first, second = pair_of(instruction.operands[0])
+    leader = writer(entry, first)
+    chosen = writer(entry, second) if second else None
+    members = reader(entry, instruction.operands[1], "u32")
+
+    def run(m: Machine, active: Active) -> None:
+        lanes = _members(m, active, members, "elect.sync")
+        lowest = lanes.argmax(1).astype(np.uint32)
+        leader(m, active, np.repeat(lowest, WARP))
+        if chosen:
+            chosen(m, active, (np.arange(m.count) % WARP) == np.repeat(lowest, WARP))
+
+    return run
+
+
+@implements("vote")
+def vote(entry: Entry, instruction: Instruction) -> Step:
+    """all, any, uni, ballot of a predicate over the member lanes."""
+    mode = instruction.parts[2]
+    result = writer(entry, instruction.operands[0])
+    source = reader(entry, instruction.operands[1], "pred")
+    members = reader(entry, instruction.operands[2], "u32")
+    negate = {"all": np.all, "any": np.any}
+
+    def run(m: Machine, active: Active) -> None:
+        lanes = _members(m, active, members, "vote.sync")
+        value = np.broadcast_to(source(m, active), (m.count,)).reshape(-1, WARP)
+        if mode == "ballot":
+            bits = ((value & lanes) << np.arange(WARP, dtype=np.uint64)).sum(1)
+            result(m, active, np.repeat(bits.astype(np.uint32), WARP))
+            return
+        masked = np.where(lanes, value, mode == "all")
+        result(m, active, np.repeat(negate[mode](masked, axis=1), WARP))
+
+    return run
+
+
+@implements("activemask")
+def active_mask(entry: Entry, instruction: Instruction) -> Step:
+    """Bits of the lanes that execute this together."""
+    result = writer(entry, instruction.operands[0])
+
+    def run(m: Machine, active: Active) -> None:
+        bits = (active.mask.reshape(-1, WARP).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
+        result(m, active, np.repeat(bits.astype(np.uint32), WARP))
+
+    return run
+
+
+@implements("shfl")
+def shuffle(entry: Entry, instruction: Instruction) -> Step:
+    """Each lane reads a register of another lane; of a lane that does not execute it, the value is undefined."""
+    mode = instruction.parts[2]
+    first, second = pair_of(instruction.operands[0])
+    result, inside = writer(entry, first), writer(entry, second) if second else None
+    value = reader(entry, instruction.operands[1], "b32")
+    by, clamp = (reader(entry, each, "u32") for each in instruction.operands[2:4])
+    members = reader(entry, instruction.operands[4], "u32")
+
+    def run(m: Machine, active: Active) -> None:
+        lanes = _members(m, active, members, "shfl.sync")
+        lane = np.broadcast_to(np.arange(WARP), lanes.shape)
+        offset = np.broadcast_to(by(m, active), (m.count,)).reshape(-1, WARP).astype(np.int64) & 31
+        control = np.broadcast_to(clamp(m, active), (m.count,)).reshape(-1, WARP).astype(np.int64)
+        segment, limit = control >> 8 & 31, control & 31
+        top = (lane & segment) | (limit & ~segment)
+        source = {
+            "bfly": lane ^ offset,
+            "up": lane - offset,
+            "down": lane + offset,
+            "idx": (lane & segment) | (offset & ~segment),
+        }[mode]
+        valid = source >= top if mode == "up" else source <= top
+        source = np.where(valid, source, lane)
+        if (lanes & ~np.take_along_axis(lanes, source, 1)).any():
+            raise Hazard("barrier", "shfl.sync reads a lane that does not execute it")
+        values = np.broadcast_to(value(m, active), (m.count,)).reshape(-1, WARP)
+        result(m, active, np.take_along_axis(values, source, 1).reshape(-1))
+        if inside:
+            inside(m, active, valid.reshape(-1))
+
+    return run
+
+
+def constant(operand: Operand) -> int:
+    """The value of an immediate operand."""
+    if not isinstance(operand, Immediate):
+        raise UnknownInstruction("a constant is expected")
+    return operand.value
