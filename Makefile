@@ -1,5 +1,6 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
 # make test   formatting, lint, types, layers and tests
+# make emulate   every kernel of the list in the PTX emulator, with planted faults; ten minutes
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
 
@@ -8,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test docs install install-dev install-docs clean
+.PHONY: demo test emulate docs install install-dev install-docs clean
 
 demo: install
 	$(BIN)/fp4deploy run --demo
@@ -18,7 +19,10 @@ test: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not emulate"
+
+emulate: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m emulate
 
 docs: install-docs
 	$(BIN)/mkdocs build --strict

@@ -1,4 +1,7 @@
-"""`fp4deploy kernels`: compile the Triton kernels ahead of time (AOT), for GPUs that need not be present."""
+"""`fp4deploy kernels`: compile the Triton kernels ahead of time (AOT), for GPUs that need not be present.
+
+With --emulate the PTX of all kernels, Triton's and CUDA's, is executed on the CPU instead (`fp4deploy.emulator`).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp4deploy.errors import GateError
+from fp4deploy.errors import GateError, InputError
 
 from ..console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
+    from fp4deploy.emulator.cases import Case, Outcome
     from fp4deploy.plugins.aot.build import BuildResult
 
 SHOWN = 10  # kernels that the error message names; the table has all
 
 
 def kernels(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="With --emulate: kernels or families.", show_default="all"),
+    ] = None,
     arch: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,8 +44,20 @@ def kernels(
         int | None, typer.Option("--jobs", min=1, help="Parallel processes.", show_default="one for each CPU core")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Execute the PTX on the CPU and compare with the reference.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option("--model", help="Accumulator of --emulate: hardware, exact or mmasim.")
+    ] = "hardware",
+    seed: Annotated[int, typer.Option("--seed", help="Of the values that --emulate draws.")] = 0,
 ) -> None:
     """Compile every Triton kernel; exits 1 if one falls back to other instructions or spills registers."""
+    if emulate:
+        _emulate(names or [], arch or ["sm120"], model, seed, as_json)
+        return
+    if names:
+        raise InputError("Names are for --emulate; without it every kernel is compiled.")
     from fp4deploy.plugins.aot.build import build
     from fp4deploy.plugins.gemm.triton.variants import all_variants
 
@@ -102,3 +122,48 @@ def _judge(built: list[BuildResult]) -> None:
         named = [f"{each.launch.kernel} for {each.arch}: {'; '.join(each.diagnostics())}" for each in wrong[:SHOWN]]
         more = f" And {len(wrong) - SHOWN} more." if len(wrong) > SHOWN else ""
         raise GateError(f"{len(wrong)} of {len(built)} kernels failed the checks. {'. '.join(named)}.{more}")
+
+
+def _emulate(names: list[str], archs: list[str], model: str, seed: int, as_json: bool) -> None:
+    from fp4deploy.emulator.accumulate import MODELS
+    from fp4deploy.emulator.cases import Setting, cases
+
+    if model not in MODELS:
+        raise InputError(f"There is no accumulator '{model}'. Valid: {', '.join(MODELS)}.")
+    done: list[tuple[str, Case, Outcome]] = []
+    for target in _targets(archs):
+        setting = Setting(arch=target, model=model, seed=seed)
+        for case in cases(names, setting.capability):
+            note(f"{case.name} for {target} ...")
+            done.append((target, case, case.outcome(setting)))
+    if as_json:
+        print_json({"model": model, "seed": seed, "kernels": [_outcome_json(*each) for each in done]})
+    else:
+        _print_outcomes(done)
+    wrong = [f"{case.name} for {target}" for target, case, outcome in done if not outcome.good]
+    notes().print(f"{len(done) - len(wrong)} of {len(done)} cases are bit-equal to the reference.", markup=False)
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise GateError(f"{len(wrong)} of {len(done)} cases failed: {', '.join(wrong[:SHOWN])}{more}.")
+
+
+def _outcome_json(target: str, case: Case, outcome: Outcome) -> dict[str, object]:
+    about: dict[str, object] = {"kernel": case.name, "family": case.family, "arch": target}
+    about |= {"launches": outcome.kernels, "values": outcome.values, "different": outcome.wrong}
+    about |= {"instructions": outcome.statistics.instructions, "lines": outcome.statistics.lines}
+    return about | {"bit_equal": outcome.good, "hazard": outcome.fault, "seconds": round(outcome.seconds, 2)}
+
+
+def _print_outcomes(done: list[tuple[str, Case, Outcome]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    left = ("kernel", "family", "for", "bit-equal", "hazards")
+    for name in ("kernel", "family", "for", "launches", "PTX lines", "instructions", "values", *left[3:], "seconds"):
+        table.add_column(name, justify="left" if name in left else "right")
+    for target, case, outcome in done:
+        counts = (outcome.kernels, outcome.statistics.lines, outcome.statistics.instructions, outcome.values)
+        equal = "yes" if outcome.good else f"{outcome.wrong} differ" if not outcome.fault else "no"
+        row = [case.name, case.family, target, *map(str, counts), equal, outcome.fault or "none"]
+        table.add_row(*row, f"{outcome.seconds:.1f}", style=None if outcome.good else "red")
+    results().print(table)

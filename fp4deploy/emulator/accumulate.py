@@ -4,23 +4,24 @@
 
 | model | sum | rounding |
 |---|---|---|
-| `hardware` | aligned to the largest exponent, each term cut off after F fraction bits, then added exactly | toward zero |
+| `hardware` | terms aligned to the largest exponent, cut off after F fraction bits, added exactly | toward zero |
 | `exact` | exact | to nearest, ties to even, once for each instruction |
 | `mmasim` | as `hardware`, computed by the package of that name | toward zero |
 
-**FP4 with block scales** (K = 64). The products of 16 elements, multiples of 1/4, are added exactly. Four such sums, each
-times the significands of its two scales and with their exponents added, and c are aligned and cut off at F = 35 bits.
+**FP4 with block scales** (K = 64). The products of 16 elements, multiples of 1/4, are added exactly. Four such sums,
+each times the significands of its two scales and with their exponents added, and c are aligned and cut off at F = 35
+bits.
 
 **FP16 and BF16** (K = 16). Each product is a term of its own, F = 25 (24 before SM90, which also take 8 products a
 step instead of 16).
 
-A term that is zero has an exponent of its own (`zero`), below that of every other number. The exponent of a term is that
-of its factors: a product of significands can be 2 or more and is not normalised first, and the sum of 16 products can be
-much larger, so that fewer bits of c are lost than of the terms.
+A term that is zero has an exponent of its own (`zero`), below that of every other number. The exponent of a term is
+that of its factors: a product of significands can be 2 or more and is not normalised first, and the sum of 16 products
+can be much larger.
 
-The model is published and was fitted to hardware by its authors: P. Xie, Y. Wang, F. Yang, M. Yang, "MMA-Sim: Bit-Accurate
-Reference Model of Tensor Cores and Matrix Cores", https://arxiv.org/abs/2511.10909. The implementation here is
-this project's own; the tests compare the two.
+The model is published and was fitted to hardware by its authors: P. Xie, Y. Wang, F. Yang, M. Yang, "MMA-Sim:
+Bit-Accurate Reference Model of Tensor Cores and Matrix Cores", https://arxiv.org/abs/2511.10909. The implementation
+here is this project's own; the tests compare the two.
 """
 
 from __future__ import annotations

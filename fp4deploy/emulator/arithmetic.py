@@ -3,7 +3,7 @@
 | instructions | PTX ISA |
 |---|---|
 | add, sub, mul, mad, div, rem, abs, neg, min, max, bfe, bfi, popc, clz, bfind, brev | Integer Arithmetic Instructions |
-| add, sub, mul, fma, div, rcp, sqrt, rsqrt, abs, neg, min, max, ex2, lg2 | Floating-Point, Half-Precision Instructions |
+| add, sub, mul, fma, div, rcp, sqrt, rsqrt, abs, neg, copysign, min, max, ex2, lg2 | Floating-Point Instructions |
 | setp, set, selp | Comparison and Selection Instructions |
 | and, or, xor, not, shl, shr, lop3, shf | Logic and Shift Instructions |
 | mov, prmt | Data Movement Instructions |
@@ -46,7 +46,7 @@ def elementwise(entry: Entry, instruction: Instruction, function: Callable[..., 
 
 def _modifiers(instruction: Instruction, *allowed: str) -> str:
     """The type; refuses modifiers that change the result and are not listed."""
-    unknown = {part for part in instruction.parts[1:-1]} - {"rn", "full", "approx", *allowed}
+    unknown = set(instruction.parts[1:-1]) - {"rn", "full", "approx", *allowed}
     if unknown:
         raise UnknownInstruction(f"the modifier {', '.join(sorted(unknown))} is not implemented")
     return instruction.parts[-1]
@@ -215,8 +215,16 @@ def _high(a: Array, b: Array, signed: bool) -> Array:
 
 
 _COMPARE: dict[str, Callable[..., Array]] = {
-    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater},
-    **{"ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal},
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
 }
 _COMBINE: dict[str, Callable[..., Array]] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
@@ -261,7 +269,10 @@ def select(entry: Entry, instruction: Instruction) -> Step:
 
 
 _LOGIC: dict[str, Callable[..., Array]] = {
-    **{"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "not": lambda a: ~a},
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "not": lambda a: ~a,
     "cnot": lambda a: (a == 0).astype(a.dtype),
 }
 
@@ -396,7 +407,9 @@ def permute(entry: Entry, instruction: Instruction) -> Step:
         value = np.uint32(0)
         for i in range(4):
             nibble = selector >> np.uint32(4 * i) & np.uint32(15)
-            byte = (both >> ((nibble & np.uint32(7)) * np.uint32(8)).astype(np.uint64)).astype(np.uint32) & np.uint32(255)
+            byte = (both >> ((nibble & np.uint32(7)) * np.uint32(8)).astype(np.uint64)).astype(np.uint32) & np.uint32(
+                255
+            )
             sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
             value = value | np.where(nibble & np.uint32(8), sign, byte) << np.uint32(8 * i)
         return np.asarray(value, np.uint32)

@@ -3,7 +3,7 @@
 | instructions | PTX ISA |
 |---|---|
 | bra, ret, exit | Control Flow Instructions |
-| bar.sync, barrier.sync, bar.red, bar.warp.sync, barrier.cluster, elect, vote, activemask, griddepcontrol | Parallel Synchronization and Communication Instructions |
+| bar, barrier, barrier.cluster, elect, vote, activemask, griddepcontrol | Parallel Synchronization Instructions |
 | shfl | Data Movement Instructions: shfl.sync |
 | membar, fence | Parallel Synchronization: membar, fence |
 
@@ -86,14 +86,16 @@ def barrier(entry: Entry, instruction: Instruction) -> Step:
         name = int(which[active.index[0]])
         needed = int(np.broadcast_to(count(m, active), (m.count,))[active.index[0]]) if count else None
         if needed is not None and (needed % WARP or needed > m.padded):
-            raise Hazard("barrier", f"a barrier of {needed} threads: a multiple of {WARP}, at most {m.padded}, is possible")
+            raise Hazard("barrier", f"a barrier of {needed} threads; multiples of {WARP} up to {m.padded} are possible")
         value = np.broadcast_to(source(m, active), (m.count,)) if source else None
         return _arrive(m, active, name, needed, value, result, combine)
 
     return run
 
 
-def _arrive(m: Machine, active: Active, name: int, needed: int | None, value: Any, result: Any, combine: Any) -> Continue:
+def _arrive(
+    m: Machine, active: Active, name: int, needed: int | None, value: Any, result: Any, combine: Any
+) -> Continue:
     waiting: dict[int, Array] = m.waiting.setdefault((name, 0), {})
     for pc, mask in waiting.items():
         if (mask & active.mask).any() and pc != m.pc:

@@ -88,7 +88,9 @@ def _narrowed(x: Array, target: str, modifiers: set[str]) -> Array:
         x = np.where(np.isnan(x), np.float32(0), np.clip(x, 0, 1)).astype(x.dtype)
     if target == "f32":
         if x.dtype.kind in "iu" and x.dtype.itemsize == 8:
-            return np.asarray([float(np.float32(value)) for value in np.atleast_1d(x).tolist()], np.float32).reshape(x.shape)
+            return np.asarray([float(np.float32(value)) for value in np.atleast_1d(x).tolist()], np.float32).reshape(
+                x.shape
+            )
         return x.astype(np.float32)
     if target == "f64":
         return x.astype(np.float64)
@@ -167,7 +169,9 @@ def _decoded(entry: Entry, instruction: Instruction, target: str, source: str) -
             low, high = (DOUBLED[part] / np.float32(2) for part in (bits & 15, bits >> 4 & 15))
         else:
             low, high = (e4m3_values(part) for part in (bits & 255, bits >> 8))
-        pair = [np.ascontiguousarray(_narrowed(x.astype(np.float32), narrow, {"rn"})).view(np.uint16) for x in (low, high)]
+        pair = [
+            np.ascontiguousarray(_narrowed(x.astype(np.float32), narrow, {"rn"})).view(np.uint16) for x in (low, high)
+        ]
         result(m, active, (pair[0] | pair[1].astype(np.uint32) << np.uint32(16)).astype(np.uint32))
 
     return run

@@ -19,7 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy.emulator.faults import Hazard, UnknownInstruction
-from fp4deploy.emulator.machine import GENERIC_PARAMETER, GENERIC_SHARED, WARP, WINDOW, Active, Machine, Step, implements
+from fp4deploy.emulator.machine import (
+    GENERIC_PARAMETER,
+    GENERIC_SHARED,
+    WARP,
+    WINDOW,
+    Active,
+    Machine,
+    Step,
+    implements,
+)
 from fp4deploy.emulator.operands import KINDS, Writer, address, reader, readers, writer, writers
 from fp4deploy.emulator.ptx import BYTES, Address, Entry, Instruction, Symbol, Vector
 
@@ -186,7 +195,11 @@ def map_address(entry: Entry, instruction: Instruction) -> Step:
         there = np.broadcast_to(rank(m, active), (m.count,))
         if (there[active.mask] >= m.cluster).any():
             raise Hazard("out of bounds", f"block {int(there[active.mask].max())} of a cluster of {m.cluster}")
-        result(m, active, (source(m, active) % np.uint32(WINDOW) + (there + np.uint32(1)) * np.uint32(WINDOW)).astype(np.uint32))
+        result(
+            m,
+            active,
+            (source(m, active) % np.uint32(WINDOW) + (there + np.uint32(1)) * np.uint32(WINDOW)).astype(np.uint32),
+        )
 
     return run
 

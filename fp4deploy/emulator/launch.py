@@ -7,7 +7,7 @@ the PTX declares: pointers, integers and floats with their natural alignment.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,33 +20,30 @@ from fp4deploy.emulator.memory import GlobalMemory
 from fp4deploy.emulator.ptx import Entry, parse
 from fp4deploy.plugins.aot.compile import compile_launch
 from fp4deploy.plugins.aot.spec import Call
-from fp4deploy.plugins.aot.store import Compiled
 
+Edit = Callable[[str], str]
 FORMATS = {1: "<B", 2: "<H", 4: "<I", 8: "<Q"}
 
 
-def run_triton(
+def emulate_triton(
     call: Call,
     arch: str,
     outputs: Collection[torch.Tensor] = (),
     model: str = "hardware",
-    ptx: str | None = None,
+    edit: Edit | None = None,
     grid: tuple[int, int, int] | None = None,
 ) -> Statistics:
     """Compile the kernel of a call for an architecture and execute it; tensors are on the CPU.
 
-    outputs: tensors whose content is undefined before. ptx, grid: instead of the compiler's and the call's.
+    outputs: tensors whose content is undefined before. edit: changes the PTX. grid: instead of the call's.
     """
     compiled = compile_launch(call.launch, arch)
     shape = (WARP * compiled.num_warps, 1, 1)
-    entry = _parsed(ptx or compiled.ptx, compiled.name)
+    entry = parsed(edit(compiled.ptx) if edit else compiled.ptx, compiled.name)
     values = [*call.values, *[0] * (len(entry.parameters) - len(call.values))]
-    return run(entry, grid or call.grid, shape, compiled.shared, values, outputs, Architecture.parse(arch).number, model)
-
-
-def compiled_triton(call: Call, arch: str) -> Compiled:
-    """What `run_triton` executes."""
-    return compile_launch(call.launch, arch)
+    return run(
+        entry, grid or call.grid, shape, compiled.shared, values, outputs, Architecture.parse(arch).number, model
+    )
 
 
 def run(
@@ -100,5 +97,6 @@ def _bits(value: Any, size: int) -> bytes:
 
 
 @lru_cache(64)
-def _parsed(ptx: str, name: str) -> Entry:
+def parsed(ptx: str, name: str) -> Entry:
+    """A kernel of a module, parsed once."""
     return parse(ptx, name)

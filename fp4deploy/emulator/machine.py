@@ -227,7 +227,9 @@ class Machine:
                 return True
             self.visited[self.pc] = True
             self.statistics.instructions += 1
-            self.statistics.warps += self.count // WARP if active.full else int(active.mask.reshape(-1, WARP).any(1).sum())
+            self.statistics.warps += (
+                self.count // WARP if active.full else int(active.mask.reshape(-1, WARP).any(1).sum())
+            )
             followers = self.steps[self.pc](self, active)
             if followers is None:
                 self.pc += 1
@@ -316,18 +318,33 @@ class Machine:
             bad = np.flatnonzero((offset < 0) | (offset + size > self.shared.size) | (window > self.cluster))[0]
             raise Hazard("out of bounds", f"{size} bytes of shared memory at {int(offset[bad])} of {self.shared.size}")
         if size in (1, 2, 4, 8, 16) and (offset % size).any():
-            raise Hazard("misaligned", f"{size} bytes of shared memory at {int(offset[np.flatnonzero(offset % size)[0]])}")
+            raise Hazard(
+                "misaligned", f"{size} bytes of shared memory at {int(offset[np.flatnonzero(offset % size)[0]])}"
+            )
         there = np.where(window == 0, block, block // self.cluster * self.cluster + window - 1)
         return (there * self.shared.size + offset)[:, None] + np.arange(size)
 
     def _special(self, thread: Array, block: Array, rank: Array) -> dict[str, Array]:
         (x, y, z), (gx, gy, gz) = self.launch.block, self.launch.grid
         values: dict[str, Any] = {
-            **{"%tid.x": thread % x, "%tid.y": thread // x % y, "%tid.z": thread // (x * y)},
-            **{"%ntid.x": x, "%ntid.y": y, "%ntid.z": z, "%nctaid.x": gx, "%nctaid.y": gy, "%nctaid.z": gz},
-            **{"%ctaid.x": block % gx, "%ctaid.y": block // gx % gy, "%ctaid.z": block // (gx * gy)},
-            **{"%laneid": thread % WARP, "%warpid": thread // WARP, "%WARP_SZ": WARP},
-            **{"%cluster_ctarank": rank, "%cluster_nctarank": self.cluster, "%cluster_ctaid.x": rank},
+            "%tid.x": thread % x,
+            "%tid.y": thread // x % y,
+            "%tid.z": thread // (x * y),
+            "%ntid.x": x,
+            "%ntid.y": y,
+            "%ntid.z": z,
+            "%nctaid.x": gx,
+            "%nctaid.y": gy,
+            "%nctaid.z": gz,
+            "%ctaid.x": block % gx,
+            "%ctaid.y": block // gx % gy,
+            "%ctaid.z": block // (gx * gy),
+            "%laneid": thread % WARP,
+            "%warpid": thread // WARP,
+            "%WARP_SZ": WARP,
+            "%cluster_ctarank": rank,
+            "%cluster_nctarank": self.cluster,
+            "%cluster_ctaid.x": rank,
         }
         return {name: np.broadcast_to(np.asarray(value, np.uint32), thread.shape) for name, value in values.items()}
 
@@ -345,5 +362,7 @@ def layout(variables: Sequence[Variable], dynamic: int) -> tuple[dict[str, int],
         if each.space == "shared" and not each.size:
             start = -(-size // max(each.align, 16)) * max(each.align, 16)
             addresses[each.name] = SHARED_BASE + start
-    start = max([size, *(addresses[each.name] - SHARED_BASE for each in variables if each.name in addresses and not each.size)])
+    start = max(
+        [size, *(addresses[each.name] - SHARED_BASE for each in variables if each.name in addresses and not each.size)]
+    )
     return addresses, start + dynamic

@@ -19,10 +19,29 @@ Array = NDArray[Any]
 Reader = Callable[[Machine, Active], Array]
 Writer = Callable[[Machine, Active, Array], None]
 KINDS: dict[str, Any] = {
-    **{"pred": np.bool_, "u8": np.uint8, "s8": np.int8, "b8": np.uint8, "u16": np.uint16, "s16": np.int16},
-    **{"b16": np.uint16, "f16": np.float16, "bf16": np.uint16, "u32": np.uint32, "s32": np.int32, "b32": np.uint32},
-    **{"f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "u64": np.uint64, "s64": np.int64, "b64": np.uint64},
-    **{"f64": np.float64, "f32x2": np.uint64, "e4m3x2": np.uint16, "e5m2x2": np.uint16, "e2m1x2": np.uint8},
+    "pred": np.bool_,
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b8": np.uint8,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "b16": np.uint16,
+    "f16": np.float16,
+    "bf16": np.uint16,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "b32": np.uint32,
+    "f32": np.float32,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "b64": np.uint64,
+    "f64": np.float64,
+    "f32x2": np.uint64,
+    "e4m3x2": np.uint16,
+    "e5m2x2": np.uint16,
+    "e2m1x2": np.uint8,
 }
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIZE = {"pred": np.bool_, "8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64}

@@ -20,16 +20,43 @@ from dataclasses import dataclass, field
 from fp4deploy.emulator.faults import UnknownInstruction
 
 BYTES = {
-    **{"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4},
-    **{"f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16},
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "f16x2": 4,
+    "bf16x2": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "f32x2": 8,
+    "b128": 16,
 }
-_TOKEN = re.compile(r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?|-?\d+U?|[%$\w.:]+|[][{}(),|+<>=!-]")
+_TOKEN = re.compile(
+    r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?|-?\d+U?|[%$\w.:]+|[][{}(),|+<>=!-]"
+)
 _SKIPPED = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*\.(?:loc|file)\b[^\n]*", re.MULTILINE | re.DOTALL)
 _SPACE, _LABEL = re.compile(r"\s*"), re.compile(r"([\w$]+)\s*:(?!:)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(")
+_MODULE_VARIABLE = re.compile(
+    r"^[ \t]*(?:\.visible |\.extern |\.weak )*(\.(?:shared|global|const) [^;]*);", re.MULTILINE
+)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(.*?)([\w$]+)\s*(?:\[(\d+)\])?\s*$", re.DOTALL)
+_NAMES = re.compile(r"([\w$]+)\s*(?:\[\d+\])?\s*(?:,|$)")
+_CALL = re.compile(r"call(?:\.uni)?\s+(?:\((.*?)\)\s*,\s*)?([\w$]+)\s*(?:,\s*\((.*?)\))?\s*", re.DOTALL)
 _FUNCTION = re.compile(r"\.func\s+(?:\.\w+\s+)*(?:\(([^)]*)\)\s*)?(?:\.\w+\s+)*([\w$]+)\s*\(([^)]*)\)[^;{]*\{")
 _DECLARED = re.compile(
-    r"\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*((?:\[\d*\])*)\s*(?:=\s*\{(.*)\})?$", re.DOTALL
+    r"\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*((?:\[\d*\])*)\s*(?:=\s*\{(.*)\})?$",
+    re.DOTALL,
 )
 
 
@@ -160,14 +187,14 @@ def parse(text: str, name: str = "") -> Entry:
     entry = Entry(heads[0].group(1), target.group(1) if target else "")
     end = clean.index(")", heads[0].end())
     _parameters(entry, clean[heads[0].end() : end])
-    for found in re.finditer(r"^[ \t]*(?:\.visible |\.extern |\.weak )*(\.(?:shared|global|const) [^;]*);", clean, re.MULTILINE):
+    for found in _MODULE_VARIABLE.finditer(clean):
         _variable(entry, found.group(1))
     start = clean.index("{", end)
     cluster = re.search(r"\.(?:reqnctapercluster|maxclusterrank)\s+(\d+)", clean[end:start])
     entry.cluster = int(cluster.group(1)) if cluster else 1
     functions = {}
     for found in _FUNCTION.finditer(clean):
-        results, parameters = (tuple(re.findall(r"([\w$]+)\s*(?:\[\d+\])?\s*(?:,|$)", found.group(i) or "")) for i in (1, 3))
+        results, parameters = (tuple(_NAMES.findall(found.group(i) or "")) for i in (1, 3))
         functions[found.group(2)] = Function(results, parameters, found.end())
     _Body(entry, text, clean, start + 1, functions).read()
     return entry
@@ -176,7 +203,7 @@ def parse(text: str, name: str = "") -> Entry:
 def _parameters(entry: Entry, text: str) -> None:
     offset = 0
     for each in filter(str.strip, text.split(",")):
-        found = re.search(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(.*?)([\w$]+)\s*(?:\[(\d+)\])?\s*$", each, re.DOTALL)
+        found = _PARAMETER.search(each)
         if found is None:
             raise UnknownInstruction(f"The parameter is not understood: {each.strip()}")
         size = BYTES[found.group(2)]
@@ -191,12 +218,14 @@ def _variable(entry: Entry, statement: str) -> bool:
     if found is None:
         return False
     space, align, kind, name, bounds, values = found.groups()
-    count = 1
+    width, count = BYTES[kind], 1
     for bound in re.findall(r"\[(\d*)\]", bounds):
         count *= int(bound or 0)
-    width = BYTES[kind]
-    content = b"".join((int(value, 0) % (1 << 8 * width)).to_bytes(width, "little") for value in values.split(",")) if values else b""
-    entry.variables.append(Variable(name, space, int(align or width), width * count, content.ljust(width * count, b"\0") if values else b""))
+    content = b""
+    for value in values.split(",") if values else ():
+        content += (int(value, 0) % (1 << 8 * width)).to_bytes(width, "little")
+    content = content.ljust(width * count, b"\0") if values else b""
+    entry.variables.append(Variable(name, space, int(align or width), width * count, content))
     return True
 
 
@@ -277,7 +306,7 @@ class _Body:
         self._instruction(statement, at)
 
     def _call(self, statement: str) -> None:
-        found = re.fullmatch(r"call(?:\.uni)?\s+(?:\((.*?)\)\s*,\s*)?([\w$]+)\s*(?:,\s*\((.*?)\))?\s*", statement, re.DOTALL)
+        found = _CALL.fullmatch(statement)
         function = self.functions.get(found.group(2)) if found else None
         if found is None or function is None:
             raise UnknownInstruction(f"The call is not implemented: {statement}")

@@ -18,7 +18,6 @@ Source: PTX ISA, "Memory Consistency Model"; L. Lamport, "Time, Clocks, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -52,11 +51,15 @@ class SharedMemory:
         """Bytes at positions `at` [n, size] by the agents `rows` [n] (domain x agents + agent)."""
         self._usable(at, asynchronous)
         if not self.written[at].all():
-            raise Hazard("uninitialised", f"shared memory is read before it was written {self._where(at, ~self.written[at])}")
+            raise Hazard(
+                "uninitialised", "shared memory is read before it was written" + self._where(at, ~self.written[at])
+            )
         row = rows[:, None]
         late = self.write_clock[at] > self.clocks[row, self.writer[at]]
         if late.any():
-            raise Hazard("race", f"shared memory is read, and the write before it may still come {self._where(at, late)}")
+            raise Hazard(
+                "race", "shared memory is read, and the write before it may still come" + self._where(at, late)
+            )
         self.read_clock[at, self.own[row]] = self.clocks[row, self.own[row]]
         return self.content[at]
 
@@ -80,12 +83,14 @@ class SharedMemory:
         if values is not None:
             late &= self.content[at] != values
         if late.any():
-            raise Hazard("race", f"shared memory is written twice with no order {self._where(at, late)}")
+            raise Hazard("race", "shared memory is written twice with no order" + self._where(at, late))
         reads = (self.read_clock[at] > self.clocks[row]).any(-1)
         if values is not None:
             reads &= self.content[at] != values
         if reads.any():
-            raise Hazard("race", f"shared memory is overwritten, and a read before it may still come {self._where(at, reads)}")
+            raise Hazard(
+                "race", "shared memory is overwritten, and a read before it may still come" + self._where(at, reads)
+            )
 
     def expect(self, at: Array, rows: Array) -> None:
         """An asynchronous copy into these bytes begins, issued by `rows`."""
@@ -114,15 +119,11 @@ class SharedMemory:
 
     def _usable(self, at: Array, asynchronous: bool) -> None:
         if self.pending[at].any():
-            raise Hazard("unwaited copy", f"shared memory is accessed before a copy into it was waited for {self._where(at, self.pending[at])}")
+            where = self._where(at, self.pending[at])
+            raise Hazard("unwaited copy", "shared memory is accessed before a copy into it was waited for" + where)
         if not asynchronous and self.reserved[at].any():
-            raise Hazard("barrier", f"an mbarrier is accessed as data {self._where(at, self.reserved[at])}")
+            raise Hazard("barrier", "an mbarrier is accessed as data" + self._where(at, self.reserved[at]))
 
     def _where(self, at: Array, bad: Array) -> str:
         position = int(at[bad][0])
-        return f"(block {position // self.size}, byte {position % self.size}; {int(bad.sum())} bytes)"
-
-
-def unique_rows(rows: Iterable[int]) -> Array:
-    """Agents, each once."""
-    return np.unique(np.asarray(list(rows), np.int64))
+        return f" (block {position // self.size}, byte {position % self.size}; {int(bad.sum())} bytes)"

@@ -1,0 +1,265 @@
+"""The shipped kernels on small tensors, and what the reference says must come out.
+
+A case runs the host code that launches a kernel, executes the PTX that the compiler made for an architecture, and
+compares every byte of the outputs with `formats` and `plugins.gemm.reference`. The tensors are chosen so that every
+partial sum is exact: global scales are powers of two, and magnitudes are close enough to each other. Then the order of
+the sum and the rounding of the accumulator change nothing, and there is one right answer. (What they change otherwise
+is shown in docs/numerics.md.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.emulator.faults import Fault
+from fp4deploy.emulator.launch import Edit, emulate_triton
+from fp4deploy.emulator.machine import Statistics
+from fp4deploy.errors import InputError, suggest
+from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.plugins.aot.spec import Call
+from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
+from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference, output_size
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+SCALE = 2688.0  # 6 * 448: an amax of SCALE / 2^n is a global scale of 2^-n
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a case is executed.
+
+    arch: such as "sm_120". model: see `accumulate`. edit: changes the PTX before it runs. grid: instead of the host's.
+    """
+
+    arch: str = "sm_120"
+    model: str = "hardware"
+    seed: int = 0
+    edit: Edit | None = None
+    grid: tuple[int, int, int] | None = None
+
+    @property
+    def capability(self) -> int:
+        """120 for sm_120."""
+        return Architecture.parse(self.arch).number
+
+
+@dataclass
+class Outcome:
+    """What a case showed.
+
+    wrong, values: elements that differ from the reference, and all. fault: a hazard or an unknown instruction.
+    """
+
+    wrong: int = 0
+    values: int = 0
+    kernels: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
+    fault: str = ""
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """Bit-equal, without a hazard."""
+        return not self.wrong and not self.fault and self.values > 0
+
+    def compare(self, got: torch.Tensor, expected: torch.Tensor) -> None:
+        """Count elements whose bits differ."""
+        assert got.shape == expected.shape, (got.shape, expected.shape)
+        assert got.dtype == expected.dtype, (got.dtype, expected.dtype)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+        self.values += got.numel()
+        self.wrong += int((got.contiguous().view(bits) != expected.contiguous().view(bits)).sum())
+
+    def compare_packed(self, got: Nvfp4Tensor, expected: Nvfp4Tensor) -> None:
+        """Codes and scales."""
+        self.compare(got.codes, expected.codes)
+        self.compare(got.scales, expected.scales)
+
+    def add(self, statistics: Statistics) -> None:
+        """One more kernel."""
+        self.kernels += 1
+        self.statistics.instructions += statistics.instructions
+        self.statistics.warps += statistics.warps
+        self.statistics.lines += statistics.lines
+
+
+Run = Callable[[Setting, Outcome], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel of a family on tensors of one shape."""
+
+    name: str
+    family: str
+    run: Run
+    supports: Callable[[int], bool] = lambda capability: True
+
+    def outcome(self, setting: Setting) -> Outcome:
+        """Execute and compare; faults are part of the outcome."""
+        outcome = Outcome()
+        start = time.perf_counter()
+        try:
+            self.run(setting, outcome)
+        except Fault as error:
+            outcome.fault = str(error)
+        outcome.seconds = time.perf_counter() - start
+        return outcome
+
+
+def packed(setting: Setting, *shape: int, power: int = 8, seed: int = 0) -> Nvfp4Tensor:
+    """Normal values in NVFP4, whose global scale is 2^-power."""
+    values = normal(setting, *shape, seed=seed)
+    return quantize_nvfp4(values, amax=torch.tensor(SCALE / 2**power))
+
+
+def normal(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
+    """float32, N(0, 1)"""
+    generator = torch.Generator().manual_seed(1000 * setting.seed + seed)
+    return torch.randn(*shape, generator=generator)
+
+
+def multiples(setting: Setting, *shape: int, step: float = 0.25, most: int = 16, seed: int = 0) -> torch.Tensor:
+    """float32 multiples of `step`, up to `most` of them: sums of their products are exact."""
+    generator = torch.Generator().manual_seed(1000 * setting.seed + seed)
+    return torch.randint(-most, most + 1, shape, generator=generator) * step
+
+
+def _emulate(setting: Setting, outcome: Outcome, call: Call, outputs: Sequence[torch.Tensor]) -> None:
+    outcome.add(emulate_triton(call, setting.arch, outputs, setting.model, setting.edit, setting.grid))
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A linear layer or convolution; `size` = 0 is linear, of `rows` rows. amax: of a packed output."""
+
+    channels: tuple[int, ...] = (64,)
+    outputs: int = 40
+    size: int = 3
+    image: tuple[int, int, int] = (1, 9, 11)
+    stride: int = 1
+    padding: int = 1
+    dilation: int = 1
+    relu: bool = True
+    bias: bool = True
+    dtype: torch.dtype = HALF
+    up: bool = False
+    amax: float | None = None
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        sources = tuple(packed(setting, *self.image, c, power=8 + i, seed=2 + i) for i, c in enumerate(self.channels))
+        taps = (2, 2) if self.up else (self.size or 1,) * 2
+        weight = packed(setting, self.outputs, *taps, sum(self.channels), seed=1)
+        if not self.size:
+            weight = packed(setting, self.outputs, *self.channels, seed=1)
+        bias = multiples(setting, self.outputs, seed=7) if self.bias else None
+        amax = None if self.amax is None else torch.tensor(self.amax)
+        expected = self._expected(sources, weight, bias, amax)
+        out, scales = _output(expected, self.dtype)
+        n, h, w = self.image
+        extent, pixels, geometry = self.image, self.image, {}
+        if not self.size:
+            extent = pixels = (1, 1, n * h * w)
+        elif self.up:
+            geometry = {"up": True}
+        else:
+            sizes = (output_size(each, self.size, self.stride, self.padding, self.dilation) for each in (h, w))
+            pixels = (n, *sizes)  # type: ignore[assignment]
+            geometry = {"taps": taps, "stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        call = gemm_call(
+            *(sources, weight, bias, extent, pixels, out, scales, amax, self.dtype, setting.capability),
+            relu=self.relu,
+            **geometry,  # type: ignore[arg-type]
+        )
+        _emulate(setting, outcome, call, [out] if scales is None else [out, scales])
+        if isinstance(expected, Nvfp4Tensor):
+            assert scales is not None
+            outcome.compare(out, expected.codes)
+            outcome.compare(scales, expected.scales.view(torch.uint8))
+        else:
+            outcome.compare(out, expected)
+
+    def _expected(
+        self,
+        sources: tuple[Nvfp4Tensor, ...],
+        weight: Nvfp4Tensor,
+        bias: torch.Tensor | None,
+        amax: torch.Tensor | None,
+    ) -> torch.Tensor | Nvfp4Tensor:
+        common = {"bias": bias, "relu": self.relu, "dtype": self.dtype, "out_amax": amax, "accumulate": torch.float64}
+        if not self.size:
+            return matmul_reference(sources[0], weight, **common)  # type: ignore[arg-type]
+        if self.up:
+            return conv_transpose2d_reference(sources[0], weight, **common)  # type: ignore[arg-type]
+        geometry = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        return conv2d_reference(sources, weight, **geometry, **common)  # type: ignore[arg-type]
+
+
+def _output(expected: torch.Tensor | Nvfp4Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(expected, Nvfp4Tensor):
+        return torch.empty_like(expected.codes), torch.empty(expected.scales.shape, dtype=torch.uint8)
+    return torch.empty(expected.shape, dtype=dtype), None
+
+
+@dataclass(frozen=True)
+class WeightOnly:
+    """Activations in 16 bits, weight in NVFP4 (W4A16)."""
+
+    rows: int
+    k: int
+    outputs: int = 40
+    dtype: torch.dtype = HALF
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        x = multiples(setting, self.rows, self.k, most=8, seed=3).to(self.dtype)
+        weight, bias = packed(setting, self.outputs, self.k, seed=1), multiples(setting, self.outputs, seed=7)
+        out = torch.empty(self.rows, self.outputs, dtype=self.dtype)
+        _emulate(setting, outcome, weight_only_call(x, weight, bias, out, setting.capability, True), [out])
+        outcome.compare(out, matmul_reference(x, weight, bias, True, self.dtype, accumulate=torch.float64))
+
+
+TRITON = (
+    Case("linear", "linear", Gemm(size=0, image=(1, 1, 70), channels=(192,))),
+    Case("linear, K of no whole step", "linear", Gemm(size=0, image=(1, 1, 33), channels=(72,), bias=False)),
+    Case("linear, bfloat16", "linear", Gemm(size=0, image=(1, 1, 20), channels=(128,), dtype=BFLOAT, outputs=17)),
+    Case("conv 3x3", "conv", Gemm()),
+    Case("conv 3x3, stride 2", "conv", Gemm(stride=2, image=(2, 9, 8), channels=(48,), relu=False)),
+    Case("conv 3x3, dilation 2", "conv", Gemm(dilation=2, padding=2, image=(1, 8, 9), channels=(128,))),
+    Case("conv 3x3, two blocks along M and N", "conv", Gemm(image=(1, 12, 12), outputs=72, channels=(32,))),
+    Case("conv 3x3, 16 channels", "several taps", Gemm(channels=(16,))),
+    Case("conv 3x3, 32 channels, 128 pixels", "several taps", Gemm(channels=(32,), image=(1, 10, 13))),
+    Case("conv 3x3, two sources", "two sources", Gemm(channels=(64, 64))),
+    Case("conv 3x3, two sources of different depth", "two sources", Gemm(channels=(32, 80))),
+    Case("transposed 2x2", "transposed", Gemm(up=True, image=(1, 5, 7))),
+    Case("transposed 2x2, 24 outputs", "transposed", Gemm(up=True, image=(1, 3, 4), outputs=24, channels=(96,))),
+    Case("conv 3x3, packed output", "packed output", Gemm(amax=24.0)),
+    Case("linear, packed output", "packed output", Gemm(size=0, image=(1, 1, 40), amax=30.0, channels=(64,))),
+    Case("transposed 2x2, packed output", "packed output", Gemm(up=True, image=(1, 4, 4), amax=9.0)),
+    Case("W4A16, 1 row", "W4A16", WeightOnly(1, 512)),
+    Case("W4A16, 100 rows", "W4A16", WeightOnly(100, 96, dtype=BFLOAT)),
+    Case("W4A16, K = 36", "W4A16", WeightOnly(3, 36)),
+)
+
+
+def cases(names: Sequence[str] = (), capability: int = 120) -> list[Case]:
+    """Every case of an architecture, or those whose name or family is among `names`.
+
+    Raises:
+        InputError: a name that is none.
+    """
+    from fp4deploy.emulator.cuda_cases import CUDA
+
+    known = [case for case in (*TRITON, *CUDA) if case.supports(capability)]
+    valid = {case.family for case in known} | {case.name for case in known}
+    for name in names:
+        if name not in valid:
+            families = ", ".join(dict.fromkeys(case.family for case in known))
+            raise InputError(f"There is no kernel '{name}'.{suggest(name, valid)} Families: {families}.")
+    return [case for case in known if not names or {case.name, case.family} & {*names}]

@@ -1,0 +1,83 @@
+"""The Triton kernels' PTX for SM120, executed: bit-equal to the reference, and planted faults are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp4deploy.emulator.cases import TRITON, Case, Setting, cases
+from tests.emulator import planted
+
+pytest.importorskip("triton")
+
+FIRST = ("linear", "conv 3x3", "conv 3x3, packed output", "W4A16, K = 36")  # in every run of the tests
+FAMILIES = tuple(dict.fromkeys(case.family for case in TRITON))
+
+
+def _marked(case: Case) -> object:
+    return pytest.param(case, marks=() if case.name in FIRST else pytest.mark.emulate, id=case.name)
+
+
+@pytest.mark.parametrize("case", [_marked(case) for case in TRITON])
+def test_sm120_is_bit_equal_to_the_reference(case: Case) -> None:
+    outcome = case.outcome(Setting())
+    assert outcome.good, outcome
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("model", ["exact", "mmasim"])
+def test_exact_sums_are_the_same_in_every_model(name: str, model: str) -> None:
+    if model == "mmasim":
+        pytest.importorskip("mmasim")
+    (case,) = cases([name])[:1]
+    assert case.outcome(Setting(model=model, seed=1)).good
+
+
+GEMM_FAULTS = {
+    "a barrier is missing in the loop": (planted.without_barrier(0), "race"),
+    "a barrier is missing in the epilogue": (planted.without_barrier(-1), "race"),
+    "copies are waited for too late": (planted.late_wait(0), "unwaited copy"),
+    "a copy is missing": (planted.without_copy(0), "uninitialised"),
+    "scales are swapped": (planted.swapped_scales(0), ""),
+    "registers of a fragment are swapped": (planted.swapped_operands(0), ""),
+    "the mask of the stores is inverted": (planted.inverted_mask(r"st\.global", 0), ""),
+    "an address is misaligned": (planted.other_offset("ldmatrix", 4), "misaligned"),
+    "a store goes beyond shared memory": (planted.other_offset(r"st\.shared\S*", 1 << 16), "out of bounds"),
+    "an accumulator is not set to zero": (planted.unwritten_register(0), "uninitialised"),
+}
+WEIGHT_ONLY_FAULTS = {
+    name: GEMM_FAULTS[name] for name in GEMM_FAULTS if name not in ("scales are swapped", "a copy is missing")
+}
+
+
+def _faults() -> list[object]:
+    found = []
+    for family in FAMILIES:
+        (case,) = [case for case in TRITON if case.family == family][:1]
+        faults = WEIGHT_ONLY_FAULTS if family == "W4A16" else GEMM_FAULTS
+        marks = () if family == "conv" else pytest.mark.emulate
+        found += [pytest.param(case, *fault, id=f"{family}: {name}", marks=marks) for name, fault in faults.items()]
+    return found
+
+
+@pytest.mark.parametrize(("case", "edit", "kind"), _faults())
+def test_a_planted_fault_is_found(case: Case, edit: planted.Edit, kind: str) -> None:
+    """`kind`: of the hazard; empty where the bytes are wrong."""
+    outcome = case.outcome(Setting(edit=edit))
+    assert not outcome.good
+    assert outcome.fault.startswith(kind) if kind else outcome.wrong or "unwritten" in outcome.fault or outcome.fault
+
+
+def test_too_small_a_grid_is_found() -> None:
+    (case,) = [case for case in TRITON if "two blocks" in case.name]
+    outcome = case.outcome(Setting(grid=(1, 1, 1)))
+    assert "unwritten" in outcome.fault
+
+
+def test_an_unknown_instruction_is_named() -> None:
+    (case,) = cases(["linear"])[:1]
+    outcome = case.outcome(
+        Setting(edit=lambda ptx: ptx.replace("ldmatrix.sync.aligned.m8n8", "ldmatrix.sync.aligned.m8n16"))
+    )
+    assert "not implemented: ldmatrix.sync.aligned.m8n16" in outcome.fault
+    assert "line" in outcome.fault
