@@ -265,7 +265,7 @@ def compare(entry: Entry, instruction: Instruction) -> Step:
 def select(entry: Entry, instruction: Instruction) -> Step:
     """p ? a : b"""
     kind = instruction.parts[1]
-    return elementwise(entry, instruction, lambda a, b, p: np.where(p, a, b), [kind, kind, "pred"])
+    return elementwise(entry, instruction, lambda a, b, p: np.asarray(np.where(p, a, b)), [kind, kind, "pred"])
 
 
 _LOGIC: dict[str, Callable[..., Array]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -163,7 +164,8 @@ class Gemm:
         expected = self._expected(sources, weight, bias, amax)
         out, scales = _output(expected, self.dtype)
         n, h, w = self.image
-        extent, pixels, geometry = self.image, self.image, {}
+        extent, pixels = self.image, self.image
+        geometry: dict[str, Any] = {}
         if not self.size:
             extent = pixels = (1, 1, n * h * w)
         elif self.up:
@@ -175,7 +177,7 @@ class Gemm:
         call = gemm_call(
             *(sources, weight, bias, extent, pixels, out, scales, amax, self.dtype, setting.capability),
             relu=self.relu,
-            **geometry,  # type: ignore[arg-type]
+            **geometry,
         )
         _emulate(setting, outcome, call, [out] if scales is None else [out, scales])
         if isinstance(expected, Nvfp4Tensor):
@@ -192,13 +194,19 @@ class Gemm:
         bias: torch.Tensor | None,
         amax: torch.Tensor | None,
     ) -> torch.Tensor | Nvfp4Tensor:
-        common = {"bias": bias, "relu": self.relu, "dtype": self.dtype, "out_amax": amax, "accumulate": torch.float64}
+        common: dict[str, Any] = {
+            "bias": bias,
+            "relu": self.relu,
+            "dtype": self.dtype,
+            "out_amax": amax,
+            "accumulate": torch.float64,
+        }
         if not self.size:
-            return matmul_reference(sources[0], weight, **common)  # type: ignore[arg-type]
+            return matmul_reference(sources[0], weight, **common)
         if self.up:
-            return conv_transpose2d_reference(sources[0], weight, **common)  # type: ignore[arg-type]
-        geometry = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        return conv2d_reference(sources, weight, **geometry, **common)  # type: ignore[arg-type]
+            return conv_transpose2d_reference(sources[0], weight, **common)
+        geometry: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        return conv2d_reference(sources, weight, **geometry, **common)
 
 
 def _output(expected: torch.Tensor | Nvfp4Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -222,7 +230,9 @@ class WeightOnly:
         weight, bias = packed(setting, self.outputs, self.k, seed=1), multiples(setting, self.outputs, seed=7)
         out = torch.empty(self.rows, self.outputs, dtype=self.dtype)
         _emulate(setting, outcome, weight_only_call(x, weight, bias, out, setting.capability, True), [out])
-        outcome.compare(out, matmul_reference(x, weight, bias, True, self.dtype, accumulate=torch.float64))
+        expected = matmul_reference(x, weight, bias, True, self.dtype, accumulate=torch.float64)
+        assert isinstance(expected, torch.Tensor)
+        outcome.compare(out, expected)
 
 
 TRITON = (

@@ -104,12 +104,12 @@ def _arrive(
     if value is not None:
         kept = m.units.setdefault("bar.red", np.zeros(m.count, bool))
         kept[active.mask] = value[active.mask]
-    everyone = np.zeros(m.count, bool)
+    everyone: Array = np.zeros(m.count, bool)
     for mask in waiting.values():
         everyone |= mask
     arrived = everyone.reshape(m.blocks, m.padded)
     if needed is None:
-        complete = (arrived == m.started.reshape(m.blocks, m.padded)).all(1)
+        complete: Array = (arrived == m.started.reshape(m.blocks, m.padded)).all(1)
         ended = (m.exited & m.started).reshape(m.blocks, m.padded)
         stuck = ((arrived | ended) == m.started.reshape(m.blocks, m.padded)).all(1) & ~complete
         if stuck.any():
@@ -140,7 +140,7 @@ def _arrive(
 def _order(m: Machine, blocks: Array, mask: Array) -> None:
     """What the warps of each block did before the barrier came before what they do after it."""
     rows = m.row.reshape(m.blocks, m.warps, WARP)[:, :, 0]
-    inside = mask.reshape(m.blocks, m.warps, WARP).any(2)
+    inside = np.asarray(mask.reshape(m.blocks, m.warps, WARP).any(2))
     if inside[blocks].all():
         m.shared.meet(rows[blocks])
         return
@@ -194,10 +194,10 @@ def cluster_barrier(entry: Entry, instruction: Instruction) -> Step:
             raise Hazard("barrier", "a thread waits at the barrier of its cluster without having arrived")
         waiting = state["waiting"]
         waiting[m.pc + 1] = waiting.get(m.pc + 1, np.zeros(m.count, bool)) | active.mask
-        everyone = np.zeros(m.count, bool)
+        everyone: Array = np.zeros(m.count, bool)
         for mask in waiting.values():
             everyone |= mask
-        complete = (everyone == m.started).reshape(-1, m.cluster * m.padded).all(1)
+        complete: Array = (everyone == m.started).reshape(-1, m.cluster * m.padded).all(1)
         free = np.repeat(complete, m.cluster * m.padded)
         if not complete.any():
             return []
@@ -235,7 +235,7 @@ def vote(entry: Entry, instruction: Instruction) -> Step:
     result = writer(entry, instruction.operands[0])
     source = reader(entry, instruction.operands[1], "pred")
     members = reader(entry, instruction.operands[2], "u32")
-    negate = {"all": np.all, "any": np.any}
+    fold: dict[str, Any] = {"all": np.all, "any": np.any}
 
     def run(m: Machine, active: Active) -> None:
         lanes = _members(m, active, members, "vote.sync")
@@ -245,7 +245,7 @@ def vote(entry: Entry, instruction: Instruction) -> Step:
             result(m, active, np.repeat(bits.astype(np.uint32), WARP))
             return
         masked = np.where(lanes, value, mode == "all")
-        result(m, active, np.repeat(negate[mode](masked, axis=1), WARP))
+        result(m, active, np.repeat(fold[mode](masked, axis=1), WARP))
 
     return run
 

@@ -46,7 +46,7 @@ class GlobalMemory:
         if known is not None and known.content.size >= size:
             return start
         if size:
-            content = np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)
+            content = np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(start)), np.uint8)
             self.ranges = [each for each in self.ranges if each.start != start]
             self.ranges.append(Range(start, content, tensor, np.zeros(size, bool) if output else None))
             self.ranges.sort(key=lambda each: each.start)

@@ -55,7 +55,7 @@ class SharedMemory:
                 "uninitialised", "shared memory is read before it was written" + self._where(at, ~self.written[at])
             )
         row = rows[:, None]
-        late = self.write_clock[at] > self.clocks[row, self.writer[at]]
+        late: Array = self.write_clock[at] > self.clocks[row, self.writer[at]]
         if late.any():
             raise Hazard(
                 "race", "shared memory is read, and the write before it may still come" + self._where(at, late)
@@ -79,12 +79,12 @@ class SharedMemory:
     def claim(self, at: Array, rows: Array, values: Array | None = None) -> None:
         """Check that every earlier access to these bytes came before this write."""
         row = rows[:, None]
-        late = self.write_clock[at] > self.clocks[row, self.writer[at]]
+        late: Array = self.write_clock[at] > self.clocks[row, self.writer[at]]
         if values is not None:
             late &= self.content[at] != values
         if late.any():
             raise Hazard("race", "shared memory is written twice with no order" + self._where(at, late))
-        reads = (self.read_clock[at] > self.clocks[row]).any(-1)
+        reads = np.asarray((self.read_clock[at] > self.clocks[row]).any(-1))
         if values is not None:
             reads &= self.content[at] != values
         if reads.any():
