@@ -20,20 +20,16 @@ Trade-off: im2col writes KH*KW copies of the activation before the quantiser rea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
-from fp4deploy.export.lowering.pattern import (
-    SCALE_TYPE_E4M3,
-    Fp4Layer,
-    attribute,
-    find_fp4_layers,
-)
+from fp4deploy.export.lowering.pattern import SCALE_TYPE_E4M3, Fp4Layer, attribute, find_fp4_layers
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK
 
 
@@ -82,76 +78,33 @@ def is_upsampling(layer: Fp4Layer) -> bool:
     return plain and unpadded and attribute(node, "strides", [1, 1]) == [2, 2]
 
 
-class _Tape:
-    """Adds nodes and constants named after one layer; new nodes go in front of its compute node.
-
-    `use` counts the places where a module is called, from 1; each has nodes of its own.
-    """
-
-    def __init__(self, graph: ir.Graph, layer: Fp4Layer, use: int) -> None:
-        self.graph, self.layer = graph, layer
-        self.prefix = f"{layer.name}.gemm" if use == 1 else f"{layer.name}.gemm_{use}"
-
-    def constant(self, suffix: str, array: np.ndarray) -> ir.Value:
-        name = f"{self.prefix}.{suffix}"
-        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-        value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
-        self.graph.register_initializer(value)
-        return value
-
-    def ints(self, suffix: str, *values: int) -> ir.Value:
-        return self.constant(suffix, np.array(values, np.int64))
-
-    def node(self, suffix: str, op: str, inputs: list[ir.Value], **attributes: int | str | list[int]) -> ir.Value:
-        return self.insert(suffix, op, inputs, attributes)[0]
-
-    def insert(
-        self,
-        suffix: str,
-        op: str,
-        inputs: list[ir.Value],
-        attributes: Mapping[str, int | str | list[int]],
-        outputs: int = 1,
-        domain: str = "",
-    ) -> list[ir.Value]:
-        name = f"{self.prefix}.{suffix}"
-        node = ir.node(op, inputs, dict(attributes), domain=domain, num_outputs=outputs, name=name)
-        for index, value in enumerate(node.outputs):
-            value.name = f"{name}.{index}" if outputs > 1 else name
-        self.graph.insert_before(self.layer.compute, node)
-        return list(node.outputs)
-
-    def replace(self, result: ir.Value) -> None:
-        """Let every user of the convolution read `result`, and remove the convolution."""
-        old = self.layer.compute.outputs[0]
-        result.shape = old.shape
-        if old.dtype is not None:
-            result.dtype = old.dtype
-        result.name, old.name = old.name, f"{old.name}.lowered"
-        old.replace_all_uses_with(result, replace_graph_outputs=True)
-        self.graph.remove(self.layer.compute, safe=True)
+def _replace_layer(writer: NodeWriter, layer: Fp4Layer, result: ir.Value) -> None:
+    """Let every user of the convolution read `result`, and remove the convolution."""
+    writer.replace(layer.compute.outputs[0], result)
+    writer.graph.remove(layer.compute, safe=True)
 
 
-def _gemm(tape: _Tape, activation: ir.Value, weight: ir.Value, bias_repeat: int = 1) -> ir.Value:
+def _gemm(
+    writer: NodeWriter, layer: Fp4Layer, activation: ir.Value, weight: ir.Value, bias_repeat: int = 1
+) -> ir.Value:
     """[N,C,P] activation and [M,C] weight -> [N,M,P], bias added; both operands are dequantised FP16."""
-    columns = tape.node("columns", "Transpose", [activation], perm=[0, 2, 1])
-    contracted = tape.node("weight", "Transpose", [weight], perm=[1, 0])
-    result = tape.node("matmul", "MatMul", [columns, contracted])
-    node = tape.layer.compute
+    columns = writer.add("Transpose", "columns", activation, perm=[0, 2, 1])
+    contracted = writer.add("Transpose", "weight", weight, perm=[1, 0])
+    result = writer.add("MatMul", "matmul", columns, contracted)
+    node = layer.compute
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is not None:
         if bias_repeat > 1 and bias.const_value is not None:
-            bias = tape.constant("bias", np.repeat(bias.const_value.numpy(), bias_repeat))
-        result = tape.node("biased", "Add", [result, bias])
-    return tape.node("rows", "Transpose", [result], perm=[0, 2, 1])
+            bias = writer.constant("bias", np.repeat(bias.const_value.numpy(), bias_repeat))
+        result = writer.add("Add", "biased", result, bias)
+    return writer.add("Transpose", "rows", result, perm=[0, 2, 1])
 
 
-def _lower_pointwise(tape: _Tape) -> None:
-    layer = tape.layer
+def _lower_pointwise(writer: NodeWriter, layer: Fp4Layer) -> None:
     assert layer.shape is not None
-    result = _gemm(tape, layer.dequantized, layer.half)
-    shape = tape.ints("image_shape", 0, layer.out_channels, *layer.shape[1:])
-    tape.replace(tape.node("image", "Reshape", [result, shape]))
+    result = _gemm(writer, layer, layer.dequantized, layer.half)
+    shape = writer.integers("image_shape", 0, layer.out_channels, *layer.shape[1:])
+    _replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
 
 
 def _reshape_storage(value: ir.Value, shape: tuple[int, int]) -> None:
@@ -181,58 +134,60 @@ def _forget_shapes(layer: Fp4Layer) -> None:
         node = first.producer() if first is not None else None
 
 
-def _lower_upsampling(tape: _Tape) -> None:
-    layer = tape.layer
+def _lower_upsampling(writer: NodeWriter, layer: Fp4Layer) -> None:
     assert layer.shape is not None
     channels, height, width = layer.shape
     rows = 4 * layer.out_channels
     _reshape_storage(layer.codes, (rows, channels))
     _reshape_storage(layer.scales, (rows, channels // NVFP4_BLOCK))
     _forget_shapes(layer)
-    result = _gemm(tape, layer.dequantized, layer.half, bias_repeat=4)
-    image = tape.node("image", "Reshape", [result, tape.ints("image_shape", 0, rows, height, width)])
-    tape.replace(tape.node("spread", "DepthToSpace", [image], blocksize=2, mode="CRD"))
+    result = _gemm(writer, layer, layer.dequantized, layer.half, bias_repeat=4)
+    taps = writer.add("Reshape", "image", result, writer.integers("image_shape", 0, rows, height, width))
+    _replace_layer(writer, layer, writer.add("DepthToSpace", "spread", taps, blocksize=2, mode="CRD"))
 
 
-def _im2col(tape: _Tape, plan: Geometry) -> ir.Value:
+def _im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> ir.Value:
     """[N,C,H,W] -> [N, KH*KW*C, rows*columns], taps outermost as in OHWI weights."""
-    layer = tape.layer
     assert layer.shape is not None
     source, channels = layer.source, layer.shape[0]
     if any(plan.pads):
         top, left, bottom, right = plan.pads
-        source = tape.node("padded", "Pad", [source, tape.ints("pads", 0, 0, top, left, 0, 0, bottom, right)])
-    axes, steps = tape.ints("axes", 2, 3), tape.ints("steps", *plan.strides)
+        source = writer.add("Pad", "padded", source, writer.integers("pads", 0, 0, top, left, 0, 0, bottom, right))
+    axes, steps = writer.integers("axes", 2, 3), writer.integers("steps", *plan.strides)
     taps = []
     for row in range(layer.kernel[0]):
         for column in range(layer.kernel[1]):
             start = (row * plan.dilations[0], column * plan.dilations[1])
             end = tuple(first + (plan.size[i] - 1) * plan.strides[i] + 1 for i, first in enumerate(start))
-            window = [tape.ints(f"start{row}{column}", *start), tape.ints(f"end{row}{column}", *end), axes, steps]
-            taps.append(tape.node(f"tap{row}{column}", "Slice", [source, *window]))
+            window = [
+                writer.integers(f"start{row}{column}", *start),
+                writer.integers(f"end{row}{column}", *end),
+                axes,
+                steps,
+            ]
+            taps.append(writer.add("Slice", f"tap{row}{column}", source, *window))
     size = len(taps) * channels
-    stacked = tape.node("taps", "Concat", taps, axis=1) if len(taps) > 1 else taps[0]
-    return tape.node("flat", "Reshape", [stacked, tape.ints("flat_shape", 0, size, plan.size[0] * plan.size[1])])
+    stacked = writer.add("Concat", "taps", *taps, axis=1) if len(taps) > 1 else taps[0]
+    return writer.add("Reshape", "flat", stacked, writer.integers("flat_shape", 0, size, plan.size[0] * plan.size[1]))
 
 
-def _lower_im2col(tape: _Tape, plan: Geometry) -> None:
-    layer = tape.layer
+def _lower_im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> None:
     scale = layer.quantize.inputs[1]
     assert scale is not None
-    codes, scales = tape.insert(
-        "quantize",
+    codes, scales = writer.add_node(
         QUANTIZE_OP,
-        [_im2col(tape, plan), scale],
+        "quantize",
+        [_im2col(writer, layer, plan), scale],
+        [writer.value("quantize.0"), writer.value("quantize.1")],
         {"axis": 1, "block_size": NVFP4_BLOCK, "scale_type": SCALE_TYPE_E4M3},
-        outputs=2,
         domain=layer.quantize.domain,
     )
-    block = tape.node("scales_dequantized", "DequantizeLinear", [scales, scale])
-    value = tape.node("dequantized", "DequantizeLinear", [codes, block], axis=1, block_size=NVFP4_BLOCK)
-    half = tape.node("half", "Cast", [value], to=int(ir.DataType.FLOAT16))
-    result = _gemm(tape, half, layer.half)
-    shape = tape.ints("image_shape", 0, layer.out_channels, *plan.size)
-    tape.replace(tape.node("image", "Reshape", [result, shape]))
+    block = writer.add("DequantizeLinear", "scales_dequantized", scales, scale)
+    value = writer.add("DequantizeLinear", "dequantized", codes, block, axis=1, block_size=NVFP4_BLOCK)
+    half = writer.add("Cast", "half", value, to=int(ir.DataType.FLOAT16))
+    result = _gemm(writer, layer, half, layer.half)
+    shape = writer.integers("image_shape", 0, layer.out_channels, *plan.size)
+    _replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
 
 
 class ConvToGemm(InPlacePass):
@@ -248,14 +203,15 @@ class ConvToGemm(InPlacePass):
             if layer.name not in self.names:
                 continue
             uses[layer.name] += 1
-            tape = _Tape(model.graph, layer, uses[layer.name])
+            number = f"_{uses[layer.name]}" if uses[layer.name] > 1 else ""
+            writer = NodeWriter(model.graph, f"{layer.name}.gemm{number}", before=layer.compute)
             plan = geometry(layer)
             if is_pointwise(layer) and plan is not None and plan.strides == (1, 1) and not any(plan.pads):
-                _lower_pointwise(tape)
+                _lower_pointwise(writer, layer)
             elif is_upsampling(layer):
-                _lower_upsampling(tape)
+                _lower_upsampling(writer, layer)
             elif plan is not None:
-                _lower_im2col(tape, plan)
+                _lower_im2col(writer, layer, plan)
             else:
                 continue
             modified = True

@@ -27,7 +27,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult, Sequential
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import NameFixPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common.naming import SimpleNameGenerator
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.export.ledger.ledger import PlannedLayer
@@ -58,7 +59,10 @@ class LoweredModel:
 
 
 class DropFunctions(InPlacePass):
-    """Remove model-local functions: they give meaning to operators that the engine has built in."""
+    """Remove model-local functions: they give meaning to operators that the engine has built in.
+
+    onnx-ir removes functions that nothing calls, or writes them out; here nodes go on calling the engine's own.
+    """
 
     def call(self, model: ir.Model) -> PassResult:
         modified = bool(model.functions)
@@ -66,17 +70,12 @@ class DropFunctions(InPlacePass):
         return PassResult(model, modified)
 
 
-class NameNodes(InPlacePass):
-    """Give every node a unique name, because the ledger finds layers by the names of their nodes."""
+class NamedByOutput(SimpleNameGenerator):
+    """The ledger finds layers by the names of their nodes: one without a name is called after its output."""
 
-    def call(self, model: ir.Model) -> PassResult:
-        modified, seen = False, set[str]()
-        for index, node in enumerate(model.graph):
-            if not node.name or node.name in seen:
-                node.name = f"{node.outputs[0].name or node.op_type}.{index}"
-                modified = True
-            seen.add(node.name)
-        return PassResult(model, modified)
+    def generate_node_name(self, node: ir.Node) -> str:
+        """A name, which `NameFixPass` makes unique."""
+        return node.name or node.outputs[0].name or node.op_type
 
 
 def check_conv_mode(conv: str, backend: str) -> None:
@@ -139,7 +138,8 @@ def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-r
     macs = count_macs(model)
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
     forms = (ConvToPlugin(plugins), ConvToGemm(lowered))
-    Sequential(DropFunctions(), NameNodes(), *forms, *share, RemoveUnusedNodesPass(), NameNodes())(model)
+    names = NameFixPass(NamedByOutput())
+    Sequential(DropFunctions(), names, *forms, *share, RemoveUnusedNodesPass(), names)(model)
     plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins)
     card = _metadata(proto, CARD_KEY)
     return LoweredModel(ir.to_proto(model), plan, card if isinstance(card, dict) else None, is_fp4(model))

@@ -18,7 +18,7 @@ from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
 
-MARK = ".plugin."  # between a layer's name and the role of a constant of its plugin
+MARK = ".plugin"  # between a layer's name and the role of a constant of its plugin
 
 _SAME_SHAPE = ("Relu", "GroupNormalization", "InstanceNormalization", "Identity", "Cast", "Sigmoid")
 _PRECISIONS = {ir.DataType.FLOAT16: "FP16", ir.DataType.FLOAT: "FP32", ir.DataType.BFLOAT16: "BF16"}
@@ -91,7 +91,7 @@ def plugin_layer(node: ir.Node) -> str | None:
     if node.domain != NAMESPACE or node.op_type == QUANTIZE.name:
         return None
     names = [value.name or "" for value in node.inputs if value is not None]
-    return next(name.rpartition(MARK)[0] for name in names if f"{MARK}weight_codes" in name)
+    return next(name.rpartition(f"{MARK}.")[0] for name in names if f"{MARK}.weight_codes" in name)
 
 
 def _name(node: ir.Node) -> str:

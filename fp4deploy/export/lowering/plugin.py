@@ -29,6 +29,7 @@ from onnx_ir.passes import InPlacePass, PassResult
 from fp4deploy.export.lowering.pattern import Fp4Layer, find_fp4_layers
 from fp4deploy.export.lowering.plan import MARK
 from fp4deploy.export.lowering.plugin_match import Source, read_source, scalar
+from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK, global_amax
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE, VERSION, Plugin, convolution_plugin
 
@@ -102,95 +103,74 @@ class _Rewriter:
 
     def _replace(self, layer: Fp4Layer, source: Source, result: ir.Value, scale: float | None) -> None:
         self.uses[layer.name] += 1
-        tape = _Tape(self.graph, layer, self.uses[layer.name])
+        number = f"_{self.uses[layer.name]}" if self.uses[layer.name] > 1 else ""
+        writer = NodeWriter(self.graph, f"{layer.name}{MARK}{number}", before=layer.compute)
         own = scalar(layer.quantize.inputs[1])
         roles = ("quantize", "quantize_second")
-        images = [self._image(tape, role, *part, own) for role, part in zip(roles, source.parts, strict=False)]
-        plugin = convolution_plugin(len(images), scale is not None, layer.kind == "ConvTranspose2d")
-        inputs = [value for image in images for value in (image.codes, image.scales, tape.number("input_scale", own))]
-        inputs += _weight(tape)
+        sources = [self._packed(writer, layer, role, *part) for role, part in zip(roles, source.parts, strict=False)]
+        plugin = convolution_plugin(len(sources), scale is not None, layer.kind == "ConvTranspose2d")
+        inputs = [each for x in sources for each in (x.codes, x.scales, _number(writer, layer, "input_scale", own))]
+        inputs += _weight(writer, layer)
         if scale is not None:
-            inputs.append(tape.number("output_amax", float(global_amax(np.float32(scale)))))
+            inputs.append(_number(writer, layer, "output_amax", float(global_amax(np.float32(scale)))))
         attributes = {
             "kernel": list(layer.kernel),
-            "channels": [image.channels for image in images],
+            "channels": [x.channels for x in sources],
             "out_channels": [layer.out_channels],
             "stride": [source.stride],
             "padding": [source.padding],
             "dilation": [source.dilation],
             "relu": [int(result is not layer.compute.outputs[0])],
         }
-        assert images[0].codes.shape is not None
-        outputs = tape.plugin("convolution", plugin, inputs, list(images[0].codes.shape), attributes)
+        assert sources[0].codes.shape is not None
+        outputs = _add_plugin(writer, "convolution", plugin, inputs, list(sources[0].codes.shape), attributes)
         if scale is not None:
             self.packed[result, scale] = Packed(outputs[0], outputs[1], layer.out_channels)
             return
-        image = tape.insert("image", "Transpose", outputs, {"perm": [0, 3, 1, 2]}, domain="")[0]
-        image.dtype, image.shape = ir.DataType.FLOAT16, result.shape
-        result.replace_all_uses_with(image, replace_graph_outputs=True)
-        result.name, image.name = f"{result.name}.lowered", result.name
-        self.moved[result] = image
+        nchw = writer.add("Transpose", "image", outputs[0], dtype=ir.DataType.FLOAT16, perm=[0, 3, 1, 2])
+        writer.replace(result, nchw)
+        self.moved[result] = nchw
 
-    def _image(self, tape: _Tape, role: str, part: ir.Value, channels: int, scale: float) -> Packed:
+    def _packed(self, writer: NodeWriter, layer: Fp4Layer, role: str, part: ir.Value, channels: int) -> Packed:
         """A source, packed: by the plugin that computes it, by an existing quantiser, or by a new one."""
+        scale = scalar(layer.quantize.inputs[1])
         if (part, scale) not in self.packed:
-            assert tape.layer.shape is not None
-            image = self.moved.get(part, part)
-            shape = [image.shape[0] if image.shape is not None else None, channels, *tape.layer.shape[1:]]
-            inputs = [image, tape.number("input_amax", float(global_amax(np.float32(scale))))]
-            codes, scales = tape.plugin(role, QUANTIZE, inputs, shape, {"channels": [channels]})
+            assert layer.shape is not None
+            x = self.moved.get(part, part)
+            shape = [x.shape[0] if x.shape is not None else None, channels, *layer.shape[1:]]
+            inputs = [x, _number(writer, layer, "input_amax", float(global_amax(np.float32(scale))))]
+            codes, scales = _add_plugin(writer, role, QUANTIZE, inputs, shape, {"channels": [channels]})
             self.packed[part, scale] = Packed(codes, scales, channels)
         return self.packed[part, scale]
 
 
-class _Tape:
-    """Puts constants and nodes named after one layer in front of its convolution; `use` counts its places, from 1."""
-
-    def __init__(self, graph: ir.Graph, layer: Fp4Layer, use: int) -> None:
-        self.graph, self.layer = graph, layer
-        self.prefix = f"{layer.name}.plugin" if use == 1 else f"{layer.name}.plugin_{use}"
-
-    def number(self, role: str, value: float) -> ir.Value:
-        return self.constant(role, np.array([value], np.float32))
-
-    def constant(self, role: str, array: np.ndarray) -> ir.Value:
-        """A module used twice shares its constants, unless they differ."""
-        name, number = f"{self.layer.name}{MARK}{role}", 1
-        while (known := self.graph.initializers.get(name)) is not None:
-            if known.const_value is not None and known.const_value.tobytes() == array.tobytes():
-                return known
-            number += 1
-            name = f"{self.layer.name}{MARK}{role}_{number}"
-        tensor = ir.tensor(array, name=name)
-        value = ir.val(name, tensor.dtype, array.shape, const_value=tensor)
-        self.graph.register_initializer(value)
-        return value
-
-    def plugin(
-        self, role: str, plugin: Plugin, inputs: list[ir.Value], image: Sequence[Any], attributes: dict[str, list[int]]
-    ) -> Sequence[ir.Value]:
-        """A plugin's node for an activation of this shape. `aot`: the engine stores the compiled kernel, no Python."""
-        found = {**attributes, "plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
-        outputs = self.insert(role, plugin.name, inputs, found, NAMESPACE, len(plugin.outputs))
-        types, shapes = plugin.types()[len(inputs) :], plugin.output_shapes([image], attributes)
-        for value, kind, shape in zip(outputs, types, shapes, strict=True):
-            value.dtype, value.shape = _TYPES[kind], ir.Shape(shape)
-        return outputs
-
-    def insert(
-        self, role: str, op: str, inputs: Sequence[ir.Value], attributes: dict[str, Any], domain: str, outputs: int = 1
-    ) -> Sequence[ir.Value]:
-        name = f"{self.prefix}.{role}"
-        node = ir.node(op, list(inputs), attributes, domain=domain, num_outputs=outputs, name=name)
-        for index, value in enumerate(node.outputs):
-            value.name = f"{name}.{index}" if outputs > 1 else name
-        self.graph.insert_before(self.layer.compute, node)
-        return node.outputs
+def _add_plugin(
+    writer: NodeWriter,
+    role: str,
+    plugin: Plugin,
+    inputs: list[ir.Value],
+    shape: Sequence[Any],
+    attributes: dict[str, list[int]],
+) -> Sequence[ir.Value]:
+    """A plugin's node for an activation of this shape. `aot`: the engine stores the compiled kernel, no Python."""
+    types, shapes = plugin.types()[len(inputs) :], plugin.output_shapes([shape], attributes)
+    names = [f"{role}.{index}" for index in range(len(types))] if len(types) > 1 else [role]
+    outputs = [writer.value(name, _TYPES[kind], size) for name, kind, size in zip(names, types, shapes, strict=True)]
+    found = {**attributes, "plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
+    return writer.add_node(plugin.name, role, inputs, outputs, found, domain=NAMESPACE)
 
 
-def _weight(tape: _Tape) -> list[ir.Value]:
+def _constant(writer: NodeWriter, layer: Fp4Layer, role: str, array: np.ndarray) -> ir.Value:
+    """A constant of a plugin, shared by all places where the layer is called."""
+    return writer.constant(role, array, prefix=f"{layer.name}{MARK}")
+
+
+def _number(writer: NodeWriter, layer: Fp4Layer, role: str, value: float) -> ir.Value:
+    return _constant(writer, layer, role, np.array([value], np.float32))
+
+
+def _weight(writer: NodeWriter, layer: Fp4Layer) -> list[ir.Value]:
     """Codes, block scales, global scale and bias of a layer, as the plugins take them."""
-    layer = tape.layer
     assert layer.shape is not None
     rows, channels = (layer.out_channels, *layer.kernel), layer.shape[0]
     codes = _bytes(layer.codes).reshape(*rows, channels // 2)
@@ -200,10 +180,10 @@ def _weight(tape: _Tape) -> list[ir.Value]:
     given = ir.convenience.get_const_tensor(bias) if bias is not None else None
     values = np.zeros(layer.out_channels, np.float32) if given is None else given.numpy().astype(np.float32)
     return [
-        tape.constant("weight_codes", codes),
-        tape.constant("weight_scales", scales),
-        tape.number("weight_scale", scalar(decode.inputs[1])),
-        tape.constant("bias", values),
+        _constant(writer, layer, "weight_codes", codes),
+        _constant(writer, layer, "weight_scales", scales),
+        _number(writer, layer, "weight_scale", scalar(decode.inputs[1])),
+        _constant(writer, layer, "bias", values),
     ]
 
 

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import NameFixPass, RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.decomposed_quantize import DecomposeQuantizers, NodeWriter, block_steps, unsupported
+from fp4deploy.export.onnx.decomposed_quantize import DecomposeQuantizers, block_steps, replace_node, unsupported
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import global_amax
 
 _GROUP_NORMS = ("GroupNormalization", "InstanceNormalization")
@@ -71,7 +72,7 @@ class DecodeWeights(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if _decodes_constant(node)]
         for node in nodes:
-            _decode_weight(model.graph, node).replace(node)
+            _decode_weight(model.graph, node)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
 
@@ -81,7 +82,7 @@ class DecomposeGroupNorms(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if node.op_type in _GROUP_NORMS and _known_shape(node)]
         for node in nodes:
-            _decompose_group_norm(model.graph, node).replace(node)
+            _decompose_group_norm(model.graph, node)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
 
@@ -114,7 +115,7 @@ def _decodes_constant(node: ir.Node) -> bool:
     return codes.dtype == ir.DataType.FLOAT4E2M1
 
 
-def _decode_weight(graph: ir.Graph, node: ir.Node) -> NodeWriter:
+def _decode_weight(graph: ir.Graph, node: ir.Node) -> None:
     codes, scale = node.inputs[0], node.inputs[1]
     assert codes is not None
     assert codes.const_value is not None
@@ -127,12 +128,11 @@ def _decode_weight(graph: ir.Graph, node: ir.Node) -> NodeWriter:
     if not blocks or shape[axis] % blocks:
         raise unsupported(node, "its scale must have one element a block")
     split = (*shape[:axis], blocks, shape[axis] // blocks, *shape[axis + 1 :])
-    writer = NodeWriter(graph, node.name or str(codes.name))
-    integers = writer.own("int8", _TWICE_E2M1[_nibbles(codes.const_value)].reshape(split))
+    writer = NodeWriter(graph, node.name or str(codes.name), before=node, dtype=ir.DataType.FLOAT)
+    integers = writer.constant("int8", _TWICE_E2M1[_nibbles(codes.const_value)].reshape(split))
     wide = writer.add("Cast", "wide", integers, to=int(ir.DataType.FLOAT))
-    values = writer.add("Mul", "values", wide, writer.own("half_steps", np.expand_dims(half_steps, axis + 1)))
-    writer.add("Reshape", "weight", values, writer.own("shape", np.array(shape, np.int64)))
-    return writer
+    values = writer.add("Mul", "values", wide, writer.constant("half_steps", np.expand_dims(half_steps, axis + 1)))
+    replace_node(writer, node, writer.add("Reshape", "weight", values, writer.integers("shape", *shape)))
 
 
 def _nibbles(tensor: ir.TensorProtocol) -> NDArray[np.uint8]:
@@ -160,7 +160,7 @@ def _known_shape(node: ir.Node) -> bool:
     return x is not None and x.shape is not None and len(x.shape) > 2 and isinstance(x.shape[1], int)
 
 
-def _decompose_group_norm(graph: ir.Graph, node: ir.Node) -> NodeWriter:
+def _decompose_group_norm(graph: ir.Graph, node: ir.Node) -> None:
     x, weight, bias = node.inputs
     assert x is not None
     assert x.shape is not None
@@ -170,40 +170,40 @@ def _decompose_group_norm(graph: ir.Graph, node: ir.Node) -> NodeWriter:
     assert channels is not None
     groups = node.attributes["num_groups"].as_int() if "num_groups" in node.attributes else channels
     epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-    writer = NodeWriter(graph, node.name or str(node.outputs[0].name))
-    column = writer.own("column", np.array([-1] + [1] * len(spatial), np.int64))
+    writer = NodeWriter(graph, node.name or str(node.outputs[0].name), before=node, dtype=ir.DataType.FLOAT)
+    column = writer.integers("column", -1, *[1] * len(spatial))
     *lines, columns = spatial
     known = None not in spatial
     rows = channels // groups * math.prod(size for size in lines if size) if known else -1
     if known:
-        image_shape = writer.own("image_shape", np.array([0, channels, *spatial]))
-        split = writer.own("groups_shape", np.array([0, groups, rows, columns], np.int64))
+        image_shape = writer.integers("image_shape", 0, channels, *lines, columns)
+        split = writer.integers("groups_shape", 0, groups, rows, columns)
     else:
-        image_shape = writer.add("Shape", "image_shape", x)
+        image_shape = writer.add("Shape", "image_shape", x, dtype=ir.DataType.INT64)
         split = _open_split(writer, image_shape, groups)
     centred, deviation = _moments(
         writer, writer.add("Reshape", "groups", x, split), columns if known else None, epsilon
     )
-    weights = writer.own("weight_shape", np.array([groups, channels // groups, 1], np.int64))
+    weights = writer.integers("weight_shape", groups, channels // groups, 1)
     slopes = writer.add("Div", "slopes", writer.add("Reshape", "group_weight", weight, weights), deviation)
-    slope = writer.add(
-        "Reshape", "slope", slopes, writer.own("slope_shape", np.array([0, channels, *[1] * len(spatial)]))
-    )
-    image = writer.add("Reshape", "image", centred, image_shape)
-    scaled = writer.add("Mul", "scaled", image, slope)
-    writer.add("Add", "normalized", scaled, writer.add("Reshape", "bias_column", bias, column))
-    return writer
+    slope = writer.add("Reshape", "slope", slopes, writer.integers("slope_shape", 0, channels, *[1] * len(spatial)))
+    restored = writer.add("Reshape", "image", centred, image_shape)
+    scaled = writer.add("Mul", "scaled", restored, slope)
+    shift = writer.add("Reshape", "bias_column", bias, column)
+    replace_node(writer, node, writer.add("Add", "normalized", scaled, shift))
 
 
 def _open_split(writer: NodeWriter, shape: ir.Value, groups: int) -> ir.Value:
     """[0, groups, -1, W] with the W of an image whose size is open."""
-    last = writer.add("Gather", "width", shape, writer.own("last_index", np.array([-1])), axis=0)
-    return writer.add("Concat", "groups_shape", writer.own("groups_head", np.array([0, groups, -1])), last, axis=0)
+    wide = ir.DataType.INT64
+    last = writer.add("Gather", "width", shape, writer.integers("last_index", -1), dtype=wide, axis=0)
+    head = writer.integers("groups_head", 0, groups, -1)
+    return writer.add("Concat", "groups_shape", head, last, dtype=wide, axis=0)
 
 
 def _moments(writer: NodeWriter, x: ir.Value, columns: int | None, epsilon: float) -> tuple[ir.Value, ir.Value]:
     """(x - mean, standard deviation) of x [N, G, rows, columns] a group; sums in two stages."""
-    last, rows = writer.own("last_axis", np.array([3])), writer.own("rows_axis", np.array([2]))
+    last, rows = writer.integers("last_axis", 3), writer.integers("rows_axis", 2)
     row_means = writer.add("ReduceMean", "row_means", x, last, keepdims=1)
     centred = writer.add("Sub", "centred", x, writer.add("ReduceMean", "mean", row_means, rows, keepdims=1))
     if columns is None:
@@ -213,8 +213,8 @@ def _moments(writer: NodeWriter, x: ir.Value, columns: int | None, epsilon: floa
     else:
         row_squares = writer.add("ReduceSumSquare", "row_squares", centred, last, keepdims=1)
         squares = writer.add("ReduceMean", "squares", row_squares, rows, keepdims=1)
-        variance = writer.add("Div", "variance", squares, writer.own("columns", np.float32(columns)))
-    shifted = writer.add("Add", "variance_epsilon", variance, writer.own("epsilon", np.float32(epsilon)))
+        variance = writer.add("Div", "variance", squares, writer.constant("columns", np.float32(columns)))
+    shifted = writer.add("Add", "variance_epsilon", variance, writer.constant("epsilon", np.float32(epsilon)))
     return centred, writer.add("Sqrt", "deviation", shifted)
 
 

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, global_amax, nvfp4_range
 
 FLT_MAX = np.finfo(np.float32).max
@@ -58,11 +59,13 @@ class DecomposeQuantizers(ir.passes.InPlacePass):
         quantizers = [node for node in model.graph if node.op_type == QUANTIZE_OP]
         for node in quantizers:
             scales_nodes, values_nodes = _dequantizers(node)
-            writer = _decompose(model.graph, node)
-            for reader in values_nodes[1:]:
-                reader.outputs[0].replace_all_uses_with(values_nodes[0].outputs[0], replace_graph_outputs=True)
-            writer.replace(values_nodes[0])
-            model.graph.remove([*values_nodes[1:], *scales_nodes, node], safe=True)
+            first, *others = values_nodes
+            for reader in others:
+                reader.outputs[0].replace_all_uses_with(first.outputs[0], replace_graph_outputs=True)
+            prefix = (node.name or node.outputs[0].name or "quantize").removesuffix(".quantize")
+            writer = NodeWriter(model.graph, prefix, before=first, dtype=ir.DataType.FLOAT)
+            replace_node(writer, first, _decompose(writer, node))
+            model.graph.remove([*others, *scales_nodes, node], safe=True)
         return ir.passes.PassResult(model, modified=bool(quantizers))
 
 
@@ -72,56 +75,18 @@ def block_steps(scales: NDArray[np.float32], amax: np.float32) -> NDArray[np.flo
     return steps
 
 
-def constant(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
-    """The initialiser `name`, added where the graph has none of that name yet."""
-    if name not in graph.initializers:
-        tensor = ir.tensor(np.asarray(array), name=name)
-        graph.register_initializer(ir.val(name, tensor.dtype, tensor.shape.numpy(), const_value=tensor))
-    return graph.initializers[name]
-
-
 def unsupported(node: ir.Node, reason: str) -> InputError:
     """The error for an operator that cannot be decomposed."""
     return InputError(f"{node.name or node.op_type} ({node.op_type}) cannot be decomposed: {reason}.")
 
 
-class NodeWriter:
-    """Appends nodes named after what they replace."""
-
-    def __init__(self, graph: ir.Graph, prefix: str) -> None:
-        self.graph, self.prefix = graph, prefix
-        self.nodes: list[ir.Node] = []
-
-    @property
-    def last(self) -> ir.Value:
-        """The value of the node added last."""
-        return self.nodes[-1].outputs[0]
-
-    def own(self, role: str, array: NDArray[Any] | np.generic) -> ir.Value:
-        """A constant of this place in the graph."""
-        return constant(self.graph, f"{self.prefix}.{role}", array)
-
-    def shared(self, role: str) -> ir.Value:
-        """A constant that every quantiser reads."""
-        return constant(self.graph, f"nvfp4.{role}", _SHARED[role])
-
-    def add(self, op: str, role: str, *inputs: ir.Value, **attributes: float) -> ir.Value:
-        """One node, and the value it gives: FP32, or what a Cast says; comparisons give BOOL, shapes INT64."""
-        name = f"{self.prefix}.{role}"
-        shapes = op == "Shape" or (op in ("Gather", "Concat") and inputs[0].dtype == ir.DataType.INT64)
-        usual = ir.DataType.BOOL if op == "Equal" else ir.DataType.INT64 if shapes else ir.DataType.FLOAT
-        dtype = ir.DataType(int(attributes.get("to", usual)))
-        self.nodes.append(ir.node(op, list(inputs), attributes, outputs=[ir.val(name, dtype)], name=name))
-        return self.last
-
-    def replace(self, node: ir.Node) -> None:
-        """Put the nodes in place of `node`; the last one takes its name and the name of its value."""
-        old = node.outputs[0]
-        self.nodes[-1].name = node.name
-        self.last.name, self.last.shape, old.name = old.name, old.shape, None
-        self.graph.insert_before(node, self.nodes)
-        old.replace_all_uses_with(self.last, replace_graph_outputs=True)
-        self.graph.remove(node, safe=True)
+def replace_node(writer: NodeWriter, node: ir.Node, result: ir.Value) -> None:
+    """Remove `node`; what computes `result` takes its name, and `result` that of its value."""
+    writer.replace(node.outputs[0], result)
+    producer = result.producer()
+    assert producer is not None
+    producer.name = node.name
+    writer.graph.remove(node, safe=True)
 
 
 def _dequantizers(node: ir.Node) -> tuple[list[ir.Node], list[ir.Node]]:
@@ -135,7 +100,7 @@ def _dequantizers(node: ir.Node) -> tuple[list[ir.Node], list[ir.Node]]:
     return scales_nodes, values_nodes
 
 
-def _decompose(graph: ir.Graph, node: ir.Node) -> NodeWriter:
+def _decompose(writer: NodeWriter, node: ir.Node) -> ir.Value:
     """Quantise and dequantise by the formulas of this module."""
     x, scale = node.inputs
     if scale is None or scale.const_value is None or scale.const_value.size != 1:
@@ -144,43 +109,47 @@ def _decompose(graph: ir.Graph, node: ir.Node) -> NodeWriter:
         raise unsupported(node, "the shape of its input is unknown")
     axis = _attribute(node, "axis", -1) % len(x.shape)
     blocked, whole = _split_shapes(node, tuple(x.shape), axis, _attribute(node, "block_size", NVFP4_BLOCK))
-    writer = NodeWriter(graph, (node.name or node.outputs[0].name or "quantize").removesuffix(".quantize"))
     amax = global_amax(np.float32(scale.const_value.numpy().item()))
-    blocks = writer.add("Reshape", "blocks", x, writer.own("blocked_shape", blocked))
+    blocks = writer.add("Reshape", "blocks", x, writer.constant("blocked_shape", blocked))
     scales, element = _compute_scales(writer, blocks, axis + 1, amax)
     values = _round_to_e2m1(writer, writer.add("Mul", "scaled", blocks, element))
-    ranged = writer.add("Mul", "step_range", scales, writer.own("amax", amax))
-    step = writer.add("Mul", "step", ranged, writer.shared("inverse_range"))
+    ranged = writer.add("Mul", "step_range", scales, writer.constant("amax", amax))
+    step = writer.add("Mul", "step", ranged, _shared(writer, "inverse_range"))
     products = writer.add("Mul", "dequantized_blocks", values, step)
-    writer.add("Reshape", "dequantized", products, writer.own("whole_shape", whole))
-    return writer
+    return writer.add("Reshape", "dequantized", products, writer.constant("whole_shape", whole))
 
 
 def _compute_scales(writer: NodeWriter, blocks: ir.Value, axis: int, amax: np.float32) -> tuple[ir.Value, ir.Value]:
     """(d, e) in FP32, one of each a block."""
+    e4m3 = ir.DataType.FLOAT8E4M3FN
     sixth, decode = _encoding(amax)
     magnitude = writer.add("Abs", "magnitude", blocks)
-    block_amax = writer.add("ReduceMax", "block_amax", magnitude, writer.own("axis", np.array([axis])), keepdims=1)
-    scale = writer.add("Mul", "scale_unbounded", block_amax, writer.own("encode_sixth", sixth))
-    scale = writer.add("Min", "scale_bounded", scale, writer.shared("largest"))
+    block_amax = writer.add("ReduceMax", "block_amax", magnitude, writer.constant("axis", np.array([axis])), keepdims=1)
+    scale = writer.add("Mul", "scale_unbounded", block_amax, writer.constant("encode_sixth", sixth))
+    scale = writer.add("Min", "scale_bounded", scale, _shared(writer, "largest"))
     damage = writer.add("Sub", "damage", block_amax, block_amax)  # 0, and NaN where a block holds NaN or Inf
     scale = writer.add("Add", "scale_exact", scale, damage)
-    scale = writer.add("Cast", "scale_e4m3", scale, to=int(ir.DataType.FLOAT8E4M3FN))
+    scale = writer.add("Cast", "scale_e4m3", scale, dtype=e4m3, to=int(e4m3))
     scale = writer.add("Cast", "scale", scale, to=int(ir.DataType.FLOAT))
-    unit = writer.add("Mul", "unit", scale, writer.own("decode", decode))
-    inverse = writer.add("Div", "inverse", writer.shared("one"), unit)
-    inverse = writer.add("Min", "inverse_bounded", inverse, writer.shared("largest_float"))
-    empty = writer.add("Equal", "empty", scale, writer.shared("zero"))
-    return scale, writer.add("Where", "element_scale", empty, writer.shared("zero"), inverse)
+    unit = writer.add("Mul", "unit", scale, writer.constant("decode", decode))
+    inverse = writer.add("Div", "inverse", _shared(writer, "one"), unit)
+    inverse = writer.add("Min", "inverse_bounded", inverse, _shared(writer, "largest_float"))
+    empty = writer.add("Equal", "empty", scale, _shared(writer, "zero"), dtype=ir.DataType.BOOL)
+    return scale, writer.add("Where", "element_scale", empty, _shared(writer, "zero"), inverse)
 
 
 def _round_to_e2m1(writer: NodeWriter, scaled: ir.Value) -> ir.Value:
     """E2M1 values of u by adding and subtracting a number whose ulp is the step."""
-    u = writer.add("Clip", "clipped", scaled, writer.shared("minus_six"), writer.shared("six"))
+    u = writer.add("Clip", "clipped", scaled, _shared(writer, "minus_six"), _shared(writer, "six"))
     floor = writer.add("Floor", "floor", writer.add("Abs", "size", u))
-    product = writer.add("Mul", "rounder_unbounded", floor, writer.shared("rounder"))
-    rounder = writer.add("Max", "rounder", product, writer.shared("rounder"))
+    product = writer.add("Mul", "rounder_unbounded", floor, _shared(writer, "rounder"))
+    rounder = writer.add("Max", "rounder", product, _shared(writer, "rounder"))
     return writer.add("Sub", "values", writer.add("Add", "rounded", u, rounder), rounder)
+
+
+def _shared(writer: NodeWriter, role: str) -> ir.Value:
+    """A constant that every quantiser reads."""
+    return writer.constant(role, _SHARED[role], prefix="nvfp4")
 
 
 def _encoding(amax: np.float32) -> tuple[np.float32, np.float32]:

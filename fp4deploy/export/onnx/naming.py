@@ -18,7 +18,10 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 class NameAfterModules(ir.passes.InPlacePass):
-    """Rename nodes and their values; `leaves` are the names of modules without children."""
+    """Rename nodes and their values; `leaves` are the names of modules without children.
+
+    onnx-ir's `NameFixPass` makes names unique, and knows nothing of modules.
+    """
 
     def __init__(self, leaves: Collection[str]) -> None:
         super().__init__()
@@ -46,7 +49,10 @@ class NameAfterModules(ir.passes.InPlacePass):
 
 
 class ForgetTracing(ir.passes.InPlacePass):
-    """Drop metadata and documentation of every node and value."""
+    """Drop metadata and documentation of every node and value.
+
+    onnx-ir's `ClearMetadataAndDocStringPass` leaves those of values and of the model, and torch writes both.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
