@@ -67,7 +67,7 @@ def run_chain(
     with stage(4, "bench", say, measurement):
         for model in models:
             for path in _artifacts(run, model, say):
-                entry = bench_or_explain(path, data, model=model).entry()
+                entry = bench_or_explain(path, data, model=model)
                 measurement.artifacts.append(entry.model_copy(update={"path": path.relative_to(run.path).as_posix()}))
     with stage(5, "report", say, measurement):
         measurement.created, measurement.environment = now(), Machine.model_validate(environment())

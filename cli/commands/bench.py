@@ -13,7 +13,7 @@ from fp4deploy.errors import InputError
 from ..console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
-    from fp4deploy.bench.artifact import ArtifactResult, Baseline
+    from fp4deploy.bench.artifact import Baseline
     from fp4deploy.bench.records import ArtifactEntry
 
 
@@ -117,7 +117,7 @@ def _measure(
     max_dets: int | None,
     keep: Path | None,
     timeout: float,
-) -> list[ArtifactResult]:
+) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of, run_of
 
@@ -152,12 +152,11 @@ def _folder(keep: Path, path: Path, model: str | None, count: int) -> Path:
     return keep / (f"{model}-checkpoint" if model and path.suffix == ".safetensors" else path.name)
 
 
-def _write(found: list[ArtifactResult], split: str, reference: Baseline | None, out: str | None) -> None:
+def _write(found: list[ArtifactEntry], split: str, reference: Baseline | None, out: str | None) -> None:
     from fp4deploy.bench.environment import environment
 
-    entries = [result.entry() for result in found]
     document = {
-        "artifacts": [entry.model_dump(mode="json") for entry in entries],
+        "artifacts": [entry.model_dump(mode="json") for entry in found],
         "split": split,
         "baseline_miou": reference.value if reference and reference.metric == "mIoU" else None,
         "baseline_ap": reference.value if reference and reference.metric == "AP" else None,
@@ -165,7 +164,7 @@ def _write(found: list[ArtifactResult], split: str, reference: Baseline | None, 
     }
     if out not in (None, "-"):
         _save(document, Path(str(out)))
-    print_table(entries, reference.value if reference else None, to_stderr=out == "-")
+    print_table(found, reference.value if reference else None, to_stderr=out == "-")
     if out == "-":
         print_json(document)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp4deploy.bench.evaluate import Progress, evaluate_task
-from fp4deploy.bench.latency import Latency, measure
+from fp4deploy.bench.latency import measure
 from fp4deploy.bench.ledgers import built_by, ledger_beside
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.bench.runtimes.open import open_runtime
@@ -21,70 +21,6 @@ from fp4deploy.metrics import Scores
 
 OK = "ok"
 NOT_RUN = "built, not run"
-
-
-@dataclass(frozen=True)
-class ArtifactResult:
-    """A measured artefact; accuracy in [0, 1] and `latency` are None where it could not be run, and `reason` says why.
-
-    miou: of semantic models. instances: scores of instance models.
-    memory: bytes of weights and activations, of runtimes that know them (`runtimes.packed.memory`).
-    """
-
-    path: Path
-    model: str | None
-    backend: str
-    precision: str
-    size_bytes: int
-    sha256: str
-    status: str
-    reason: str | None = None
-    miou: float | None = None
-    pixel_accuracy: float | None = None
-    per_class: dict[str, float | None] = field(default_factory=dict)
-    latency: Latency | None = None
-    memory: dict[str, int] | None = None
-    instances: InstanceScores | None = None
-
-    @property
-    def metric(self) -> str:
-        """Name of the accuracy."""
-        return "AP" if self.instances else "mIoU"
-
-    @property
-    def accuracy(self) -> float | None:
-        """AP of an instance model, mIoU of a semantic one; None where it was not measured."""
-        return _finite(self.instances.ap) if self.instances else self.miou
-
-    def to_json(self) -> dict[str, Any]:
-        """The entry of `artifacts` in report.json."""
-        return self.entry().model_dump(mode="json")
-
-    def entry(self) -> ArtifactEntry:
-        """The result as it is written to JSON and shown in tables."""
-        timed = self.latency
-        return ArtifactEntry(
-            path=str(self.path),
-            model=self.model,
-            backend=self.backend,
-            precision=self.precision,
-            size_bytes=self.size_bytes,
-            sha256=self.sha256,
-            miou=self.miou,
-            ap=_finite(self.instances.ap) if self.instances else None,
-            ap50=_finite(self.instances.ap50) if self.instances else None,
-            instances=self.instances.to_json() if self.instances else None,
-            pixel_accuracy=self.pixel_accuracy,
-            per_class=dict(self.per_class),
-            latency_ms=Quantiles(p50=timed.p50, p90=timed.p90, p99=timed.p99) if timed else None,
-            images_per_s=timed.images_per_s if timed else None,
-            batch=timed.batch if timed else None,
-            timed_runs=timed.runs if timed else None,
-            device=timed.device if timed else None,
-            memory=self.memory,
-            status=self.status,
-            reason=self.reason,
-        )
 
 
 def bench_artifact(
@@ -99,11 +35,13 @@ def bench_artifact(
     results: Path | None = None,
     split: str = VAL,
     timeout: float | None = None,
-) -> ArtifactResult:
+) -> ArtifactEntry:
     """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
     max_detections, results: of instance models, as of `instances.evaluate_instances`.
     timeout: of one inference of an ONNX file, as of `open_runtime`.
+
+    The bytes of weights and activations are in the entry where the runtime knows them (`runtimes.packed.memory`).
 
     Raises:
         InputError: the file is not an artefact, or the data does not fit it.
@@ -117,25 +55,32 @@ def bench_artifact(
             runtime, data, progress=progress, max_detections=max_detections, results=results, split=split
         )
     scores = found if isinstance(found, Scores) else None
-    latency = measure(runtime, batch=batch, iterations=iterations)
-    return ArtifactResult(
-        path=path,
+    instances = found if isinstance(found, InstanceScores) else None
+    timed = measure(runtime, batch=batch, iterations=iterations)
+    return ArtifactEntry(
+        path=str(path),
         model=model or runtime.card.precision,
         backend=runtime.name,
         precision=runtime.precision,
         size_bytes=path.stat().st_size,
         sha256=sha256(path),
-        status=OK,
         miou=_finite(scores.miou) if scores else None,
+        ap=_finite(instances.ap) if instances else None,
+        ap50=_finite(instances.ap50) if instances else None,
+        instances=instances.to_json() if instances else None,
         pixel_accuracy=_finite(scores.pixel_accuracy) if scores else None,
         per_class=dict(found.per_class) if found else {},
-        latency=latency,
+        latency_ms=Quantiles(p50=timed.p50, p90=timed.p90, p99=timed.p99),
+        images_per_s=timed.images_per_s,
+        batch=timed.batch,
+        timed_runs=timed.runs,
+        device=timed.device,
         memory=getattr(runtime, "memory", None),
-        instances=found if isinstance(found, InstanceScores) else None,
+        status=OK,
     )
 
 
-def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None, **settings: Any) -> ArtifactResult:
+def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None, **settings: Any) -> ArtifactEntry:
     """Like `bench_artifact`, but an engine that cannot run here becomes a row saying so, without numbers."""
     try:
         return bench_artifact(path, data, model=model, **settings)
@@ -143,12 +88,12 @@ def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None,
         return not_run(path, str(error), model=model)
 
 
-def not_run(path: Path, reason: str, *, model: str | None = None) -> ArtifactResult:
+def not_run(path: Path, reason: str, *, model: str | None = None) -> ArtifactEntry:
     """The row of an engine that exists and cannot run on this machine."""
     ledger = ledger_beside(path)
     precision = ledger.precision if ledger else "unknown"
-    return ArtifactResult(
-        path=path,
+    return ArtifactEntry(
+        path=str(path),
         model=model or precision,
         backend=built_by(ledger) if ledger else "unknown builder",
         precision={"nvfp4": "NVFP4", "fp16": "FP16"}.get(precision, precision),
@@ -207,7 +152,7 @@ def _recorded(path: Path) -> Baseline | None:
         ) from error
 
 
-def gate_drop(results: list[ArtifactResult], baseline: Baseline, max_drop: float) -> None:
+def gate_drop(results: list[ArtifactEntry], baseline: Baseline, max_drop: float) -> None:
     """Fail when an artefact's accuracy is more than `max_drop` points (hundredths) below the baseline's.
 
     Raises:
@@ -220,14 +165,14 @@ def gate_drop(results: list[ArtifactResult], baseline: Baseline, max_drop: float
     other = next((result for _, result in measured if result.metric != baseline.metric), None)
     if other is not None:
         raise InputError(
-            f"{other.path.name} has an {other.metric} and the baseline an {baseline.metric}: they are models of "
+            f"{Path(other.path).name} has an {other.metric} and the baseline an {baseline.metric}: they are models of "
             "different tasks. Give a baseline of the same task."
         )
     accuracy, worst = min(measured, key=lambda pair: pair[0])
     drop = 100 * (baseline.value - accuracy)
     if drop > max_drop:
         raise GateError(
-            f"{worst.path.name} has {100 * accuracy:.2f} {worst.metric}, {drop:.2f} points below the baseline's "
+            f"{Path(worst.path).name} has {100 * accuracy:.2f} {worst.metric}, {drop:.2f} points below the baseline's "
             f"{100 * baseline.value:.2f}; --max-drop allows {max_drop:g}. Train NVFP4 longer, or keep more layers in "
             "FP16."
         )

@@ -53,8 +53,13 @@ class ArtifactEntry(Record):
     reason: str | None = None
 
     @property
+    def metric(self) -> str:
+        """Name of the accuracy."""
+        return "AP" if self.instances else "mIoU"
+
+    @property
     def accuracy(self) -> float | None:
-        """mIoU of a semantic model, AP of an instance model."""
+        """mIoU of a semantic model, AP of an instance model; None where it was not measured."""
         return self.miou if self.miou is not None else self.ap
 
 

@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4deploy.bench.artifact import (
-    ArtifactResult,
-    Baseline,
-    bench_artifact,
-    bench_or_explain,
-    find_baseline,
-    gate_drop,
-)
+from fp4deploy.bench.artifact import Baseline, bench_artifact, bench_or_explain, find_baseline, gate_drop
+from fp4deploy.bench.records import ArtifactEntry
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from fp4deploy.runs import Run
 
@@ -26,13 +20,13 @@ CONTRACT = {
 }  # fmt: skip
 
 
-def row(miou: float | None, name: str = "unet.onnx") -> ArtifactResult:
-    return ArtifactResult(Path(name), "nvfp4", "test", "NVFP4", 1, "0", "ok", miou=miou)
+def row(miou: float | None, name: str = "unet.onnx") -> ArtifactEntry:
+    return ArtifactEntry(path=name, model="nvfp4", status="ok", miou=miou)
 
 
 def test_fields_of_the_contract(untrained: Run, shapes: Path) -> None:
     path = untrained.checkpoint("fp16")
-    entry = bench_artifact(path, shapes, iterations=3).to_json()
+    entry = bench_artifact(path, shapes, iterations=3).model_dump(mode="json")
     assert entry.keys() >= CONTRACT
     assert entry["latency_ms"].keys() == {"p50", "p90", "p99"}
     assert entry["latency_ms"]["p50"] <= entry["latency_ms"]["p90"] <= entry["latency_ms"]["p99"]
@@ -46,7 +40,7 @@ def test_fields_of_the_contract(untrained: Run, shapes: Path) -> None:
 
 
 def test_without_data_there_is_latency_and_no_accuracy(untrained: Run) -> None:
-    entry = bench_artifact(untrained.export_dir / "unet.portable.onnx", None, iterations=3).to_json()
+    entry = bench_artifact(untrained.export_dir / "unet.portable.onnx", None, iterations=3).model_dump(mode="json")
     assert entry["miou"] is None
     assert entry["latency_ms"]["p50"] > 0
 
@@ -56,7 +50,7 @@ def test_without_data_there_is_latency_and_no_accuracy(untrained: Run) -> None:
 def test_an_engine_that_cannot_run_has_no_numbers(plan: Path, shapes: Path) -> None:
     with pytest.raises(UnavailableError):
         bench_artifact(plan, shapes)
-    entry = bench_or_explain(plan, shapes).to_json()
+    entry = bench_or_explain(plan, shapes).model_dump(mode="json")
     assert entry["status"] == "built, not run"
     assert "no CUDA GPU" in entry["reason"]
     assert [entry[name] for name in ("miou", "latency_ms", "images_per_s", "batch", "device")] == [None] * 5
@@ -85,7 +79,7 @@ def test_gate_without_a_measurement_fails() -> None:
 
 def test_baseline_from_json(tmp_path: Path) -> None:
     path = tmp_path / "base.json"
-    path.write_text(json.dumps({"artifacts": [row(None).to_json(), row(0.75).to_json()]}))
+    path.write_text(json.dumps({"artifacts": [row(None).model_dump(mode="json"), row(0.75).model_dump(mode="json")]}))
     assert find_baseline(path, None) == Baseline("mIoU", 0.75)
 
 

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4deploy.bench.artifact import ArtifactResult
 from fp4deploy.bench.environment import environment
-from fp4deploy.bench.latency import Latency
-from fp4deploy.bench.records import Machine
+from fp4deploy.bench.records import ArtifactEntry, Machine
 from fp4deploy.predict.palette import COLOURS, VOID, colours, tinted
 from fp4deploy.report.collect import collect
 from fp4deploy.report.figures.curves import draw_curves
@@ -26,16 +24,24 @@ from fp4deploy.report.run_folder import read_run
 from fp4deploy.report.summary import summary
 from fp4deploy.runs import Run
 
-TIMED = Latency(p50=2.0, p90=3.0, p99=4.0, batch=1, runs=9, device="a CPU")
+TIMED = {
+    "latency_ms": {"p50": 2.0, "p90": 3.0, "p99": 4.0},
+    "images_per_s": 500.0,
+    "batch": 1,
+    "timed_runs": 9,
+    "device": "a CPU",
+}
 HOSTILE = "</style></script><img src=x onerror=alert(1)>"
 
 
-def row(path: str, model: str, miou: float | None, size: int) -> ArtifactResult:
+def row(path: str, model: str, miou: float | None, size: int) -> ArtifactEntry:
     status, reason = ("ok", None) if miou is not None else ("built, not run", "no <GPU> here")
-    return ArtifactResult(
-        Path(path), model, "test", model.upper(), size, "0", status, reason, miou,
-        per_class={"background": miou, "cat": None} if miou is not None else {},
-        latency=TIMED if miou is not None else None,
+    measured: dict[str, Any] = {}
+    if miou is not None:
+        measured = {"miou": miou, "per_class": {"background": miou, "cat": None}, **TIMED}
+    return ArtifactEntry(
+        path=path, model=model, backend="test", precision=model.upper(), size_bytes=size, sha256="0", status=status,
+        reason=reason, **measured,
     )  # fmt: skip
 
 
@@ -51,7 +57,7 @@ def report(untrained: Run, shapes: Path) -> ReportData:
     ]
     measurement = Measurement(
         data=str(shapes),
-        artifacts=[result.entry() for result in rows],
+        artifacts=rows,
         stages=[StageTime(stage="train", seconds=95.0)],
         remarks=["a <remark>"],
         commands=["fp4deploy run --demo"],
