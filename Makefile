@@ -40,7 +40,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(INSTALL) --editable '.[rtx,dev,examples]'
+	$(INSTALL) --editable '.[rtx,dev,docs,examples]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
