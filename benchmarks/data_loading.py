@@ -45,15 +45,15 @@ def main() -> None:
     config = load_config(arguments.config, [f"data.root={json.dumps(str(arguments.data))}"])
     budget = int(config.data.cache_gib * 2**30)
     train, val = (cache_dataset(open_dataset(arguments.data, split), budget) for split in ("train", "val"))
-    wanted = needs(config.model.scale, config.train.batch_size, arguments.step_ms)
-    for case, rate in wanted.items():
+    needed = needs(config.model.scale, config.train.batch_size, arguments.step_ms)
+    for case, rate in needed.items():
         print(f"{case}: takes {rate:.0f} images/s")
     rows = []
     for workers in map(int, arguments.workers.split(",")):
         section = config.data.model_copy(update={"workers": workers})
         loader, _ = make_loaders(config.model_copy(update={"data": section}), train, val)
         rate = loader_speed(loader, arguments.batches)
-        enough = {case: rate >= need for case, need in wanted.items()}
+        enough = {case: rate >= need for case, need in needed.items()}
         rows.append({"workers": workers, "images_per_s": rate, "enough_for": enough})
         verdict = ", ".join(f"{'enough' if yes else 'too slow'} for {case}" for case, yes in enough.items())
         print(f"{workers:3d} workers  {rate:8.1f} images/s  {verdict}", flush=True)
@@ -64,7 +64,7 @@ def main() -> None:
             "cached": type(train).__name__ == "CachedDataset",
             "cpu_cores": cores(),
             "python": platform.python_version(),
-            "takes_images_per_s": wanted,
+            "takes_images_per_s": needed,
             "rows": rows,
         }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -147,8 +147,8 @@ def main() -> None:
     if not lines[0].startswith("after "):
         sys.exit("nothing had been saved before the kill: run again with another --seed")
     begin = int(lines[0].split()[1])
-    found, wanted = lines[1 : 1 + batches], expected[begin : begin + batches]
-    different = sum(a != b for a, b in zip(found, wanted, strict=True))
+    found, reference = lines[1 : 1 + batches], expected[begin : begin + batches]
+    different = sum(a != b for a, b in zip(found, reference, strict=True))
     report = {
         "model": arguments.model,
         "recipe": arguments.recipe,

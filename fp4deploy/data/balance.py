@@ -79,15 +79,15 @@ def class_balance(counts: ClassCounts, method: str, power: float = 1.0) -> dict[
 
 def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> ClassCounts:
     """`count_classes`, kept as JSON at `path` for the dataset `identity`; counted again where that differs."""
-    wanted = {"identity": identity, "classes": list(dataset.class_names), "length": len(dataset)}
+    key = {"identity": identity, "classes": list(dataset.class_names), "length": len(dataset)}
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["of"] == wanted:
+        if kept["of"] == key:
             names = ("class_names", "pixels", "images_with", "pixels_beside")
             return ClassCounts(**{**kept["counts"], **{name: tuple(kept["counts"][name]) for name in names}})
     except (OSError, ValueError, KeyError, TypeError):
         pass
     counts = count_classes(dataset)
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps({"of": wanted, "counts": asdict(counts)}) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps({"of": key, "counts": asdict(counts)}) + "\n", encoding="utf-8")
     return counts

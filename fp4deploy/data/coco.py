@@ -249,11 +249,11 @@ def _existing_images(parsed: CocoFile, root: Path, folder: Path) -> list[ImageRe
     return images
 
 
-def _number_classes(parsed: CocoFile, wanted: Sequence[str] | None) -> tuple[tuple[str, ...], dict[int, int]]:
+def _number_classes(parsed: CocoFile, requested: Sequence[str] | None) -> tuple[tuple[str, ...], dict[int, int]]:
     """Names of the classes with background first, and the class of every category id (0 for those not chosen)."""
     names = [name for name in parsed.categories.values() if name != BACKGROUND]
     if not names:
         raise InputError(f"{parsed.path} lists no category, so there is no class to learn.")
-    chosen = select_classes(names, [name for name in wanted or () if name != BACKGROUND], parsed.path)
+    chosen = select_classes(names, [name for name in requested or () if name != BACKGROUND], parsed.path)
     class_of = {name: number for number, name in enumerate(chosen, start=1)}
     return (BACKGROUND, *chosen), {key: class_of.get(name, 0) for key, name in parsed.categories.items()}

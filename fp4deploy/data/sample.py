@@ -68,13 +68,13 @@ def data_error(root: Path, cause: str) -> InputError:
     return InputError(f"{cause} To list every defect: fp4deploy data check {root}")
 
 
-def select_classes(names: Sequence[str], wanted: Sequence[str] | None, source: Path) -> tuple[str, ...]:
-    """Return the classes to learn, in the caller's order: all of `names` when `wanted` is None or empty.
+def select_classes(names: Sequence[str], requested: Sequence[str] | None, source: Path) -> tuple[str, ...]:
+    """Return the classes to learn, in the caller's order: all of `names` when `requested` is None or empty.
 
     Raises:
-        InputError: `wanted` holds an unknown or a repeated name, or there are more classes than a mask can hold.
+        InputError: `requested` holds an unknown or a repeated name, or there are more classes than a mask can hold.
     """
-    chosen = tuple(wanted) if wanted else tuple(names)
+    chosen = tuple(requested) if requested else tuple(names)
     if len(chosen) >= MAX_CLASSES:
         raise InputError(
             f"{source} has {len(chosen)} classes, and at most {MAX_CLASSES - 1} can be learned at once. "

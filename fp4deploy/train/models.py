@@ -190,7 +190,7 @@ def open_splits(config: Config) -> tuple[SegmentationDataset, SegmentationDatase
     return train, val
 
 
-def _starting_point(config: Config, run: Run, model: str, wanted: ModelCard) -> Path:
+def _starting_point(config: Config, run: Run, model: str, target: ModelCard) -> Path:
     given = config.train.init_checkpoint
     path = Path(given) if given else run.checkpoint("fp16")
     if not given:
@@ -200,14 +200,14 @@ def _starting_point(config: Config, run: Run, model: str, wanted: ModelCard) -> 
             f"{model} is fine-tuned from an FP16 checkpoint, and there is none at {path}. Train both with "
             "--models fp16,nvfp4, name one with --set train.init_checkpoint=FILE, or train --from-scratch."
         )
-    card, class_names = read_card(path), wanted.class_names
-    require_same_task(path, card, wanted)
+    card, class_names = read_card(path), target.class_names
+    require_same_task(path, card, target)
     if card.scale != config.model.scale:
         raise InputError(
             f"{path} is a UNet of scale {card.scale:g}, and this run has scale {config.model.scale:g}. "
             f"Set --set model.scale={card.scale:g}, or choose another checkpoint."
         )
-    if card.digits and not wanted.digits:
+    if card.digits and not target.digits:
         raise InputError(
             f"{path} encodes its images in several FP4 terms (model.digits), and this run does not. Set "
             "--set model.digits=true, or choose another checkpoint. (The other way round works: the weights of a model "
@@ -218,7 +218,7 @@ def _starting_point(config: Config, run: Run, model: str, wanted: ModelCard) -> 
             f"{path} was trained on the classes {', '.join(card.class_names)}, and this run has "
             f"{', '.join(class_names)}. Choose the same, in the same order, or another checkpoint."
         )
-    require_same_head(path, card.head, wanted.head)
+    require_same_head(path, card.head, target.head)
     return path
 
 

@@ -174,29 +174,29 @@ def _weights(by_name: ByName | None, card: ModelCard) -> Tensor | None:
     return torch.tensor([by_name.get(name, 1.0) for name in card.class_names]) if by_name else None
 
 
-def require_same_task(path: Path, found: ModelCard, wanted: ModelCard) -> None:
+def require_same_task(path: Path, found: ModelCard, expected: ModelCard) -> None:
     """Let a checkpoint be fine-tuned only for the task it was trained for.
 
     Raises:
         InputError: it was trained for another.
     """
-    if found.task != wanted.task:
+    if found.task != expected.task:
         raise InputError(
-            f"{path} was trained for the {found.task} task, and this run is for the {wanted.task} task: their output "
+            f"{path} was trained for the {found.task} task, and this run is for the {expected.task} task: their output "
             f"channels mean different things. Choose --task {found.task}, or another checkpoint."
         )
 
 
-def require_same_head(path: Path, found: InstanceHead | None, wanted: InstanceHead | None) -> None:
+def require_same_head(path: Path, found: InstanceHead | None, expected: InstanceHead | None) -> None:
     """Let a checkpoint be fine-tuned only with the channels it was trained with; how they are decoded may differ.
 
     Raises:
         InputError: the channels mean something else.
     """
-    layouts = [(head.method, head.classes, head.masks, head.stuff) if head else None for head in (found, wanted)]
+    layouts = [(head.method, head.classes, head.masks, head.stuff) if head else None for head in (found, expected)]
     if layouts[0] != layouts[1]:
         raise InputError(
-            f"{path} has the instance head {_layout(found)}, and this run {_layout(wanted)}. Give both the same "
+            f"{path} has the instance head {_layout(found)}, and this run {_layout(expected)}. Give both the same "
             "instance.method, instance.channels and instance.stuff, or choose another checkpoint."
         )
 

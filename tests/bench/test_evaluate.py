@@ -34,8 +34,8 @@ class Oracle:
         masks = np.stack(self.masks[self.place : self.place + len(images)])
         self.place += len(images)
         self.batches.append(len(images))
-        wanted = (np.where(masks == 255, 0, masks) + self.shift) % count
-        return (np.arange(count)[None, :, None, None] == wanted[:, None]).astype(np.float32)
+        predicted = (np.where(masks == 255, 0, masks) + self.shift) % count
+        return (np.arange(count)[None, :, None, None] == predicted[:, None]).astype(np.float32)
 
     def time(self, images: np.ndarray, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         raise AssertionError("not timed here")

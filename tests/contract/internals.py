@@ -154,13 +154,13 @@ def triton_name(launch: Any) -> str:
     return f"{launch.kernel} {constants} warps={launch.num_warps} stages={launch.num_stages}"
 
 
-def compile_triton(wanted: list[tuple[Any, str]], jobs: int) -> Iterator[tuple[int, bytes, int]]:
-    """Compile launches for architectures in new processes: (position in `wanted`, cubin, bytes of shared memory)."""
+def compile_triton(kernels: list[tuple[Any, str]], jobs: int) -> Iterator[tuple[int, bytes, int]]:
+    """Compile launches for architectures in new processes: (position in `kernels`, cubin, bytes of shared memory)."""
     from fp4deploy.plugins.aot.build import build
 
-    for index, made in build(wanted, jobs=jobs):
+    for index, made in build(kernels, jobs=jobs):
         if made.compiled is None:
-            raise RuntimeError(f"{triton_name(wanted[index][0])}: {made.failure}")
+            raise RuntimeError(f"{triton_name(kernels[index][0])}: {made.failure}")
         yield index, made.compiled.cubin, made.compiled.shared
 
 

@@ -92,10 +92,10 @@ def nvcc_digests(variants: list[tuple[str, dict[str, Any]]], architectures: list
 
 def triton_digests(launches: dict[str, list[Any]], jobs: int) -> Digests:
     """Compile launch descriptions for architectures such as "sm_90"."""
-    wanted = [(launch, arch) for arch, some in launches.items() for launch in some]
+    compiled_launches = [(launch, arch) for arch, some in launches.items() for launch in some]
     digests: Digests = {arch: [] for arch in launches}
-    for index, cubin, shared in internals.compile_triton(wanted, jobs):
-        launch, arch = wanted[index]
+    for index, cubin, shared in internals.compile_triton(compiled_launches, jobs):
+        launch, arch = compiled_launches[index]
         (digest,) = kernels(cubin, f"shared {shared}").values()
         digests[arch].append(f"{digest} {internals.triton_name(launch)}")
     return {arch: sorted(lines) for arch, lines in digests.items()}

@@ -149,11 +149,11 @@ def pins(version: str) -> dict[str, str]:
 def test_every_direct_dependency_has_one_pin_inside_its_range(version: str) -> None:
     pinned = pins(version)
     for line in required(*EXTRAS).splitlines():
-        wanted = Requirement(line)
-        name = canonicalize_name(wanted.name)
+        requirement = Requirement(line)
+        name = canonicalize_name(requirement.name)
         if name not in NOT_PINNED:
             assert name in pinned, f"{name} has no pin for Python {version}"
-            assert wanted.specifier.contains(pinned[name]), f"{line} leaves out the pin {pinned[name]}"
+            assert requirement.specifier.contains(pinned[name]), f"{line} leaves out the pin {pinned[name]}"
 
 
 def test_supported_pythons_are_said_once() -> None:

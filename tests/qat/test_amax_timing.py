@@ -197,7 +197,7 @@ def test_a_state_resumes_exactly(stop: int) -> None:
     file.seek(0)
     after = chain()
     after.load_state_dict(torch.load(file, weights_only=True))
-    assert all(same(step(after, x), wanted) for x, wanted in zip(batches[stop:], expected[stop:], strict=True))
+    assert all(same(step(after, x), reached) for x, reached in zip(batches[stop:], expected[stop:], strict=True))
 
 
 def test_another_timing_takes_over_what_was_tracked() -> None:

@@ -70,11 +70,11 @@ class TensorRtRuntime:
         if not self._context.set_input_shape(self._input, tuple(given.shape)):
             raise InputError(f"The engine does not take images of shape {list(given.shape)}; build it for that size.")
         shape = tuple(self._context.get_tensor_shape(self._output))
-        wanted = torch.empty(shape, device="cuda", dtype=self._dtype(self._output))
+        logits = torch.empty(shape, device="cuda", dtype=self._dtype(self._output))
         self._context.set_tensor_address(self._input, given.data_ptr())
-        self._context.set_tensor_address(self._output, wanted.data_ptr())
+        self._context.set_tensor_address(self._output, logits.data_ptr())
         self._stream.wait_stream(torch.cuda.current_stream())
-        return given, wanted
+        return given, logits
 
     def _launch(self) -> None:
         if not self._context.execute_async_v3(self._stream.cuda_stream):

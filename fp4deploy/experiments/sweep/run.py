@@ -115,9 +115,9 @@ def _run_held(
 def _chosen(sweep: Sweep, only: tuple[str, ...]) -> list[Variant]:
     if not only:
         return list(sweep.variants)
-    wanted = {sweep.variant(name).name for name in only}
-    wanted |= {base for name in only if (base := sweep.variant(name).base)}
-    return [variant for variant in sweep.variants if variant.name in wanted]
+    names = {sweep.variant(name).name for name in only}
+    names |= {base for name in only if (base := sweep.variant(name).base)}
+    return [variant for variant in sweep.variants if variant.name in names]
 
 
 def _check(out: Path) -> None:

@@ -129,13 +129,13 @@ def test_what_is_read_in_another_way_stays_fp16(between: str) -> None:
 
 
 def test_two_readers_share_codes_or_have_their_own() -> None:
-    for amax, wanted in ((4.0, 1), (8.0, 2)):
+    for amax, quantisers in ((4.0, 1), (8.0, 2)):
         graph = CanonicalGraph()
         x = graph.image(6, 6, channels=32)
         first, second = graph.conv("first", x, 16), graph.conv("second", x, 16, amax=amax)
         summed = graph.add("Add", [first[0], second[0]], "sum")
         model = lowered(graph.model((summed, *first[1:]))).model
-        assert operators(model).count("nvfp4_quantize") == wanted
+        assert operators(model).count("nvfp4_quantize") == quantisers
         image = random_image(32, 6, 6)
         assert np.isfinite(evaluate_plugins(model, image)).all()
 

@@ -41,8 +41,8 @@ def test_plain_forms_are_torch(with_bias: bool, dtype: torch.dtype, tolerance: f
 def test_packed_forms_quantise_the_rounded_values(channels: int) -> None:
     x, bias, weight, beta = inputs((2, 4, 6, channels), torch.float16)
     one, two = torch.tensor(2.5), torch.tensor(4.0)
-    wanted = [OutputForm(one), OutputForm(), OutputForm(two, pooled=True), OutputForm(pooled=True), OutputForm(two)]
-    packed, y, small, pooled, again = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, wanted)
+    outputs = [OutputForm(one), OutputForm(), OutputForm(two, pooled=True), OutputForm(pooled=True), OutputForm(two)]
+    packed, y, small, pooled, again = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, outputs)
     for got, source, amax in ((packed, y, one), (small, pooled, two), (again, y, two)):
         assert isinstance(got, Nvfp4Tensor)
         reference = quantize_nvfp4(source, amax=amax)
@@ -72,7 +72,7 @@ def test_the_affine_map_rounds_once() -> None:
 def test_a_nan_reaches_every_form() -> None:
     x, bias, weight, beta = inputs((1, 4, 4, 16))
     x[0, 1, 1, 3] = float("nan")
-    wanted = [OutputForm(), OutputForm(pooled=True), OutputForm(torch.tensor(1.0))]
-    for form in norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, wanted):
+    outputs = [OutputForm(), OutputForm(pooled=True), OutputForm(torch.tensor(1.0))]
+    for form in norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, outputs):
         values = form.dequantize() if isinstance(form, Nvfp4Tensor) else form
         assert values.isnan().any()

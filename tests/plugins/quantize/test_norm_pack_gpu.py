@@ -70,23 +70,23 @@ FORMS = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_bytes_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype, form: str) -> None:
-    x, wanted = image(shape, dtype), FORMS[form]()
+    x, forms = image(shape, dtype), FORMS[form]()
     bias, weight, beta = (vector(shape[-1], seed) for seed in (1, 2, 3))
     ab = group_statistics(x.permute(0, 3, 1, 2), bias, weight, beta, GROUPS, EPS)[0]
     poison()
-    got = apply_kernels(x, ab, wanted)
-    for each, reference in zip(got, apply_reference(x, ab, wanted), strict=True):
+    got = apply_kernels(x, ab, forms)
+    for each, reference in zip(got, apply_reference(x, ab, forms), strict=True):
         same(each, reference)
-    whole = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, wanted)
+    whole = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, forms)
     for each, again in zip(got, whole, strict=True):
         same(each, again)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 5, 32), (2, 1, 1, 64), (1, 7, 9, 16)])
 def test_odd_sizes_without_pooling(shape: tuple[int, ...]) -> None:
-    x, wanted = image(shape), [OutputForm(amax(3.0)), OutputForm()]
+    x, forms = image(shape), [OutputForm(amax(3.0)), OutputForm()]
     ab = affine(x, None, vector(shape[-1], 2), vector(shape[-1], 3), GROUPS, EPS)
-    for each, reference in zip(apply_kernels(x, ab, wanted), apply_reference(x, ab, wanted), strict=True):
+    for each, reference in zip(apply_kernels(x, ab, forms), apply_reference(x, ab, forms), strict=True):
         same(each, reference)
 
 
@@ -106,8 +106,8 @@ def test_hard_values(value: float) -> None:
     x = image((1, 4, 4, 32))
     x[0, 1, 2, 5] = value
     ab = torch.stack([torch.ones(1, 32, device="cuda"), torch.zeros(1, 32, device="cuda")], dim=1)
-    wanted = [OutputForm(amax(3.0)), OutputForm(), OutputForm(amax(3.0), pooled=True), OutputForm(pooled=True)]
-    for each, reference in zip(apply_kernels(x, ab, wanted), apply_reference(x, ab, wanted), strict=True):
+    forms = [OutputForm(amax(3.0)), OutputForm(), OutputForm(amax(3.0), pooled=True), OutputForm(pooled=True)]
+    for each, reference in zip(apply_kernels(x, ab, forms), apply_reference(x, ab, forms), strict=True):
         same(each, reference)
 
 
@@ -115,8 +115,8 @@ def test_hard_values(value: float) -> None:
 def test_hard_scales(value: float) -> None:
     x = image((2, 4, 4, 32))
     ab = torch.stack([torch.ones(2, 32, device="cuda"), torch.zeros(2, 32, device="cuda")], dim=1)
-    wanted = [OutputForm(amax(value)), OutputForm(amax(value), pooled=True)]
-    for each, reference in zip(apply_kernels(x, ab, wanted), apply_reference(x, ab, wanted), strict=True):
+    forms = [OutputForm(amax(value)), OutputForm(amax(value), pooled=True)]
+    for each, reference in zip(apply_kernels(x, ab, forms), apply_reference(x, ab, forms), strict=True):
         same(each, reference)
 
 

@@ -120,9 +120,9 @@ def _images(quantize: bool) -> None:
 
 
 def _packed_norms() -> None:
-    x, ab, wanted = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(2, 2, 32), norm_pack.OutputForm
-    norm_pack.apply_kernels(x, ab, [wanted(_amax()), wanted(None)])
-    norm_pack.apply_kernels(x, ab, [wanted(_amax()), wanted(_amax(), pooled=True), wanted(_amax())])
+    x, ab, form = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(2, 2, 32), norm_pack.OutputForm
+    norm_pack.apply_kernels(x, ab, [form(_amax()), form(None)])
+    norm_pack.apply_kernels(x, ab, [form(_amax()), form(_amax(), pooled=True), form(_amax())])
 
 
 def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:

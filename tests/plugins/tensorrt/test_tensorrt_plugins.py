@@ -74,8 +74,8 @@ def test_convolutions_are_launched_as_the_products_are(name: str, arch: str) -> 
                 found = offer.launch(batch=batch)
                 call = expected_call(case, batch, packed, int(arch[2:]), tile)
                 values = dict(zip((argument for argument, _ in call.launch.arguments), call.values, strict=True))
-                wanted = [values[size] for size in SIZES if size != "CB2" or len(case.channels) == 2]
-                assert list(found.integers) == wanted
+                expected = [values[size] for size in SIZES if size != "CB2" or len(case.channels) == 2]
+                assert list(found.integers) == expected
                 assert found.grid == call.grid
                 out, scales = values["out"], values["out_scales"]
                 assert found.shapes == ((out.shape, scales.shape) if packed else (out.shape,))

@@ -1,8 +1,8 @@
 // E2M1 codes and E4M3 scales decoded into operands of mma.m16n8k16, in registers (gemv_tma.cu).
 //
 // The bits of an E2M1 code in the top bits of a half-precision word are its value times a power of two: plugins/gemm/
-// triton/decode.py explains the arithmetic. Elements four apart end up in one 32-bit register. x is permuted in the same
-// way (`reorder`) instead of moving the weight, because the order of a sum is free.
+// triton/decode.py explains the arithmetic. Elements four apart end up in one 32-bit register. x is permuted in the
+// same way (`reorder`) instead of moving the weight, because the order of a sum is free.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,7 +20,8 @@ __device__ __forceinline__ uint32_t scaled(uint32_t code, uint32_t pair, bool hi
     const __half2 scale = high ? __high2half2(as_half2(pair)) : __low2half2(as_half2(pair));
     return as_word(__hmul2(as_half2(code), scale));
 }
-// bfloat16 has a longer exponent: with the three bits eem moved to its exponent and mantissa, the value is times 2^-126.
+// bfloat16 has a longer exponent: with the three bits eem moved to its exponent and mantissa, the value is times
+// 2^-126.
 __device__ __forceinline__ uint32_t scaled(uint32_t code, uint32_t pair, bool high, __nv_bfloat16*) {
     const uint32_t moved = (code & 0x80008000u) | ((code >> 3) & 0x01C001C0u);
     const __nv_bfloat162 scale = high ? __high2bfloat162(as_bfloat162(pair)) : __low2bfloat162(as_bfloat162(pair));
@@ -29,11 +30,12 @@ __device__ __forceinline__ uint32_t scaled(uint32_t code, uint32_t pair, bool hi
 
 // Eight codes of a word into the fragments of elements 0 4, 2 6, 1 5, 3 7.
 //
-// A code n in the low bits of a half, multiplied by 4608 = 512 + 4096, has its exponent and mantissa at bits 11 to 9 and,
-// after 4096 is subtracted, its sign at bit 15. For n = 0 the subtraction borrows from the other half, which has 16 to
-// spare below bit 9, and gives -0. The code 8 bits above or below is multiplied as well, and ends below bit 9 of a half or
-// outside of the word, where the mask removes it. So four codes need one mask first, and then integer multiplications
-// instead of shifts and byte permutations: these would compete for the pipe that the rest of the loop uses.
+// A code n in the low bits of a half, multiplied by 4608 = 512 + 4096, has its exponent and mantissa at bits 11 to 9
+// and, after 4096 is subtracted, its sign at bit 15. For n = 0 the subtraction borrows from the other half, which has
+// 16 to spare below bit 9, and gives -0. The code 8 bits above or below is multiplied as well, and ends below bit 9 of
+// a half or outside of the word, where the mask removes it. So four codes need one mask first, and then integer
+// multiplications instead of shifts and byte permutations: these would compete for the pipe that the rest of the loop
+// uses.
 template <typename T>
 __device__ __forceinline__ void decode(uint32_t word, uint32_t pair, bool high, uint32_t (&out)[4]) {
     constexpr T* tag = nullptr;

@@ -1,34 +1,37 @@
-// Weight-only GEMM with at most 16 rows of activations (GEMV, small-M GEMM), from SM90 on: out = x w^T + bias, w packed.
+// Weight-only GEMM with at most 16 rows of activations (GEMV, small-M GEMM), from SM90 on: out = x w^T + bias, w
+// packed.
 //
 // Reading w takes nearly all of the time, so the design keeps as many of its bytes in flight as shared memory holds.
 //
-// Pipeline. A thread block computes OUTPUTS columns of out. It walks along K in tiles of 512 elements (256 bytes of codes
-// a row of w) through a ring of STAGES stages in shared memory. Warp specialisation: one producer warp issues the TMA
-// copies of a stage (codes and scales as boxes of a tensor map, x as runs of its rows); CONSUMERS groups of four consumer
-// warps take the stages in turn, each warp of a group a quarter of the tile's K. For each stage an mbarrier `full` counts
-// the bytes that arrive (transaction count) and an mbarrier `empty` the consumer warps that have read it. No barrier
-// stops the whole block until the partial sums are added through shared memory: a split-K reduction inside the block, in
-// a fixed order, so that the same call gives the same bytes.
+// Pipeline. A thread block computes OUTPUTS columns of out. It walks along K in tiles of 512 elements (256 bytes of
+// codes a row of w) through a ring of STAGES stages in shared memory. Warp specialisation: one producer warp issues the
+// TMA copies of a stage (codes and scales as boxes of a tensor map, x as runs of its rows); CONSUMERS groups of four
+// consumer warps take the stages in turn, each warp of a group a quarter of the tile's K. For each stage an mbarrier
+// `full` counts the bytes that arrive (transaction count) and an mbarrier `empty` the consumer warps that have read it.
+// No barrier stops the whole block until the partial sums are added through shared memory: a split-K reduction inside
+// the block, in a fixed order, so that the same call gives the same bytes.
 //
-// Clusters. Sixteen rows of x take as many bytes as codes and scales of 57 rows of w, and every block needs all of x. So the
-// CLUSTER blocks of a thread-block cluster, which have different rows of w, load x together: each issues the copies of
-// some rows, by multicast to the same shared address in all of them. A stage is empty once the consumers of all blocks
-// have read it. Each cluster starts at another K tile and wraps around, so that not all read the same part of x at once.
+// Clusters. Sixteen rows of x take as many bytes as codes and scales of 57 rows of w, and every block needs all of x.
+// So the CLUSTER blocks of a thread-block cluster, which have different rows of w, load x together: each issues the
+// copies of some rows, by multicast to the same shared address in all of them. A stage is empty once the consumers of
+// all blocks have read it. Each cluster starts at another K tile and wraps around, so that not all read the same part
+// of x at once.
 //
-// Fragments. A thread decodes 16 bytes of codes of each of its rows (decode.cuh); the result is its fragment of the 16 x 16
-// operand of mma.m16n8k16. It also reads the 32 elements of x at the same k and permutes them as decoding permuted w:
-// the order of a sum is free.
+// Fragments. A thread decodes 16 bytes of codes of each of its rows (decode.cuh); the result is its fragment of the 16
+// x 16 operand of mma.m16n8k16. It also reads the 32 elements of x at the same k and permutes them as decoding permuted
+// w: the order of a sum is free.
 //
-// Programmatic dependent launch (plugins/runtime/pdl.py). The EARLY first tiles of w are loaded before the primary kernel has
-// finished; x, amax and bias are read, and out is written, after it. EARLY is small because memory answers in the order
-// of the requests: more of w first means that x comes later. The secondary kernel is allowed to start before the LAST
-// tiles are requested; earlier, its loads would delay this kernel's.
+// Programmatic dependent launch (plugins/runtime/pdl.py). The EARLY first tiles of w are loaded before the primary
+// kernel has finished; x, amax and bias are read, and out is written, after it. EARLY is small because memory answers
+// in the order of the requests: more of w first means that x comes later. The secondary kernel is allowed to start
+// before the LAST tiles are requested; earlier, its loads would delay this kernel's.
 //
 // Macros: DTYPE __half or __nv_bfloat16; ROWS 1, 8 or 16, the most rows of x; OUTPUTS 16, 32 or 64; CONSUMERS 1 to 3;
 // STAGES a multiple of CONSUMERS, at least 2; CLUSTER 1 or 2.
-// codes: tensor map of uint8 [n, k / 2], two adjacent boxes of OUTPUTS rows x 128 bytes, 128-byte swizzle; scales: tensor map
-// of uint8 [n, k / 16], one box of OUTPUTS rows x 32 bytes, 32-byte swizzle (plugins/runtime/tma.py); x: DTYPE [m, k],
-// m <= ROWS, k a multiple of 256, aligned to 16 bytes; amax float32 [1]; bias float32 [n] or null; out DTYPE [m, n].
+// codes: tensor map of uint8 [n, k / 2], two adjacent boxes of OUTPUTS rows x 128 bytes, 128-byte swizzle; scales:
+// tensor map of uint8 [n, k / 16], one box of OUTPUTS rows x 32 bytes, 32-byte swizzle (plugins/runtime/tma.py); x:
+// DTYPE [m, k], m <= ROWS, k a multiple of 256, aligned to 16 bytes; amax float32 [1]; bias float32 [n] or null; out
+// DTYPE [m, n].
 // Launch: block 32 (4 CONSUMERS + 1), grid ceil(n / OUTPUTS) rounded up to a multiple of CLUSTER, shared memory
 // STAGES (STAGE_BYTES + 16), where STAGE_BYTES = 288 OUTPUTS + 1040 ROWS, rounded up to a multiple of 1024.
 #include <type_traits>
@@ -63,7 +66,8 @@ constexpr int CONSUMER_WARPS = GROUP_WARPS * CONSUMERS, THREADS = 32 * (CONSUMER
 constexpr int X_TILES = (ROWS + 7) / 8, ROW_TILES = OUTPUTS / 16, THREAD_ROWS = 2 * ROW_TILES;
 // K tiles requested before the primary kernel has finished, and after the secondary kernel was allowed to start.
 constexpr int EARLY = ROWS > 8 ? 2 : 3, LAST = 3;
-// A stage holds codes, scales, x. The 16 bytes added to a row of x put the eight rows of a fragment into different banks.
+// A stage holds codes, scales, x. The 16 bytes added to a row of x put the eight rows of a fragment into different
+// banks.
 constexpr int X_PITCH = 4 * WIDE + 16, SCALES_AT = OUTPUTS * WIDE, X_AT = SCALES_AT + OUTPUTS * WIDE / 8;
 constexpr int STAGE_BYTES = (X_AT + ROWS * X_PITCH + 1023) / 1024 * 1024, BARRIERS_AT = STAGES * STAGE_BYTES;
 constexpr int SUM_PITCH = ROWS == 1 ? 1 : 8 * X_TILES + 4;  // floats between the sums of two rows of w
@@ -186,8 +190,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_tma(
     }
     const int fragment_row = lane / 4, fragment_column = lane % 4;
     const int consumer = warp / GROUP_WARPS, quarter = warp % GROUP_WARPS;
-    // Which of eight rows of w a thread has. TMA's swizzle XORs the number of a 16-byte word with the row (128-byte swizzle)
-    // or with a quarter of it (32-byte swizzle); with this order of rows the lanes of one access hit different banks.
+    // Which of eight rows of w a thread has. TMA's swizzle XORs the number of a 16-byte word with the row (128-byte
+    // swizzle) or with a quarter of it (32-byte swizzle); with this order of rows the lanes of one access hit different
+    // banks.
     const int row_of_eight = fragment_row / 2 + fragment_row % 2 * 4;
     const int codes_at = quarter / 2 * (OUTPUTS * BOX) + row_of_eight * BOX +
                          ((quarter % 2 * 4 + fragment_column) ^ row_of_eight) * 16;
@@ -237,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_tma(
                 }
             }
         __syncwarp();
-        // Tell the producers of all blocks that the stage is read, but only where one will wait for it: a block that waits
-        // for no more may have ended, and its shared memory must not be accessed then.
+        // Tell the producers of all blocks that the stage is read, but only where one will wait for it: a block that
+        // waits for no more may have ended, and its shared memory must not be accessed then.
         if (lane < CLUSTER && step + STAGES < k_tiles) {
             if (CLUSTER > 1) mbarrier_arrive_remote(empty + 8 * position.stage, lane);
             else mbarrier_arrive(empty + 8 * position.stage);
@@ -246,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_tma(
 #pragma unroll
         for (int i = 0; i < CONSUMERS; ++i) position.advance();
     }
-    // A named barrier of the consumer warps; the producer has returned. All stages are read: the sums may overwrite them.
+    // A named barrier of the consumer warps; the producer has returned. All stages are read: the sums may overwrite
+    // them.
     named_barrier_sync<32 * CONSUMER_WARPS>();
     float* partial = reinterpret_cast<float*>(shared) + warp * (OUTPUTS * SUM_PITCH);
 #pragma unroll

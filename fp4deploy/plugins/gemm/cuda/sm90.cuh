@@ -1,8 +1,9 @@
-// SM90 instructions that gemv_tma.cu uses, each as a function: TMA, mbarriers, clusters, dependent launch, tensor cores.
+// SM90 instructions that gemv_tma.cu uses, each as a function: TMA, mbarriers, clusters, dependent launch, tensor
+// cores.
 //
-// Addresses are 32-bit addresses of shared memory. An mbarrier has phases. A phase completes when the expected number of
-// arrivals has come and the transaction count is zero, that is, all announced bytes have arrived; `mbarrier_wait` takes
-// the parity of the phase to wait for. The names follow the PTX ISA. Tests run the kernel without a GPU: there
+// Addresses are 32-bit addresses of shared memory. An mbarrier has phases. A phase completes when the expected number
+// of arrivals has come and the transaction count is zero, that is, all announced bytes have arrived; `mbarrier_wait`
+// takes the parity of the phase to wait for. The names follow the PTX ISA. Tests run the kernel without a GPU: there
 // tests/plugins/gemm/host_sm90.hpp takes the place of this header.
 #pragma once
 
@@ -59,8 +60,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(bar), "r"(parity)
         : "memory");
 }
-// True in one thread of the warp. With `lane == 0` the compiler would not know that exactly one thread takes the branch,
-// and would generate a loop over threads around TMA instructions.
+// True in one thread of the warp. With `lane == 0` the compiler would not know that exactly one thread takes the
+// branch, and would generate a loop over threads around TMA instructions.
 __device__ __forceinline__ bool elect_one() {
     uint32_t chosen;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
@@ -72,7 +73,8 @@ template <int COUNT>
 __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("barrier.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
-// All threads of the cluster. `relaxed` is enough: only mbarriers were written, and `fence_mbarrier_init` published them.
+// All threads of the cluster. `relaxed` is enough: only mbarriers were written, and `fence_mbarrier_init` published
+// them.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -1,6 +1,7 @@
 // Amax (largest finite magnitude) of a tensor, or of each row, without a transposed copy.
 //
-// finite_amax: amax int32 [1], zero before (the bits of non-negative floats order like the numbers). Any grid, block 256.
+// finite_amax: amax int32 [1], zero before (the bits of non-negative floats order like the numbers). Any grid, block
+// 256.
 //   If *previous is given and positive, amax becomes that, and x is not read.
 // row_amax: the tensor seen as (outer, K, inner); amax float32 [outer * inner]. Block 256; grid ceil(outer / 8) for
 //   inner = 1 (a warp has a row), ceil(outer * inner / 256) otherwise (a thread has one).

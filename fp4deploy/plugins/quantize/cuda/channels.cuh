@@ -1,8 +1,8 @@
 // Eight consecutive channels of a pixel: the unit of work of all kernels on channels_last feature maps.
 //
-// A thread keeps its eight channels and walks over pixels. So what belongs to a channel (scales, sums) stays in registers,
-// the 16-byte loads of a warp are coalesced, and two adjacent lanes hold one block of 16. The grid is (chunks, N):
-// blockIdx.x is the chunk of pixels, blockIdx.y the item of the batch.
+// A thread keeps its eight channels and walks over pixels. So what belongs to a channel (scales, sums) stays in
+// registers, the 16-byte loads of a warp are coalesced, and two adjacent lanes hold one block of 16. The grid is
+// (chunks, N): blockIdx.x is the chunk of pixels, blockIdx.y the item of the batch.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,10 +1,10 @@
 // Concatenation of two channels_last feature maps along the channels, fused with fake quantisation; and its backward.
 //
-// A concatenation copies its inputs anyway; here the copy also quantises. No block of 16 spans both inputs, because both
-// have a multiple of 16 channels. The backward splits the gradient, zero where an element was clipped: the in-range mask
-// has a bit an element, a byte for eight channels. `tracked` is the running amax of a static scale; if given, it is updated
-// with the largest finite |b| and *other, the amax of a, and *amax is the value before the update. cell and counter are
-// scratch, zero before and after.
+// A concatenation copies its inputs anyway; here the copy also quantises. No block of 16 spans both inputs, because
+// both have a multiple of 16 channels. The backward splits the gradient, zero where an element was clipped: the
+// in-range mask has a bit an element, a byte for eight channels. `tracked` is the running amax of a static scale; if
+// given, it is updated with the largest finite |b| and *other, the amax of a, and *amax is the value before the update.
+// cell and counter are scratch, zero before and after.
 //
 // Launch: block 256, grid (chunks, 1). a: DTYPE [pixels, CA]; b: DTYPE [pixels, CB]; out: DTYPE [pixels, CA + CB];
 // in_range: uint8 [pixels, (CA + CB) / 8].

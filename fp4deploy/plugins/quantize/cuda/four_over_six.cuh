@@ -1,20 +1,20 @@
 // 4/6 for one group of 16-bit floats: both candidate scales (amax to 6, amax to 4) at little more than the cost of one.
 //
-// The contract (`formats/four_over_six.py`) rounds many times on the way to an error, but the errors of the candidates are
-// almost always far enough apart that these roundings do not matter. `choose` computes them in few operations and reports
-// where it is not sure; the caller then repeats the contract's own sum.
+// The contract (`formats/four_over_six.py`) rounds many times on the way to an error, but the errors of the candidates
+// are almost always far enough apart that these roundings do not matter. `choose` computes them in few operations and
+// reports where it is not sure; the caller then repeats the contract's own sum.
 //
 // Codes. A scaled element u times 2^-14 is a float16 whose bits count E2M1 steps, 512 units a step, also for subnormal
 // codes. The code is in the bits from bit 9 up, after half a step is added. Truncating the float32 product to float16
-// towards zero never moves it across the midpoint of two values. So two elements share a register and the code is exact,
-// except for ties that should round down (.25, 1.25, 2.5, 5): they are rounded up. There are 126 scales, and an element
-// has 8 or 11 significant bits, so for each scale it is known in advance whether an element can be a tie. `counting_of`
-// moves the reciprocal of the scale by a unit in the last place where this avoids ties; where it does not, ties are
-// corrected.
+// towards zero never moves it across the midpoint of two values. So two elements share a register and the code is
+// exact, except for ties that should round down (.25, 1.25, 2.5, 5): they are rounded up. There are 126 scales, and an
+// element has 8 or 11 significant bits, so for each scale it is known in advance whether an element can be a tie.
+// `counting_of` moves the reciprocal of the scale by a unit in the last place where this avoids ties; where it does
+// not, ties are corrected.
 //
-// Errors. q is exact and the product is in float32. Then sum |q - x e| d8 and sum (q - x e)^2 d8^2 differ from the contract's
-// sum, in either domain, by at most 5e-6 d8 an element: 2^-24 each for the reciprocal, for its input and for the
-// contract's own roundings, times an element of at most 6.9.
+// Errors. q is exact and the product is in float32. Then sum |q - x e| d8 and sum (q - x e)^2 d8^2 differ from the
+// contract's sum, in either domain, by at most 5e-6 d8 an element: 2^-24 each for the reciprocal, for its input and for
+// the contract's own roundings, times an element of at most 6.9.
 #pragma once
 
 #ifdef __CUDACC__
@@ -109,8 +109,8 @@ FP4_FUNCTION uint32_t candidate_bytes(float b) {
 #endif
 }
 
-// True if x * other with ties rounded up has the same codes as x * encode with ties to even, for all x whose float32 bits
-// are multiples of `unit`; `step` is about 1 / encode. Midpoints of other binades are these times a power of two.
+// True if x * other with ties rounded up has the same codes as x * encode with ties to even, for all x whose float32
+// bits are multiples of `unit`; `step` is about 1 / encode. Midpoints of other binades are these times a power of two.
 FP4_FUNCTION bool same_codes(float encode, float other, float step, uint32_t unit) {
     bool same = true;
 #ifdef __CUDA_ARCH__
@@ -125,10 +125,10 @@ FP4_FUNCTION bool same_codes(float encode, float other, float step, uint32_t uni
     return same;
 }
 
-// Ties of bfloat16 elements that must round down but were rounded up. `odd`: all ties can be corrected, as odd codes whose
-// remainder is zero. `quarter`: only the tie at 0.25 can, the elements with this magnitude; at the other midpoints an
-// element may lie above by less than float16 resolves, with the same bits as a tie. `care`: the whole group has to be
-// quantised element by element.
+// Ties of bfloat16 elements that must round down but were rounded up. `odd`: all ties can be corrected, as odd codes
+// whose remainder is zero. `quarter`: only the tie at 0.25 can, the elements with this magnitude; at the other
+// midpoints an element may lie above by less than float16 resolves, with the same bits as a tie. `care`: the whole
+// group has to be quantised element by element.
 struct Ties {
     uint32_t odd, quarter;
     bool care;
@@ -173,8 +173,8 @@ FP4_FUNCTION Counting counting_of(uint32_t byte, const GlobalScale& global, bool
     return {encode * COUNTED, d8};
 }
 
-// Ties: odd codes with a zero remainder are made even; `one` as in `choose`. Adding 511 changes bit 9 unless the nine bits
-// below it are zero.
+// Ties: odd codes with a zero remainder are made even; `one` as in `choose`. Adding 511 changes bit 9 unless the nine
+// bits below it are zero.
 FP4_FUNCTION void odd_to_even(uint32_t (&sum)[8], uint32_t odd, uint32_t one) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
@@ -224,9 +224,9 @@ template <bool Squared> FP4_FUNCTION Steps steps_of(const float (&x)[GROUP], flo
     return result;
 }
 
-// Both candidates, which one is better, and whether that is certain (ties aside). `largest`: the largest magnitude, NaN if
-// there is one. `one`: 1, but unknown to the compiler, so that it keeps a multiplication by it. The integer multiply-add
-// runs on a pipe that has room; an addition would run on the one that limits this kernel.
+// Both candidates, which one is better, and whether that is certain (ties aside). `largest`: the largest magnitude, NaN
+// if there is one. `one`: 1, but unknown to the compiler, so that it keeps a multiplication by it. The integer
+// multiply-add runs on a pipe that has room; an addition would run on the one that limits this kernel.
 struct Choice {
     Steps to_six, to_four;
     bool four, sure;
@@ -262,7 +262,8 @@ FP4_FUNCTION void count_steps(const float (&x)[GROUP], float encode, uint32_t (&
         sum[i] = truncated_halves(fmaf(x[2 * i], encode, 0.f), fmaf(x[2 * i + 1], encode, 0.f)) + 0x01000100u;
 }
 
-// The error of a candidate with the contract's roundings, from its steps (ties corrected), for an ordinary global scale.
+// The error of a candidate with the contract's roundings, from its steps (ties corrected), for an ordinary global
+// scale.
 template <bool Squared, bool Fast>
 FP4_FUNCTION float exact_error(const float (&x)[GROUP], const uint32_t (&sum)[8], float d8, const GlobalScale& global) {
     const float unit = d8 * (1.f / COUNTED);
@@ -279,8 +280,8 @@ FP4_FUNCTION float exact_error(const float (&x)[GROUP], const uint32_t (&sum)[8]
     return total;
 }
 
-// True if an element was rounded up to an odd code from the midpoint of two values, or from so little above it that float16
-// does not resolve it: the lowest ten bits of its steps are 0x200.
+// True if an element was rounded up to an odd code from the midpoint of two values, or from so little above it that
+// float16 does not resolve it: the lowest ten bits of its steps are 0x200.
 FP4_FUNCTION bool has_middle(const uint32_t (&sum)[8]) {
 #ifdef __CUDA_ARCH__
     uint32_t least = 0xFFFFFFFFu;  // minimum of the ten bits, the highest inverted, at the top of each half

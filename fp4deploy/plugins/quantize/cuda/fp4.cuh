@@ -87,8 +87,8 @@ FP4_FUNCTION uint32_t encode_e2m1(float q, float u) {
     return (bits(fabsf(q) * from_bits(0x00800000u)) >> 22) | (u < 0.f ? 8u : 0u);
 }
 
-// For 0 <= u < 7, the float u + 1.5 * 2^22 binades contains the code: its low bits count half binades, its bits from bit 22
-// up are twice the exponent. `code_of` adds both, which is the code plus CODE_BIAS.
+// For 0 <= u < 7, the float u + 1.5 * 2^22 binades contains the code: its low bits count half binades, its bits from
+// bit 22 up are twice the exponent. `code_of` adds both, which is the code plus CODE_BIAS.
 constexpr uint32_t CODE_BIAS = 299u;
 FP4_FUNCTION float rounder_of(float u) { return from_bits((bits(fmaxf(u, 1.f)) & 0x7F800000u) | 0x00400000u); }
 FP4_FUNCTION uint32_t code_of(float rounded) { return (bits(rounded) & 7u) + (bits(rounded) >> 22); }
@@ -108,8 +108,9 @@ FP4_FUNCTION uint32_t encode_nearest(float u) {
 #endif
 #endif
 
-// The codes of eight consecutive elements rounded to nearest, the first in the lowest nibble; NaN is left to the caller. The
-// instruction keeps the sign of a zero, hence u + 0, which makes -0 to 0. The hardware path was compiled, not run.
+// The codes of eight consecutive elements rounded to nearest, the first in the lowest nibble; NaN is left to the
+// caller. The instruction keeps the sign of a zero, hence u + 0, which makes -0 to 0. The hardware path was compiled,
+// not run.
 FP4_FUNCTION uint32_t encode_eight(const float* u) {
 #ifdef FP4_HARDWARE_CODES
     uint32_t codes;
@@ -167,8 +168,8 @@ FP4_FUNCTION float decode_e8m0(uint32_t byte) {
 
 // ---- scales ----
 
-// encode: multiplies an element into E2M1's range; step: the value of one E2M1 unit; d8: the E4M3 block scale. All are NaN
-// for a block that contains a NaN or an Inf.
+// encode: multiplies an element into E2M1's range; step: the value of one E2M1 unit; d8: the E4M3 block scale. All are
+// NaN for a block that contains a NaN or an Inf.
 struct BlockScale {
     float encode;
     float step;
@@ -219,8 +220,8 @@ struct Candidates {
     BlockScale six, four;
 };
 
-// amax / 6 as a multiplication and a correction by fma, which rounds like the division where nothing underflows (checked
-// for every mantissa). A division would take many more instructions.
+// amax / 6 as a multiplication and a correction by fma, which rounds like the division where nothing underflows
+// (checked for every mantissa). A division would take many more instructions.
 FP4_FUNCTION float sixth_of(float amax) {
     const float guess = amax * (1.f / 6.f);
     return fmaf(fmaf(-6.f, guess, amax), 1.f / 6.f, guess);
@@ -231,14 +232,15 @@ FP4_FUNCTION Candidates four_over_six(float block_amax, const GlobalScale& globa
     return {rounded_scale(b, block_amax, global), rounded_scale(b * 1.5f, block_amax, global)};
 }
 
-// v / 6E as a multiplication and a correction, rounded like the division for 1e-25 < |v| < 1e37 and 0 (every float checked).
+// v / 6E as a multiplication and a correction, rounded like the division for 1e-25 < |v| < 1e37 and 0 (every float
+// checked).
 FP4_FUNCTION float divide_by_range(float v, const GlobalScale& global) {
     float quotient = v * global.inverse;
     return fmaf(fmaf(-global.range, quotient, v), global.inverse, quotient);
 }
 
-// The error of one element for a candidate scale, from its magnitude: rounding is symmetric, so the sign does not matter.
-// Fast: the difference is taken in the scaled domain, where q * d8 is exact.
+// The error of one element for a candidate scale, from its magnitude: rounding is symmetric, so the sign does not
+// matter. Fast: the difference is taken in the scaled domain, where q * d8 is exact.
 template <bool Squared, bool Fast, bool Divide>
 FP4_FUNCTION float element_error(float magnitude, const BlockScale& block, const GlobalScale& global) {
     float u = fminf(magnitude * block.encode, 6.f);
@@ -252,8 +254,8 @@ FP4_FUNCTION float element_error(float magnitude, const BlockScale& block, const
     return Squared ? difference * difference : fabsf(difference);
 }
 
-// The sum over sixteen elements, in order. Values are 0.5 to 6 times d8 A. If that is in the range of `divide_by_range`,
-// as nearly always, no division is executed.
+// The sum over sixteen elements, in order. Values are 0.5 to 6 times d8 A. If that is in the range of
+// `divide_by_range`, as nearly always, no division is executed.
 template <bool Squared, bool Fast>
 FP4_FUNCTION float row_error(const float (&x)[GROUP], const BlockScale& block, const GlobalScale& global) {
     float unit = block.d8 * global.amax, total = 0.f;

@@ -2,9 +2,9 @@
 //
 //   y = relu(a x + b),   a = gamma rstd,   b = a (bias - mean) + beta      a, b for each batch item and channel
 //
-// `bias` is that of the convolution before, added here instead of in a pass of its own. The forward reads x twice (moments,
-// then y), the backward reads x and dy twice (sums, then dx). y is quantised before it is written: in each channel y is
-// monotonic in x, so its amax follows from the minimum and maximum of x, which the first pass finds.
+// `bias` is that of the convolution before, added here instead of in a pass of its own. The forward reads x twice
+// (moments, then y), the backward reads x and dy twice (sums, then dx). y is quantised before it is written: in each
+// channel y is monotonic in x, so its amax follows from the minimum and maximum of x, which the first pass finds.
 //
 // Moments are sums of x - k and (x - k)^2, where k is the channel's first pixel, combined by Chan's formula: no
 // cancellation, whatever the mean. Sums are added in a fixed order, so that two runs give the same bits.
@@ -75,10 +75,10 @@ __device__ float block_sum(float value, float* shared) {
     return total;
 }
 
-// From the partial moments of one (group, batch item): ab [N, 2, C]; mean_rstd [N, groups, 2]; channel_mean [N, C] (of x
-// + bias). amax[0] becomes the largest y of the batch; with `tracked` (the running amax) it is max(that, decay * tracked),
-// written to both; with `delayed`, amax[0] is the running amax before this update if that is not 0. cell and counter are
-// scratch, zero before and after.
+// From the partial moments of one (group, batch item): ab [N, 2, C]; mean_rstd [N, groups, 2]; channel_mean [N, C] (of
+// x + bias). amax[0] becomes the largest y of the batch; with `tracked` (the running amax) it is max(that, decay *
+// tracked), written to both; with `delayed`, amax[0] is the running amax before this update if that is not 0. cell and
+// counter are scratch, zero before and after.
 extern "C" __global__ void __launch_bounds__(256) combine(
     const DTYPE* x, const float* partial, const float* bias, const float* gamma, const float* beta, float* ab,
     float* mean_rstd, float* channel_mean, float* tracked, float* amax, int* cell, unsigned* counter, float decay,
@@ -240,8 +240,8 @@ extern "C" __global__ void __launch_bounds__(256) sums(
     }
 }
 
-// From the partial sums of one (group, batch item): pqr [N, 3, C] with dx = p dy + q x + r, and channel_sums [N, 3, C]: its
-// terms of dgamma, dbeta and dbias.
+// From the partial sums of one (group, batch item): pqr [N, 3, C] with dx = p dy + q x + r, and channel_sums [N, 3, C]:
+// its terms of dgamma, dbeta and dbias.
 extern "C" __global__ void __launch_bounds__(256) coefficients(
     const float* partial, const float* mean_rstd, const float* channel_mean, const float* bias, const float* gamma,
     float* pqr, float* channel_sums, long long pixels, int C, int groups, int chunks) {

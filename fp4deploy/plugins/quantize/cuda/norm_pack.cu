@@ -1,15 +1,17 @@
-// Normalisation + ReLU (+ 2 x 2 maximum pooling) in one pass, output in the form that the next layers read: packed or plain.
+// Normalisation + ReLU (+ 2 x 2 maximum pooling) in one pass, output in the form that the next layers read: packed or
+// plain.
 //
 //   y = round(relu(a x + b))        a, b of each batch item and channel, from `combine` of group_norm.cu
 //   p = the maximum of y over 2 x 2 pixels
 //
 // y and p are each written as codes and scales with a global amax of their own (a block is 16 channels of a pixel), as
-// DTYPE values, as both or not at all (null pointers). An encoder level of a UNet writes y for the skip connection and p
-// for the next level, 0.56 bytes an element each, and no 16-bit feature map. The values are rounded to DTYPE before they
-// are quantised, so that a fused layer has the bytes of an unfused one.
+// DTYPE values, as both or not at all (null pointers). An encoder level of a UNet writes y for the skip connection and
+// p for the next level, 0.56 bytes an element each, and no 16-bit feature map. The values are rounded to DTYPE before
+// they are quantised, so that a fused layer has the bytes of an unfused one.
 //
-// Launch: block 256, grid (chunks, N). x, y: DTYPE [N, pixels, C], p: DTYPE [N, pixels / 4, C]; codes: 8 bytes and scales:
-// 1 byte for each 16 channels. C is a multiple of 16. norm_pool_pack: chunks of pooled pixels, W of the pooled feature map.
+// Launch: block 256, grid (chunks, N). x, y: DTYPE [N, pixels, C], p: DTYPE [N, pixels / 4, C]; codes: 8 bytes and
+// scales: 1 byte for each 16 channels. C is a multiple of 16. norm_pool_pack: chunks of pooled pixels, W of the pooled
+// feature map.
 #include "channels.cuh"
 
 using channels::VECTOR;
@@ -20,7 +22,8 @@ struct Target {
     uint8_t* scales;
     DTYPE* values;
 
-    // Eight channels starting at element `at`. All threads of a warp call this (shuffles); `has` says which of them write.
+    // Eight channels starting at element `at`. All threads of a warp call this (shuffles); `has` says which of them
+    // write.
     __device__ __forceinline__ void put(
         const float (&v)[VECTOR], const fp4::GlobalScale& global, long long at, bool has) const {
         if (values && has) channels::store(values + at, v);

@@ -1,8 +1,9 @@
-// Packs contiguous rows to NVFP4 with 4/6: each group is scaled to 6 or to 4, whichever has the smaller error (see rows.cuh).
+// Packs contiguous rows to NVFP4 with 4/6: each group is scaled to 6 or to 4, whichever has the smaller error (see
+// rows.cuh).
 //
-// `four_over_six.cuh` has the arithmetic of an ordinary group and reports where it is not sure. Each thread block first makes
-// a table of all 128 scales in shared memory, so that the loop contains no division. About one group in 1000 to 5000 of
-// normally distributed values is not sure.
+// `four_over_six.cuh` has the arithmetic of an ordinary group and reports where it is not sure. Each thread block first
+// makes a table of all 128 scales in shared memory, so that the loop contains no division. About one group in 1000 to
+// 5000 of normally distributed values is not sure.
 //
 // Macros: DTYPE __half or __nv_bfloat16; E; SQUARED, FAST.
 // x: DTYPE [groups, 16], 16-byte aligned; amax float32 [1]; codes uint8 [groups, 8]; scales uint8 [groups].
@@ -70,8 +71,9 @@ __device__ __forceinline__ void count(
     fp4::quarter_to_zero(sum, w, ties.y);
 }
 
-// A group that `pack` is not sure of, read again, so that its registers need not be kept. If nothing saturates and no ties
-// need care, only the choice of the candidate is open: the errors are summed as in the contract. Not inlined: it is rare.
+// A group that `pack` is not sure of, read again, so that its registers need not be kept. If nothing saturates and no
+// ties need care, only the choice of the candidate is open: the errors are summed as in the contract. Not inlined: it
+// is rare.
 __device__ __noinline__ Packed decide(const uint4* first, const uint4* second, const Shared* shared) {
     const Group group = {*first, *second};
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,

@@ -3,8 +3,8 @@
 // In a UNet two layers read y: the pooling and the skip connection. The backward adds both gradients in one pass: dy =
 // dskip, plus dpooled at the position of the maximum (the first of equals, row by row), unless quantisation clipped it.
 //
-// Launch: block 256, grid (chunks of output pixels, N). y: DTYPE [N, 2 H, 2 W, C]; pooled: DTYPE [N, H, W, C]; C a multiple
-// of 8, of 16 with quantisation.
+// Launch: block 256, grid (chunks of output pixels, N). y: DTYPE [N, 2 H, 2 W, C]; pooled: DTYPE [N, H, W, C]; C a
+// multiple of 8, of 16 with quantisation.
 #include "channels.cuh"
 
 using channels::VECTOR;

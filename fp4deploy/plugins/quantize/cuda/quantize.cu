@@ -1,19 +1,19 @@
 // Quantisation of a tensor seen as (outer, K, inner) in memory, in blocks along K, without a transposed copy.
 //
-//   INNER 0   inner = 1: K is last in memory (rows of a matrix, channels of a channels_last image)
+//   INNER 0   inner = 1: K is last in memory (rows of a matrix, channels of a channels_last feature map)
 //   INNER n   elements of K are `inner` apart (channels of NCHW, OIHW); a thread has n adjacent inner positions
 //
 // A thread holds 16 elements along K, a group, in registers (INNER n: n groups; MXFP4: 32 elements, or with INNER 0 two
 // adjacent lanes). Row r = outer * inner + i in memory order; G groups a row, the K of the last one padded with zeros.
 //
 // Macros: DTYPE; FORMAT 0 NVFP4, 1 NVFP4 with 4/6, 2 MXFP4 floor, 3 MXFP4 ceil; E 448 or 256; SQUARED and FAST of 4/6;
-//   LINEAR (inner = 1, K whole blocks, 16-byte alignment: a group is found without a division); BIG (2^31 threads or more);
-//   STOCHASTIC; HADAMARD; ROWS (a global amax a row); PACKED 0 fake quantisation, 1 codes and scales, 2 with the scales in
-//   the 128x4 layout, 3 only the finite amax (out: int32 [1], zero before); IN_RANGE (write the in-range mask, a bit |x e| <= 6 an
-//   element: 0 where the element was clipped and the straight-through estimator has no gradient).
+//   LINEAR (inner = 1, K whole blocks, 16-byte alignment: a group is found without a division); BIG (2^31 threads or
+//   more); STOCHASTIC; HADAMARD; ROWS (a global amax a row); PACKED 0 fake quantisation, 1 codes and scales, 2 with the
+//   scales in the 128x4 layout, 3 only the finite amax (out: int32 [1], zero before); IN_RANGE (write the in-range mask,
+//   a bit |x e| <= 6 an element: 0 where the element was clipped and the straight-through estimator has no gradient).
 // Arguments: x; amax float32 [1 or rows]; random uint64 {seed, offset}; out DTYPE (outer, K padded to 16 with HADAMARD,
-//   inner) or codes uint8 [rows, 8 G]; scales uint8 [rows, G] (MXFP4: [rows, G / 2]); in_range uint16 (outer, G, inner);
-//   outer, K, inner int64.
+//   inner) or codes uint8 [rows, 8 G]; scales uint8 [rows, G] (MXFP4: [rows, G / 2]); in_range uint16 (outer, G,
+//   inner); outer, K, inner int64.
 // Launch: block 256, grid ceil(threads / 256) with threads = outer * G (INNER 0), outer * blocks * ceil(inner / INNER).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -241,9 +241,9 @@ extern "C" __global__ void __launch_bounds__(256) quantize_tensor(
 }
 
 #ifdef VECTORS
-// The plain case, bound by memory bandwidth. A block of 16 is spread over adjacent lanes, 16 bytes each, so that the loads
-// and stores of a warp are coalesced. A thread has VECTORS of these, all loaded before the first is used (loads in
-// flight). With MEASURE, `own` int32 [1], zero before, becomes the bits of the finite amax of x.
+// The plain case, bound by memory bandwidth. A block of 16 is spread over adjacent lanes, 16 bytes each, so that the
+// loads and stores of a warp are coalesced. A thread has VECTORS of these, all loaded before the first is used (loads
+// in flight). With MEASURE, `own` int32 [1], zero before, becomes the bits of the finite amax of x.
 // Launch: block 256, grid ceil(outer * K * sizeof(DTYPE) / (16 * 256 * VECTORS)).
 constexpr int PER_LANE = 16 / sizeof(DTYPE);
 constexpr int LANES = (MX ? 32 : 16) / PER_LANE;
@@ -309,8 +309,8 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_rows(
 #endif
 
 #ifdef PAIR
-// The same for elements of K that are `inner` apart, inner even and K whole blocks. A thread has two adjacent positions:
-// their 16-bit values share a register, which keeps the register count low and enough loads in flight.
+// The same for elements of K that are `inner` apart, inner even and K whole blocks. A thread has two adjacent
+// positions: their 16-bit values share a register, which keeps the register count low and enough loads in flight.
 // Launch: block 256, grid ceil(outer * K / 16 * inner / 2 / 256).
 __device__ __forceinline__ __half2 magnitude_max(__half2 a, __half2 b) { return __hmax2_nan(a, __habs2(b)); }
 __device__ __forceinline__ __nv_bfloat162 magnitude_max(__nv_bfloat162 a, __nv_bfloat162 b) {
@@ -374,8 +374,8 @@ extern "C" __global__ void __launch_bounds__(256) fake_quantize_columns(
 }
 #endif
 
-// Backward of the clipped straight-through estimator: out = gradient where the bit of the in-range mask is set, else 0. A
-// thread has a group of 16 along K, so that it computes its index once and reads its mask once.
+// Backward of the clipped straight-through estimator: out = gradient where the bit of the in-range mask is set, else 0.
+// A thread has a group of 16 along K, so that it computes its index once and reads its mask once.
 // Launch: block 256, any grid.
 extern "C" __global__ void __launch_bounds__(256) mask_gradient(
     const DTYPE* gradient, const uint16_t* in_range, DTYPE* out, long long outer, long long K, long long inner,

@@ -1,11 +1,14 @@
-// NVFP4 in 16 x 16 blocks over two axes of a tensor, so that a matrix and its transpose are quantised to the same values.
+// NVFP4 in 16 x 16 blocks over two axes of a tensor, so that a matrix and its transpose are quantised to the same
+// values.
 //
-// The tensor is (A, B, R, K) by sizes and strides, K the contraction axis, R the other axis of the tiles. Sixteen lanes hold
-// a tile, one row each, with its sixteen elements along K in order. The errors of 4/6 are added over the rows as a tree.
+// The tensor is (A, B, R, K) by sizes and strides, K the contraction axis, R the other axis of the tiles. Sixteen lanes
+// hold a tile, one row each, with its sixteen elements along K in order. The errors of 4/6 are added over the rows as a
+// tree.
 //
-// Macros: DTYPE; FORMAT 0 NVFP4, 1 with 4/6; E; SQUARED, FAST; STOCHASTIC; PACKED 0 or 1; IN_RANGE as in quantize.cu, except
-//   in_range: bool with the strides of x. Arguments: x; amax float32 [1]; random uint64 {seed, offset}; out DTYPE with the
-//   strides of x, or codes uint8 [A, B, R, 8 G]; scales uint8 [A, B, R, G], G = ceil(K / 16); in_range; sizes and strides.
+// Macros: DTYPE; FORMAT 0 NVFP4, 1 with 4/6; E; SQUARED, FAST; STOCHASTIC; PACKED 0 or 1; IN_RANGE as in quantize.cu,
+//   but in_range: bool with the strides of x.
+// Arguments: x; amax float32 [1]; random uint64 {seed, offset}; out DTYPE with the strides of x, or codes uint8
+//   [A, B, R, 8 G]; scales uint8 [A, B, R, G], G = ceil(K / 16); in_range; sizes and strides.
 // Launch: block 256, grid ceil(tiles * 16 / 256).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

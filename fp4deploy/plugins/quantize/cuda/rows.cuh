@@ -1,8 +1,8 @@
 // Shared by the kernels that pack rows: a thread has a group of 16 consecutive elements.
 //
-// They are bound by arithmetic (half the bytes of fake quantisation, the same work). So there is a fast path for ordinary
-// groups without clamps, divisions and special cases, and `with_care` for all others (the scale saturates, NaN or Inf, a
-// product underflows), element by element as in quantize.cu. Both give the bytes of the reference.
+// They are bound by arithmetic (half the bytes of fake quantisation, the same work). So there is a fast path for
+// ordinary groups without clamps, divisions and special cases, and `with_care` for all others (the scale saturates, NaN
+// or Inf, a product underflows), element by element as in quantize.cu. Both give the bytes of the reference.
 //
 // Thread blocks are persistent and prefetch the next group, so that loads overlap with arithmetic.
 #pragma once
@@ -117,10 +117,10 @@ __device__ __forceinline__ uint32_t signs_of(const uint32_t* w) {
     return (odd & 0x80808080u) | ((even & 0x80808080u) >> 4);
 }
 
-// The magnitudes of eight codes added to `sum`, the first in the lowest nibble, for 0 <= u < 7. The code is piecewise linear
-// in u: 4 steps up to 2, 2 more up to 4, 1 more up to 6. Saturation to [0, 1], a free instruction modifier, cuts u into
-// these pieces. Adding each to 1.5 * 2^23 rounds to whole steps, ties to even. All of it runs on the FMA pipe, which the
-// rest of the kernel leaves free.
+// The magnitudes of eight codes added to `sum`, the first in the lowest nibble, for 0 <= u < 7. The code is piecewise
+// linear in u: 4 steps up to 2, 2 more up to 4, 1 more up to 6. Saturation to [0, 1], a free instruction modifier, cuts
+// u into these pieces. Adding each to 1.5 * 2^23 rounds to whole steps, ties to even. All of it runs on the FMA pipe,
+// which the rest of the kernel leaves free.
 __device__ __forceinline__ uint32_t codes_of(const float* x, float half_encode, uint32_t sum) {
     constexpr float magic = 12582912.f;  // 0x4B400000
 #pragma unroll

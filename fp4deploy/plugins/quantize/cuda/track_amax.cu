@@ -1,9 +1,10 @@
 // Amax of a tensor (largest finite magnitude) and the running amax of a static scale, in one launch.
 //
 // track_amax: amax[0] becomes the largest finite |x|, at least *other if given. With `tracked` (the running amax) it is
-//   max(that, decay * tracked), written to both. With `delayed`, amax[0] is the running amax before this update if not 0.
-// previous_amax: amax[0] becomes *tracked; if that is 0, the largest finite |x|, at least *other. Only then x is read; the
-//   decision is made on the device, so the host does not synchronise.
+//   max(that, decay * tracked), written to both. With `delayed`, amax[0] is the running amax before this update if not
+//   0.
+// previous_amax: amax[0] becomes *tracked; if that is 0, the largest finite |x|, at least *other. Only then x is
+//   read; the decision is made on the device, so the host does not synchronise.
 // cell and counter are scratch, zero before and after.
 // Launch: block 256, any grid; x: DTYPE [count], count a multiple of 8, 16-byte aligned.
 #include "channels.cuh"

@@ -1,10 +1,11 @@
 // Fake quantisation of all weights of a model in two launches: the amax values, then the quantised values.
 //
-// Weights are many and small, and a launch each would cost more than the work. A table has one row a tensor; a thread block
-// finds its tensor by binary search with its block index. float32 in, DTYPE out, in one flat buffer, memory order kept.
+// Weights are many and small, and a launch each would cost more than the work. A table has one row a tensor; a thread
+// block finds its tensor by binary search with its block index. float32 in, DTYPE out, in one flat buffer, memory order
+// kept.
 //
-// table: int64 [tensors, 6]: address of the source, first element in `out`, elements, contraction size K, elements between
-// neighbours along it, first block. inner = 1: K is last in memory. Otherwise memory is (outer, K, inner).
+// table: int64 [tensors, 6]: address of the source, first element in `out`, elements, contraction size K, elements
+// between neighbours along it, first block. inner = 1: K is last in memory. Otherwise memory is (outer, K, inner).
 // Launch: block 256, grid blocks; a block does PER_BLOCK groups of 16 (amax: 16 PER_BLOCK elements).
 #include "channels.cuh"
 
