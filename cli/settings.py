@@ -47,7 +47,9 @@ EveryOption = Annotated[
 ]
 TrackerOption = Annotated[
     list[str] | None,
-    typer.Option("--tracker", help="tensorboard or wandb besides telemetry.jsonl; repeatable.", show_default="jsonl"),
+    typer.Option(
+        "--tracker", help="tensorboard or wandb, in addition to telemetry.jsonl; repeatable.", show_default="jsonl"
+    ),
 ]
 ScratchOption = Annotated[bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")]
 

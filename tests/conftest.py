@@ -28,8 +28,8 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Folder with the reference vectors and real images that lies beside the checkout."""
+    """Folder with the reference vectors and real images next to the checkout."""
     folder = Path(__file__).resolve().parents[2] / "shared"
     if not (folder / "vectors").is_dir():
-        pytest.skip("the folder ../shared (reference vectors, real images) is not beside this checkout")
+        pytest.skip("the folder ../shared (reference vectors, real images) is not next to this checkout")
     return folder

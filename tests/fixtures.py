@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share, made once a session: a dataset, a configuration, untrained models, artefacts."""
+"""Fixtures of several packages, made once a session: a dataset, a configuration, untrained models, artefacts."""
 
 from __future__ import annotations
 

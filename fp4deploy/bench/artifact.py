@@ -10,7 +10,7 @@ from typing import Any
 
 from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import measure
-from fp4deploy.bench.ledgers import built_by, ledger_beside
+from fp4deploy.bench.ledgers import built_by, ledger_of
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import VAL
@@ -90,7 +90,7 @@ def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None,
 
 def not_run(path: Path, reason: str, *, model: str | None = None) -> ArtifactEntry:
     """The row of an engine that exists and cannot run on this machine."""
-    ledger = ledger_beside(path)
+    ledger = ledger_of(path)
     precision = ledger.precision if ledger else "unknown"
     return ArtifactEntry(
         path=str(path),

@@ -11,7 +11,7 @@ from fp4deploy.runs import Run, artifact_stem
 TITLES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 
 
-def ledger_beside(plan: Path) -> Ledger | None:
+def ledger_of(plan: Path) -> Ledger | None:
     """Ledger of a plan; None where the plan has none.
 
     Raises:
@@ -31,7 +31,7 @@ def engines(run: Run) -> list[dict[str, Any]]:
     found = []
     for model in run.models():
         plan = run.engine_dir / f"{artifact_stem(model)}.plan"
-        ledger = ledger_beside(plan) if plan.is_file() else None
+        ledger = ledger_of(plan) if plan.is_file() else None
         if ledger is not None:
             found.append(_entry(model, plan, ledger))
     return found

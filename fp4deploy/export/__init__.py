@@ -1,6 +1,6 @@
 """torch -> canonical NVFP4 ONNX -> lowered graph -> engine, and the ledger of what runs in which precision.
 
-| room | input -> output |
+| package | input -> output |
 |---|---|
 | `to_onnx` | checkpoint -> verified .onnx files |
 | `to_packed` | checkpoint -> verified .fp4 file |

@@ -67,7 +67,7 @@ def export_onnx(
     Args:
         checkpoint: a .safetensors file that `fp4deploy train` wrote.
         out: the .onnx file; an existing one is replaced.
-        portable: also write the decomposed graph that plain ONNX Runtime runs, as NAME.portable.onnx beside it.
+        portable: also write the decomposed graph for plain ONNX Runtime, as NAME.portable.onnx in the same folder.
         data: dataset whose validation split is used to verify.
         images: how many of its images.
         verify: False writes without comparing.

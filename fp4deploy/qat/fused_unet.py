@@ -266,7 +266,7 @@ def _joined(skip: torch.Tensor, upwards: torch.Tensor, images: slice) -> torch.T
 def _track(x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool) -> torch.Tensor | None:
     """The static amax that the layer `after` quantises its input with; None where it does not.
 
-    largest: amax of what is in the input besides `x`; `read`: `x` itself counts too.
+    largest: amax of the rest of the input; `read`: `x` itself counts too.
     """
     if not isinstance(after, QuantizedLayer):
         return None

@@ -1,7 +1,7 @@
 """Fake-quantised Conv2d, ConvTranspose2d and Linear.
 
 Each is the torch layer with its own parameters and names. A layer whose recipe gives its input a static scale has one
-buffer besides, `input_amax`: the tracked amax of its input, from which the engine's global scale is made; 0 before the
+more buffer, `input_amax`: the tracked amax of its input, from which the engine's global scale is made; 0 before the
 layer has seen data. `prepare` turns a layer into its quantised class in place, so that hooks, parameters and references
 to the module survive, and `restore` turns it back.
 

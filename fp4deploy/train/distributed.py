@@ -1,4 +1,4 @@
-"""What the processes of a distributed training share besides gradients: the run's folder, sums of the loss, amaxes.
+"""What the processes of a distributed training share in addition to gradients: run folder, sums of the loss, amaxes.
 
 The loss divides sums over a batch by sums over a batch (labelled pixels, overlaps of a class). The mean of the
 processes' own quotients is not the quotient of the whole batch: a process with few labelled pixels would weigh them

@@ -68,7 +68,7 @@ class Trainer:
 
         Args:
             loaders: training and validation batches.
-            auxiliary: losses besides that of the task.
+            auxiliary: losses in addition to that of the task.
             clip_rates: of learned amaxes: learning rate over that of the weights, weight decay.
         """
         self.job, self.card, self.settings, self.task = job, card, settings, task

@@ -148,7 +148,7 @@ class InstanceSection(Section):
 
 
 class AugmentSection(Section):
-    """Geometry besides `train.zoom`, and colour besides `train.jitter`.
+    """Geometry in addition to `train.zoom`, and colour in addition to `train.jitter`.
 
     flip: share of the images mirrored left to right; rotate: largest angle in degrees, corners become void; aspect:
     largest factor between the two sides' zooms; hue: largest rotation of the hue, as a share of the full circle.
@@ -161,7 +161,7 @@ class AugmentSection(Section):
 
 
 class QuantSection(Section):
-    """What is quantised besides the recipe, and how its training is stabilised; for nvfp4 and nvfp4_ptq.
+    """What is quantised in addition to the recipe, and how its training is stabilised; for nvfp4 and nvfp4_ptq.
 
     include, exclude: glob patterns of layer names. By default the first and the last product stay in FP16;
     include: ["*"] quantises them too. percentile: of the magnitudes that calibration sees, 100 for the largest.
@@ -182,7 +182,7 @@ class QuantSection(Section):
 class DistillSection(Section):
     """Distillation from the FP16 checkpoint; for nvfp4 and, so that the comparison is fair, for fp16_control.
 
-    weight: of the divergence between the two softmaxes, 0 for none; task: of the loss against the labels beside it;
+    weight: of the divergence between the two softmaxes, 0 for none; task: of the loss against the labels;
     temperature: both softmaxes are taken at logits / temperature; teacher: a checkpoint other than the one that
     fine-tuning starts from; control: whether fp16_control is distilled as well.
     """

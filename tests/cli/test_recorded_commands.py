@@ -1,4 +1,4 @@
-"""What was called is kept beside what came of it; several processes of one training make one run."""
+"""What was called is kept with its results; several processes of one training make one run."""
 
 from __future__ import annotations
 

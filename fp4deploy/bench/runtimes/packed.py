@@ -1,7 +1,7 @@
 """Packed networks (`.fp4`): on a GPU as one CUDA graph of packed kernels, on the CPU decoded in torch.
 
-Normalised images go in as FP32 and are rounded where the network computes (FP16 on a GPU, FP32 on the CPU). Besides
-accuracy and latency, the memory of weights and activations is known from the graph alone, here and in FP16.
+Normalised images go in as FP32 and are rounded where the network computes (FP16 on a GPU, FP32 on the CPU). In
+addition to accuracy and latency, the memory of weights and activations is known from the graph alone, here and in FP16.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TensorRT and TensorRT-RTX engines: load, bind torch CUDA tensors, run on a stream of our own.
 
-Both libraries have the same Python face (Runtime, ICudaEngine, IExecutionContext, `execute_async_v3`), so one class
-serves both; they differ in the module's name and in what they run. An engine is tied to its library and GPU: the ledger
-beside it (`unet.ledger.json`) says which, and a machine that cannot run it gets one sentence, never a number.
+Both libraries have the same Python interface (Runtime, ICudaEngine, IExecutionContext, `execute_async_v3`), so one
+class serves both; they differ in the module's name and in what they run. An engine is tied to its library and GPU: its
+ledger (`unet.ledger.json`) says which, and a machine that cannot run it gets one sentence, never a number.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ share of a tensor's variance that does not survive.
 
 Tails explain; what decides is the output. So each layer is put into NVFP4 alone, everything else in high precision (a
 product with its weights and its input, a normalisation with its parameters or with its input), and the study counts
-the pixels whose class changes and the error of the logits. Beside the damage stands what could be saved: the layer's
+the pixels whose class changes and the error of the logits. Next to the damage it lists what could be saved: the layer's
 share of the parameters and of the multiply-accumulates.
 
 A normalisation in NVFP4 is emulated only: its parameters or its input are rounded, what it computes stays FP32.

@@ -1,7 +1,7 @@
 """The file of a sweep: one configuration, variants of it by name, seeds.
 
     # fp4deploy sweep configs/sweep_camvid.yaml --data CAMVID
-    config: camvid.yaml                 beside this file
+    config: camvid.yaml                 in the folder of this file
     set: {train.epochs: 200}            for every variant and for the FP16 base
     seeds: [0, 1, 2]
     against: control                    the variant that the others are compared with, seed by seed

@@ -1,6 +1,6 @@
 """Scores on the test split, whose images were not used to choose the best epoch: once, when a training is over.
 
-    test.json     beside the model's checkpoint: split, images, and the scores as metrics.jsonl has them
+    test.json     next to the model's checkpoint: split, images, and the scores as metrics.jsonl has them
 
 The best checkpoint is scored as it ships (`qat.load_model`), in FP16 autocast on a GPU and in FP32 on a CPU. Continuing
 the training removes the file; after a change of the test split, remove it by hand. `fp4deploy bench --split test`

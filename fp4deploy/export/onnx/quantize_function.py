@@ -1,7 +1,7 @@
 """What `TRT_FP4DynamicQuantize` means, in standard ONNX operators.
 
 The operator is TensorRT's: x and a scalar global scale s in, E2M1 codes and E4M3 scales of 16-element blocks along
-`axis` out. A file that carries this function besides is understood by checkers, shape inference and the reference
+`axis` out. A file that also carries this function is understood by checkers, shape inference and the reference
 evaluator; TensorRT-RTX ignores it (the plan has the same size with and without it, kernel by kernel). The arithmetic
 is that of `formats.quantize_nvfp4` with amax fp32(s * 2688), in FP32 and in the same order.
 """

@@ -7,10 +7,10 @@
     H = sum (h - t)² / max(sum t, labelled / 100)                over labelled pixels
     O = mean |o - (c_k - p) / OFFSET_UNIT|                       over the pixels of things, both directions
 
-σ grows with the object, because a peak that is as wide as the object has no place beside its neighbour: with 0.15 the
-peaks of two round objects that touch are 7 σ apart. H is divided by the mass of the peaks and not by the number of
-pixels; peaks are a hundredth of an image or less, and their mean error would drown beside the cross-entropy. The bound
-keeps a batch without objects from weighing more than a hundred times its mean error.
+σ grows with the object, because a peak that is as wide as the object overlaps with that of the next object: with 0.15
+the peaks of two round objects that touch are 7 σ apart. H is divided by the mass of the peaks and not by the number of
+pixels; peaks are a hundredth of an image or less, and their mean error would be negligible next to the cross-entropy.
+The bound keeps a batch without objects from weighing more than a hundred times its mean error.
 
 Everything is computed on the device from the map of numbers, without a loop over objects: sums by scatter-add give the
 centres, and every object stamps a small patch with scatter-max, so that the cost grows with objects x patch and not

@@ -12,8 +12,8 @@ device in every step. The loss of the matched pairs is then read out of the same
 without an object is pushed to empty by BCE against 0. The means over pairs and over empty channels are those of the
 whole batch, however it is spread over processes.
 
-Where there is more than one class, semantic channels are trained beside the masks with cross-entropy and Dice, and a
-mask's class is what they say on average inside it.
+Where there is more than one class, semantic channels are trained together with the masks, with cross-entropy and Dice,
+and a mask's class is what they say on average inside it.
 
 With more than K objects, the K largest are taken; the others are background to them. They are counted, and the trainer
 warns once. A convolutional network sees the same thing wherever it stands, and tells channels apart only by context

@@ -156,7 +156,7 @@ def intermediate_code(folder: Path, arch: str) -> dict[str, str]:
 
 
 def disassembler() -> str | None:
-    """nvdisasm beside nvcc, on PATH or in pip's packages."""
+    """nvdisasm next to nvcc, on PATH or in pip's packages."""
     pip = importlib.util.find_spec("nvidia")
     packages = [Path(root) for root in (pip.submodule_search_locations or [])] if pip else []
     wheels = [str(folder) for package in packages for folder in package.glob("*/bin")]
@@ -169,7 +169,7 @@ def test_machine_code(arch: str, converts: bool, tmp_path: Path, monkeypatch: py
     """The assembler keeps what the intermediate code has."""
     program = disassembler()
     if program is None:
-        pytest.skip("no nvdisasm beside nvcc, on PATH or in pip's packages")
+        pytest.skip("no nvdisasm next to nvcc, on PATH or in pip's packages")
     if not compiler.supported(nvcc(), arch):
         pytest.skip(f"this nvcc does not know {arch}")
     monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path))
@@ -200,7 +200,7 @@ extern "C" void encode(const float* u, long long groups, uint32_t* ours, uint32_
 
 
 def test_codes_of_the_conversion_as_cuda_defines_it(tmp_path: Path) -> None:
-    """Every bfloat16 number and the floats beside it: all binades, all ties, both zeros."""
+    """Every bfloat16 number and the floats next to it: all binades, all ties, both zeros."""
     source, library = tmp_path / "encode.cpp", tmp_path / "encode.so"
     source.write_text(HOST)
     options = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC,-ffp-contract=off", "-shared", "--cudart", "none"]
