@@ -88,13 +88,13 @@ def export_onnx(
     if size is not None:
         card = replace(card, height=size[0], width=size[1])
     canonical = export_graph(model, (3, card.height, card.width), card, dynamic_size)
-    decomposed = to_portable(canonical)
+    decomposed = to_portable(canonical) if portable or verify else None
     verification = None
-    if verify and data is not None:
+    if verify and data is not None and decomposed is not None:
         verification = verify_decomposed(model, decomposed, validation_images(Path(data), card, images), head=card.head)
         require_agreement(verification, str(checkpoint))
     size_bytes = _write(canonical, out)
-    if portable:
+    if portable and decomposed is not None:
         _write(decomposed, portable_name(out))
     return ExportResult(
         path=out,

@@ -204,28 +204,28 @@ def load_weights(model: nn.Module, path: Path, to_encoding: bool = False) -> Non
         InputError: names or shapes differ (another scale, classes or architecture), or a value is not finite.
     """
     _, tensors = read_signed(path)
-    wanted = model.state_dict()
+    expected = model.state_dict()
     types = [f"{name} ({value.dtype})" for name, value in tensors.items() if value.dtype not in WEIGHT_TYPES]
     if types:
         raise InputError(f"{path} holds weights of a type that no checkpoint has: {', '.join(types[:3])}.")
     if to_encoding and FIRST_WEIGHT in tensors and tensors[FIRST_WEIGHT].ndim == 4:
         tensors[FIRST_WEIGHT] = expand_weight(tensors[FIRST_WEIGHT])
-    _require_fit(path, *({name: tuple(value.shape) for name, value in each.items()} for each in (wanted, tensors)))
+    _require_fit(path, *({name: tuple(value.shape) for name, value in each.items()} for each in (expected, tensors)))
     broken = [name for name, value in tensors.items() if not torch.isfinite(value).all()]
     if broken:
         raise InputError(f"{path} holds NaN or Inf in {', '.join(broken[:3])}; take an earlier checkpoint.")
-    model.load_state_dict({name: value for name, value in tensors.items() if name in wanted}, strict=False)
+    model.load_state_dict({name: value for name, value in tensors.items() if name in expected}, strict=False)
 
 
-def _require_fit(path: Path, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+def _require_fit(path: Path, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     """Compare the shapes of a network with those of a file; only quantiser state may be absent or additional."""
     differing = [
         f"{name} {list(found[name])} instead of {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
-    missing = [name for name in wanted if name not in found and not name.endswith(QUANTIZER_BUFFERS)]
-    unknown = [name for name in found if name not in wanted and not name.endswith(QUANTIZER_BUFFERS)]
+    missing = [name for name in expected if name not in found and not name.endswith(QUANTIZER_BUFFERS)]
+    unknown = [name for name in found if name not in expected and not name.endswith(QUANTIZER_BUFFERS)]
     if differing or missing or unknown:
         raise InputError(f"{path} does not fit this model: {_summary(differing, missing, unknown)}")
 

@@ -172,18 +172,15 @@ def _decompose_group_norm(graph: ir.Graph, node: ir.Node) -> None:
     epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
     writer = NodeWriter(graph, node.name or str(node.outputs[0].name), before=node, dtype=ir.DataType.FLOAT)
     column = writer.integers("column", -1, *[1] * len(spatial))
-    *lines, columns = spatial
-    known = None not in spatial
-    rows = channels // groups * math.prod(size for size in lines if size) if known else -1
-    if known:
-        image_shape = writer.integers("image_shape", 0, channels, *lines, columns)
-        split = writer.integers("groups_shape", 0, groups, rows, columns)
+    sizes = [size for size in spatial if size is not None]
+    columns = sizes[-1] if len(sizes) == len(spatial) else None
+    if columns is not None:
+        image_shape = writer.integers("image_shape", 0, channels, *sizes)
+        split = writer.integers("groups_shape", 0, groups, channels // groups * math.prod(sizes[:-1]), columns)
     else:
         image_shape = writer.add("Shape", "image_shape", x, dtype=ir.DataType.INT64)
         split = _open_split(writer, image_shape, groups)
-    centred, deviation = _moments(
-        writer, writer.add("Reshape", "groups", x, split), columns if known else None, epsilon
-    )
+    centred, deviation = _moments(writer, writer.add("Reshape", "groups", x, split), columns, epsilon)
     weights = writer.integers("weight_shape", groups, channels // groups, 1)
     slopes = writer.add("Div", "slopes", writer.add("Reshape", "group_weight", weight, weights), deviation)
     slope = writer.add("Reshape", "slope", slopes, writer.integers("slope_shape", 0, channels, *[1] * len(spatial)))

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-import numpy as np
 import onnx_ir as ir
 
 from fp4deploy.errors import InputError
