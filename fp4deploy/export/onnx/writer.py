@@ -13,7 +13,7 @@ Node and value are then named "encoder.0.conv1.weight.half", until the value tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,9 +48,9 @@ class NodeWriter:
         """A constant int64 vector, such as a shape."""
         return self.constant(role, np.array(values, np.int64))
 
-    def value(self, role: str, dtype: ir.DataType | None = None, shape: Sequence[Any] | None = None) -> ir.Value:
+    def value(self, role: str, dtype: ir.DataType | None = None, shape: Iterable[Any] | None = None) -> ir.Value:
         """An output for `add_node`."""
-        return ir.val(f"{self.prefix}.{role}", dtype, shape)
+        return ir.val(f"{self.prefix}.{role}", dtype, None if shape is None else tuple(shape))
 
     def add(
         self,
@@ -58,7 +58,7 @@ class NodeWriter:
         role: str,
         *inputs: ir.Value,
         dtype: ir.DataType | None = None,
-        shape: Sequence[Any] | None = None,
+        shape: Iterable[Any] | None = None,
         **attributes: Any,
     ) -> ir.Value:
         """Insert a node of one output; both are named `prefix.role`."""
