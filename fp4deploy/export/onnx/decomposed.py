@@ -174,17 +174,18 @@ def _decompose_group_norm(graph: ir.Graph, node: ir.Node) -> None:
     column = writer.integers("column", -1, *[1] * len(spatial))
     sizes = [size for size in spatial if size is not None]
     columns = sizes[-1] if len(sizes) == len(spatial) else None
-    if columns is not None:
-        image_shape = writer.integers("image_shape", 0, channels, *sizes)
-        split = writer.integers("groups_shape", 0, groups, channels // groups * math.prod(sizes[:-1]), columns)
+    extents: ir.Value | None = None
+    if columns is None:
+        extents = writer.add("Shape", "image_shape", x, dtype=ir.DataType.INT64)
+        split = _open_split(writer, extents, groups)
     else:
-        image_shape = writer.add("Shape", "image_shape", x, dtype=ir.DataType.INT64)
-        split = _open_split(writer, image_shape, groups)
+        split = writer.integers("groups_shape", 0, groups, channels // groups * math.prod(sizes[:-1]), columns)
     centred, deviation = _moments(writer, writer.add("Reshape", "groups", x, split), columns, epsilon)
     weights = writer.integers("weight_shape", groups, channels // groups, 1)
     slopes = writer.add("Div", "slopes", writer.add("Reshape", "group_weight", weight, weights), deviation)
     slope = writer.add("Reshape", "slope", slopes, writer.integers("slope_shape", 0, channels, *[1] * len(spatial)))
-    restored = writer.add("Reshape", "image", centred, image_shape)
+    shape = extents if extents is not None else writer.integers("image_shape", 0, channels, *sizes)
+    restored = writer.add("Reshape", "image", centred, shape)
     scaled = writer.add("Mul", "scaled", restored, slope)
     shift = writer.add("Reshape", "bias_column", bias, column)
     replace_node(writer, node, writer.add("Add", "normalized", scaled, shift))
