@@ -27,6 +27,7 @@ from fp4deploy.errors import Fp4DeployError, InputError, Interrupted
 from fp4deploy.terminal import printable
 
 from .commands import (
+    audit,
     bench,
     build,
     check,
@@ -146,6 +147,7 @@ app.command("predict")(predict.predict)
 app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
+app.command("audit")(audit.audit)
 app.command("doctor")(doctor.doctor)
 app.command("kernels")(kernels.kernels)
 app.add_typer(data.app, name="data")

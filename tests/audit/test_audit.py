@@ -1,0 +1,315 @@
+"""Formats, block axes and verdicts for graphs of this project and of other tools, and the accounts of runtimes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
+
+from fp4deploy.audit.operands import multiplications
+from fp4deploy.audit.report import audit_file
+from fp4deploy.audit.targets import TARGETS
+from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.qat import calibrate, prepare
+
+FP4, FP8 = TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN
+
+
+def _constant(name: str, kind: int, shape: list[int]) -> onnx.TensorProto:
+    count = int(np.prod(shape)) if shape else 1
+    size = {FP4: (count + 1) // 2, FP8: count, TensorProto.FLOAT8E8M0: count, TensorProto.INT8: count}.get(kind)
+    raw = bytes(size) if size is not None else np.ones(count, np.float32).tobytes()
+    return helper.make_tensor(name, kind, shape, raw, raw=True)
+
+
+def _model(
+    nodes: list[onnx.NodeProto], constants: list[onnx.TensorProto], shape: list[Any], out: list[Any]
+) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, out)],
+        constants,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid("trt", 1)])
+
+
+def _weight(shape: list[int], axis: int, block: int = 16, scales: int = FP8) -> tuple[list[Any], list[Any]]:
+    """FP4 weight "w" of two-level scales; blocks along `axis` as it lies in the file."""
+    blocks = [size if index != axis % len(shape) else size // block for index, size in enumerate(shape)]
+    constants = [_constant("codes", FP4, shape), _constant("scales", scales, blocks), _constant("s", 1, [])]
+    nodes = [
+        helper.make_node("DequantizeLinear", ["scales", "s"], ["steps"]),
+        helper.make_node("DequantizeLinear", ["codes", "steps"], ["w"], axis=axis, block_size=block),
+    ]
+    if scales != FP8:
+        nodes = [helper.make_node("DequantizeLinear", ["codes", "scales"], ["w"], axis=axis, block_size=block)]
+    return nodes, constants
+
+
+def _dynamic(source: str, target: str, axis: int) -> list[onnx.NodeProto]:
+    names = [f"{target}.codes", f"{target}.scales"]
+    quantize = helper.make_node(
+        "TRT_FP4DynamicQuantize", [source, "s"], names, domain="trt", axis=axis, block_size=16, scale_type=17
+    )
+    steps = helper.make_node("DequantizeLinear", [names[1], "s"], [f"{target}.steps"])
+    values = helper.make_node("DequantizeLinear", [names[0], f"{target}.steps"], [target], axis=axis, block_size=16)
+    return [quantize, steps, values]
+
+
+def _matmul(axis_a: int = -1, axis_w: int = 0, scales: int = FP8, shape: tuple[int, ...] = (4, 64)) -> onnx.ModelProto:
+    nodes, constants = _weight([64, 32], axis_w, scales=scales)
+    product = helper.make_node("MatMul", ["a", "w"], ["y"], name="product")
+    return _model([*nodes, *_dynamic("x", "a", axis_a), product], constants, list(shape), [*shape[:-1], 32])
+
+
+def _convolution(weight_axis: int, image_axis: int) -> onnx.ModelProto:
+    """As a simulation would write it: 4-D tensors, blocks along any axis."""
+    nodes, constants = _weight([32, 64, 16, 16], weight_axis)
+    convolution = helper.make_node("Conv", ["a", "w"], ["y"], name="conv")
+    return _model(
+        [*nodes, *_dynamic("x", "a", image_axis), convolution], constants, ["N", 64, 32, 48], ["N", 32, 17, 33]
+    )
+
+
+def _one(model: onnx.ModelProto) -> Any:
+    (layer,) = multiplications(model)
+    return layer
+
+
+def test_an_fp4_matmul_runs_in_fp4() -> None:
+    layer = _one(_matmul())
+    assert layer.requested == "FP4"
+    assert str(layer.weight) == "FP4, block of 16 along input features, E4M3 scales"
+    assert layer.activation.dynamic
+    assert layer.weight.contracted
+    assert layer.activation.contracted
+    assert TARGETS["tensorrt-rtx"].rule(layer).runs == "FP4"
+    assert TARGETS["onnxruntime"].rule(layer).runs == "refused"
+
+
+@pytest.mark.parametrize(
+    ("model", "runs", "reason"),
+    [
+        (_matmul(axis_w=1), "FP16", "weight's blocks run along output features"),
+        (_matmul(axis_a=-2, shape=(16, 64)), "FP16", "activation's blocks run along row axis 0"),
+        (_matmul(scales=TensorProto.FLOAT8E8M0), "refused", "MXFP4"),
+        (_matmul(shape=(2, 3, 4, 64)), "refused", "takes 2 or 3"),
+        (_convolution(3, -1), "refused", "takes 2 or 3"),
+        (_convolution(1, -1), "refused", "along axis -3 of 4"),
+    ],
+)
+def test_what_does_not_run_in_fp4_says_why(model: onnx.ModelProto, runs: str, reason: str) -> None:
+    verdict = TARGETS["tensorrt-rtx"].rule(_one(model))
+    assert verdict.runs == runs
+    assert reason in verdict.reason
+    assert verdict.fell_back("FP4")
+
+
+@pytest.mark.parametrize(
+    ("axis", "name"), [(0, "output channels"), (1, "input channels"), (2, "kernel height"), (3, "kernel width")]
+)
+def test_the_axis_of_a_weights_blocks(axis: int, name: str) -> None:
+    layer = _one(_convolution(axis, -1))
+    assert layer.weight.axes == (name,)
+    assert layer.weight.contracted == (axis == 1)
+    assert layer.activation.axes == ("image width",)
+    assert layer.activation.contracted is False
+
+
+def test_blocks_are_followed_through_layout() -> None:
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3),
+        torch.nn.Conv2d(32, 40, 3, padding=1),
+        torch.nn.ConvTranspose2d(40, 32, 2, stride=2),
+        torch.nn.Conv2d(32, 8, 1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 144, 16),
+        torch.nn.Linear(16, 4),
+    )
+    prepare(network)
+    calibrate(network, [torch.randn(2, 3, 8, 8)])
+    layers = multiplications(export_graph(network, (3, 8, 8)))
+    asked = [layer.requested for layer in layers]
+    assert asked == ["FP16", "FP4", "FP4", "FP4", "FP4", "FP16"]
+    for layer in layers[1:5]:
+        axis = "input features" if layer.operator in ("MatMul", "Gemm") else "input channels"
+        assert layer.weight.axes == layer.activation.axes == (axis,)
+        assert layer.weight.contracted
+        assert layer.activation.contracted
+    runs = [TARGETS["tensorrt-rtx"].rule(layer).runs for layer in layers]
+    assert runs == ["FP16", "FP16", "FP16", "refused", "FP4", "FP16"]
+
+
+def _eight_bits(kind: int, scale: list[int], axis: int) -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["xq"]),
+        helper.make_node("DequantizeLinear", ["xq", "s"], ["a"]),
+        helper.make_node("DequantizeLinear", ["codes", "scale"], ["w"], axis=axis),
+        helper.make_node("Conv", ["a", "w"], ["y"], name="conv"),
+    ]
+    constants = [
+        _constant("codes", kind, [32, 64, 3, 3]), _constant("scale", 1, scale),
+        _constant("s", 1, []), _constant("zero", kind, []),
+    ]  # fmt: skip
+    return _model(nodes, constants, [1, 64, 8, 8], [1, 32, 6, 6])
+
+
+@pytest.mark.parametrize("scale", [[], [32]])
+def test_fp8_convolutions_run_in_fp8(scale: list[int]) -> None:
+    layer = _one(_eight_bits(FP8, scale, 0))
+    assert layer.requested == "FP8"
+    assert TARGETS["tensorrt-rtx"].rule(layer).runs == "FP8"
+    assert TARGETS["onnxruntime"].rule(layer).runs == "FP32"
+
+
+def test_weights_alone() -> None:
+    nodes, constants = _weight([64, 32], 0)
+    model = _model([*nodes, helper.make_node("MatMul", ["x", "w"], ["y"])], constants, [4, 64], [4, 32])
+    layer = _one(model)
+    assert layer.requested == "FP4 weights"
+    verdict = TARGETS["tensorrt-rtx"].rule(layer)
+    assert (verdict.runs, verdict.fell_back(layer.requested)) == ("FP32", False)
+
+
+class Random(CalibrationDataReader):
+    """Two random images."""
+
+    def __init__(self) -> None:
+        self.images = iter(np.random.default_rng(0).normal(size=(2, 1, 3, 8, 8)).astype(np.float32))
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        image = next(self.images, None)
+        return None if image is None else {"x": image}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A convolution and a GEMM, quantised by ONNX Runtime's own tool in both of its forms."""
+    folder = tmp_path_factory.mktemp("quantized")
+    random = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(random.normal(size=shape).astype(np.float32), name)
+        for name, shape in (("kernel", (16, 3, 3, 3)), ("matrix", (576, 8)))
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "kernel"], ["c"], name="conv"),
+        helper.make_node("Flatten", ["c"], ["f"]),
+        helper.make_node("MatMul", ["f", "matrix"], ["y"], name="product"),
+    ]
+    model = _model(nodes, weights, [1, 3, 8, 8], [1, 8])
+    del model.opset_import[1]
+    model.opset_import[0].version, model.ir_version = 21, 10
+    onnx.save(model, folder / "plain.onnx")
+    for form in (QuantFormat.QDQ, QuantFormat.QOperator):
+        quantize_static(folder / "plain.onnx", folder / f"{form.name}.onnx", Random(), quant_format=form)
+    return folder
+
+
+def test_integer_graphs_of_onnx_runtime(quantized: Path) -> None:
+    plain, pairs, operators = (audit_file(quantized / f"{name}.onnx").rows for name in ("plain", "QDQ", "QOperator"))
+    assert [row.runs for row in plain] == ["FP32", "FP32"]
+    assert [(row.requested, row.runs) for row in pairs] == [("INT8", "INT8")] * 2
+    assert [(row.requested, row.runs) for row in operators] == [("INT8", "refused")] * 2
+    assert all(row.fell_back for row in operators)
+
+
+def test_a_profile_says_what_ran(quantized: Path) -> None:
+    options = ort.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(quantized / "profile")
+    session = ort.InferenceSession(quantized / "QDQ.onnx", options, providers=["CPUExecutionProvider"])
+    for _ in range(3):
+        session.run(None, {"x": np.zeros((1, 3, 8, 8), np.float32)})
+    profile = Path(session.end_profiling())
+    alone = audit_file(profile)
+    assert [row.runs for row in alone.rows] == ["INT8", "INT8"]
+    assert {row.requested for row in alone.rows} == {""}
+    against = audit_file(profile, model=quantized / "QDQ.onnx")
+    assert sorted((row.layer, row.requested, row.runs, row.fell_back) for row in against.rows) == [
+        ("conv", "INT8", "INT8", False),
+        ("product", "INT8", "INT8", False),
+    ]
+
+
+def _engine(precision: str) -> dict[str, Any]:
+    tensor = {"Name": "a", "Dimensions": [4, 64], "Format/Datatype": precision}
+    return {
+        "Layers": [
+            {"Name": "quantise", "LayerType": "kgen", "Inputs": [tensor], "Outputs": [tensor]},
+            {
+                "Name": "gemm_0",
+                "LayerType": "gemm",
+                "Inputs": [tensor],
+                "Outputs": [{"Name": "y", "Dimensions": [4, 32], "Format/Datatype": "Half"}],
+                "TacticName": "sm120_gemm",
+                "Metadata": "[ONNX Layer: other]\x1f[ONNX Layer: product]",
+            },
+        ],
+        "Bindings": ["x", "y"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "runs", "fell_back"),
+    [
+        ("FP4E2M1", "FP4", False),
+        ("Half", "FP16", True),
+        ("FP8E4M3", "FP8", True),
+        ("Row major linear FP16 format", "FP16", True),
+        ("Thirty-two wide channel vectorized row major Int8 format.", "INT8", True),
+        ("secret", "unknown", True),
+    ],
+)
+def test_an_engine_says_what_runs(precision: str, runs: str, fell_back: bool, tmp_path: Path) -> None:
+    onnx.save(_matmul(), tmp_path / "model.onnx")
+    (tmp_path / "layers.json").write_text(json.dumps(_engine(precision)))
+    (row,) = audit_file(tmp_path / "layers.json", model=tmp_path / "model.onnx").rows
+    assert (row.layer, row.requested, row.runs, row.fell_back) == ("product", "FP4", runs, fell_back)
+
+
+def test_a_node_that_no_kernel_names_is_a_row(tmp_path: Path) -> None:
+    onnx.save(_matmul(), tmp_path / "model.onnx")
+    engine = _engine("FP4E2M1")
+    engine["Layers"][1]["Metadata"] = ""
+    (tmp_path / "layers.json").write_text(json.dumps(engine))
+    rows = audit_file(tmp_path / "layers.json", model=tmp_path / "model.onnx").rows
+    assert [(row.layer, row.runs, row.fell_back) for row in rows] == [
+        ("gemm_0", "FP4", False),
+        ("product", "unknown", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b"{", "is no JSON"),
+        ("a.json", b"[" * 100_000, "is no JSON"),
+        ("a.json", b"{}", "neither layer information"),
+        ("a.json", b'{"Layers": ["conv1", "conv2"]}', "profilingVerbosity=detailed"),
+        ("a.json", b'{"Layers": []}', "profilingVerbosity=detailed"),
+        ("a.onnx", b"\0" * 50, "ONNX"),
+        ("b.onnx", None, "does not exist"),
+        ("b.json", None, "no file"),
+    ],
+)
+def test_other_files_are_refused(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        audit_file(tmp_path / name)
+
+
+def test_an_unknown_target_lists_the_known(tmp_path: Path) -> None:
+    onnx.save(_matmul(), tmp_path / "model.onnx")
+    with pytest.raises(InputError, match="tensorrt-rtx, tensorrt, onnxruntime"):
+        audit_file(tmp_path / "model.onnx", "tpu")

@@ -1,0 +1,40 @@
+"""`fp4deploy audit`: a table, JSON, and exit 1 with --strict."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from typer.testing import CliRunner
+
+from tests.audit.test_audit import _matmul
+from tests.cli.command_line import PACKAGE
+
+
+@pytest.fixture
+def run() -> Any:
+    app = importlib.import_module(f"{PACKAGE}.main").app
+    return lambda *arguments: CliRunner().invoke(app, ["audit", *map(str, arguments)], prog_name="fp4deploy")
+
+
+def test_strict_accepts_what_runs_as_requested(run: Any, tmp_path: Path) -> None:
+    onnx.save(_matmul(), tmp_path / "model.onnx")
+    result = run(tmp_path / "model.onnx", "--strict")
+    assert result.exit_code == 0, result.stderr
+    assert "1 of 1 layers run in FP4." in result.stdout
+
+
+def test_strict_refuses_a_fallback_and_names_it(run: Any, tmp_path: Path) -> None:
+    onnx.save(_matmul(axis_w=1), tmp_path / "model.onnx")
+    assert run(tmp_path / "model.onnx").exit_code == 0
+    result = run(tmp_path / "model.onnx", "--strict", "--json")
+    assert result.exit_code == 1
+    assert "product" in result.stderr
+    document = json.loads(result.stdout)
+    assert document["rows"][0]["fell_back"] is True
+    assert "1 fall back" in document["summary"]
+    assert run(tmp_path / "model.onnx", "--target", "onnxruntime", "--strict").exit_code == 1
