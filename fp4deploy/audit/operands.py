@@ -256,8 +256,9 @@ def _blocked(
     known = -len(shape) <= axis < len(shape)
     place = {"axis": axis % len(shape) - len(shape), "rank": len(shape), "extent": shape[axis]} if known else {}
     numbers = _arriving_blocks(shape, axis, size, path)
-    followed = numbers is not None and numbers.ndim == len(names)
-    along = [index for index in range(len(names)) if _shared(numbers, index)] if followed else []
+    along: list[int] = []
+    if numbers is not None and numbers.ndim == len(names):
+        along = [index for index in range(numbers.ndim) if _shared(numbers, index)]
     return Operand(
         form,
         f"block of {size}",
