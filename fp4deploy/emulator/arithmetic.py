@@ -164,15 +164,51 @@ def _array(function: Callable[..., Array]) -> Callable[..., Array]:
 @implements("add", "sub", "div", "rem", "abs", "neg", "fma", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "min", "max")
 def arithmetic(entry: Entry, instruction: Instruction) -> Step:
     """Operations whose result has the type of their operands."""
-    name, kind = instruction.parts[0], _modifiers(instruction, "NaN")
+    name, kind = instruction.parts[0], _modifiers(instruction, "NaN", "xorsign", "abs", "ftz")
     count = len(instruction.operands) - 1
+    if kind in ("u16x2", "s16x2"):
+        return _pairs(entry, instruction, _INTEGER[name], kind)
     if "f" not in kind:
         return elementwise(entry, instruction, _array(_INTEGER[name]), [kind] * count)
     if name in ("min", "max"):
         function = _minimum(np.minimum if name == "min" else np.maximum, "NaN" in instruction.parts)
+        if "xorsign" in instruction.parts:
+            function = _of_magnitudes(function)
     else:
         function = _FLOAT[name]
+    if "ftz" in instruction.parts:
+        function = _flushed(function)
     return elementwise(entry, instruction, lanes(kind, function), [kind] * count)
+
+
+def _flushed(function: Callable[..., Array]) -> Callable[..., Array]:
+    """`.ftz`: subnormal operands and results are zeros with their sign."""
+
+    def flush(x: Array) -> Array:
+        return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+    return lambda *xs: flush(function(*(flush(x) for x in xs)))
+
+
+def _of_magnitudes(function: Callable[..., Array]) -> Callable[..., Array]:
+    """`.xorsign.abs`: of the magnitudes, with the product of the signs."""
+
+    def signed(a: Array, b: Array) -> Array:
+        value = function(np.abs(a), np.abs(b))
+        return np.where(np.signbit(a) != np.signbit(b), np.copysign(value, np.float32(-1)), value)
+
+    return signed
+
+
+def _pairs(entry: Entry, instruction: Instruction, function: Callable[..., Array], kind: str) -> Step:
+    """Integers of 16 bits, two in a register."""
+    narrow = np.uint16 if kind[0] == "u" else np.int16
+
+    def both(*xs: Array) -> Array:
+        parts = [np.ascontiguousarray(x).reshape(-1, 1).view(narrow) for x in xs]
+        return np.ascontiguousarray(function(*parts)).view(np.uint32).reshape(-1)
+
+    return elementwise(entry, instruction, both, ["b32"] * (len(instruction.operands) - 1))
 
 
 @implements("copysign")
@@ -259,6 +295,27 @@ def compare(entry: Entry, instruction: Instruction) -> Step:
             result(m, active, combine(each, third(m, active)) if combine and third else each)
 
     return run
+
+
+@implements("set")
+def compare_into(entry: Entry, instruction: Instruction) -> Step:
+    """As setp, with a number as the result: of integers all bits set, of floats 1.0; of pairs lane by lane."""
+    name, target, kind = instruction.parts[1], instruction.parts[-2], instruction.parts[-1]
+    if name not in _COMPARE or target not in ("u32", "s32") or kind not in ("f16x2", "bf16x2"):
+        raise UnknownInstruction("this comparison is not implemented")
+
+    def function(a: Array, b: Array) -> Array:
+        halves = []
+        for shift in (0, 16):
+            x, y = ((each >> np.uint32(shift)).astype(np.uint16) for each in (a, b))
+            left, right = (_bfloat(each) if kind[0] == "b" else each.view(np.float16) for each in (x, y))
+            value = _COMPARE[name](left, right)
+            if name == "ne":
+                value &= ~(np.isnan(left) | np.isnan(right))
+            halves.append(np.where(value, np.uint32(0xFFFF), np.uint32(0)))
+        return np.asarray(halves[0] | halves[1] << np.uint32(16))
+
+    return elementwise(entry, instruction, function, ["b32", "b32"])
 
 
 @implements("selp")

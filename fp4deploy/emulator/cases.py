@@ -9,126 +9,22 @@ is shown in docs/numerics.md.)
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fp4deploy.architecture import Architecture
-from fp4deploy.emulator.faults import Fault
-from fp4deploy.emulator.launch import Edit, emulate_triton
-from fp4deploy.emulator.machine import Statistics
+from fp4deploy.emulator.case import Case, Outcome, Setting, multiples, packed
+from fp4deploy.emulator.cuda_cases import CUDA
+from fp4deploy.emulator.launch import emulate_triton
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference, output_size
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
-SCALE = 2688.0  # 6 * 448: an amax of SCALE / 2^n is a global scale of 2^-n
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a case is executed.
-
-    arch: such as "sm_120". model: see `accumulate`. edit: changes the PTX before it runs. grid: instead of the host's.
-    """
-
-    arch: str = "sm_120"
-    model: str = "hardware"
-    seed: int = 0
-    edit: Edit | None = None
-    grid: tuple[int, int, int] | None = None
-
-    @property
-    def capability(self) -> int:
-        """120 for sm_120."""
-        return Architecture.parse(self.arch).number
-
-
-@dataclass
-class Outcome:
-    """What a case showed.
-
-    wrong, values: elements that differ from the reference, and all. fault: a hazard or an unknown instruction.
-    """
-
-    wrong: int = 0
-    values: int = 0
-    kernels: int = 0
-    statistics: Statistics = field(default_factory=Statistics)
-    fault: str = ""
-    seconds: float = 0.0
-
-    @property
-    def good(self) -> bool:
-        """Bit-equal, without a hazard."""
-        return not self.wrong and not self.fault and self.values > 0
-
-    def compare(self, got: torch.Tensor, expected: torch.Tensor) -> None:
-        """Count elements whose bits differ."""
-        assert got.shape == expected.shape, (got.shape, expected.shape)
-        assert got.dtype == expected.dtype, (got.dtype, expected.dtype)
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-        self.values += got.numel()
-        self.wrong += int((got.contiguous().view(bits) != expected.contiguous().view(bits)).sum())
-
-    def compare_packed(self, got: Nvfp4Tensor, expected: Nvfp4Tensor) -> None:
-        """Codes and scales."""
-        self.compare(got.codes, expected.codes)
-        self.compare(got.scales, expected.scales)
-
-    def add(self, statistics: Statistics) -> None:
-        """One more kernel."""
-        self.kernels += 1
-        self.statistics.instructions += statistics.instructions
-        self.statistics.warps += statistics.warps
-        self.statistics.lines += statistics.lines
-
-
-Run = Callable[[Setting, Outcome], None]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kernel of a family on tensors of one shape."""
-
-    name: str
-    family: str
-    run: Run
-    supports: Callable[[int], bool] = lambda capability: True
-
-    def outcome(self, setting: Setting) -> Outcome:
-        """Execute and compare; faults are part of the outcome."""
-        outcome = Outcome()
-        start = time.perf_counter()
-        try:
-            self.run(setting, outcome)
-        except Fault as error:
-            outcome.fault = str(error)
-        outcome.seconds = time.perf_counter() - start
-        return outcome
-
-
-def packed(setting: Setting, *shape: int, power: int = 8, seed: int = 0) -> Nvfp4Tensor:
-    """Normal values in NVFP4, whose global scale is 2^-power."""
-    values = normal(setting, *shape, seed=seed)
-    return quantize_nvfp4(values, amax=torch.tensor(SCALE / 2**power))
-
-
-def normal(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
-    """float32, N(0, 1)"""
-    generator = torch.Generator().manual_seed(1000 * setting.seed + seed)
-    return torch.randn(*shape, generator=generator)
-
-
-def multiples(setting: Setting, *shape: int, step: float = 0.25, most: int = 16, seed: int = 0) -> torch.Tensor:
-    """float32 multiples of `step`, up to `most` of them: sums of their products are exact."""
-    generator = torch.Generator().manual_seed(1000 * setting.seed + seed)
-    return torch.randint(-most, most + 1, shape, generator=generator) * step
 
 
 def _emulate(setting: Setting, outcome: Outcome, call: Call, outputs: Sequence[torch.Tensor]) -> None:
@@ -264,8 +160,6 @@ def cases(names: Sequence[str] = (), capability: int = 120) -> list[Case]:
     Raises:
         InputError: a name that is none.
     """
-    from fp4deploy.emulator.cuda_cases import CUDA
-
     known = [case for case in (*TRITON, *CUDA) if case.supports(capability)]
     valid = {case.family for case in known} | {case.name for case in known}
     for name in names:

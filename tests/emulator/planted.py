@@ -8,54 +8,55 @@ from collections.abc import Callable
 Edit = Callable[[str], str]
 
 
-def _nth(pattern: str, replacement: str, which: int) -> Edit:
-    """Replace the match number `which` (from 0, negative from the end)."""
+def replaced(pattern: str, replacement: str, which: int | None) -> Edit:
+    """Replace the match number `which` (from 0, negative from the end), or with None every match."""
 
     def edit(ptx: str) -> str:
         found = list(re.finditer(pattern, ptx, re.MULTILINE))
-        match = found[which]
-        return ptx[: match.start()] + match.expand(replacement) + ptx[match.end() :]
+        for match in reversed(found if which is None else [found[which]]):
+            ptx = ptx[: match.start()] + match.expand(replacement) + ptx[match.end() :]
+        return ptx
 
     return edit
 
 
 def without_barrier(which: int = 0) -> Edit:
     """A barrier of the block is missing."""
-    return _nth(r"^\s*bar\.sync\s+0;", "", which)
+    return replaced(r"^\s*bar\.sync\s+0;", "", which)
 
 
 def late_wait(which: int = 0) -> Edit:
     """Copies are used before they were waited for: the wait allows more groups to be under way."""
-    return _nth(r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 7;", which)
+    return replaced(r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 7;", which)
 
 
 def swapped_scales(which: int = 0) -> Edit:
     """The scales of A and B change places."""
-    return _nth(
+    return replaced(
         r"(mma\.sync[^;]*\},\s*)(%r\d+)(,\s*\{\s*0,\s*0\s*\},\s*)(%r\d+)(,\s*\{\s*0,\s*0\s*\};)", r"\1\4\3\2\5", which
     )
 
 
 def inverted_mask(what: str = r"ld\.global", which: int = 0) -> Edit:
     """A masked access touches exactly what it should not."""
-    return _nth(rf"@(%p\d+)(\s+{what})", r"@!\1\2", which)
+    return replaced(rf"@(%p\d+)(\s+{what})", r"@!\1\2", which)
 
 
 def other_offset(what: str, by: int, which: int = 0) -> Edit:
     """An access `by` bytes away."""
-    return _nth(rf"({what}[^;]*\[\s*%r[d\d]+)(?:\s*\+\s*0)?(\s*\])", rf"\1 + {by}\2", which)
+    return replaced(rf"({what}[^;]*\[\s*%r[d\d]+)(?:\s*\+\s*0)?(\s*\])", rf"\1 + {by}\2", which)
 
 
 def without_copy(which: int = 0) -> Edit:
     """An asynchronous copy is missing, so that its bytes are never written."""
-    return _nth(r"^\s*(?:@\S+\s+)?cp\.async\.c[ag]\.shared\.global[^;]*;", "", which)
+    return replaced(r"^\s*(?:@\S+\s+)?cp\.async\.c[ag]\.shared\.global[^;]*;", "", which)
 
 
 def unwritten_register(which: int = 0) -> Edit:
     """An accumulator is not set to zero."""
-    return _nth(r"^\s*mov\.b32\s+%r\d+, 0f00000000;", "", which)
+    return replaced(r"^\s*mov\.b32\s+%r\d+, 0f00000000;", "", which)
 
 
 def swapped_operands(which: int = 0) -> Edit:
     """Two registers of the A fragment change places."""
-    return _nth(r"(mma\.sync[^;{]*\{[^}]*\},\s*\{\s*)(%r\d+),(\s*)(%r\d+)", r"\1\4,\3\2", which)
+    return replaced(r"(mma\.sync[^;{]*\{[^}]*\},\s*\{\s*)(%r\d+),(\s*)(%r\d+)", r"\1\4,\3\2", which)

@@ -28,7 +28,8 @@ from __future__ import annotations
 import re
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,21 @@ _STATIC_SHARED = 48 * 1024
 _lock = threading.Lock()
 _gpus: dict[int, Gpu] = {}
 _kernels: dict[tuple, Kernel] = {}
+_substitute: Callable[..., Any] | None = None
+
+
+@contextmanager
+def substituted(factory: Callable[..., Any]) -> Iterator[None]:
+    """Let `kernel` return what `factory(source, name, signature, macros)` returns: for launches without a GPU.
+
+    For one thread: other threads launch through it as well.
+    """
+    global _substitute
+    before, _substitute = _substitute, factory
+    try:
+        yield
+    finally:
+        _substitute = before
 
 
 def kernel(
@@ -66,6 +82,8 @@ def kernel(
         UnavailableError: kernels cannot run here (see `why_unavailable`).
         KernelError: it does not compile or load, or a CUDA graph is being captured and it was not loaded before.
     """
+    if _substitute is not None:
+        return _substitute(source, name, signature, macros)
     index = device_index(device)
     key = (source, name, signature, index, *(macros.items() if macros else ()))
     found = _kernels.get(key)

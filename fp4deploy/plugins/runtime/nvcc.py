@@ -95,18 +95,29 @@ def compile_cubin(source: str | Path, arch: str, macros: Macros | None = None) -
         UnavailableError: there is no nvcc.
         KernelError: nvcc refuses the source; the message is nvcc's.
     """
+    return _compiled(source, arch, macros, "cubin")
+
+
+def compile_ptx(source: str | Path, arch: str, macros: Macros | None = None) -> str:
+    """PTX of a source, with the options of `compile_cubin`, which has the arguments and errors."""
+    return _compiled(source, arch, macros, "ptx").decode()
+
+
+def _compiled(source: str | Path, arch: str, macros: Macros | None, form: str) -> bytes:
     path = source_path(source)
     nvcc = find_nvcc()
     if nvcc is None:
         raise UnavailableError(f"{path.name} cannot be compiled: nvcc is missing; {INSTALL_NVCC}.")
-    options = [*FLAGS, *_definitions(macros), f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"]
-    entry = cache_folder() / "kernels" / arch / f"{path.stem}-{_key(path, options, nvcc)}.cubin"
+    number = arch.removeprefix("sm_")
+    code = arch if form == "cubin" else f"compute_{number}"
+    options = [*FLAGS, *_definitions(macros), f"-gencode=arch=compute_{number},code={code}"]
+    entry = cache_folder() / "kernels" / arch / f"{path.stem}-{_key(path, options, nvcc)}.{form}"
     cubin = read_entry(entry)
     if cubin is None:
         with one_process(entry):
             cubin = read_entry(entry)
             if cubin is None:
-                cubin = _run(nvcc, path, options, arch, macros)
+                cubin = _run(nvcc, path, options, arch, macros, form)
                 keep_entry(entry, cubin)
     return cubin
 
@@ -165,13 +176,13 @@ def _key(path: Path, options: list[str], nvcc: Path) -> str:
     return key(parts)
 
 
-def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros | None) -> bytes:
+def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros | None, form: str) -> bytes:
     _log.info("compiling %s for %s", describe(path, macros), arch)
     with children.owned_folder() as folder:
-        out = folder / "kernel.cubin"
+        out = folder / f"kernel.{form}"
         command = [
             str(nvcc),
-            "--cubin",
+            f"--{form}",
             *options,
             *include_options(path.parent),
             "-o",

@@ -1,0 +1,80 @@
+"""The CUDA kernels' PTX, executed: bit-equal to the reference, and planted faults are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp4deploy.emulator.case import Case, Setting
+from fp4deploy.emulator.cuda_cases import CUDA
+from fp4deploy.plugins.runtime.nvcc import find_nvcc
+from tests.emulator import planted
+
+pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
+
+FIRST = ("pack rows", "amax", "GroupNorm and pack")  # in every run of the tests
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name in FIRST else pytest.mark.emulate, id=case.name) for case in CUDA],
+)
+@pytest.mark.parametrize("arch", ["sm_120", pytest.param("sm_90", marks=pytest.mark.emulate)])
+def test_bit_equal_to_the_reference(case: Case, arch: str) -> None:
+    outcome = case.outcome(Setting(arch=arch))
+    assert outcome.good, outcome
+
+
+FAULTS = {
+    "pack rows": {
+        "a barrier is missing": planted.without_barrier(0),
+        "a product is not rounded as it should": planted.replaced(
+            r"mul\.rn\.f32(\s+%f\d+, %f\d+, )%f\d+;", r"mul.rn.f32\g<1>0f3F800001;", 3
+        ),
+        "the loop does not end": planted.replaced(r"setp\.(ge|lt)\.s64", "setp.ne.s64", 0),
+        "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+8]", None),
+        "stores are misaligned": planted.replaced(r"(st\.global\.v\d\.u32\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
+    "GroupNorm, ReLU, fake quantisation": {
+        "a barrier is missing": planted.without_barrier(1),
+        "another barrier is missing": planted.without_barrier(4),
+        "a shuffle reads another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)\d+", r"\g<1>3", 2),
+        "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
+        "a misaligned load": planted.replaced(r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\]", r"\1+4]", 0),
+    },
+    "GroupNorm and pack": {
+        "a register is not written": planted.replaced(r"^\s*mov\.u32\s+%r\d+, %tid\.x;", "", 0),
+        "fused multiply-adds are subtractions": planted.replaced(
+            r"fma\.rn\.f32(\s+)(%f\d+), (%f\d+), (%f\d+), (%f\d+);",
+            r"mul.rn.f32 \2, \3, \4; sub.rn.f32 \2, \2, \5;",
+            None,
+        ),
+        "scales are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
+        "a mask is inverted": planted.replaced(r"setp\.ge\.u32", "setp.lt.u32", 0),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)1,", r"\g<1>2,", None),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        pytest.param(name, fault, marks=() if name == "pack rows" else pytest.mark.emulate)
+        for name, faults in FAULTS.items()
+        for fault in faults
+    ],
+)
+def test_a_planted_fault_is_found(name: str, fault: str) -> None:
+    (case,) = [case for case in CUDA if case.name == name]
+    edited = []
+
+    def edit(ptx: str) -> str:
+        try:
+            changed = FAULTS[name][fault](ptx)
+        except IndexError:  # another kernel of the case
+            return ptx
+        edited.append(changed)
+        return changed
+
+    outcome = case.outcome(Setting(edit=edit))
+    assert edited
+    assert not outcome.good
