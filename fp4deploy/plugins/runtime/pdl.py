@@ -27,6 +27,10 @@ output. Kernels launched without the attribute wait for all earlier ones as alwa
 tensor map), and does not expose the function handle. So the same machine code is loaded a second time into the same
 context, through ctypes. Such a launch takes torch's stream as it is, without the forked stream of `runtime.context`.
 
+**Why ctypes and not cuda-bindings.** cuda-bindings (12.9 and 13.0 were compared) has all of these calls, its
+`CUlaunchConfig` has the bytes of `_Config`, and a launch costs the host as much. It would be a second dependency, of
+more than 100 MB, for the same bytes, and whoever has pycuda alone would lose these kernels.
+
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, `griddepcontrol`.
 """
 
