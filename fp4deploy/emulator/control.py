@@ -14,6 +14,7 @@ what may overtake what is the business of `shared`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from fp4deploy.emulator.faults import Hazard, UnknownInstruction
 from fp4deploy.emulator.machine import WARP, Active, Continue, Machine, Step, implements
-from fp4deploy.emulator.operands import pair_of, reader, writer
+from fp4deploy.emulator.operands import Reader, pair_of, reader, writer
 from fp4deploy.emulator.ptx import Entry, Immediate, Instruction, Operand, Symbol
 
 Array = NDArray[Any]
@@ -148,26 +149,41 @@ def _order(m: Machine, blocks: Array, mask: Array) -> None:
         m.shared.meet(rows[block][inside[block]][None])
 
 
-@implements("bar.warp.sync")
-def warp_barrier(entry: Entry, instruction: Instruction) -> Step:
-    """Lanes of a warp are in program order here; they only have to be there."""
-    members = reader(entry, instruction.operands[0], "u32")
+def together(instruction: Instruction, members: Reader, work: Callable[[Machine, Active, Array], None]) -> Step:
+    """A step that waits, warp by warp, until all lanes of the member mask are there, and then does `work` for them.
 
-    def run(m: Machine, active: Active) -> None:
-        _members(m, active, members, "bar.warp.sync")
+    `work` gets the lanes [warps, 32].
+    """
+
+    def run(m: Machine, active: Active) -> Continue | None:
+        chosen = m.guard(instruction, active)
+        passing = active.mask & ~chosen.mask
+        here = chosen.mask | m.held.pop(m.pc) if m.pc in m.held else chosen.mask
+        lanes = here.reshape(-1, WARP)
+        mask = np.broadcast_to(members(m, Active(here)), (m.count,)).reshape(-1, WARP)
+        first = mask[np.arange(len(lanes)), lanes.argmax(1)]
+        named = (first[:, None] >> np.arange(WARP, dtype=np.uint32) & np.uint32(1)).astype(bool)
+        named &= m.started.reshape(-1, WARP)
+        some = lanes.any(1)
+        if (some & (lanes & ~named).any(1)).any():
+            raise Hazard("barrier", f"{instruction.parts[0]} is executed by lanes that its member mask does not name")
+        complete = some & (lanes == named).all(1)
+        ready = np.repeat(complete, WARP) & here
+        if ready.any():
+            work(m, Active(ready), ready.reshape(-1, WARP))
+        if chosen is active and np.array_equal(ready, active.mask):
+            return None
+        if (here & ~ready).any():
+            m.held[m.pc] = here & ~ready
+        return [(m.pc + 1, ready | passing)]
 
     return run
 
 
-def _members(m: Machine, active: Active, members: Any, what: str) -> Array:
-    """The active lanes [warps, 32]; they must be those that the member mask names."""
-    mask = np.broadcast_to(members(m, active), (m.count,)).reshape(-1, WARP)
-    lanes = active.mask.reshape(-1, WARP)
-    first = mask[np.arange(len(lanes)), lanes.argmax(1)]
-    named = (first[:, None] >> np.arange(WARP, dtype=np.uint32) & np.uint32(1)).astype(bool)
-    if (lanes.any(1) & (lanes != (named & m.started.reshape(-1, WARP))).any(1)).any():
-        raise Hazard("barrier", f"{what} is executed by other lanes than its member mask names")
-    return lanes
+@implements("bar.warp.sync", control=True)
+def warp_barrier(entry: Entry, instruction: Instruction) -> Step:
+    """The lanes meet; what they did before is in order, here as in `shared` for every warp."""
+    return together(instruction, reader(entry, instruction.operands[0], "u32"), lambda m, active, lanes: None)
 
 
 def _rank_rows(m: Machine, clusters: Array) -> Array:
@@ -210,7 +226,7 @@ def cluster_barrier(entry: Entry, instruction: Instruction) -> Step:
     return run
 
 
-@implements("elect")
+@implements("elect", control=True)
 def elect(entry: Entry, instruction: Instruction) -> Step:
     """d|p: the lowest member lane, and true in it alone."""
     first, second = pair_of(instruction.operands[0])
@@ -218,17 +234,16 @@ def elect(entry: Entry, instruction: Instruction) -> Step:
     chosen = writer(entry, second) if second else None
     members = reader(entry, instruction.operands[1], "u32")
 
-    def run(m: Machine, active: Active) -> None:
-        lanes = _members(m, active, members, "elect.sync")
+    def work(m: Machine, active: Active, lanes: Array) -> None:
         lowest = lanes.argmax(1).astype(np.uint32)
         leader(m, active, np.repeat(lowest, WARP))
         if chosen:
             chosen(m, active, (np.arange(m.count) % WARP) == np.repeat(lowest, WARP))
 
-    return run
+    return together(instruction, members, work)
 
 
-@implements("vote")
+@implements("vote", control=True)
 def vote(entry: Entry, instruction: Instruction) -> Step:
     """all, any, uni, ballot of a predicate over the member lanes."""
     mode = instruction.parts[2]
@@ -237,8 +252,7 @@ def vote(entry: Entry, instruction: Instruction) -> Step:
     members = reader(entry, instruction.operands[2], "u32")
     fold: dict[str, Any] = {"all": np.all, "any": np.any}
 
-    def run(m: Machine, active: Active) -> None:
-        lanes = _members(m, active, members, "vote.sync")
+    def work(m: Machine, active: Active, lanes: Array) -> None:
         value = np.broadcast_to(source(m, active), (m.count,)).reshape(-1, WARP)
         if mode == "ballot":
             bits = ((value & lanes) << np.arange(WARP, dtype=np.uint64)).sum(1)
@@ -247,7 +261,7 @@ def vote(entry: Entry, instruction: Instruction) -> Step:
         masked = np.where(lanes, value, mode == "all")
         result(m, active, np.repeat(fold[mode](masked, axis=1), WARP))
 
-    return run
+    return together(instruction, members, work)
 
 
 @implements("activemask")
@@ -262,7 +276,7 @@ def active_mask(entry: Entry, instruction: Instruction) -> Step:
     return run
 
 
-@implements("shfl")
+@implements("shfl", control=True)
 def shuffle(entry: Entry, instruction: Instruction) -> Step:
     """Each lane reads a register of another lane; of a lane that does not execute it, the value is undefined."""
     mode = instruction.parts[2]
@@ -272,8 +286,7 @@ def shuffle(entry: Entry, instruction: Instruction) -> Step:
     by, clamp = (reader(entry, each, "u32") for each in instruction.operands[2:4])
     members = reader(entry, instruction.operands[4], "u32")
 
-    def run(m: Machine, active: Active) -> None:
-        lanes = _members(m, active, members, "shfl.sync")
+    def work(m: Machine, active: Active, lanes: Array) -> None:
         lane = np.broadcast_to(np.arange(WARP), lanes.shape)
         offset = np.broadcast_to(by(m, active), (m.count,)).reshape(-1, WARP).astype(np.int64) & 31
         control = np.broadcast_to(clamp(m, active), (m.count,)).reshape(-1, WARP).astype(np.int64)
@@ -294,7 +307,7 @@ def shuffle(entry: Entry, instruction: Instruction) -> Step:
         if inside:
             inside(m, active, valid.reshape(-1))
 
-    return run
+    return together(instruction, members, work)
 
 
 def constant(operand: Operand) -> int:

@@ -15,15 +15,21 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.architecture import Architecture
-from fp4deploy.emulator.case import Case, Outcome, Setting, normal
+from fp4deploy.emulator.bulk import encode
+from fp4deploy.emulator.case import Case, Outcome, Setting, multiples, normal, packed
 from fp4deploy.emulator.faults import Fault
 from fp4deploy.emulator.launch import parsed, run
+from fp4deploy.plugins.gemm import gemv
+from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, weights
 from fp4deploy.plugins.runtime.launch import substituted
 from fp4deploy.plugins.runtime.nvcc import Macros, compile_ptx
+from fp4deploy.plugins.runtime.tma import tiling
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 AMAX = 2.5
+SMALL_SHARED, LARGE_SHARED = 101_376, 232_448  # bytes that a block can have, from SM120 on and before
 SEED, OFFSET = 1234567890123, 3
 PLAIN, MX_FLOOR, MX_CEIL = [0, 448, 0, 0, 0, 0], [2, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
 STRICT = formats.FourOverSix(metric="mae", e4m3_max=256)
@@ -41,6 +47,8 @@ class EmulatedKernel:
         ptx = compile_ptx(source, architecture.nvcc_target, macros)
         self.entry = parsed(setting.edit(ptx) if setting.edit else ptx, name)
         self.reachable: Collection[torch.Tensor] = ()
+        self.outputs: Collection[torch.Tensor] = ()
+        self.unwritten = False
 
     def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0) -> None:
         """Execute it."""
@@ -52,7 +60,9 @@ class EmulatedKernel:
         values = [float(v) if letter == "f" else v for letter, v in zip(_letters(self.signature), args, strict=True)]
         blocks = self.setting.grid or blocks
         model, capability = self.setting.model, self.setting.capability
-        statistics = run(self.entry, blocks, threads, shared, values, (), capability, model, self.reachable)
+        statistics = run(
+            self.entry, blocks, threads, shared, values, self.outputs, capability, model, self.reachable, self.unwritten
+        )
         self.outcome.add(statistics)
 
 
@@ -301,6 +311,42 @@ def norm_packing(setting: Setting, outcome: Outcome) -> None:
                 outcome.compare(mine, expected)
 
 
+def gemv_case(
+    rows: int, k: int, outputs: int, dtype: torch.dtype, processors: int = 1
+) -> Callable[[Setting, Outcome], None]:
+    """The small-M GEMM with TMA, mbarriers and, on architectures with multicast, clusters of two blocks."""
+
+    def case(setting: Setting, outcome: Outcome) -> None:
+        x = multiples(setting, rows, k, most=8, seed=3).to(dtype)
+        weight, bias = packed(setting, outputs, k, seed=1), multiples(setting, outputs, seed=7)
+        out = torch.empty(rows, outputs, dtype=dtype)
+        shared = SMALL_SHARED if setting.capability >= 120 else LARGE_SHARED
+        chosen = gemv.variant(rows, outputs, k, processors, shared, setting.capability)
+        maps = tuple(_encoded(*box) for box in gemv.boxes(weight, chosen))
+        values = gemv.arguments(maps, x, weight, bias, out, True)
+        macros: Macros = {"DTYPE": CUDA_TYPES[dtype], **chosen.macros}
+        kernel = EmulatedKernel(setting, outcome, Path(gemv.SOURCE), gemv.NAME, gemv.SIGNATURE, macros)
+        kernel.reachable = (weight.codes, weight.scales)
+        kernel.outputs = (out,)
+        kernel.unwritten = rows not in (1, 8, 16)  # rows of x that there are not are multiplied too, and dropped
+        kernel.execute(chosen.grid(outputs), chosen.threads, values, chosen.shared)
+        expected = matmul_reference(x, weight, bias, True, dtype, accumulate=torch.float64)
+        assert isinstance(expected, torch.Tensor)
+        outcome.compare(out, expected)
+
+    return case
+
+
+def has_tma(capability: int) -> bool:
+    """Whether an architecture has the Tensor Memory Accelerator."""
+    return capability >= gemv.TMA_FROM
+
+
+def _encoded(matrix: torch.Tensor, rows: int, width: int, adjacent: int) -> bytes:
+    n, w = matrix.shape
+    return encode(matrix.data_ptr(), *tiling(n, w, rows, width, adjacent), width)
+
+
 QUANTIZERS, MAPS = "quantisers", "channels_last"
 CUDA = (
     Case("pack rows", QUANTIZERS, pack((24, 64), 1, HALF)),
@@ -323,4 +369,8 @@ CUDA = (
     Case("concatenate and separate", MAPS, concatenation),
     Case("running amax", MAPS, tracking),
     Case("GroupNorm and pack", "norm and pack", norm_packing),
+    Case("GEMV, 1 row", "GEMV", gemv_case(1, 512, 24, HALF), has_tma),
+    Case("GEMV, 1 row, K = 1280", "GEMV", gemv_case(1, 1280, 72, HALF), has_tma),
+    Case("GEMV, 5 rows, bfloat16", "GEMV", gemv_case(5, 512, 40, BFLOAT), has_tma),
+    Case("GEMV, 16 rows, K = 4352", "GEMV", gemv_case(16, 4352, 20, HALF), has_tma),
 )

@@ -56,14 +56,15 @@ def run(
     capability: int,
     model: str,
     reachable: Collection[torch.Tensor] = (),
+    unwritten: bool = False,
 ) -> Statistics:
-    """Execute a kernel; `reachable`: tensors whose addresses it finds in memory."""
+    """Execute a kernel; `reachable`: tensors whose addresses it finds in memory; `unwritten`: see `Launch`."""
     memory = GlobalMemory()
     addresses = {each.data_ptr() for each in outputs}
     for each in (*values, *reachable):
         if isinstance(each, torch.Tensor):
             memory.add(each, each.data_ptr() in addresses)
-    launch = Launch(grid, block, shared, parameters(entry, values), model, capability)
+    launch = Launch(grid, block, shared, parameters(entry, values), model, capability, unwritten=unwritten)
     statistics = execute(entry, launch, memory)
     missing = memory.unwritten()
     if missing:

@@ -79,7 +79,8 @@ class Launch:
     """How a kernel is launched.
 
     grid, block: blocks and threads; cluster: blocks of a cluster along x; shared: bytes of dynamic shared memory;
-    parameters: the parameter buffer; model: see `accumulate`; capability: of the architecture, such as 120.
+    parameters: the parameter buffer; model: see `accumulate`; capability: of the architecture, such as 120; unwritten:
+    whether shared memory may be read before it was written (every byte is 0xFF then, of floats a NaN).
     """
 
     grid: tuple[int, int, int]
@@ -89,6 +90,7 @@ class Launch:
     model: str = "hardware"
     capability: int = 120
     cluster: int = 1
+    unwritten: bool = False
 
 
 @dataclass
@@ -182,7 +184,7 @@ class Machine:
         self.count = blocks * self.padded
         self.symbols, size = layout(entry.variables, launch.shared)
         self.agents = cluster * self.warps + EXTRA_AGENTS
-        self.shared = SharedMemory(blocks, max(size, 16), cluster, self.agents)
+        self.shared = SharedMemory(blocks, max(size, 16), cluster, self.agents, launch.unwritten)
         thread = np.tile(np.arange(self.padded), blocks)
         self.block = np.repeat(np.arange(blocks), self.padded)
         domain, rank = self.block // cluster, self.block % cluster
@@ -193,7 +195,8 @@ class Machine:
         self.registers: dict[str, Array] = {}
         self.partial: dict[str, Array] = {}
         self.ready: dict[int, Array] = {0: self.started.copy()}
-        self.parked: dict[int, Array] = {}
+        self.parked: dict[int, Array] = {}  # at an mbarrier
+        self.held: dict[int, Array] = {}  # until the other lanes of a warp come
         self.waiting: dict[tuple[int, int], Any] = {}
         self.asynchronous: list[Callable[[], None]] = []
         self.units: dict[str, Any] = {}  # state of the instruction families
@@ -216,6 +219,9 @@ class Machine:
             if self.asynchronous:
                 self.asynchronous.pop(0)()
                 return True
+            if self.held:
+                self.pc = min(self.held)
+                raise Hazard("barrier", "lanes wait for other lanes of their warp, which never come")
             if (~self.exited).any():
                 raise Hazard("deadlock", f"{int((~self.exited).sum())} threads wait, and nothing can wake them")
             return False

@@ -32,12 +32,13 @@ class SharedMemory:
     """Of all thread blocks of a batch, one after the other.
 
     blocks, size: how many, and bytes of each. cluster: blocks of a cluster. agents: of a cluster, its warps first.
+    unwritten: whether bytes may be read before they were written.
     """
 
-    def __init__(self, blocks: int, size: int, cluster: int, agents: int) -> None:
+    def __init__(self, blocks: int, size: int, cluster: int, agents: int, unwritten: bool = False) -> None:
         self.size, self.cluster, self.agents = size, cluster, agents
-        self.content = np.zeros(blocks * size, np.uint8)
-        self.written = np.zeros(blocks * size, bool)
+        self.content = np.full(blocks * size, 0xFF, np.uint8)
+        self.written = np.full(blocks * size, unwritten)
         self.pending = np.zeros(blocks * size, bool)
         self.reserved = np.zeros(blocks * size, bool)  # mbarriers
         self.writer = np.zeros(blocks * size, np.int16)

@@ -13,6 +13,8 @@ def replaced(pattern: str, replacement: str, which: int | None) -> Edit:
 
     def edit(ptx: str) -> str:
         found = list(re.finditer(pattern, ptx, re.MULTILINE))
+        if not found:
+            raise IndexError(pattern)
         for match in reversed(found if which is None else [found[which]]):
             ptx = ptx[: match.start()] + match.expand(replacement) + ptx[match.end() :]
         return ptx

@@ -41,6 +41,26 @@ FAULTS = {
         "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
         "a misaligned load": planted.replaced(r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\]", r"\1+4]", 0),
     },
+    "GEMV, 16 rows, K = 4352": {
+        "a stage is read before its bytes arrived": planted.replaced(r"@!done bra AGAIN;", "", -1),
+        "a stage is filled before it was read": planted.replaced(r"@!done bra AGAIN;", "", 0),
+        "more bytes are announced than come": planted.replaced(
+            r"(mbarrier\.arrive\.expect_tx\S+ _, \[%r\d+\], )(%r\d+);",
+            r"{ .reg .b32 more; add.s32 more, \2, 16; \1more; }",
+            None,
+        ),
+        "a named barrier is missing": planted.replaced(r"barrier\.sync 1, \d+;", "", -1),
+        "a named barrier waits for too few": planted.replaced(r"barrier\.sync 1, \d+;", "barrier.sync 1, 64;", 0),
+        "an mbarrier expects another arrival": planted.replaced(
+            r"(mbarrier\.init\S+ \[%r\d+\], )(%r\d+);", r"{ .reg .b32 more; add.s32 more, \2, 1; \1more; }", 1
+        ),
+        "a tensor copy reads another column": planted.replaced(
+            r"(cp\.async\.bulk\.tensor\.2d\S+ \[%r\d+\], \[%rd\d+, \{)%r\d+(, %r\d+\}\])", r"\g<1>0\g<2>", None
+        ),
+        "rows are copied to an unaligned address": planted.replaced(
+            r"(cp\.async\.bulk\.shared\S+ \[%r\d+)\]", r"\1 + 4]", None
+        ),
+    },
     "GroupNorm and pack": {
         "a register is not written": planted.replaced(r"^\s*mov\.u32\s+%r\d+, %tid\.x;", "", 0),
         "fused multiply-adds are subtractions": planted.replaced(

@@ -116,14 +116,29 @@ def launch(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, out:
     chosen = _chosen(m, n, k, x.device.index)
     macros: Macros = {"DTYPE": CUDA_TYPES[x.dtype], **chosen.macros}
     kernel = cuda_launch.kernel(SOURCE, NAME, SIGNATURE, macros, x.device)
-    maps = (
-        tensor_map(kernel.gpu, weight.codes, chosen.outputs, BOX, WIDE // BOX),
-        tensor_map(kernel.gpu, weight.scales, chosen.outputs, SCALE_BOX),
-    )
-    span = E2M1_MAX * weight.e4m3_max
-    values: tuple[Any, ...] = (*maps, x, weight.amax, bias, out, m, n, k, span, int(relu))
+    maps = tuple(tensor_map(kernel.gpu, *box) for box in boxes(weight, chosen))
+    values = arguments(maps, x, weight, bias, out, relu)
     code = partial(cuda_launch.machine_code, SOURCE, macros, kernel.device)
     pdl.launch(kernel, code, weight, chosen.grid(n), chosen.threads, values, chosen.shared)
+
+
+def boxes(weight: Nvfp4Tensor, chosen: Variant) -> tuple[tuple[torch.Tensor, int, int, int], ...]:
+    """Arguments of `tensor_map` for codes and scales."""
+    return (weight.codes, chosen.outputs, BOX, WIDE // BOX), (weight.scales, chosen.outputs, SCALE_BOX, 1)
+
+
+def arguments(
+    maps: tuple[bytes, ...],
+    x: torch.Tensor,
+    weight: Nvfp4Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    relu: bool,
+) -> tuple[Any, ...]:
+    """Arguments of the kernel, in the order of `SIGNATURE`."""
+    span = E2M1_MAX * weight.e4m3_max
+    (m, k), n = x.shape, weight.shape[0]
+    return (*maps, x, weight.amax, bias, out, m, n, k, span, int(relu))
 
 
 @lru_cache

@@ -47,16 +47,20 @@ def tensor_map(gpu: Gpu, matrix: torch.Tensor, rows: int, width: int, adjacent: 
     return _encoded(gpu, matrix.data_ptr(), *matrix.shape, rows, width, adjacent)
 
 
+def tiling(
+    n: int, w: int, rows: int, width: int, adjacent: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Sizes, strides in bytes (of all axes but the innermost) and box of `tensor_map`, the innermost axis first."""
+    if adjacent == 1:
+        return (w, n), (w,), (width, rows)
+    return (width, n, w // width), (w, width), (width, rows, adjacent)  # adjacent boxes are a third axis
+
+
 @lru_cache(4096)
 def _encoded(gpu: Gpu, address: int, n: int, w: int, rows: int, width: int, adjacent: int) -> bytes:
     room = (ctypes.c_char * (SIZE + _ALIGNMENT))()
     place = (ctypes.addressof(room) + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-    # Adjacent boxes are a third axis.
-    sizes, pitches, box = (
-        ((w, n), (w,), (width, rows))
-        if adjacent == 1
-        else ((width, n, w // width), (w, width), (width, rows, adjacent))
-    )
+    sizes, pitches, box = tiling(n, w, rows, width, adjacent)
     gpu.context.push()  # a host thread that has used no GPU yet has no context
     try:
         result = library().cuTensorMapEncodeTiled(
