@@ -96,6 +96,11 @@ TENSORBOARD = Library(
     "tensorboard", "shows telemetry", "pip install 'fp4deploy[tensorboard]'", "torch.utils.tensorboard"
 )
 WANDB = Library("wandb", "shows telemetry", "pip install 'fp4deploy[wandb]'")
+ORT_RTX = Library(
+    "onnxruntime_ep_nv_tensorrt_rtx",
+    "runs canonical .onnx on RTX GPUs, in ONNX Runtime",
+    "pip install onnxruntime-ep-nv-tensorrt-rtx",
+)
 RAY = Library("ray", "runs sweeps on a cluster", "pip install 'fp4deploy[distributed]'")
 
 

@@ -53,6 +53,10 @@ def bench(
             show_default="not kept",
         ),
     ] = None,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option("--provider", help="What runs .onnx files: cpu, tensorrt-rtx; repeatable.", show_default="cpu"),
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs at most (also at most 5 s).")] = 50,
     timeout: Annotated[
@@ -67,6 +71,7 @@ def bench(
     from fp4deploy.data import MEASURED
 
     paths = _resolve(engine)
+    chosen = _with_providers(paths, provider)
     where = data or _data(paths)
     if split not in MEASURED:
         raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
@@ -75,7 +80,7 @@ def bench(
     if baseline is not None:
         resolved = baseline if baseline.suffix == ".json" else _resolve([baseline])[0]
         reference = find_baseline(resolved, where, max_dets, split, timeout)
-    found = _measure(paths, where, split, batch, iterations, max_dets, keep, timeout)
+    found = _measure(chosen, where, split, batch, iterations, max_dets, keep, timeout)
     _write(found, split, reference, out)
     if reference is not None:
         gate_drop(found, reference, max_drop)
@@ -108,8 +113,19 @@ def _data(paths: list[Path]) -> Path:
     return data_of(paths[0])
 
 
+def _with_providers(paths: list[Path], providers: list[str] | None) -> list[tuple[Path, str]]:
+    """Each artefact once, an .onnx once for each provider."""
+    from fp4deploy.bench.runtimes.open import PROVIDERS
+
+    chosen = list(dict.fromkeys(providers or [PROVIDERS[0]]))
+    for name in chosen:
+        if name not in PROVIDERS:
+            raise InputError(f"--provider is '{name}'. Valid: {', '.join(PROVIDERS)}.")
+    return [(path, name) for path in paths for name in (chosen if path.suffix == ".onnx" else PROVIDERS[:1])]
+
+
 def _measure(
-    paths: list[Path],
+    paths: list[tuple[Path, str]],
     data: Path,
     split: str,
     batch: int,
@@ -123,10 +139,10 @@ def _measure(
 
     run_one = bench_artifact if len(paths) == 1 else bench_or_explain
     found = []
-    for path in paths:
+    for path, provider in paths:
         note(f"  {shown(path)} ...")
         model = model_of(path, run_of(path))
-        folder = _folder(keep, path, model, len(paths)) if keep is not None else None
+        folder = _folder(keep, path, model, len(paths), provider) if keep is not None else None
         found.append(
             run_one(
                 path,
@@ -138,6 +154,7 @@ def _measure(
                 results=folder,
                 split=split,
                 timeout=timeout,
+                provider=provider,
             )
         )
         if folder is not None and found[-1].instances is not None:
@@ -145,10 +162,12 @@ def _measure(
     return found
 
 
-def _folder(keep: Path, path: Path, model: str | None, count: int) -> Path:
+def _folder(keep: Path, path: Path, model: str | None, count: int, provider: str = "cpu") -> Path:
     """`keep` itself for one artefact, a folder of its own in there for each of several."""
     if count == 1:
         return keep
+    if provider != "cpu":
+        return keep / f"{path.name}-{provider}"
     return keep / (f"{model}-checkpoint" if model and path.suffix == ".safetensors" else path.name)
 
 

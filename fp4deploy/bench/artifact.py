@@ -21,6 +21,7 @@ from fp4deploy.metrics import Scores
 
 OK = "ok"
 NOT_RUN = "built, not run"
+UNAVAILABLE = "unavailable"
 
 
 def bench_artifact(
@@ -35,11 +36,12 @@ def bench_artifact(
     results: Path | None = None,
     split: str = VAL,
     timeout: float | None = None,
+    provider: str = "cpu",
 ) -> ArtifactEntry:
     """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
     max_detections, results: of instance models, as of `instances.evaluate_instances`.
-    timeout: of one inference of an ONNX file, as of `open_runtime`.
+    timeout, provider: of an ONNX file, as of `open_runtime`.
 
     The bytes of weights and activations are in the entry where the runtime knows them (`runtimes.packed.memory`).
 
@@ -48,7 +50,7 @@ def bench_artifact(
         UnavailableError: this machine cannot run it.
     """
     path = Path(path)
-    runtime = open_runtime(path, timeout)
+    runtime = open_runtime(path, timeout, provider)
     found = None
     if data is not None:
         found = evaluate_task(
@@ -85,21 +87,22 @@ def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None,
     try:
         return bench_artifact(path, data, model=model, **settings)
     except UnavailableError as error:
-        return not_run(path, str(error), model=model)
+        return not_run(path, str(error), model=model, provider=settings.get("provider", "cpu"))
 
 
-def not_run(path: Path, reason: str, *, model: str | None = None) -> ArtifactEntry:
-    """The row of an engine that exists and cannot run on this machine."""
-    ledger = ledger_of(path)
+def not_run(path: Path, reason: str, *, model: str | None = None, provider: str = "cpu") -> ArtifactEntry:
+    """The row of an engine, or of an ONNX file and a provider, that cannot run on this machine."""
+    ledger = ledger_of(path) if path.suffix == ".plan" else None
     precision = ledger.precision if ledger else "unknown"
+    builder = f"ONNX Runtime ({provider})" if path.suffix == ".onnx" else "unknown builder"
     return ArtifactEntry(
         path=str(path),
         model=model or precision,
-        backend=built_by(ledger) if ledger else "unknown builder",
+        backend=built_by(ledger) if ledger else builder,
         precision={"nvfp4": "NVFP4", "fp16": "FP16"}.get(precision, precision),
         size_bytes=path.stat().st_size,
         sha256=sha256(path),
-        status=NOT_RUN,
+        status=UNAVAILABLE if path.suffix == ".onnx" else NOT_RUN,
         reason=reason,
     )
 

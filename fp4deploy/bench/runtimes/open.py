@@ -7,6 +7,7 @@ the network alone: input and output stay where the runtime computes (CUDA events
 | file | runtime | where |
 |---|---|---|
 | `.onnx` | ONNX Runtime; canonical FP4 files through the portable lowering, in memory | CPU |
+| canonical `.onnx`, provider "tensorrt-rtx" | ONNX Runtime's TensorRT-RTX provider | CUDA |
 | `.safetensors` | torch with fake quantisation; fp16 autocast on CUDA, FP32 on the CPU | CUDA or CPU |
 | `.fp4` | packed NVFP4 kernels; on the CPU the same numbers, decoded in torch | CUDA or CPU |
 | `.plan` | the library that built it, named by its ledger; without a ledger, by its first bytes | CUDA |
@@ -21,14 +22,15 @@ from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.errors import InputError
 
 
-def open_runtime(path: Path, timeout: float | None = None) -> Runtime:
+def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu") -> Runtime:
     """Load an artefact into the runtime its suffix asks for.
 
     timeout: most seconds that one inference of an `.onnx` file may take (default: 600); the graphs of other artefacts
         have no loops, or are the engine's own.
+    provider: what runs an `.onnx` in ONNX Runtime, one of `PROVIDERS`; the other kinds have one runtime each.
 
     Raises:
-        InputError: the file is missing, of another kind, or broken.
+        InputError: the file is missing, of another kind, or broken; an unknown provider.
         UnavailableError: this machine cannot run it.
 
     >>> import numpy as np
@@ -45,13 +47,23 @@ def open_runtime(path: Path, timeout: float | None = None) -> Runtime:
         )
     if not path.is_file():
         raise InputError(f"There is no file {path}. Make one with: fp4deploy export, then fp4deploy build")
-    return _onnx(path, timeout) if opener is _onnx else opener(path)
+    if provider not in PROVIDERS:
+        raise InputError(f"The provider '{provider}' is unknown. Valid: {', '.join(PROVIDERS)}.")
+    if opener is _onnx:
+        return _onnx(path, timeout) if provider == "cpu" else _onnx_rtx(path)
+    return opener(path)
 
 
 def _onnx(path: Path, timeout: float | None = None) -> Runtime:
     from fp4deploy.bench.runtimes.ort import TIMEOUT, OrtRuntime
 
     return OrtRuntime(path, TIMEOUT if timeout is None else timeout)
+
+
+def _onnx_rtx(path: Path) -> Runtime:
+    from fp4deploy.bench.runtimes.ort_rtx import OrtRtxRuntime
+
+    return OrtRtxRuntime(path)
 
 
 def _checkpoint(path: Path) -> Runtime:
@@ -72,6 +84,7 @@ def _plan(path: Path) -> Runtime:
     return open_plan(path)
 
 
+PROVIDERS = ("cpu", "tensorrt-rtx")  # of ONNX Runtime
 RUNTIMES: dict[str, Callable[[Path], Runtime]] = {
     ".onnx": _onnx,
     ".safetensors": _checkpoint,

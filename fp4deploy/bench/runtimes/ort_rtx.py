@@ -1,0 +1,115 @@
+"""ONNX Runtime with its TensorRT-RTX execution provider: the canonical file, compiled when it is opened.
+
+The provider is a plugin: the package `onnxruntime-ep-nv-tensorrt-rtx` holds a shared library, which
+`register_execution_provider_library` loads into the process, once. A session then takes the devices that the library
+offers: none without an NVIDIA RTX GPU. The fallback to the CPU is switched off, because the time of a session that
+computes on two devices would say nothing about either.
+
+Images and logits lie in torch tensors on the GPU, bound to the session; a run ends when the logits are there, so that
+it is timed by the clock. This project has run none of it on a GPU; registration was tried without one.
+
+Source: ONNX Runtime, "Using a Plugin Execution Provider Library".
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import torch
+
+from fp4deploy.bench.latency import time_cpu
+from fp4deploy.bench.runtimes.ort import is_canonical, onnx_card
+from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.export import read_onnx
+from fp4deploy.requirements import ORT_RTX
+
+TITLE = "ONNX Runtime's TensorRT-RTX provider"
+TYPES = {"tensor(float16)": (torch.float16, np.float16), "tensor(float)": (torch.float32, np.float32)}
+
+
+class OrtRtxRuntime:
+    """A canonical `.onnx` file on an RTX GPU, through ONNX Runtime.
+
+    Raises:
+        InputError: a decomposed file, or none of this project.
+        UnavailableError: the provider is missing, offers no device here, or does not take the whole graph.
+    """
+
+    def __init__(self, path: Path) -> None:
+        model = read_onnx(path)
+        self.card = onnx_card(model, path)
+        if not is_canonical(model):
+            raise InputError(f"{path} is the decomposed graph, for CPUs. {TITLE} takes the canonical file.")
+        options = ort.SessionOptions()
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        options.add_provider_for_devices(devices(), {})
+        try:
+            self._session = ort.InferenceSession(model.SerializeToString(), options)
+        except Exception as error:  # ONNX Runtime has a class of its own for every cause
+            raise UnavailableError(f"{path}: {TITLE} does not take the graph. It says: {_line(error)}") from error
+        (self._input,), (self._output,) = self._session.get_inputs(), self._session.get_outputs()
+        self.name = f"ONNX Runtime {ort.__version__} (TensorRT-RTX {ORT_RTX.version()})"
+        self.device = torch.cuda.get_device_name()
+        self.precision = {"nvfp4": "NVFP4", "fp16": "FP16"}.get(self.card.precision, self.card.precision)
+
+    def infer(self, images: Array) -> Array:
+        """Logits float32 [N, classes, H, W]."""
+        binding, logits = self._bound(images)
+        self._session.run_with_iobinding(binding)
+        return logits.float().cpu().numpy()
+
+    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+        """Milliseconds of a session run; images and logits stay on the GPU."""
+        binding, _logits = self._bound(images)
+        return time_cpu(lambda: self._session.run_with_iobinding(binding), warmup, iterations, max_seconds)
+
+    def _bound(self, images: Array) -> tuple[Any, torch.Tensor]:
+        binding = self._session.io_binding()
+        dtype, element = TYPES[self._input.type]
+        given = torch.from_numpy(np.ascontiguousarray(images)).to("cuda", dtype)
+        binding.bind_input(self._input.name, "cuda", given.device.index, element, given.shape, given.data_ptr())
+        dtype, element = TYPES[self._output.type]
+        logits = torch.empty(len(images), self.card.channels, *images.shape[2:], device="cuda", dtype=dtype)
+        binding.bind_output(self._output.name, "cuda", logits.device.index, element, logits.shape, logits.data_ptr())
+        binding.images = given  # lives as long as the binding, which has its address alone
+        torch.cuda.synchronize()
+        return binding, logits
+
+
+def devices() -> list[Any]:
+    """The devices that the provider offers on this machine.
+
+    Raises:
+        UnavailableError: the package is missing, its library does not load, or it offers none.
+    """
+    plugin: Any = ORT_RTX.require(TITLE)
+    name = plugin.get_ep_name()
+    why = _registered(name, plugin.get_library_path())
+    if why:
+        raise UnavailableError(f"{TITLE} does not load here: {why}")
+    found = [device for device in ort.get_ep_devices() if device.ep_name == name]
+    if not found or not torch.cuda.is_available():
+        raise UnavailableError(f"{TITLE} offers no device here; it needs an NVIDIA RTX GPU (RTX 30 or newer).")
+    return found[:1]
+
+
+@lru_cache(maxsize=1)
+def _registered(name: str, library: str) -> str:
+    """Load the library into this process; why it does not load, or nothing."""
+    if not hasattr(ort, "register_execution_provider_library"):
+        return f"ONNX Runtime {ort.__version__} takes no provider plugins; pip install --upgrade onnxruntime"
+    try:
+        ort.register_execution_provider_library(name, library)
+    except Exception as error:
+        return _line(error)
+    return ""
+
+
+def _line(error: Exception) -> str:
+    """The message without line breaks and without the folder of the library."""
+    return " ".join(str(error).split()).replace(str(Path(ort.__file__).parents[1]), "…")[:400]
