@@ -1,4 +1,10 @@
-"""A stand-in for the native part of TensorRT, as far as plugins written in Python use it.
+"""The native part of TensorRT, as far as plugins written in Python use it: a stand-in, and that of TensorRT Lean.
+
+TensorRT Lean (`tensorrt-lean-cu13-bindings`, `-libs`) is TensorRT's runtime; it imports without a GPU. Real are then
+the plugin registry, the classes of creators and plugins with their capability interfaces, attributes (`PluginField`),
+data types and requests. `LACKED_BY_LEAN` stays a stand-in: Lean has no `TensorFormat` and no `ITensor`, and what only
+the engine builder creates (`IDimensionExpr`, `ISymExpr`, `DimsExprs`) or describes with a format (`PluginTensorDesc`)
+cannot be made.
 
 Extents of tensors are expressions: constants, and the batch, which has no value before the engine runs. Asking for it
 is an error here, so that whoever needs to know it while the engine is built fails.
@@ -6,6 +12,7 @@ is an error here, so that whoever needs to know it while the engine is built fai
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -56,7 +63,7 @@ class ExprBuilder:
     def operation(self, kind: DimensionOperation, first: Extent, second: Extent) -> Extent:
         assert isinstance(first, Extent), f"{first} is no expression"
         assert isinstance(second, Extent), f"{second} is no expression"
-        compute = _COMPUTE[kind]
+        compute = _COMPUTE[DimensionOperation[kind.name]]  # `kind` may be the real enumeration
         return Extent(lambda env: compute(first.at(env), second.at(env)), first.constant and second.constant)
 
 
@@ -80,6 +87,10 @@ class Registry:
 
     def register_creator(self, creator: Any, namespace: str = "") -> bool:
         self.creators[creator.name, creator.plugin_version, namespace] = creator
+        return True
+
+    def deregister_creator(self, creator: Any) -> bool:
+        self.creators = {key: each for key, each in self.creators.items() if each is not creator}
         return True
 
     def get_creator(self, name: str, version: str, namespace: str) -> Any:
@@ -107,6 +118,25 @@ class DynamicDescriptor:
         self.desc = Descriptor()
         self.desc.dims, self.desc.type, self.desc.format = dims, type, format
         self.min = self.max = self.opt = dims
+
+
+LACKED_BY_LEAN = (
+    *("TensorFormat", "ITensor", "IDimensionExpr", "ISymExpr", "DimsExprs"),
+    *("PluginTensorDesc", "DynamicPluginTensorDesc"),
+)
+
+
+def lean_module() -> ModuleType | None:
+    """A module `tensorrt` of TensorRT Lean, with stand-ins for `LACKED_BY_LEAN`; None where Lean is not installed."""
+    try:
+        lean = importlib.import_module("tensorrt_lean_bindings")
+    except ImportError:
+        return None
+    found, stand_in = ModuleType("tensorrt"), native_module()
+    vars(found).update({name: value for name, value in vars(lean).items() if not name.startswith("__")})
+    vars(found).update({name: getattr(stand_in, name) for name in LACKED_BY_LEAN})
+    vars(found).update({"__version__": lean.__version__})
+    return found
 
 
 def native_module() -> ModuleType:

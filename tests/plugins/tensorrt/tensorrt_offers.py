@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,6 @@ from tests.plugins.tensorrt.tensorrt_native import (
     DataType,
     DynamicDescriptor,
     ExprBuilder,
-    FieldType,
-    PluginField,
-    Request,
     TensorFormat,
     extent,
     native_module,
@@ -133,7 +130,7 @@ def real_sources() -> Path | None:
     named = os.environ.get("FP4DEPLOY_TENSORRT_PLUGIN")
     if named:
         return Path(named)
-    for package in ("tensorrt_bindings", "tensorrt"):
+    for package in ("tensorrt_bindings", "tensorrt", "tensorrt_lean_bindings"):
         found = importlib.util.find_spec(package)
         folder = Path(found.origin).parent / "plugin" if found is not None and found.origin else None
         if folder is not None and folder.is_dir():
@@ -142,15 +139,23 @@ def real_sources() -> Path | None:
 
 
 @contextmanager
-def real(arch: str, compile_kernel: Compile = compile_plugin) -> Iterator[Ask]:
-    """Register with TensorRT's own Python sources, over the stand-in for its native part."""
+def real(arch: str, compile_kernel: Compile = compile_plugin, native: Any = None) -> Iterator[Ask]:
+    """Register with TensorRT's own Python sources, over `native` or the stand-in for its native part."""
+    with own_package(native if native is not None else native_module()) as (native, trtp):
+        register_plugins(native, trtp, arch, compile_kernel)
+        yield lambda *question: _ask_real(native, *question)
+
+
+@contextmanager
+def own_package(native: Any) -> Iterator[tuple[Any, Any]]:
+    """TensorRT's own Python sources of `tensorrt.plugin`, over a native module; nothing stays registered after it."""
     folder = real_sources()
     if folder is None:
         pytest.skip("TensorRT's bindings are not installed, and FP4DEPLOY_TENSORRT_PLUGIN names no folder of them")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt"]:
             patch.delitem(sys.modules, name)
-        native: Any = native_module()
+        native.__spec__ = importlib.util.spec_from_loader("tensorrt", None)  # others look for it while this is imported
         patch.setitem(sys.modules, "tensorrt", native)
         spec = importlib.util.spec_from_file_location(
             "tensorrt.plugin", folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -161,22 +166,36 @@ def real(arch: str, compile_kernel: Compile = compile_plugin) -> Iterator[Ask]:
         patch.setitem(sys.modules, "tensorrt.plugin", trtp)
         native.plugin = trtp
         spec.loader.exec_module(trtp)
-        register_plugins(native, trtp, arch, compile_kernel)
-        yield lambda *question: _ask_real(native, *question)
-        for name in [name for name in sys.modules if name.startswith("tensorrt.plugin.")]:
-            del sys.modules[name]
+        try:
+            yield native, trtp
+        finally:
+            registry = native.get_plugin_registry()
+            for plugin in PLUGINS.values():
+                creator = registry.get_creator(plugin.name, "1", "fp4deploy")
+                if creator is not None:
+                    registry.deregister_creator(creator)
+            for name in [name for name in sys.modules if name.startswith("tensorrt.plugin.")]:
+                del sys.modules[name]
+
+
+def create(native: Any, plugin: Plugin, attributes: dict[str, list[int]], request: str = "STRICT_AOT") -> Any:
+    """A plugin made by its creator from fields, as the ONNX parser does."""
+    creator = native.get_plugin_registry().get_creator(plugin.name, "1", "fp4deploy")
+    assert [field.name for field in creator.field_names] == list(plugin.attributes)  # the parser's order
+    kind = native.PluginFieldType.INT32
+    fields = [native.PluginField(name, np.array(value, np.int32), kind) for name, value in attributes.items()]
+    collection, phase = native.PluginFieldCollection(fields), native.TensorRTPhase.BUILD
+    asked = getattr(native.QuickPluginCreationRequest, request)
+    return creator.create_plugin(plugin.name, "fp4deploy", collection, phase, asked)
 
 
 def _ask_real(
-    native: ModuleType, plugin: Plugin, shapes: Sequence[Sequence[Size]], attributes: dict[str, list[int]], tactic: int
+    native: Any, plugin: Plugin, shapes: Sequence[Sequence[Size]], attributes: dict[str, list[int]], tactic: int
 ) -> Offer:
     """The calls that TensorRT makes, from the ONNX parser to the kernel."""
-    creator = native.get_plugin_registry().get_creator(plugin.name, "1", "fp4deploy")
-    assert [field.name for field in creator.field_names] == list(plugin.attributes)  # the parser's order
-    fields = [PluginField(name, np.array(value, np.int32), FieldType.INT32) for name, value in attributes.items()]
-    made = creator.create_plugin(plugin.name, "fp4deploy", fields, "build", Request.STRICT_AOT)
+    made: Any = create(native, plugin, attributes)
     count = len(plugin.inputs)
-    types = [TYPES[kind] for kind in plugin.types()]
+    types = [getattr(native.DataType, TYPES[kind].name) for kind in plugin.types()]
     kinds = made.get_output_data_types(types[:count], [len(shape) for shape in shapes])
     builder = ExprBuilder()
     inputs = [[extent(size) for size in shape] for shape in shapes]
@@ -191,7 +210,7 @@ def _ask_real(
     made.set_tactic(tactic)
     launch, integers = SimpleNamespace(), _Setter()
     made.get_launch_params(inputs, tensors, count, launch, integers, builder)
-    assert all(value.dtype == "int32" for value in integers.values())
+    assert all(value.dtype == native.PluginArgDataType.INT32 for value in integers.values())
     name, ptx = made.get_kernel([each.desc for each in tensors[:count]], [each.desc for each in tensors[count:]])
     return Offer(
         name,
@@ -201,9 +220,9 @@ def _ask_real(
         launch.shared_mem.expr,
         tuple(integers[position].expr for position in range(integers.nbSymExprs)),
         tuple(tuple(shape) for shape in outputs),
-        tuple(kinds),
+        tuple(DataType[kind.name] for kind in kinds),
         tuple(sorted(tactics)),
-        tuple(each.type for each in supported),
+        tuple(DataType[each.type.name] for each in supported),
     )
 
 

@@ -1,12 +1,19 @@
-"""The TensorRT plugins without TensorRT and without a GPU: what is registered, and what is handed over.
+"""The TensorRT plugins without a GPU: what is registered, and what is handed over.
 
-Both the stand-in and, where its sources are at hand, TensorRT's own `plugin` package ask the plugins as TensorRT does.
-FP4DEPLOY_TENSORRT_PLUGIN names the folder of the latter (`plugin` in the wheel tensorrt_cu13_bindings).
+Three ask the plugins as TensorRT does: a stand-in for `tensorrt.plugin`; TensorRT's own Python package of that name
+over a stand-in for the native library; the same package over the real library, TensorRT Lean. FP4DEPLOY_TENSORRT_PLUGIN
+names a folder of the package (`plugin` in a wheel of the bindings); by default it is that of the installed bindings.
+
+With TensorRT Lean the registry, creators, plugin classes, capability interfaces, attributes and data types are real.
+Stand-ins remain for what it lacks (`tensorrt_native.LACKED_BY_LEAN`): `TensorFormat`, `ITensor`, `IDimensionExpr`,
+`ISymExpr`, `DimsExprs`, `PluginTensorDesc` and `DynamicPluginTensorDesc`, and the builder's own objects, which set the
+launch.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +33,7 @@ from fp4deploy.plugins.tensorrt import PLUGINS, QUANTIZE, Plugin, convolution_pl
 from fp4deploy.plugins.tensorrt.kernels import PluginKernel, plugin_launch, tactics
 from tests.plugins.tensorrt import tensorrt_offers, tensorrt_plugin
 from tests.plugins.tensorrt.plugin_cases import CASES, IMAGES, Case
-from tests.plugins.tensorrt.tensorrt_native import DataType, native_module
+from tests.plugins.tensorrt.tensorrt_native import DataType, lean_module, native_module
 
 ARCHES = ("sm90", "sm100", "sm120")
 
@@ -119,18 +126,83 @@ def test_quantising(name: str) -> None:
     assert offer.combination == (DataType.HALF, DataType.FLOAT, DataType.INT8, DataType.INT8)
 
 
+def lean() -> Any:
+    """TensorRT Lean, or the test is skipped."""
+    found = lean_module()
+    if found is None:
+        pytest.skip("TensorRT Lean is missing: pip install tensorrt-lean-cu13-bindings tensorrt-lean-cu13-libs")
+    return found
+
+
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")
+@pytest.mark.parametrize("native", ["stand-in", "TensorRT Lean"])
 @pytest.mark.parametrize(("plugin", "shapes", "attributes"), questions())
 def test_tensorrts_own_package_gets_the_same(
-    plugin: Plugin, shapes: list[tuple[int, ...]], attributes: dict[str, list[int]]
+    plugin: Plugin, shapes: list[tuple[int, ...]], attributes: dict[str, list[int]], native: str
 ) -> None:
     symbols = tensorrt_offers.symbolic(plugin, shapes)
-    with tensorrt_offers.real("sm100", no_compiler) as ask:
+    with tensorrt_offers.real("sm100", no_compiler, lean() if native == "TensorRT Lean" else native_module()) as ask:
         real = ask(plugin, symbols, attributes, 1)
     ours = tensorrt_offers.stand_in("sm100", no_compiler)(plugin, symbols, attributes, 1)
     assert real.launch(batch=3) == ours.launch(batch=3)
     assert (real.name, real.ptx, real.types) == (ours.name, ours.ptx, ours.types)
     assert (real.tactics, real.combination) == (ours.tactics, ours.combination)
+
+
+def test_the_real_registry_has_the_plugins() -> None:
+    trt = lean()
+    registry = trt.get_plugin_registry()
+
+    def ours() -> set[tuple[str, str]]:
+        return {
+            (each.name, each.plugin_version) for each in registry.all_creators if each.plugin_namespace == "fp4deploy"
+        }
+
+    before = len(registry.all_creators)
+    with tensorrt_offers.own_package(trt) as (native, trtp):
+        assert ours() == set()
+        register_plugins(native, trtp, "sm100", no_compiler)
+        assert ours() == {(name, "1") for name in PLUGINS}
+        for name in PLUGINS:
+            creator = registry.get_creator(name, "1", "fp4deploy")
+            assert isinstance(creator, trt.IPluginCreatorV3Quick)
+        with pytest.raises(ValueError, match="already"):
+            register_plugins(native, trtp, "sm100", no_compiler)
+    assert len(registry.all_creators) == before
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_real_plugins_have_the_interfaces_that_the_builder_asks_for(name: str) -> None:
+    trt, plugin = lean(), PLUGINS[name]
+    attributes = {"channels": [32]} if plugin is QUANTIZE else CASES["64 channels"].attributes()
+    with tensorrt_offers.own_package(trt) as (native, trtp):
+        register_plugins(native, trtp, "sm100", no_compiler)
+        made: Any = tensorrt_offers.create(native, plugin, attributes)
+        kinds = trt.PluginCapabilityType
+        assert isinstance(made, trt.IPluginV3)
+        assert isinstance(made.get_capability_interface(kinds.CORE), trt.IPluginV3QuickCore)
+        assert isinstance(made.get_capability_interface(kinds.BUILD), trt.IPluginV3QuickAOTBuild)
+        assert (made.plugin_name, made.plugin_namespace, made.plugin_version) == (name, "fp4deploy", "1")
+        assert made.num_outputs == len(plugin.outputs)
+        with pytest.raises(ValueError, match="JIT implementation requested, but not defined"):
+            tensorrt_offers.create(native, plugin, attributes, "STRICT_JIT")
+        with pytest.raises(AssertionError, match="Unexpected attribute other"):
+            creator = native.get_plugin_registry().get_creator(name, "1", "fp4deploy")
+            field = trt.PluginField("other", np.array([1], np.int32), trt.PluginFieldType.INT32)
+            fields = trt.PluginFieldCollection([field])
+            request = trt.QuickPluginCreationRequest.STRICT_AOT
+            creator.create_plugin(name, "fp4deploy", fields, trt.TensorRTPhase.BUILD, request)
+
+
+def test_what_lean_lacks_is_what_stays_a_stand_in() -> None:
+    """A later version that has one of these makes this fail: then it can be real too."""
+    lean()
+    bindings: Any = importlib.import_module("tensorrt_lean_bindings")
+    assert [name for name in ("TensorFormat", "ITensor") if hasattr(bindings, name)] == []
+    with pytest.raises(TypeError, match="No constructor defined"):
+        bindings.IDimensionExpr()
+    with pytest.raises(TypeError, match="Unable to convert"):
+        _ = bindings.PluginTensorDesc().format
 
 
 def test_tactics_are_tiles_and_kernels_are_compiled_once() -> None:
