@@ -40,6 +40,7 @@ from .commands import (
     predict,
     report,
     run,
+    selftest,
     sweep,
     telemetry,
     train,
@@ -101,6 +102,8 @@ def _resume_hint(ctx: Any) -> str:
         return "Finished epochs are kept; continue with: fp4deploy train --resume"
     if ctx.invoked_subcommand == "run":
         return "Finished stages are kept; continue training with: fp4deploy train --resume"
+    if ctx.invoked_subcommand == "selftest":
+        return "What was checked is in the JSON file and its page."
     if ctx.invoked_subcommand == "sweep":
         return "Finished runs are kept; give the same command to go on."
     return "Nothing half-written is left."
@@ -150,6 +153,7 @@ app.command("inspect")(inspect.inspect)
 app.command("audit")(audit.audit)
 app.command("doctor")(doctor.doctor)
 app.command("kernels")(kernels.kernels)
+app.command("selftest")(selftest.selftest)
 app.add_typer(data.app, name="data")
 app.add_typer(telemetry.app, name="telemetry")
 

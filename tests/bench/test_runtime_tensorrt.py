@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4deploy.bench.runtimes.tensorrt import TensorRtRuntime, open_plan
+from fp4deploy.bench.runtimes.tensorrt import TensorRtRuntime, _layer_times, open_plan
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.ledger.ledger import ledger_path
 
@@ -83,6 +83,14 @@ def test_a_broken_ledger_is_an_input_error(plan: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.rtx
+def test_a_profiler_of_the_library_adds_up() -> None:
+    times = _layer_times(pytest.importorskip("tensorrt_rtx"))
+    for name, ms in (("conv", 0.5), ("head", 1.0), ("conv", 0.25)):
+        times.report_layer_time(name, ms)
+    assert times.milliseconds == {"conv": 0.75, "head": 1.0}
+
+
+@pytest.mark.rtx
 def test_the_library_has_every_call_the_runtime_makes() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
     used = {
@@ -96,7 +104,14 @@ def test_the_library_has_every_call_the_runtime_makes() -> None:
             "get_tensor_shape",
             "get_tensor_profile_shape",
         ),
-        trt.IExecutionContext: ("set_input_shape", "get_tensor_shape", "set_tensor_address", "execute_async_v3"),
+        trt.IExecutionContext: (
+            "set_input_shape",
+            "get_tensor_shape",
+            "set_tensor_address",
+            "execute_async_v3",
+            "profiler",
+        ),
+        trt.IProfiler: ("report_layer_time",),
         trt.TensorIOMode: ("INPUT", "OUTPUT"),
         trt.DataType: ("HALF", "FLOAT"),
         trt.Logger: ("ERROR",),

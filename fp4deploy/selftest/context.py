@@ -1,0 +1,103 @@
+"""What the checks work on: generated images, and a small UNet made of random weights, exported in every form.
+
+Everything is made when a check asks for it, in a temporary folder, from fixed seeds; nothing is downloaded. The weights
+are random because the checks compare implementations with each other: a trained network would agree more easily.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
+from fp4deploy.export.engine.build import BuildResult, build_engine
+from fp4deploy.export.to_onnx import ExportResult, export_onnx
+from fp4deploy.export.to_packed import PackedResult, pack
+from fp4deploy.export.verify.outputs import validation_images
+from fp4deploy.models import ModelCard, build_unet, read_card, save_checkpoint
+from fp4deploy.qat import calibrate, prepare
+
+RECIPE = "nvfp4_qat"
+IMAGES = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A UNet of `scale` for images of `height` x `width` pixels."""
+
+    scale: float
+    height: int
+    width: int
+
+
+SMALL = Size(0.25, 64, 64)  # compared with torch on the CPU
+LARGE = Size(1.0, 352, 480)  # timed on a GPU
+
+
+class Context:
+    """A folder to work in and the device under test."""
+
+    def __init__(self, folder: Path, device: torch.device, small: Size = SMALL, large: Size = LARGE) -> None:
+        self.folder, self.device, self.small, self.large = folder, device, small, large
+        self.checkpoint = lru_cache(self._checkpoint)
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """Of the GPU under test; None for the CPU."""
+        return Architecture.of_device(self.device.index) if self.device.type == "cuda" else None
+
+    @cached_property
+    def data(self) -> Path:
+        """Generated scenes in COCO format."""
+        out = self.folder / "data"
+        generate_shapes(out, train=1, val=IMAGES, size=max(self.small.height, self.small.width), seed=0)
+        return out
+
+    @cached_property
+    def images(self) -> torch.Tensor:
+        """The scenes, normalised as the small network takes them: float32 [4, 3, H, W]."""
+        card = read_card(self.checkpoint("nvfp4", self.small))
+        return torch.cat(list(validation_images(self.data, card, IMAGES)))
+
+    @cached_property
+    def exported(self) -> ExportResult:
+        """The small network as canonical and decomposed ONNX, compared with torch.
+
+        Raises:
+            GateError: they disagree.
+        """
+        source = self.checkpoint("nvfp4", self.small)
+        return export_onnx(source, self.folder / "unet.onnx", portable=True, data=self.data, images=IMAGES)
+
+    @cached_property
+    def packed(self) -> PackedResult:
+        """The small network as packed file, compared with torch on the CPU.
+
+        Raises:
+            GateError: they disagree.
+        """
+        source = self.checkpoint("nvfp4", self.small)
+        return pack(source, self.folder / "unet.fp4", data=self.data, images=IMAGES)
+
+    def build(self, backend: str, arch: str) -> BuildResult:
+        """An engine of the small network."""
+        return build_engine(self.exported.path, self.folder / f"unet-{backend}.plan", backend, arch)
+
+    def _checkpoint(self, precision: str, size: Size) -> Path:
+        names = open_dataset(self.data, "val").class_names
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = build_unet(len(names), size.scale)
+            if precision == "nvfp4":
+                prepare(model, RECIPE)
+                calibrate(model, [torch.randn(1, 3, size.height, size.width)])
+        recipe = RECIPE if precision == "nvfp4" else None
+        shape = (size.height, size.width)
+        card = ModelCard(precision, size.scale, names, *shape, IMAGE_MEAN, IMAGE_STD, True, recipe)
+        path = self.folder / f"{precision}-{size.scale:g}-{size.height}x{size.width}.safetensors"
+        save_checkpoint(path, model.eval(), card)
+        return path
