@@ -14,7 +14,7 @@ from ..console import done, note, results, shown
 if TYPE_CHECKING:
     from fp4deploy.selftest.records import CheckRecord
 
-MARKS = {"proven": "[green]proven[/green]", "failed": "[red]failed[/red]"}
+COLOURS = {"proven": "green", "failed": "red", "not possible here": "yellow"}
 
 
 def selftest(
@@ -47,7 +47,10 @@ def selftest(
 
 
 def _print(check: CheckRecord) -> None:
-    from rich.markup import escape
+    from rich.text import Text
 
-    mark = MARKS.get(check.status, f"[yellow]{check.status}[/yellow]")
-    results().print(f"{mark}: {check.group}: {check.claim} ({check.seconds:.1f} s)\n    {escape(check.detail)}")
+    text = Text.assemble(
+        (check.status, COLOURS[check.status]), f": {check.group}: {check.claim} ({check.seconds:.1f} s)"
+    )
+    results().print(text, soft_wrap=True)
+    done(f"    {check.detail}")

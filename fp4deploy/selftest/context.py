@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,6 +22,7 @@ from fp4deploy.export.verify.outputs import validation_images
 from fp4deploy.models import ModelCard, build_unet, read_card, save_checkpoint
 from fp4deploy.qat import calibrate, prepare
 
+Precision = Literal["fp16", "nvfp4"]
 RECIPE = "nvfp4_qat"
 IMAGES = 4
 
@@ -87,7 +89,7 @@ class Context:
         """An engine of the small network."""
         return build_engine(self.exported.path, self.folder / f"unet-{backend}.plan", backend, arch)
 
-    def _checkpoint(self, precision: str, size: Size) -> Path:
+    def _checkpoint(self, precision: Precision, size: Size) -> Path:
         names = open_dataset(self.data, "val").class_names
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

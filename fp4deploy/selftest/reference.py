@@ -47,7 +47,7 @@ RECORDED = {
 
 def numbers(rows: int = ROWS, columns: int = COLUMNS, seed: int = 1) -> torch.Tensor:
     """Float32 [rows, columns] of both signs over 14 binades, the same on every machine; the first is a zero."""
-    values, exponents = (formats.random_bytes((rows, columns), 1, seed, stream) for stream in (0, 1))
+    values, exponents = (formats.random_bytes(torch.Size((rows, columns)), 1, seed, stream) for stream in (0, 1))
     powers = torch.tensor([2.0**power for power in range(-11, 3)])
     x = (values.float() - 128) * powers[(exponents % len(powers)).long()]
     x[0, 0] = 0

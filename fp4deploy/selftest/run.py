@@ -15,7 +15,6 @@ import getpass
 import math
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ import torch
 from fp4deploy import __version__
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import Machine
+from fp4deploy.children import owned_folder
 from fp4deploy.errors import UnavailableError
 from fp4deploy.files import atomic_write
 from fp4deploy.plugins import KernelError
@@ -78,8 +78,8 @@ def self_test(
     """
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     machine = Machine.model_validate(environment())
-    with tempfile.TemporaryDirectory(prefix="fp4deploy-selftest-") as folder:
-        context = Context(Path(folder), device)
+    with owned_folder() as folder:
+        context = Context(folder, device)
         record = SelfTestRecord(
             fp4deploy=__version__, created=created, device=str(context.architecture or "cpu"), environment=machine
         )

@@ -105,7 +105,7 @@ class TensorRtRuntime:
 def _layer_times(trt: Any) -> Any:
     """A profiler that adds up the time of each layer; the base class exists only once the library is loaded."""
 
-    class LayerTimes(trt.IProfiler):  # type: ignore[misc]
+    class LayerTimes(trt.IProfiler):
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)
             self.milliseconds: dict[str, float] = {}
