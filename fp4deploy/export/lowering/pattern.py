@@ -218,7 +218,7 @@ def _read_layer(node: ir.Node, codes: ir.Value) -> Fp4Layer:
     check_multiple(name, "input channels (K)", channels)
     if (out, height * width * channels) != (rows, size):
         raise InputError(f"Layer {name}: FP4 weight [{rows}, {size}] does not hold OHWI {ohwi}. {_REEXPORT}")
-    shape = _image_shape(name, node, channels)
+    shape = _input_shape(name, node, channels)
     return Fp4Layer(name, kind, node, codes, scales, half, quantize, dequantized, shape, (height, width), out)
 
 
@@ -282,7 +282,7 @@ def _read_input_chain(name: str, node: ir.Node) -> tuple[ir.Node, ir.Value]:
     )
 
 
-def _image_shape(name: str, node: ir.Node, channels: int) -> tuple[int, int, int]:
+def _input_shape(name: str, node: ir.Node, channels: int) -> tuple[int, int, int]:
     """(C, H, W) of a convolution's input, from the Reshape that restores [N,C,H,W]."""
     value = node.inputs[0]
     shape = _static_shape(value) or []

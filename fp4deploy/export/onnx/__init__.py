@@ -8,6 +8,7 @@
 | `naming` | nodes and values named after torch modules |
 | `qdq` | markers -> Q/DQ nodes |
 | `quantize_function` | what `TRT_FP4DynamicQuantize` computes, as an ONNX function |
+| `writer` | nodes and constants with names: what `qdq`, `decomposed` and the lowering write graphs with |
 | `decomposed`, `decomposed_quantize` | Q/DQ nodes -> standard FP32 operators: `to_portable` |
 | `session` | running the decomposed graph in ONNX Runtime |
 | `layers` | listing the layers of any ONNX file |

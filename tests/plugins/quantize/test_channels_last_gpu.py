@@ -26,7 +26,7 @@ pytestmark = [
 SHAPES = [(3, 64, 13, 17), (1, 16, 1, 1), (2, 48, 5, 3), (2, 1024, 4, 6), (1, 128, 64, 80)]
 
 
-def image(shape: tuple[int, ...], dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
+def feature_map(shape: tuple[int, ...], dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(shape, device="cuda", generator=generator) * 3 + 1
     return x.to(dtype).to(memory_format=torch.channels_last)
@@ -48,7 +48,7 @@ def poison() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_group_norm_relu_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     channels = shape[1]
-    x, dy = image(shape, dtype), image(shape, dtype, 1)
+    x, dy = feature_map(shape, dtype), feature_map(shape, dtype, 1)
     bias, weight, beta = (vector(channels, seed) for seed in (2, 3, 4))
     poison()
     y, ab, moments, mean, largest = torch.ops.fp4deploy.group_norm_relu(
@@ -77,7 +77,7 @@ def test_moments_survive_a_mean_far_from_zero() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantised_output_is_the_reference_of_its_own_arithmetic(shape: tuple[int, ...]) -> None:
-    x = image(shape)
+    x = feature_map(shape)
     weight, beta = vector(shape[1], 3), vector(shape[1], 4)
     tracked = torch.tensor(0.5, device="cuda")
     y, ab, _, _, amax = torch.ops.fp4deploy.group_norm_relu(x, None, weight, beta, 8, 1e-5, None, tracked, 0.9, True)
@@ -89,7 +89,7 @@ def test_quantised_output_is_the_reference_of_its_own_arithmetic(shape: tuple[in
 
 
 def test_gradient_of_the_quantised_output_stops_where_it_saturates() -> None:
-    x, dy = image((2, 32, 9, 7)), image((2, 32, 9, 7), seed=1)
+    x, dy = feature_map((2, 32, 9, 7)), feature_map((2, 32, 9, 7), seed=1)
     weight, beta = vector(32, 3), vector(32, 4)
     given = torch.tensor([0.8], device="cuda")
     _, ab, moments, mean, _ = torch.ops.fp4deploy.group_norm_relu(
@@ -107,7 +107,7 @@ def test_gradient_of_the_quantised_output_stops_where_it_saturates() -> None:
 
 @pytest.mark.parametrize("amax", [None, 2.0])
 def test_pooling_and_its_gradient(amax: float | None) -> None:
-    y = image((2, 32, 10, 14))
+    y = feature_map((2, 32, 10, 14))
     y[0, :, 2:4, 2:4] = 1.0  # equal values: the first takes the gradient, as in torch
     scale = None if amax is None else torch.tensor([amax], device="cuda")
     poison()
@@ -117,7 +117,7 @@ def test_pooling_and_its_gradient(amax: float | None) -> None:
     if amax is not None:
         expected, inside = fake_quantize_nvfp4(expected, (1,), amax)
     assert torch.equal(pooled, expected)
-    dskip, dpooled = image((2, 32, 10, 14), seed=1), image((2, 32, 5, 7), seed=2)
+    dskip, dpooled = feature_map((2, 32, 10, 14), seed=1), feature_map((2, 32, 5, 7), seed=2)
     exact = y.float().requires_grad_()
     F.max_pool2d(exact, 2).backward(dpooled.float() * inside)
     poison()
@@ -127,7 +127,7 @@ def test_pooling_and_its_gradient(amax: float | None) -> None:
 
 @pytest.mark.parametrize("amax", [None, 2.0])
 def test_concatenation_and_its_gradient(amax: float | None) -> None:
-    a, b = image((2, 32, 5, 7)), image((2, 48, 5, 7), seed=1)
+    a, b = feature_map((2, 32, 5, 7)), feature_map((2, 48, 5, 7), seed=1)
     scale = None if amax is None else torch.tensor([amax], device="cuda")
     poison()
     out, bits = torch.ops.fp4deploy.concat(a, b, scale)
@@ -136,7 +136,7 @@ def test_concatenation_and_its_gradient(amax: float | None) -> None:
     if amax is not None:
         expected, inside = fake_quantize_nvfp4(expected, (1,), amax)
     assert torch.equal(out, expected)
-    gradient = image((2, 80, 5, 7), seed=2)
+    gradient = feature_map((2, 80, 5, 7), seed=2)
     da, db = torch.ops.fp4deploy.separate(gradient, bits if amax is not None else None, 32)
     assert torch.equal(torch.cat([da, db], 1), gradient * inside)
 
@@ -163,7 +163,7 @@ def test_weights_of_every_layout_in_one_launch() -> None:
 
 
 def test_tracked_amax_skips_what_is_not_finite() -> None:
-    x = image((2, 16, 5, 7))
+    x = feature_map((2, 16, 5, 7))
     x[0, 3, 2, 1] = float("inf")
     finite = x[x.isfinite()].abs().max()
     tracked = torch.tensor(1.0, device="cuda")
@@ -178,7 +178,7 @@ MOVES = [(0.0, 4.0, 4.0), (1.0, 1.0, 4.0), (6.0, 6.0, 4.0), (16.0, 16.0, 8.0)]
 
 @pytest.mark.parametrize(("before", "used", "after"), MOVES)
 def test_a_delayed_amax_of_a_tensor(before: float, used: float, after: float) -> None:
-    x = (image((2, 16, 5, 7)).float().clamp(-1, 1) * 4).half()
+    x = (feature_map((2, 16, 5, 7)).float().clamp(-1, 1) * 4).half()
     x[1, 2, 3, 4] = float("inf")
     tracked = torch.tensor(before, device="cuda")
     assert torch.ops.fp4deploy.previous_amax(x, None, tracked)[0] == used
@@ -193,7 +193,7 @@ def test_a_delayed_amax_of_a_tensor(before: float, used: float, after: float) ->
 
 
 def test_a_delayed_amax_of_zeros_is_none() -> None:
-    x, tracked = torch.zeros_like(image((2, 16, 5, 7))), torch.tensor(0.0, device="cuda")
+    x, tracked = torch.zeros_like(feature_map((2, 16, 5, 7))), torch.tensor(0.0, device="cuda")
     assert torch.ops.fp4deploy.previous_amax(x, None, tracked).isnan()
     assert torch.ops.fp4deploy.track_amax(x, None, tracked, 0.5, True, True).isnan()
     assert tracked == 0
@@ -201,7 +201,7 @@ def test_a_delayed_amax_of_zeros_is_none() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_delayed_amax_of_a_normalised_image(shape: tuple[int, ...]) -> None:
-    x = image(shape)
+    x = feature_map(shape)
     weight, beta = vector(shape[1], 3), vector(shape[1], 4)
     arguments = (x, None, weight, beta, 8, 1e-5, None)
     own = torch.ops.fp4deploy.group_norm_relu(*arguments, None, 0.0, True)[4][0]
@@ -221,7 +221,7 @@ def test_a_delayed_amax_of_a_normalised_image(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_concatenation_moves_the_tracked_amax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     n, h, w = shape
-    a, b = image((n, 32, h, w), dtype), image((n, 48, h, w), dtype, 1)
+    a, b = feature_map((n, 32, h, w), dtype), feature_map((n, 48, h, w), dtype, 1)
     b[0, 5, 0, 0] = float("nan")
     finite = b[b.isfinite()].abs().max().float()
     amax = torch.tensor([2.0], device="cuda")
@@ -254,7 +254,7 @@ def test_a_delayed_step_computes_what_evaluation_before_it_does(fused: bool) -> 
     model = fuse(model) if fused else model
     with torch.backends.cudnn.flags(deterministic=True), torch.autocast("cuda", dtype=torch.float16), torch.no_grad():
         for seed, factor in enumerate((1.0, 0.3, 3.0, 1.0)):
-            images = image((2, 3, 64, 96), torch.float32, seed) * factor
+            images = feature_map((2, 3, 64, 96), torch.float32, seed) * factor
             before, evaluated, fresh = amaxes(model), copy.deepcopy(model).eval()(images), decayed(model, 0.0)
             logits = model(images)
             fresh(images)
@@ -273,7 +273,7 @@ def test_the_fused_unet_recomputes_what_it_computed(recipe: str, reentrant: bool
     other = copy.deepcopy(model)
     with torch.backends.cudnn.flags(deterministic=True):
         for seed, factor in enumerate((1.0, 0.3, 3.0)):
-            images = (image((2, 3, 64, 96), torch.float32, seed) * factor).requires_grad_()
+            images = (feature_map((2, 3, 64, 96), torch.float32, seed) * factor).requires_grad_()
             for each in (model, other):
                 each.zero_grad()
                 with torch.autocast("cuda", dtype=torch.float16):
@@ -325,7 +325,7 @@ def test_hooks_and_calibration_take_the_plain_path() -> None:
 def test_two_runs_give_the_same_bits() -> None:
     results = []
     for _ in range(2):
-        x, dy = image((2, 64, 33, 35)), image((2, 64, 33, 35), seed=1)
+        x, dy = feature_map((2, 64, 33, 35)), feature_map((2, 64, 33, 35), seed=1)
         weight, beta = vector(64, 3), vector(64, 4)
         y, ab, moments, mean, amax = torch.ops.fp4deploy.group_norm_relu(
             x, None, weight, beta, 8, 1e-5, None, None, 0.0, True

@@ -27,7 +27,7 @@ def vector(size: int, seed: int) -> torch.Tensor:
     return torch.randn(size, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
 
 
-def image(shape: tuple[int, ...], dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def feature_map(shape: tuple[int, ...], dtype: torch.dtype = torch.float16) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(0)
     return (torch.randn(shape, device="cuda", generator=generator) * 3 + 1).to(dtype)
 
@@ -70,7 +70,7 @@ FORMS = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_bytes_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype, form: str) -> None:
-    x, forms = image(shape, dtype), FORMS[form]()
+    x, forms = feature_map(shape, dtype), FORMS[form]()
     bias, weight, beta = (vector(shape[-1], seed) for seed in (1, 2, 3))
     ab = group_statistics(x.permute(0, 3, 1, 2), bias, weight, beta, GROUPS, EPS)[0]
     poison()
@@ -84,7 +84,7 @@ def test_bytes_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype, form
 
 @pytest.mark.parametrize("shape", [(1, 3, 5, 32), (2, 1, 1, 64), (1, 7, 9, 16)])
 def test_odd_sizes_without_pooling(shape: tuple[int, ...]) -> None:
-    x, forms = image(shape), [OutputForm(amax(3.0)), OutputForm()]
+    x, forms = feature_map(shape), [OutputForm(amax(3.0)), OutputForm()]
     ab = affine(x, None, vector(shape[-1], 2), vector(shape[-1], 3), GROUPS, EPS)
     for each, reference in zip(apply_kernels(x, ab, forms), apply_reference(x, ab, forms), strict=True):
         same(each, reference)
@@ -92,7 +92,7 @@ def test_odd_sizes_without_pooling(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_statistics(shape: tuple[int, ...]) -> None:
-    x, bias = image(shape), vector(shape[-1], 1)
+    x, bias = feature_map(shape), vector(shape[-1], 1)
     weight, beta = vector(shape[-1], 2), vector(shape[-1], 3)
     (y,) = norm_relu_pack(x, bias, weight, beta, GROUPS, EPS, [OutputForm()])
     assert isinstance(y, torch.Tensor)
@@ -103,7 +103,7 @@ def test_statistics(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 65504.0, 6e-8])
 def test_hard_values(value: float) -> None:
-    x = image((1, 4, 4, 32))
+    x = feature_map((1, 4, 4, 32))
     x[0, 1, 2, 5] = value
     ab = torch.stack([torch.ones(1, 32, device="cuda"), torch.zeros(1, 32, device="cuda")], dim=1)
     forms = [OutputForm(amax(3.0)), OutputForm(), OutputForm(amax(3.0), pooled=True), OutputForm(pooled=True)]
@@ -113,7 +113,7 @@ def test_hard_values(value: float) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
 def test_hard_scales(value: float) -> None:
-    x = image((2, 4, 4, 32))
+    x = feature_map((2, 4, 4, 32))
     ab = torch.stack([torch.ones(2, 32, device="cuda"), torch.zeros(2, 32, device="cuda")], dim=1)
     forms = [OutputForm(amax(value)), OutputForm(amax(value), pooled=True)]
     for each, reference in zip(apply_kernels(x, ab, forms), apply_reference(x, ab, forms), strict=True):
@@ -121,7 +121,7 @@ def test_hard_scales(value: float) -> None:
 
 
 def test_channels_that_are_no_multiple_of_16_take_the_reference() -> None:
-    x, weight, beta = image((1, 4, 4, 24)), vector(24, 2), vector(24, 3)
+    x, weight, beta = feature_map((1, 4, 4, 24)), vector(24, 2), vector(24, 3)
     (got,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [OutputForm(amax(3.0))])
     (reference,) = apply_reference(x, affine(x, None, weight, beta, GROUPS, EPS), [OutputForm(amax(3.0))])
     same(got, reference)
@@ -133,7 +133,7 @@ def test_a_kernel_that_fails_says_so_and_falls_back_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(norm_pack, "apply_kernels", refuse)
     monkeypatch.setattr(norm_pack, "_refused", set())
-    x, weight, beta = image((1, 4, 4, 16)), vector(16, 2), vector(16, 3)
+    x, weight, beta = feature_map((1, 4, 4, 16)), vector(16, 2), vector(16, 3)
     with pytest.warns(UserWarning, match="falls back .* no such instruction"):
         (got,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [OutputForm()])
     assert isinstance(got, torch.Tensor)
