@@ -2,8 +2,8 @@
 
 No GPU: nvcc alone. One call compiles a variant for several architectures and keeps the PTX, in which entry points and
 their parameters are listed. The sources tell architectures apart by 8.6, 8.9 and 10.0 alone (a test reads them), so
-that SM100 to SM121 compile the same lines: every variant is compiled for SM100 and SM120, and one variant of each source
-for the others.
+that SM100 to SM121 compile the same lines: every variant is compiled for SM100 and SM120, and one variant of each
+source for the others.
 """
 
 from __future__ import annotations
