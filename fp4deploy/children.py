@@ -53,7 +53,9 @@ _starting = threading.RLock()
 
 def import_path() -> list[str]:
     """This process's path of modules without relative folders and the current one; that of this package is last."""
-    here = os.path.realpath(os.getcwd())
+    here = ""
+    with suppress(FileNotFoundError):  # the current folder was removed
+        here = os.path.realpath(os.getcwd())
     kept = [folder for folder in sys.path if os.path.isabs(folder) and os.path.realpath(folder) != here]
     return list(dict.fromkeys([*kept, _PACKAGE]))
 

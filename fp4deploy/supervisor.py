@@ -50,7 +50,7 @@ def main(command: list[str]) -> None:
 def _become(command: list[str], supervisor: int) -> None:
     try:
         os.setpgid(0, 0)
-        for number in (signal.SIGCHLD, signal.SIGPIPE):
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):  # Python handles or ignores these
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if sys.platform == "linux":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def runs(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def children_of(pid: int | None) -> list[int]:
+    """Processes that a process has started, from /proc."""
+    found: list[int] = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if file.read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(file.parent.name))
+    return found
 
 
 def pids_in(folder: Path) -> list[int]:

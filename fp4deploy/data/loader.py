@@ -9,6 +9,9 @@ formatted traceback and calls the exception's type with it. `WorkerInputError` e
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +27,25 @@ from fp4deploy.errors import InputError
 
 Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]  # epoch, index
+_GRACE = 30.0  # seconds
 _SHUFFLE = 2  # keeps this random stream apart from those that augment
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Let a worker outlive a signal that a batch system sends to every process: the main process saves first.
+
+    A main process whose worker dies raises an error in the middle of a step. SIGTERM, by which torch ends workers that
+    do not answer, takes effect after some seconds.
+    """
+
+    def end_later(*_: Any) -> None:
+        timer = threading.Timer(_GRACE, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, end_later)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class WorkerInputError(InputError):
@@ -154,5 +175,6 @@ def _loader(
         drop_last=drop_last,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_leave_signals_to_the_parent if workers else None,
         generator=torch.Generator(),  # workers' seeds are drawn here, so the caller's random state is left alone
     )

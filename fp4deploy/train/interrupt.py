@@ -1,7 +1,8 @@
 """Signals that wait for the end of a step: Ctrl-C, SIGTERM of a batch system, SIGHUP of a closed terminal.
 
 An exception in the middle of an optimiser step would leave half of the weights updated. The first signal is only noted,
-and the loop asks at points where the state is whole; the second one interrupts at once.
+and the loop asks at points where the state is whole; the same signal again interrupts at once. Another one does not: a
+batch system may send several, and to every process, of which each passes its own on to its children.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.requested = False
         self.number: int = signal.SIGINT
+        self._seen: set[int] = set()
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
 
@@ -49,8 +51,11 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler: the main process decides
             return
-        if self.requested:
+        if number in self._seen:
             raise self.error()
+        self._seen.add(number)
+        if self.requested:
+            return
         self.requested, self.number = True, number
         with suppress(OSError):  # the terminal may be what has gone
             os.write(2, NOTE)  # not print: a signal may arrive inside one

@@ -20,7 +20,7 @@ from fp4deploy.runs import Run
 from fp4deploy.train.state import read_progress
 from tests.cli.command_line import PACKAGE, Invoke
 from tests.fixtures import TINY
-from tests.processes import fp4deploy
+from tests.processes import children_of, fp4deploy, runs, wait_until
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and file systems of POSIX")
 SETTINGS = [part for setting in TINY for part in ("--set", setting)]
@@ -33,7 +33,8 @@ def train(data: Path, *more: object) -> list[object]:
 
 def epochs(run: Path) -> list[int]:
     log = run / "fp16" / "metrics.jsonl"
-    return [json.loads(line)["epoch"] for line in log.read_text().splitlines()] if log.is_file() else []
+    lines = log.read_text().rpartition("\n")[0].splitlines() if log.is_file() else []
+    return [json.loads(line)["epoch"] for line in lines]
 
 
 def partial(folder: Path) -> list[Path]:
@@ -57,6 +58,32 @@ def test_a_signal_saves_and_the_status_names_it(tiny_data: Path, tmp_path: Path,
     assert command.stderr.rstrip().endswith("continue with: fp4deploy train --resume")
     assert ("Interrupted." if number == signal.SIGINT else f"Ended by {signal.Signals(number).name}.") in command.stderr
     assert not partial(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_signal_to_every_process_of_a_job_saves(tiny_data: Path, tmp_path: Path) -> None:
+    command = fp4deploy(tmp_path, *train(tiny_data, "--out", "run", *FOR_EVER, "--set", "data.workers=2"))
+    command.wait_until(lambda: epochs(tmp_path / "run"), "the first epoch")
+    workers = [pid for pid in children_of(command.process.pid) if runs(pid)]
+    assert len(workers) >= 2
+    for pid in workers:
+        os.kill(pid, signal.SIGTERM)
+    command.send(signal.SIGTERM)
+    assert command.wait() == 143, command.stderr
+    progress = read_progress(tmp_path / "run" / "fp16" / "state" / "last.safetensors")
+    assert epochs(tmp_path / "run") == list(range(1, progress.epoch + 1))
+    wait_until(lambda: not any(map(runs, workers)), "the end of the loader's workers")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_of_a_loader_end_with_a_training_that_is_killed(tiny_data: Path, tmp_path: Path) -> None:
+    command = fp4deploy(tmp_path, *train(tiny_data, "--out", "run", *FOR_EVER, "--set", "data.workers=2"))
+    command.wait_until(lambda: epochs(tmp_path / "run"), "the first epoch")
+    workers = children_of(command.process.pid)
+    assert len(workers) >= 2
+    command.send(signal.SIGKILL)
+    command.wait()
+    wait_until(lambda: not any(map(runs, workers)), "the end of the loader's workers")
 
 
 def test_the_second_ctrl_c_ends_a_step_that_does_not(tiny_data: Path, tmp_path: Path) -> None:

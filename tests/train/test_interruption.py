@@ -103,14 +103,19 @@ def test_ctrl_c_saves_inside_the_epoch_and_resumes_exactly(
     assert_same(run, straight)
 
 
-def test_the_second_ctrl_c_interrupts_at_once() -> None:
+def test_the_same_signal_again_interrupts_at_once_and_another_does_not() -> None:
     with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
         assert interrupt.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.01)
+        assert interrupt.number == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def train_until_step_6(out: Path, reached: Path, settings: Path) -> None:

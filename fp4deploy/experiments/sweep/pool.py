@@ -27,6 +27,7 @@ from fp4deploy.experiments.sweep.parallel import Task
 from fp4deploy.experiments.sweep.spec import Sweep
 from fp4deploy.experiments.sweep.variant import Started, train_logged
 from fp4deploy.plugins.runtime.availability import cores
+from fp4deploy.train.interrupt import SIGNALS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -104,8 +105,14 @@ def _initialize(start_method: str, threads: int, stop: Event) -> None:
     _stop = stop
     multiprocessing.set_start_method(start_method, force=True)  # else a loader's workers import torch anew, too
     end_with_parent(group=True)
-    signal.signal(signal.SIGINT, _ignore)  # also where the sweep ignores it, as behind nohup
+    _answer_signals(_ignore)  # also where the sweep ignores them, as behind nohup
     torch.set_num_threads(threads)
+
+
+def _answer_signals(handler: Any) -> None:
+    """A batch system signals every process, the sweep passes Ctrl-C on: both save."""
+    for number in SIGNALS:
+        signal.signal(number, handler)
 
 
 def _ignore(*_: Any) -> None:
@@ -115,11 +122,12 @@ def _ignore(*_: Any) -> None:
 def _train(sweep: Sweep, out: Path, variant: Any, seed: int, started: Started | None, jobs: int) -> list[str]:
     """One run in a worker; what is to be said about it. An interrupted run says nothing: its state is saved."""
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _answer_signals(signal.default_int_handler)
         if _stop is not None and _stop.is_set():
             return []
         return train_logged(sweep, out, variant, seed, started, jobs)
     except KeyboardInterrupt:
-        return []
+        asked = _stop is None or _stop.is_set()
+        return [] if asked else [f"{variant.name}, seed {seed}: ended by a signal; its state is saved."]
     finally:
-        signal.signal(signal.SIGINT, _ignore)
+        _answer_signals(_ignore)
