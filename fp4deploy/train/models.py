@@ -82,18 +82,29 @@ def train_models(
             raise InputError(f"Unknown model '{model}'.{suggest(model, MODELS)} Valid models: {', '.join(MODELS)}.")
     if from_scratch:
         config = config.model_copy(update={"train": config.train.model_copy(update={"from_scratch": True})})
-    with hold(run.path):
-        return _train_held(config, run, models, resume)
-
-
-def _train_held(config: Config, run: Run, models: Sequence[str], resume: bool) -> dict[str, TrainResult]:
-    """`train_models` into a folder that no other process uses."""
-    for model in models:
-        if not resume and (run.model_dir(model) / "state").is_dir():
-            raise InputError(f"{run.path} holds a {model} already. Continue it with --resume, or choose another --out.")
+    _check_untrained(run, models, resume)
     train_data, val_data = open_splits(config)
     _check_class_weights(config, val_data.class_names)
     check_trackers(config.telemetry.trackers)
+    with hold(run.path):
+        _check_untrained(run, models, resume)  # another process may have trained them before the run was held
+        return _train_all(config, run, models, train_data, val_data, resume)
+
+
+def _check_untrained(run: Run, models: Sequence[str], resume: bool) -> None:
+    for model in models:
+        if not resume and (run.model_dir(model) / "state").is_dir():
+            raise InputError(f"{run.path} holds a {model} already. Continue it with --resume, or choose another --out.")
+
+
+def _train_all(
+    config: Config,
+    run: Run,
+    models: Sequence[str],
+    train_data: SegmentationDataset,
+    val_data: SegmentationDataset,
+    resume: bool,
+) -> dict[str, TrainResult]:
     if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
         _keep_config(config, run, resume)
         run.ask_models(models)

@@ -18,9 +18,9 @@ import pytest
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run
 from fp4deploy.train.state import read_progress
-from tests.cli.command_line import PACKAGE, Invoke
+from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 from tests.fixtures import TINY
-from tests.processes import children_of, fp4deploy, runs, wait_until
+from tests.processes import LIMIT, children_of, fp4deploy, runs, wait_until
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and file systems of POSIX")
 SETTINGS = [part for setting in TINY for part in ("--set", setting)]
@@ -61,29 +61,29 @@ def test_a_signal_saves_and_the_status_names_it(tiny_data: Path, tmp_path: Path,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_signal_to_every_process_of_a_job_saves(tiny_data: Path, tmp_path: Path) -> None:
-    command = fp4deploy(tmp_path, *train(tiny_data, "--out", "run", *FOR_EVER, "--set", "data.workers=2"))
-    command.wait_until(lambda: epochs(tmp_path / "run"), "the first epoch")
-    workers = [pid for pid in children_of(command.process.pid) if runs(pid)]
-    assert len(workers) >= 2
-    for pid in workers:
-        os.kill(pid, signal.SIGTERM)
-    command.send(signal.SIGTERM)
-    assert command.wait() == 143, command.stderr
-    progress = read_progress(tmp_path / "run" / "fp16" / "state" / "last.safetensors")
-    assert epochs(tmp_path / "run") == list(range(1, progress.epoch + 1))
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_workers_of_a_loader_outlive_a_signal_and_end_with_the_training(
+    tiny_data: Path, tmp_path: Path, number: int, status: int
+) -> None:
+    """SIGTERM goes to every process of the job, as in a batch system; `kill -9` to the training alone."""
+    arguments = train(tiny_data, "--out", "run", *FOR_EVER, "--set", "data.workers=1")
+    command = [sys.executable, "-m", PACKAGE, *map(str, arguments)]
+    with open(tmp_path / "notes", "w") as notes:
+        process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=notes, stderr=notes)
+    try:
+        wait_until(lambda: epochs(tmp_path / "run") or process.poll() is not None, "the first epoch")
+        workers = children_of(process.pid)
+        assert len(workers) >= 2, (tmp_path / "notes").read_text()  # of training and of validation
+        for pid in workers if number == signal.SIGTERM else []:
+            os.kill(pid, number)
+        process.send_signal(number)
+        assert process.wait(LIMIT) == status, (tmp_path / "notes").read_text()
+    finally:
+        process.kill()
     wait_until(lambda: not any(map(runs, workers)), "the end of the loader's workers")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_of_a_loader_end_with_a_training_that_is_killed(tiny_data: Path, tmp_path: Path) -> None:
-    command = fp4deploy(tmp_path, *train(tiny_data, "--out", "run", *FOR_EVER, "--set", "data.workers=2"))
-    command.wait_until(lambda: epochs(tmp_path / "run"), "the first epoch")
-    workers = children_of(command.process.pid)
-    assert len(workers) >= 2
-    command.send(signal.SIGKILL)
-    command.wait()
-    wait_until(lambda: not any(map(runs, workers)), "the end of the loader's workers")
+    if number == signal.SIGTERM:
+        progress = read_progress(tmp_path / "run" / "fp16" / "state" / "last.safetensors")
+        assert epochs(tmp_path / "run") == list(range(1, progress.epoch + 1))
 
 
 def test_the_second_ctrl_c_ends_a_step_that_does_not(tiny_data: Path, tmp_path: Path) -> None:
