@@ -32,9 +32,11 @@ IGNORED = {"full", "approx", "uni", "sat", "ftz"}
 _QUIET = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
-def elementwise(entry: Entry, instruction: Instruction, function: Callable[..., Array], kinds: list[str]) -> Step:
-    """A step that applies `function` to the sources, read as `kinds`."""
-    sources = [reader(entry, each, kind) for each, kind in zip(instruction.operands[1:], kinds, strict=True)]
+def elementwise(
+    entry: Entry, instruction: Instruction, function: Callable[..., Array], kinds: list[str], filled: bool = False
+) -> Step:
+    """A step that applies `function` to the sources, read as `kinds`; filled: see `Machine.get_filled`."""
+    sources = [reader(entry, each, kind, filled) for each, kind in zip(instruction.operands[1:], kinds, strict=True)]
     result = writer(entry, instruction.operands[0])
 
     def run(m: Machine, active: Active) -> None:
@@ -447,7 +449,8 @@ def bits(entry: Entry, instruction: Instruction) -> Step:
 def permute(entry: Entry, instruction: Instruction) -> Step:
     """Four bytes out of eight, chosen by nibbles; a nibble of 8 or more repeats the byte's sign.
 
-    A source none of whose bytes is chosen is not read: compilers leave such registers unwritten.
+    A source none of whose bytes is chosen is not read. Compilers leave such registers unwritten, and also bytes that
+    are dropped later.
     """
     if len(instruction.parts) != 2:
         raise UnknownInstruction("a mode of prmt is not implemented")
@@ -471,7 +474,7 @@ def permute(entry: Entry, instruction: Instruction) -> Step:
             value = value | np.where(nibble & np.uint32(8), sign, byte) << np.uint32(8 * i)
         return np.asarray(value, np.uint32)
 
-    return elementwise(entry, changed, function, ["b32"] * 3)
+    return elementwise(entry, changed, function, ["b32"] * 3, filled=True)
 
 
 @implements("mov")

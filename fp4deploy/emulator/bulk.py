@@ -105,7 +105,7 @@ def unit_row(m: Machine, position: int) -> int:
     if position not in slots:
         cluster = position // (m.shared.size * m.cluster)
         used = sum(1 for other in slots if other // (m.shared.size * m.cluster) == cluster)
-        if m.cluster * m.warps + used >= m.agents:
+        if m.cluster * m.warps + used >= m.units_from:
             raise UnknownInstruction("more mbarriers with asynchronous work than the emulator keeps apart")
         slots[position] = cluster * m.agents + m.cluster * m.warps + used
     return slots[position]

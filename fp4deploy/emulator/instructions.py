@@ -1,5 +1,5 @@
 """Importing this module registers every instruction that the emulator implements."""
 
-from fp4deploy.emulator import arithmetic, bulk, control, conversion, copies, data, matrix
+from fp4deploy.emulator import arithmetic, bulk, control, conversion, copies, data, matrix, warpgroup
 
-FAMILIES = (arithmetic, bulk, control, conversion, copies, data, matrix)
+FAMILIES = (arithmetic, bulk, control, conversion, copies, data, matrix, warpgroup)

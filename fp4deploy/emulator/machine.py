@@ -183,7 +183,9 @@ class Machine:
         self.padded = self.warps * WARP
         self.count = blocks * self.padded
         self.symbols, size = layout(entry.variables, launch.shared)
-        self.agents = cluster * self.warps + EXTRA_AGENTS
+        self.units_from = cluster * self.warps + EXTRA_AGENTS
+        wgmma = any(instruction.parts[0] == "wgmma" for instruction in entry.instructions)
+        self.agents = self.units_from + cluster * self.warps * wgmma
         self.shared = SharedMemory(blocks, max(size, 16), cluster, self.agents, launch.unwritten)
         thread = np.tile(np.arange(self.padded), blocks)
         self.block = np.repeat(np.arange(blocks), self.padded)
@@ -194,6 +196,8 @@ class Machine:
         self.special = self._special(thread, self.block + first, rank)
         self.registers: dict[str, Array] = {}
         self.partial: dict[str, Array] = {}
+        self.flying: dict[str, tuple[Array, Array]] = {}  # registers that an asynchronous instruction writes
+        self.frozen: dict[str, tuple[Array, Array]] = {}  # and those that it reads
         self.ready: dict[int, Array] = {0: self.started.copy()}
         self.parked: dict[int, Array] = {}  # at an mbarrier
         self.held: dict[int, Array] = {}  # until the other lanes of a warp come
@@ -269,6 +273,8 @@ class Machine:
 
     def get(self, name: str, active: Active) -> Array:
         """The bits of a register, of all threads."""
+        if name in self.flying and (self.flying[name][0] & active.mask).any():
+            raise Hazard("unwaited copy", f"the register {name} is read before wgmma was waited for")
         value = self.registers.get(name)
         if value is None:
             value = self.special.get(name)
@@ -280,8 +286,24 @@ class Machine:
             raise Hazard("uninitialised", f"the register {name} is read before it was written")
         return value
 
+    def get_filled(self, name: str, active: Active) -> Array:
+        """As `get`, with all bits set where nothing was written.
+
+        For a half that is packed with another one: compilers leave halves unwritten that are dropped later. What comes
+        out must not depend on them.
+        """
+        value, known = self.registers.get(name), self.partial.get(name)
+        if value is None and name not in self.special:
+            return np.full(self.count, 0xFFFFFFFF)
+        return (
+            self.get(name, active) if value is None or known is None else np.where(known, value, ~value.dtype.type(0))
+        )
+
     def put(self, name: str, value: Array, active: Active) -> None:
         """Write the bits of a register; `value` is never changed afterwards."""
+        for busy in (self.flying, self.frozen):
+            if name in busy and (busy[name][0] & active.mask).any():
+                raise Hazard("unwaited copy", f"the register {name} is written before wgmma was waited for")
         if value.ndim == 0:
             value = np.full(self.count, value)
         if active.full:

@@ -67,7 +67,7 @@ def fragments(matrix: Array) -> Array:
     return np.stack([matrix[:, ROW + 8 * (i // 2), 2 * COLUMN + i % 2] for i in range(4)], -1)
 
 
-def _matrix(values: Array, elements: int) -> Array:
+def operand_matrix(values: Array, elements: int) -> Array:
     """Operand fragments [warps, 32, registers] -> [warps, 16 or 8, K] elements of 32 / `elements` bits each.
 
     A register holds `elements` neighbours of a row; registers of A alternate between rows g and g + 8, then K advances.
@@ -102,7 +102,7 @@ def _halves(entry: Entry, instruction: Instruction, bfloat: bool) -> Step:
 
     def run(m: Machine, active: Active) -> None:
         warps = m.whole_warps(active, "mma.sync")
-        left, right = (half_values(_matrix(registers(m, active, each, warps), 2), bfloat) for each in (a, b))
+        left, right = (half_values(operand_matrix(registers(m, active, each, warps), 2), bfloat) for each in (a, b))
         before = accumulators(registers(m, active, c, warps).view(np.float32))
         numbers = half_precision(m.launch.capability)
         after = plain(left, right, before, numbers, -126 if bfloat else -14, m.launch.model)
@@ -121,7 +121,7 @@ def _block_scaled(entry: Entry, instruction: Instruction) -> Step:
 
     def run(m: Machine, active: Active) -> None:
         warps = m.whole_warps(active, "mma.sync")
-        left, right = (_matrix(registers(m, active, each, warps), 8) for each in (a, b))
+        left, right = (operand_matrix(registers(m, active, each, warps), 8) for each in (a, b))
         before = accumulators(registers(m, active, c, warps).view(np.float32))
         held = registers(m, active, scales, warps)  # [warps, 32, 2]
         lane = 4 * np.arange(8)

@@ -53,8 +53,10 @@ def storage(entry: Entry, name: str) -> Any:
     return np.bool_ if kind == "pred" else _SIZE[kind.lstrip("bsuf")]
 
 
-def reader(entry: Entry, operand: Operand, kind: str) -> Reader:
+def reader(entry: Entry, operand: Operand, kind: str, filled: bool = False) -> Reader:
     """What reads an operand as `kind`; of a wider register the low bits, of a narrower one with zeros above.
+
+    filled: see `Machine.get_filled`.
 
     Raises:
         UnknownInstruction: no operand that has a value.
@@ -73,7 +75,7 @@ def reader(entry: Entry, operand: Operand, kind: str) -> Reader:
     name = operand.name
 
     def read(m: Machine, active: Active) -> Array:
-        bits = m.get(name, active)
+        bits = m.get_filled(name, active) if filled else m.get(name, active)
         if bits.dtype == dtype:
             return bits
         if bits.dtype.itemsize != dtype.itemsize:
@@ -173,7 +175,7 @@ def _immediate(value: int, dtype: np.dtype[Any]) -> Array:
 def _packed(entry: Entry, operand: Vector, dtype: np.dtype[Any]) -> Reader:
     """{low, high} read as one number."""
     size = dtype.itemsize // len(operand.parts)
-    parts = [reader(entry, part, f"b{8 * size}") for part in operand.parts]
+    parts = [reader(entry, part, f"b{8 * size}", filled=True) for part in operand.parts]
 
     def read(m: Machine, active: Active) -> Array:
         columns = [np.broadcast_to(part(m, active), (m.count,)) for part in parts]

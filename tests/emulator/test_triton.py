@@ -25,6 +25,37 @@ def test_sm120_is_bit_equal_to_the_reference(case: Case) -> None:
 
 
 @pytest.mark.emulate
+@pytest.mark.parametrize("case", TRITON, ids=lambda case: case.name)
+def test_sm90_is_bit_equal_to_the_reference(case: Case) -> None:
+    outcome = case.outcome(Setting(arch="sm_90"))
+    assert outcome.good, outcome
+
+
+WARPGROUP_FAULTS = {
+    "wgmma is not waited for": (planted.replaced(r"wgmma\.wait_group\.sync\.aligned 0;", "", None), "unwaited copy"),
+    "a barrier is missing in the loop": (planted.without_barrier(0), "race"),
+    "copies are waited for too late": (planted.late_wait(0), "unwaited copy"),
+    "the descriptor of B is shifted": (
+        planted.replaced(
+            r"(wgmma\.mma_async[^;]*\}, )(%rd\d+)(, %p[^;]*;)", r"{ .reg .b64 x; add.s64 x, \2, 1; \1x\3 }", 0
+        ),
+        "",
+    ),
+    "the old sum is dropped": (planted.replaced(r"(wgmma\.mma_async[^;]*%rd\d+, )%p\d+", r"\g<1>0", 1), ""),
+}
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("fault", WARPGROUP_FAULTS)
+def test_a_fault_planted_into_wgmma_is_found(fault: str) -> None:
+    (case,) = cases(["conv 3x3"])
+    edit, kind = WARPGROUP_FAULTS[fault]
+    outcome = case.outcome(Setting(arch="sm_90", edit=edit))
+    assert not outcome.good
+    assert outcome.fault.startswith(kind)
+
+
+@pytest.mark.emulate
 @pytest.mark.parametrize("name", FIRST)
 @pytest.mark.parametrize("model", ["exact", "mmasim"])
 def test_exact_sums_are_the_same_in_every_model(name: str, model: str) -> None:
