@@ -21,7 +21,7 @@ from fp4deploy.requirements import LIBRARIES, reasons
 from fp4deploy.selftest.context import Context
 from fp4deploy.selftest.proof import Proof
 
-AGREEMENT = 0.98  # of the pixels: FP16 sums instead of FP32, amplified by FP4, on random weights
+AGREEMENT = 0.98  # of the pixels; FP16 instead of FP32 activations alone give 0.996 (see `context`)
 
 
 @lru_cache(maxsize=1)
