@@ -269,7 +269,7 @@ class TestRtx:
         proto = graph.model(graph.conv("conv", graph.image(16, 16), 8, fp4=False), function=False)
         proto.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "H"
         onnx.save(proto, tmp_path / "model.onnx")
-        with pytest.raises(InputError, match="height and width must be fixed"):
+        with pytest.raises(InputError, match="Give one: --size HxW"):
             build_engine(tmp_path / "model.onnx", tmp_path / "model.plan")
 
     def test_failed_build_keeps_the_previous_plan(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
