@@ -18,14 +18,23 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = {"onnx": ".onnx", "packed": ".fp4"}
+REPOSITORY = Path("model_repository")
 
 
 def export(
     source: Annotated[
-        Path | None, typer.Argument(help="Run folder or checkpoint.", show_default="the latest run")
+        Path | None,
+        typer.Argument(
+            help="Run folder or checkpoint; with --format triton an .onnx file or .plan too.",
+            show_default="the latest run",
+        ),
     ] = None,
     form: Annotated[
-        Literal["onnx", "packed"], typer.Option("--format", help="Canonical Q/DQ graph, or a packed network (.fp4).")
+        Literal["onnx", "packed", "triton"],
+        typer.Option(
+            "--format",
+            help="Canonical Q/DQ graph, packed network (.fp4), or model repository of Triton Inference Server.",
+        ),
     ] = "onnx",
     portable: Annotated[
         bool,
@@ -37,7 +46,10 @@ def export(
     images: Annotated[int, typer.Option("--images", min=1, help="Number of validation images to compare on.")] = 16,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch before writing.")] = True,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Target file (one checkpoint) or folder.", show_default="RUN/export")
+        Path | None,
+        typer.Option(
+            "--out", help="Target file (one checkpoint) or folder.", show_default="RUN/export, or model_repository"
+        ),
     ] = None,
     size: Annotated[
         str | None, typer.Option("--size", help="HxW in pixels of the ONNX graph.", show_default="as trained")
@@ -45,12 +57,18 @@ def export(
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Leave height and width of the ONNX graph open.")
     ] = False,
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", min=1, help="Largest batch of the server (--format triton).")
+    ] = 8,
 ) -> None:
     """Write the hardware-neutral ONNX graph, or a packed network; exit 1 if its results differ from torch's."""
-    if portable and form == "packed":
+    if portable and form != "onnx":
         raise InputError("--portable is an option of --format onnx; remove it, or export with --format onnx.")
-    if form == "packed" and (size is not None or dynamic_size):
+    if form != "onnx" and (size is not None or dynamic_size):
         raise InputError("--size and --dynamic-size are options of --format onnx.")
+    if form == "triton":
+        _serve(source, out or REPOSITORY, max_batch)
+        return
     pixels, suffix = parse_size(size), SUFFIXES[form]
     failed: list[GateError | InputError] = []
     for checkpoint, target in _targets(source, out, suffix):
@@ -75,6 +93,28 @@ def export(
         note("Measure it with: fp4deploy bench; list its layers with: fp4deploy inspect FILE")
     else:
         note("Build an engine with: fp4deploy build")
+
+
+def _serve(source: Path | None, out: Path, max_batch: int) -> None:
+    from fp4deploy.serving.repository import write_repository
+
+    for path in _exported(source):
+        folders = write_repository(path, out, most=max_batch)
+        done(f"{shown(path)} as {', '.join(folder.name for folder in folders)} in {shown(out)}")
+    note(f"Serve it with: tritonserver --model-repository {shown(out)}")
+
+
+def _exported(source: Path | None) -> list[Path]:
+    """The file itself, or the canonical graphs of a run."""
+    if source is not None and source.is_file():
+        return [source]
+    if source is not None and not source.exists():
+        raise InputError(f"There is no {source}. Give a run folder, an .onnx file or a .plan.")
+    run = open_run(source) if source is not None else latest_run()
+    found = [path for path in sorted(run.export_dir.glob("*.onnx")) if ".portable" not in path.name]
+    if not found:
+        raise InputError(f"{run.path} has no ONNX file yet. Write it with: fp4deploy export")
+    return found
 
 
 def _onnx(*arguments: Any, **options: Any) -> ExportResult:

@@ -1,0 +1,43 @@
+"""Logits to masks, inside Triton Inference Server's Python backend.
+
+Each channel is enlarged bilinearly to the size of the original image, and each pixel takes the class with the largest
+value. The mask is an indexed PNG: pixel values are class ids, the palette in config.pbtxt shows them in colour.
+"""
+
+import io
+import json
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from PIL import Image
+
+
+class TritonPythonModel:
+    """logits [N, classes, H, W], SIZE int32 [N, 2] -> MASK, PNG bytes [N, 1]."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Read the palette."""
+        config = json.loads(args["model_config"])
+        self.palette = json.loads(config["parameters"]["palette"]["string_value"])
+
+    def execute(self, requests: list) -> list:  # type: ignore[type-arg]
+        """Answer each request."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request):  # type: ignore[no-untyped-def]
+        logits = pb_utils.get_input_tensor_by_name(request, "logits").as_numpy().astype(np.float32)
+        sizes = pb_utils.get_input_tensor_by_name(request, "SIZE").as_numpy()
+        masks = [
+            self._encoded(output, int(height), int(width))
+            for output, (height, width) in zip(logits, sizes, strict=True)
+        ]
+        answer = np.array(masks, dtype=np.object_).reshape(-1, 1)
+        return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("MASK", answer)])
+
+    def _encoded(self, output: np.ndarray, height: int, width: int) -> bytes:
+        channels = [Image.fromarray(channel).resize((width, height), Image.Resampling.BILINEAR) for channel in output]
+        image = Image.fromarray(np.argmax([np.asarray(channel) for channel in channels], axis=0).astype(np.uint8))
+        image.putpalette(self.palette)
+        target = io.BytesIO()
+        image.save(target, format="PNG")
+        return target.getvalue()

@@ -1,0 +1,228 @@
+"""A model repository of Triton Inference Server for one exported model.
+
+    REPOSITORY/NAME/config.pbtxt, labels.txt, 1/model.onnx or 1/model.plan    tensors in, logits out
+    REPOSITORY/NAME_preprocess/                                                encoded image -> tensor and size
+    REPOSITORY/NAME_postprocess/                                               logits and size -> mask as PNG
+    REPOSITORY/NAME_segment/                                                   all three: image in, mask out
+
+The first axis is the batch that the server fills by itself (dynamic batching). An instance model gets no ensemble: its
+objects are decoded by fp4deploy.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from fp4deploy.errors import InputError
+from fp4deploy.export.ledger.ledger import ledger_path, load_ledger
+from fp4deploy.export.onnx.canonical import read_onnx
+from fp4deploy.export.onnx.decomposed import to_portable
+from fp4deploy.files import atomic_write
+from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.predict.palette import colours, png_palette
+
+HERE = Path(__file__).parent
+BACKENDS = {".onnx": "onnxruntime", ".plan": "tensorrt"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a repository is made of: one model file, and the contract of its tensors."""
+
+    path: Path
+    card: ModelCard
+    channels: int
+    half: bool
+    most: int
+    content: bytes
+
+    @property
+    def kind(self) -> str:
+        return "TYPE_FP16" if self.half else "TYPE_FP32"
+
+
+def write_repository(path: Path, out: Path, name: str | None = None, most: int = 8) -> list[Path]:
+    """Write the repository of an exported model; folders of the same names are replaced.
+
+    Args:
+        path: an .onnx file that `fp4deploy export` wrote (a canonical one is decomposed first, because ONNX Runtime has
+            no FP4), or a .plan of the full TensorRT with its ledger.
+        out: the repository; other models in it stay.
+        name: of the model; the file's stem by default.
+        most: largest batch of the server; a plan's own largest batch is the limit.
+
+    Returns:
+        The folders of the models.
+
+    Raises:
+        InputError: a file of another kind, without a model card, an engine that the server has no backend for, or a
+            folder that cannot be written.
+    """
+    path = Path(path)
+    name = name or path.name.partition(".")[0]
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise InputError(f"'{name}' is no name of a model: letters, digits, - and _ are.")
+    served = _served(path, most)
+    folders = {name: _network(name, served)}
+    if served.card.head is None:
+        folders |= {
+            f"{name}_preprocess": _preprocess(name, served),
+            f"{name}_postprocess": _postprocess(name, served),
+            f"{name}_segment": _ensemble(name, served),
+        }
+    for folder, files in folders.items():
+        _replace(Path(out) / folder, files)
+    return [Path(out) / folder for folder in folders]
+
+
+def _served(path: Path, most: int) -> Served:
+    if path.suffix == ".onnx":
+        return _onnx(path, most)
+    if path.suffix == ".plan":
+        return _plan(path, most)
+    raise InputError(
+        f"{path} cannot be served: Triton Inference Server has backends for .onnx and .plan. Write one with: "
+        "fp4deploy export"
+    )
+
+
+def _onnx(path: Path, most: int) -> Served:
+    model = read_onnx(path)
+    card = next((entry.value for entry in model.metadata_props if entry.key == CARD_KEY), None)
+    if card is None:
+        raise InputError(f"{path} has no fp4deploy model card. Write it with: fp4deploy export")
+    if model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16:
+        model = to_portable(model)
+    parsed = ModelCard.from_json(card, str(path))
+    return Served(path, parsed, parsed.channels, False, most, model.SerializeToString(deterministic=True))
+
+
+def _plan(path: Path, most: int) -> Served:
+    ledger = load_ledger(ledger_path(path))
+    if ledger.backend != "tensorrt":
+        raise InputError(
+            f"{path} is an engine of {ledger.backend}, for which Triton Inference Server has no backend. Serve the "
+            ".onnx file, or build with: fp4deploy build --backend tensorrt"
+        )
+    card = ledger.model_card()
+    if card is None:
+        raise InputError(f"{path} was built of an ONNX file without a model card. Write it with: fp4deploy export")
+    return Served(path, card, card.channels, True, min(most, ledger.batch[2]), path.read_bytes())
+
+
+Files = dict[str, bytes]
+
+
+def _network(name: str, served: Served) -> Files:
+    suffix = served.path.suffix
+    backend = BACKENDS[suffix]
+    card = served.card
+    config = f"""name: "{name}"
+backend: "{backend}"
+max_batch_size: {served.most}
+input [
+  {{ name: "image" data_type: {served.kind} dims: [ 3, {card.height}, {card.width} ] }}
+]
+output [
+  {{ name: "logits" data_type: {served.kind} dims: [ {served.channels}, {card.height}, {card.width} ]
+    label_filename: "labels.txt" }}
+]
+dynamic_batching {{ }}
+"""
+    labels = "".join(f"{label}\n" for label in card.class_names)
+    return {"config.pbtxt": config.encode(), "labels.txt": labels.encode(), f"1/model{suffix}": served.content}
+
+
+def _preprocess(name: str, served: Served) -> Files:
+    card = served.card
+    given = {"height": card.height, "width": card.width, "mean": card.mean, "std": card.std, "half": served.half}
+    config = f"""name: "{name}_preprocess"
+backend: "python"
+max_batch_size: {served.most}
+input [
+  {{ name: "IMAGE" data_type: TYPE_STRING dims: [ 1 ] }}
+]
+output [
+  {{ name: "image" data_type: {served.kind} dims: [ 3, {card.height}, {card.width} ] }},
+  {{ name: "SIZE" data_type: TYPE_INT32 dims: [ 2 ] }}
+]
+{_parameters(given)}"""
+    return {"config.pbtxt": config.encode(), "1/model.py": (HERE / "preprocess.py").read_bytes()}
+
+
+def _postprocess(name: str, served: Served) -> Files:
+    card = served.card
+    palette = png_palette(colours(served.channels, card.background))
+    config = f"""name: "{name}_postprocess"
+backend: "python"
+max_batch_size: {served.most}
+input [
+  {{ name: "logits" data_type: {served.kind} dims: [ {served.channels}, {card.height}, {card.width} ] }},
+  {{ name: "SIZE" data_type: TYPE_INT32 dims: [ 2 ] }}
+]
+output [
+  {{ name: "MASK" data_type: TYPE_STRING dims: [ 1 ] }}
+]
+{_parameters({"palette": palette})}"""
+    return {"config.pbtxt": config.encode(), "1/model.py": (HERE / "postprocess.py").read_bytes()}
+
+
+def _ensemble(name: str, served: Served) -> Files:
+    config = f"""name: "{name}_segment"
+platform: "ensemble"
+max_batch_size: {served.most}
+input [
+  {{ name: "IMAGE" data_type: TYPE_STRING dims: [ 1 ] }}
+]
+output [
+  {{ name: "MASK" data_type: TYPE_STRING dims: [ 1 ] }}
+]
+ensemble_scheduling {{
+  step [
+    {{
+      model_name: "{name}_preprocess" model_version: -1
+      input_map {{ key: "IMAGE" value: "IMAGE" }}
+      output_map {{ key: "image" value: "image" }}
+      output_map {{ key: "SIZE" value: "SIZE" }}
+    }},
+    {{
+      model_name: "{name}" model_version: -1
+      input_map {{ key: "image" value: "image" }}
+      output_map {{ key: "logits" value: "logits" }}
+    }},
+    {{
+      model_name: "{name}_postprocess" model_version: -1
+      input_map {{ key: "logits" value: "logits" }}
+      input_map {{ key: "SIZE" value: "SIZE" }}
+      output_map {{ key: "MASK" value: "MASK" }}
+    }}
+  ]
+}}
+"""
+    return {"config.pbtxt": config.encode(), "1/.keep": b""}
+
+
+def _parameters(values: dict[str, Any]) -> str:
+    """Parameters, each JSON in a string."""
+    lines = (
+        f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(json.dumps(value))} }} }}\n'
+        for key, value in values.items()
+    )
+    return "".join(lines)
+
+
+def _replace(folder: Path, files: Files) -> None:
+    """Write a folder whole; an older one of the same name goes only when the new one is complete."""
+    with atomic_write(folder.with_name(f".{folder.name}.new")) as temporary:
+        for name, content in files.items():
+            target = temporary / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_name(f".{folder.name}.new").rename(folder)

@@ -1,0 +1,216 @@
+"""A model repository parses as the server parses it, and its Python backends give the masks of `predict`.
+
+No server runs here. The configurations are read by the server's own protobuf schema, from the client library; the two
+backends run with a stand-in for the module that the server gives them, around ONNX Runtime on the model file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from PIL import Image
+
+from fp4deploy.errors import InputError
+from fp4deploy.models import InstanceHead
+from fp4deploy.predict.predictor import load
+from fp4deploy.runs import Run
+from fp4deploy.serving.repository import write_repository
+from tests.predict.pointwise import photo
+
+
+@pytest.fixture(scope="module")
+def repository(untrained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("served") / "repository"
+    write_repository(untrained.export_dir / "unet.onnx", out)
+    return out
+
+
+def test_the_folders(repository: Path) -> None:
+    files = sorted(str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file())
+    assert files == [
+        "unet/1/model.onnx", "unet/config.pbtxt", "unet/labels.txt",
+        "unet_postprocess/1/model.py", "unet_postprocess/config.pbtxt",
+        "unet_preprocess/1/model.py", "unet_preprocess/config.pbtxt",
+        "unet_segment/1/.keep", "unet_segment/config.pbtxt",
+    ]  # fmt: skip
+
+
+def _schema() -> Any:
+    """`ModelConfig` of the server, without the client's own dependencies."""
+    found = importlib.util.find_spec("tritonclient")
+    if found is None or found.submodule_search_locations is None:
+        pytest.skip("tritonclient is not installed (pip install tritonclient)")
+    file = Path(next(iter(found.submodule_search_locations))) / "grpc" / "model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ModelConfig
+
+
+def test_the_server_can_parse_the_configurations(repository: Path) -> None:
+    from google.protobuf import text_format
+
+    schema = _schema()
+    configs = {
+        path.parent.name: text_format.Parse(path.read_text(), schema()) for path in repository.glob("*/config.pbtxt")
+    }
+    assert {name: config.name for name, config in configs.items()} == {name: name for name in configs}
+    network, ensemble = configs["unet"], configs["unet_segment"]
+    session = ort.InferenceSession(repository / "unet" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    for declared, actual in (
+        (network.input[0], session.get_inputs()[0]),
+        (network.output[0], session.get_outputs()[0]),
+    ):
+        assert declared.name == actual.name
+        assert list(declared.dims) == actual.shape[1:]
+    tensors = {"IMAGE"}
+    for step in ensemble.ensemble_scheduling.step:
+        config = configs[step.model_name]
+        assert set(step.input_map) == {each.name for each in config.input}
+        assert set(step.input_map.values()) <= tensors
+        assert set(step.output_map) <= {each.name for each in config.output}
+        tensors |= set(step.output_map.values())
+    assert "MASK" in tensors
+    assert {config.max_batch_size for config in configs.values()} == {8}
+
+
+class Tensor:
+    """As the server's module has it."""
+
+    def __init__(self, name: str, values: np.ndarray) -> None:
+        self.name, self.values = name, values
+
+    def as_numpy(self) -> np.ndarray:
+        return self.values
+
+
+class Response:
+    """As the server's module has it."""
+
+    def __init__(self, output_tensors: list[Tensor] | None = None, error: Any = None) -> None:
+        self.outputs = {tensor.name: tensor.values for tensor in output_tensors or []}
+        self.error = error
+
+
+def _backend(repository: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = types.ModuleType("triton_python_backend_utils")
+    module.Tensor, module.InferenceResponse, module.TritonError = Tensor, Response, str  # type: ignore[attr-defined]
+    module.get_input_tensor_by_name = lambda request, name: Tensor(name, request[name])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
+    spec = importlib.util.spec_from_file_location(f"{name}_model", repository / name / "1" / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    model = loaded.TritonPythonModel()
+    model.initialize({"model_config": json.dumps({"parameters": _parameters(repository / name / "config.pbtxt")})})
+    return model
+
+
+def _parameters(path: Path) -> dict[str, Any]:
+    """Parameters of a configuration as the server hands them over."""
+    found = {}
+    for line in path.read_text().splitlines():
+        if line.startswith("parameters"):
+            key = line.split('"')[1]
+            text = line[line.index("string_value: ") + len("string_value: ") : line.rindex(" } }")]
+            found[key] = {"string_value": json.loads(text)}
+    return found
+
+
+def _encoded(image: np.ndarray) -> bytes:
+    target = io.BytesIO()
+    Image.fromarray(image).save(target, format="PNG")
+    return target.getvalue()
+
+
+def test_the_backends_give_the_masks_of_predict(
+    repository: Path, untrained: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [photo(45, 61), photo(32, 32, 1)]
+    before = _backend(repository, "unet_preprocess", monkeypatch)
+    after = _backend(repository, "unet_postprocess", monkeypatch)
+    session = ort.InferenceSession(repository / "unet" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    (ready,) = before.execute([{"IMAGE": np.array([[_encoded(image)] for image in images], dtype=np.object_)}])
+    assert ready.outputs["SIZE"].tolist() == [[45, 61], [32, 32]]
+    (logits,) = session.run(None, {"image": ready.outputs["image"]})
+    (answer,) = after.execute([{"logits": logits, "SIZE": ready.outputs["SIZE"]}])
+    predictor = load(untrained.export_dir / "unet.onnx")
+    for image, (content,) in zip(images, answer.outputs["MASK"], strict=True):
+        mask = Image.open(io.BytesIO(content))
+        expected = predictor.predict(image)
+        assert mask.mode == "P"
+        assert (np.asarray(mask) == expected.mask).mean() > 0.98  # pillow and torch enlarge edges differently
+        assert mask.getpalette() == expected.mask_image().getpalette()
+
+
+def test_a_broken_image_is_an_error_of_its_own_request(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _backend(repository, "unet_preprocess", monkeypatch)
+    good, bad = (np.array([[content]], dtype=np.object_) for content in (_encoded(photo(32, 32)), b"no image"))
+    first, second = backend.execute([{"IMAGE": bad}, {"IMAGE": good}])
+    assert "cannot be decoded" in first.error
+    assert second.error is None
+
+
+def test_writing_again_replaces_and_keeps_other_models(repository: Path, untrained: Run) -> None:
+    (repository / "other").mkdir(exist_ok=True)
+    (repository / "unet" / "2").mkdir()
+    write_repository(untrained.export_dir / "unet.portable.onnx", repository, "unet")
+    assert (repository / "other").is_dir()
+    assert not (repository / "unet" / "2").exists()
+    assert not [path for path in repository.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(("name", "message"), [("a.fp4", "backends for .onnx and .plan"), ("a.plan", "ledger")])
+def test_other_files_are_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"bytes")
+    with pytest.raises(InputError, match=message):
+        write_repository(tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_rtx_engine_is_refused(plan: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no backend"):
+        write_repository(plan, tmp_path / "out")
+
+
+def test_the_batch_of_a_plan_is_its_own_limit(plan: Path, tmp_path: Path) -> None:
+    ledger = json.loads(plan.with_suffix(".ledger.json").read_text())
+    ledger["backend"] = "tensorrt"
+    (tmp_path / "unet.plan").write_bytes(plan.read_bytes())
+    (tmp_path / "unet.ledger.json").write_text(json.dumps(ledger))
+    write_repository(tmp_path / "unet.plan", tmp_path / "out", most=1000)
+    config = (tmp_path / "out" / "unet" / "config.pbtxt").read_text()
+    assert f"max_batch_size: {ledger['batch'][2]}\n" in config
+    assert "TYPE_FP16" in config
+    assert (
+        '"half" value { string_value: "true" }' in (tmp_path / "out" / "unet_preprocess" / "config.pbtxt").read_text()
+    )
+
+
+@pytest.mark.parametrize("name", ["../unet", "a b", "/tmp/unet", "."])
+def test_names_stay_inside_the_repository(name: str, untrained: Run, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no name of a model"):
+        write_repository(untrained.export_dir / "unet.onnx", tmp_path / "out", name)
+
+
+def test_instance_models_have_no_ensemble(untrained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4deploy.serving import repository as module
+
+    served = module._onnx(untrained.export_dir / "unet.onnx", 8)
+    head = InstanceHead("centres", 4)
+    card = dataclasses.replace(served.card, task="instance", head=head)
+    monkeypatch.setattr(module, "_served", lambda path, most: dataclasses.replace(served, card=card))
+    assert [path.name for path in write_repository(Path("unet.onnx"), tmp_path)] == ["unet"]
