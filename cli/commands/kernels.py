@@ -152,7 +152,12 @@ def _outcome_json(target: str, case: Case, outcome: Outcome) -> dict[str, object
     about: dict[str, object] = {"kernel": case.name, "family": case.family, "arch": target}
     about |= {"launches": outcome.kernels, "values": outcome.values, "different": outcome.wrong}
     about |= {"instructions": outcome.statistics.instructions, "lines": outcome.statistics.lines}
-    return about | {"bit_equal": outcome.good, "hazard": outcome.fault, "seconds": round(outcome.seconds, 2)}
+    return about | {
+        "bit_equal": outcome.good,
+        "hazard": outcome.fault,
+        "remarks": sorted(outcome.statistics.remarks),
+        "seconds": round(outcome.seconds, 2),
+    }
 
 
 def _print_outcomes(done: list[tuple[str, Case, Outcome]]) -> None:
@@ -165,6 +170,13 @@ def _print_outcomes(done: list[tuple[str, Case, Outcome]]) -> None:
     for target, case, outcome in done:
         counts = (outcome.kernels, outcome.statistics.lines, outcome.statistics.instructions, outcome.values)
         equal = "yes" if outcome.good else f"{outcome.wrong} differ" if not outcome.fault else "no"
-        row = [case.name, case.family, target, *map(str, counts), equal, outcome.fault or "none"]
+        row = [
+            case.name,
+            case.family,
+            target,
+            *map(str, counts),
+            equal,
+            outcome.fault or "; ".join(sorted(outcome.statistics.remarks)) or "none",
+        ]
         table.add_row(*row, f"{outcome.seconds:.1f}", style=None if outcome.good else "red")
     results().print(table)

@@ -74,6 +74,7 @@ class Outcome:
         self.statistics.instructions += statistics.instructions
         self.statistics.warps += statistics.warps
         self.statistics.lines += statistics.lines
+        self.statistics.remarks |= statistics.remarks
 
 
 Run = Callable[[Setting, Outcome], None]

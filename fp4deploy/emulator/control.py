@@ -112,7 +112,7 @@ def _arrive(
     if needed is None:
         complete: Array = (arrived == m.started.reshape(m.blocks, m.padded)).all(1)
         ended = (m.exited & m.started).reshape(m.blocks, m.padded)
-        stuck = ((arrived | ended) == m.started.reshape(m.blocks, m.padded)).all(1) & ~complete
+        stuck = ((arrived | ended) == m.started.reshape(m.blocks, m.padded)).all(1) & ~complete & arrived.any(1)
         if stuck.any():
             raise Hazard("barrier", "a barrier of all threads of a block, some of which have ended")
     else:

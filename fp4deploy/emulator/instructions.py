@@ -1,5 +1,5 @@
 """Importing this module registers every instruction that the emulator implements."""
 
-from fp4deploy.emulator import arithmetic, bulk, control, conversion, copies, data, matrix, warpgroup
+from fp4deploy.emulator import arithmetic, bulk, control, conversion, copies, data, matrix, tensor_memory, warpgroup
 
-FAMILIES = (arithmetic, bulk, control, conversion, copies, data, matrix, warpgroup)
+FAMILIES = (arithmetic, bulk, control, conversion, copies, data, matrix, tensor_memory, warpgroup)

@@ -16,7 +16,7 @@ written is a hazard.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ WINDOW = 1 << 24  # distance of the windows of a cluster's blocks in shared::clu
 GENERIC_SHARED, GENERIC_PARAMETER = 0x7F << 56, 0x7E << 56
 MOST_THREADS = 8192  # of a batch
 EXTRA_AGENTS = 24  # mbarriers with asynchronous work
+EARLY = "registers of tcgen05.ld are read before tcgen05.wait::ld"
 REGISTER_TYPES = {"pred": np.bool_, "16": np.uint16, "32": np.uint32, "64": np.uint64, "8": np.uint8}
 
 Continue = list[tuple[int, Array]]
@@ -95,11 +96,14 @@ class Launch:
 
 @dataclass
 class Statistics:
-    """instructions: steps of groups of threads; warps: steps times warps; lines: different instructions executed."""
+    """instructions: steps of groups of threads; warps: steps times warps; lines: different instructions executed;
+    remarks: what the PTX ISA does not allow and compilers nevertheless rely on.
+    """
 
     instructions: int = 0
     warps: int = 0
     lines: int = 0
+    remarks: set[str] = field(default_factory=set)
 
 
 def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:
@@ -123,6 +127,7 @@ def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:
         machine.run()
         total.instructions += machine.statistics.instructions
         total.warps += machine.statistics.warps
+        total.remarks |= machine.statistics.remarks
         lines |= machine.visited
     total.lines = int(lines.sum())
     return total
@@ -184,8 +189,9 @@ class Machine:
         self.count = blocks * self.padded
         self.symbols, size = layout(entry.variables, launch.shared)
         self.units_from = cluster * self.warps + EXTRA_AGENTS
-        wgmma = any(instruction.parts[0] == "wgmma" for instruction in entry.instructions)
-        self.agents = self.units_from + cluster * self.warps * wgmma
+        families = {instruction.parts[0] for instruction in entry.instructions}
+        self.tensor_from = self.units_from + cluster * self.warps * ("wgmma" in families)
+        self.agents = self.tensor_from + cluster * ("tcgen05" in families)
         self.shared = SharedMemory(blocks, max(size, 16), cluster, self.agents, launch.unwritten)
         thread = np.tile(np.arange(self.padded), blocks)
         self.block = np.repeat(np.arange(blocks), self.padded)
@@ -198,6 +204,7 @@ class Machine:
         self.partial: dict[str, Array] = {}
         self.flying: dict[str, tuple[Array, Array]] = {}  # registers that an asynchronous instruction writes
         self.frozen: dict[str, tuple[Array, Array]] = {}  # and those that it reads
+        self.loading: dict[str, Array] = {}  # registers that tcgen05.ld has loaded and nobody has waited for
         self.ready: dict[int, Array] = {0: self.started.copy()}
         self.parked: dict[int, Array] = {}  # at an mbarrier
         self.held: dict[int, Array] = {}  # until the other lanes of a warp come
@@ -275,6 +282,8 @@ class Machine:
         """The bits of a register, of all threads."""
         if name in self.flying and (self.flying[name][0] & active.mask).any():
             raise Hazard("unwaited copy", f"the register {name} is read before wgmma was waited for")
+        if name in self.loading and (self.loading[name] & active.mask).any():
+            self.statistics.remarks.add(EARLY)
         value = self.registers.get(name)
         if value is None:
             value = self.special.get(name)
@@ -333,6 +342,10 @@ class Machine:
         if (lanes[some] != self.started.reshape(-1, WARP)[some]).any():
             raise Hazard("barrier", f"{what} is executed by a part of a warp")
         return np.flatnonzero(some)
+
+    def tensor_row(self, block: int) -> int:
+        """The agent that is the tensor core of a block."""
+        return block // self.cluster * self.agents + self.tensor_from + block % self.cluster
 
     def position(self, addresses: Array, size: int, block: Array) -> Array:
         """Positions [n, size] in `shared` of addresses in shared memory.

@@ -31,8 +31,45 @@ def test_sm90_is_bit_equal_to_the_reference(case: Case) -> None:
     assert outcome.good, outcome
 
 
+SM100 = [case for case in TRITON if case.family != "W4A16"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name == "linear" else pytest.mark.emulate, id=case.name) for case in SM100],
+)
+def test_sm100_is_bit_equal_to_the_reference(case: Case) -> None:
+    outcome = case.outcome(Setting(arch="sm_100"))
+    assert outcome.good, outcome
+
+
+TENSOR_MEMORY_FAULTS = {
+    "the multiplication is not waited for": planted.replaced(r"mbarrier\.try_wait[^;]*;", "mov.pred complete, -1;", 0),
+    "the commit is missing": planted.replaced(r"^\s*@%p\d+ tcgen05\.commit[^;]*;", "", 0),
+    "the scales of A are those of B": planted.replaced(
+        r"(tcgen05\.mma[^;]*\[ )(%r\d+)( \+ 0 \], \[ )(%r\d+)( \+ 0 \], %p)", r"\1\4\3\2\5", 0
+    ),
+    "the instruction descriptor names another N": planted.replaced(
+        r"(tcgen05\.mma\S+ \[[^;]*%rd\d+, %rd\d+, )%r\d+", r"\g<1>136316032", 0
+    ),
+    "the old sum is dropped": planted.replaced(r"(tcgen05\.mma[^;]*\], )%p\d+;", r"\g<1>0;", -1),
+    "a barrier is missing": planted.without_barrier(0),
+    "copies are waited for too late": planted.late_wait(0),
+    "tensor memory beyond what was allocated": planted.replaced(
+        r"(tcgen05\.ld\S+ \{[^}]*\}, \[%r\d+) \+ 0\]", r"\1 + 512]", 0
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, marks=pytest.mark.emulate) for fault in TENSOR_MEMORY_FAULTS])
+def test_a_fault_planted_into_tcgen05_is_found(fault: str) -> None:
+    (case,) = cases(["conv 3x3"])
+    outcome = case.outcome(Setting(arch="sm_100", edit=TENSOR_MEMORY_FAULTS[fault]))
+    assert not outcome.good
+
+
 WARPGROUP_FAULTS = {
-    "wgmma is not waited for": (planted.replaced(r"wgmma\.wait_group\.sync\.aligned 0;", "", None), "unwaited copy"),
+    "wgmma is not waited for": (planted.replaced(r"wgmma\.wait_group\.sync\.aligned 0;", "", None), "race"),
     "a barrier is missing in the loop": (planted.without_barrier(0), "race"),
     "copies are waited for too late": (planted.late_wait(0), "unwaited copy"),
     "the descriptor of B is shifted": (
