@@ -21,6 +21,24 @@ if TYPE_CHECKING:
     from fp4deploy.train import Config
 
 DataOption = Annotated[Path | None, typer.Option("--data", help="Dataset folder.", show_default="generated shapes")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Network: unet:0.5, smp:Unet/resnet34, torchvision:NAME, monai:NAME, timm:NAME, net.py:factory.",
+        show_default="unet",
+    ),
+]
+NamedModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="The checkpoint's network; needed for one in your own code.", show_default="as the file says"
+    ),
+]
+InitOption = Annotated[
+    Path | None,
+    typer.Option("--init", help="Initial weights: .safetensors, or .pth of tensors.", show_default="random weights"),
+]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder to create.", show_default="runs/<time>")]
 MODELS_HELP = f"Any of {', '.join(MODELS)}, in order."
 DEFAULT = ",".join(DEFAULT_MODELS)
@@ -96,6 +114,8 @@ def settings(
     task: str | None = None,
     every: int | None = None,
     trackers: list[str] | None = None,
+    model: str | None = None,
+    init: Path | None = None,
 ) -> Config:
     """Read the configuration; flags are settings like any `--set` (quoted, as values are YAML), and later ones win.
 
@@ -105,6 +125,11 @@ def settings(
     from fp4deploy.train import load_config
 
     flags = []
+    if model is not None:
+        flags.append(f"model.spec={json.dumps(model)}")
+    if init is not None:
+        flags.append(f"model.init={json.dumps(str(init))}")
+    name_models([*flags, *(sets or [])])
     if data is not None:
         flags.append(f"data.root={json.dumps(str(data))}")
     if classes is not None:
@@ -119,6 +144,23 @@ def settings(
     if trackers:
         flags.append(f"telemetry.trackers={json.dumps(list(dict.fromkeys(['jsonl', *trackers])))}")
     return load_config(config, [*flags, *(sets or [])])
+
+
+def name_models(sets: list[str]) -> None:
+    """Let the models that the user names on the command line be imported; a settings file names none."""
+    texts = [text.partition("=")[2].strip("\"' ") for text in sets if text.startswith("model.spec=")]
+    if texts:
+        from fp4deploy.models.spec import name_model
+
+        name_model(texts[-1])
+
+
+def expect(model: str | None) -> None:
+    """What `--model` of a command that reads checkpoints means: `models.spec.expect_model`."""
+    if model is not None:
+        from fp4deploy.models.spec import expect_model
+
+        expect_model(model)
 
 
 @contextmanager

@@ -104,6 +104,17 @@ ORT_RTX = Library(
 RAY = Library("ray", "runs sweeps on a cluster", "pip install 'fp4deploy[distributed]'")
 
 
+ZOO = {  # the extra `zoo`: libraries of networks, imported only where a model spec names one
+    library.name: library
+    for library in (
+        Library("segmentation_models_pytorch", "smp:... models", "pip install segmentation-models-pytorch"),
+        Library("torchvision", "torchvision:... models", "pip install torchvision"),
+        Library("monai", "monai:... models", "pip install monai"),
+        Library("timm", "timm:... backbones", "pip install timm"),
+    )
+}
+
+
 def package_version(module: str) -> str | None:
     """Installed version of an importable package, without importing it; None where it is missing."""
     for name in (module, module.replace("_", "-")):

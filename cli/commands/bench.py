@@ -11,6 +11,7 @@ import typer
 from fp4deploy.errors import InputError
 
 from ..console import note, notes, print_json, results, shown
+from ..settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.bench.artifact import Baseline
@@ -65,8 +66,10 @@ def bench(
     out: Annotated[
         str | None, typer.Option("--json", help="Write the results as JSON; - for stdout.", show_default="no JSON")
     ] = None,
+    model: NamedModelOption = None,
 ) -> None:
     """Measure mIoU or AP and latency; an engine for another GPU exits 3, a drop below the baseline exits 1."""
+    expect(model)
     from fp4deploy.bench.artifact import find_baseline, gate_drop
     from fp4deploy.data import MEASURED
 

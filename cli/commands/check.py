@@ -11,13 +11,17 @@ import typer
 from fp4deploy.errors import InputError
 
 from ..console import print_json, results
+from ..settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.qat import LayerPlan
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="unet, unet:SCALE (such as unet:0.25), a checkpoint, or an .onnx file.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A model (unet:0.25, smp:Unet/resnet34, net.py:factory), a checkpoint, or an .onnx file."),
+    ],
     recipe: Annotated[
         str, typer.Option("--recipe", help="Recipe to plan for (unet and FP16 checkpoints).")
     ] = "nvfp4_qat",
@@ -25,24 +29,29 @@ def check(
     digits: Annotated[
         bool, typer.Option("--digits", help="The first layer reads a multi-term FP4 encoding of the image (unet only).")
     ] = False,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="model.args.NAME=VALUE of a model; repeatable.", show_default="none"),
+    ] = None,
+    factory: NamedModelOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Show for each layer whether it runs in FP4 or FP16, and why."""
-    plans = _plans(model, recipe, classes, digits)
+    expect(factory)
+    plans = _plans(model, recipe, classes, digits, sets)
     if as_json:
         print_json({"model": model, "layers": [dataclasses.asdict(plan) for plan in plans]})
         return
     _print_table(model, plans)
 
 
-def _plans(model: str, recipe: str, classes: int, digits: bool) -> list[LayerPlan]:
-    name, _, scale = model.partition(":")
-    if name == "unet" and not Path(model).exists():
-        return _unet_plans(scale, recipe, classes, digits)
+def _plans(model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None) -> list[LayerPlan]:
     path = Path(model)
+    if not path.is_file() and path.suffix not in (".onnx", ".safetensors"):
+        return _spec_plans(model, recipe, classes, digits, sets)
     if not path.is_file():
         raise InputError(
-            f"{model} is neither a model nor a file. Valid: unet, unet:0.25, a .safetensors checkpoint, an .onnx file."
+            f"There is no file {model}. check reads a model such as unet:0.25, a checkpoint or an .onnx file."
         )
     if path.suffix == ".onnx":
         return _onnx_plans(path)
@@ -51,15 +60,14 @@ def _plans(model: str, recipe: str, classes: int, digits: bool) -> list[LayerPla
     raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
 
 
-def _unet_plans(scale: str, recipe: str, classes: int, digits: bool) -> list[LayerPlan]:
-    from fp4deploy.models import build_unet
+def _spec_plans(model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None) -> list[LayerPlan]:
+    from fp4deploy.models.build import build_model
+    from fp4deploy.models.spec import parse_spec
     from fp4deploy.qat import layer_plan
+    from fp4deploy.train import load_config
 
-    try:
-        factor = float(scale or "1.0")
-    except ValueError:
-        raise InputError(f"'{scale}' is not a scale. Give a number: unet:0.25, unet:0.5, unet:1.0.") from None
-    return layer_plan(build_unet(classes, factor, digits), recipe)
+    chosen = load_config(None, sets or []).model
+    return layer_plan(build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits), recipe)
 
 
 def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:

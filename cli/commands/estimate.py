@@ -14,6 +14,7 @@ from ..settings import (
     ClassesOption,
     ConfigOption,
     DataOption,
+    ModelOption,
     ModelsOption,
     RecipeOption,
     SetOption,
@@ -53,9 +54,10 @@ def estimate(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to measure.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+    model: ModelOption = None,
 ) -> None:
     """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
-    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe, task=task)
+    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe, task=task, model=model)
     run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json)
 
 

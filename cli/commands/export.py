@@ -11,7 +11,7 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
 from ..console import done, note, shown
-from ..settings import parse_size
+from ..settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.export import ExportResult
@@ -60,8 +60,10 @@ def export(
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, help="Largest batch of the server (--format triton).")
     ] = 8,
+    model: NamedModelOption = None,
 ) -> None:
     """Write the hardware-neutral ONNX graph, or a packed network; exit 1 if its results differ from torch's."""
+    expect(model)
     if portable and form != "onnx":
         raise InputError("--portable is an option of --format onnx; remove it, or export with --format onnx.")
     if form != "onnx" and (size is not None or dynamic_size):

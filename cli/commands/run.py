@@ -17,6 +17,8 @@ from ..settings import (
     ConfigOption,
     DataOption,
     EveryOption,
+    InitOption,
+    ModelOption,
     ModelsOption,
     OutOption,
     RecipeOption,
@@ -50,6 +52,8 @@ def run(
     from_scratch: ScratchOption = False,
     telemetry_every: EveryOption = None,
     tracker: TrackerOption = None,
+    model: ModelOption = None,
+    init: InitOption = None,
 ) -> None:
     """Take an FP16 and an NVFP4 model through every stage, and compare them in a table and a report."""
     from fp4deploy.pipeline import run_chain
@@ -60,7 +64,16 @@ def run(
         raise InputError("--demo uses generated shapes; leave out either --demo or --data.")
     chosen = parse_models(models)
     resolved = settings(
-        config, sets, data=data, classes=classes, recipe=recipe, task=task, every=telemetry_every, trackers=tracker
+        config,
+        sets,
+        data=data,
+        classes=classes,
+        recipe=recipe,
+        task=task,
+        every=telemetry_every,
+        trackers=tracker,
+        model=model,
+        init=init,
     )
     commands = _commands(demo, data, config, sets, models, task)
     with new_run(resolved, out) as (created, resolved):

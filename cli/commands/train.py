@@ -16,6 +16,8 @@ from ..settings import (
     ConfigOption,
     DataOption,
     EveryOption,
+    InitOption,
+    ModelOption,
     OutOption,
     RecipeOption,
     ScratchOption,
@@ -58,11 +60,13 @@ def train(
     ] = False,
     telemetry_every: EveryOption = None,
     tracker: TrackerOption = None,
+    model: ModelOption = None,
+    init: InitOption = None,
 ) -> None:
     """Train the models; without --data on generated shapes. Ctrl-C is safe: --resume continues."""
     chosen = parse_models(DEFAULT if models is None else models)
     flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
-    flags |= {"every": telemetry_every, "trackers": tracker}
+    flags |= {"every": telemetry_every, "trackers": tracker, "model": model, "init": init}
     if from_scratch:
         sets = [*(sets or []), "train.from_scratch=true"]
     if dry_run:

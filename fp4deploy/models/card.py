@@ -10,18 +10,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from fp4deploy.errors import InputError
 from fp4deploy.models.heads import MOST_CLASSES, InstanceHead
+from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
 from fp4deploy.schema import Bool, Count, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
 AGAIN = "Export or train the model again."
-ARCHITECTURES = ("unet",)
 MOST_PIXELS = 16_384  # height or width
 
 Pixels = Annotated[Count, Field(ge=1, le=MOST_PIXELS)]
@@ -40,6 +40,8 @@ class ModelCard:
     `exclude` are the patterns that chose the quantised layers; None for the default choice. `task` is "semantic" or
     "instance", and `head` the layout of an instance model's channels. `digits`: the model
     encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its input is the same.
+    `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
+    `output` the name or number of the logits where it has several outputs.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -59,6 +61,17 @@ class ModelCard:
     task: Literal["semantic", "instance"] = "semantic"
     head: InstanceHead | None = None
     digits: Bool = False
+    arguments: Annotated[dict[Name, Any], Field(max_length=100)] = field(default_factory=dict, hash=False)
+    output: Name | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The network's spec.
+
+        Raises:
+            InputError: `architecture` is none.
+        """
+        return parse_spec(self.architecture, self.arguments, self.output)
 
     @property
     def channels(self) -> int:
@@ -67,7 +80,11 @@ class ModelCard:
 
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same card back."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        fields = dataclasses.asdict(self)
+        for name, usual in (("arguments", {}), ("output", None)):  # older versions do not know them
+            if fields[name] == usual:
+                del fields[name]
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str, source: object = "The model card") -> ModelCard:
@@ -87,7 +104,7 @@ class ModelCard:
         head, names = self.head, len(self.class_names)
         checks = [
             (self.precision != "unknown", "precision = 'unknown': known are: fp16, nvfp4"),
-            (self.architecture in ARCHITECTURES, f"architecture = '{self.architecture}': {_one_of(ARCHITECTURES)}"),
+            (_names_a_model(self.architecture), f"architecture = '{self.architecture}': {_one_of(KNOWN)}"),
             (len(set(self.class_names)) == names, "class_names: a name is given twice"),
             (self.recipe is None or self.precision != "fp16", f"precision = 'fp16' with recipe = '{self.recipe}'"),
             ((self.task == "instance") == (head is not None), f"task = '{self.task}' {_with(head)} an instance head"),
@@ -100,6 +117,13 @@ class ModelCard:
                 (all(number < names for number in head.stuff), "head.stuff: a number is no class"),
             ]
         return [clause for fits, clause in checks if not fits]
+
+
+def _names_a_model(text: str) -> bool:
+    try:
+        return parse_spec(text).scale is None
+    except InputError:
+        return False
 
 
 def _one_of(known: Sequence[str]) -> str:

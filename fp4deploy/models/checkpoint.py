@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from torch import nn
 from fp4deploy import __version__
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write, digest_of
+from fp4deploy.models.build import network_for
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.models.input_encoding import expand_weight
-from fp4deploy.models.unet import STRIDE, build_unet
+from fp4deploy.models.spec import UNET
+from fp4deploy.models.unet import STRIDE
 from fp4deploy.schema import parse_json
 
 DIGEST_KEY = "fp4deploy.sha256"
@@ -164,31 +167,48 @@ def read_card(path: Path) -> ModelCard:
     return ModelCard.from_json(metadata[CARD_KEY], f"{path}: model card")
 
 
-def network_of(path: Path, card: ModelCard) -> nn.Module:
+def network_of(path: Path, card: ModelCard, model: str | None = None) -> nn.Module:
     """A freshly initialised network as the card of a checkpoint describes it.
 
     Its shapes are compared with those in the file before any memory is taken: a card of a few bytes can ask for a
-    network of gigabytes.
+    network of gigabytes. Only code of the user, which may do anything, and networks that cannot be built without memory
+    are compared afterwards.
+
+    Args:
+        model: the spec that the caller was given for this file; for user's code, it permits to import it.
 
     Raises:
-        InputError: the file holds another network, or the network does not take images of the card's size.
+        InputError: the file holds another network, the network does not take images of the card's size, or code of the
+            user would run unasked.
+        UnavailableError: the network's library is not installed.
     """
-    if card.height % STRIDE or card.width % STRIDE:
+    if card.spec.source == UNET and (card.height % STRIDE or card.width % STRIDE):
         raise InputError(
             f"{path}: model card: {card.height} x {card.width} pixels, and a UNet takes multiples of {STRIDE}."
         )
-    with torch.device("meta"):
-        planned = build_unet(card.channels, card.scale, card.digits).state_dict()
+    planned = _planned(path, card, model)
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise InputError(f"{path} is not a readable safetensors file ({error}).") from error
-    _require_fit(path, {name: tuple(value.shape) for name, value in planned.items()}, shapes)
+    _require_fit(path, {name: tuple(value.shape) for name, value in planned.state_dict().items()}, shapes)
     scales = [name for name in shapes if name.endswith(QUANTIZER_BUFFERS)]
     if scales and card.precision == "fp16":
         raise InputError(f"{path}: model card: precision = 'fp16', and the file holds the NVFP4 scale {scales[0]}.")
-    return build_unet(card.channels, card.scale, card.digits)
+    return planned if _has_memory(planned) else network_for(card, path, model)
+
+
+def _planned(path: Path, card: ModelCard, model: str | None) -> nn.Module:
+    """The network on the meta device, which takes no memory; with memory where that does not work."""
+    if card.spec.known:
+        with suppress(RuntimeError, NotImplementedError, ValueError), torch.device("meta"):
+            return network_for(card, path, model)
+    return network_for(card, path, model)
+
+
+def _has_memory(model: nn.Module) -> bool:
+    return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def load_weights(model: nn.Module, path: Path, to_encoding: bool = False) -> None:

@@ -24,30 +24,35 @@ from fp4deploy.qat.prepare import prepare, quantized_layers
 FP16_MAX = 65504.0
 
 
-def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[nn.Module, ModelCard]:
+def load_model(path: Path, device: str | torch.device = "cpu", model: str | None = None) -> tuple[nn.Module, ModelCard]:
     """Build the network that the checkpoint's card describes, with its weights as deployed, in evaluation mode.
+
+    Args:
+        model: the model spec, such as "net.py:build". A checkpoint of a network in your own code is loaded only where
+            you name that code again.
 
     Raises:
         InputError: not a checkpoint, another model's weights, an uncalibrated activation, a value FP16 cannot hold.
+        UnavailableError: the library of the network is not installed.
 
     >>> model, card = load_model(checkpoint)
     >>> card.precision, card.recipe, model.training
     ('nvfp4', 'nvfp4_qat', False)
     """
     card = read_card(path)
-    model = network_of(path, card)
+    network = network_of(path, card, model)
     if card.precision == "nvfp4":
-        prepare_as(model, card)
-    load_weights(model, path)
-    amaxes = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
+        prepare_as(network, card)
+    load_weights(network, path)
+    amaxes = {name: layer.input_amax for name, layer in quantized_layers(network).items()}
     idle = [name for name, amax in amaxes.items() if amax is not None and not amax > 0]
     if idle:
         raise InputError(
             f"{path}: the activations of {len(idle)} layers were never calibrated (first {idle[0]}). "
             "Train it with: fp4deploy train --models nvfp4"
         )
-    round_to_deployed(model)
-    return model.to(device).eval(), card
+    round_to_deployed(network)
+    return network.to(device).eval(), card
 
 
 def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:

@@ -16,6 +16,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
+from fp4deploy.models.spec import UNET
+from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.train.sections import (
     AugmentSection,
@@ -55,10 +57,19 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _fits_the_strides(self) -> Config:
+        """The strides of other networks are not known before they run."""
+        wrong = _off_stride(self.model.spec, {"height": self.data.height, "width": self.data.width})
+        if wrong:
+            raise ValueError(wrong[0])
+        return self
+
     @field_validator("recipe")
     @classmethod
     def _exists(cls, value: str) -> str:
-        return checked(value, find_recipe)
+        checked(value, find_recipe)
+        return value
 
 
 def load_config(file: Path | None = None, sets: Sequence[str] = ()) -> Config:
@@ -146,9 +157,21 @@ def _validate(tree: dict[str, Any], sets: Sequence[str], source: str) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         problems += [_problem(entry) for entry in error.errors()]
+        model, data = (part if isinstance(part := tree.get(name), dict) else {} for name in ("model", "data"))
+        problems += [text for text in _off_stride(model.get("spec", UNET), data) if text not in problems]
     if problems:
         raise InputError(f"{source} is not valid: {'; '.join(problems)}.")
     return config
+
+
+def _off_stride(spec: Any, data: dict[str, Any]) -> list[str]:
+    """Sizes that this project's UNet does not take; those that other networks take are not known before they run."""
+    sizes = {name: data.get(name) for name in ("height", "width")}
+    return [
+        f"data.{name} = {size}: input should be a multiple of {STRIDE}"
+        for name, size in sizes.items()
+        if isinstance(size, int) and size % STRIDE and str(spec).partition(":")[0] == UNET
+    ]
 
 
 def _problem(entry: Any) -> str:

@@ -32,7 +32,7 @@ from torch import nn
 from fp4deploy.children import owned_folder
 from fp4deploy.data import EpochLoader, Sample, SegmentationDataset, cache_dataset
 from fp4deploy.errors import InputError
-from fp4deploy.models import build_unet
+from fp4deploy.models.build import network_for
 from fp4deploy.qat import prepare_as
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config
@@ -222,7 +222,7 @@ def _speed(
 ) -> Speed:
     torch.manual_seed(config.seed)
     card = model_card(config, model, data)
-    network: nn.Module = build_unet(card.channels, card.scale, card.digits)
+    network: nn.Module = network_for(card, "The configuration")
     if model in QUANTIZED_MODELS:
         prepare_as(network, card)
         calibrate_on(network, loaders[0], config)

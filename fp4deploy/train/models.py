@@ -33,7 +33,10 @@ from fp4deploy.data import (
     open_instances,
 )
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
+from fp4deploy.models import ModelCard, load_weights, read_card
+from fp4deploy.models.build import network_for
+from fp4deploy.models.initial import load_initial
+from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold
 from fp4deploy.terminal import printable
@@ -130,7 +133,9 @@ def _train(
     resume = resume and job.state_path.is_file()
     torch.manual_seed(config.seed)
     card = model_card(config, model, data)
-    network: nn.Module = build_unet(card.channels, card.scale, card.digits)
+    network: nn.Module = network_for(card, "The configuration")
+    if config.model.init is not None and not fine_tuned and not resume:
+        _say(load_initial(network, Path(config.model.init)))
     if fine_tuned and not resume:
         path = _starting_point(config, run, model, card)
         load_weights(network, path, to_encoding=card.digits and not read_card(path).digits)
@@ -211,9 +216,20 @@ def _starting_point(config: Config, run: Run, model: str, target: ModelCard) -> 
             f"{model} is fine-tuned from an FP16 checkpoint, and there is none at {path}. Train both with "
             "--models fp16,nvfp4, name one with --set train.init_checkpoint=FILE, or train --from-scratch."
         )
+<<<<<<< HEAD
     card, class_names = read_card(path), target.class_names
     require_same_task(path, card, target)
     if card.scale != config.model.scale:
+=======
+    card, class_names = read_card(path), wanted.class_names
+    require_same_task(path, card, wanted)
+    if not card.spec.same_network(wanted.spec) or dict(card.arguments) != dict(wanted.arguments):
+        raise InputError(
+            f"{path} is a {_named(card)}, and this run trains {_named(wanted)}. Choose --model {card.architecture} "
+            "with the same model.args, or another checkpoint."
+        )
+    if card.architecture == UNET and card.scale != config.model.scale:
+>>>>>>> 3f6fb99 (Model specs: networks of libraries and of the user's own code)
         raise InputError(
             f"{path} is a UNet of scale {card.scale:g}, and this run has scale {config.model.scale:g}. "
             f"Set --set model.scale={card.scale:g}, or choose another checkpoint."
@@ -231,6 +247,17 @@ def _starting_point(config: Config, run: Run, model: str, target: ModelCard) -> 
         )
     require_same_head(path, card.head, target.head)
     return path
+
+
+def _named(card: ModelCard) -> str:
+    """A network and its arguments, for messages."""
+    arguments = ", ".join(f"{name}={value}" for name, value in card.arguments.items())
+    return f"{card.architecture} ({arguments})" if arguments else card.architecture
+
+
+def _say(text: str) -> None:
+    if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
+        print(text, file=sys.stderr)
 
 
 def _check_finished(config: Config, run: Run, model: str) -> None:
@@ -274,6 +301,9 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         precision="nvfp4" if quantized else "fp16",
         scale=config.model.scale,
         digits=config.model.digits,
+        architecture=config.model.spec,
+        arguments=config.model.args,
+        output=config.model.output,
         class_names=data.class_names,
         height=config.data.height,
         width=config.data.width,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fp4deploy.errors import Fp4DeployError
-from fp4deploy.models.unet import STRIDE, channel_widths
+from fp4deploy.models.spec import UNET, parse_spec
+from fp4deploy.models.unet import channel_widths
 
 
 class Section(BaseModel):
@@ -21,18 +22,40 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """scale: width of the UNet, channels int(scale * {64, ..., 1024}); digits: the image is read as digits.
+    """spec: the network (`models.spec`), args: its arguments; output: its logits, where it has several outputs.
 
-    Digits keep a first layer in FP4 from losing the image (`models.input_encoding`): for quant.include: ["*"].
+    init: file with initial weights (`models.initial`). Of the UNet: scale: channels int(scale * {64, ..., 1024});
+    digits: the image is read as digits, which keeps a first layer in FP4 from losing the image
+    (`models.input_encoding`): for quant.include: ["*"].
     """
 
+    spec: str = UNET
+    args: dict[str, Any] = Field(default_factory=dict)
+    output: str | None = None
+    init: str | None = None
     scale: float = 0.25
     digits: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scale_of_the_spec(cls, values: Any) -> Any:
+        """unet:0.5 is the spec unet and the scale 0.5."""
+        if not isinstance(values, dict) or not isinstance(values.get("spec"), str):
+            return values
+        spec = checked(values["spec"], parse_spec)
+        own = {} if spec.scale is None else {"scale": spec.scale}
+        return {**values, **own, "spec": spec.text}
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _is_a_name(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("scale")
     @classmethod
     def _has_whole_groups(cls, value: float) -> float:
-        return checked(value, channel_widths)
+        checked(value, channel_widths)
+        return value
 
 
 class DataSection(Section):
@@ -44,8 +67,8 @@ class DataSection(Section):
 
     root: str | None = None
     classes: list[str] | None = None
-    height: int = Field(96, gt=0, multiple_of=STRIDE)
-    width: int = Field(96, gt=0, multiple_of=STRIDE)
+    height: int = Field(96, gt=0)
+    width: int = Field(96, gt=0)
     workers: int | None = Field(None, ge=0)
     cache_gib: float = Field(1.0, ge=0)
 
@@ -196,7 +219,6 @@ class DistillSection(Section):
 
 def checked(value: Any, check: Any) -> Any:
     try:
-        check(value)
+        return check(value)
     except Fp4DeployError as error:
         raise ValueError(str(error)) from error
-    return value

@@ -36,7 +36,7 @@ def test_check_reads_checkpoints(invoke: Invoke, checkpoint: Path) -> None:
     [
         (("unet:big",), "'big' is not a scale"),
         (("unet:0.3",), "Valid scales are multiples of 0.125"),
-        (("resnet",), "neither a model nor a file"),
+        (("resnet",), "names no model"),
         (("unet", "--recipe", "nvfp4_qta"), "Did you mean 'nvfp4_qat'?"),
     ],
 )

@@ -1,0 +1,106 @@
+"""Spec, or card -> network: images [N, 3, H, W] -> logits [N, channels, H, W], with random weights.
+
+A factory of the user gets the number of output channels under the name that its signature has for it
+(`sources.CLASS_ARGUMENTS`), and the arguments of `model.args` by name. It is imported and run only for a spec that the
+user named (`spec.require_named`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fp4deploy.errors import InputError, suggest
+from fp4deploy.models.card import ModelCard
+from fp4deploy.models.output import with_logits
+from fp4deploy.models.sources import SOURCES, call_factory
+from fp4deploy.models.spec import KNOWN, UNET, ModelSpec, require_named
+from fp4deploy.models.unet import build_unet
+
+
+def build_model(spec: ModelSpec, channels: int, scale: float = 1.0, digits: bool = False) -> nn.Module:
+    """A freshly initialised network. User's code is imported and run: `spec` is one that the user gave.
+
+    Args:
+        channels: of the logits.
+        scale, digits: of this project's UNet; the spec's own scale comes first.
+
+    Raises:
+        InputError: an unknown name, wrong arguments, or a factory that returns no module.
+        UnavailableError: the library is not installed.
+
+    >>> from fp4deploy.models.spec import parse_spec
+    >>> build_model(parse_spec("unet:0.125"), 4).head.out_channels
+    4
+    """
+    if spec.source == UNET:
+        if spec.arguments:
+            names = ", ".join(spec.arguments)
+            raise InputError(f"A unet takes no model.args ({names}); it has model.scale and model.digits.")
+        return build_unet(channels, spec.scale if spec.scale is not None else scale, digits)
+    if digits:
+        raise InputError(f"model.digits is an input encoding of this project's unet; {spec.text} has none.")
+    if spec.known:
+        network = SOURCES[spec.source](spec.name, channels, spec.arguments)
+    else:
+        network = call_factory(_factory(spec), spec.text, channels, spec.arguments)
+    return with_logits(network, spec.text, channels, spec.output)
+
+
+def network_for(card: ModelCard, where: object = "The model card", model: str | None = None) -> nn.Module:
+    """A freshly initialised network as a card describes it.
+
+    Args:
+        where: the file of the card, for messages.
+        model: the spec that the caller was given for the file; for user's code, it permits to import it.
+
+    Raises:
+        InputError: as of `build_model`, another model, or code of the user that they did not name.
+        UnavailableError: the library is not installed.
+    """
+    return build_model(require_named(card.spec, where, model), card.channels, card.scale, card.digits)
+
+
+def _factory(spec: ModelSpec) -> Callable[..., Any]:
+    module = _load_file(Path(spec.location)) if spec.source == "file" else _import(spec.location)
+    found = getattr(module, spec.name, None)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise InputError(
+            f"{spec.location} has no function or class '{spec.name}'.{suggest(spec.name, names)} "
+            f"It has: {', '.join(names) or 'none'}."
+        )
+    return found
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"There is no file {path}, which the model spec names.")
+    name = f"fp4deploy_model_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # where dataclasses look for the module of a class
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}.") from error
+    return module
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise InputError(
+            f"The module {name}, which the model spec names, cannot be imported: {type(error).__name__}: {error}. "
+            f"Known sources are: {', '.join(KNOWN)}; a file is named with its suffix, net.py:factory."
+        ) from error

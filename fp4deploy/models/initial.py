@@ -1,0 +1,118 @@
+"""Initial weights from a file (`--init`): safetensors, or a PyTorch file that holds nothing but tensors.
+
+A `.pth` file is unpickled with `weights_only=True`, which builds tensors and containers and calls nothing else. The
+state dict may lie under "state_dict", "model" or "model_state_dict", and its names may begin with "module." of
+DistributedDataParallel. Names and shapes must be those of the network, or of one of its children: the weights of a
+backbone fit the `encoder` of a network.
+
+Tensors of output layers may differ in the number of their output channels: such a layer keeps its random weights, since
+it has other classes. So may be absent what a backbone's file cannot have. A notice lists both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from fp4deploy.errors import InputError, counted
+
+CONTAINERS = ("state_dict", "model_state_dict", "model")
+PARALLEL = "module."
+_CLASSIFIERS = ("fc.", "classifier.", "head.", "last_linear.")  # of a backbone trained to classify
+Tensors = Mapping[str, torch.Tensor]
+
+
+def load_initial(model: nn.Module, path: Path) -> str:
+    """Load initial weights, in place; returns a notice of what was loaded and what was not.
+
+    Raises:
+        InputError: the file cannot be read, or fits neither the network nor one of its children; the message lists what
+            is missing, unknown and of another shape.
+    """
+    tensors = read_weights(path)
+    wanted = model.state_dict()
+    children = ["", *(f"{name}." for name, _ in model.named_children())]
+    prefix = max(children, key=lambda child: sum(child + name in wanted for name in tensors))
+    given = {prefix + name: value for name, value in tensors.items()}
+    unknown = [name for name in given if name not in wanted]
+    if prefix:
+        unknown = [name for name in unknown if not name.removeprefix(prefix).startswith(_CLASSIFIERS)]
+    missing = [name for name in wanted if name.startswith(prefix) and name not in given and not _is_counter(name)]
+    heads = {name for name in given if name in wanted and _other_classes(given[name], wanted[name])}
+    differing = [
+        f"{name} {list(given[name].shape)} instead of {list(wanted[name].shape)}"
+        for name in given
+        if name in wanted and given[name].shape != wanted[name].shape and name not in heads
+    ]
+    if unknown or missing or differing or len(heads) == len(given):
+        raise InputError(f"{path} does not fit this network: {_difference(missing, unknown, differing)}.")
+    broken = [name for name, value in given.items() if not torch.isfinite(value).all()]
+    if broken:
+        raise InputError(f"{path} holds NaN or Inf in {', '.join(broken[:3])}.")
+    loaded = {name: value for name, value in given.items() if name in wanted and name not in heads}
+    model.load_state_dict(loaded, strict=False)
+    notice = f"{counted(len(loaded), 'tensor')} of {path}"
+    if prefix:
+        notice += f", all of {prefix.rstrip('.')}; the rest of the network starts from random weights"
+    if heads:
+        notice += f"; {', '.join(sorted(heads))} start from random weights, because the file has other classes"
+    return f"Initial weights: {notice}."
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict of a file, on the CPU, its names without the prefix of a parallel wrapper.
+
+    Raises:
+        InputError: the file is missing or damaged, or holds something else than tensors.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"There is no file {path} with initial weights.")
+    try:
+        if path.suffix == ".safetensors":
+            found: Any = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise InputError(f"{path} cannot be read as weights: {_first_line(error)}") from error
+    except Exception as error:  # pickle's own errors: something that is no tensor
+        raise InputError(
+            f"{path} holds more than tensors, and loading it would run code. Save model.state_dict() instead, best as "
+            "safetensors."
+        ) from error
+    for name in CONTAINERS:
+        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
+            found = found[name]
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise InputError(f"{path} holds no state dict: it has to map names to tensors.")
+    names = [str(name) for name in found]
+    start = len(PARALLEL) if names and all(name.startswith(PARALLEL) for name in names) else 0
+    return {name[start:]: value for name, value in zip(names, found.values(), strict=True)}
+
+
+def _other_classes(given: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal in all but the first axis, the output channels."""
+    return given.shape != wanted.shape and given.ndim == wanted.ndim > 0 and given.shape[1:] == wanted.shape[1:]
+
+
+def _is_counter(name: str) -> bool:
+    return name.endswith("num_batches_tracked")
+
+
+def _difference(missing: list[str], unknown: list[str], differing: list[str]) -> str:
+    parts = [
+        f"{counted(len(names), 'tensor')} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for names, what in ((missing, "missing"), (unknown, "unknown"), (differing, "of another shape"))
+        if names
+    ]
+    return ", ".join(parts) or "only output layers of other classes"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

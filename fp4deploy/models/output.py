@@ -1,0 +1,89 @@
+"""The logits map among what a network returns, at the size of its input.
+
+| a network returns | the logits are |
+|---|---|
+| a tensor | that |
+| a dict, as {"out": ..., "aux": ...} | the entry that `output` names, else "out", else "logits", else the only one |
+| a tuple or list | the entry of the number `output`, else the first |
+
+Logits [N, channels, h, w] of another size than the image [N, C, H, W] are resized to it, bilinearly with
+`align_corners=False`, as segmentation libraries do before they take the argmax. The resize is part of the network: it
+is trained through, exported and measured.
+
+`with_logits` changes the class of the network in place and keeps all names of its layers and tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp4deploy.errors import InputError
+
+USUAL = ("out", "logits")
+
+
+class LogitsOutput:
+    """Mixed in before the network's own class by `with_logits`."""
+
+    logits_output: str | None
+    logits_channels: int
+    logits_spec: str
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images [N, C, H, W] -> logits [N, channels, H, W]."""
+        found = pick_logits(super().forward(x), self.logits_spec, self.logits_output)  # type: ignore[misc]
+        if found.ndim != 4 or found.shape[0] != x.shape[0] or found.shape[1] != self.logits_channels:
+            raise InputError(
+                f"The output of {self.logits_spec} has the shape {list(found.shape)}, and a logits map of this data "
+                f"has [N, {self.logits_channels}, h, w]. Let the factory take the number of classes, or name the right "
+                "output with --set model.output=NAME."
+            )
+        if found.shape[2:] == x.shape[2:]:
+            return found
+        return F.interpolate(found, x.shape[2:], mode="bilinear", align_corners=False)
+
+
+def with_logits(network: nn.Module, spec: str, channels: int, output: str | None = None) -> nn.Module:
+    """Let `network`, in place, return the logits map [N, channels, H, W] alone; names of layers and tensors stay.
+
+    Args:
+        spec: how messages name the network.
+        output: key or number of the logits among several outputs.
+    """
+    kind = type(network)
+    network.__class__ = type(
+        kind.__name__, (LogitsOutput, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
+    network.logits_output, network.logits_channels, network.logits_spec = output, channels, spec  # type: ignore[assignment]
+    return network
+
+
+def pick_logits(found: Any, spec: str, output: str | None = None) -> torch.Tensor:
+    """The logits among what a network returned.
+
+    Raises:
+        InputError: there is no such entry, it is no tensor, or several could be meant.
+    """
+    value = found
+    if isinstance(found, dict):
+        names = [output] if output is not None else [name for name in USUAL if name in found] or list(found)
+        if len(names) > 1 and output is None and names[0] not in USUAL:
+            raise InputError(f"{spec} returns {', '.join(names)}. Name the logits: --set model.output={names[0]}")
+        if not names or names[0] not in found:
+            raise InputError(f"{spec} returns {', '.join(map(str, found)) or 'an empty dict'}, and no '{output}'.")
+        value = found[names[0]]
+    elif isinstance(found, list | tuple):
+        position = int(output) if output is not None and output.lstrip("-").isdigit() else 0
+        if not -len(found) <= position < len(found) or (output is not None and not output.lstrip("-").isdigit()):
+            raise InputError(f"{spec} returns {len(found)} outputs; --set model.output takes a number from 0.")
+        value = found[position]
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"{spec} returns {type(value).__name__} and no tensor, so that it is no segmentation network: it has to "
+            "return a logits map [N, classes, h, w], or a dict or tuple that holds one."
+        )
+    return value

@@ -1,0 +1,169 @@
+"""Networks of other libraries, one builder a source: (name, output channels, arguments) -> untrained module.
+
+The libraries are the extra `zoo`, imported when one is named. No weights are ever downloaded: every builder asks for
+random weights, and an argument that would fetch or unpickle some is refused. A checkpoint's card may hold these names
+and arguments, so both are checked before a library sees them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.models.pyramid import PyramidSegmenter
+from fp4deploy.requirements import ZOO
+
+CLASS_ARGUMENTS = ("classes", "num_classes", "out_channels", "n_classes", "channels_out")
+_FETCHING = re.compile("pretrain|weights|checkpoint|url|hub|path|file|cache", re.IGNORECASE)
+_NAME = re.compile(r"[\w.\-]+\Z")
+Arguments = Mapping[str, Any]
+
+
+def call_factory(factory: Callable[..., Any], name: str, channels: int, arguments: Arguments) -> nn.Module:
+    """Call a factory with the output channels, under the name that it has for them, and the given arguments.
+
+    Raises:
+        InputError: it does not take the arguments, fails, or returns no module.
+    """
+    given = dict(arguments)
+    parameters = _parameters(factory)
+    own = next((each for each in CLASS_ARGUMENTS if each in parameters), None)
+    if own is not None:
+        given.setdefault(own, channels)
+    _check_arguments(name, parameters, given)
+    try:
+        network = factory(**given)
+    except Exception as error:
+        raise InputError(
+            f"{name} cannot be built with {_listed(given)}: {type(error).__name__}: {_first_line(error)}. "
+            f"Its parameters: {', '.join(parameters) or 'not known'}. Set one with --set model.args.NAME=VALUE."
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise InputError(f"{name} returned {type(network).__name__} and not a torch.nn.Module; return the network.")
+    return network
+
+
+def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _check_arguments(name: str, parameters: dict[str, inspect.Parameter], given: Arguments) -> None:
+    open_ended = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    unknown = [] if open_ended else [key for key in given if key not in parameters]
+    if unknown:
+        raise InputError(
+            f"{name} has no parameter {', '.join(unknown)}.{suggest(unknown[0], parameters)} "
+            f"Its parameters: {', '.join(parameters)}."
+        )
+    missing = [
+        key
+        for key, each in parameters.items()
+        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL) and key not in given
+    ]
+    if missing:
+        settings = " ".join(f"--set model.args.{key}=..." for key in missing)
+        raise InputError(
+            f"{name} needs {', '.join(missing)}. Set {'it' if len(missing) == 1 else 'them'} with: {settings}"
+        )
+
+
+def _smp(name: str, channels: int, arguments: Arguments) -> nn.Module:
+    """Architecture / encoder; without an encoder the library's default."""
+    smp = _library("segmentation_models_pytorch")
+    architecture, _, encoder = name.partition("/")
+    kinds = {key: value for key, value in vars(smp).items() if inspect.isclass(value) and issubclass(value, nn.Module)}
+    kind = _chosen(architecture, kinds, "smp:ARCHITECTURE/ENCODER")
+    given = _harmless(f"smp:{name}", arguments) | {"encoder_weights": None}
+    if encoder:
+        given["encoder_name"] = _plain_name(encoder)
+    return call_factory(kind, f"smp:{name}", channels, given)
+
+
+def _torchvision(name: str, channels: int, arguments: Arguments) -> nn.Module:
+    vision = _library("torchvision")
+    names = vision.models.list_models(module=vision.models.segmentation)
+    builder = _chosen(name, {each: vision.models.get_model_builder(each) for each in names}, "torchvision:NAME")
+    given = _harmless(f"torchvision:{name}", arguments) | {"weights": None, "weights_backbone": None}
+    return call_factory(builder, f"torchvision:{name}", channels, {**given, "num_classes": channels})
+
+
+def _monai(name: str, channels: int, arguments: Arguments) -> nn.Module:
+    nets = importlib.import_module(f"{_library('monai').__name__}.networks.nets")
+    kinds = {key: value for key, value in vars(nets).items() if inspect.isclass(value) and issubclass(value, nn.Module)}
+    kind = _chosen(name, kinds, "monai:NAME")
+    usual = {"spatial_dims": 2, "in_channels": 3, "out_channels": channels}
+    own = {key: value for key, value in usual.items() if key in _parameters(kind)}
+    return call_factory(kind, f"monai:{name}", channels, own | _harmless(f"monai:{name}", arguments))
+
+
+def _timm(name: str, channels: int, arguments: Arguments) -> nn.Module:
+    """A backbone as a pyramid of features, under a plain decoder; `decoder_width` is the decoder's."""
+    timm = _library("timm")
+    given = _harmless(f"timm:{name}", arguments)
+    width = given.pop("decoder_width", 64)
+    if not timm.is_model(_plain_name(name)):
+        raise InputError(f"timm has no model '{name}'.{suggest(name, timm.list_models())} Write timm:NAME.")
+    wanted = {"pretrained": False, "features_only": True}
+    backbone = call_factory(timm.create_model, f"timm:{name}", channels, {"model_name": name, **given, **wanted})
+    return PyramidSegmenter(backbone, tuple(backbone.feature_info.channels()), channels, width)  # type: ignore[union-attr, operator]
+
+
+SOURCES: dict[str, Callable[[str, int, Arguments], nn.Module]] = {
+    "smp": _smp,
+    "torchvision": _torchvision,
+    "monai": _monai,
+    "timm": _timm,
+}
+
+
+def _library(name: str) -> Any:
+    reason = ZOO[name].why_missing()
+    if reason is not None:
+        raise UnavailableError(f"The model comes from {reason}")
+    return importlib.import_module(name)
+
+
+def _chosen(name: str, known: Mapping[str, Callable[..., Any]], form: str) -> Callable[..., Any]:
+    if name in known:
+        return known[name]
+    raise InputError(f"There is no '{name}' in {form}.{suggest(name, known)} Known: {', '.join(sorted(known))}.")
+
+
+def _plain_name(name: str) -> str:
+    if not _NAME.match(name):
+        raise InputError(f"'{name}' is not a plain name: letters, digits, '.', '-' and '_' only.")
+    return name
+
+
+def _harmless(name: str, arguments: Arguments) -> dict[str, Any]:
+    """The arguments, after a check that none fetches or unpickles weights."""
+    refused = [key for key in _keys(arguments) if _FETCHING.search(key)]
+    if refused:
+        raise InputError(
+            f"{name}: the argument {refused[0]} is not passed on, because no weights are downloaded and no file is "
+            "unpickled. Give trained weights with --init FILE (.safetensors, or .pth of tensors)."
+        )
+    return dict(arguments)
+
+
+def _keys(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [str(key) for key in value] + [key for each in value.values() for key in _keys(each)]
+    return [key for each in value for key in _keys(each)] if isinstance(value, list | tuple) else []
+
+
+def _listed(given: Arguments) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in given.items()) or "no arguments"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")[:300]
