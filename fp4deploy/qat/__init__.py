@@ -1,7 +1,14 @@
 """Quantisation-aware training: recipes, straight-through functions, layers, and `prepare`."""
 
 from fp4deploy.qat.calibration import calibrate_percentile
-from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantizedLayer, QuantLinear
+from fp4deploy.qat.layers import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvTranspose2d,
+    QuantizedLayer,
+    QuantLinear,
+)
 from fp4deploy.qat.load import deployed, load_model, prepare_as, round_to_deployed
 from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers, restore
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
@@ -9,7 +16,9 @@ from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
 __all__ = [
     "RECIPES",
     "LayerPlan",
+    "QuantConv1d",
     "QuantConv2d",
+    "QuantConv3d",
     "QuantConvTranspose2d",
     "QuantLinear",
     "QuantSpec",

@@ -72,11 +72,11 @@ def quantized_gemms(
     """Y of a layer, its forward, dgrad and wgrad GEMMs quantised by `recipe`.
 
     Args:
-        x: [..., C] for a linear layer; [N, C, H, W] or [C, H, W] for a convolution.
+        x: [..., C] for a linear layer; [N, C, H, W] or [C, H, W] for a convolution, with its own spatial axes.
         weight, bias: the layer's own; bias may be None.
         amax: static global amax of `x`, float32 [], where the recipe's activation is static.
     """
-    single = x.ndim == (3 if isinstance(gemms, ConvGemms) else 1)
+    single = x.ndim == (1 + len(gemms.kernel) if isinstance(gemms, ConvGemms) else 1)
     y: torch.Tensor = _QuantizedGemms.apply(x[None] if single else x, weight, bias, gemms, recipe, amax)
     return y[0] if single else y
 

@@ -1,4 +1,4 @@
-"""The three GEMMs of Linear, Conv2d and ConvTranspose2d, and the contraction axis of every operand.
+"""The three GEMMs of Linear, Conv1d, Conv2d, Conv3d and ConvTranspose2d, and the contraction axis of every operand.
 
 A layer multiplies three times in a training step: the forward, the input gradient (dgrad) and the weight gradient
 (wgrad). FP4 tensor cores share one block scale among 16 elements of the axis that the GEMM contracts, and each of the
@@ -20,10 +20,13 @@ channels of one tap. The wgrad is a GEMM over pixels. One of its operands is the
 for each channel and tap; a block holds 16 pixels of that row, in row-major order within one image. Blocks are cut after
 unfolding: a tap shifts the activation, and blocks cut before the shift would straddle the blocks of the other operand,
 which no tensor core can multiply. The price is the memory of the unfolded activation, KH * KW times the original.
+
+Conv1d and Conv3d are the same with one and with three spatial axes: X [N, C, L] and [N, C, D, H, W], blocks along C.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +34,7 @@ import torch
 import torch.nn.functional as F
 
 Pair = tuple[int, int]
+Sizes = tuple[int, ...]  # one a spatial axis
 
 
 @dataclass(frozen=True)
@@ -77,18 +81,22 @@ class LinearGemms:
 class ConvGemms:
     """Conv2d, or with `transposed` ConvTranspose2d: Y [N, O, H', W'] from X [N, C, H, W], and its gradients.
 
-    Padding is with zeros.
+    Padding is with zeros. With one or three sizes each it is a Conv1d or Conv3d, X [N, C, L] or [N, C, D, H, W].
     """
 
-    kernel: Pair
-    stride: Pair
-    padding: Pair
-    dilation: Pair
+    kernel: Sizes
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
     groups: int
     transposed: bool = False
-    output_padding: Pair = (0, 0)
-    input_axis: int = -3
+    output_padding: Sizes = (0, 0)
     wgrad_axis: int = -1
+
+    @property
+    def input_axis(self) -> int:
+        """The channels, from the end, so that an input without a batch axis has them too."""
+        return -1 - len(self.kernel)
 
     @property
     def weight_axes(self) -> Pair:
@@ -106,7 +114,7 @@ class ConvGemms:
             return F.conv_transpose2d(
                 x, weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
             )
-        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return _CONVOLUTIONS[len(self.kernel)](x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def dgrad(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dX like `x` [N, C, H, W], from G [N, O, H', W'] and W."""
@@ -128,7 +136,7 @@ class ConvGemms:
             self.padding,
             self.dilation,
             self.transposed,
-            self.output_padding,
+            self.output_padding if self.transposed else [0] * len(self.kernel),
             self.groups,
             output_mask,
         )
@@ -148,11 +156,13 @@ class ConvGemms:
 
     def bias_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """db [O]."""
-        return gradient.sum((0, 2, 3))
+        return gradient.sum((0, *range(2, gradient.ndim)))
 
     def _unfold(self, activation: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
         """im2col: [N, channels * taps, pixels], cropped to the height and width of `pixels`."""
         kernel = self.kernel
+        if len(kernel) != 2:
+            return self._unfold_taps(activation.to(torch.float32), tuple(pixels.shape[2:]))
         unfolded = F.unfold(activation.to(torch.float32), kernel, self.dilation, self.padding, self.stride)
         extents = (
             size + 2 * padding - dilation * (taps - 1) - 1
@@ -163,3 +173,21 @@ class ConvGemms:
         grid = tuple(extent // stride + 1 for extent, stride in zip(extents, self.stride, strict=True))
         height, width = pixels.shape[2:]
         return unfolded.unflatten(-1, grid)[..., :height, :width].flatten(-2)
+
+    def _unfold_taps(self, activation: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        """`_unfold` for any number of spatial axes: one strided slice a tap, taps innermost within a channel."""
+        padded = F.pad(activation, [edge for size in reversed(self.padding) for edge in (size, size)])
+        steps = list(zip(self.stride, self.dilation, grid, strict=True))
+        windows = [
+            padded[(..., *(_window(tap, *step) for tap, step in zip(taps, steps, strict=True)))]
+            for taps in itertools.product(*(range(taps) for taps in self.kernel))
+        ]
+        return torch.stack(windows, 2).flatten(3).flatten(1, 2)
+
+
+_CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def _window(tap: int, stride: int, dilation: int, extent: int) -> slice:
+    start = tap * dilation
+    return slice(start, start + (extent - 1) * stride + 1, stride)

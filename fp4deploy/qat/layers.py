@@ -1,4 +1,4 @@
-"""Fake-quantised Conv2d, ConvTranspose2d and Linear.
+"""Fake-quantised Conv1d, Conv2d, Conv3d, ConvTranspose2d and Linear.
 
 Each is the torch layer with its own parameters and names. A layer whose recipe gives its input a static scale has one
 more buffer, `input_amax`: the tracked amax of its input, from which the engine's global scale is made; 0 before the
@@ -36,7 +36,7 @@ from fp4deploy.qat.ste import fake_quantize, fake_quantize_and_measure
 
 
 class QuantizedLayer(nn.Module):
-    """What the three layers share: the recipe, amax tracking and the quantisers."""
+    """What the quantised layers share: the recipe, amax tracking and the quantisers."""
 
     recipe: Recipe
     input_amax: torch.Tensor | None
@@ -157,20 +157,42 @@ class QuantizedLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class QuantConv2d(QuantizedLayer, nn.Conv2d):
-    """Conv2d with fake-quantised GEMMs: [N, C, H, W] -> [N, O, H', W']."""
+class _QuantConv(QuantizedLayer):
+    """What convolutions of one, two and three spatial axes share."""
 
     def gemms(self) -> ConvGemms:
-        return ConvGemms(_pair(self.kernel_size), _pair(self.stride), (0, 0), _pair(self.dilation), self.groups)
+        layer = cast(nn.Conv2d, self)
+        none = (0,) * len(layer.kernel_size)
+        return ConvGemms(
+            tuple(layer.kernel_size),
+            tuple(layer.stride),
+            none,
+            tuple(layer.dilation),
+            layer.groups,
+            output_padding=none,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left, right, top, bottom = self._reversed_padding_repeated_twice
-        gemms = self.gemms()
-        if self.padding_mode != "zeros":
-            return self.multiply(F.pad(x, (left, right, top, bottom), self.padding_mode), gemms)
-        rows, columns = min(top, bottom), min(left, right)  # as torch does, so that the bits are the same
-        excess = (left - columns, right - columns, top - rows, bottom - rows)
-        return self.multiply(F.pad(x, excess) if any(excess) else x, replace(gemms, padding=(rows, columns)))
+        layer, gemms = cast(Any, self), self.gemms()
+        ends = layer._reversed_padding_repeated_twice  # (before, after) of the last axis first
+        if layer.padding_mode != "zeros":
+            return self.multiply(F.pad(x, ends, layer.padding_mode), gemms)
+        pairs = list(zip(ends[::2], ends[1::2], strict=True))
+        even = [min(pair) for pair in pairs]  # as torch does, so that the bits are the same
+        excess = [edge - size for pair, size in zip(pairs, even, strict=True) for edge in pair]
+        return self.multiply(F.pad(x, excess) if any(excess) else x, replace(gemms, padding=tuple(reversed(even))))
+
+
+class QuantConv1d(_QuantConv, nn.Conv1d):
+    """Conv1d with fake-quantised GEMMs: [N, C, L] -> [N, O, L']."""
+
+
+class QuantConv2d(_QuantConv, nn.Conv2d):
+    """Conv2d with fake-quantised GEMMs: [N, C, H, W] -> [N, O, H', W']."""
+
+
+class QuantConv3d(_QuantConv, nn.Conv3d):
+    """Conv3d with fake-quantised GEMMs: [N, C, D, H, W] -> [N, O, D', H', W']."""
 
 
 class QuantConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):
@@ -197,7 +219,9 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
 
 QUANTIZED: dict[type[nn.Module], type[QuantizedLayer]] = {
+    nn.Conv1d: QuantConv1d,
     nn.Conv2d: QuantConv2d,
+    nn.Conv3d: QuantConv3d,
     nn.ConvTranspose2d: QuantConvTranspose2d,
     nn.Linear: QuantLinear,
 }

@@ -3,7 +3,7 @@
 Kept in high precision by default: the first layer with weights (it reads the image, of which FP4 leaves 3 bits where
 `models.input_encoding` has not encoded it as 13 channels), the last one (its error goes straight into the logits, with
 no normalisation after it), and everything that is not a GEMM (normalisation, pooling, activation functions). A layer
-that no quantised class implements (a subclass with a forward of its own, a 3-D convolution, an embedding) says so.
+that no quantised class implements (a subclass with a forward of its own, an embedding) says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp4deploy.qat.recipes import Recipe, find_recipe
 
 Selection = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-NORMS = (nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d, nn.LayerNorm)
+NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def prepare(
     plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude)}
     names = [name for name, plan in plans.items() if plan.precision == "FP4"]
     if not names:
-        raise InputError("This model has no layer that FP4 could compute: it needs Conv2d, ConvTranspose2d or Linear.")
+        kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
+        raise InputError(f"This model has no layer that FP4 could compute: it needs one of {kinds}.")
     calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
     restore(model)
     for name in names:
@@ -191,6 +192,8 @@ def _reason_to_keep(
     if include is not None:
         return None if _selected(include, name, layer) else "not in the layers to include"
     channels, groups = _input_channels(layer)
+    if channels == 1 and groups > 1:
+        return f"depthwise: {groups} groups of one input channel contract over taps alone, no axis for blocks of {NVFP4_BLOCK}"
     if groups > 1 and channels % NVFP4_BLOCK:
         return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
     if name == gemms[0]:
@@ -202,7 +205,7 @@ def _reason_to_keep(
 
 def _reason_impossible(layer: nn.Module) -> str | None:
     """Why no recipe can quantise this layer; None where one can."""
-    if isinstance(layer, NORMS):
+    if isinstance(layer, NORMS) or (not _is_gemm(layer) and "norm" in type(layer).__name__.lower()):
         return "normalisation: sums over many values and few parameters, kept in high precision"
     if _is_gemm(layer):
         return None
@@ -244,7 +247,7 @@ def _input_channels(layer: nn.Module) -> tuple[int, int]:
     """(input channels of one group, groups)."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, 1
-    assert isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
     return layer.in_channels // layer.groups, layer.groups
 
 

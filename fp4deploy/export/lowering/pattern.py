@@ -15,6 +15,7 @@ cause.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,7 +35,8 @@ _REEXPORT = "Export the model again: fp4deploy export --format onnx"
 class Fp4Layer:
     """One layer whose weights are FP4 codes and whose input is quantised while the model runs.
 
-    `half` is the dequantised FP16 weight as stored, [O, KH*KW*C]; `shape` is (C, H, W) or None for Linear.
+    `half` is the dequantised FP16 weight as stored, [O, KH*KW*C]; `shape` is (C, H, W), None for all but Conv2d and
+    ConvTranspose2d.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Fp4Layer:
     quantize: ir.Node
     dequantized: ir.Value
     shape: tuple[int, int, int] | None
-    kernel: tuple[int, int]
+    kernel: tuple[int, ...]
     out_channels: int
 
     @property
@@ -212,14 +214,22 @@ def _read_layer(node: ir.Node, codes: ir.Value) -> Fp4Layer:
     quantize, dequantized = _read_input_chain(name, node)
     if kind == "Linear":
         return Fp4Layer(name, kind, node, codes, scales, half, quantize, dequantized, None, (1, 1), rows)
+    if ohwi is not None and len(ohwi) in (3, 5):  # Conv1d, Conv3d: no lowering but decoded to FP16
+        _check_contents(name, ohwi, rows, size)
+        form = f"Conv{len(ohwi) - 2}d"
+        return Fp4Layer(name, form, node, codes, scales, half, quantize, dequantized, None, tuple(ohwi[1:-1]), rows)
     if ohwi is None or len(ohwi) != 4:
         raise InputError(f"Layer {name}: its FP4 weight is not reshaped to [O,KH,KW,C] (OHWI order). {_REEXPORT}")
     out, height, width, channels = ohwi
-    check_multiple(name, "input channels (K)", channels)
-    if (out, height * width * channels) != (rows, size):
-        raise InputError(f"Layer {name}: FP4 weight [{rows}, {size}] does not hold OHWI {ohwi}. {_REEXPORT}")
+    _check_contents(name, ohwi, rows, size)
     shape = _input_shape(name, node, channels)
     return Fp4Layer(name, kind, node, codes, scales, half, quantize, dequantized, shape, (height, width), out)
+
+
+def _check_contents(name: str, ohwi: list[int], rows: int, size: int) -> None:
+    check_multiple(name, "input channels (K)", ohwi[-1])
+    if (ohwi[0], math.prod(ohwi[1:])) != (rows, size):
+        raise InputError(f"Layer {name}: FP4 weight [{rows}, {size}] does not hold OHWI {ohwi}. {_REEXPORT}")
 
 
 def _read_weight_chain(name: str, node: ir.Node) -> tuple[ir.Node, ir.Value, list[int] | None]:

@@ -44,7 +44,8 @@ def _block_scales(layer: Fp4Layer) -> dict[ir.Value, tuple[int, int]]:
     axis = attribute(layer.quantize, "axis", -1)
     assert isinstance(axis, int)
     blocks = layer.shape[0] // NVFP4_BLOCK if layer.shape is not None else 0
-    return {layer.scales: (0, layer.out_channels), layer.quantize.outputs[1]: (axis, blocks)}
+    weight = {layer.scales: (0, layer.out_channels)}
+    return {**weight, layer.quantize.outputs[1]: (axis, blocks)} if blocks else weight
 
 
 def _repeat(graph: ir.Graph, scales: ir.Value, axis: int, extent: int) -> bool:

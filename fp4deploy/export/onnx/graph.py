@@ -37,11 +37,11 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
-from fp4deploy.export.onnx.layer_constants import LayerConstants, layer_constants
+from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.qat.layers import QuantConv2d, QuantConvTranspose2d, QuantLinear
+from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
 
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
@@ -186,9 +186,10 @@ def _marking_forward(name: str, layer: LayerConstants, module: nn.Module) -> Cal
         padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
         return _marker(ACTIVATION_MARKER, [x], name, padded), _marker(WEIGHT_MARKER, [], name, shape)
 
-    def convolution(self: QuantConv2d, x: torch.Tensor) -> torch.Tensor:
+    def convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
         x, weight = operands(x)
-        return self._conv_forward(x, weight, self.bias)
+        product: torch.Tensor = self._conv_forward(x, weight, self.bias)
+        return product
 
     def transposed_convolution(self: QuantConvTranspose2d, x: torch.Tensor) -> torch.Tensor:
         x, weight = operands(x)
@@ -200,7 +201,7 @@ def _marking_forward(name: str, layer: LayerConstants, module: nn.Module) -> Cal
         product = torch.matmul(x, weight)
         return product if self.bias is None else product + self.bias
 
-    if isinstance(module, QuantConv2d):
+    if isinstance(module, CONVOLUTIONS):
         return convolution
     return transposed_convolution if isinstance(module, QuantConvTranspose2d) else linear
 

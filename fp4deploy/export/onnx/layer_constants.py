@@ -21,6 +21,9 @@ from fp4deploy.formats import deployed_amax, quantize_nvfp4
 from fp4deploy.qat.layers import QuantizedLayer
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
 @dataclass(frozen=True)
 class LayerConstants:
     """What the file holds of one quantised layer.
@@ -87,25 +90,29 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants:
         shape=(rows, *kernel, channels),
         order=_operator_order(layer),
         channel_axis=-1 if isinstance(layer, nn.Linear) else 1,
-        channels=channels * (layer.groups if isinstance(layer, nn.Conv2d) else 1),
+        channels=channels * (layer.groups if isinstance(layer, CONVOLUTIONS) else 1),
     )
 
 
 def _taps_first(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """[KH, KW, O, C] (a linear layer: [1, 1, O, C])."""
+    """[KH, KW, O, C], as many taps' axes as the layer has (a linear layer: [1, 1, O, C])."""
+    taps = range(2, weight.ndim)
     if isinstance(layer, nn.ConvTranspose2d):
-        return weight.permute(2, 3, 1, 0)
-    if isinstance(layer, nn.Conv2d):
-        return weight.permute(2, 3, 0, 1)
+        return weight.permute(*taps, 1, 0)
+    if isinstance(layer, CONVOLUTIONS):
+        return weight.permute(*taps, 0, 1)
     return weight[None, None]
 
 
 def _rows_first(x: torch.Tensor) -> NDArray[np.uint8]:
     """uint8 [KH, KW, O, J] -> [O, KH*KW*J]."""
-    return cast("NDArray[np.uint8]", x.permute(2, 0, 1, 3).flatten(1).contiguous().numpy())
+    return cast("NDArray[np.uint8]", x.movedim(-2, 0).flatten(1).contiguous().numpy())
 
 
 def _operator_order(layer: nn.Module) -> tuple[int, ...]:
     if isinstance(layer, nn.ConvTranspose2d):
         return (3, 0, 1, 2)
-    return (0, 3, 1, 2) if isinstance(layer, nn.Conv2d) else (1, 0)
+    if isinstance(layer, CONVOLUTIONS):
+        axes = len(layer.kernel_size)
+        return (0, axes + 1, *range(1, axes + 1))
+    return (1, 0)

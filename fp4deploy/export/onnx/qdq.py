@@ -119,7 +119,7 @@ def _lower_weight(writer: NodeWriter, layer: LayerConstants, marker: ir.Node) ->
     shape = tuple(layer.shape[axis] for axis in layer.order)
     if layer.shape != (rows, width):
         value = _reshape(writer, value, "ohwi", layer.shape)
-    if layer.shape[1:3] == (1, 1) and layer.order[0] == 0:
+    if layer.order[0] == 0 and set(layer.shape[1:-1]) == {1}:
         return _reshape(writer, value, "oihw", shape)  # no byte moves, and TensorRT-RTX does not compile this transpose
     return writer.add("Transpose", "transposed", value, shape=shape, perm=list(layer.order))
 
