@@ -20,7 +20,6 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax, quantize_nvfp4
 from fp4deploy.qat.layers import QuantizedLayer
 
-
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
