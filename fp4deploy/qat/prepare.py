@@ -193,7 +193,7 @@ def _reason_to_keep(
         return None if _selected(include, name, layer) else "not in the layers to include"
     channels, groups = _input_channels(layer)
     if channels == 1 and groups > 1:
-        return f"depthwise: {groups} groups of one input channel, so there is nothing for a block of {NVFP4_BLOCK} to share"
+        return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
     if groups > 1 and channels % NVFP4_BLOCK:
         return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
     if name == gemms[0]:
