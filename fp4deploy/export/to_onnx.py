@@ -6,11 +6,16 @@ file under a temporary name first: no file exists that was not compared (except 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, overload
 
 import onnx
+import torch
+from torch import nn
 
+from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.verify.outputs import (
@@ -22,7 +27,7 @@ from fp4deploy.export.verify.outputs import (
 )
 from fp4deploy.files import atomic_write
 from fp4deploy.models.card import ModelCard
-from fp4deploy.qat import load_model, quantized_layers
+from fp4deploy.qat import deployed, load_model, quantized_layers
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,14 @@ class ExportResult:
     """What `export_onnx` wrote.
 
     path, portable_path: the canonical file and the decomposed one (None where none was asked for).
+    card: None of a module that was exported without one.
     size_bytes: of the canonical file. fp4_layers: how many layers it holds in FP4.
     verification: how far ONNX Runtime and torch agree; None where nothing was verified.
     """
 
     path: Path
     portable_path: Path | None
-    card: ModelCard
+    card: ModelCard | None
     size_bytes: int
     fp4_layers: int
     verification: Agreement | None
@@ -52,53 +58,129 @@ def portable_name(path: Path) -> Path:
     return path.with_suffix(f".portable{path.suffix}")
 
 
+@overload
 def export_onnx(
-    checkpoint: Path,
-    out: Path,
+    checkpoint: Path | str,
+    out: Path | str,
     portable: bool = False,
     data: Path | None = None,
     images: int = 16,
     verify: bool = True,
     size: tuple[int, int] | None = None,
     dynamic_size: bool = False,
+) -> ExportResult: ...
+
+
+@overload
+def export_onnx(
+    checkpoint: nn.Module,
+    out: torch.Tensor,
+    portable: Path | str,
+    data: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    images: int = 16,
+    verify: bool = True,
+    size: None = None,
+    dynamic_size: bool = False,
+    card: ModelCard | None = None,
+    with_portable: bool = False,
+) -> ExportResult: ...
+
+
+def export_onnx(
+    checkpoint: Any,
+    out: Any,
+    portable: Any = False,
+    data: Any = None,
+    images: int = 16,
+    verify: bool = True,
+    size: tuple[int, int] | None = None,
+    dynamic_size: bool = False,
+    card: ModelCard | None = None,
+    with_portable: bool = False,
 ) -> ExportResult:
-    """Export a checkpoint to canonical ONNX, verified against torch on real images before anything is written.
+    """Export a checkpoint, or a module in memory, to canonical ONNX, verified against torch before anything is written.
+
+    There are two forms, as there are two things to export:
+
+        export_onnx(checkpoint, out, portable=False, data=folder)      of a file that `fp4deploy train` wrote
+        export_onnx(model, example_input, path)                        of any module, in the order of torch.onnx.export
 
     Args:
-        checkpoint: a .safetensors file that `fp4deploy train` wrote.
-        out: the .onnx file; an existing one is replaced.
-        portable: also write the decomposed graph for plain ONNX Runtime, as NAME.portable.onnx in the same folder.
-        data: dataset whose validation split is used to verify.
-        images: how many of its images.
+        checkpoint: a .safetensors file that `fp4deploy train` wrote; or a module, prepared and calibrated or plain.
+        out: the .onnx file; an existing one is replaced. Of a module: an example input [N, C, H, W].
+        portable: also write the decomposed graph for plain ONNX Runtime, as NAME.portable.onnx in the same folder. Of a
+            module: the .onnx file (and `with_portable` for the other one).
+        data: dataset whose validation split is used to verify. Of a module: inputs to verify on, one batch or several;
+            by default the example input.
+        images: how many of the dataset's images.
         verify: False writes without comparing.
         size: height and width of the graph's images in pixels; by default those of the training. It is verified at it.
         dynamic_size: leave height and width open; `size` is then the size that is verified.
+        card: of a module, stored in the file.
 
     Raises:
         GateError: ONNX Runtime and torch disagree by more than FP4 explains (see `verify`).
-        InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target.
+        InputError: not a checkpoint of this project, an uncalibrated layer, no data to verify on, an unwritable target,
+            a module that cannot be traced.
 
     >>> result = export_onnx(checkpoint, folder / "unet.onnx", verify=False)
     >>> result.path.name, result.fp4_layers
     ('unet.onnx', 21)
+    >>> model = fd.prepare(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)))
+    >>> batch = torch.randn(2, 3, 16, 16)
+    >>> fd.calibrate(model, batch)
+    >>> fd.export_onnx(model, batch, folder / "own.onnx").fp4_layers
+    1
     """
-    out = Path(out)
-    check_request(Path(checkpoint), out, ".onnx", data, images, verify)
-    model, card = load_model(Path(checkpoint))
+    if isinstance(checkpoint, nn.Module):
+        given = {"card": card, "portable": with_portable, "dynamic_size": dynamic_size}
+        return _export_module(checkpoint, out, Path(portable), data, verify, **given)
+    checkpoint, out = Path(checkpoint), Path(out)
+    check_request(checkpoint, out, ".onnx", data, images, verify)
+    model, found = load_model(checkpoint)
     if size is not None:
-        card = replace(card, height=size[0], width=size[1])
-    canonical = export_graph(model, (3, card.height, card.width), card, dynamic_size)
+        found = replace(found, height=size[0], width=size[1])
+    canonical = export_graph(model, (3, found.height, found.width), found, dynamic_size)
     decomposed = to_portable(canonical) if portable or verify else None
     verification = None
     if verify and data is not None and decomposed is not None:
-        verification = verify_decomposed(model, decomposed, validation_images(Path(data), card, images), head=card.head)
+        samples = validation_images(Path(data), found, images)
+        verification = verify_decomposed(model, decomposed, samples, head=found.head)
         require_agreement(verification, str(checkpoint))
+    return _write_all(model, canonical, decomposed if portable else None, out, found, verification)
+
+
+def _export_module(
+    model: nn.Module, example: torch.Tensor, out: Path, inputs: Any, verify: bool, **options: Any
+) -> ExportResult:
+    if out.suffix != ".onnx":
+        raise InputError(f"{out} should end in .onnx.")
+    card, portable = options["card"], options["portable"]
+    canonical = export_graph(model, tuple(example.shape[1:]), card, options["dynamic_size"])
+    verification, decomposed = None, to_portable(canonical) if portable or verify else None
+    if verify and decomposed is not None:
+        batches = [example] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        samples = [batch.detach().cpu().float() for batch in batches]
+        head = card.head if card is not None else None
+        verification = verify_decomposed(deployed(model), decomposed, samples, head=head)
+        require_agreement(verification, type(model).__name__)
+    return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
+
+
+def _write_all(
+    model: nn.Module,
+    canonical: onnx.ModelProto,
+    decomposed: onnx.ModelProto | None,
+    out: Path,
+    card: ModelCard | None,
+    verification: Agreement | None,
+) -> ExportResult:
     size_bytes = _write(canonical, out)
-    if portable and decomposed is not None:
+    if decomposed is not None:
         _write(decomposed, portable_name(out))
     return ExportResult(
         path=out,
-        portable_path=portable_name(out) if portable else None,
+        portable_path=portable_name(out) if decomposed is not None else None,
         card=card,
         size_bytes=size_bytes,
         fp4_layers=len(quantized_layers(model)),

@@ -178,10 +178,10 @@ class ConvGemms:
         """`_unfold` for any number of spatial axes: one strided slice a tap, taps innermost within a channel."""
         padded = F.pad(activation, [edge for size in reversed(self.padding) for edge in (size, size)])
         steps = list(zip(self.stride, self.dilation, grid, strict=True))
-        windows = [
-            padded[(..., *(_window(tap, *step) for tap, step in zip(taps, steps, strict=True)))]
-            for taps in itertools.product(*(range(taps) for taps in self.kernel))
-        ]
+        windows = []
+        for taps in itertools.product(*(range(size) for size in self.kernel)):
+            index: Any = (..., *(_window(tap, *step) for tap, step in zip(taps, steps, strict=True)))
+            windows.append(padded[index])
         return torch.stack(windows, 2).flatten(3).flatten(1, 2)
 
 
