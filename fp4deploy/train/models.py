@@ -216,20 +216,14 @@ def _starting_point(config: Config, run: Run, model: str, target: ModelCard) -> 
             f"{model} is fine-tuned from an FP16 checkpoint, and there is none at {path}. Train both with "
             "--models fp16,nvfp4, name one with --set train.init_checkpoint=FILE, or train --from-scratch."
         )
-<<<<<<< HEAD
     card, class_names = read_card(path), target.class_names
     require_same_task(path, card, target)
-    if card.scale != config.model.scale:
-=======
-    card, class_names = read_card(path), wanted.class_names
-    require_same_task(path, card, wanted)
-    if not card.spec.same_network(wanted.spec) or dict(card.arguments) != dict(wanted.arguments):
+    if not card.spec.same_network(target.spec) or dict(card.arguments) != dict(target.arguments):
         raise InputError(
-            f"{path} is a {_named(card)}, and this run trains {_named(wanted)}. Choose --model {card.architecture} "
+            f"{path} is a {_named(card)}, and this run trains {_named(target)}. Choose --model {card.architecture} "
             "with the same model.args, or another checkpoint."
         )
     if card.architecture == UNET and card.scale != config.model.scale:
->>>>>>> 3f6fb99 (Model specs: networks of libraries and of the user's own code)
         raise InputError(
             f"{path} is a UNet of scale {card.scale:g}, and this run has scale {config.model.scale:g}. "
             f"Set --set model.scale={card.scale:g}, or choose another checkpoint."
