@@ -86,10 +86,10 @@ def _export(
         with _quiet(), torch.no_grad():
             return torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise InputError(_cause(model, error)) from error
+        raise InputError(why_not_captured(model, error)) from error
 
 
-def _cause(model: nn.Module, error: Exception) -> str:
+def why_not_captured(model: nn.Module, error: Exception) -> str:
     """One paragraph: what failed, in which line of the user's code, and what to do."""
     place = _place(error)
     kind = type(model).__name__

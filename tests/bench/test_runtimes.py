@@ -86,8 +86,11 @@ def test_onnx_without_a_card_says_so(tmp_path: Path) -> None:
     out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 3, 8, 8])
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "f.onnx")
+    runtime = open_runtime(tmp_path / "f.onnx")
+    images = np.linspace(-1, 1, 192, dtype=np.float32).reshape(1, 3, 8, 8)
+    assert np.array_equal(runtime.infer(images), np.maximum(images, 0))
     with pytest.raises(InputError, match="no fp4deploy model card"):
-        open_runtime(tmp_path / "f.onnx")
+        _ = runtime.card
 
 
 def test_a_loop_without_an_end_is_stopped(untrained: Run, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.protocol import Array
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
+from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.models.card import CARD_KEY, ModelCard
 
@@ -28,13 +29,16 @@ FATAL = 4  # log level; that a run was stopped is said by the error
 
 
 class OrtRuntime:
-    """An `.onnx` file written by `fp4deploy export`."""
+    """An `.onnx` file; one without a model card runs, but what it takes and gives is not known (`card`)."""
 
     def __init__(self, path: Path, timeout: float = TIMEOUT) -> None:
         """`timeout`: most seconds that one inference may take."""
         model = read_onnx(path)
         self._path, self._timeout = path, timeout
-        self.card = onnx_card(model, path)
+        self._card = onnx_card(model, path)
+        fp4 = (
+            self._card.precision == "nvfp4" if self._card else any(each.precision == "FP4" for each in layers_of(model))
+        )
         canonical = is_canonical(model)
         if canonical:
             model = to_portable(model)
@@ -43,7 +47,21 @@ class OrtRuntime:
         form = "CPU, lowered in memory" if canonical else "CPU"
         self.name = f"ONNX Runtime {ort.__version__} ({form})"
         self.device = cpu_name()
-        self.precision = "NVFP4 (emulated)" if self.card.precision == "nvfp4" else "FP16 (run in FP32)"
+        self.precision = "NVFP4 (emulated)" if fp4 else "FP16 (run in FP32)"
+
+    @property
+    def card(self) -> ModelCard:
+        """The card in the file's metadata.
+
+        Raises:
+            InputError: there is none.
+        """
+        if self._card is None:
+            raise InputError(
+                f"{self._path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: "
+                "fp4deploy export"
+            )
+        return self._card
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
@@ -75,18 +93,14 @@ class OrtRuntime:
             timer.cancel()
 
 
-def onnx_card(model: onnx.ModelProto, path: Path) -> ModelCard:
-    """Read the model card out of the metadata.
+def onnx_card(model: onnx.ModelProto, path: Path) -> ModelCard | None:
+    """The model card in the metadata; None where there is none.
 
     Raises:
-        InputError: there is none.
+        InputError: it cannot be read.
     """
-    for entry in model.metadata_props:
-        if entry.key == CARD_KEY:
-            return ModelCard.from_json(entry.value, f"{path}: model card")
-    raise InputError(
-        f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy export"
-    )
+    text = next((entry.value for entry in model.metadata_props if entry.key == CARD_KEY), None)
+    return ModelCard.from_json(text, f"{path}: model card") if text is not None else None
 
 
 def is_canonical(model: onnx.ModelProto) -> bool:

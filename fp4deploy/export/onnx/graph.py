@@ -40,6 +40,7 @@ from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
+from fp4deploy.graph.capture import why_not_captured
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
@@ -129,12 +130,21 @@ def _trace(model: nn.Module, input_shape: tuple[int, ...], dynamic_size: bool) -
     except Exception as error:
         if isinstance(error, InputError):
             raise
-        cause = str(error.__cause__ or error).strip().splitlines()
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        refused = next((each for each in _chain(error) if isinstance(each, InputError)), None)
+        if refused is not None:  # by the network itself
+            raise InputError(str(refused)) from error
         raise InputError(
             f"torch could not trace {type(model).__name__} with an input [N, {', '.join(map(str, input_shape))}]: "
-            f"{cause[0] if cause else type(error).__name__}. Check the image size (a UNet needs multiples of 16)."
+            f"{why_not_captured(model, cause)} Check the image size too (a UNet needs multiples of 16)."
         ) from error
     return program.model
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager

@@ -1,0 +1,61 @@
+"""The table of architectures in its small form: this project's UNet, a network of a file, and a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.architectures import ARCHITECTURES, measure
+from fp4deploy.models import spec
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3), nn.Conv2d(32, classes, 1)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(torch.relu(self.stem(x)))))
+
+class Branching(Net):
+    def forward(self, x):
+        if x.mean() > 0:
+            x = x + 1
+        return super().forward(x)
+"""
+
+
+def test_a_row_says_what_became_of_a_network(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    row = measure(f"{tmp_path / 'net.py'}:Net", {}, engine=False, size=(16, 24))
+    assert (row["layers"], row["fp4_layers"], row["finite_step"], row["verified"]) == (3, 1, True, True)
+    assert "error" not in row
+
+
+def test_dynamic_control_flow_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    row = measure(f"{tmp_path / 'net.py'}:Branching", {}, engine=False, size=(16, 24))
+    assert row["step"] == "export"
+    assert "traceback" not in row
+    assert "net.py, line 15" in row["error"]
+    assert "torch.where" in row["error"]
+
+
+def test_the_table_has_at_least_twelve_architectures() -> None:
+    assert len(ARCHITECTURES) >= 12
+    assert {spec.parse_spec(text).source for text in ARCHITECTURES} == set(spec.KNOWN)
+
+
+@pytest.mark.parametrize("text", ["smp:FPN/resnet18", "torchvision:lraspp_mobilenet_v3_large"])
+def test_rows_of_libraries(text: str) -> None:
+    library = {"smp": "segmentation_models_pytorch"}.get(text.partition(":")[0], "torchvision")
+    pytest.importorskip(
+        library, reason=f"{library} is not installed (pip install 'fp4deploy[zoo]')", exc_type=Exception
+    )
+    row = measure(text, {}, engine=False)
+    assert row.get("error") is None
+    assert row["verified"]

@@ -1,0 +1,68 @@
+"""A network in a file of the user's, from training to ONNX Runtime by the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fp4deploy.models import read_card, spec
+from tests.cli.command_line import Invoke
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes, width=16):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.body = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1))
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.stem(x)))
+        return {"features": x, "out": self.head(torch.relu(self.body(x)))}
+"""
+TINY = ("--set", "data.height=36", "--set", "data.width=36", "--set", "train.epochs=1", "--set", "data.workers=0")
+TINY += ("--set", "train.finetune_epochs=1", "--telemetry-every", "0", "--set", "model.args.width=32")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_named() -> Iterator[None]:
+    spec._named.clear()
+    spec._expected.clear()
+    yield
+    spec._named.clear()
+    spec._expected.clear()
+
+
+def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: Path, shapes: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    model, run = "net.py:Net", tmp_path / "run"
+    planned = invoke("check", model, "--set", "model.args.width=32")
+    assert planned.exit_code == 0, planned.stderr
+    assert "body.0  Conv2d" in planned.stdout
+    trained = invoke("train", "--data", shapes, "--model", model, "--out", run, *TINY)
+    assert trained.exit_code == 0, trained.stderr
+    card = read_card(run / "nvfp4" / "best.safetensors")
+    assert (card.architecture, card.arguments, card.height) == (model, {"width": 32}, 36)
+    spec._named.clear()  # a new process knows no names
+    refused = invoke("export", run / "nvfp4" / "best.safetensors", "--format", "onnx")
+    assert refused.exit_code == 2
+    assert "a file never makes code run" in refused.stderr
+    assert "--model net.py:Net" in refused.stderr
+    other = invoke("export", run, "--model", "unet", "--format", "onnx")
+    assert other.exit_code == 2
+    assert "is a net.py:Net, and the model named for it is unet" in other.stderr
+    exported = invoke("export", run, "--model", model, "--images", 2, "--dynamic-size")
+    assert exported.exit_code == 0, exported.stderr
+    measured = invoke("bench", "--engine", run / "export" / "unet.onnx", "--iterations", 1)
+    assert measured.exit_code == 0, measured.stderr
+    measured = invoke("bench", "--engine", run / "nvfp4" / "best.safetensors", "--model", model, "--iterations", 1)
+    assert measured.exit_code == 0, measured.stderr
+    resumed = invoke("train", "--resume", "--out", run)
+    assert resumed.exit_code == 2
+    assert "a file never makes code run" in resumed.stderr
