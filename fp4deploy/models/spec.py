@@ -90,7 +90,7 @@ def parse_spec(text: str, arguments: Mapping[str, Any] | None = None, output: st
         return ModelSpec(head, name, **rest)
     if head.endswith(".py") and name.isidentifier():
         return ModelSpec("file", name, head, **rest)
-    if name.isidentifier() and _MODULE.match(head) and not suggest(head, KNOWN):
+    if name.isidentifier() and _MODULE.match(head) and ("." in head or not suggest(head, KNOWN)):
         return ModelSpec("module", name, head, **rest)
     raise InputError(f"'{text}' names no model.{suggest(head, KNOWN)} Examples: {EXAMPLES}.")
 

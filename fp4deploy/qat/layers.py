@@ -157,42 +157,34 @@ class QuantizedLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class _QuantConv(QuantizedLayer):
-    """What convolutions of one, two and three spatial axes share."""
-
-    def gemms(self) -> ConvGemms:
-        layer = cast(nn.Conv2d, self)
-        none = (0,) * len(layer.kernel_size)
-        return ConvGemms(
-            tuple(layer.kernel_size),
-            tuple(layer.stride),
-            none,
-            tuple(layer.dilation),
-            layer.groups,
-            output_padding=none,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layer, gemms = cast(Any, self), self.gemms()
-        ends = layer._reversed_padding_repeated_twice  # (before, after) of the last axis first
-        if layer.padding_mode != "zeros":
-            return self.multiply(F.pad(x, ends, layer.padding_mode), gemms)
-        pairs = list(zip(ends[::2], ends[1::2], strict=True))
-        even = [min(pair) for pair in pairs]  # as torch does, so that the bits are the same
-        excess = [edge - size for pair, size in zip(pairs, even, strict=True) for edge in pair]
-        return self.multiply(F.pad(x, excess) if any(excess) else x, replace(gemms, padding=tuple(reversed(even))))
-
-
-class QuantConv1d(_QuantConv, nn.Conv1d):
+class QuantConv1d(QuantizedLayer, nn.Conv1d):
     """Conv1d with fake-quantised GEMMs: [N, C, L] -> [N, O, L']."""
 
+    def gemms(self) -> ConvGemms:
+        return _conv_gemms(self)
 
-class QuantConv2d(_QuantConv, nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _convolve(self, x)
+
+
+class QuantConv2d(QuantizedLayer, nn.Conv2d):
     """Conv2d with fake-quantised GEMMs: [N, C, H, W] -> [N, O, H', W']."""
 
+    def gemms(self) -> ConvGemms:
+        return _conv_gemms(self)
 
-class QuantConv3d(_QuantConv, nn.Conv3d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _convolve(self, x)
+
+
+class QuantConv3d(QuantizedLayer, nn.Conv3d):
     """Conv3d with fake-quantised GEMMs: [N, C, D, H, W] -> [N, O, D', H', W']."""
+
+    def gemms(self) -> ConvGemms:
+        return _conv_gemms(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _convolve(self, x)
 
 
 class QuantConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):
@@ -225,6 +217,29 @@ QUANTIZED: dict[type[nn.Module], type[QuantizedLayer]] = {
     nn.ConvTranspose2d: QuantConvTranspose2d,
     nn.Linear: QuantLinear,
 }
+
+
+def _conv_gemms(layer: Any) -> ConvGemms:
+    """The GEMMs of a convolution whose input is padded already."""
+    none = (0,) * len(layer.kernel_size)
+    return ConvGemms(
+        tuple(layer.kernel_size), tuple(layer.stride), none, tuple(layer.dilation), layer.groups, output_padding=none
+    )
+
+
+def _convolve(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a quantised convolution with any number of spatial axes."""
+    gemms = _conv_gemms(layer)
+    ends = layer._reversed_padding_repeated_twice  # (before, after) of the last axis first
+    if layer.padding_mode != "zeros":
+        padded: torch.Tensor = layer.multiply(F.pad(x, ends, layer.padding_mode), gemms)
+        return padded
+    pairs = list(zip(ends[::2], ends[1::2], strict=True))
+    even = [min(pair) for pair in pairs]  # as torch does, so that the bits are the same
+    excess = [edge - size for pair, size in zip(pairs, even, strict=True) for edge in pair]
+    shifted = F.pad(x, excess) if any(excess) else x
+    product: torch.Tensor = layer.multiply(shifted, replace(gemms, padding=tuple(reversed(even))))
+    return product
 
 
 def _recomputing() -> bool:
