@@ -63,6 +63,8 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     assert measured.exit_code == 0, measured.stderr
     measured = invoke("bench", "--engine", run / "nvfp4" / "best.safetensors", "--model", model, "--iterations", 1)
     assert measured.exit_code == 0, measured.stderr
+    spec._named.clear()
+    spec._expected.clear()
     resumed = invoke("train", "--resume", "--out", run)
     assert resumed.exit_code == 2
     assert "a file never makes code run" in resumed.stderr
