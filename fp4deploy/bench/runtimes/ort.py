@@ -35,7 +35,7 @@ class OrtRuntime:
         """`timeout`: most seconds that one inference may take."""
         model = read_onnx(path)
         self._path, self._timeout = path, timeout
-        self._card = onnx_card(model, path)
+        self._card = find_card(model, path)
         fp4 = (
             self._card.precision == "nvfp4" if self._card else any(each.precision == "FP4" for each in layers_of(model))
         )
@@ -56,12 +56,7 @@ class OrtRuntime:
         Raises:
             InputError: there is none.
         """
-        if self._card is None:
-            raise InputError(
-                f"{self._path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: "
-                "fp4deploy export"
-            )
-        return self._card
+        return require_card(self._card, self._path)
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
@@ -93,7 +88,7 @@ class OrtRuntime:
             timer.cancel()
 
 
-def onnx_card(model: onnx.ModelProto, path: Path) -> ModelCard | None:
+def find_card(model: onnx.ModelProto, path: Path) -> ModelCard | None:
     """The model card in the metadata; None where there is none.
 
     Raises:
@@ -101,6 +96,19 @@ def onnx_card(model: onnx.ModelProto, path: Path) -> ModelCard | None:
     """
     text = next((entry.value for entry in model.metadata_props if entry.key == CARD_KEY), None)
     return ModelCard.from_json(text, f"{path}: model card") if text is not None else None
+
+
+def require_card(card: ModelCard | None, path: Path) -> ModelCard:
+    """The card, where there is one.
+
+    Raises:
+        InputError: there is none.
+    """
+    if card is None:
+        raise InputError(
+            f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy export"
+        )
+    return card
 
 
 def is_canonical(model: onnx.ModelProto) -> bool:

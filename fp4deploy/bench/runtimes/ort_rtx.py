@@ -22,7 +22,7 @@ import onnxruntime as ort
 import torch
 
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.ort import is_canonical, onnx_card
+from fp4deploy.bench.runtimes.ort import find_card, is_canonical, require_card
 from fp4deploy.bench.runtimes.protocol import Array
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export import read_onnx
@@ -42,7 +42,7 @@ class OrtRtxRuntime:
 
     def __init__(self, path: Path) -> None:
         model = read_onnx(path)
-        self.card = onnx_card(model, path)
+        self.card = require_card(find_card(model, path), path)
         if not is_canonical(model):
             raise InputError(f"{path} is the decomposed graph, for CPUs. {TITLE} takes the canonical file.")
         options = ort.SessionOptions()
