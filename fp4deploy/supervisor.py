@@ -38,7 +38,8 @@ def main(command: list[str]) -> None:
     while True:
         ready, _, _ = select.select([0, ended], [], [])
         if 0 in ready:
-            os.killpg(child, signal.SIGKILL)
+            with suppress(OSError):
+                os.killpg(child, signal.SIGKILL)
         pid, status = os.waitpid(child, 0 if 0 in ready else os.WNOHANG)
         if pid:
             with suppress(OSError):  # what it has left running
