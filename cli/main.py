@@ -17,6 +17,7 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -170,7 +171,8 @@ def main() -> None:
                 status = ended.code
     except InputError as error:
         if sys.stderr is not None:
-            _say("Error:", str(error))
+            with suppress(OSError):  # stderr may be where stdout is
+                _say("Error:", str(error))
         status = status or error.exit_code
     except Interrupted as error:  # before the command began
         status = 128 + error.number

@@ -17,6 +17,7 @@ import errno
 import io
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ EQUIVALENT = {
     "–": "-", "—": "-", "−": "-", "→": "->", "×": "x", "±": "+-", "…": "...", "·": ".", "²": "^2", "≥": ">=",
     "≤": "<=", "’": "'", "“": '"', "”": '"', "•": "*", "µ": "u", "━": "-", "╸": "-", "╺": "-",
 }  # fmt: skip
-READER_GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.EBADF)  # EIO: the terminal was closed
+READER_GONE = (errno.EPIPE, errno.ESHUTDOWN, errno.EBADF)
 
 
 def stop_on_signals() -> None:
@@ -73,9 +74,16 @@ def lasting_output() -> Iterator[None]:
 
 
 class LastingFile(io.FileIO):
-    """A file descriptor whose first failed write is kept in `failure`; what follows is dropped."""
+    """A file descriptor whose first failed write is kept in `failure`; what follows is dropped.
+
+    A terminal that was closed answers EIO, as a broken disk does.
+    """
 
     failure: OSError | None = None
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.terminal = stat.S_ISCHR(os.fstat(descriptor).st_mode)  # isatty is False of one that was closed
 
     def write(self, data: Any, /) -> int:
         """Write bytes; how many of them."""
@@ -85,7 +93,8 @@ class LastingFile(io.FileIO):
             except BlockingIOError:
                 raise
             except OSError as error:
-                self.failure = error
+                closed = self.terminal and error.errno == errno.EIO
+                self.failure = OSError(errno.EPIPE, error.strerror) if closed else error
         return len(data)
 
 
@@ -93,7 +102,7 @@ def _lasting(stream: TextIO | None) -> TextIO:
     if stream is None:  # closed before Python started
         return open(os.devnull, "w", encoding="utf-8", errors=READABLE)
     try:
-        raw = LastingFile(stream.fileno(), "w", closefd=False)
+        raw = LastingFile(stream.fileno())
     except (OSError, ValueError):  # no file: somebody has replaced the stream
         return stream
     with suppress(OSError):

@@ -226,6 +226,19 @@ def test_a_narrow_terminal(tmp_path: Path) -> None:
         os.close(terminal)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_terminal_that_is_closed(tmp_path: Path, late: bool) -> None:
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", PACKAGE, "--help"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=terminal, stderr=subprocess.PIPE)
+    os.close(terminal)
+    if late:
+        os.read(master, 1)
+    os.close(master)
+    assert process.communicate(timeout=LIMIT)[1] == b""
+    assert process.returncode == 0
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Any]:
     """Mount a file system in memory, of some bytes or read-only."""
