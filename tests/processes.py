@@ -79,7 +79,7 @@ def children_of(pid: int | None) -> list[int]:
 
 
 def pids_in(folder: Path) -> list[int]:
-    """What processes have noted by `note_pid` of the scripts: files with the number of a process as their name."""
+    """Processes that have made a file of their number in a folder."""
     return [int(path.name) for path in folder.iterdir()] if folder.is_dir() else []
 
 
