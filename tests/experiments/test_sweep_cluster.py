@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import sys
 import types
@@ -70,15 +69,8 @@ def test_rays_workers_do_not_import_from_the_current_folder(tmp_path: Path, monk
 
 
 def test_without_ray_the_message_names_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def absent(name: str, *rest: Any, **named: Any) -> Any:
-        if name == "ray":
-            raise ImportError("No module named 'ray'")
-        return original(name, *rest, **named)
-
     sweep = sweep_of(tmp_path)
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setitem(sys.modules, "ray", None)  # what an import finds where there is none
     with pytest.raises(UnavailableError, match=r"pip install 'fp4deploy\[distributed\]', or leave out --address"):
         ray_workers("auto", None, sweep, tmp_path)
 
