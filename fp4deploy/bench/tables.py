@@ -105,7 +105,7 @@ def memory(name: str, found: dict[str, int]) -> str:
     """A sentence about the bytes that `runtimes.packed.memory` gives."""
     parts = [
         f"{what} {size(found[f'{kind}_bytes'])}, in FP16 {size(found[f'{kind}_bytes_fp16'])}"
-        for what, kind in (("weights", "weight"), ("activations alive at once", "activation"))
+        for what, kind in (("weights", "weight"), ("live activations", "activation"))
     ]
     return f"{name}: {'; '.join(parts)}."
 

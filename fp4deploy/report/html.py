@@ -17,7 +17,7 @@ from fp4deploy.bench.records import Machine
 from fp4deploy.errors import counted
 from fp4deploy.predict.palette import colours
 from fp4deploy.report.figures.overlays import Overlay
-from fp4deploy.report.model import MODEL_TITLES, PER_CLASS, ReportData
+from fp4deploy.report.model import MODEL_TITLES, PER_CLASS, ReportData, count_titles
 from fp4deploy.train.tasks import METRICS
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def render_html(report: ReportData, pictures: Pictures) -> str:
             heatmaps=pictures.heatmaps,
             overlays=pictures.overlays,
             legend=legend,
+            counts=count_titles(report),
             per_class=PER_CLASS[report.task],
             classes=_classes(report),
             machine=described(report.environment),

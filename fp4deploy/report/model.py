@@ -112,3 +112,9 @@ class ReportData(Record):
         if self.rewritten is None:
             del found["rewritten"]
         return found
+
+
+def count_titles(report: ReportData) -> dict[str, str]:
+    """Key of each count of layers -> heading of its column; the keys are those of report.json."""
+    counts = report.ledgers[0].counts if report.ledgers else {}
+    return {name: "FP4 GEMMs" if name == "FP4 matrix products" else name for name in counts}

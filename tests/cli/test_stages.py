@@ -97,7 +97,7 @@ def test_packed_export_inspect_and_bench(at_home: Invoke, tmp_path: Path) -> Non
     assert abs(packed["miou"] - torch_model["miou"]) < 0.005
     assert packed["memory"]["weight_bytes"] == shown["weight_bytes"]
     assert (plain["precision"], torch_model["memory"]) == ("FP16 (run in FP32)", None)
-    assert "activations alive at once" in table.stderr
+    assert "live activations" in table.stderr
     both = at_home("export", run, "--format", "packed", "--portable")
     assert both.exit_code == 2
     assert "--portable" in both.stderr

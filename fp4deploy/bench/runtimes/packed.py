@@ -48,7 +48,7 @@ class PackedRuntime:
 
 
 def memory(file: PackedFile, batch: int = 1) -> dict[str, int]:
-    """Bytes of weights and of the activations alive at once, of this file and of its model in FP16."""
+    """Bytes of weights and of the activations that are live at once, of this file and of its model in FP16."""
     size = (file.card.height, file.card.width, batch)
     return {
         "weight_bytes": file.weight_bytes,
