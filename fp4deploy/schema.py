@@ -11,6 +11,7 @@ the limits that its reader relies on; what does not is one `InputError` that nam
 | `parse_json` | nesting beyond `MOST_DEPTH`, a repeated key, NaN, infinity, integers beyond 64 bits, lone surrogates |
 | `parse_yaml` | the same; tags, aliases that expand to more than `MOST_NODES` values; dates stay text |
 | `read_lines` | a damaged line, by its number; a cut last line is dropped, since a training may be writing it |
+| `whole_lines` | nothing: lines that cannot be read are left out |
 | `validated` | what pydantic refuses, in the words of `problems` |
 
 JSON and YAML values reach pydantic, which by itself takes "1" and True for the number 1. The types below do not: files
@@ -23,9 +24,11 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
@@ -82,10 +85,10 @@ def read_text(path: Path, most: int = MOST_BYTES, advice: str = "") -> str:
         raise InputError(_sentence(f"{path} is not UTF-8 text: byte {error.start} is not", advice)) from None
 
 
-def parse_json(text: str, source: object, advice: str = "", finite: bool = True) -> Any:
+def parse_json(text: str, source: object, advice: str = "", nan: Literal["refuse", "keep", "none"] = "refuse") -> Any:
     """The value of a JSON text; `source` begins the message of an error, `advice` ends it.
 
-    finite: refuse NaN and infinity; a training that diverged has them in its state.
+    nan: what becomes of NaN and infinity: an error, themselves (a training that diverged has them in its state), None.
 
     Raises:
         InputError: it is not JSON, or the module's table says what else.
@@ -93,8 +96,8 @@ def parse_json(text: str, source: object, advice: str = "", finite: bool = True)
     try:
         value = json.loads(
             text,
-            parse_constant=_refuse_constant if finite else None,
-            parse_float=_finite if finite else None,
+            parse_constant={"refuse": _refuse_constant, "keep": None, "none": lambda _: None}[nan],
+            parse_float={"refuse": _finite, "keep": None, "none": _finite_or_none}[nan],
             parse_int=_integer,
             object_pairs_hook=_unique,
         )
@@ -168,17 +171,39 @@ def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
         raise InputError(_sentence(f"{path} cannot be read: {error.strerror or error}", advice)) from None
 
 
-def validated(wanted: type[T] | TypeAdapter[T], value: Any, source: object, advice: str = "") -> T:
+def whole_lines(path: Path) -> Iterator[Any]:
+    """Values of the lines of a JSON Lines file that can be read; nothing where the file cannot."""
+    for line in lines_of(path):
+        with suppress(InputError):
+            yield parse_json(line.decode("utf-8", errors="replace"), path, nan="none")
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """Lines of a file of at most `MOST_LINES_BYTES`, without their ends; [] where it is missing or cannot be read."""
+    try:
+        if not path.is_file() or path.stat().st_size > MOST_LINES_BYTES:
+            return []
+        return path.read_bytes().splitlines()
+    except OSError:
+        return []
+
+
+def validated(wanted: type[T], value: Any, source: object, advice: str = "") -> T:
     """`value` as the type, a pydantic model or anything else that pydantic knows.
 
     Raises:
         InputError: it is not of that type; fields, values and limits are listed.
     """
-    adapter: TypeAdapter[T] = wanted if isinstance(wanted, TypeAdapter) else TypeAdapter(wanted)
     try:
-        return adapter.validate_python(value)
+        found: T = _adapter(cast(Hashable, wanted)).validate_python(value)
+        return found
     except ValidationError as error:
         raise InputError(_sentence(f"{source}: {'; '.join(problems(error))}", advice)) from None
+
+
+@lru_cache
+def _adapter(wanted: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(wanted)
 
 
 def problems(error: ValidationError) -> list[str]:
@@ -222,6 +247,11 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:40]} is too large")
     return value
+
+
+def _finite_or_none(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def _integer(text: str) -> int:
@@ -273,6 +303,8 @@ def _check_keys(keys: Iterable[Any]) -> None:
 
 
 def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"the text {briefly(text)} holds a null character")
     if not text.isascii():
         try:
             text.encode()

@@ -38,6 +38,7 @@ class Size(BaseModel):
         ("[18446744073709551616]", "is too large"),
         ('{"a": "\\ud800"}', "half of a UTF-16 surrogate pair"),
         ('{"\\udfff": 1}', "half of a UTF-16 surrogate pair"),
+        ('["a\\u0000b"]', "holds a null character"),
         ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), f"nested deeper than {MOST_DEPTH} levels"),
         ("[" * 100_000, f"nested deeper than {MOST_DEPTH} levels"),
     ],
@@ -56,7 +57,8 @@ def test_json_that_is_taken() -> None:
     assert parse_json('{"é": [1, 2.5, "\\ud83d\\ude00", 18446744073709551615]}', "f") == {
         "é": [1, 2.5, "\U0001f600", 18446744073709551615]
     }
-    assert str(parse_json("[NaN, 1e999]", "f", finite=False)) == "[nan, inf]"
+    assert str(parse_json("[NaN, 1e999]", "f", nan="keep")) == "[nan, inf]"
+    assert parse_json("[NaN, 1e999, 1.5]", "f", nan="none") == [None, None, 1.5]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def _record(run: Run) -> None:
 
 def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
     for model, result in trained.items():
-        done(f"{model}: best {result.metric} {100 * result.best_score:.2f}, {shown(run.checkpoint(model))}")
+        done(f"{model}: best {result.metric} {result.best_text}, {shown(run.checkpoint(model))}")
     if (
         is_first_process()
         and config.telemetry.plots

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import measure
 from fp4deploy.bench.ledgers import built_by, ledger_of
-from fp4deploy.bench.records import ArtifactEntry, Quantiles
+from fp4deploy.bench.records import ArtifactEntry, Quantiles, Record
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import VAL
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from fp4deploy.export.ledger.ledger import sha256
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores
+from fp4deploy.schema import Share, read_json, validated
 
 OK = "ok"
 NOT_RUN = "built, not run"
@@ -140,31 +140,44 @@ def find_baseline(
     return found
 
 
+class _Recorded(Record):
+    """What a baseline needs of an entry."""
+
+    miou: Share | None
+    ap: Share | None = None
+
+
+class _RecordedBench(Record):
+    artifacts: list[_Recorded]
+
+
 def _recorded(path: Path) -> Baseline | None:
-    try:
-        for entry in json.loads(path.read_text(encoding="utf-8"))["artifacts"]:
-            if entry["miou"] is not None:
-                return Baseline("mIoU", float(entry["miou"]))
-            if entry.get("ap") is not None:
-                return Baseline("AP", float(entry["ap"]))
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"The baseline {path} is not a file of bench --json ({error}). Write one with: "
-            f"fp4deploy bench --engine unet-fp16.onnx --json {path}"
-        ) from error
+    """The accuracy of the first entry that has one."""
+    advice = f"Write a baseline with: fp4deploy bench --engine unet-fp16.onnx --json {path}"
+    for entry in validated(_RecordedBench, read_json(path, advice), f"The baseline {path}", advice).artifacts:
+        if entry.miou is not None:
+            return Baseline("mIoU", entry.miou)
+        if entry.ap is not None:
+            return Baseline("AP", entry.ap)
+    return None
 
 
 def gate_drop(results: list[ArtifactEntry], baseline: Baseline, max_drop: float) -> None:
     """Fail when an artefact's accuracy is more than `max_drop` points (hundredths) below the baseline's.
 
     Raises:
-        GateError: one is, or none could be measured.
+        GateError: one is, or one was run and could not be scored, or none could be measured.
         InputError: an artefact has another metric than the baseline.
     """
     measured = [(result.accuracy, result) for result in results if result.accuracy is not None]
     if not measured:
         raise GateError(f"The gate --max-drop cannot be judged: no artefact gave an {baseline.metric} on this machine.")
+    unscored = next((result for result in results if result.accuracy is None and result.status == OK), None)
+    if unscored is not None:
+        raise GateError(
+            f"{Path(unscored.path).name} has no {baseline.metric}: the data holds nothing that can be scored, or its "
+            "outputs are NaN, so the gate --max-drop cannot be judged."
+        )
     other = next((result for _, result in measured if result.metric != baseline.metric), None)
     if other is not None:
         raise InputError(

@@ -12,9 +12,12 @@ import sys
 from contextlib import suppress
 from datetime import datetime, timezone
 
+from pydantic import ValidationError
+
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import Machine, Record
 from fp4deploy.runs import Run, processes
+from fp4deploy.schema import whole_lines
 from fp4deploy.train.logging.metrics_log import append_line
 
 FILE = "commands.jsonl"
@@ -39,12 +42,11 @@ def record(run: Run, command: str | None = None) -> None:
 
 
 def recorded(run: Run) -> list[RecordedCommand]:
-    """What was recorded, oldest first; lines that an interruption cut short are left out."""
-    path = run.path / FILE
+    """What was recorded, oldest first; lines that cannot be read are left out."""
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            found.append(RecordedCommand.model_validate_json(line))
+    for line in whole_lines(run.path / FILE):
+        with suppress(ValidationError):
+            found.append(RecordedCommand.model_validate(line))
     return found
 
 

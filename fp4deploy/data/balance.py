@@ -22,7 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from fp4deploy.data.sample import IGNORE, SegmentationDataset
+from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
+from fp4deploy.schema import read_json, validated
 
 METHODS = ("median_frequency", "effective_number")
 MOST_IMAGES = 4000  # evenly spaced over a larger set: frequencies to a few percent, minutes instead of an hour
@@ -81,11 +83,10 @@ def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> Cl
     """`count_classes`, kept as JSON at `path` for the dataset `identity`; counted again where that differs."""
     key = {"identity": identity, "classes": list(dataset.class_names), "length": len(dataset)}
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = read_json(path)
         if kept["of"] == key:
-            names = ("class_names", "pixels", "images_with", "pixels_beside")
-            return ClassCounts(**{**kept["counts"], **{name: tuple(kept["counts"][name]) for name in names}})
-    except (OSError, ValueError, KeyError, TypeError):
+            return validated(ClassCounts, kept["counts"], path)
+    except (InputError, KeyError, TypeError):
         pass
     counts = count_classes(dataset)
     with atomic_write(path) as temporary:

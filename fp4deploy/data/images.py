@@ -121,7 +121,11 @@ def upright_image(source: Path | str | BinaryIO | Image.Image) -> Pixels:
     if isinstance(source, Image.Image):
         return np.array(_to_rgb(ImageOps.exif_transpose(source)))
     try:
-        return np.array(_to_rgb(ImageOps.exif_transpose(open_image(source))))
+        image = open_image(source)
+        try:
+            return np.array(_to_rgb(ImageOps.exif_transpose(image)))
+        except _UNREADABLE as error:
+            raise ImageError(f"cannot be converted to RGB ({error}).") from error
     except ImageError as error:
         name = source if isinstance(source, str | Path) else "What stdin gave"
         raise InputError(f"{name} {error}") from error

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fp4deploy.data import CocoDataset
-from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.instances.decode import Instances
+from fp4deploy.instances.results import MOST_BYTES
+from fp4deploy.schema import read_json, validated
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,5 @@ def read_panoptic(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is missing or not JSON.
     """
-    path = Path(folder) / "panoptic.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}). Write it with: fp4deploy bench --results DIR") from None
-    return content
+    path, advice = Path(folder) / "panoptic.json", "Write it with: fp4deploy bench --results DIR"
+    return validated(dict[str, Any], read_json(path, advice, MOST_BYTES), path, advice)

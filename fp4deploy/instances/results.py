@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.data.regions import encode_ids
+from fp4deploy.data.images import MOST_PIXELS
+from fp4deploy.data.regions import RegionError, encode, encode_ids
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.instances.decode import Instances
+from fp4deploy.schema import read_json
 
+MOST_BYTES = 256 << 20
 Result = dict[str, Any]
 
 
@@ -47,10 +50,7 @@ def read_results(path: Path) -> list[Result]:
     Raises:
         InputError: the file is missing, is not JSON, or holds something else.
     """
-    try:
-        results = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as COCO results: {error}. Write some with: fp4deploy bench") from None
+    results = read_json(path, "Write COCO results with: fp4deploy bench", MOST_BYTES)
     if not isinstance(results, list) or not all(_is_result(result) for result in results):
         raise InputError(
             f"{path} does not hold COCO results: a list of objects with image_id, category_id, segmentation (RLE) and "
@@ -62,5 +62,21 @@ def read_results(path: Path) -> list[Result]:
 def _is_result(result: object) -> bool:
     if not isinstance(result, dict) or not {"image_id", "category_id", "segmentation", "score"} <= result.keys():
         return False
+    ids = all(
+        type(result[name]) is int and -(1 << 63) <= result[name] < 1 << 63 for name in ("image_id", "category_id")
+    )
+    if not ids or type(result["score"]) not in (int, float):
+        return False
     rle = result["segmentation"]
-    return isinstance(rle, dict) and {"size", "counts"} <= rle.keys() and isinstance(rle["counts"], str)
+    return isinstance(rle, dict) and isinstance(rle.get("counts"), str) and _is_drawable(rle)
+
+
+def _is_drawable(rle: dict[str, Any]) -> bool:
+    size = rle.get("size")
+    if not isinstance(size, list) or len(size) != 2 or not all(type(side) is int and side > 0 for side in size):
+        return False
+    try:
+        encode(rle, *size)
+    except RegionError:
+        return False
+    return size[0] * size[1] <= MOST_PIXELS

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from contextlib import suppress
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from fp4deploy.bench.records import Record, Scores
 from fp4deploy.report.model import Task
 from fp4deploy.runs import Run
+from fp4deploy.schema import Count, whole_lines
 
 
 class Epoch(Record):
     """One epoch; a score is None where that epoch was not validated."""
 
-    epoch: int
+    epoch: Count
     loss: float | None = None
     miou: float | None = None
     ap: float | None = None
@@ -27,17 +27,9 @@ class Epoch(Record):
 
 
 def history(run: Run, model: str) -> list[Epoch]:
-    """Epochs of a model in the order of the file; a line that an interruption cut short is skipped."""
-    path = run.model_dir(model) / "metrics.jsonl"
-    return [found for line in _lines(path) if (found := _epoch(line)) is not None]
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-
-
-def _epoch(line: str) -> Epoch | None:
-    try:
-        return Epoch.model_validate(json.loads(line, parse_constant=lambda _: None))
-    except ValueError:  # also pydantic's ValidationError
-        return None
+    """Epochs of a model in the order of the file; lines that cannot be read are skipped."""
+    found = []
+    for line in whole_lines(run.model_dir(model) / "metrics.jsonl"):
+        with suppress(ValidationError):
+            found.append(Epoch.model_validate(line))
+    return found

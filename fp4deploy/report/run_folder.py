@@ -33,6 +33,7 @@ from fp4deploy.models import read_card
 from fp4deploy.report.history import Epoch, history
 from fp4deploy.report.model import METRIC_KEYS, Measurement, StageTime, Task
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
+from fp4deploy.schema import parse_json, read_text, read_yaml
 from fp4deploy.train.schedule import epochs_of
 
 if TYPE_CHECKING:
@@ -188,11 +189,9 @@ def _config(run: Run, remarks: list[str]) -> Config | None:
 
 
 def _settings_as_they_are(run: Run) -> dict[str, Any]:
-    import yaml
-
     try:
-        tree = yaml.safe_load(run.config_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        tree = read_yaml(run.config_path)
+    except InputError:
         tree = None
     settings = flat(tree) if isinstance(tree, dict) else {}
     if settings.get("task", "semantic") not in METRIC_KEYS:
@@ -208,9 +207,8 @@ def _recorded_measurement(run: Run, remarks: list[str]) -> Measurement:
         remarks.append("it has no report.json: its artefacts have not been measured (fp4deploy run measures them)")
         return Measurement(artifacts=[])
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-        return Measurement.model_validate(tree)
-    except (OSError, ValueError):  # pydantic's ValidationError is a ValueError
+        return Measurement.model_validate(parse_json(read_text(path), path, nan="none"))
+    except (InputError, ValidationError):
         remarks.append("its report.json cannot be read, so its artefacts count as not measured")
         return Measurement(artifacts=[])
 

@@ -19,6 +19,7 @@ from fp4deploy.files import atomic_write
 from fp4deploy.models.spec import UNET
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
+from fp4deploy.schema import briefly, parse_yaml, read_yaml
 from fp4deploy.train.sections import (
     AugmentSection,
     DataSection,
@@ -36,7 +37,7 @@ from fp4deploy.train.sections import (
 class Config(Section):
     """A whole training; `seed` fixes initial weights, shuffling and augmentation."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     task: Literal["semantic", "instance"] = "semantic"
     recipe: str = "nvfp4_qat"
     model: ModelSection = ModelSection()
@@ -108,10 +109,7 @@ def changed_settings(old: Config, new: Config) -> list[str]:
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"There is no configuration file {file}.")
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    tree = read_yaml(file) or {}
     if not isinstance(tree, dict):
         raise InputError(f"{file} holds no settings: it must be a mapping such as 'train: {{epochs: 20}}'.")
     sections = {name for name, field in Config.model_fields.items() if isinstance(field.default, Section)}
@@ -131,11 +129,13 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
         if not isinstance(tree, dict):
             raise ValueError(f"'{section}' in --set {setting} is not a section")
     try:
-        tree[last] = yaml.safe_load(text) if text else None
-    except yaml.YAMLError:
+        tree[last] = parse_yaml(text, setting) if text else None
+    except InputError:
         tree[last] = text
     if isinstance(tree[last], str) and _is_number(tree[last]):  # YAML 1.1 reads 1e-3 as text
         tree[last] = float(tree[last])
+    elif text.lstrip("+-").lower() in (".nan", ".inf"):  # no value of any setting; the error names it as a number
+        tree[last] = float(text.replace(".", ""))
 
 
 def _is_number(text: str) -> bool:
@@ -187,7 +187,12 @@ def _problem(entry: Any) -> str:
         return f"{key} is a section; set one of {', '.join(name for name in _settings() if name.startswith(key))}"
     message = entry["msg"].removeprefix("Value error, ").rstrip(".")
     message = message[0].lower() + message[1:]
-    return f"{key} = {entry['input']}: {message}" if key else message
+    given = str(entry["input"])
+    return (
+        f"{key} = {given if len(given) <= 80 and given.isprintable() else briefly(given)}: {message}"
+        if key
+        else message
+    )
 
 
 def _settings() -> list[str]:

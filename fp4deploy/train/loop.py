@@ -192,7 +192,10 @@ class Trainer:
         self.statistics = RunningStatistics(self.device, counts.next_epoch(), self.settings.spike)
         self.keep(scores, line)
         display.epoch(progress.epoch, counts.mean_loss, scores.text() if scores else None, line["seconds"])
-        for warning in filter(None, [counts.warning(), *self.task.warnings()]):
+        unscored = None
+        if scores is not None and not math.isfinite(scores.score):
+            unscored = f"the validation split has no {self.task.metric}: nothing in it can be scored"
+        for warning in filter(None, [counts.warning(), unscored, *self.task.warnings()]):
             display.say(f"{self.job.model}  epoch {progress.epoch}: {warning}")
 
     def _train_rest(self, display: Display) -> tuple[int, float]:
@@ -303,9 +306,12 @@ class Trainer:
     def keep(self, scores: TaskScores | None, line: dict[str, Any]) -> None:
         """Write the best checkpoint where this is it, a line of metrics, and the state."""
         progress, main = self.progress, self.accelerator.is_main_process
-        better = scores is not None and (scores.score > progress.best_score or progress.best_score < 0)
+        best = progress.best_score if math.isfinite(progress.best_score) else -1.0
+        # Without a score so far the latest weights are kept: a split that cannot be scored says nothing about any.
+        better = scores is not None and (scores.score > best or best < 0)
         if scores is not None and better:
-            progress.best_score, progress.per_class = scores.score, scores.line()["per_class"]
+            progress.best_score = scores.score if math.isfinite(scores.score) else -1.0
+            progress.per_class = scores.line()["per_class"]
             extra = {"fp4deploy.epoch": str(progress.epoch), f"fp4deploy.{self.task.metric}": repr(scores.score)}
             if main:
                 with self._averaged():

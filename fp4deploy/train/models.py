@@ -61,6 +61,11 @@ class TrainResult:
     per_class: dict[str, float | None]
     metric: str = "mIoU"
 
+    @property
+    def best_text(self) -> str:
+        """The best score in points; without one, that nothing in the validation split could be scored."""
+        return f"{100 * self.best_score:.2f}" if self.best_score >= 0 else "none (nothing to score)"
+
 
 def train_models(
     config: Config,

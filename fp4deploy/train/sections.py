@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fp4deploy.errors import Fp4DeployError
+from fp4deploy.models.card import MOST_PIXELS
+from fp4deploy.models.heads import MOST_DETECTIONS, MOST_MASKS, MOST_NMS, require_odd
 from fp4deploy.models.spec import UNET, parse_spec
 from fp4deploy.models.unet import channel_widths
 
@@ -33,7 +35,7 @@ class ModelSection(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     output: str | None = None
     init: str | None = None
-    scale: float = 0.25
+    scale: float = Field(0.25, le=4)
     digits: bool = False
 
     @model_validator(mode="before")
@@ -67,10 +69,10 @@ class DataSection(Section):
 
     root: str | None = None
     classes: list[str] | None = None
-    height: int = Field(96, gt=0)
-    width: int = Field(96, gt=0)
-    workers: int | None = Field(None, ge=0)
-    cache_gib: float = Field(1.0, ge=0)
+    height: int = Field(96, gt=0, le=MOST_PIXELS)
+    width: int = Field(96, gt=0, le=MOST_PIXELS)
+    workers: int | None = Field(None, ge=0, le=1024)
+    cache_gib: float = Field(1.0, ge=0, le=1e6)
 
 
 class TrainSection(Section):
@@ -88,10 +90,10 @@ class TrainSection(Section):
     checkpointing: blocks are computed again in the backward pass, for less memory (not on the fused path).
     """
 
-    epochs: int = Field(14, ge=1)
-    finetune_epochs: int = Field(4, ge=1)
-    batch_size: int = Field(8, ge=1)
-    accumulate: int = Field(1, ge=1)
+    epochs: int = Field(14, ge=1, le=1_000_000)
+    finetune_epochs: int = Field(4, ge=1, le=1_000_000)
+    batch_size: int = Field(8, ge=1, le=65_536)
+    accumulate: int = Field(1, ge=1, le=65_536)
     lr: float = Field(2e-3, gt=0)
     finetune_lr: float = Field(5e-4, gt=0)
     weight_decay: float = Field(1e-4, ge=0)
@@ -103,8 +105,8 @@ class TrainSection(Section):
     zoom: tuple[float, float] = (0.85, 1.4)
     jitter: float = Field(0.3, ge=0, lt=1)
     upside_down: bool = False
-    calibration: int = Field(4, ge=1)
-    evaluate_every: int = Field(1, ge=1)
+    calibration: int = Field(4, ge=1, le=1_000_000)
+    evaluate_every: int = Field(1, ge=1, le=1_000_000)
     save_minutes: float = Field(10.0, gt=0)
     channels_last: bool = False
     compile: bool = False
@@ -151,13 +153,13 @@ class InstanceSection(Section):
 
     method: Literal["centres", "set"] = "centres"
     stuff: list[str] = Field([])
-    max_detections: int = Field(100, ge=1)
+    max_detections: int = Field(100, ge=1, le=MOST_DETECTIONS)
     heatmap: float = Field(1.0, ge=0)
     offset: float = Field(1.0, ge=0)
     sigma: float = Field(0.15, gt=0)
-    nms: int = Field(5, ge=3)
+    nms: int = Field(5, ge=3, le=MOST_NMS)
     threshold: float = Field(0.1, ge=0, lt=1)
-    channels: int = Field(20, ge=1)
+    channels: int = Field(20, ge=1, le=MOST_MASKS)
     mask_bce: float = Field(5.0, ge=0)
     mask_dice: float = Field(2.0, ge=0)
     empty: float = Field(0.5, ge=0)
@@ -165,9 +167,7 @@ class InstanceSection(Section):
     @field_validator("nms")
     @classmethod
     def _is_odd(cls, value: int) -> int:
-        if value % 2 == 0:
-            raise ValueError("a window around a pixel has an odd side, such as 5")
-        return value
+        return require_odd(value)
 
 
 class AugmentSection(Section):

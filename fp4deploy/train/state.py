@@ -159,7 +159,7 @@ def read_progress(path: Path) -> Progress:
 
 
 def _meta(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    return validated(dict[str, Any], parse_json(metadata[PROGRESS_KEY], PROGRESS_KEY, finite=False), path)
+    return validated(dict[str, Any], parse_json(metadata[PROGRESS_KEY], PROGRESS_KEY, nan="keep"), path)
 
 
 def _progress(path: Path, meta: dict[str, Any]) -> Progress:

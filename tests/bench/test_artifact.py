@@ -77,6 +77,34 @@ def test_gate_without_a_measurement_fails() -> None:
         gate_drop([row(None)], Baseline("mIoU", 0.8), max_drop=0.5)
 
 
+def test_a_drop_of_exactly_the_limit_passes() -> None:
+    gate_drop([row(0.5)], Baseline("mIoU", 0.75), max_drop=25)
+    with pytest.raises(GateError, match=r"25\.00 points below"):
+        gate_drop([row(0.5)], Baseline("mIoU", 0.75), max_drop=24.999)
+
+
+def test_an_artefact_that_ran_and_has_no_score_fails_the_gate() -> None:
+    with pytest.raises(GateError, match=r"broken\.onnx has no mIoU: the data holds nothing that can be scored"):
+        gate_drop([row(0.80), row(None, "broken.onnx")], Baseline("mIoU", 0.80), max_drop=0.5)
+    waiting = row(None, "unet.plan").model_copy(update={"status": "built, not run"})
+    gate_drop([row(0.80), waiting], Baseline("mIoU", 0.80), max_drop=0.5)
+
+
+def test_the_first_artefact_with_an_accuracy_is_the_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "base.json"
+    entries = [row(None), row(0.75, "first.onnx"), row(0.5, "second.onnx")]
+    path.write_text(json.dumps({"artifacts": [entry.model_dump(mode="json") for entry in entries]}))
+    assert find_baseline(path, None) == Baseline("mIoU", 0.75)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "75", "-0.1", '"0.75"', "true"])
+def test_a_baseline_that_is_no_share_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(f'{{"artifacts": [{{"miou": {value}}}]}}')
+    with pytest.raises(InputError, match=r"base\.json"):
+        find_baseline(path, None)
+
+
 def test_baseline_from_json(tmp_path: Path) -> None:
     path = tmp_path / "base.json"
     path.write_text(json.dumps({"artifacts": [row(None).model_dump(mode="json"), row(0.75).model_dump(mode="json")]}))

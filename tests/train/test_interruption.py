@@ -169,6 +169,16 @@ def test_the_metrics_log_keeps_whole_lines_of_finished_epochs(tmp_path: Path) ->
     assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "damage", [b"\xff\n", b"[" * 5000 + b"\n", b'{"epoch": "1"}\n', b'{"epoch": 1e999}\n', b"[]\n"]
+)
+def test_damaged_lines_of_the_metrics_log_are_dropped_on_resume(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"epoch": 1}\n' + damage + b'{"epoch": 2}\n')
+    keep_epochs(path, 2)
+    assert path.read_bytes() == b'{"epoch": 1}\n{"epoch": 2}\n'
+
+
 def test_a_full_disk_leaves_the_metrics_log_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.jsonl"
     append_line(path, {"epoch": 1})
@@ -178,7 +188,7 @@ def test_a_full_disk_leaves_the_metrics_log_whole(tmp_path: Path, monkeypatch: p
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(InputError, match="No space left"):
         keep_epochs(path, 1)
     assert path.read_text() == before

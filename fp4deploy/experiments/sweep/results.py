@@ -18,11 +18,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.bench.records import Record
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import read_test
 from fp4deploy.files import atomic_write
 from fp4deploy.runs import Run
+from fp4deploy.schema import Count, Float, Share, read_json, read_lines, validated
 from fp4deploy.train.schedule import training_job
 from fp4deploy.train.state import read_progress
 
@@ -50,30 +52,54 @@ def outcome(sweep: Sweep, out: Path, variant: Variant, seed: int) -> dict[str, A
             return {**found, "status": "failed", "error": str(error)}
         done = progress.epoch >= job.epochs and progress.best_score >= 0
         found |= {"status": "done" if done else "unfinished", "epochs": progress.epoch, "seconds": progress.seconds}
-        found |= _scores(job.metrics_path, progress.epoch, sweep.metric)
-        found |= {"skipped_steps": progress.skipped}
-        tested = read_test(run, variant.model)
-        found |= {"test": tested[sweep.metric.lower()]} if tested else {}
+        try:
+            found |= _scores(job.metrics_path, progress.epoch, sweep.metric)
+            found |= {"skipped_steps": progress.skipped}
+            tested = read_test(run, variant.model, sweep.metric)
+            found |= {"test": tested} if tested is not None else {}
+        except InputError as error:
+            return {**found, "status": "failed", "error": str(error)}
     error_file = run.path / ERROR_FILE
     if found["status"] != "done" and error_file.is_file():
-        found |= {"status": "failed", "error": json.loads(error_file.read_text(encoding="utf-8"))["error"]}
+        found |= {"status": "failed", "error": read_error(error_file)}
     return found
 
 
+class _Failure(Record):
+    error: str
+
+
+def read_error(path: Path) -> str:
+    """What `variant.write_error` noted; where that cannot be read, why not."""
+    try:
+        return validated(_Failure, read_json(path), path).error
+    except InputError as error:
+        return str(error)
+
+
+class _Epoch(Record):
+    """A line of metrics.jsonl as a sweep reads it."""
+
+    epoch: Count
+    miou: Share | None = None
+    ap: Share | None = None
+    loss_spikes: Count | None = None
+    images_per_s: Float | None = None
+
+
 def _scores(metrics: Path, last_epoch: int, metric: str) -> dict[str, Any]:
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.is_file() else []
-    key = metric.lower()
-    scored = [line for line in lines if line["epoch"] <= last_epoch and line.get(key) is not None]
+    lines = [validated(_Epoch, line, f"{metrics}, line {number}") for number, line in read_lines(metrics)]
+    scores = [(line.epoch, line.ap if metric == "AP" else line.miou) for line in lines if line.epoch <= last_epoch]
+    scored = [(score, epoch) for epoch, score in scores if score is not None]
     if not scored:
         return {}
-    best = max(scored, key=lambda line: line[key])
-    spikes = sum(line.get("loss_spikes") or 0 for line in lines)
-    rate = [line["images_per_s"] for line in lines if line.get("images_per_s")]
+    best, best_epoch = max(scored, key=lambda pair: pair[0])
+    rate = [line.images_per_s for line in lines if line.images_per_s]
     return {
-        "best": best[key],
-        "best_epoch": best["epoch"],
-        "last": scored[-1][key],
-        "loss_spikes": spikes,
+        "best": best,
+        "best_epoch": best_epoch,
+        "last": scored[-1][0],
+        "loss_spikes": sum(line.loss_spikes or 0 for line in lines),
         "images_per_s": statistics.median(rate) if rate else None,
     }
 

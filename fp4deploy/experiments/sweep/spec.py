@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.runs import MODELS
+from fp4deploy.schema import problems, read_yaml
 from fp4deploy.train.config import Config, load_config
 from fp4deploy.train.schedule import is_fine_tuned
 from fp4deploy.train.sections import Section
@@ -136,14 +136,10 @@ def _read(file: Path) -> SweepSection:
     if not file.is_file():
         raise InputError(f"There is no sweep file {file}. An example is configs/sweep_camvid.yaml.")
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        return SweepSection.model_validate(tree)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+        return SweepSection.model_validate(read_yaml(file) or {})
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
         valid = ", ".join(SweepSection.model_fields)
-        raise InputError(f"{file} is no sweep: {problems}. Its keys are: {valid}.") from None
+        raise InputError(f"{file} is no sweep: {'; '.join(problems(error))}. Its keys are: {valid}.") from None
 
 
 def _settings(values: dict[str, Any]) -> tuple[str, ...]:

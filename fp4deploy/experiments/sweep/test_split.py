@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from fp4deploy.bench.records import Record
 from fp4deploy.data import TEST, CocoDataset, expand, has_split, instance_set, validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run
+from fp4deploy.schema import Share, read_json, validated
 from fp4deploy.train.batches import validation_loader
 from fp4deploy.train.config import Config
 from fp4deploy.train.tasks import TaskScores, make_task
@@ -59,11 +61,22 @@ def needs_test_score(config: Config, run: Run, model: str) -> bool:
     return has_split(Path(root), TEST, config.task == "instance")
 
 
-def read_test(run: Run, model: str) -> dict[str, Any]:
-    """What `score_test` has written; empty where it has not."""
+class _TestScores(Record):
+    miou: Share | None = None
+    ap: Share | None = None
+
+
+def read_test(run: Run, model: str, metric: str) -> float | None:
+    """The "mIoU" or "AP" that `score_test` has written; None where it has not.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
     path = run.model_dir(model) / FILE
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    if not path.is_file():
+        return None
+    found = validated(_TestScores, read_json(path), path)
+    return found.ap if metric == "AP" else found.miou
 
 
 def forget_test(run: Run, model: str) -> None:

@@ -86,7 +86,7 @@ def train_variant(
     finally:
         _tidy()
     error_file.unlink(missing_ok=True)
-    say(f"{title}: {result.metric} {100 * result.best_score:.2f}, {result.seconds:.0f} s")
+    say(f"{title}: {result.metric} {result.best_text}, {result.seconds:.0f} s")
     _test(config, run, variant.model, title, say)
 
 

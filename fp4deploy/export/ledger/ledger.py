@@ -33,7 +33,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from typing import Any
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.ledger.build_log import EngineLayer
 from fp4deploy.models.card import ModelCard
+from fp4deploy.schema import Bool, Count, Float, parse_json, read_text, validated
 
 FORMAT = 1
 STATEMENT = "built and inspected, not run"
@@ -83,8 +84,8 @@ class LedgerRow:
     weights: str
     form: str
     reason: str
-    macs: int
-    fell_back: bool
+    macs: Count
+    fell_back: Bool
     kernels: tuple[str, ...]
     onnx_nodes: tuple[str, ...]
 
@@ -121,9 +122,9 @@ class Ledger:
     source_sha256: str
     plan: str
     plan_sha256: str
-    plan_bytes: int
-    build_seconds: float
-    batch: tuple[int, int, int]
+    plan_bytes: Count
+    build_seconds: Float
+    batch: tuple[Count, Count, Count]
     card: dict[str, Any] | None
     layers: tuple[LedgerRow, ...]
     engine: tuple[EngineLayer, ...]
@@ -201,23 +202,20 @@ class Ledger:
         return json.dumps(fields, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Ledger:
-        """Parse what `to_json` wrote.
+    def from_json(cls, text: str, source: object = "The ledger") -> Ledger:
+        """Parse what `to_json` wrote; `source` begins the message of an error.
 
         Raises:
             InputError: the text is not a ledger, or of a later format.
         """
-        try:
-            fields = json.loads(text)
-            if fields.pop("format") != FORMAT:
-                raise ValueError(f"format is not {FORMAT}")
-            fields.pop("totals", None)
-            fields["batch"] = tuple(fields["batch"])
-            fields["layers"] = tuple(_row(entry) for entry in fields["layers"])
-            fields["engine"] = tuple(EngineLayer.from_dict(entry) for entry in fields["engine"])
-            return cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"The ledger cannot be read ({error}); build the engine again: fp4deploy build") from error
+        advice = "Build the engine again: fp4deploy build"
+        fields = parse_json(text, source, advice)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            raise InputError(f"{source} cannot be read: format is not {FORMAT}. {advice}")
+        layers = fields.get("layers")
+        if isinstance(layers, list):
+            fields["layers"] = [_with_attribute_names(entry) for entry in layers]
+        return validated(cls, fields, source, advice)
 
 
 def _count(number: int, name: str) -> str:
@@ -229,11 +227,9 @@ def _constant_bytes(engine: Iterable[EngineLayer]) -> int:
     return sum(math.prod(tensor.shape) * BITS.get(tensor.precision, 0) for tensor in constants.values()) // 8
 
 
-def _row(entry: Mapping[str, Any]) -> LedgerRow:
-    lists = {name: tuple(entry[name]) for name in ("kernels", "onnx_nodes")}
-    names = {attribute: entry[key] for attribute, key in _JSON_KEYS.items()}
-    rest = {key: value for key, value in entry.items() if key not in _JSON_KEYS.values()}
-    return LedgerRow(**{**rest, **names, **lists})
+def _with_attribute_names(entry: object) -> object:
+    attributes = {key: attribute for attribute, key in _JSON_KEYS.items()}
+    return {attributes.get(key, key): value for key, value in entry.items()} if isinstance(entry, dict) else entry
 
 
 def ledger_path(plan: Path) -> Path:
@@ -247,12 +243,9 @@ def load_ledger(path: Path) -> Ledger:
     Raises:
         InputError: the file is missing or not a ledger.
     """
-    try:
-        return Ledger.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist. Build the engine with: fp4deploy build MODEL.onnx") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as a ledger ({error}).") from None
+    if not path.is_file():
+        raise InputError(f"{path} does not exist. Build the engine with: fp4deploy build MODEL.onnx")
+    return Ledger.from_json(read_text(path), path)
 
 
 def sha256(path: Path) -> str:

@@ -7,6 +7,11 @@ The version of Triton is in the file name but not in the key: where Triton is in
 used; where it is not, any version. Changed sources give another key, so that an old binary is never launched by new
 code.
 
+**Checks.** A file counts only if its digest is right, every field of the header lies within its limits, the machine
+code is the kernel, architecture and block that the header names, and the header names the launch that is looked for: a
+file under another's name is ignored. What is not checked is what the machine code does: a kernel runs with all rights
+of a GPU process, so take folders from those you trust.
+
 **Search order.** First the folders of `FP4DEPLOY_KERNEL_PATH` (separated as PATH is), which are only read: folders that
 were shipped with a model or in a container. Then `triton/` in the cache (`fp4deploy.plugins.runtime.cache`).
 """
@@ -22,18 +27,24 @@ import warnings
 import zlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from fp4deploy.architecture import HARDWARE, Architecture
 from fp4deploy.errors import InputError
 from fp4deploy.files import digest_of
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.runtime.cache import cache_folder, key, read_entry
+from fp4deploy.plugins.runtime.cubin import require_code
+from fp4deploy.schema import Count, Name, parse_json, validated
 
 PACKAGE = "fp4deploy.plugins.gemm.triton"
 SUPPORTED = tuple(HARDWARE)
 TARGETS = tuple(arch.triton_name for arch, found in HARDWARE.items() if found.by_default)
 SUFFIX = ".kernel"
+MOST_SHARED = 227 << 10  # bytes a block can have, on any GPU so far
+MOST_PTX = 16 << 20
 _FORMAT = 1
 
 
@@ -56,18 +67,20 @@ class Compiled:
 
     cubin: bytes = dataclasses.field(repr=False)
     ptx: str = dataclasses.field(repr=False)
-    name: str
-    parameters: tuple[str, ...]
-    divisible: tuple[int, ...]
-    shared: int
-    num_warps: int
-    registers: int
-    spills: int
-    instructions: tuple[str, ...]
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,199}$")]
+    parameters: Annotated[tuple[Annotated[str, Field(pattern=r"^\*?[a-z]\w{1,15}$")], ...], Field(max_length=256)]
+    divisible: Annotated[tuple[Annotated[Count, Field(lt=256)], ...], Field(max_length=256)]
+    shared: Annotated[Count, Field(le=MOST_SHARED)]
+    num_warps: Annotated[Count, Field(ge=1, le=32)]
+    registers: Annotated[Count, Field(le=255)]
+    spills: Annotated[Count, Field(lt=1 << 32)]
+    instructions: Annotated[tuple[Name, ...], Field(max_length=256)]
     arch: str
-    triton: str
-    sources: str
-    launch: str
+    triton: Name
+    sources: Name
+    launch: Annotated[str, Field(max_length=100_000)]
 
     def header(self) -> dict[str, Any]:
         """Everything but PTX and machine code, as JSON values."""
@@ -86,17 +99,33 @@ def pack(compiled: Compiled) -> bytes:
 
 
 def unpack(content: bytes) -> Compiled | None:
-    """What `pack` wrote; None for another format."""
+    """What `pack` wrote, checked as the module says; None for anything else."""
     head, _, rest = content.partition(b"\n")
     try:
-        header = json.loads(head)
+        header = validated(dict[str, Any], parse_json(head.decode(), "the header"), "the header")
         if header.pop("format") != _FORMAT:
             return None
         size = header.pop("ptx_bytes")
-        header = {name: tuple(value) if isinstance(value, list) else value for name, value in header.items()}
-        return Compiled(cubin=rest[size:], ptx=zlib.decompress(rest[:size]).decode(), **header)
-    except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
+        if type(size) is not int or not 0 <= size <= len(rest):
+            return None
+        ptx = _inflated(rest[:size]).decode()
+        found = validated(Compiled, {**header, "cubin": rest[size:], "ptx": ptx}, "the header")
+        arch = Architecture.parse(found.arch, SUPPORTED)
+        if found.arch != arch.triton_name or any(place >= len(found.parameters) for place in found.divisible):
+            return None
+        require_code(found.cubin, found.name, arch.number, found.num_warps)
+    except (InputError, ValueError, KeyError, zlib.error):
         return None
+    return found
+
+
+def _inflated(compressed: bytes) -> bytes:
+    """Decompress at most `MOST_PTX` bytes; ValueError where there are more, or where the end is missing."""
+    inflate = zlib.decompressobj()
+    found = inflate.decompress(compressed, MOST_PTX)
+    if not inflate.eof:
+        raise ValueError("too long, or cut short")
+    return found
 
 
 def supported(text: str) -> Architecture:
@@ -172,13 +201,20 @@ def find(launch: Launch, arch: str, folders: list[Path], triton: str | None = No
         for file in sorted(folder.glob(file_name(launch, arch, triton or "*")), key=_version, reverse=True):
             content = read_entry(file)
             compiled = unpack(content) if content is not None else None
-            if compiled is not None:
+            if compiled is not None and _is_of(compiled, launch, arch):
                 return compiled
             if folder != own_folder():
                 warnings.warn(
-                    f"{file} is damaged or was written by another version of fp4deploy; it is ignored.", stacklevel=2
+                    f"{file} is damaged, of another kernel or written by another version of fp4deploy; it is ignored.",
+                    stacklevel=2,
                 )
     return None
+
+
+def _is_of(compiled: Compiled, launch: Launch, arch: str) -> bool:
+    """Whether a file holds this launch: its name alone says so only while nobody renames it."""
+    wanted = (launch.kernel.partition(":")[2], arch, source_digest(launch), description(launch))
+    return (compiled.name, compiled.arch, compiled.sources, compiled.launch) == wanted
 
 
 def architectures(launch: Launch, folders: list[Path]) -> list[str]:

@@ -4,7 +4,9 @@ A cubin is an ELF file. Its section `.nv.info` is a list of attributes, each {fo
 format is 4, the 16 bits are a size, and so many bytes follow: a symbol and a value of 32 bits. Registers per thread are
 attribute 0x2f (EIATTR_REGCOUNT), bytes of stack per thread 0x11 (EIATTR_FRAME_SIZE). Kernels here have no calls and no
 arrays in local memory, so that any stack is spilled registers; `cuobjdump --dump-resource-usage` prints the same two
-figures as REG and STACK.
+figures as REG and STACK. `.nv.info.NAME` holds those of one kernel: attribute 0x10 (EIATTR_REQNTID) is the block that
+it was compiled for. The compute capability is in the flags of the ELF header: bits 8 to 15 from version 8 of the ABI
+on, before that bits 0 to 7.
 
 The PTX shows a *silent fallback*: Triton compiles an FP4 GEMM also where no FP4 instruction fits the tile. It then
 decodes the operands to FP16 and multiplies those, which is correct and slow.
@@ -25,6 +27,9 @@ from collections.abc import Iterator
 
 NATIVE = "kind::mxf4nvf4"
 _REGISTERS, _FRAME = 0x2F, 0x11
+_BLOCKS = (0x10, 0x05)  # EIATTR_REQNTID, EIATTR_MAX_THREADS: three values of 32 bits
+_CUDA = 190  # e_machine
+_ABI = 8  # version from which the flags hold the compute capability in their second byte
 _SIZED = 4  # format of an attribute whose 16 bits count the bytes that follow
 _FORMS = r"tcgen05\.mma|wgmma\.mma_async|mma\.sync"
 
@@ -37,22 +42,53 @@ def resources(cubin: bytes) -> tuple[int, int]:
     """
     found: dict[int, int] = {}
     try:
-        for attribute, value in _attributes(cubin):
-            found[attribute] = max(value, found.get(attribute, 0))
+        for attribute, values in _attributes(cubin, b".nv.info"):
+            if len(values) == 2:
+                found[attribute] = max(values[1], found.get(attribute, 0))
         return found[_REGISTERS], found.get(_FRAME, 0)
-    except (struct.error, ValueError, IndexError, KeyError) as error:
+    except _MALFORMED as error:
         raise ValueError(f"not a cubin with a register count ({type(error).__name__}: {error})") from None
 
 
-def _attributes(cubin: bytes) -> Iterator[tuple[int, int]]:
-    info = _section(cubin, b".nv.info")
+def require_code(cubin: bytes, name: str, architecture: int, warps: int) -> None:
+    """Compare what is said of a cubin with what is in it.
+
+    Args:
+        name: the kernel, which must have code.
+        architecture: compute capability as one number, 120.
+        warps: of a block.
+
+    Raises:
+        ValueError: this is not a cubin, or it is another kernel, for another GPU, or for another block.
+    """
+    try:
+        (machine,) = struct.unpack_from("<H", cubin, 18)
+        (flags,) = struct.unpack_from("<I", cubin, 48)
+        found = (flags >> 8 if cubin[8] >= _ABI else flags) & 0xFF
+        code = _section(cubin, f".text.{name}".encode())
+        blocks = [values for form, values in _attributes(cubin, f".nv.info.{name}".encode()) if form in _BLOCKS]
+    except _MALFORMED as error:
+        raise ValueError(f"not a cubin of {name} ({type(error).__name__}: {error})") from None
+    if machine != _CUDA or not code:
+        raise ValueError(f"not a cubin with code of {name}")
+    if found != architecture:
+        raise ValueError(f"machine code for sm_{found}, not sm_{architecture}")
+    if blocks and blocks[0] != (32 * warps, 1, 1):
+        raise ValueError(f"machine code for blocks of {blocks[0]} threads, not {warps} warps")
+
+
+_MALFORMED = (struct.error, ValueError, IndexError, KeyError, OverflowError)
+
+
+def _attributes(cubin: bytes, section: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
+    info = _section(cubin, section)
     position = 0
     while position + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, position)
         position += 4
         if form == _SIZED:
-            if size == 8:
-                yield attribute, struct.unpack_from("<I", info, position + 4)[0]
+            if size % 4 == 0:
+                yield attribute, struct.unpack_from(f"<{size // 4}I", info, position)
             position += size
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
+from fp4deploy.schema import parse_json
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
@@ -32,22 +34,36 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def keep_epochs(path: Path, last: int) -> None:
-    """Drop the lines of epochs that will be trained again, and a line that an interruption cut short.
+    """Drop the lines of epochs that will be trained again, and lines that cannot be read.
 
     Raises:
         InputError: the disk is full; the file keeps its lines.
     """
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _epoch(line) <= last]
-    if kept != lines:
+    keep_lines(path, lambda line: _epoch(line) <= last)
+
+
+def keep_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
+    """Keep the lines of a JSON Lines file whose values are `wanted`, each with its newline.
+
+    Raises:
+        InputError: the disk is full; the file keeps its lines.
+    """
+    whole = path.read_bytes()
+    kept = b"".join(line + b"\n" for line in whole.splitlines() if _is_wanted(line, wanted))
+    if kept != whole:
         with atomic_write(path) as temporary:
-            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            temporary.write_bytes(kept)
 
 
-def _epoch(line: str) -> float:
+def _is_wanted(line: bytes, wanted: Callable[[Any], bool]) -> bool:
     try:
-        return float(json.loads(line)["epoch"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return wanted(parse_json(line.decode("utf-8"), "the line", nan="none"))
+    except (InputError, UnicodeDecodeError):
+        return False
+
+
+def _epoch(line: Any) -> float:
+    number = line.get("epoch") if isinstance(line, dict) else None
+    return number if type(number) is int else math.inf

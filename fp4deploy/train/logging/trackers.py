@@ -14,7 +14,6 @@ that it has, offline it writes a second part).
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -22,13 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fp4deploy.files import atomic_write
 from fp4deploy.qat.telemetry.statistics import CODES
 from fp4deploy.requirements import TENSORBOARD, WANDB
-from fp4deploy.train.logging.metrics_log import append_line
+from fp4deploy.schema import whole_lines
+from fp4deploy.train.logging.metrics_log import append_line, keep_lines
 
 SAMPLE, EPOCH = "look", "epoch"  # kinds of lines; "look" is what files call a sample
 FILE = "telemetry.jsonl"
+PARTS = ("values", "layers", "codes")
 DIGITS = 9
 PACKAGES = {library.name: library for library in (TENSORBOARD, WANDB)}
 
@@ -99,11 +99,7 @@ class JsonlTracker:
         """Drop later lines, and one that a crash cut short."""
         if not self.path.is_file():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _belongs(_parsed(line), step, epoch)]
-        if kept != lines or not _ends_with_newline(self.path):
-            with atomic_write(self.path) as temporary:
-                temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        keep_lines(self.path, lambda line: _belongs(_parsed(line), step, epoch))
 
     def log(self, entry: Entry) -> None:
         """Append a line.
@@ -122,10 +118,10 @@ class JsonlTracker:
 def read_entries(path: Path) -> list[Entry]:
     """The entries of a telemetry.jsonl in order; damaged lines are skipped."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in whole_lines(path):
         parsed = _parsed(line)
         if parsed is not None:
-            parts = {name: parsed.get(name, {}) for name in ("values", "layers", "codes")}
+            parts = {name: parsed.get(name, {}) for name in PARTS}
             found.append(Entry(parsed["kind"], parsed["step"], parsed["epoch"], **parts))
     return found
 
@@ -256,25 +252,15 @@ def _required(name: str) -> Any:
     return PACKAGES[name].require(f"The tracker '{name}'", otherwise)
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-        whole = isinstance(found["step"], int) and isinstance(found["epoch"], int) and found["kind"] in (SAMPLE, EPOCH)
-    except (ValueError, KeyError, TypeError):
+def _parsed(line: Any) -> dict[str, Any] | None:
+    """The line if it is an entry, its numbers whole and its parts objects."""
+    if not isinstance(line, dict) or line.get("kind") not in (SAMPLE, EPOCH):
         return None
-    return found if whole else None
+    whole = all(type(line.get(name)) is int for name in ("step", "epoch"))
+    return line if whole and all(isinstance(line.get(name, {}), dict) for name in PARTS) else None
 
 
 def _belongs(line: dict[str, Any] | None, step: int, epoch: int) -> bool:
     if line is None:
         return False
     return bool(line["epoch"] <= epoch if line["kind"] == EPOCH else line["step"] <= step)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        if not file.tell():
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

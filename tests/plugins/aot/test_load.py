@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import struct
@@ -17,21 +18,28 @@ from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
+from fp4deploy.plugins.runtime import cubin
 from fp4deploy.plugins.runtime.cache import write_entry
 from tests.plugins.aot.aot_cases import KERNELS, SCALE
+from tests.plugins.aot.minimal_cubin import minimal_cubin
 from tests.plugins.cuda_stand_in import Pycuda, Tensor
 
 
 def compiled(launch: Launch = SCALE, arch: str = "sm_90", triton: str = "3.6.0", code: bytes = b"code") -> Compiled:
     names = [name for name, _ in launch.arguments]
+    name = launch.kernel.partition(":")[2]
     return Compiled(
-        cubin=code, ptx="// ptx", name=launch.kernel.partition(":")[2],
+        cubin=minimal_cubin(name, int(arch.removeprefix("sm_")), 8, code), ptx="// ptx", name=name,
         parameters=tuple(kind for _, kind in launch.arguments),
         divisible=tuple(names.index(name) for name in launch.divisible),
         shared=65536, num_warps=8, registers=40, spills=0, instructions=("mma.sync m16n8k16 f16",),
         arch=arch, triton=triton,
         sources=store.source_digest(launch), launch=store.description(launch),
     )  # fmt: skip
+
+
+def code_of(kernel: Compiled) -> bytes:
+    return cubin._section(kernel.cubin, f".text.{kernel.name}".encode())
 
 
 def ship(folder: Path, kernel: Compiled, launch: Launch = SCALE) -> Path:
@@ -147,8 +155,8 @@ def test_a_damaged_entry_is_compiled_again(triton: Triton, tmp_path: Path, damag
     content = entry.read_bytes()
     changed = bytes([content[0] ^ 1]) + content[1:]
     entry.write_bytes({"cut": content[:-5], "empty": b"", "changed": changed, "digest only": content[-32:]}[damage])
-    assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"2"
-    assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"2"
+    assert code_of(aot_compile.compile_launch(SCALE, "sm_90")) == b"2"
+    assert code_of(aot_compile.compile_launch(SCALE, "sm_90")) == b"2"
     assert len(triton.runs) == 2
 
 
@@ -158,16 +166,16 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FP4DEPLOY_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match="Set FP4DEPLOY_CACHE to a folder that can be written"):
-        assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"1"
+        assert code_of(aot_compile.compile_launch(SCALE, "sm_90")) == b"1"
 
 
 def test_without_triton_an_entry_of_any_version_serves(triton: Triton, tmp_path: Path) -> None:
     for version in ("3.6.0", "3.10.1", "3.9.0"):
         ship(store.own_folder(), compiled(triton=version, code=version.encode()))
     triton.version = "3.9.0"
-    assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"3.9.0"
+    assert code_of(aot_compile.compile_launch(SCALE, "sm_90")) == b"3.9.0"
     triton.version = None
-    assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"3.10.1"
+    assert code_of(aot_compile.compile_launch(SCALE, "sm_90")) == b"3.10.1"
     assert triton.runs == []
 
 
@@ -176,12 +184,12 @@ def test_folders_that_were_shipped_come_first(triton: Triton, tmp_path: Path, mo
     ship(two, compiled(code=b"two", triton="3.5.0"))
     aot_compile.compile_launch(SCALE, "sm_90")
     monkeypatch.setenv("FP4DEPLOY_KERNEL_PATH", f"{one}:{two}")
-    assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"two"
+    assert code_of(aot_compile.compile_launch(SCALE, "sm_90")) == b"two"
     file = ship(one, compiled(code=b"one"))
-    assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"one"
+    assert code_of(aot_compile.compile_launch(SCALE, "sm_90")) == b"one"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="is damaged or was written by another version of fp4deploy; it is ignored"):
-        assert aot_compile.compile_launch(SCALE, "sm_90").cubin == b"two"
+    with pytest.warns(UserWarning, match="is damaged, of another kernel or written by another version of fp4deploy"):
+        assert code_of(aot_compile.compile_launch(SCALE, "sm_90")) == b"two"
     assert not list(one.rglob("*.lock"))
 
 
@@ -325,3 +333,39 @@ def test_every_variant_that_a_network_uses_is_listed(arch: str, channels: int) -
         call = weight_only_call(linear, weight, None, linear, capability)
         needed[f"weight-only, {rows} rows"] = call.launch
     assert [name for name, launch in needed.items() if launch not in listed] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arch": "sm_120"}, {"arch": "sm_9000"}, {"arch": "SM_90"}, {"num_warps": 0}, {"num_warps": 4},
+        {"num_warps": 64},
+        {"name": "other_kernel"}, {"shared": 1 << 20}, {"shared": -1}, {"divisible": (99,)}, {"parameters": ("*x y",)},
+        {"registers": 256}, {"cubin": b"code"}, {"ptx": "x" * (store.MOST_PTX + 1)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_header_that_does_not_fit_the_machine_code(change: dict[str, object]) -> None:
+    kernel = compiled()
+    assert store.unpack(store.pack(kernel)) == kernel
+    assert store.unpack(store.pack(dataclasses.replace(kernel, **change))) is None  # type: ignore[arg-type]
+
+
+def test_a_file_under_the_name_of_another_is_ignored(tmp_path: Path) -> None:
+    other = dataclasses.replace(SCALE, num_stages=2)
+    ship(tmp_path, compiled(other), SCALE)
+    with pytest.warns(UserWarning, match="of another kernel"):
+        assert store.find(SCALE, "sm_90", [tmp_path]) is None
+    assert store.find(other, "sm_90", [tmp_path]) is None
+    ship(tmp_path, compiled(other), other)
+    assert store.find(other, "sm_90", [tmp_path]) == compiled(other)
+
+
+def test_a_cubin_with_offsets_beyond_its_end() -> None:
+    whole = compiled().cubin
+    for place in range(0, 64, 2):
+        broken = whole[:place] + b"\xff\xff" + whole[place + 2 :]
+        with contextlib.suppress(ValueError):
+            cubin.require_code(broken, "scale_kernel", 90, 8)
+        with contextlib.suppress(ValueError):
+            cubin.resources(broken)
