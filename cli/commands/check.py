@@ -84,16 +84,13 @@ def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
 
 
 def _onnx_plans(path: Path) -> list[LayerPlan]:
-    import json
-
     from fp4deploy.export import read_onnx
-    from fp4deploy.export.onnx.canonical import LAYERS_KEY
+    from fp4deploy.export.onnx.layers import planned_layers
     from fp4deploy.qat import LayerPlan
 
-    entries = {entry.key: entry.value for entry in read_onnx(path).metadata_props}
-    if LAYERS_KEY not in entries:
+    layers = planned_layers(read_onnx(path))
+    if not layers:
         raise InputError(f"{path} has no layer plan in its metadata. Write it with: fp4deploy export")
-    layers = json.loads(entries[LAYERS_KEY])
     return [
         LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", ""))
         for name, layer in layers.items()

@@ -21,6 +21,7 @@ from fp4deploy import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+TOGETHER = ("tests", "configs", "docs", "examples", "benchmarks")  # of the sdist, not of the wheel
 NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
 
 
@@ -48,7 +49,7 @@ def build(hook: str, folder: Path, out: Path) -> Path:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy without the checkout's leftovers: setuptools would take files from an old egg-info."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
-    for name in ("fp4deploy", "cli"):
+    for name in ("fp4deploy", "cli", *TOGETHER):
         shutil.copytree(ROOT / name, checkout / name, ignore=NOT_SHIPPED)
     for file in ROOT.iterdir():
         if file.is_file() and not file.name.startswith("."):
@@ -102,6 +103,20 @@ def test_the_sdist_can_be_built_and_pinned_from(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+
+
+def test_the_sdist_can_be_tested(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    present = {path for folder in TOGETHER for path in files_of(folder)}
+    assert present <= names
+    assert {"Makefile", "mkdocs.yml", "SECURITY.md", "tests/conftest.py"} <= names
+
+
+def files_of(folder: str) -> set[str]:
+    """Every file below a folder of the checkout, without caches."""
+    found = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(ROOT).as_posix() for path in found if path.suffix != ".pyc" and path.name != ".DS_Store"}
 
 
 def test_the_version_has_one_home(wheel: Path) -> None:

@@ -20,6 +20,7 @@ from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.protocol import Array
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
+from fp4deploy.export.onnx.canonical import foreign_graph
 from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.models.card import CARD_KEY, ModelCard
@@ -36,14 +37,17 @@ class OrtRuntime:
         model = read_onnx(path)
         self._path, self._timeout = path, timeout
         self._card = find_card(model, path)
-        fp4 = (
-            self._card.precision == "nvfp4" if self._card else any(each.precision == "FP4" for each in layers_of(model))
-        )
-        canonical = is_canonical(model)
-        if canonical:
-            model = to_portable(model)
-        self._session = portable_session(model)
-        self._input = self._session.get_inputs()[0].name
+        with foreign_graph(path):
+            fp4 = (
+                self._card.precision == "nvfp4"
+                if self._card
+                else any(each.precision == "FP4" for each in layers_of(model))
+            )
+            canonical = is_canonical(model)
+            if canonical:
+                model = to_portable(model)
+            self._session = portable_session(model)
+            self._input = self._session.get_inputs()[0].name
         form = "CPU, lowered in memory" if canonical else "CPU"
         self.name = f"ONNX Runtime {ort.__version__} ({form})"
         self.device = cpu_name()
@@ -79,7 +83,8 @@ class OrtRuntime:
             return found
         except Exception as error:
             if not options.terminate:
-                raise
+                with foreign_graph(self._path):
+                    raise
             raise InputError(
                 f"{self._path} did not finish an inference within {self._timeout:g} seconds; a loop in it may have no "
                 "end. If it only needs longer, give it more with --timeout."

@@ -38,7 +38,8 @@ from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
-from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, parse_onnx
+from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, parse_onnx
+from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
 
@@ -117,6 +118,11 @@ def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-r
         InputError: an FP4 layer breaks a rule of the canonical graph (the message names it), or the opset is too old.
     """
     check_conv_mode(conv, backend)
+    with foreign_graph("The file"):
+        return _lower(proto, conv, backend)
+
+
+def _lower(proto: onnx.ModelProto, conv: str, backend: str) -> LoweredModel:
     for tensor in proto.graph.initializer:
         _check_stored(tensor)
     model = ir.from_proto(_with_shapes(proto))
@@ -184,8 +190,8 @@ def _metadata(proto: onnx.ModelProto, key: str) -> Any:
 
 def _requests(proto: onnx.ModelProto) -> dict[str, dict[str, str]]:
     """Torch layer name -> {kind, precision, reason} as the exporter wrote it; empty for foreign files."""
-    found = _metadata(proto, LAYERS_KEY)
-    return found if isinstance(found, dict) else {}
+    _metadata(proto, LAYERS_KEY)
+    return planned_layers(proto)
 
 
 def _check_requests(requests: dict[str, dict[str, str]], fp4: bool) -> None:

@@ -5,17 +5,35 @@ A layer with weights is one of four operators that contract a weight with an act
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import Fp4DeployError, InputError
 
 OPSET = 23  # the first with FLOAT4E2M1
 IR_VERSION = 11
 GEMM_OPS = {"Conv": "Conv2d", "ConvTranspose": "ConvTranspose2d", "MatMul": "Linear", "Gemm": "Linear"}  # -> torch
 LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason}
+
+
+@contextmanager
+def foreign_graph(source: object) -> Iterator[None]:
+    """Around work on a graph that may be anyone's: whatever onnx, onnx-ir, ONNX Runtime or a lookup in the graph raises
+    becomes one `InputError` that begins with `source`; the exception is its cause.
+    """
+    try:
+        yield
+    except Fp4DeployError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        cause = f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+        raise InputError(
+            f"{source} is not a graph that can be used here ({cause}). Write one with: fp4deploy export"
+        ) from error
 
 
 def parse_onnx(path: Path) -> onnx.ModelProto:
@@ -31,7 +49,7 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
         )
     try:
         model = onnx.load(path)
-    except (DecodeError, ValueError, OSError) as error:
+    except Exception as error:  # protobuf's, onnx's own, and of files with external data
         raise not_onnx(path, error) from error
     if not model.graph.node or not model.graph.output:
         raise InputError(f"{path} is not an ONNX model: it holds no operators. Write one with: fp4deploy export")
@@ -55,6 +73,6 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     model = parse_onnx(path)
     try:
         onnx.checker.check_model(model)
-    except (ValueError, onnx.checker.ValidationError) as error:
+    except Exception as error:  # ValidationError, and what its C++ code raises
         raise not_onnx(path, error) from error
     return model

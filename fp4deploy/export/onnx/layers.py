@@ -16,9 +16,11 @@ import onnx
 import onnx.shape_inference
 import onnx_ir as ir
 
-from fp4deploy.export.onnx.canonical import GEMM_OPS, LAYERS_KEY, read_onnx
+from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.canonical import GEMM_OPS, LAYERS_KEY, foreign_graph, read_onnx
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.models.card import CARD_KEY
+from fp4deploy.schema import parse_json, validated
 
 COLUMNS = ("layer", "kind", "precision", "weights", "weight shape", "input", "output", "bytes", "reason")
 _NORMS = {"GroupNormalization", "InstanceNormalization", "BatchNormalization", "LayerNormalization"}
@@ -62,11 +64,17 @@ def inspect_onnx(path: Path) -> list[OnnxLayer]:
     Raises:
         InputError: the file is missing, truncated, or not ONNX.
     """
-    return layers_of(read_onnx(path))
+    with foreign_graph(path):
+        return layers_of(read_onnx(path))
 
 
 def describe_onnx(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
     """(facts, column names, rows, closing line) of an ONNX file, for printing."""
+    with foreign_graph(path):
+        return _described(path)
+
+
+def _described(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
     model = read_onnx(path)
     layers = layers_of(model)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
@@ -91,7 +99,7 @@ def describe_onnx(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tup
 
 def layers_of(model: onnx.ModelProto) -> list[OnnxLayer]:
     """The layers of a model in memory, in the order of its graph."""
-    planned = _planned(model)
+    planned = planned_layers(model)
     graph = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True)).graph
     nodes = [node for node in graph if node.name in planned]
     if not nodes:
@@ -99,13 +107,13 @@ def layers_of(model: onnx.ModelProto) -> list[OnnxLayer]:
     return [_layer(node, planned.get(node.name or "", {})) for node in nodes]
 
 
-def _planned(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
+def planned_layers(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
+    """Torch layer name -> {kind, precision, reason} as the exporter wrote it; empty for foreign files."""
     text = next((entry.value for entry in model.metadata_props if entry.key == LAYERS_KEY), "{}")
     try:
-        plan = json.loads(text)
-    except ValueError:
+        return validated(dict[str, dict[str, str]], parse_json(text, LAYERS_KEY), LAYERS_KEY)
+    except InputError:
         return {}
-    return plan if isinstance(plan, dict) else {}
 
 
 def _owns_weight(node: ir.Node) -> bool:
@@ -134,16 +142,24 @@ def _layer(node: ir.Node, plan: dict[str, str]) -> OnnxLayer:
 
 def _constants(value: ir.Value | None) -> list[ir.Value]:
     """Constants (shapes excepted) that a value is decoded from; [] where it depends on the model's input."""
-    if value is None:
-        return []
-    if value.const_value is not None:
-        return [value]
-    producer = value.producer()
-    if producer is None or producer.op_type not in _PASSING:
-        return []
-    data = producer.inputs[:1] if producer.op_type in _LAYOUT else producer.inputs
-    found = [_constants(operand) for operand in data]
-    return [constant for part in found for constant in part] if all(found) else []
+    found: dict[int, ir.Value] = {}
+    seen: set[int] = set()
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if value is None:
+            return []
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.const_value is not None:
+            found[id(value)] = value
+            continue
+        producer = value.producer()
+        if producer is None or producer.op_type not in _PASSING or not producer.inputs:
+            return []
+        rest += reversed(producer.inputs[:1] if producer.op_type in _LAYOUT else producer.inputs)
+    return list(found.values())
 
 
 def _stored(weight: list[ir.Value]) -> str:
