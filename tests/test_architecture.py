@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -67,3 +69,12 @@ def test_two_forms_of_fp4_tensor_cores() -> None:
     assert {arch: 227 if arch.tensor_memory else 99 for arch in fp4} == fp4
     assert [str(arch) for arch in fp4 if arch.tensor_memory] == ["sm100", "sm103", "sm107", "sm110"]
     assert not any(arch.tensor_memory for arch in HARDWARE if arch.number < 100)
+
+
+def test_the_table_of_gpus_names_every_architecture() -> None:
+    """docs/gpus.md has a row for each, with the products that the code names."""
+    page = Path(__file__).resolve().parents[1] / "docs" / "gpus.md"
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    for arch, found in HARDWARE.items():
+        row = next((row for row in rows if str(arch).upper() in row.split("|")[2]), "")
+        assert not found.by_default or all(name in row for name in found.gpus.split(", ")), (arch, row)
