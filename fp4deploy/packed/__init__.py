@@ -4,9 +4,10 @@
 
 | module | what it holds |
 |---|---|
-| `graph` | nodes and activations: the JSON of the file as pydantic models |
-| `check` | names, shapes and types of a graph fit together |
-| `file` | reading, writing, digests, formats `packed/2` and `packed/1` |
+| `graph` | nodes and forms of activations: the JSON of the file as pydantic models |
+| `operators`, `shapes` | what each node computes in torch; the same on tensors without data gives all shapes |
+| `check` | names, shapes, types and values of a graph fit together |
+| `file`, `former` | reading, writing, digests; formats `packed/2` and `packed/1` |
 | `network` | running the nodes, on a GPU by kernels, on a CPU by decoding |
 | `capture` | the same as a CUDA graph |
 | `memory`, `describe` | bytes of weights and activations; the table of `fp4deploy inspect` |

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+from torch.utils._pytree import tree_map
 
 from fp4deploy.errors import Fp4DeployError, InputError
-from fp4deploy.packed.network import PackedNetwork
+from fp4deploy.packed.network import PackedNetwork, Result
 
 WARMUP = 3
+Shapes = tuple[tuple[int, ...], ...]
 SHAPES = 4  # graphs kept; each holds the memory of its activations
 
 
@@ -36,55 +38,57 @@ def graphs_enabled() -> bool:
 
 
 class CapturedNetwork:
-    """A network on a GPU, captured once for each shape of its input."""
+    """A network on a GPU, captured once for each shape of its inputs."""
 
     def __init__(self, network: PackedNetwork, enabled: bool = True) -> None:
         self.network = network
         self.enabled = enabled and network.device.type == "cuda"
-        self._runs: dict[tuple[int, ...], Callable[[], torch.Tensor]] = {}
-        self._inputs: dict[tuple[int, ...], torch.Tensor] = {}
+        self._runs: dict[Shapes, Callable[[], Result]] = {}
+        self._inputs: dict[Shapes, tuple[torch.Tensor, ...]] = {}
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits of `images`, in memory of their own."""
-        return self.prepared(images)().clone()
+    def __call__(self, *inputs: torch.Tensor) -> Result:
+        """Outputs for `inputs`, in memory of their own."""
+        return tree_map(torch.Tensor.clone, self.prepared(*inputs)())
 
-    def prepared(self, images: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """What computes the logits of `images`, with nothing left to prepare; the next run overwrites its result."""
+    def prepared(self, *inputs: torch.Tensor) -> Callable[[], Result]:
+        """What computes the outputs for `inputs`, with nothing left to prepare; the next run overwrites its result."""
+        device, dtype = self.network.device, self.network.dtype
         if not self.enabled:
-            on_device = images.to(self.network.device)
-            return lambda: self.network(on_device)
-        shape = tuple(images.shape)
-        if shape not in self._runs:
+            on_device = [x.to(device) for x in inputs]
+            return lambda: self.network(*on_device)
+        shapes = tuple(tuple(x.shape) for x in inputs)
+        if shapes not in self._runs:
             if len(self._runs) >= SHAPES:
                 oldest = next(iter(self._runs))
                 del self._runs[oldest], self._inputs[oldest]
-            self._inputs[shape] = images.to(self.network.device, self.network.dtype).clone()
-            self._runs[shape] = self._record(self._inputs[shape])
-        self._inputs[shape].copy_(images)
-        return self._runs[shape]
+            self._inputs[shapes] = tuple(x.to(device, dtype).clone() for x in inputs)
+            self._runs[shapes] = self._record(self._inputs[shapes])
+        for static, x in zip(self._inputs[shapes], inputs, strict=True):
+            static.copy_(x)
+        return self._runs[shapes]
 
-    def _record(self, images: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _record(self, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
         stream = torch.cuda.Stream(self.network.device)
         stream.wait_stream(torch.cuda.current_stream(self.network.device))
         with torch.cuda.device(self.network.device), torch.cuda.stream(stream):
             for _ in range(WARMUP):
-                self.network(images)
+                self.network(*inputs)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self.network.device), torch.cuda.graph(graph, stream=stream):
-                logits = self.network(images)
+                outputs = self.network(*inputs)
         except (RuntimeError, Fp4DeployError) as error:
             warnings.warn(
                 f"Capturing the packed network as a CUDA graph failed ({error}); its kernels are launched one by one.",
                 stacklevel=2,
             )
             _end_recording(self.network.device)
-            return lambda: self.network(images)
+            return lambda: self.network(*inputs)
 
-        def replay() -> torch.Tensor:
+        def replay() -> Result:
             graph.replay()
-            return logits
+            return outputs
 
         return replay
 

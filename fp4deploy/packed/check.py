@@ -1,140 +1,246 @@
 """Checks of a graph: every name exists, every shape fits, every activation is written once and before it is read.
 
-A network that passes does not fail later because of its file, whatever program wrote it.
+A network that passes runs, whatever program wrote its file, and gives finite numbers of the shapes that `shapes` finds:
+
+| bound | for |
+|---|---|
+| 4096 nodes, 64 forms a node, 2^28 elements of an activation at the example's size | time and memory |
+| W x KH x C of a packed convolution below 2^31 | 32-bit offsets of the kernels |
+| amax of an input from 2^-100 to 65504, of a weight from 0; block scales positive numbers | finite products |
+| every other number at most 65504, the range of FP16 | the same |
+
+A product may still leave the range of what it is computed in: FP16 on a GPU (65504), FP32 on a CPU (3.4e38). It is
+infinite then, as in torch, and a packed activation after it saturates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
+import torch
+
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed.graph import (
-    INPUT,
-    RGB,
     Activation,
-    Concat,
+    Affine,
+    Arithmetic,
     Conv2d,
-    Convolution,
     ConvTranspose2d,
+    Form,
     Graph,
     GroupNormReLU,
-    Head,
+    Input,
+    Layer,
+    Linear,
     Node,
-    outputs_of,
+    Norm,
+    Pad,
+    Resize,
+    named,
     tensors_of,
+    weight_names,
 )
+from fp4deploy.packed.operators import FUNCTIONS
+from fp4deploy.packed.shapes import Shapes, shapes_of, weight_shape
+
+LARGEST = 65504.0  # of FP16
+SMALLEST_AMAX = 2.0**-100
+AGAIN = "Export the model again: fp4deploy export --format packed"
+Requirement = tuple[str, str, list[int]]  # tensor, type, shape
 
 
-def check_graph(graph: Graph, channels: int) -> None:
-    """Check the whole graph.
+def check_graph(graph: Graph, channels: int | None = None) -> Shapes:
+    """Check the whole graph; the shapes of its activations at the example's size.
 
     Args:
-        channels: how many the model card says that the head gives.
+        channels: of the model card: the first output is then a map of so many channels, and of the input's size.
 
     Raises:
         InputError: naming the node and the fault.
     """
-    first = graph.images.get(INPUT)
-    expected = ENCODED_CHANNELS if graph.digits else RGB.channels
-    if first is None or first.stride != RGB.stride or first.channels != expected:
-        kind = "digits" if graph.digits else "RGB"
-        raise InputError(f"The graph has no input named '{INPUT}' of the {expected} channels of {kind}.")
-    if first.amax is not None:
-        _require(first.amax in graph.tensors, f"the tensor '{first.amax}' that the input is packed with is missing")
-        _tensor(graph, first.amax, "F32", [])
-    written = {INPUT}
-    for number, node in enumerate(graph.steps):
+    _check_inputs(graph)
+    forms: dict[str, Form] = {}
+    for each in graph.inputs:
+        _check_outputs(graph, each, forms)
+    for number, node in enumerate(graph.nodes):
         try:
-            _check_names(graph, node, written)
-            _check_node(graph, node, channels)
+            _check_names(graph, node, forms)
+            _check_node(node)
+            _check_outputs(graph, node, forms)
         except InputError as error:
-            layer = "" if isinstance(node, Concat) else f" '{node.layer}'"
-            raise InputError(f"Node {number} of the graph ({node.op}{layer}): {error}") from None
-        if isinstance(node, Head) != (number == len(graph.steps) - 1):
-            raise InputError(f"Node {number} of the graph ({node.op}): the head is the last node, and only the last.")
-        written.update(outputs_of(node))
-    unused = [name for name in graph.images if name not in written]
-    read = {name for node in graph.steps for name in tensors_of(node, graph.images)} | {first.amax}
-    unused += [name for name in graph.tensors if name not in read]
+            raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
+    _check_used(graph)
+    try:
+        shapes = shapes_of(graph)
+    except InputError as error:
+        raise InputError(f"{error}. {AGAIN}") from None
+    layers: dict[str, tuple[object, ...]] = {}
+    for number, node in enumerate(graph.nodes):
+        try:
+            _check_tensors(graph, node, shapes, layers)
+        except InputError as error:
+            raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
+    if channels is not None:
+        _check_logits(graph, shapes, channels)
+    return shapes
+
+
+def check_values(tensors: Mapping[str, torch.Tensor], graph: Graph) -> None:
+    """Check the numbers of the tensors that a checked graph lists.
+
+    Raises:
+        InputError: naming the tensor, its value and the limit.
+    """
+    amaxes = {form.amax for form in graph.forms().values() if form.amax}
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.uint8:
+            continue
+        if not tensor.float().isfinite().all():
+            raise InputError(f"the tensor '{name}' holds NaN or Inf. Export an earlier checkpoint.")
+        if tensor.dtype == torch.float8_e4m3fn:
+            if (tensor.view(torch.uint8) > 0x7E).any():
+                raise InputError(f"the block scales '{name}' hold a negative number. {AGAIN}")
+        elif tensor.numel() and tensor.float().abs().max() > LARGEST:
+            largest = float(tensor.float().abs().max())
+            raise InputError(f"the tensor '{name}' holds {largest:g}, and the largest of FP16 is {LARGEST:g}. {AGAIN}")
+        if name in amaxes and not float(tensor) >= SMALLEST_AMAX:
+            raise InputError(f"'{name}' is {float(tensor):g}, and a scale needs an amax of at least 2^-100. {AGAIN}")
+        if name.endswith(".weight.amax") and not float(tensor) >= 0:
+            raise InputError(f"'{name}' is {float(tensor):g}, and an amax is not negative. {AGAIN}")
+
+
+def _check_inputs(graph: Graph) -> None:
+    names = [each.name for each in graph.inputs]
+    if len(set(names)) != len(names):
+        raise InputError(f"Two inputs of the graph have one name. {AGAIN}")
+    for each in graph.inputs:
+        if 0 not in each.free or 1 in each.free or each.shape[0] != 1 or max(each.free) >= len(each.shape):
+            raise InputError(f"The input '{each.name}' needs a free batch of 1 as its first axis, and fixed channels.")
+    if graph.digits and (len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4 or graph.inputs[0].shape[1] != 3):
+        raise InputError(f"Only an RGB image is encoded as multi-term FP4. {AGAIN}")
+
+
+def _check_names(graph: Graph, node: Node, forms: Mapping[str, Form]) -> None:
+    for name in node.inputs:
+        _require(name in forms, f"it reads '{name}', which no node before it writes")
+    for name in tensors_of(node):
+        _require(name in graph.tensors, f"the tensor '{name}' is missing")
+    packed = [forms[name].amax is not None for name in node.inputs]
+    if not isinstance(node, Layer):
+        _require(not any(packed), "its input is packed")
+        return
+    _require(all(packed) if node.precision == "nvfp4" else not any(packed), f"its input is not {node.precision}")
+    axis = "last" if isinstance(node, Linear) else "channels"
+    wrong = [name for name in node.inputs if forms[name].amax is not None and forms[name].axis != axis]
+    _require(not wrong, f"its input is not packed along its {axis}")
+
+
+def _check_outputs(graph: Graph, writer: Node | Input, forms: dict[str, Form]) -> None:
+    for form in writer.outputs:
+        _require(form.name not in forms, f"it writes '{form.name}' a second time")
+        _require(not form.pooled or isinstance(writer, GroupNormReLU), "only group_norm_relu pools")
+        if form.amax:
+            _require(form.amax in graph.tensors, f"the tensor '{form.amax}' is missing")
+            _tensor(graph, form.amax, "F32", [])
+        forms[form.name] = form
+
+
+def _check_node(node: Node) -> None:
+    """What the fields of one node do not say by themselves."""
+    if isinstance(node, Activation):
+        count = FUNCTIONS[node.function][0]
+        _require(len(node.parameters) == count, f"{node.function} takes {count} numbers")
+        _require(node.function != "softplus" or node.parameters[0] > 0, "the first number of softplus is positive")
+    elif isinstance(node, Arithmetic):
+        _require((len(node.inputs) == 2) != (node.number is not None), "it takes two activations, or one and a number")
+        _require(node.op != "div" or node.number != 0, "it divides by zero")
+    elif isinstance(node, Resize):
+        _require((node.size is None) != (node.scale is None), "it takes a size or a scale")
+    elif isinstance(node, Pad):
+        _require(len(node.pad) % 2 == 0, "it pads each axis on two sides")
+    elif isinstance(node, ConvTranspose2d):
+        beyond = any(a >= max(b, c) for a, b, c in zip(node.output_padding, node.stride, node.dilation, strict=True))
+        _require(not beyond, "its output padding is not below its stride or dilation")
+    elif isinstance(node, Conv2d) and len(node.inputs) == 2:
+        _require(
+            node.precision == "nvfp4" and node.groups == 1, "only a packed convolution of one group has two inputs"
+        )
+    elif isinstance(node, Norm):
+        _require((node.op == "layer_norm") == bool(node.shape), "a layer norm alone has a shape")
+
+
+def _check_used(graph: Graph) -> None:
+    read = {name for node in graph.nodes for name in node.inputs} | {each.activation for each in graph.outputs}
+    forms = graph.forms()
+    outputs = [each.activation for each in graph.outputs]
+    for name in outputs:
+        if name not in forms or forms[name].amax is not None:
+            raise InputError(f"The output '{name}' of the graph is no plain activation that a node writes. {AGAIN}")
+    names = [each.name for each in graph.outputs]
+    if len(set(names)) != len(names) or ("" in names and len(names) > 1):
+        raise InputError(f"Outputs of the graph share a name. {AGAIN}")
+    tensors = {name for node in (*graph.nodes, *graph.inputs) for name in tensors_of(node)}
+    unused = [name for name in forms if name not in read and name not in {each.name for each in graph.inputs}]
+    unused += [name for name in graph.tensors if name not in tensors]
     if unused:
         raise InputError(f"{len(unused)} names of the graph are never used (first '{unused[0]}').")
 
 
-def _check_names(graph: Graph, node: Node, written: set[str]) -> None:
-    for name in node.inputs:
-        _require(name in written, f"it reads '{name}', which no node before it writes")
-    outputs = outputs_of(node)
-    for name in outputs:
-        _require(name in graph.images, f"it writes '{name}', which the graph does not describe")
-        _require(name not in written and outputs.count(name) == 1, f"it writes '{name}' a second time")
-    for name in tensors_of(node, graph.images):
-        _require(name in graph.tensors, f"the tensor '{name}' is missing")
-    for name in outputs:
-        amax = graph.images[name].amax
-        if amax:
-            _tensor(graph, amax, "F32", [])
+def _check_tensors(graph: Graph, node: Node, shapes: Shapes, layers: dict[str, tuple[object, ...]]) -> None:
+    """Types and shapes; a layer that several nodes read is the same layer."""
+    for name, dtype, shape in required(graph, node, shapes):
+        _tensor(graph, name, dtype, shape)
+    if isinstance(node, Layer):
+        channels = sum(shapes[name][1 if not isinstance(node, Linear) else -1] for name in node.inputs)
+        known = (type(node), node.precision, node.e4m3_max, weight_shape(graph, node, channels), len(node.inputs))
+        same = layers.setdefault(node.layer, known) == known
+        _require(same, "another node reads this layer as one of another shape or kind")
+        if len(node.inputs) == 2:
+            first = shapes[node.inputs[0]][1]
+            _require(first % NVFP4_BLOCK == 0, f"its first input is not a multiple of {NVFP4_BLOCK} channels")
 
 
-def _check_node(graph: Graph, node: Node, out: int) -> None:
-    inputs = [graph.images[name] for name in node.inputs]
-    channels = sum(activation.channels for activation in inputs)
-    _require(len({activation.stride for activation in inputs}) == 1, "its inputs differ in size")
-    stride = inputs[0].stride
-    packed = [activation.amax is not None for activation in inputs]
-    if isinstance(node, Convolution):
-        _require(all(packed) if node.precision == "nvfp4" else not any(packed), f"its input is not {node.precision}")
-    else:
-        _require(not any(packed), "its input is packed")
-    if isinstance(node, GroupNormReLU):
-        _check_norm(graph, node, channels, stride)
-    elif isinstance(node, Concat):
-        _check_shape(graph.images[node.output], channels, stride)
-    elif isinstance(node, Head):
-        _weight(graph, node, out, channels, 1 + 2 * node.padding)
-    elif isinstance(node, Conv2d):
-        if len(inputs) == 2:
-            _require(node.precision == "nvfp4", "only a packed convolution has two inputs")
-            _require(
-                inputs[0].channels % NVFP4_BLOCK == 0, f"its first input is not a multiple of {NVFP4_BLOCK} channels"
-            )
-        output = graph.images[node.output]
-        _weight(graph, node, output.channels, channels, 1 + 2 * node.padding)
-        _check_shape(output, output.channels, stride)
-    elif isinstance(node, ConvTranspose2d):
-        output = graph.images[node.output]
-        _weight(graph, node, output.channels, channels, 2)
-        _require(stride % 2 == 0, "its input is not half the size of anything")
-        _check_shape(output, output.channels, stride // 2)
-
-
-def _check_norm(graph: Graph, node: GroupNormReLU, channels: int, stride: int) -> None:
-    _require(channels % node.groups == 0, f"{node.groups} groups do not divide {channels} channels")
-    for name in (f"{node.layer}.weight", f"{node.layer}.bias", *([node.bias] if node.bias else [])):
-        _tensor(graph, name, "F16", [channels])
-    for form in node.outputs:
-        _check_shape(graph.images[form.output], channels, 2 * stride if form.pooled else stride)
-
-
-def _check_shape(activation: Activation, channels: int, stride: int) -> None:
-    _require(
-        (activation.channels, activation.stride) == (channels, stride),
-        f"its output is described as {activation.channels} channels at stride {activation.stride}, "
-        f"not {channels} at {stride}",
-    )
-
-
-def _weight(graph: Graph, node: Convolution, out: int, channels: int, kernel: int) -> None:
-    """OHWI, the channels of a packed one padded to whole blocks."""
-    weight, shape = f"{node.layer}.weight", [out, kernel, kernel]
-    if node.bias:
-        _tensor(graph, node.bias, "F16", [out])
-    if node.precision == "fp16":
-        _tensor(graph, weight, "F16", [*shape, channels])
+def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
+    """The tensors that a node reads, with type and shape; those of its forms are checked where they are written."""
+    if isinstance(node, Layer):
+        axis = -1 if isinstance(node, Linear) else 1
+        channels = sum(shapes[name][axis] for name in node.inputs)
+        shape = weight_shape(graph, node, channels)
+        *rows, deep = shape
+        if node.bias:
+            groups = node.groups if isinstance(node, ConvTranspose2d) else 1
+            yield node.bias, "F16", [rows[0] * groups]
+        names = weight_names(node)
+        if node.precision == "fp16":
+            yield names[0], "F16", shape
+            return
+        blocks = -(-deep // NVFP4_BLOCK)
+        yield names[0], "U8", [*rows, blocks * NVFP4_BLOCK // 2]
+        yield names[1], "F8_E4M3", [*rows, blocks]
+        yield names[2], "F32", []
+        if isinstance(node, Conv2d) and node.groups > 1:
+            _require(deep % NVFP4_BLOCK == 0, f"a block of {NVFP4_BLOCK} would cross its groups of {deep} channels")
         return
-    blocks = -(-channels // NVFP4_BLOCK)
-    _tensor(graph, f"{weight}.codes", "U8", [*shape, blocks * NVFP4_BLOCK // 2])
-    _tensor(graph, f"{weight}.scales", "F8_E4M3", [*shape, blocks])
-    _tensor(graph, f"{weight}.amax", "F32", [])
+    if isinstance(node, GroupNormReLU | Affine | Norm) and node.layer is not None:
+        source = shapes[node.inputs[0]]
+        shape = list(node.shape) if isinstance(node, Norm) and node.op == "layer_norm" else [source[1]]
+        names = ("scale", "shift") if isinstance(node, Affine) else ("weight", "bias")
+        for part in names:
+            yield f"{node.layer}.{part}", "F32" if isinstance(node, Affine) else "F16", shape
+        if isinstance(node, GroupNormReLU):
+            _require(len(source) == 4, "it reads feature maps [N, C, H, W]")
+            if node.bias:
+                yield node.bias, "F16", shape
+
+
+def _check_logits(graph: Graph, shapes: Shapes, channels: int) -> None:
+    logits, image = shapes[graph.outputs[0].activation], tuple(graph.inputs[0].shape)
+    if channels < 1 or len(image) != 4 or logits != (image[0], channels, *image[2:]):
+        raise InputError(
+            f"The first output of the graph is {list(logits)} for an input {list(image)}, and the model card has "
+            f"{channels} channels of the input's size. {AGAIN}"
+        )
 
 
 def _tensor(graph: Graph, name: str, dtype: str, shape: list[int]) -> None:
@@ -147,4 +253,4 @@ def _tensor(graph: Graph, name: str, dtype: str, shape: list[int]) -> None:
 
 def _require(condition: bool, cause: str) -> None:
     if not condition:
-        raise InputError(f"{cause}. Export the model again: fp4deploy export --format packed")
+        raise InputError(f"{cause}. {AGAIN}")

@@ -5,56 +5,69 @@ from __future__ import annotations
 from typing import Any
 
 from fp4deploy.packed.file import PackedFile
-from fp4deploy.packed.graph import Activation, Concat, Convolution, Node, outputs_of, tensors_of
+from fp4deploy.packed.graph import Form, Layer, Linear, Node, named, tensors_of
 from fp4deploy.packed.memory import activation_bytes, full_precision, plain_bytes
+from fp4deploy.packed.network import has_kernel
+from fp4deploy.packed.shapes import Shape, Shapes, shapes_of, weight_shape
 
 COLUMNS = ("layer", "op", "precision", "shape", "writes", "bytes", "sha256")
 
 
 def describe_packed(file: PackedFile) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
-    """Properties, columns, one row a node and a closing line; the digests were checked when the file was read."""
+    """Facts, columns, one row for each node, and a closing line; the digests were checked when the file was read."""
     graph, card = file.graph, file.card
-    size = (card.height, card.width)
-    properties: dict[str, Any] = {
+    example = next((each.shape[2:4] for each in graph.inputs if len(each.shape) == 4), [1, 1])
+    size = (card.height, card.width) if card else (example[0], example[1])
+    layers = [node for node in graph.nodes if isinstance(node, Layer)]
+    packed = [node for node in layers if node.precision == "nvfp4"]
+    facts: dict[str, Any] = {
         "file": str(file.path),
         "bytes": file.path.stat().st_size,
         "written_by": f"fp4deploy {file.version}",
-        "precision": card.precision,
-        "scale": card.scale,
-        "digits": card.digits,
-        "task": card.task,
-        "classes": len(card.class_names),
-        "channels": card.channels,
-        "height": card.height,
-        "width": card.width,
+        "precision": card.precision if card else ("nvfp4" if packed else "fp16"),
+    }
+    if card:
+        facts |= {
+            "scale": card.scale,
+            "digits": card.digits,
+            "task": card.task,
+            "classes": len(card.class_names),
+            "channels": card.channels,
+        }
+    plain = plain_bytes(graph)
+    facts |= {
+        "height": size[0],
+        "width": size[1],
         "weight_bytes": file.weight_bytes,
-        "weight_bytes_fp16": plain_bytes(graph),
+        "weight_bytes_fp16": plain,
         "activation_bytes": activation_bytes(graph, *size),
         "activation_bytes_fp16": activation_bytes(full_precision(graph), *size),
     }
-    rows = [_row(file, node) for node in graph.steps]
-    packed = sum(isinstance(node, Convolution) and node.precision == "nvfp4" for node in graph.steps)
-    convolutions = sum(isinstance(node, Convolution) for node in graph.steps)
-    share = file.weight_bytes / properties["weight_bytes_fp16"]
+    shapes = shapes_of(graph)
+    rows = [_row(file, node, shapes) for node in graph.nodes]
+    decoded = sum(row[2] == "FP4 decoded" for row in rows)
+    note = f" {decoded} of them are decoded and multiplied in FP16: no packed kernel has their form." if decoded else ""
     last = (
-        f"{packed} of {convolutions} convolutions in FP4; the weights have {share:.3f} times the bytes of FP16 weights."
+        f"{len(packed)} of {len(layers)} convolutions in FP4; the weights have {file.weight_bytes / plain:.3f} times "
+        f"the bytes of FP16 weights.{note}"
     )
-    return properties, COLUMNS, rows, last
+    return facts, COLUMNS, rows, last
 
 
-def _row(file: PackedFile, node: Node) -> tuple[Any, ...]:
-    graph = file.graph
-    layer = node.output if isinstance(node, Concat) else node.layer
-    precision = "FP4" if isinstance(node, Convolution) and node.precision == "nvfp4" else "FP16"
-    names = tensors_of(node, graph.images)
-    written = ", ".join(_form(graph.images[name]) for name in outputs_of(node)) or "logits"
-    own = [name for name in names if name.startswith(f"{layer}.weight")]
-    shape: list[int] = list(graph.tensors[own[0]].shape) if own else []
-    if precision == "FP4":
-        shape[-1] = sum(graph.images[name].channels for name in node.inputs)
+def _row(file: PackedFile, node: Node, shapes: Shapes) -> tuple[Any, ...]:
+    names = tensors_of(node)
+    written = ", ".join(_form(form, shapes[form.name]) for form in node.outputs)
+    precision, shape = "FP16", list[int]()
+    if isinstance(node, Layer):
+        axis = -1 if isinstance(node, Linear) else 1
+        shape = weight_shape(file.graph, node, sum(shapes[name][axis] for name in node.inputs))
+        if node.precision == "nvfp4":
+            precision = "FP4" if has_kernel(node, shape[1:3]) else "FP4 decoded"
+    elif f"{named(node)}.weight" in names:
+        shape = list(file.tensors[f"{named(node)}.weight"].shape)
     count = sum(file.tensors[name].nbytes for name in names)
-    return layer, node.op, precision, shape, written, count, "ok" if names else "-"
+    return named(node), node.op, precision, shape, written, count, "ok" if names else "-"
 
 
-def _form(activation: Activation) -> str:
-    return f"{'FP16' if activation.amax is None else 'packed'} {activation.channels} at 1/{activation.stride}"
+def _form(form: Form, shape: Shape) -> str:
+    return f"{'FP16' if form.amax is None else 'packed'} {'x'.join(map(str, shape[1:]))}"

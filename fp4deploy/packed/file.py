@@ -5,18 +5,18 @@ should give the same bytes): a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/2`; a reader also takes `packed/1` and refuses any other |
+| `format` | `packed/3`; a reader also takes `packed/2` and `packed/1` (`former`) and refuses any other |
 | `version` | version of fp4deploy that wrote it |
-| `card` | the model card |
-| `graph` | JSON: activations, nodes, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
+| `card` | the model card, or "" |
+| `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
 | `sha256` | SHA-256 over the four above |
 
 Reading checks all of it before the first byte is used: the digests, that the tensors are those the graph lists, that
 the graph fits together (`check`), that no number in it is NaN or Inf. Digests find damage, not a forger: who can change
 a tensor can change its digest.
 
-`packed/1` held the global scale of a weight, `<layer>.weight.scale`, where `packed/2` holds its amax. Reading converts:
-`PackedFile` always has the second form.
+`packed/1` held the global scale of a weight, `<layer>.weight.scale`, where later formats hold its amax. Reading
+converts: `PackedFile` always has the form of today.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -36,12 +36,13 @@ from fp4deploy.files import digest_of
 from fp4deploy.formats import global_amax
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
-from fp4deploy.packed.check import check_graph
-from fp4deploy.packed.graph import Activation, Convolution, Graph, Node, TensorInfo
+from fp4deploy.packed.check import check_graph, check_values
+from fp4deploy.packed.former import FormerGraph
+from fp4deploy.packed.graph import Graph, Layer, TensorInfo
 
 SUFFIX = ".fp4"
-FORMAT = "packed/2"
-FORMER = "packed/1"
+FORMAT = "packed/3"
+FORMER = ("packed/2", "packed/1")
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
 AGAIN = "Write it again with: fp4deploy export --format packed"
@@ -58,7 +59,7 @@ class PackedFile:
     """What a packed file holds, checked; tensors on the CPU."""
 
     path: Path
-    card: ModelCard
+    card: ModelCard | None
     graph: Graph
     tensors: dict[str, torch.Tensor]
     version: str
@@ -69,14 +70,11 @@ class PackedFile:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def packed_file(
-    path: Path,
-    card: ModelCard,
-    activations: Mapping[str, Activation],
-    steps: list[Node],
-    tensors: Mapping[str, torch.Tensor],
-) -> PackedFile:
+def packed_file(path: Path, card: ModelCard | None, graph: Graph, tensors: Mapping[str, torch.Tensor]) -> PackedFile:
     """A network as it would be read from `path`: checked, not written; the card says which input it takes.
+
+    Args:
+        graph: its list of tensors is made from `tensors`.
 
     Raises:
         InputError: the graph does not fit together, or a tensor holds NaN or Inf.
@@ -86,9 +84,9 @@ def packed_file(
         name: TensorInfo(dtype=TYPES[tensor.dtype], shape=list(tensor.shape), sha256=digest(tensor))
         for name, tensor in host.items()
     }
-    graph = Graph(images=dict(activations), steps=steps, tensors=infos, digits=card.digits)
-    check_graph(graph, card.channels)
-    _check_values(path, host)
+    graph = Graph.model_validate(graph.model_copy(update={"tensors": infos}).model_dump())
+    check_graph(graph, card.channels if card else None)
+    _check_values(path, graph, host)
     return PackedFile(Path(path), card, graph, host, __version__)
 
 
@@ -101,7 +99,7 @@ def write_packed(file: PackedFile) -> None:
     metadata = {
         "format": FORMAT,
         "version": file.version,
-        "card": file.card.to_json(),
+        "card": file.card.to_json() if file.card else "",
         "graph": file.graph.model_dump_json(),
     }
     metadata["sha256"] = _digest_of(metadata)
@@ -116,27 +114,35 @@ def read_packed(path: Path) -> PackedFile:
     """
     path = Path(path)
     required = (*SIGNED, "sha256")
-    metadata, tensors = read_tensors(path, KEY, "packed network", (FORMAT, FORMER), required, AGAIN)
+    metadata, tensors = read_tensors(path, KEY, "packed network", (FORMAT, *FORMER), required, AGAIN)
     if not all(isinstance(value, str) for value in metadata.values()):
         raise InputError(f"{path}: its metadata '{KEY}' cannot be read. {AGAIN}")
     if metadata["sha256"] != _digest_of(metadata):
         raise InputError(f"{path}: its graph or model card was changed after it was written. {AGAIN}")
+    card = ModelCard.from_json(metadata["card"], f"{path}: model card") if metadata["card"] else None
+    graph = _graph(path, metadata)
+    _check_tensors(path, graph, tensors)
+    if metadata["format"] == "packed/1":
+        graph, tensors = _with_amaxes(graph, tensors)
     try:
-        graph = Graph.model_validate_json(metadata["graph"])
+        check_graph(graph, card.channels if card else None)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    _check_values(path, graph, tensors)
+    return PackedFile(path, card, graph, tensors, metadata["version"])
+
+
+def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
+    try:
+        if metadata["format"] == FORMAT:
+            return Graph.model_validate_json(metadata["graph"])
+        return FormerGraph.model_validate_json(metadata["graph"]).converted()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InputError(f"{path}: its graph cannot be read ({where}: {first['msg']}). {AGAIN}") from error
-    card = ModelCard.from_json(metadata["card"], f"{path}: model card")
-    _check_tensors(path, graph, tensors)
-    if metadata["format"] == FORMER:
-        graph, tensors = _with_amaxes(graph, tensors)
-    try:
-        check_graph(graph, card.channels)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    _check_values(path, tensors)
-    return PackedFile(path, card, graph, tensors, metadata["version"])
+    except (KeyError, ValueError) as error:
+        raise InputError(f"{path}: its graph describes no activation {error}. {AGAIN}") from error
 
 
 def _digest_of(metadata: Mapping[str, str]) -> str:
@@ -146,11 +152,13 @@ def _digest_of(metadata: Mapping[str, str]) -> str:
 def _with_amaxes(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Graph, dict[str, torch.Tensor]]:
     """A `packed/1` network with the amax of each weight in place of its global scale."""
     infos, converted = dict(graph.tensors), dict(tensors)
-    for node in graph.steps:
-        scale = f"{node.layer}.weight.scale" if isinstance(node, Convolution) and node.precision == "nvfp4" else ""
+    for node in graph.nodes:
+        if not isinstance(node, Layer) or node.precision != "nvfp4":
+            continue
+        scale = f"{node.layer}.weight.scale"
         if scale in converted:
             amax = f"{scale.removesuffix('scale')}amax"
-            converted[amax] = global_amax(converted.pop(scale), cast(Convolution, node).e4m3_max)
+            converted[amax] = global_amax(converted.pop(scale), node.e4m3_max)
             infos[amax] = infos.pop(scale).model_copy(update={"sha256": digest(converted[amax])})
     return graph.model_copy(update={"tensors": infos}), converted
 
@@ -167,9 +175,8 @@ def _check_tensors(path: Path, graph: Graph, tensors: Mapping[str, torch.Tensor]
             raise InputError(f"{path} is damaged: the tensor '{name}' is not the one that was written. {AGAIN}")
 
 
-def _check_values(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.uint8 and not tensor.float().isfinite().all():
-            raise InputError(f"{path}: the tensor '{name}' holds NaN or Inf. Export an earlier checkpoint.")
-        if name.endswith(".input_amax") and not tensor > 0:
-            raise InputError(f"{path}: '{name}' is {float(tensor):g}, and a scale needs a positive amax. {AGAIN}")
+def _check_values(path: Path, graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:
+    try:
+        check_values(tensors, graph)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None

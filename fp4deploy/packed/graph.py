@@ -1,25 +1,31 @@
 """The network as a flat list of nodes, each reading and writing named activations; the JSON inside a packed file.
 
-| node | reads | writes |
+Every node writes its result in one or more forms: plain, packed for the layers that read it (with their `input_amax`,
+in blocks along the channels or along the last axis), or pooled 2 x 2. Two readers with the same scale share a form.
+
+| node | what it computes | where |
 |---|---|---|
-| `conv2d` | one activation, or two packed ones, read as their concatenation | the convolution, plain or packed |
-| `conv_transpose2d` | one activation; kernel 2, stride 2 | the transposed convolution, plain or packed |
-| `group_norm_relu` | a plain activation | relu(norm(x + bias)) in any number of forms: plain, packed, pooled 2x2 |
-| `concat` | two plain activations | their concatenation, plain or packed |
-| `head` | one activation | the logits, by a convolution |
+| `conv2d`, `conv_transpose2d`, `linear` | the layer, of packed or plain activations | kernels; see `precision` below |
+| `group_norm_relu` | relu(norm(x + bias)), one pass for all forms | kernel |
+| `affine` | x scale + shift of each channel: a BatchNorm | torch |
+| `group_norm`, `instance_norm`, `layer_norm` | the normalisation | torch |
+| `activation` | relu, silu, gelu, hardswish, ... | torch |
+| `add`, `sub`, `mul`, `div` | two activations, or one and a number | torch |
+| `concat`, `slice`, `select`, `reshape`, `expand`, `permute`, `pad`, `constant` | layout | torch |
+| `max_pool`, `avg_pool`, `adaptive_pool`, `reduce`, `resize`, `pixel_shuffle` | sizes | torch |
+| `matmul`, `softmax`, `attention` | products of activations | torch |
 
-An activation is NHWC with `channels` channels, and has one pixel for `stride` x `stride` pixels of the network's input.
-`amax` names the float32 tensor that it is packed with; without one it is plain FP16. The JSON keys of activations and
-nodes are `images` and `steps`.
+A plain activation is FP16 on a GPU and FP32 on a CPU, with torch's axes (NCHW); a packed one has its blocks along the
+last axis (NHWC). No shape is stored but the inputs' example: `shapes` derives the others, for any size that the inputs
+may have. Sizes that a node must know (`reshape`, `resize`) are numbers, or expressions of the inputs' axes
+(`graph.sizes`).
 
-The activation named "image" is what the first node reads: the network's RGB input, or with `digits` its multi-term FP4
-encoding of 13 channels (`models.input_encoding`). It is packed like any other where the first layer is quantised.
+`precision` "nvfp4": both operands are packed. A convolution of one group, with equal strides, paddings and dilations
+and at most 49 taps, is a kernel; so is a transposed one of kernel 2 and stride 2. Any other is decoded and computed in
+FP16. A `conv2d` of two packed inputs reads them as their concatenation, which is never written.
 
-`concat` is for plain convolutions, and for skips whose channels are not a multiple of 16: a block of 16 would span
-both inputs, so that it can only be packed after concatenation. No other concatenation is ever written.
-
-A layer's weight is `<layer>.weight`, FP16 O,KH,KW,C, or where the layer is quantised `<layer>.weight.codes`, `.scales`
-and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`.
+A layer's weight is `<layer>.weight`, FP16 O,KH,KW,C (O,C of a linear layer), or where the layer is quantised
+`<layer>.weight.codes`, `.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`.
 """
 
 from __future__ import annotations
@@ -28,22 +34,29 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MOST_NODES = 4096
+MOST_FORMS = 64
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Size = Annotated[int, Field(ge=1, le=1 << 20)]
+Count = Annotated[int, Field(ge=1, le=1 << 16)]
+Extent = Annotated[int, Field(ge=0, le=1 << 12)]
+Steps = Annotated[int, Field(ge=1, le=1 << 10)]
+Axis = Annotated[int, Field(ge=0, le=7)]
+Number = Annotated[float, Field(ge=-65504, le=65504)]
+Epsilon = Annotated[float, Field(gt=1e-12, lt=1)]
+Whole = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
+Tokens = Annotated[list[Whole | Name], Field(min_length=1, max_length=64)]
+Size = Whole | Tokens
+Shape = Annotated[list[Size], Field(min_length=1, max_length=6)]
+Pair = Annotated[list[Extent], Field(min_length=2, max_length=2)]
+PairOfSteps = Annotated[list[Steps], Field(min_length=2, max_length=2)]
+One = Annotated[list[Name], Field(min_length=1, max_length=1)]
+OneOrTwo = Annotated[list[Name], Field(min_length=1, max_length=2)]
 
 
 class Strict(BaseModel):
     """No unknown fields, no conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Activation(Strict):
-    """A named feature map between two nodes."""
-
-    channels: Size
-    stride: Size
-    amax: Name | None = None
 
 
 class TensorInfo(Strict):
@@ -54,8 +67,43 @@ class TensorInfo(Strict):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Convolution(Strict):
-    """What the convolutions share: the layer whose weight they read, and the bias that is added."""
+class Form(Strict):
+    """One form of an activation, under its own name; packed where `amax` names the tensor that it is packed with."""
+
+    name: Name
+    amax: Name | None = None
+    axis: Literal["channels", "last"] = "channels"
+    pooled: bool = False
+
+
+class Input(Strict):
+    """An input of the network.
+
+    shape: an example, batch 1; free: the axes that may have another size than there, the batch included.
+    """
+
+    name: Name
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1, max_length=6)]
+    free: list[Axis]
+    outputs: Annotated[list[Form], Field(min_length=1, max_length=MOST_FORMS)]
+
+
+class Output(Strict):
+    """An output: the key of a dict, the position in a tuple, or "" for a single tensor; and the activation it is."""
+
+    name: Annotated[str, Field(max_length=200)]
+    activation: Name
+
+
+class Step(Strict):
+    """What all nodes share."""
+
+    inputs: One
+    outputs: Annotated[list[Form], Field(min_length=1, max_length=MOST_FORMS)]
+
+
+class Layer(Step):
+    """A layer that multiplies: whose weight it reads, and the bias that is added."""
 
     layer: Name
     precision: Literal["nvfp4", "fp16"]
@@ -63,97 +111,254 @@ class Convolution(Strict):
     bias: Name | None = None
 
 
-class Conv2d(Convolution):
-    """A convolution of stride 1 with `padding` on each side; the size does not change."""
+class Conv2d(Layer):
+    """A convolution, and relu after it."""
 
     op: Literal["conv2d"] = "conv2d"
-    inputs: Annotated[list[Name], Field(min_length=1, max_length=2)]
-    output: Name
-    padding: Annotated[int, Field(ge=0, le=64)]
+    inputs: OneOrTwo
+    stride: PairOfSteps = [1, 1]
+    padding: Pair = [0, 0]
+    dilation: PairOfSteps = [1, 1]
+    groups: Count = 1
+    relu: bool = False
 
 
-class ConvTranspose2d(Convolution):
-    """A transposed convolution of kernel 2 and stride 2: twice the height and width."""
+class ConvTranspose2d(Layer):
+    """A transposed convolution."""
 
     op: Literal["conv_transpose2d"] = "conv_transpose2d"
-    inputs: Annotated[list[Name], Field(min_length=1, max_length=1)]
-    output: Name
+    stride: PairOfSteps = [2, 2]
+    padding: Pair = [0, 0]
+    output_padding: Pair = [0, 0]
+    dilation: PairOfSteps = [1, 1]
+    groups: Count = 1
 
 
-class Head(Convolution):
-    """The convolution that gives the logits, which are the network's result."""
+class Linear(Layer):
+    """A linear layer over the last axis, and relu after it."""
 
-    op: Literal["head"] = "head"
-    inputs: Annotated[list[Name], Field(min_length=1, max_length=1)]
-    padding: Annotated[int, Field(ge=0, le=64)]
-
-
-class Form(Strict):
-    """One output of a normalisation."""
-
-    output: Name
-    pooled: bool = False
+    op: Literal["linear"] = "linear"
+    relu: bool = False
 
 
-class GroupNormReLU(Strict):
+class GroupNormReLU(Step):
     """relu(GroupNorm(x + bias)), `bias` being that of the convolution before."""
 
     op: Literal["group_norm_relu"] = "group_norm_relu"
     layer: Name
-    inputs: Annotated[list[Name], Field(min_length=1, max_length=1)]
-    outputs: Annotated[list[Form], Field(min_length=1)]
-    groups: Size
-    eps: Annotated[float, Field(gt=0, lt=1)]
+    groups: Count
+    eps: Epsilon
     bias: Name | None = None
 
 
-class Concat(Strict):
-    """Two plain activations, concatenated along their channels."""
+class Affine(Step):
+    """x scale + shift, `<layer>.scale` and `<layer>.shift` being FP32 of each channel."""
+
+    op: Literal["affine"] = "affine"
+    layer: Name
+
+
+class Norm(Step):
+    """A normalisation; with `layer` its weight and bias are applied. shape: of a layer norm, the last axes."""
+
+    op: Literal["group_norm", "instance_norm", "layer_norm"]
+    layer: Name | None = None
+    groups: Count = 1
+    shape: Annotated[list[Count], Field(max_length=4)] = []
+    eps: Epsilon
+
+
+class Activation(Step):
+    """An activation function; `parameters` are its numbers in torch's order (`operators.FUNCTIONS`)."""
+
+    op: Literal["activation"] = "activation"
+    function: Literal[
+        "relu", "relu6", "leaky_relu", "elu", "selu", "silu", "gelu", "gelu_tanh", "hardswish", "hardsigmoid", "clamp",
+        "sigmoid", "tanh", "softplus", "mish",
+    ]  # fmt: skip
+    parameters: Annotated[list[Number], Field(max_length=2)] = []
+
+
+class Arithmetic(Step):
+    """Two activations, or one and a number; alpha: what the second is multiplied with before."""
+
+    op: Literal["add", "sub", "mul", "div"]
+    inputs: OneOrTwo
+    number: Number | None = None
+    alpha: Number = 1.0
+
+
+class Constant(Step):
+    """A tensor of the file."""
+
+    op: Literal["constant"] = "constant"
+    inputs: Annotated[list[Name], Field(max_length=0)] = []
+    tensor: Name
+
+
+class Concat(Step):
+    """Plain activations, concatenated."""
 
     op: Literal["concat"] = "concat"
+    inputs: Annotated[list[Name], Field(min_length=2, max_length=256)]
+    dim: Axis = 1
+
+
+class Pool(Step):
+    """Maximum or average over windows."""
+
+    op: Literal["max_pool", "avg_pool"]
+    kernel: PairOfSteps
+    stride: PairOfSteps
+    padding: Pair = [0, 0]
+    dilation: PairOfSteps = [1, 1]
+    ceil_mode: bool = False
+    count_padding: bool = True
+
+
+class AdaptivePool(Step):
+    """Maximum or average over as many windows as the output has pixels."""
+
+    op: Literal["adaptive_pool"] = "adaptive_pool"
+    function: Literal["max", "avg"]
+    size: Annotated[list[Size], Field(min_length=2, max_length=2)]
+
+
+class Reduce(Step):
+    """Mean, sum or maximum over axes."""
+
+    op: Literal["reduce"] = "reduce"
+    function: Literal["mean", "sum", "amax", "amin"]
+    dims: Annotated[list[Axis], Field(min_length=1, max_length=6)]
+    keep: bool
+
+
+class Resize(Step):
+    """Interpolation to a size, or by factors."""
+
+    op: Literal["resize"] = "resize"
+    mode: Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
+    size: Annotated[list[Size], Field(min_length=2, max_length=2)] | None = None
+    scale: Annotated[list[Annotated[float, Field(gt=0, le=64)]], Field(min_length=2, max_length=2)] | None = None
+    align_corners: bool = False
+
+
+class PixelShuffle(Step):
+    """Channels to pixels, or back."""
+
+    op: Literal["pixel_shuffle", "pixel_unshuffle"]
+    factor: Annotated[int, Field(ge=1, le=64)]
+
+
+class Reshape(Step):
+    """The same elements in another shape, or repeated to it."""
+
+    op: Literal["reshape", "expand"]
+    shape: Shape
+
+
+class Permute(Step):
+    """The axes in another order."""
+
+    op: Literal["permute"] = "permute"
+    dims: Annotated[list[Axis], Field(min_length=1, max_length=6)]
+
+
+class Slice(Step):
+    """Some positions of an axis."""
+
+    op: Literal["slice"] = "slice"
+    dim: Axis
+    start: Size = 0
+    end: Size | None = None
+    step: Steps = 1
+
+
+class Select(Step):
+    """One position of an axis, which goes."""
+
+    op: Literal["select"] = "select"
+    dim: Axis
+    index: Size
+
+
+class Pad(Step):
+    """Pixels around; `pad` as torch has it, the last axis first."""
+
+    op: Literal["pad"] = "pad"
+    pad: Annotated[list[Annotated[int, Field(ge=-4096, le=4096)] | Tokens], Field(min_length=2, max_length=8)]
+    mode: Literal["constant", "reflect", "replicate", "circular"]
+    value: Number = 0.0
+
+
+class Matmul(Step):
+    """The product of two activations, over the last two axes."""
+
+    op: Literal["matmul"] = "matmul"
     inputs: Annotated[list[Name], Field(min_length=2, max_length=2)]
-    output: Name
 
 
-Node = Annotated[Conv2d | ConvTranspose2d | Head | GroupNormReLU | Concat, Field(discriminator="op")]
+class Softmax(Step):
+    """exp(x) / sum(exp(x)) along an axis."""
+
+    op: Literal["softmax"] = "softmax"
+    dim: Axis
+
+
+class Attention(Step):
+    """softmax(q k^T scale) v of query, key and value; scale None: 1 / sqrt of the length of a query."""
+
+    op: Literal["attention"] = "attention"
+    inputs: Annotated[list[Name], Field(min_length=3, max_length=3)]
+    causal: bool = False
+    scale: Annotated[float, Field(gt=0, le=1024)] | None = None
+
+
+Node = Annotated[
+    Conv2d | ConvTranspose2d | Linear | GroupNormReLU | Affine | Norm | Activation | Arithmetic | Constant | Concat
+    | Pool | AdaptivePool | Reduce | Resize | PixelShuffle | Reshape | Permute | Slice | Select | Pad | Matmul | Softmax
+    | Attention,
+    Field(discriminator="op"),
+]  # fmt: skip
 
 
 class Graph(Strict):
-    """The whole network. `images` has every activation by name, "image" is the input; the last of `steps` is the head.
+    """The whole network. digits: its input is encoded as multi-term FP4 (`models.input_encoding`) before it is read."""
 
-    digits: the input is multi-term FP4. Files written before this field existed read RGB.
-    """
-
-    images: dict[Name, Activation]
-    steps: Annotated[list[Node], Field(min_length=1, max_length=10000)]
+    inputs: Annotated[list[Input], Field(min_length=1, max_length=8)]
+    nodes: Annotated[list[Node], Field(min_length=1, max_length=MOST_NODES)]
+    outputs: Annotated[list[Output], Field(min_length=1, max_length=64)]
     tensors: dict[Name, TensorInfo]
     digits: bool = False
 
-    @property
-    def stride(self) -> int:
-        """What the height and width of an input must be multiples of."""
-        return max(activation.stride for activation in self.images.values())
+    def forms(self) -> dict[str, Form]:
+        """Every form that an input or a node writes, by name."""
+        return {form.name: form for writer in (*self.inputs, *self.nodes) for form in writer.outputs}
 
 
-INPUT = "image"
-RGB = Activation(channels=3, stride=1)  # the network's input, before any encoding
+def weight_names(node: Layer) -> list[str]:
+    """Names of the tensors that hold a layer's weight."""
+    weight = f"{node.layer}.weight"
+    return [weight] if node.precision == "fp16" else [f"{weight}.{part}" for part in ("codes", "scales", "amax")]
 
 
-def outputs_of(node: Node) -> list[str]:
-    """Names of the activations that a node writes."""
-    if isinstance(node, GroupNormReLU):
-        return [form.output for form in node.outputs]
-    return [] if isinstance(node, Head) else [node.output]
-
-
-def tensors_of(node: Node, activations: dict[str, Activation]) -> list[str]:
+def tensors_of(node: Node | Input) -> list[str]:
     """Names of the tensors that a node reads; an amax belongs to the nodes that write an activation with it."""
-    names: list[str | None] = [] if isinstance(node, Concat) else [node.bias]
-    if isinstance(node, GroupNormReLU):
+    names: list[str | None] = []
+    if isinstance(node, Layer):
+        names += [node.bias, *weight_names(node)]
+    elif isinstance(node, GroupNormReLU):
+        names += [node.bias, f"{node.layer}.weight", f"{node.layer}.bias"]
+    elif isinstance(node, Norm) and node.layer is not None:
         names += [f"{node.layer}.weight", f"{node.layer}.bias"]
-    elif isinstance(node, Convolution):
-        weight = f"{node.layer}.weight"
-        parts = ("codes", "scales", "amax")
-        names += [weight] if node.precision == "fp16" else [f"{weight}.{part}" for part in parts]
-    names += [activations[name].amax for name in outputs_of(node) if name in activations]
+    elif isinstance(node, Affine):
+        names += [f"{node.layer}.scale", f"{node.layer}.shift"]
+    elif isinstance(node, Constant):
+        names.append(node.tensor)
+    names += [form.amax for form in node.outputs]
     return [name for name in dict.fromkeys(names) if name]
+
+
+def named(node: Node) -> str:
+    """The layer of a node, or the first activation it writes; for messages and tables."""
+    return getattr(node, "layer", None) or node.outputs[0].name

@@ -1,10 +1,10 @@
 """Memory of a graph: bytes of its weights, and the largest number of bytes of activations that are live at once.
 
-An activation is live from the node that writes it to the last one that reads it; while a node runs, its inputs and
-outputs are all live. The peak is the largest sum over the nodes: what an allocator without fragmentation needs. The
-logits count, the workspace of kernels (sums of GroupNorm, a few bytes a channel) does not. A network that reads its
-input as multi-term FP4, or packed, starts with the RGB image, the encoded channels and their packed form; the FP32 in
-which the terms are computed is workspace.
+An activation is live from the node that writes it to the last one that reads it, an output of the network to the end;
+while a node runs, its inputs and outputs are all live. The peak is the largest sum over the nodes: what an allocator
+without fragmentation needs. The workspace of kernels (sums of GroupNorm, a few bytes a channel) does not count. A
+network that reads its input as multi-term FP4, or packed, starts with the RGB image, the encoded channels and their
+packed form; the FP32 in which the terms are computed is workspace.
 
     plain, FP16       2 C                            bytes a pixel
     packed, NVFP4     ceil16(C) / 2 + ceil16(C) / 16
@@ -12,103 +12,111 @@ which the terms are computed is workspace.
 
 from __future__ import annotations
 
-from fp4deploy.errors import InputError
+import math
+
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.packed.graph import INPUT, RGB, Activation, Concat, Conv2d, Convolution, Graph, Node, outputs_of
+from fp4deploy.packed.graph import Concat, Conv2d, Form, Graph, Input, Layer, Linear, Node
+from fp4deploy.packed.shapes import Shape, Shapes, fitting, shapes_of, weight_shape
 
 FP16_BYTES = 2
 
 
 def last_reads(graph: Graph) -> dict[str, int]:
-    """The number of the last node that reads each activation."""
-    return {name: number for number, node in enumerate(graph.steps) for name in node.inputs}
+    """The number of the last node that reads each activation; outputs are read after the last node."""
+    reads = {name: number for number, node in enumerate(graph.nodes) for name in node.inputs}
+    return reads | {each.activation: len(graph.nodes) for each in graph.outputs}
 
 
-def feature_map_bytes(activation: Activation, height: int, width: int, batch: int = 1) -> int:
-    """Bytes of one activation for inputs of `height` x `width` pixels."""
-    pixels = batch * (height // activation.stride) * (width // activation.stride)
-    blocks = -(-activation.channels // NVFP4_BLOCK)
-    return pixels * (FP16_BYTES * activation.channels if activation.amax is None else blocks * (NVFP4_BLOCK // 2 + 1))
+def feature_map_bytes(form: Form, shape: Shape) -> int:
+    """Bytes of one activation of a shape with torch's axes."""
+    if form.amax is None:
+        return FP16_BYTES * math.prod(shape)
+    channels = shape[1 if form.axis == "channels" else -1]
+    blocks = -(-channels // NVFP4_BLOCK)
+    return math.prod(shape) // max(1, channels) * blocks * (NVFP4_BLOCK // 2 + 1)
+
+
+def input_shapes(graph: Graph, height: int, width: int, batch: int = 1) -> dict[str, Shape]:
+    """Shapes of the inputs: feature maps of this size, anything else as in the example."""
+    return {
+        each.name: (batch, each.shape[1], height, width) if len(each.shape) == 4 else (batch, *each.shape[1:])
+        for each in graph.inputs
+    }
 
 
 def activation_bytes(graph: Graph, height: int, width: int, batch: int = 1) -> int:
     """The largest number of bytes of activations that are live at once.
 
     Raises:
-        InputError: the size is not a multiple of the graph's stride.
+        InputError: a size that the network cannot take.
     """
-    check_size(graph, height, width)
-    last = last_reads(graph)
-    sizes = {name: feature_map_bytes(activation, height, width, batch) for name, activation in graph.images.items()}
-    logits = feature_map_bytes(Activation(channels=_classes(graph), stride=1), height, width, batch)
-    live, peak = {INPUT}, _reading_bytes(graph, height, width, batch)
-    for number, node in enumerate(graph.steps):
-        live.update(outputs_of(node))
-        ends = number == len(graph.steps) - 1
-        peak = max(peak, sum(sizes[name] for name in live) + (logits if ends else 0))
+    given = input_shapes(graph, height, width, batch)
+    shapes, forms, last = fitting(graph, given), graph.forms(), last_reads(graph)
+    sizes = {name: feature_map_bytes(form, shapes[name]) for name, form in forms.items()}
+    live = {form.name for each in graph.inputs for form in each.outputs}
+    peak = sum(_reading_bytes(graph, each, given[each.name], shapes) for each in graph.inputs)
+    for number, node in enumerate(graph.nodes):
+        live.update(form.name for form in node.outputs)
+        peak = max(peak, sum(sizes[name] for name in live))
         live = {name for name in live if last.get(name, -1) > number}
     return peak
 
 
-def _reading_bytes(graph: Graph, height: int, width: int, batch: int) -> int:
-    """The input image and the forms of it up to the one that the first node reads."""
-    read = graph.images[INPUT]
-    forms = [RGB, read.model_copy(update={"amax": None}) if graph.digits else None, read if read.amax else None]
-    return sum(feature_map_bytes(activation, height, width, batch) for activation in forms if activation is not None)
-
-
-def check_size(graph: Graph, height: int, width: int) -> None:
-    """Refuse sizes that the network cannot downsample as often as it must.
-
-    Raises:
-        InputError: naming the nearest size.
-    """
-    stride = graph.stride
-    if height % stride or width % stride or min(height, width) < stride:
-        nearest = tuple(max(stride, round(size / stride) * stride) for size in (height, width))
-        raise InputError(
-            f"Images of {height} x {width} pixels do not fit this network: height and width must be multiples "
-            f"of {stride}, such as {nearest[0]} x {nearest[1]}."
-        )
+def _reading_bytes(graph: Graph, each: Input, shape: Shape, shapes: Shapes) -> int:
+    """The input and the forms of it up to those that nodes read."""
+    read = shapes[each.outputs[0].name]
+    total = FP16_BYTES * math.prod(shape)
+    if graph.digits:
+        total += FP16_BYTES * math.prod(read)
+    return total + sum(feature_map_bytes(form, read) for form in each.outputs if form.amax)
 
 
 def plain_bytes(graph: Graph) -> int:
     """Bytes of the same parameters in FP16."""
-    total = 0
-    for node in graph.steps:
-        if isinstance(node, Convolution) and node.precision == "nvfp4":
-            out, *kernel, _ = graph.tensors[f"{node.layer}.weight.codes"].shape
-            channels = sum(graph.images[name].channels for name in node.inputs)
-            total += FP16_BYTES * out * kernel[0] * kernel[1] * channels
-    return total + sum(FP16_BYTES * _count(info.shape) for info in graph.tensors.values() if info.dtype == "F16")
+    shapes, total, counted = shapes_of(graph), 0, set[str]()
+    for node in graph.nodes:
+        if isinstance(node, Layer) and node.precision == "nvfp4" and node.layer not in counted:
+            counted.add(node.layer)
+            axis = -1 if isinstance(node, Linear) else 1
+            channels = sum(shapes[name][axis] for name in node.inputs)
+            total += FP16_BYTES * math.prod(weight_shape(graph, node, channels))
+    kept = [info for info in graph.tensors.values() if info.dtype == "F16" or (info.dtype == "F32" and info.shape)]
+    return total + sum(FP16_BYTES * math.prod(info.shape) for info in kept)
 
 
 def full_precision(graph: Graph) -> Graph:
     """The same network with plain activations and written concatenations: what its FP16 model needs. Not to be run."""
-    activations = {name: activation.model_copy(update={"amax": None}) for name, activation in graph.images.items()}
-    steps: list[Node] = []
-    for node in graph.steps:
-        if isinstance(node, Conv2d) and len(node.inputs) == 2:
-            joined = f"{node.output}.concat"
-            channels = sum(activations[name].channels for name in node.inputs)
-            activations[joined] = Activation(channels=channels, stride=activations[node.inputs[0]].stride)
-            steps += [
-                Concat(inputs=node.inputs, output=joined),
-                node.model_copy(update={"inputs": [joined], "precision": "fp16"}),
-            ]
-        else:
-            steps.append(node.model_copy(update={"precision": "fp16"}) if isinstance(node, Convolution) else node)
-    return graph.model_copy(update={"images": activations, "steps": steps})
+    new: dict[str, str] = {}
+    inputs = [each.model_copy(update={"outputs": _plain(each, new)}) for each in graph.inputs]
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        reads = [new[name] for name in node.inputs]
+        if isinstance(node, Conv2d) and len(reads) == 2:
+            joined = f"{node.outputs[0].name}.concat"
+            nodes.append(Concat(inputs=reads, outputs=[Form(name=joined)]))
+            reads = [joined]
+        update: dict[str, object] = {"inputs": reads, "outputs": _plain(node, new)}
+        if isinstance(node, Layer) and node.precision == "nvfp4":
+            update["precision"] = "fp16"
+        nodes.append(node.model_copy(update=update))
+    outputs = [each.model_copy(update={"activation": new[each.activation]}) for each in graph.outputs]
+    tensors = dict(graph.tensors)
+    shapes = shapes_of(graph)
+    for node in graph.nodes:
+        if isinstance(node, Layer) and node.precision == "nvfp4":
+            axis = -1 if isinstance(node, Linear) else 1
+            channels = sum(shapes[name][axis] for name in node.inputs)
+            info = graph.tensors[f"{node.layer}.weight.codes"]
+            weight = info.model_copy(update={"dtype": "F16", "shape": weight_shape(graph, node, channels)})
+            tensors[f"{node.layer}.weight"] = weight
+    changed = {"inputs": inputs, "nodes": nodes, "outputs": outputs, "tensors": tensors}
+    return graph.model_copy(update=changed)
 
 
-def _classes(graph: Graph) -> int:
-    layer = graph.steps[-1].layer  # type: ignore[union-attr]  # the head, see `check`
-    name = f"{layer}.weight"
-    return graph.tensors[name if name in graph.tensors else f"{name}.codes"].shape[0]
-
-
-def _count(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _plain(writer: Node | Input, new: dict[str, str]) -> list[Form]:
+    """One plain form of all that were full size, and one of the pooled ones; `new` learns their names."""
+    found: dict[bool, Form] = {}
+    for form in writer.outputs:
+        kept = found.setdefault(form.pooled, Form(name=form.name, pooled=form.pooled))
+        new[form.name] = kept.name
+    return list(found.values())

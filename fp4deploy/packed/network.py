@@ -1,41 +1,47 @@
 """Running a packed network: one pass over its nodes; an activation is freed after its last reader.
 
-On a GPU activations are FP16 or packed, convolutions come from `plugins.gemm.dispatch` and normalisations from
-`plugins.quantize.norm_pack`. On the CPU packed tensors are decoded before each convolution and everything between is
-FP32, as in every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the
-speed is not.
+On a GPU activations are FP16 or packed, convolutions and linear layers of packed operands come from
+`plugins.gemm.dispatch` and GroupNorm with ReLU from `plugins.quantize.norm_pack`; everything else is torch
+(`operators`). On the CPU packed tensors are decoded before each convolution and everything between is FP32, as in
+every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the speed is not.
 
     network = PackedNetwork(read_packed("unet.fp4"), "cuda")
     logits = network(images)                       [N, 3, H, W] -> [N, classes, H, W]
+
+Plain activations have torch's axes, feature maps in channels_last: the views that kernels take (NHWC) cost nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
-    INPUT,
-    RGB,
-    Concat,
     Conv2d,
-    Convolution,
     ConvTranspose2d,
+    Form,
     GroupNormReLU,
-    Head,
+    Input,
+    Layer,
+    Linear,
     Node,
-    outputs_of,
+    weight_names,
 )
-from fp4deploy.packed.memory import check_size, last_reads
-from fp4deploy.plugins.gemm.dispatch import conv2d, conv_transpose2d
+from fp4deploy.packed.memory import last_reads
+from fp4deploy.packed.operators import Context, compute, convolve
+from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_shape
+from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, norm_relu_pack
+
+Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
+SIZES = 16  # shapes of inputs whose fit is remembered
 
 
 class PackedNetwork:
@@ -52,95 +58,183 @@ class PackedNetwork:
         self._last = last_reads(self.graph)
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._plain: dict[str, torch.Tensor] = {}
-        self._vectors: dict[str, torch.Tensor] = {}
-        for node in self.graph.steps:
-            if isinstance(node, Convolution):
-                self._load_weight(node)
-        for name, tensor in file.tensors.items():
-            if tensor.dtype in (torch.float16, torch.float32) and tensor.ndim <= 1:
-                self._vectors[name] = tensor.to(self.device, torch.float32)
+        self._fits: dict[tuple[Shape, ...], dict[str, int]] = {}
+        shapes, weights = shapes_of(self.graph), set[str]()
+        for node in self.graph.nodes:
+            if isinstance(node, Layer):
+                weights.update(weight_names(node))
+                self._load_weight(node, sum(shapes[name][_axis(node)] for name in node.inputs))
+        others = {name: tensor for name, tensor in file.tensors.items() if name not in weights}
+        self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits [N, classes, H, W] of normalised images [N, 3, H, W].
+    def __call__(self, *inputs: torch.Tensor) -> Result:
+        """The outputs for inputs in the order of the graph: of one RGB input [N, 3, H, W] usually [N, classes, H, W].
+
+        A network of several outputs gives a tuple or a dict, as its module did.
 
         Raises:
-            InputError: images that are not RGB, or of a size that is not a multiple of its stride.
+            InputError: inputs that are not the graph's, or of a size that the network cannot take.
         """
-        if images.ndim != 4 or images.shape[1] != RGB.channels or not len(images):
-            raise InputError(f"The network takes RGB images [N, 3, H, W], not {list(images.shape)}.")
-        check_size(self.graph, *images.shape[2:])
-        results: list[FeatureMap] = []
+        sizes = self._sizes(inputs)
         with torch.inference_mode():
-            live: dict[str, FeatureMap] = {INPUT: self.read(images)}
-            for number, node in enumerate(self.graph.steps):
-                results = self.run_node(node, [live[name] for name in node.inputs])
+            live: dict[str, FeatureMap] = {}
+            for each, x in zip(self.graph.inputs, inputs, strict=True):
+                live.update(zip([form.name for form in each.outputs], self.read_input(each, x), strict=True))
+            for number, node in enumerate(self.graph.nodes):
+                results = self.run_node(node, [live[name] for name in node.inputs], sizes)
                 for name in node.inputs:
                     if self._last[name] == number:
                         live.pop(name, None)
-                live.update(zip(outputs_of(node), results, strict=False))  # the head names none
-        return cast(torch.Tensor, results[0]).permute(0, 3, 1, 2)
+                live.update(zip([form.name for form in node.outputs], results, strict=True))
+        return self.named([cast(torch.Tensor, live[each.activation]) for each in self.graph.outputs])
+
+    def named(self, outputs: Sequence[torch.Tensor]) -> Result:
+        """Outputs in the structure that the module had: one tensor, a tuple, or a dict."""
+        names = [each.name for each in self.graph.outputs]
+        if names == [""]:
+            return outputs[0]
+        if names == [str(at) for at in range(len(names))]:
+            return tuple(outputs)
+        return dict(zip(names, outputs, strict=True))
 
     def read(self, images: torch.Tensor) -> FeatureMap:
-        """What the first node reads of images [N, 3, H, W]: RGB or multi-term FP4, NHWC, packed or plain."""
-        x = images.to(self.device, self.dtype)
-        x = (encode_input(x) if self.graph.digits else x).permute(0, 2, 3, 1).contiguous()
-        return self.form(x, self.amax(INPUT))
+        """What the first node reads of the first input: RGB or multi-term FP4, packed or plain."""
+        return self.read_input(self.graph.inputs[0], images)[0]
 
-    def run_node(self, node: Node, inputs: list[FeatureMap]) -> list[FeatureMap]:
-        """The activations that one node writes, from those it reads; the head's are the logits [N, H, W, classes]."""
+    def read_input(self, each: Input, x: torch.Tensor) -> list[FeatureMap]:
+        """An input in the forms that nodes read."""
+        x = x.to(self.device, self.dtype)
+        if self.graph.digits:
+            x = encode_input(x)
+        return self.forms(channels_last(x), each.outputs)
+
+    def run_node(self, node: Node, inputs: list[FeatureMap], sizes: dict[str, int] | None = None) -> list[FeatureMap]:
+        """The forms that one node writes, from the activations it reads.
+
+        Args:
+            sizes: of the network's inputs ("<input>.<axis>"); needed where a node has a size that depends on them.
+        """
         if isinstance(node, GroupNormReLU):
             return self._norm(node, cast(torch.Tensor, inputs[0]))
-        if isinstance(node, Concat):
-            joined = torch.cat(cast("list[torch.Tensor]", inputs), dim=-1)
-            return [self.form(joined, self.amax(node.output))]
-        amax = None if isinstance(node, Head) else self.amax(node.output)
-        bias = self._vectors[node.bias] if node.bias else None
-        if node.precision == "fp16":
-            return [self.form(self._fp16_convolution(node, cast(torch.Tensor, inputs[0]), bias), amax)]
-        weight, sources = self._packed[node.layer], cast("list[Nvfp4Tensor]", inputs)
-        if isinstance(node, ConvTranspose2d):
-            return [conv_transpose2d(sources[0], weight, bias, dtype=self.dtype, out_amax=amax)]
-        padding = node.padding
-        return [conv2d(tuple(sources), weight, bias, padding=padding, dtype=self.dtype, out_amax=amax)]
+        if isinstance(node, Layer):
+            return self._layer(node, inputs)
+        context = Context(self._vectors.__getitem__, sizes or {})
+        y = compute(node, cast("list[torch.Tensor]", inputs), context)
+        return self.forms(y.to(self.dtype), node.outputs)
+
+    def forms(self, y: torch.Tensor, wanted: Sequence[Form]) -> list[FeatureMap]:
+        """A plain activation in each of these forms."""
+        found: list[FeatureMap] = []
+        for form in wanted:
+            axis = 1 if form.axis == "channels" else -1
+            amax = self.amax(form)
+            found.append(y if amax is None else quantize_nvfp4(y.movedim(axis, -1), amax=amax))
+        return found
+
+    def amax(self, form: Form) -> torch.Tensor | None:
+        """What a form is packed with; None for a plain one."""
+        return self._vectors[form.amax] if form.amax else None
 
     def _norm(self, node: GroupNormReLU, x: torch.Tensor) -> list[FeatureMap]:
         bias = self._vectors[node.bias] if node.bias else None
         weight, beta = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
-        forms = [OutputForm(self.amax(form.output), form.pooled) for form in node.outputs]
-        return norm_relu_pack(x, bias, weight, beta, node.groups, node.eps, forms)
+        forms = [OutputForm(self.amax(form), form.pooled) for form in node.outputs]
+        if any(form.pooled for form in forms) and (x.shape[2] % 2 or x.shape[3] % 2):
+            return self._norm_of_odd_size(node, x)
+        written = norm_relu_pack(channels_last(x).permute(0, 2, 3, 1), bias, weight, beta, node.groups, node.eps, forms)
+        return [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
 
-    def _fp16_convolution(
-        self, node: Conv2d | ConvTranspose2d | Head, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        weight, x = self._plain[node.layer], x.permute(0, 3, 1, 2)
-        shift = None if bias is None else bias.to(self.dtype)
-        if isinstance(node, ConvTranspose2d):
-            out = F.conv_transpose2d(x, weight, shift, stride=2)
+    def _norm_of_odd_size(self, node: GroupNormReLU, x: torch.Tensor) -> list[FeatureMap]:
+        """Pooling that leaves out a last row or column: not in the pass of the normalisation."""
+        once = node.model_copy(update={"outputs": [Form(name=node.outputs[0].name)]})
+        y = cast(torch.Tensor, self._norm(once, x)[0])
+        pooled = torch.nn.functional.max_pool2d(y, 2)
+        return [self.forms(pooled if form.pooled else y, [form])[0] for form in node.outputs]
+
+    def _layer(self, node: Layer, inputs: list[FeatureMap]) -> list[FeatureMap]:
+        bias = self._vectors[node.bias] if node.bias else None
+        if node.precision == "nvfp4" and has_kernel(node, self._packed[node.layer].shape[1:3]):
+            return self._multiply(node, cast("list[Nvfp4Tensor]", inputs), bias)
+        if node.precision == "nvfp4":
+            axis = _axis(node)
+            plain = [cast(Nvfp4Tensor, x).dequantize(self.dtype).movedim(-1, axis) for x in inputs]
+            weight = self._packed[node.layer].dequantize(self.dtype)
+            weight = weight.permute(_ORDERS[type(node)])
         else:
-            out = F.conv2d(x, weight, shift, padding=node.padding)
-        return out.permute(0, 2, 3, 1).contiguous()
+            plain, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
+        y = convolve(node, plain, weight, None if bias is None else bias.to(self.dtype))
+        return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs)
 
-    def form(self, x: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
-        """`x`, or packed with `amax`."""
-        return x if amax is None else quantize_nvfp4(x, amax=amax)
+    def _multiply(self, node: Layer, inputs: list[Nvfp4Tensor], bias: torch.Tensor | None) -> list[FeatureMap]:
+        """By kernels; one packed form is written by the kernel itself."""
+        weight = self._packed[node.layer]
+        fused = len(node.outputs) == 1 and node.outputs[0].axis == ("last" if isinstance(node, Linear) else "channels")
+        amax = self.amax(node.outputs[0]) if fused else None
+        if isinstance(node, Linear):
+            y = matmul(inputs[0], weight, bias, node.relu, self.dtype, amax)
+        elif isinstance(node, ConvTranspose2d):
+            y = conv_transpose2d(inputs[0], weight, bias, dtype=self.dtype, out_amax=amax)
+        else:
+            place = cast(Conv2d, node)
+            stride, padding, dilation = (getattr(place, name)[0] for name in ("stride", "padding", "dilation"))
+            y = conv2d(
+                tuple(inputs), weight, bias, stride, padding, dilation, place.relu, dtype=self.dtype, out_amax=amax
+            )
+        if isinstance(y, Nvfp4Tensor):
+            return [y]
+        return self.forms(y if isinstance(node, Linear) else y.permute(0, 3, 1, 2), node.outputs)
 
-    def amax(self, activation: str) -> torch.Tensor | None:
-        """The amax that the activation of this name is packed with; None for a plain one."""
-        name = self.graph.images[activation].amax
-        return self._vectors[name] if name else None
-
-    def _load_weight(self, node: Conv2d | ConvTranspose2d | Head) -> None:
-        name, tensors = f"{node.layer}.weight", self.file.tensors
+    def _load_weight(self, node: Layer, channels: int) -> None:
+        names, tensors = weight_names(node), self.file.tensors
         if node.precision == "fp16":
-            order = (3, 0, 1, 2) if isinstance(node, ConvTranspose2d) else (0, 3, 1, 2)
-            self._plain[node.layer] = tensors[name].to(self.device, self.dtype).permute(order)
+            self._plain[node.layer] = tensors[names[0]].to(self.device, self.dtype).permute(_ORDERS[type(node)])
             return
-        codes, scales, amax = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "amax"))
-        channels = sum(self.graph.images[source].channels for source in node.inputs)
-        self._packed[node.layer] = Nvfp4Tensor(
-            codes.to(self.device),
-            scales.to(self.device),
-            amax.to(self.device),
-            torch.Size([*codes.shape[:3], channels]),
-            node.e4m3_max,
-        )
+        codes, scales, amax = (tensors[name].to(self.device) for name in names)
+        shape = torch.Size(weight_shape(self.graph, node, channels))
+        self._packed[node.layer] = Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max)
+
+    def _sizes(self, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+        """Sizes of the inputs' axes, after they were found to fit."""
+        wanted = self.graph.inputs
+        if len(inputs) != len(wanted):
+            raise InputError(f"The network takes {len(wanted)} inputs, not {len(inputs)}.")
+        shapes = tuple(tuple(x.shape) for x in inputs)
+        for each, shape in zip(wanted, shapes, strict=True):
+            if len(shape) != len(each.shape):
+                raise InputError(f"The network takes {expected(self.graph, each)}, not {list(shape)}.")
+        if shapes not in self._fits:
+            named = {each.name: shape for each, shape in zip(wanted, shapes, strict=True)}
+            fitting(self.graph, named)
+            if len(self._fits) >= SIZES:
+                self._fits.clear()
+            self._fits[shapes] = {f"{name}.{axis}": size for name, s in named.items() for axis, size in enumerate(s)}
+        return self._fits[shapes]
+
+
+_ORDERS: dict[type[Layer], tuple[int, ...]] = {  # from O,KH,KW,C to torch's axes
+    Conv2d: (0, 3, 1, 2),
+    ConvTranspose2d: (3, 0, 1, 2),
+    Linear: (0, 1),
+}
+
+
+def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
+    """Whether a kernel multiplies the packed operands of a layer; otherwise they are decoded."""
+    if isinstance(node, Linear):
+        return True
+    if isinstance(node, ConvTranspose2d):
+        plain = (node.stride, node.padding, node.output_padding, node.dilation, node.groups)
+        return plain == ([2, 2], [0, 0], [0, 0], [1, 1], 1) and list(taps) == [2, 2]
+    place = cast(Conv2d, node)
+    equal = all(len(set(pair)) == 1 for pair in (place.stride, place.padding, place.dilation))
+    return equal and place.groups == 1 and taps[0] * taps[1] <= TAPS
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """A feature map whose NHWC view is contiguous; any other tensor as it is."""
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.ndim == 4 else x
+
+
+def _axis(node: Layer) -> int:
+    """The axis of a layer's input that its product contracts."""
+    return -1 if isinstance(node, Linear) else 1

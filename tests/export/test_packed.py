@@ -11,7 +11,7 @@ from onnx import numpy_helper
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.to_packed import pack, pack_unet
+from fp4deploy.export.to_packed import pack, pack_model
 from fp4deploy.export.verify.packed import compare_nodes, require_packed, verify_packed
 from fp4deploy.formats import global_amax
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 @pytest.mark.parametrize("recipe", ["nvfp4_qat", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"])
 def test_the_bytes_are_those_of_the_onnx_file(recipe: str) -> None:
     model, graph = unet(recipe)
-    _, _, tensors = pack_unet(model)
+    _, tensors = pack_model(model, images(1), False)
     assert len(quantized_layers(model)) == 21
     for name in quantized_layers(model):
         codes, scales = (initializer(graph, f"{name}.weight.{part}") for part in ("codes", "scales"))
@@ -64,7 +64,7 @@ def test_the_bytes_are_those_of_the_onnx_file(recipe: str) -> None:
 
 def test_what_stays_in_fp16_has_the_values_of_the_model() -> None:
     model, _ = unet("nvfp4_qat")
-    _, _, tensors = pack_unet(model)
+    _, tensors = pack_model(model, images(1), False)
     first = model.get_submodule("encoder.0.conv1").weight
     assert torch.equal(tensors["encoder.0.conv1.weight"].float(), first.detach().permute(0, 2, 3, 1))
     for name in ("encoder.0.norm1.weight", "up.2.bias", "decoder.3.conv1.bias", "head.bias"):
@@ -98,12 +98,16 @@ def test_recipes_without_a_packed_form(recipe: str) -> None:
     model = prepare(build_unet(5, 0.125), recipe)
     calibrate(model, [images(1)])
     with pytest.raises(InputError, match=f"recipe '{recipe}'"):
-        pack_unet(model)
+        pack_model(model, images(1), False)
 
 
 def test_another_network() -> None:
-    with pytest.raises(InputError, match="Only a UNet has a packed form, not Shapes"):
-        pack_unet(prepared(Shapes(), "nvfp4_qat", (3, 16, 24)))
+    model = prepared(Shapes(), "nvfp4_qat", (3, 16, 24))
+    x = torch.randn(2, 3, 16, 24)
+    file = packed_file(Path("x.fp4"), None, *pack_model(model, x))
+    with torch.inference_mode():
+        errors = compare_nodes(model, PackedNetwork(file), x)
+    assert max(errors.values()) < 1e-3, errors
 
 
 @pytest.mark.parametrize("name", ["encoder.1.conv1.weight", "head.weight", "encoder.2.norm1.bias"])
@@ -112,7 +116,7 @@ def test_nan_weights_are_refused(name: str) -> None:
     model = prepared(build_unet(5, 0.125), "nvfp4_qat")
     model.get_parameter(name).data.flatten()[3] = float("nan")
     with pytest.raises(InputError, match=f"{name.removesuffix('.weight')}.* holds NaN"):
-        pack_unet(model)
+        pack_model(model, images(1), False)
 
 
 def test_layers_kept_in_fp16_by_choice() -> None:
@@ -122,7 +126,7 @@ def test_layers_kept_in_fp16_by_choice() -> None:
     prepare(model, exclude=["decoder.1.conv1", "up.0", "encoder.2.*"])
     calibrate(model, [images(2)])
     round_to_deployed(model)
-    file = packed_file(Path("x.fp4"), card(), *pack_unet(model.eval()))
+    file = packed_file(Path("x.fp4"), card(), *pack_model(model.eval(), images(1), False))
     with torch.inference_mode():
         errors = compare_nodes(model, PackedNetwork(file), images(2))
     assert max(errors.values()) < 1e-3
@@ -131,18 +135,18 @@ def test_layers_kept_in_fp16_by_choice() -> None:
 def broken_networks() -> dict[str, PackedFile]:
     """The network of `unet()` with one thing wrong that a checker cannot see."""
     model, _ = unet("nvfp4_qat")
-    good = packed_file(Path("unet.fp4"), card(), *pack_unet(model))
+    good = packed_file(Path("unet.fp4"), card(), *pack_model(model, images(1), False))
     amax = {**good.tensors, "decoder.2.conv2.input_amax": good.tensors["decoder.2.conv2.input_amax"] / 4}
     codes = {**good.tensors, "up.1.weight.codes": good.tensors["up.1.weight.codes"].flip(0)}
     bias = {**good.tensors, "encoder.3.conv1.bias": good.tensors["encoder.3.conv1.bias"].flip(0)}
     found = {
         name: dataclasses.replace(good, tensors=t) for name, t in (("amax", amax), ("codes", codes), ("bias", bias))
     }
-    steps = [
+    nodes = [
         node.model_copy(update={"inputs": node.inputs[::-1]}) if len(node.inputs) == 2 else node
-        for node in good.graph.steps
+        for node in good.graph.nodes
     ]
-    found["swapped sources"] = dataclasses.replace(good, graph=good.graph.model_copy(update={"steps": steps}))
+    found["swapped sources"] = dataclasses.replace(good, graph=good.graph.model_copy(update={"nodes": nodes}))
     return found
 
 
@@ -172,7 +176,7 @@ def test_nothing_to_compare_is_no_agreement() -> None:
 def test_last_bits_alone_pass() -> None:
     """An untrained model amplifies them beyond the end-to-end bound; with reference inputs they pass."""
     model, _ = unet("nvfp4_qat")
-    good = packed_file(Path("unet.fp4"), card(), *pack_unet(model))
+    good = packed_file(Path("unet.fp4"), card(), *pack_model(model, images(1), False))
     found = verify_packed(model, good, images(2).split(1))
     require_packed(found, "best.safetensors")
 
@@ -183,8 +187,8 @@ def test_a_quantised_first_layer_reads_its_image_packed(digits: bool) -> None:
     model = prepared(prepare(build_unet(5, 0.125, digits), include=["*"]), None)
     calibrate(model, [images(2)])
     round_to_deployed(model)
-    file = packed_file(Path("x.fp4"), dataclasses.replace(card(), digits=digits), *pack_unet(model))
-    read = file.graph.images["image"]
-    assert (read.channels, read.amax) == (13 if digits else 3, "encoder.0.conv1.input_amax")
+    file = packed_file(Path("x.fp4"), dataclasses.replace(card(), digits=digits), *pack_model(model, images(1), False))
+    (read,) = file.graph.inputs[0].outputs
+    assert (file.graph.digits, read.amax) == (digits, "encoder.0.conv1.input_amax")
     found = verify_packed(model, file, images(2).split(1))
     require_packed(found, "best.safetensors")

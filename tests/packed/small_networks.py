@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp4deploy.export.to_packed import pack_unet
+from fp4deploy.export.packing import packed_graph
+from fp4deploy.graph import Graph as Captured
+from fp4deploy.graph import capture
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
@@ -24,6 +26,14 @@ def images(count: int, seed: int = 1, size: int = SIZE) -> torch.Tensor:
 def card(recipe: str | None, scale: float, digits: bool = False) -> ModelCard:
     precision, size, rgb = "nvfp4" if recipe else "fp16", (SIZE, SIZE), ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
     return ModelCard(precision, scale, CLASSES, *size, *rgb, False, recipe, digits=digits)
+
+
+@cache
+def captured(scale: float, digits: bool) -> Captured:
+    """The graph of a UNet, which does not depend on its weights; with digits it begins after the encoding."""
+    model = build_unet(len(CLASSES), scale, digits)
+    model.digits = False
+    return capture(model, torch.zeros(1, 13 if digits else 3, SIZE, SIZE))
 
 
 @cache
@@ -43,4 +53,5 @@ def packed(
         prepare(model, recipe, include=["*"] if everything else None)
         calibrate(model, [images(2, seed=0)])
     round_to_deployed(model)
-    return model.eval(), packed_file(Path("unet.fp4"), card(recipe, scale, digits), *pack_unet(model))
+    graph, tensors = packed_graph(captured(scale, digits), model.eval(), digits)
+    return model, packed_file(Path("unet.fp4"), card(recipe, scale, digits), graph, tensors)

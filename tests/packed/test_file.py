@@ -111,9 +111,10 @@ def test_metadata_of_another_program(tmp_path: Path, text: str) -> None:
 
 
 def test_another_version(written: Path) -> None:
-    rewrite(written, lambda metadata, _: metadata.update(format="packed/3", version="9.9.0"))
+    rewrite(written, lambda metadata, _: metadata.update(format="packed/4", version="9.9.0"))
     with pytest.raises(
-        InputError, match="'packed/3', written by fp4deploy 9.9.0; this version .* reads packed/2 and packed/1"
+        InputError,
+        match="'packed/4', written by fp4deploy 9.9.0; this version .* reads packed/3 and packed/2 and packed/1",
     ):
         read_packed(written)
 
@@ -162,12 +163,12 @@ def test_a_card_changed_afterwards(written: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (lambda graph: graph["steps"][3].update(op="exec"), "steps.3"),
-        (lambda graph: graph["steps"][0].update(code="print()"), "code"),
-        (lambda graph: graph["images"]["image"].update(channels="3"), "images.image.channels"),
+        (lambda graph: graph["nodes"][3].update(op="exec"), "nodes.3"),
+        (lambda graph: graph["nodes"][0].update(code="print()"), "code"),
+        (lambda graph: graph["inputs"][0].update(shape=["3"]), "inputs.0.shape"),
         (lambda graph: graph.pop("tensors"), "tensors"),
-        (lambda graph: graph["steps"][-1].update(padding=-1), "padding"),
-        (lambda graph: graph["steps"][1].update(eps=float("nan")), "eps"),
+        (lambda graph: graph["nodes"][-1].update(padding=[-1, 0]), "padding"),
+        (lambda graph: graph["nodes"][1].update(eps=float("nan")), "eps"),
     ],
 )
 def test_a_graph_of_another_language(written: Path, change: Callable[[dict], None], cause: str) -> None:
@@ -188,7 +189,7 @@ def test_nan_is_refused_when_written(name: str, tmp_path: Path) -> None:
     tensors = {key: value.clone() for key, value in file.tensors.items()}
     tensors[name] = tensors[name].float().fill_(float("nan")).to(tensors[name].dtype)
     with pytest.raises(InputError, match=f"'{name}' holds NaN"):
-        packed_file(tmp_path / "x.fp4", file.card, file.graph.images, list(file.graph.steps), tensors)
+        packed_file(tmp_path / "x.fp4", file.card, file.graph, tensors)
 
 
 def test_a_full_disk_leaves_the_older_file(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:

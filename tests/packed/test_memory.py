@@ -9,8 +9,8 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.packed import PackedNetwork, activation_bytes, full_precision, plain_bytes
-from fp4deploy.packed.graph import INPUT, Head, outputs_of
 from fp4deploy.packed.memory import feature_map_bytes
+from fp4deploy.packed.shapes import shapes_of
 from tests.packed.small_networks import packed
 
 
@@ -71,17 +71,20 @@ def test_reading_an_image_as_digits_counts() -> None:
 def test_activations_have_the_bytes_that_are_counted(scale: float, digits: bool, everything: bool) -> None:
     _, file = packed("nvfp4_qat", scale, digits, everything)
     network, graph = PackedNetwork(file), file.graph
-    live = {INPUT: network.read(torch.randn(2, 3, 32, 32))}
+    shapes = shapes_of(graph, {"x": (2, 3, 32, 32)})
+    image = graph.inputs[0]
+    names, read = [form.name for form in image.outputs], network.read_input(image, torch.randn(2, 3, 32, 32))
+    live = dict(zip(names, read, strict=True))
     if everything:
-        assert live[INPUT].codes.nbytes + live[INPUT].scales.nbytes == feature_map_bytes(graph.images[INPUT], 32, 32, 2)
-    for node in graph.steps:
+        (form,), (packed_image,) = image.outputs, read
+        assert packed_image.codes.nbytes + packed_image.scales.nbytes == feature_map_bytes(form, shapes[form.name])
+    for node in graph.nodes:
         written = network.run_node(node, [live[name] for name in node.inputs])
-        for name, activation in zip(outputs_of(node), written, strict=False):
-            live[name] = activation
+        for form, activation in zip(node.outputs, written, strict=True):
+            live[form.name] = activation
             is_packed = isinstance(activation, Nvfp4Tensor)  # a plain one is FP32 on the CPU
             real = activation.codes.nbytes + activation.scales.nbytes if is_packed else 2 * activation.numel()
-            assert real == feature_map_bytes(graph.images[name], 32, 32, batch=2), name
-    assert isinstance(graph.steps[-1], Head)
+            assert real == feature_map_bytes(form, shapes[form.name]), form
 
 
 def test_a_size_that_does_not_fit() -> None:

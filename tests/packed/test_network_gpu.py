@@ -11,7 +11,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedNetwork
 from fp4deploy.packed import network as network_module
 from fp4deploy.packed.capture import CapturedNetwork
-from fp4deploy.packed.graph import INPUT, GroupNormReLU, outputs_of
+from fp4deploy.packed.graph import GroupNormReLU
 from fp4deploy.plugins.gemm import reference
 from fp4deploy.plugins.quantize import norm_pack
 from tests.packed.small_networks import CLASSES, images, packed
@@ -47,8 +47,8 @@ def test_every_step_against_its_reference(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     _, file = packed(recipe, scale, digits, everything)
     network = PackedNetwork(file, "cuda")
-    live: dict[str, Any] = {INPUT: network.read(images(2, size=64).cuda())}
-    for node in network.graph.steps:
+    live: dict[str, Any] = {network.graph.inputs[0].outputs[0].name: network.read(images(2, size=64).cuda())}
+    for node in network.graph.nodes:
         inputs = [live[name] for name in node.inputs]
         got, expected = network.run_node(node, inputs), by_reference(network, node, inputs, monkeypatch)
         for one, other in zip(got, expected, strict=True):
@@ -58,7 +58,7 @@ def test_every_step_against_its_reference(
                 assert float((difference != 0).float().mean()) < 1e-3, node
             else:
                 assert float(difference.norm() / values(other).norm()) < 1e-3, node
-        live.update(zip(outputs_of(node), got, strict=False))
+        live.update(zip([form.name for form in node.outputs], got, strict=True))
 
 
 def test_what_the_first_step_reads_has_the_bytes_of_the_cpu() -> None:
@@ -108,10 +108,10 @@ def test_recording_can_be_switched_off_and_may_fail(monkeypatch: pytest.MonkeyPa
     x = images(1).cuda()
     assert torch.equal(CapturedNetwork(network, enabled=False)(x), network(x))
 
-    def synchronise(node: Any, inputs: list[Any]) -> list[Any]:
+    def synchronise(node: Any, inputs: list[Any], sizes: Any) -> list[Any]:
         if isinstance(node, GroupNormReLU):
             torch.cuda.synchronize()
-        return PackedNetwork.run_node(network, node, inputs)
+        return PackedNetwork.run_node(network, node, inputs, sizes)
 
     monkeypatch.setattr(network, "run_node", synchronise)
     with pytest.warns(UserWarning, match="as a CUDA graph failed"):

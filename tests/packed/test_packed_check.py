@@ -1,4 +1,4 @@
-"""A graph that does not fit together is refused, with the node and the cause."""
+"""A graph that does not fit together is refused, with the node and the cause; one that passes runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.packed.check import check_graph
+from fp4deploy.packed.check import check_graph, check_values
 from fp4deploy.packed.graph import Graph
 from tests.packed.small_networks import CLASSES, packed
 
@@ -17,10 +18,14 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def node(graph: dict[str, Any], layer: str) -> dict[str, Any]:
-    return next(node for node in graph["steps"] if node.get("layer") == layer)
+    return next(node for node in graph["nodes"] if node.get("layer") == layer)
 
 
-def broken(change: Change, scale: float = 0.25) -> Graph:
+def form(graph: dict[str, Any], layer: str, number: int = 0) -> dict[str, Any]:
+    return node(graph, layer)["outputs"][number]
+
+
+def changed(change: Change, scale: float = 0.25) -> Graph:
     graph = copy.deepcopy(packed("nvfp4_qat", scale)[1].graph.model_dump())
     change(graph)
     return Graph.model_validate(graph)
@@ -29,96 +34,149 @@ def broken(change: Change, scale: float = 0.25) -> Graph:
 @pytest.mark.parametrize("scale", [0.125, 0.25])
 @pytest.mark.parametrize("recipe", [None, "nvfp4_qat"])
 def test_what_is_exported_passes(recipe: str | None, scale: float) -> None:
-    check_graph(packed(recipe, scale)[1].graph, len(CLASSES))
+    shapes = check_graph(packed(recipe, scale)[1].graph, len(CLASSES))
+    assert shapes["logits" if "logits" in shapes else "head"] == (1, len(CLASSES), 32, 32)
 
 
-def _plain(graph: dict[str, Any], layer: str) -> None:
-    """A layer and what it reads in FP16, all tensors there."""
-    changed, tensors = node(graph, layer), graph["tensors"]
-    changed.update(precision="fp16")
-    tensors[f"{layer}.weight"] = {**tensors["head.weight"], "shape": [128, 3, 3, 256]}
-    for name in changed["inputs"]:
-        graph["images"][name]["amax"] = None
+def _two_plain_inputs(graph: dict[str, Any]) -> None:
+    """The first convolution of a decoder in FP16, its two inputs plain."""
+    reader, tensors = node(graph, "decoder.0.conv1"), graph["tensors"]
+    reader.update(precision="fp16")
+    tensors["decoder.0.conv1.weight"] = {**tensors["head.weight"], "shape": [128, 3, 3, 256]}
+    for writer in graph["nodes"]:
+        for each in writer["outputs"]:
+            if each["name"] in reader["inputs"]:
+                each["amax"] = None
+
+
+def _shared_layer(graph: dict[str, Any]) -> None:
+    """Two convolutions that read one layer with other channels."""
+    node(graph, "encoder.1.conv1").update(layer="encoder.1.conv2")
+
+
+def _resized(graph: dict[str, Any]) -> None:
+    """One source of a concatenation twice the size."""
+    source = form(graph, "up.0")["name"]
+    amax = form(graph, "up.0")["amax"]
+    form(graph, "up.0").update(amax=None)
+    at = graph["nodes"].index(node(graph, "decoder.0.conv1"))
+    wide = {"name": "wide", "amax": amax, "axis": "channels", "pooled": False}
+    graph["nodes"].insert(
+        at, {"op": "resize", "mode": "nearest", "scale": [2.0, 2.0], "inputs": [source], "outputs": [wide]}
+    )
+    reader = node(graph, "decoder.0.conv1")
+    reader["inputs"] = [wide["name"] if name == source else name for name in reader["inputs"]]
 
 
 CASES: dict[str, tuple[Change, str]] = {
     "an activation nobody writes": (lambda g: node(g, "up.1").update(inputs=["nothing"]), "'up.1'.*reads 'nothing'"),
     "a later activation": (
-        lambda g: node(g, "up.0").update(inputs=["decoder.0.norm2.out"]),
+        lambda g: node(g, "up.0").update(inputs=[form(g, "decoder.0.norm2")["name"]]),
         "no node before it writes",
     ),
-    "written twice": (lambda g: node(g, "encoder.1.conv1").update(output="encoder.0.conv1"), "a second time"),
-    "an unknown output": (lambda g: node(g, "encoder.1.conv1").update(output="lost"), "does not describe"),
+    "written twice": (
+        lambda g: form(g, "encoder.1.conv1").update(name=form(g, "encoder.0.conv1")["name"]),
+        "a second time",
+    ),
     "a missing tensor": (lambda g: g["tensors"].pop("up.2.weight.scales"), "'up.2.weight.scales' is missing"),
     "an unused tensor": (lambda g: g["tensors"].update(more=g["tensors"]["head.bias"]), "never used .*'more'"),
-    "an unused activation": (lambda g: g["images"].update(more={"channels": 3, "stride": 1}), "never used .*'more'"),
+    "an unused form": (
+        lambda g: node(g, "encoder.1.conv1")["outputs"].append({"name": "more"}),
+        "never used .*'more'",
+    ),
     "another weight shape": (
         lambda g: g["tensors"]["encoder.1.conv2.weight.codes"].update(shape=[32, 3, 3, 8]),
         r"is U8 \[32, 3, 3, 8\], and U8 \[32, 3, 3, 16\] is needed",
     ),
     "another weight type": (lambda g: g["tensors"]["head.weight"].update(dtype="F32"), "and F16 .* is needed"),
-    "other channels": (lambda g: g["images"]["up.0"].update(channels=112), "'up.0'"),
-    "another size": (lambda g: g["images"]["up.0"].update(stride=4), "described as 128 channels at stride 4"),
-    "plain where packed is needed": (lambda g: g["images"]["encoder.2.norm1.out"].update(amax=None), "is not nvfp4"),
+    "plain where packed is needed": (lambda g: form(g, "encoder.2.norm1").update(amax=None), "is not nvfp4"),
     "packed where plain is needed": (
-        lambda g: g["images"]["decoder.3.norm2.out"].update(amax="up.0.input_amax"),
+        lambda g: form(g, "decoder.3.norm2").update(amax="up.0.input_amax"),
         "is not fp16",
     ),
-    "groups": (lambda g: node(g, "encoder.0.norm1").update(groups=7), "7 groups do not divide 16"),
-    "two inputs of a plain convolution": (lambda g: _plain(g, "decoder.0.conv1"), "only a packed convolution"),
-    "a norm of another amax": (lambda g: g["tensors"]["up.0.input_amax"].update(shape=[1]), "'up.0.input_amax'"),
-    "no head": (lambda g: g["steps"].pop(), "the head is the last node"),
-    "steps after the head": (lambda g: g["steps"].insert(0, g["steps"].pop()), "head"),
-    "no input": (lambda g: g["images"].pop("image"), "no input named 'image' of the 3 channels of RGB"),
-    "digits of three channels": (
-        lambda g: g.update(digits=True),
-        "no input named 'image' of the 13 channels of digits",
+    "packed along another axis": (lambda g: form(g, "encoder.2.norm1").update(axis="last"), "not packed along"),
+    "groups": (lambda g: node(g, "encoder.0.norm1").update(groups=7), "'encoder.0.norm1'.*divisible by"),
+    "two inputs of a plain convolution": (_two_plain_inputs, "only a packed convolution of one group has two inputs"),
+    "a scale of another shape": (lambda g: g["tensors"]["up.0.input_amax"].update(shape=[1]), "'up.0.input_amax'"),
+    "a layer of two shapes": (_shared_layer, "encoder.1.conv2"),
+    "inputs that differ in size": (_resized, "'decoder.0.conv1'.*[Ss]izes of tensors must match"),
+    "no node that writes the output": (lambda g: g["nodes"].pop(), "is no plain activation that a node writes"),
+    "an output of another stride": (
+        lambda g: g["outputs"][0].update(activation=form(g, "encoder.1.conv1")["name"]),
+        "model card has|never used",
+    ),
+    "a fixed batch": (lambda g: g["inputs"][0].update(free=[2, 3]), "free batch"),
+    "digits of four channels": (
+        lambda g: (g["inputs"][0].update(shape=[1, 4, 32, 32]), g.update(digits=True)),
+        "Only an RGB image",
     ),
     "a packed input for a plain layer": (
-        lambda g: g["images"]["image"].update(amax="up.0.input_amax"),
+        lambda g: g["inputs"][0]["outputs"][0].update(amax="up.0.input_amax"),
         "'encoder.0.conv1'.*is not fp16",
     ),
-    "an input packed with nothing": (lambda g: g["images"]["image"].update(amax="none"), "'none'.*is missing"),
+    "an input packed with nothing": (lambda g: g["inputs"][0]["outputs"][0].update(amax="none"), "'none' is missing"),
+    "pooling outside a normalisation": (lambda g: form(g, "up.0").update(pooled=True), "only group_norm_relu pools"),
+    "a stride that leaves nothing": (
+        lambda g: node(g, "encoder.0.conv1").update(dilation=[1000, 1000]),
+        "encoder.0.conv1",
+    ),
+    "too many elements": (lambda g: g["inputs"][0].update(shape=[1, 3, 1 << 20, 1 << 20]), "2\\^28|2\\^31"),
 }
 
 
 @pytest.mark.parametrize("digits", [False, True])
 @pytest.mark.parametrize("everything", [False, True])
-def test_what_reads_digits_or_a_packed_activation_passes(digits: bool, everything: bool) -> None:
+def test_what_reads_digits_or_a_packed_image_passes(digits: bool, everything: bool) -> None:
     _, file = packed("nvfp4_qat", 0.125, digits, everything)
     check_graph(file.graph, len(CLASSES))
-    channels, amax = 13 if digits else 3, "encoder.0.conv1.input_amax" if everything else None
-    assert (file.graph.images["image"].channels, file.graph.images["image"].amax) == (channels, amax)
-
-
-def test_the_amax_of_the_input_is_one_number() -> None:
-    graph = copy.deepcopy(packed("nvfp4_qat", 0.125, True, True)[1].graph.model_dump())
-    graph["tensors"]["encoder.0.conv1.input_amax"]["shape"] = [1]
-    with pytest.raises(InputError, match=r"'encoder\.0\.conv1\.input_amax' is F32 \[1\]"):
-        check_graph(Graph.model_validate(graph), len(CLASSES))
+    (read,) = file.graph.inputs[0].outputs
+    assert read.amax == ("encoder.0.conv1.input_amax" if everything else None)
+    assert file.graph.digits == digits
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_does_not_fit(case: str) -> None:
     change, cause = CASES[case]
     with pytest.raises(InputError, match=cause):
-        check_graph(broken(change), len(CLASSES))
+        check_graph(changed(change), len(CLASSES))
 
 
-def test_the_head_has_the_classes_of_the_card() -> None:
-    with pytest.raises(InputError, match="'head'"):
-        check_graph(packed()[1].graph, len(CLASSES) + 1)
+@pytest.mark.parametrize("channels", [0, 1, len(CLASSES) + 1])
+def test_the_output_has_the_channels_of_the_card(channels: int) -> None:
+    with pytest.raises(InputError, match="model card has"):
+        check_graph(packed()[1].graph, channels)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cause"),
+    [
+        ("encoder.1.conv1.weight.amax", 1e38, "the largest of FP16"),
+        ("encoder.1.conv1.weight.amax", -1.0, "not negative"),
+        ("encoder.1.conv1.input_amax", 1e-38, "at least 2"),
+        ("encoder.1.conv1.input_amax", 1e6, "the largest of FP16"),
+        ("encoder.1.conv1.weight.scales", float("nan"), "holds NaN"),
+        ("encoder.1.conv1.weight.scales", -1.0, "negative number"),
+        ("head.bias", float("inf"), "holds NaN or Inf"),
+    ],
+)
+def test_values_that_could_not_be_computed_with(name: str, value: float, cause: str) -> None:
+    file = packed()[1]
+    tensors = dict(file.tensors)
+    tensors[name] = torch.full(tensors[name].shape, value).to(tensors[name].dtype)
+    with pytest.raises(InputError, match=cause):
+        check_values(tensors, file.graph)
 
 
 def test_a_first_source_that_ends_inside_a_block() -> None:
     def join(graph: dict[str, Any]) -> None:
         """Two packed sources of 8 channels where the exporter writes their concatenation."""
-        concat = next(node for node in graph["steps"] if node["op"] == "concat")
-        graph["steps"].remove(concat)
-        del graph["images"][concat["output"]]
+        concat = next(node for node in graph["nodes"] if node["op"] == "concat")
+        graph["nodes"].remove(concat)
         node(graph, "decoder.3.conv1").update(inputs=concat["inputs"])
-        for name in concat["inputs"]:
-            graph["images"][name]["amax"] = "decoder.3.conv1.input_amax"
+        for writer in graph["nodes"]:
+            for each in writer["outputs"]:
+                if each["name"] in concat["inputs"]:
+                    each["amax"] = "decoder.3.conv1.input_amax"
 
     with pytest.raises(InputError, match="'decoder.3.conv1'.*not a multiple of 16 channels"):
-        check_graph(broken(join, 0.125), len(CLASSES))
+        check_graph(changed(join, 0.125), len(CLASSES))

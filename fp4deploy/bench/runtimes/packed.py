@@ -15,8 +15,11 @@ from fp4deploy import __version__
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
+from fp4deploy.packed.graph import Layer
+from fp4deploy.packed.network import Result
 from fp4deploy.plugins import why_unavailable
 
 
@@ -26,7 +29,7 @@ class PackedRuntime:
     def __init__(self, path: Path, device: str | None = None) -> None:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         file = read_packed(path)
-        self.card = file.card
+        self.card = file.card or card_of(file)
         self.cuda = self._device.type == "cuda"
         self._network = CapturedNetwork(PackedNetwork(file, self._device), graphs_enabled())
         self.name = f"fp4deploy {__version__} packed ({_where(self._device, self._network.enabled)})"
@@ -36,7 +39,7 @@ class PackedRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        return self._network(torch.from_numpy(images)).float().cpu().numpy()
+        return first_output(self._network(torch.from_numpy(images))).float().cpu().numpy()
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds a forward pass."""
@@ -49,13 +52,31 @@ class PackedRuntime:
 
 def memory(file: PackedFile, batch: int = 1) -> dict[str, int]:
     """Bytes of weights and of the activations that are live at once, of this file and of its model in FP16."""
-    size = (file.card.height, file.card.width, batch)
+    card = file.card or card_of(file)
+    size = (card.height, card.width, batch)
     return {
         "weight_bytes": file.weight_bytes,
         "weight_bytes_fp16": plain_bytes(file.graph),
         "activation_bytes": activation_bytes(file.graph, *size),
         "activation_bytes_fp16": activation_bytes(full_precision(file.graph), *size),
     }
+
+
+def card_of(file: PackedFile) -> ModelCard:
+    """A card for a network that was packed without one: sizes of its example, no class names, no normalisation."""
+    height, width = next((each.shape[2:4] for each in file.graph.inputs if len(each.shape) == 4), (1, 1))
+    packed = any(isinstance(node, Layer) and node.precision == "nvfp4" for node in file.graph.nodes)
+    return ModelCard(
+        "nvfp4" if packed else "fp16", 1.0, (), height, width, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), False,
+        architecture="own",
+    )  # fmt: skip
+
+
+def first_output(outputs: Result) -> torch.Tensor:
+    """The first of a network's outputs, which is measured."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    return next(iter(outputs.values())) if isinstance(outputs, dict) else outputs[0]
 
 
 def _where(device: torch.device, graphs: bool) -> str:

@@ -9,21 +9,27 @@ the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import GateError
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, REQUIRED_AGREEMENT, compared
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.heads import InstanceHead, agreeing
 from fp4deploy.packed import PackedFile, PackedNetwork
-from fp4deploy.packed.graph import INPUT, Concat, GroupNormReLU, Head, Node, outputs_of
+from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
+from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 
 Activation = torch.Tensor | Nvfp4Tensor
+LAYERS = (
+    nn.Conv2d, nn.ConvTranspose2d, nn.Linear, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d, nn.LayerNorm,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,21 +61,44 @@ class PackedAgreement:
 
 
 @torch.inference_mode()
-def verify_packed(model: nn.Module, file: PackedFile, images: Iterable[torch.Tensor]) -> PackedAgreement:
-    """Compare end to end on `images` (float32 [N, 3, H, W] each); where that fails, node by node as well."""
-    network, kept, head = PackedNetwork(file), list(images), file.card.head
+def verify_packed(model: nn.Module, file: PackedFile, inputs: Iterable[Inputs]) -> PackedAgreement:
+    """Compare end to end on `inputs` (images float32 [N, 3, H, W] each); where that fails, node by node as well."""
+    network, kept = PackedNetwork(file), [_positional(each, file) for each in inputs]
+    head = file.card.head if file.card else None
     count = pixels = differing = 0
     for batch in kept:
-        same = agreeing(model(batch), network(batch), head)
-        count, pixels, differing = count + len(batch), pixels + same.numel(), differing + int((~same).sum())
+        expected, given = (leaves(each) for each in (model(*batch), network(*batch)))
+        for one, other in zip(expected, given, strict=True):
+            same = agreeing(one, other, head) if one.ndim > 1 and one.shape[1] > 1 else _close(one, other)
+            pixels, differing = pixels + same.numel(), differing + int((~same).sum())
+        count += len(batch[0])
     found = PackedAgreement(count, pixels, differing, head=head)
     if found.share >= REQUIRED_AGREEMENT or not kept:
         return found
     nodes: dict[str, float] = {}
     for batch in kept:
-        for name, error in compare_nodes(model, network, batch, head).items():
+        for name, error in compare_nodes(model, network, *batch, head=head).items():
             nodes[name] = max(nodes.get(name, 0.0), error)
     return PackedAgreement(count, pixels, differing, nodes, head)
+
+
+def _positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
+    """Inputs in the order of the graph."""
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    if isinstance(inputs, Mapping):
+        return tuple(inputs[each.name] for each in file.graph.inputs)
+    return tuple(inputs)
+
+
+def leaves(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of a tensor, tuple or dict, in order."""
+    return list(tree_leaves(outputs))
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where two outputs without classes agree, to a hundredth of the largest value."""
+    return (one - other).abs() <= 0.01 * one.abs().max().clamp(min=1e-30)
 
 
 def require_packed(found: PackedAgreement, name: str) -> None:
@@ -93,54 +122,66 @@ def require_packed(found: PackedAgreement, name: str) -> None:
 
 
 def compare_nodes(
-    model: nn.Module, network: PackedNetwork, batch: torch.Tensor, head: InstanceHead | None = None
+    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor, head: InstanceHead | None = None
 ) -> dict[str, float]:
-    """The error of each node with reference inputs from torch: by layer, in the order of the graph."""
-    seen, activations = _outputs(model, batch), network.graph.images
-    live: dict[str, Activation] = {INPUT: network.read(batch)}
-    amaxes = {name: model.get_buffer(form.amax) if form.amax else None for name, form in activations.items()}
+    """The error of each node that is a layer of torch, with reference inputs from torch: by layer, in their order.
+
+    Nodes without parameters (add, resize, ...) are torch's own operators, and run on the reference inputs.
+    """
+    graph = network.graph
+    seen, calls = _outputs(model, *inputs), dict[str, int]()
+    sizes = {f"{each.name}.{axis}": size for each, x in zip(graph.inputs, inputs, strict=True)
+             for axis, size in enumerate(x.shape)}  # fmt: skip
+    live: dict[str, Activation] = {}
+    for each, x in zip(graph.inputs, inputs, strict=True):
+        live.update(zip([form.name for form in each.outputs], network.read_input(each, x), strict=True))
+    buffers = dict(model.named_buffers()) | dict(model.named_parameters())
+    amaxes = {name: buffers[form.amax] for name, form in graph.forms().items() if form.amax}
+    ends = {each.activation for each in graph.outputs}
     errors: dict[str, float] = {}
-    for node in network.graph.steps:
-        got = network.run_node(node, [live[name] for name in node.inputs])
-        if isinstance(node, Concat):
-            live[node.output] = got[0]
+    for node in graph.nodes:
+        got = network.run_node(node, [live[name] for name in node.inputs], sizes)
+        names = [form.name for form in node.outputs]
+        layer = getattr(node, "layer", None)
+        at = calls[layer] = calls.get(layer, -1) + 1 if layer else 0
+        if not layer or at >= len(seen.get(layer, [])):
+            live.update(zip(names, got, strict=True))
             continue
-        expected = _expected(node, seen[node.layer], model.get_submodule(node.layer), network, amaxes)
-        if isinstance(node, Head):
-            errors[node.layer] = _disagreement(got[0], expected[0], head)
-            continue
-        errors[node.layer] = max(_error(*pair) for pair in zip(got, expected, strict=True))
-        live.update(zip(outputs_of(node), expected, strict=False))
+        expected = _expected(node, seen[layer][at], model.get_submodule(layer), amaxes)
+        key = layer if at == 0 else f"{layer} (call {at + 1})"
+        if ends & set(names) and isinstance(expected[0], torch.Tensor) and expected[0].ndim == 4:
+            errors[key] = _disagreement(got[0], expected[0], head)
+        else:
+            errors[key] = max(_error(*pair) for pair in zip(got, expected, strict=True))
+        live.update(zip(names, expected, strict=True))
     return errors
 
 
-def _expected(
-    node: Node, x: torch.Tensor, layer: nn.Module, network: PackedNetwork, amaxes: dict[str, torch.Tensor | None]
-) -> list[Activation]:
+def _expected(node: Node, x: torch.Tensor, layer: nn.Module, amaxes: Mapping[str, torch.Tensor]) -> list[Activation]:
     """What the node should write, from the output of torch's layer; `amaxes`: what torch quantises with."""
-    if isinstance(node, Head):
-        return [x]
-    if isinstance(node, GroupNormReLU):
-        y = x.relu()
-        pooled = nn.functional.max_pool2d(y.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
-        return [network.form(pooled if form.pooled else y, amaxes[form.output]) for form in node.outputs]
-    bias = cast(Any, layer).bias
-    if bias is not None and cast(Any, node).bias is None:  # the normalisation adds it
-        x = x - bias
-    return [network.form(x, amaxes[cast(Any, node).output])]
+    bias = cast(Any, layer).bias if isinstance(node, Layer) else None
+    if bias is not None and cast(Layer, node).bias is None:  # the normalisation adds it
+        x = x - bias.view(-1, 1, 1)
+    if isinstance(node, GroupNormReLU) or getattr(node, "relu", False):
+        x = x.relu()
+    found: list[Activation] = []
+    for form in node.outputs:
+        y = nn.functional.max_pool2d(x, 2) if form.pooled else x
+        axis = 1 if form.axis == "channels" else -1
+        found.append(quantize_nvfp4(y.movedim(axis, -1), amax=amaxes[form.name]) if form.amax else y)
+    return found
 
 
-def _outputs(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    """NHWC output of every layer with weights."""
-    seen: dict[str, torch.Tensor] = {}
+def _outputs(model: nn.Module, *inputs: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+    """The outputs of every layer with weights, one for each call."""
+    seen: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str) -> Any:
-        return lambda _layer, _inputs, output: seen.__setitem__(name, output.permute(0, 2, 3, 1))
+        return lambda _layer, _inputs, output: seen.setdefault(name, []).append(output.clone())
 
-    kinds = (nn.Conv2d, nn.ConvTranspose2d, nn.GroupNorm)
-    handles = [m.register_forward_hook(keep(name)) for name, m in model.named_modules() if isinstance(m, kinds)]
+    handles = [m.register_forward_hook(keep(name)) for name, m in model.named_modules() if isinstance(m, LAYERS)]
     try:
-        model(batch)
+        model(*inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -148,9 +189,8 @@ def _outputs(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _disagreement(got: Activation, expected: Activation, head: InstanceHead | None) -> float:
-    """Share of pixels on which two outputs [N, H, W, channels] disagree."""
-    given, requested = (cast(torch.Tensor, logits).permute(0, 3, 1, 2) for logits in (got, expected))
-    return float((~agreeing(requested, given, head)).float().mean())
+    """Share of pixels on which two outputs [N, channels, H, W] disagree."""
+    return float((~agreeing(cast(torch.Tensor, expected), cast(torch.Tensor, got), head)).float().mean())
 
 
 def _error(got: Activation, expected: Activation) -> float:

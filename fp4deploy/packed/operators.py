@@ -1,0 +1,238 @@
+"""What each node computes, in torch: one function a node, for tensors of any device.
+
+The same functions run on tensors without data (`shapes`), so that the shapes that a checker derives are those that the
+executor gets. Nodes that multiply packed operands by kernels are in `network`; `convolve` is what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fp4deploy.graph.sizes import evaluate
+from fp4deploy.packed.graph import (
+    Activation,
+    AdaptivePool,
+    Affine,
+    Arithmetic,
+    Attention,
+    Concat,
+    Constant,
+    Conv2d,
+    ConvTranspose2d,
+    GroupNormReLU,
+    Layer,
+    Linear,
+    Matmul,
+    Norm,
+    Pad,
+    Permute,
+    PixelShuffle,
+    Pool,
+    Reduce,
+    Reshape,
+    Resize,
+    Select,
+    Size,
+    Slice,
+    Softmax,
+    Step,
+)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a node reads besides activations.
+
+    tensor: name -> float32 tensor of the file. sizes: "<input>.<axis>" -> its size.
+    """
+
+    tensor: Callable[[str], torch.Tensor]
+    sizes: dict[str, int]
+
+    def size(self, size: Size) -> int:
+        """The value of a size."""
+        return size if isinstance(size, int) else evaluate(tuple(size), self.sizes)
+
+    def sizes_of(self, sizes: list[Any]) -> list[int]:
+        """The values of several."""
+        return [self.size(size) for size in sizes]
+
+
+FUNCTIONS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {  # name -> how many numbers, function
+    "relu": (0, F.relu),
+    "relu6": (0, F.relu6),
+    "leaky_relu": (1, F.leaky_relu),
+    "elu": (1, F.elu),
+    "selu": (0, F.selu),
+    "silu": (0, F.silu),
+    "gelu": (0, F.gelu),
+    "gelu_tanh": (0, lambda x: F.gelu(x, approximate="tanh")),
+    "hardswish": (0, F.hardswish),
+    "hardsigmoid": (0, F.hardsigmoid),
+    "clamp": (2, torch.clamp),
+    "sigmoid": (0, torch.sigmoid),
+    "tanh": (0, torch.tanh),
+    "softplus": (2, F.softplus),
+    "mish": (0, F.mish),
+}
+
+
+def compute(node: Step, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    """The plain result of a node that is no `Layer`, from plain inputs."""
+    return _TABLE[type(node)](node, inputs, context)
+
+
+def convolve(node: Layer, inputs: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A layer of plain operands; the weight with torch's axes."""
+    x = torch.cat(inputs, 1) if len(inputs) > 1 else inputs[0]
+    if isinstance(node, ConvTranspose2d):
+        places = (node.stride, node.padding, node.output_padding, node.groups, node.dilation)
+        return F.conv_transpose2d(x, weight, bias, *places)
+    if isinstance(node, Conv2d):
+        y = F.conv2d(x, weight, bias, node.stride, node.padding, node.dilation, node.groups)
+        return y.relu() if node.relu else y
+    y = F.linear(x, weight, bias)
+    return y.relu() if isinstance(node, Linear) and node.relu else y
+
+
+def affine_channels(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """x scale + shift along axis 1, in FP32, rounded once."""
+    shape = (-1, *(1,) * (x.ndim - 2))
+    return (x.float() * scale.view(shape) + shift.view(shape)).to(x.dtype)
+
+
+def _affine(node: Affine, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    return affine_channels(inputs[0], *(context.tensor(f"{node.layer}.{part}") for part in ("scale", "shift")))
+
+
+def _group_norm_relu(node: GroupNormReLU, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    x = inputs[0]
+    if node.bias:
+        x = x + context.tensor(node.bias).to(x.dtype).view(-1, 1, 1)
+    weight, bias = (context.tensor(f"{node.layer}.{part}").to(x.dtype) for part in ("weight", "bias"))
+    return F.group_norm(x, node.groups, weight, bias, node.eps).relu()
+
+
+def _norm(node: Norm, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    x, weight, bias = inputs[0], None, None
+    if node.layer is not None:
+        weight, bias = (context.tensor(f"{node.layer}.{part}").to(x.dtype) for part in ("weight", "bias"))
+    if node.op == "layer_norm":
+        return F.layer_norm(x, node.shape, weight, bias, node.eps)
+    if node.op == "instance_norm":
+        return F.instance_norm(x, weight=weight, bias=bias, eps=node.eps)
+    return F.group_norm(x, node.groups, weight, bias, node.eps)
+
+
+def _activation(node: Activation, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    return FUNCTIONS[node.function][1](inputs[0], *node.parameters)
+
+
+def _arithmetic(node: Arithmetic, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    other: Any = inputs[1] if len(inputs) == 2 else node.number
+    if node.alpha != 1:
+        other = other * node.alpha
+    functions = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
+    return functions[node.op](inputs[0], other)
+
+
+def _constant(node: Constant, _: list[torch.Tensor], context: Context) -> torch.Tensor:
+    return context.tensor(node.tensor)
+
+
+def _concat(node: Concat, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    return torch.cat(inputs, node.dim)
+
+
+def _pool(node: Pool, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    x, stride = inputs[0], node.stride
+    if node.op == "max_pool":
+        return F.max_pool2d(x, node.kernel, stride, node.padding, node.dilation, node.ceil_mode)
+    return F.avg_pool2d(x, node.kernel, stride, node.padding, node.ceil_mode, node.count_padding)
+
+
+def _adaptive(node: AdaptivePool, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    function: Any = F.adaptive_max_pool2d if node.function == "max" else F.adaptive_avg_pool2d
+    return function(inputs[0], context.sizes_of(node.size))
+
+
+def _reduce(node: Reduce, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    functions: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "amax": torch.amax, "amin": torch.amin}
+    return functions[node.function](inputs[0], node.dims, node.keep)
+
+
+def _resize(node: Resize, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    corners = node.align_corners if node.mode in ("bilinear", "bicubic") else None
+    size = None if node.size is None else context.sizes_of(node.size)
+    return F.interpolate(inputs[0], size, node.scale, node.mode, corners)  # type: ignore[arg-type]
+
+
+def _shuffle(node: PixelShuffle, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    function = F.pixel_shuffle if node.op == "pixel_shuffle" else F.pixel_unshuffle
+    return function(inputs[0], node.factor)
+
+
+def _reshape(node: Reshape, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    shape = context.sizes_of(node.shape)
+    return inputs[0].expand(shape) if node.op == "expand" else inputs[0].reshape(shape)
+
+
+def _permute(node: Permute, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    return inputs[0].permute(node.dims)
+
+
+def _slice(node: Slice, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    end = None if node.end is None else context.size(node.end)
+    index: list[Any] = [slice(None)] * node.dim + [slice(context.size(node.start), end, node.step)]
+    return inputs[0][tuple(index)]
+
+
+def _select(node: Select, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    return inputs[0].select(node.dim, context.size(node.index))
+
+
+def _pad(node: Pad, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    value = node.value if node.mode == "constant" else None
+    return F.pad(inputs[0], context.sizes_of(node.pad), node.mode, value)
+
+
+def _matmul(_: Matmul, inputs: list[torch.Tensor], __: Context) -> torch.Tensor:
+    return torch.matmul(inputs[0], inputs[1])
+
+
+def _softmax(node: Softmax, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    return torch.softmax(inputs[0], node.dim)
+
+
+def _attention(node: Attention, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    q, k, v = inputs
+    return F.scaled_dot_product_attention(q, k, v, is_causal=node.causal, scale=node.scale)
+
+
+_TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
+    Affine: _affine,
+    GroupNormReLU: _group_norm_relu,
+    Norm: _norm,
+    Activation: _activation,
+    Arithmetic: _arithmetic,
+    Constant: _constant,
+    Concat: _concat,
+    Pool: _pool,
+    AdaptivePool: _adaptive,
+    Reduce: _reduce,
+    Resize: _resize,
+    PixelShuffle: _shuffle,
+    Reshape: _reshape,
+    Permute: _permute,
+    Slice: _slice,
+    Select: _select,
+    Pad: _pad,
+    Matmul: _matmul,
+    Softmax: _softmax,
+    Attention: _attention,
+}

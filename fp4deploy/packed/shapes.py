@@ -1,0 +1,156 @@
+"""Shapes of all activations for given sizes of the inputs: the nodes run on tensors without data (torch's meta device).
+
+    shapes_of(graph)                       {"image": (1, 3, 96, 96), "encoder.0.conv1": (1, 16, 96, 96), ...}
+    shapes_of(graph, {"image": (4, 3, 64, 64)})
+
+Shapes have torch's axes, whatever form an activation has. A node whose operands do not fit is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from fp4deploy.errors import InputError
+from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.graph.sizes import SizeError
+from fp4deploy.models.input_encoding import ENCODED_CHANNELS
+from fp4deploy.packed.graph import Conv2d, ConvTranspose2d, Graph, GroupNormReLU, Input, Layer, Node, named
+from fp4deploy.packed.operators import Context, compute, convolve
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+MOST_ELEMENTS = 1 << 28  # of one activation, for one item of the batch
+KERNEL_ELEMENTS = (1 << 31) - 1  # 32-bit offsets of the kernels
+TRIALS = (2, 4, 8, 16, 32, 64, 128)  # multiples to which a size that does not fit is rounded, for the message
+
+
+def shapes_of(graph: Graph, inputs: Mapping[str, Shape] | None = None) -> Shapes:
+    """The shape of every activation.
+
+    Args:
+        inputs: shapes by the names of the inputs; None for the graph's examples.
+
+    Raises:
+        InputError: naming the node whose operands do not fit, or an activation that is too large.
+    """
+    found: Shapes = {}
+    sizes: dict[str, int] = {}
+    for each in graph.inputs:
+        shape = tuple(each.shape) if inputs is None else inputs[each.name]
+        sizes |= {f"{each.name}.{axis}": size for axis, size in enumerate(shape)}
+        read = (shape[0], ENCODED_CHANNELS, *shape[2:]) if graph.digits else shape
+        _add(found, each, read, sizes)
+    context = Context(lambda name: _empty(graph.tensors[name].shape), sizes)
+    for number, node in enumerate(graph.nodes):
+        try:
+            _add(found, node, _result(graph, node, [found[name] for name in node.inputs], context), sizes)
+        except (InputError, SizeError) as error:
+            raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
+        except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError) as error:
+            cause = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {cause}") from None
+    return found
+
+
+def fitting(graph: Graph, inputs: Mapping[str, Shape]) -> Shapes:
+    """`shapes_of` at run time: what does not fit is refused with sizes that would.
+
+    Raises:
+        InputError: other inputs than the graph's, or a size that the network cannot take.
+    """
+    for each in graph.inputs:
+        shape = inputs[each.name]
+        kept = [axis for axis in range(len(each.shape)) if axis not in each.free]
+        if len(shape) != len(each.shape) or 0 in shape or any(shape[axis] != each.shape[axis] for axis in kept):
+            raise InputError(f"The network takes {expected(graph, each)}, not {list(shape)}.")
+    try:
+        return shapes_of(graph, inputs)
+    except InputError as error:
+        for multiple in TRIALS:
+            rounded = {each.name: _rounded(each, inputs[each.name], multiple) for each in graph.inputs}
+            if _fits(graph, rounded):
+                height, width = next(shape[2:4] for shape in rounded.values() if len(shape) == 4)
+                given = next(shape[2:4] for shape in inputs.values() if len(shape) == 4)
+                raise InputError(
+                    f"Images of {given[0]} x {given[1]} pixels do not fit this network: height and width must be "
+                    f"multiples of {multiple}, such as {height} x {width}."
+                ) from None
+        raise error
+
+
+def expected(graph: Graph, each: Input) -> str:
+    """What an input looks like, for messages."""
+    names = ["N", "C", "H", "W"] if len(each.shape) == 4 else ["N", *(f"L{axis}" for axis in range(1, 6))]
+    sizes = [names[axis] if axis in each.free else str(size) for axis, size in enumerate(each.shape)]
+    kind = "RGB images" if len(sizes) == 4 and sizes[1] == "3" else f"'{each.name}'"
+    return f"{kind} [{', '.join(sizes)}]"
+
+
+def weight_shape(graph: Graph, node: Layer, channels: int) -> list[int]:
+    """[O, KH, KW, C] of a convolution's weight and [O, C] of a linear one, channels without padding."""
+    kept = f"{node.layer}.weight"
+    name = kept if node.precision == "fp16" else f"{kept}.codes"
+    groups = node.groups if isinstance(node, Conv2d) else 1
+    return [*graph.tensors[name].shape[:-1], channels // groups]
+
+
+def _result(graph: Graph, node: Node, inputs: list[Shape], context: Context) -> Shape:
+    tensors = [_empty(shape) for shape in inputs]
+    if not isinstance(node, Layer):
+        return tuple(compute(node, tensors, context).shape)
+    spatial = isinstance(node, (Conv2d, ConvTranspose2d))
+    _require(not spatial or all(len(shape) == 4 for shape in inputs), "it reads feature maps [N, C, H, W]")
+    channels = sum(shape[1 if spatial else -1] for shape in inputs)
+    shape = weight_shape(graph, node, channels)
+    _require(len(shape) == (4 if spatial else 2), f"its weight has {len(shape)} axes")
+    groups = getattr(node, "groups", 1)
+    _require(channels % groups == 0, f"{groups} groups do not divide {channels} channels")
+    if spatial and node.precision == "nvfp4":
+        width, deep = inputs[0][3], -(-channels // NVFP4_BLOCK) * NVFP4_BLOCK
+        _require(width * shape[1] * deep <= KERNEL_ELEMENTS, "a row of its input is beyond 2^31 elements")
+    order = {Conv2d: (0, 3, 1, 2), ConvTranspose2d: (3, 0, 1, 2)}.get(type(node), (0, 1))
+    bias = None if node.bias is None else context.tensor(node.bias)
+    return tuple(convolve(node, tensors, _empty(shape).permute(order), bias).shape)
+
+
+def _add(found: Shapes, node: Node | Input, shape: Shape, sizes: Mapping[str, int]) -> None:
+    batch = max(1, next(iter(sizes.values())))
+    _require(0 not in shape, f"its result {list(shape)} is empty")
+    _require(math.prod(shape) <= MOST_ELEMENTS * batch, f"its result {list(shape)} has more than 2^28 elements an item")
+    for form in node.outputs:
+        pooled = shape
+        if form.pooled:
+            _require(isinstance(node, GroupNormReLU), "only group_norm_relu pools")
+            _require(min(shape[-2:]) > 1, f"{shape[-2]} x {shape[-1]} pixels cannot be pooled")
+            pooled = (*shape[:-2], shape[-2] // 2, shape[-1] // 2)
+        found[form.name] = pooled
+
+
+def _rounded(each: Input, shape: Shape, multiple: int) -> Shape:
+    def near(axis: int, size: int) -> int:
+        return max(multiple, round(size / multiple) * multiple) if axis in each.free and axis > 1 else size
+
+    return tuple(near(axis, size) for axis, size in enumerate(shape))
+
+
+def _fits(graph: Graph, inputs: Mapping[str, Shape]) -> bool:
+    if not any(len(shape) == 4 for shape in inputs.values()):
+        return False
+    try:
+        shapes_of(graph, inputs)
+    except InputError:
+        return False
+    return True
+
+
+def _empty(shape: Shape | list[int]) -> torch.Tensor:
+    return torch.empty(tuple(shape), device="meta")
+
+
+def _require(condition: bool, cause: str) -> None:
+    if not condition:
+        raise InputError(cause)
