@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from packed_unet import median_ms, peak
 
-from fp4deploy.export.to_packed import pack_unet
+from fp4deploy.export.to_packed import pack_model
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import packed_file
 from fp4deploy.packed.capture import CapturedNetwork
@@ -56,7 +56,8 @@ def network(scale: float, height: int, width: int, digits: bool, include: list[s
     round_to_deployed(model.cpu())
     rgb = ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
     card = ModelCard("nvfp4", scale, CLASSES, height, width, *rgb, False, RECIPE, digits=digits)
-    return PackedNetwork(packed_file(Path("unet.fp4"), card, *pack_unet(model.eval())), "cuda")
+    graph, tensors = pack_model(model.eval(), torch.zeros(1, 3, height, width), dynamic_size=False)
+    return PackedNetwork(packed_file(Path("unet.fp4"), card, graph, tensors), "cuda")
 
 
 @torch.inference_mode()

@@ -34,7 +34,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import LayerConstants, layer_constants
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph import ir
-from fp4deploy.graph.sizes import Size
+from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Form, Graph, Input, Output
 from fp4deploy.qat.layers import QuantizedLayer
@@ -196,7 +196,7 @@ class _Writer:
         return form.name
 
     def _label(self, value: str) -> str:
-        """Layers name what they write; anything else has its name in the graph."""
+        """Layers name what they write; anything else is named after its operation, whatever torch calls it."""
         node = self.producers.get(value)
         if node is None:
             return value
@@ -204,7 +204,7 @@ class _Writer:
         owner = node if node.parameters else next(folded, node)
         if owner.parameters and owner.layer and owner.op not in ("add", "mul", "sub", "div"):
             return owner.layer
-        return LOGITS if [value] == [each for _, each in self.captured.outputs] else value
+        return LOGITS if [value] == [each for _, each in self.captured.outputs] else node.op
 
     def _name(self, wanted: str) -> str:
         name, number = wanted, 1
@@ -223,7 +223,7 @@ class _Writer:
         sizes = [self.captured.example[f"{name}.{axis}"] for axis in range(self._rank(name))]
         dynamic = any(not isinstance(size, int) for size in self.captured.values[name].shape[2:])
         holding = [node for node in self.captured.nodes if node.op in HOLDING and _holds_sizes(node)]
-        free = [axis for axis, size in enumerate(self.captured.values[name].shape) if not isinstance(size, int)]
+        free = self._free(name)
         if not dynamic and not holding and self._rank(name) == 4:
             free = [0, 2, 3]
         forms = self.needed.get(name, [Form(name=self._name(name))])
@@ -232,6 +232,17 @@ class _Writer:
             sizes[1] = 3
         self._amaxes(forms)
         return Input(name=name, shape=sizes, free=free, outputs=forms)
+
+    def _free(self, name: str) -> list[int]:
+        """The axes of an input that may have any size; two axes that the code makes equal are fixed."""
+        shape = self.captured.values[name].shape
+        depends = {axis: axes_of([size]) - {f"{name}.{axis}"} for axis, size in enumerate(shape) if axis}
+        equal = {other for others in depends.values() for other in others}
+        return [0] + [
+            axis
+            for axis, others in depends.items()
+            if not isinstance(shape[axis], int) and not others and f"{name}.{axis}" not in equal
+        ]
 
     def _emit(self, node: ir.Node) -> None:
         if node.name in self.pooled or node.name in self.folded.values():
@@ -357,7 +368,9 @@ def _conv(writer: _Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     return packed.Conv2d(
         inputs=inputs,
         outputs=forms,
-        **{name: list(attributes[name]) for name in ("stride", "padding", "dilation")},
+        stride=list(attributes["stride"]),
+        padding=list(attributes["padding"]),
+        dilation=list(attributes["dilation"]),
         groups=attributes["groups"],
         relu=writer.relu(node),
         **writer.layer(node, with_bias=writer.gives_bias(node) is None),
@@ -366,12 +379,15 @@ def _conv(writer: _Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
 
 def _conv_transpose(writer: _Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     _two_dimensional(node)
-    names = ("stride", "padding", "output_padding", "dilation")
+    attributes = node.attributes
     return packed.ConvTranspose2d(
         inputs=[writer._read(node.inputs["input"], node)],
         outputs=forms,
-        **{name: list(node.attributes[name]) for name in names},
-        groups=node.attributes["groups"],
+        stride=list(attributes["stride"]),
+        padding=list(attributes["padding"]),
+        output_padding=list(attributes["output_padding"]),
+        dilation=list(attributes["dilation"]),
+        groups=attributes["groups"],
         **writer.layer(node, with_bias=True),
     )
 

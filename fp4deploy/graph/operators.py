@@ -86,7 +86,7 @@ def steps_of(call: Call) -> list[Step] | None:
         return []
     if call.op in ACTIVATIONS:
         return [Step(call.op, dict(call.arguments))]
-    if call.op in RESHAPES:
+    if call.op in RESHAPES and "dtype" not in call.arguments:
         return [Step("reshape", {"shape": call.shape}, {"input": "self"})]
     known = _KNOWN.get(call.op)
     return known(call) if known else None

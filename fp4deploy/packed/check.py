@@ -225,8 +225,8 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
     if isinstance(node, GroupNormReLU | Affine | Norm) and node.layer is not None:
         source = shapes[node.inputs[0]]
         shape = list(node.shape) if isinstance(node, Norm) and node.op == "layer_norm" else [source[1]]
-        names = ("scale", "shift") if isinstance(node, Affine) else ("weight", "bias")
-        for part in names:
+        parts = ("scale", "shift") if isinstance(node, Affine) else ("weight", "bias")
+        for part in parts:
             yield f"{node.layer}.{part}", "F32" if isinstance(node, Affine) else "F16", shape
         if isinstance(node, GroupNormReLU):
             _require(len(source) == 4, "it reads feature maps [N, C, H, W]")

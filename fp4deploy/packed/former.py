@@ -135,12 +135,13 @@ class FormerGraph(Strict):
     def _node(self, step: Any) -> Node:
         if isinstance(step, FormerGroupNormReLU):
             forms = [self._form(form.output, form.pooled) for form in step.outputs]
-            kept = {"layer": step.layer, "groups": step.groups, "eps": step.eps, "bias": step.bias}
-            return GroupNormReLU(inputs=step.inputs, outputs=forms, **kept)  # type: ignore[arg-type]
+            return GroupNormReLU(
+                layer=step.layer, inputs=step.inputs, outputs=forms, groups=step.groups, eps=step.eps, bias=step.bias
+            )
         outputs = [Form(name=LOGITS) if isinstance(step, FormerHead) else self._form(step.output, False)]
         if isinstance(step, FormerConcat):
             return Concat(inputs=step.inputs, outputs=outputs)
-        kept = {name: getattr(step, name) for name in ("layer", "precision", "e4m3_max", "bias")}
+        kept: dict[str, Any] = {name: getattr(step, name) for name in ("layer", "precision", "e4m3_max", "bias")}
         if isinstance(step, FormerConvTranspose2d):
             return ConvTranspose2d(inputs=step.inputs, outputs=outputs, **kept)
         return Conv2d(inputs=step.inputs, outputs=outputs, padding=[step.padding] * 2, **kept)

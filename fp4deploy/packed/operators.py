@@ -137,7 +137,7 @@ def _arithmetic(node: Arithmetic, inputs: list[torch.Tensor], _: Context) -> tor
     other: Any = inputs[1] if len(inputs) == 2 else node.number
     if node.alpha != 1:
         other = other * node.alpha
-    functions = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
+    functions: dict[str, Any] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
     return functions[node.op](inputs[0], other)
 
 
@@ -169,7 +169,7 @@ def _reduce(node: Reduce, inputs: list[torch.Tensor], _: Context) -> torch.Tenso
 def _resize(node: Resize, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     corners = node.align_corners if node.mode in ("bilinear", "bicubic") else None
     size = None if node.size is None else context.sizes_of(node.size)
-    return F.interpolate(inputs[0], size, node.scale, node.mode, corners)  # type: ignore[arg-type]
+    return F.interpolate(inputs[0], size, node.scale, node.mode, corners)
 
 
 def _shuffle(node: PixelShuffle, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:

@@ -71,8 +71,11 @@ def fitting(graph: Graph, inputs: Mapping[str, Shape]) -> Shapes:
         return shapes_of(graph, inputs)
     except InputError as error:
         for multiple in TRIALS:
-            rounded = {each.name: _rounded(each, inputs[each.name], multiple) for each in graph.inputs}
-            if _fits(graph, rounded):
+            rounded, odd = (
+                {each.name: _rounded(each, inputs[each.name], multiple, step) for each in graph.inputs}
+                for step in (multiple, 2 * multiple)
+            )
+            if _fits(graph, rounded) and _fits(graph, odd):
                 height, width = next(shape[2:4] for shape in rounded.values() if len(shape) == 4)
                 given = next(shape[2:4] for shape in inputs.values() if len(shape) == 4)
                 raise InputError(
@@ -130,9 +133,13 @@ def _add(found: Shapes, node: Node | Input, shape: Shape, sizes: Mapping[str, in
         found[form.name] = pooled
 
 
-def _rounded(each: Input, shape: Shape, multiple: int) -> Shape:
+def _rounded(each: Input, shape: Shape, multiple: int, step: int) -> Shape:
+    """Free sizes at `multiple` plus whole steps; a step of twice as much gives odd multiples."""
+
     def near(axis: int, size: int) -> int:
-        return max(multiple, round(size / multiple) * multiple) if axis in each.free and axis > 1 else size
+        if axis not in each.free or axis < 2:
+            return size
+        return multiple + max(0, round((size - multiple) / step)) * step
 
     return tuple(near(axis, size) for axis, size in enumerate(shape))
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fp4deploy.export.to_packed import pack_model
+from fp4deploy.export.verify.packed import leaves
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.packed import PackedNetwork
+from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed import network as network_module
 from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.graph import GroupNormReLU
 from fp4deploy.plugins.gemm import reference
 from fp4deploy.plugins.quantize import norm_pack
+from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import CLASSES, images, packed
 
 pytestmark = [
@@ -26,12 +30,19 @@ def values(activation: Any) -> torch.Tensor:
     return activation.dequantize() if isinstance(activation, Nvfp4Tensor) else activation.float()
 
 
-def by_reference(network: PackedNetwork, node: Any, inputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def by_reference(
+    network: PackedNetwork,
+    node: Any,
+    inputs: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, int] | None = None,
+) -> list[Any]:
     with monkeypatch.context() as patch:
         patch.setattr(network_module, "conv2d", reference.conv2d_reference)
         patch.setattr(network_module, "conv_transpose2d", reference.conv_transpose2d_reference)
+        patch.setattr(network_module, "matmul", reference.matmul_reference)
         patch.setattr(norm_pack, "_runs", lambda _: False)
-        return network.run_node(node, inputs)
+        return network.run_node(node, inputs, sizes)
 
 
 FIRST = [(False, False), (True, False), (False, True), (True, True)]  # the image as digits; every layer quantised
@@ -119,6 +130,35 @@ def test_recording_can_be_switched_off_and_may_fail(monkeypatch: pytest.MonkeyPa
     torch.cuda.synchronize()
     assert logits.shape == (1, len(CLASSES), 32, 32)
     assert torch.randn(8, device="cuda").isfinite().all()  # the generator knows that the recording is over
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_node_of_other_networks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of linear layers, strides and dilations, decoded layers, and torch's operators in FP16."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(0)
+    factory, size = NETWORKS[name]
+    x = torch.randn(2, 3, *size)
+    model = deployed(factory(), x)
+    network = PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x)), "cuda")
+    sizes = {f"{network.graph.inputs[0].name}.{axis}": extent for axis, extent in enumerate(x.shape)}
+    image = network.graph.inputs[0]
+    live = dict(zip([form.name for form in image.outputs], network.read_input(image, x.cuda()), strict=True))
+    for node in network.graph.nodes:
+        inputs = [live[name] for name in node.inputs]
+        got, expected = (
+            network.run_node(node, inputs, sizes), by_reference(network, node, inputs, monkeypatch, sizes)
+        )  # fmt: skip
+        for one, other in zip(got, expected, strict=True):
+            difference = values(one) - values(other)
+            if isinstance(one, Nvfp4Tensor):
+                assert float((difference != 0).float().mean()) < 1e-3, node
+            else:
+                assert float(difference.norm()) <= 2e-3 * float(values(other).norm()), node
+        live.update(zip([form.name for form in node.outputs], got, strict=True))
+    captured = CapturedNetwork(network)
+    for one, other in zip(leaves(captured(x.cuda())), leaves(network(x.cuda())), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_no_more_memory_than_the_graph_says() -> None:

@@ -35,6 +35,8 @@ from torch import nn
 from fp4deploy.data import EvalTransform, validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.formats import fake_quantize_nvfp4
+from fp4deploy.graph import capture
+from fp4deploy.graph.costs import macs_by_layer
 from fp4deploy.models import read_card
 from fp4deploy.qat import QuantSpec, calibrate, layer_plan, load_model, prepare, restore
 from fp4deploy.qat.prepare import NORMS
@@ -114,7 +116,8 @@ def study_kurtosis(checkpoint: Path, batches: Iterable[torch.Tensor], on_gpu: bo
     layers: dict[str, nn.Module] = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, (*PRODUCTS, *NORMS))
     }
-    seen, macs = _inputs(model, layers, inputs)
+    seen = _inputs(model, layers, inputs)
+    macs = dict.fromkeys(layers, 0) | macs_by_layer(capture(model, inputs[0]))
     tensors = [row for name, layer in layers.items() for row in _tails(name, layer, kept[name], seen[name])]
     damage = _damage(model, layers, kept, inputs, macs)
     return Study(str(checkpoint), card.precision, sum(len(images) for images in inputs), tensors, damage)
@@ -137,21 +140,16 @@ def study_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> It
 
 def _inputs(
     model: nn.Module, layers: dict[str, nn.Module], batches: Sequence[torch.Tensor]
-) -> tuple[dict[str, list[torch.Tensor]], dict[str, int]]:
-    """What every layer reads (a sample of each batch, [pixels, channels]) and its multiply-accumulates an image."""
+) -> dict[str, list[torch.Tensor]]:
+    """What every layer reads: a sample of each batch, [pixels, channels]."""
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
-    macs: dict[str, int] = dict.fromkeys(layers, 0)
 
     def hook(name: str) -> Callable[..., None]:
-        def watch(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def watch(_layer: nn.Module, inputs: tuple[torch.Tensor, ...], _output: torch.Tensor) -> None:
             x = inputs[0].detach()
             rows = x.movedim(1, -1).flatten(0, -2) if x.ndim == 4 else x.flatten(0, -2)
             step = max(1, rows.numel() * len(batches) // SAMPLE) | 1  # odd, see qat.telemetry_statistics.sample
             seen[name].append(rows[::step].contiguous())
-            if isinstance(layer, PRODUCTS):
-                pixels = (x if isinstance(layer, nn.ConvTranspose2d) else output)[0].numel()
-                channels = layer.in_channels if isinstance(layer, nn.ConvTranspose2d) else len(layer.weight)
-                macs[name] = pixels // channels * layer.weight.numel()
 
         return watch
 
@@ -163,7 +161,7 @@ def _inputs(
     finally:
         for handle in handles:
             handle.remove()
-    return seen, macs
+    return seen
 
 
 def _tails(name: str, layer: nn.Module, kept: str, inputs: list[torch.Tensor]) -> list[TensorTails]:

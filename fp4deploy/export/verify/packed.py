@@ -142,7 +142,7 @@ def compare_nodes(
     for node in graph.nodes:
         got = network.run_node(node, [live[name] for name in node.inputs], sizes)
         names = [form.name for form in node.outputs]
-        layer = getattr(node, "layer", None)
+        layer = str(getattr(node, "layer", None) or "")
         at = calls[layer] = calls.get(layer, -1) + 1 if layer else 0
         if not layer or at >= len(seen.get(layer, [])):
             live.update(zip(names, got, strict=True))
