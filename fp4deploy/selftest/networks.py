@@ -15,7 +15,7 @@ from fp4deploy.errors import GateError, UnavailableError
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedFile, PackedNetwork
-from fp4deploy.packed.graph import INPUT, Concat, Convolution, Node, outputs_of
+from fp4deploy.packed.graph import Concat, Layer, Node, named
 from fp4deploy.selftest.context import Context
 from fp4deploy.selftest.kernels import moved, require_gemm_kernels
 from fp4deploy.selftest.proof import Proof, relative_error
@@ -83,21 +83,23 @@ def node_errors(
         By layer: the share of packed elements that differ, or the relative error of plain activations.
     """
     reference = PackedNetwork(file)
-    held: dict[str, Any] = {INPUT: half(reference.read(images))}
+    image = reference.graph.inputs[0]
+    names, read = [form.name for form in image.outputs], reference.read_input(image, images)
+    held: dict[str, Any] = dict(zip(names, map(half, read), strict=True))
     errors: dict[str, float] = {}
-    for node in reference.graph.steps:
+    for node in reference.graph.nodes:
         inputs = [held[name] for name in node.inputs]
         expected = on_cpu(reference, node, inputs)
         if not isinstance(node, Concat):
             found = run(node, inputs)
-            errors[node.layer] = max(difference(*pair) for pair in zip(found, expected, strict=True))
-        held.update(zip(outputs_of(node), map(half, expected), strict=False))
+            errors[named(node)] = max(difference(*pair) for pair in zip(found, expected, strict=True))
+        held.update(zip([form.name for form in node.outputs], map(half, expected), strict=True))
     return errors
 
 
 def on_cpu(reference: PackedNetwork, node: Node, inputs: list[Any]) -> list[Any]:
     """What one node writes, by the reference, with activations in FP16; a plain convolution computes in FP32."""
-    plain = isinstance(node, Convolution) and node.precision == "fp16"
+    plain = isinstance(node, Layer) and node.precision == "fp16"
     reference.dtype = torch.float32 if plain else torch.float16
     return reference.run_node(node, [x.float() if plain and isinstance(x, torch.Tensor) else x for x in inputs])
 
@@ -123,7 +125,7 @@ def kernels_that_ran(context: Context) -> Proof:
     """
     require_gemm_kernels(context.device)
     network = PackedNetwork(context.packed.file, context.device)
-    planned = sum(isinstance(node, Convolution) and node.precision == "nvfp4" for node in network.graph.steps)
+    planned = sum(isinstance(node, Layer) and node.precision == "nvfp4" for node in network.graph.nodes)
     names = profiled(network, context.images[:1].to(context.device))
     if not names:
         raise UnavailableError("torch's profiler recorded no kernel; on some systems that needs more permissions")

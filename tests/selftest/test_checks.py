@@ -15,7 +15,7 @@ from fp4deploy import formats
 from fp4deploy.errors import GateError, UnavailableError
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedNetwork
-from fp4deploy.packed.graph import Convolution
+from fp4deploy.packed.graph import Layer
 from fp4deploy.selftest import engines, kernels, latency, networks, reference
 from fp4deploy.selftest.context import Context, Size
 from fp4deploy.selftest.proof import require_same_bytes
@@ -147,8 +147,8 @@ def test_nodes_are_compared_one_by_one(context: Context) -> None:
 
 @pytest.mark.usefixtures("pretended")
 def test_the_profile_is_counted(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = context.packed.file.graph.steps
-    planned = sum(isinstance(node, Convolution) and node.precision == "nvfp4" for node in steps)
+    steps = context.packed.file.graph.nodes
+    planned = sum(isinstance(node, Layer) and node.precision == "nvfp4" for node in steps)
     ran: dict[str, int] = {"implicit_gemm_kernel": planned - 1, "group_norm": 18}
     monkeypatch.setattr(networks, "profiled", lambda network, images: ran)
     with pytest.raises(GateError, match=f"{planned} FP4 convolutions, and {planned - 1} kernels named implicit_gemm"):
