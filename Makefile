@@ -1,6 +1,7 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
 # make test   formatting, lint, types, layers and tests
 # make emulate   every kernel of the list in the PTX emulator, with planted faults; ten minutes
+# make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
 
@@ -9,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test emulate docs install install-dev install-docs clean
+.PHONY: demo test fuzz emulate docs install install-dev install-docs clean
 
 demo: install
 	$(BIN)/fp4deploy run --demo
@@ -23,6 +24,9 @@ test: install-dev
 
 emulate: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m emulate
+
+fuzz: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
 docs: install-docs
 	$(BIN)/mkdocs build --strict

@@ -223,3 +223,20 @@ def test_a_batch_that_the_engine_does_not_take() -> None:
     runtime = TensorRtRuntime(Path("unet.plan"), "tensorrt", None, library, engine)
     with pytest.raises(InputError, match=r"does not take images of shape \[3, 3, 8, 16\]"):
         runtime.time(np.zeros((3, 3, 8, 16), np.float32), warmup=1, iterations=1, max_seconds=1)
+
+
+@pytest.mark.parametrize("images", [1, 4, 5, 7, 8])
+def test_more_images_than_the_largest_batch_all_run(images: int) -> None:
+    runtime = object.__new__(TensorRtRuntime)
+    runtime._input = "image"
+    runtime._engine = SimpleNamespace(get_tensor_profile_shape=lambda name, index: ((1,), (1,), (4, 3, 2, 2)))
+    sizes: list[int] = []
+
+    def run(batch: np.ndarray) -> np.ndarray:
+        sizes.append(len(batch))
+        return batch[:, :1] * 2
+
+    runtime._run = run  # type: ignore[method-assign]
+    given = np.arange(images * 12, dtype=np.float32).reshape(images, 3, 2, 2)
+    np.testing.assert_array_equal(runtime.infer(given), given[:, :1] * 2)
+    assert max(sizes) <= 4

@@ -17,6 +17,7 @@ from fp4deploy.data import (
     generate_shapes,
     open_instances,
 )
+from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.regions import decode, encode_ids
 from fp4deploy.data.sample import Sample
 from fp4deploy.errors import InputError
@@ -200,3 +201,18 @@ def test_broken_areas_are_counted_again(make_coco) -> None:
 
     truth = open_instances(make_coco(change), "train").ground_truth()
     assert truth["annotations"][0]["area"] == 36
+
+
+def test_regions_of_equal_area_are_drawn_in_the_order_of_the_file(make_coco) -> None:
+    def change(content):
+        first = content["annotations"][0]
+        others = [category["id"] for category in content["categories"] if category["id"] != first["category_id"]]
+        content["annotations"] = [first, {**first, "id": 2, "category_id": others[0]}]
+
+    dataset = CocoDataset(make_coco(change), "train", instances=True)
+    sample = dataset.load(0)
+    second = dataset.ground_truth()["annotations"][1]
+    drawn = {number for number in np.unique(sample.mask).tolist() if number}
+    assert drawn == {next(n for n, category in dataset.category_ids.items() if category == second["category_id"])}
+    assert set(np.unique(sample.instances).tolist()) == {0, 2}
+    assert [each["id"] for each in dataset.ground_truth()["annotations"]] == [1, 2]

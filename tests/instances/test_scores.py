@@ -170,3 +170,9 @@ def test_the_annotations_of_coco_score_one_against_themselves(shared: Path) -> N
     scores = average_precision(content, results)
     assert scores.ap == pytest.approx(1.0)
     assert len([value for value in scores.per_class.values() if value is not None]) > 40
+
+
+def test_a_second_detection_of_one_object_is_false() -> None:
+    """pycocotools takes the number 0 of a detection for "not matched": its object could be matched once more."""
+    scores = average_precision(truth(A, B), [result(A, 0.9), result(A, 0.8), result(B, 0.7)])
+    assert scores.ap50 == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)

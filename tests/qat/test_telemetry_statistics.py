@@ -325,3 +325,14 @@ def test_nothing_asks_the_host(name: str, rounding: str) -> None:
     assert asked == []
     with pytest.raises((RuntimeError, NotImplementedError)):
         row.sums.tolist()
+
+
+def test_the_smallest_normal_scale_is_no_underflow() -> None:
+    """An amax of 2688 makes the global scale 1, so that a block of 6 x 2^-6 has E4M3's smallest normal scale."""
+    x = torch.full((3, 16), 2688.0)
+    x[1] = 6 * 2.0**-6
+    found, _ = coded_statistics(encode(x, QuantSpec(), (1,)))
+    assert found["underflow"] == 0
+    x[2] = 5 * 2.0**-6
+    found, _ = coded_statistics(encode(x, QuantSpec(), (1,)))
+    assert found["underflow"] == pytest.approx(1 / 3)

@@ -22,7 +22,7 @@ from fp4deploy.train.interrupt import Interrupt
 from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.loop import Trainer
-from fp4deploy.train.state import SavingPace, read_progress
+from fp4deploy.train.state import Progress, SavingPace, load_state, read_progress, save_state
 from tests.train.launch import copy_of, start
 
 SETTINGS = [
@@ -255,3 +255,39 @@ def test_a_slow_disk_is_still_saved_to_every_few_minutes(monkeypatch: pytest.Mon
     assert not pace.due_after_epoch()
     now[0] += 2
     assert pace.due_after_epoch()
+
+
+class Scaler:
+    """A stand-in for the loss scaler of a GPU: its state is what it was given."""
+
+    def __init__(self, scale: float) -> None:
+        self.state = {"scale": scale, "growth_interval": 2000, "_growth_tracker": 7}
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.state = dict(state)
+
+
+def test_the_loss_scaler_comes_back(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    save_state(tmp_path / "s.safetensors", model, optimizer, Scaler(512.0), Progress(epoch=3))
+    fresh = Scaler(65536.0)
+    assert load_state(tmp_path / "s.safetensors", model, optimizer, fresh).epoch == 3
+    assert fresh.state == Scaler(512.0).state
+    assert type(fresh.state["growth_interval"]) is int
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.999])
+def test_a_flipped_byte_of_a_state_is_found(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "s.safetensors"
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    save_state(path, model, optimizer, None, Progress(epoch=3))
+    whole = bytearray(path.read_bytes())
+    whole[int(share * len(whole))] ^= 16
+    path.write_bytes(whole)
+    with pytest.raises(InputError, match=r"cannot be resumed from .*is damaged"):
+        load_state(path, model, optimizer, None)

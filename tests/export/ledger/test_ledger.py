@@ -187,3 +187,28 @@ def test_model_card_travels_with_the_ledger() -> None:
     found = dataclasses.replace(ledger(), card=card).model_card()
     assert found is not None
     assert found.class_names == ("background", "disc")
+
+
+def test_every_kernel_of_a_layer_is_listed() -> None:
+    before = next(entry for entry in ledger().layers if entry.kernels)
+    name = before.kernels[0]
+    line = next(line for line in RECORDED.splitlines() if f"Name: {name}," in line)
+    second = line.replace(f"Name: {name},", f"Name: {name}_second,", 1)
+    after = row(ledger(f"{RECORDED.rstrip()}\n{second}\n"), before.layer)
+    assert after.kernels == (*before.kernels, f"{name}_second")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('"macs": ', '"macs": -'), ('"batch": [\n  1', '"batch": [\n  "1"'),
+        ('"plan_bytes": 1', '"plan_bytes": 1.5e3, "x": 1'),
+        ('"fell_back": false', '"fell_back": 3'), ('"build_seconds": 0.2', '"build_seconds": NaN'),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_field_of_another_type_is_refused(change: tuple[str, str]) -> None:
+    text = ledger().to_json()
+    assert change[0] in text
+    with pytest.raises(InputError, match="The ledger"):
+        Ledger.from_json(text.replace(*change, 1))

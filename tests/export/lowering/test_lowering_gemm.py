@@ -205,3 +205,18 @@ def test_fp4_of_an_older_opset_is_refused() -> None:
     model.opset_import[0].version = 21
     with pytest.raises(InputError, match="opset 21, and FP4 tensors exist from opset 23"):
         lower(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in divide:RuntimeWarning")
+@pytest.mark.parametrize("pads", [[2, 1, 0, 1], [0, 2, 2, 0], [1, 0, 1, 2]], ids=str)
+def test_gemm_pads_each_side_as_the_convolution_does(pads: list[int]) -> None:
+    """top, left, bottom, right; the sums keep the size of the output."""
+    canonical = one_layer("3x3")
+    (conv,) = [node for node in canonical.graph.node if node.op_type == "Conv"]
+    (attribute,) = [each for each in conv.attribute if each.name == "pads"]
+    attribute.ints[:] = pads
+    lowered = with_function(lower(canonical, "gemm").model, canonical)
+    assert operators(lowered).count("MatMul") == 1
+    image = np.random.default_rng(5).standard_normal((1, 32, *IMAGE)).astype(np.float32)
+    expected = evaluate(canonical, image)
+    np.testing.assert_allclose(evaluate(lowered, image), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
