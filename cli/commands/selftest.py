@@ -35,7 +35,8 @@ def selftest(
     if require_gpu and not torch.cuda.is_available():
         raise UnavailableError("There is no CUDA GPU that torch can use, and --require-gpu asks for one.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    note(f"Testing {device.type}; the first run compiles kernels, which takes most of the time.")
+    compiling = "; the first run compiles kernels, which takes most of the time" if device.type == "cuda" else ""
+    note(f"Testing the {'GPU' if compiling else 'CPU alone: there is no CUDA GPU'}{compiling}.")
     record = self_test(out, device, _print)
     done(f"{record.sentence()} Wrote {shown(out)} and {shown(out.with_suffix('.html'))}.")
     failed = [check for check in record.checks if check.status == "failed"]
