@@ -205,7 +205,8 @@ def _make_owned() -> tuple[Path, int | None]:
         try:
             if _lock(lock) and os.fstat(lock).st_nlink:
                 return folder, lock
-        except OSError:  # a file system without locks: nobody removes it
+        except OSError:  # a file system without locks; without the file nobody takes the folder for an orphan
+            (folder / LOCK).unlink(missing_ok=True)
             return folder, lock
         os.close(lock)  # another process took the folder for an orphan before it was locked
 

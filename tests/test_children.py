@@ -179,6 +179,24 @@ with children.owned_folder() as folder:
 
 
 @posix
+def test_where_locks_do_not_work_no_folder_is_taken_for_an_orphan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", refuse)
+        mine = children.owned_folder()
+        folder = mine.__enter__()
+    children.remove_orphans(tmp_path)
+    assert folder.is_dir()
+    mine.__exit__(None, None, None)
+    assert not folder.exists()
+
+
+@posix
 def test_folders_of_dead_processes_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     users = tmp_path / "fp4deploy-data"
