@@ -224,7 +224,7 @@ def _wgrad_rows(layer: nn.Module, gradient: torch.Tensor, x: torch.Tensor) -> to
     """The output's gradient as the wgrad GEMM reads it: rows over tokens or pixels."""
     if isinstance(layer, nn.Linear):
         return gradient.flatten(0, -2)
-    if gradient.ndim == 3:
+    if gradient.ndim == cast(torch.Tensor, layer.weight).ndim - 1:  # without a batch axis
         gradient, x = gradient[None], x[None]
     if isinstance(layer, QuantConvTranspose2d):
         unfolded: torch.Tensor = layer.gemms().wgrad_operands(gradient, x.detach())[0]
