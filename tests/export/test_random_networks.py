@@ -1,0 +1,24 @@
+"""Random small networks are packed and agree with torch, or are refused in words (2,000: `random_networks`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.export.random_networks import outcome
+
+
+@pytest.mark.timeout(600)
+@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 20))
+def test_random_networks(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = outcome(seed, tmp_path_factory.mktemp("random"))
+    assert found == "agrees" or found.startswith(("refused: ", "no network"))
+
+
+def test_most_random_networks_are_packed(tmp_path: Path) -> None:
+    found = [outcome(seed, tmp_path) for seed in range(5)]
+    assert found.count("agrees") >= 3, found
