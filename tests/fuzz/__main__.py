@@ -1,75 +1,8 @@
-"""Fuzzing at length: python -m tests.fuzz [--cases N] [--only NAME ...]
+"""python -m tests.fuzz; see `deep`, a module of its own because a spawned process cannot import a `__main__`."""
 
-Each loader runs in a process of its own with `MOST_BYTES` of memory more than it begins with, so that a crash or a
-hunger for memory is a defect of one case. Prints the table of outcomes and every defect; exits 1 if there is one.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
-import multiprocessing
-import resource
 import sys
-import tempfile
-from pathlib import Path
 
-from tests.fuzz.harness import HEAD, MOST_BYTES, Outcome, run_case
-from tests.fuzz.loaders import loaders
-from tests.fuzz.test_fuzz import NAMES
-
-SLOW = {"packed": 10, "onnx": 10, "checkpoint": 5, "annotations": 5, "report": 5, "sweep": 5}  # share of the cases
-
-
-def work(name: str, first: int, last: int, folder: str, result: str) -> None:
-    """Run the cases [first, last) of one loader; `result` holds the counts after each."""
-    home = Path(folder)
-    loader = loaders(home / "seeds")[name]
-    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (used + MOST_BYTES, used + MOST_BYTES))
-    outcome = Outcome(name)
-    for number in range(first, last):
-        run_case(loader, number, home / "work", outcome)
-        if number % 50 == 0 or number == last - 1 or outcome.defects:
-            Path(result).write_text(json.dumps(vars(outcome)))
-
-
-def fuzz(name: str, cases: int) -> Outcome:
-    """All cases of one loader; where its process ends, that is a defect, and another goes on 50 cases later."""
-    total, first = Outcome(name), 0
-    while first < cases:
-        with tempfile.TemporaryDirectory() as folder:
-            result = f"{folder}/result.json"
-            child = multiprocessing.get_context("spawn").Process(target=work, args=(name, first, cases, folder, result))
-            child.start()
-            child.join()
-            found = json.loads(Path(result).read_text()) if Path(result).is_file() else {"cases": 0}
-        for key in ("cases", "refused", "accepted"):
-            setattr(total, key, getattr(total, key) + found.get(key, 0))
-        total.defects += found.get("defects", [])
-        if child.exitcode == 0:
-            break
-        first += found["cases"] + 50
-        total.defects.append(f"its process ended with {child.exitcode} in the 50 cases before {first}")
-    return total
-
-
-def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=4000)
-    parser.add_argument("--only", nargs="*", choices=NAMES, default=NAMES)
-    chosen = parser.parse_args()
-    print(HEAD, flush=True)
-    defects: list[str] = []
-    for name in chosen.only:
-        outcome = fuzz(name, max(50, chosen.cases // SLOW.get(name, 1)))
-        print(outcome.row(), flush=True)
-        defects += [f"{name}, {each}" for each in outcome.defects]
-    for each in defects:
-        print(each)
-    return 1 if defects else 0
-
+from tests.fuzz.deep import main
 
 if __name__ == "__main__":
     sys.exit(main())
