@@ -115,7 +115,9 @@ GEMM_FAULTS = {
     "an accumulator is not set to zero": (planted.unwritten_register(0), "uninitialised"),
 }
 WEIGHT_ONLY_FAULTS = {
-    name: GEMM_FAULTS[name] for name in GEMM_FAULTS if name not in ("scales are swapped", "a copy is missing")
+    name: GEMM_FAULTS[name]
+    for name in GEMM_FAULTS
+    if name not in ("scales are swapped", "a copy is missing", "an address is misaligned")
 }
 
 
