@@ -74,7 +74,7 @@ def test_doctor_json_is_alone_on_stdout(invoke: Invoke) -> None:
     result = invoke("doctor", "--json")
     facts = json.loads(result.stdout)
     names = [tool["name"] for tool in facts["tools"]]
-    assert names == ["torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "pycuda", "triton", "nvcc"]
+    assert names == ["torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "pycuda", "triton", "cv2", "nvcc"]
     assert facts["abilities"]["train"]["able"] is True
     assert result.stderr == ""
 
