@@ -68,7 +68,7 @@ def test_files_of_generated_scenes(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_said_to_be(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"panoptic\.json cannot be read.*bench --results"):
+    with pytest.raises(InputError, match=r"There is no file .*panoptic\.json.*bench --results"):
         read_panoptic(tmp_path)
 
 

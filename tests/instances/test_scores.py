@@ -142,7 +142,7 @@ def test_files_that_are_no_results(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(InputError, match=r"results\.json .*COCO results"):
         read_results(path)
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"There is no file .*none\.json\. Write COCO results with: fp4deploy bench"):
         read_results(tmp_path / "none.json")
 
 
