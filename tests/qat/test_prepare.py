@@ -21,6 +21,7 @@ from fp4deploy.qat import (
     quantized_layers,
     restore,
 )
+from fp4deploy.qat.layers import QUANTIZED
 from tests.qat.layer_cases import LAYERS, generator, make
 
 OFF = Recipe("off")
@@ -206,8 +207,8 @@ def test_layers_that_cannot_be_quantised_say_why() -> None:
     model = nn.ModuleDict(
         {
             "own": OwnConv(32, 32, 1),
-            "volume": nn.Conv3d(32, 32, 3),
-            "line": nn.Conv1d(32, 32, 3),
+            "volume": nn.ConvTranspose3d(32, 32, 3),
+            "line": nn.ConvTranspose1d(32, 32, 3),
             "attention": nn.MultiheadAttention(32, 4),
             "embedding": nn.Embedding(10, 32),
             "norm": nn.LayerNorm(32),
@@ -217,8 +218,8 @@ def test_layers_that_cannot_be_quantised_say_why() -> None:
     )
     reasons = {plan.name: plan.reason for plan in layer_plan(model, include=["*"]) if plan.precision == "FP16"}
     assert "subclass of Conv2d" in reasons["own"]
-    assert reasons["volume"] == "Conv3d is none of Conv2d, ConvTranspose2d, Linear"
-    assert "Conv1d" in reasons["line"]
+    assert reasons["volume"] == f"ConvTranspose3d is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"
+    assert "ConvTranspose1d is none of" in reasons["line"]
     assert "projections" in reasons["attention"]
     assert "Embedding" in reasons["embedding"]
     assert "normalisation" in reasons["norm"]
