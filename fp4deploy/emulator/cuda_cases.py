@@ -15,9 +15,9 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.architecture import Architecture
-from fp4deploy.emulator.bulk import encode
 from fp4deploy.emulator.case import Case, Outcome, Setting, multiples, normal, packed
 from fp4deploy.emulator.faults import Fault
+from fp4deploy.emulator.instructions.bulk import encode
 from fp4deploy.emulator.launch import parsed, run
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.reference import matmul_reference

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fp4deploy.architecture import Architecture
+from fp4deploy.emulator import instructions  # noqa: F401  registers what `machine` executes
 from fp4deploy.emulator.faults import Fault
 from fp4deploy.emulator.machine import WARP, Launch, Statistics, execute
 from fp4deploy.emulator.memory import GlobalMemory

@@ -139,8 +139,6 @@ def compiled(entry: Entry) -> list[Step]:
     Raises:
         UnknownInstruction: one is not implemented; the message has the line.
     """
-    from fp4deploy.emulator import instructions  # noqa: F401  (registers the builders)
-
     steps = []
     for instruction in entry.instructions:
         parts = instruction.parts

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.emulator.data import parameter_bytes
 from fp4deploy.emulator.faults import Hazard, UnknownInstruction
+from fp4deploy.emulator.instructions.data import parameter_bytes
 from fp4deploy.emulator.machine import GENERIC_PARAMETER, WINDOW, Active, Continue, Machine, Step, implements
 from fp4deploy.emulator.operands import address, reader, writer
 from fp4deploy.emulator.ptx import Address, Entry, Instruction

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy.emulator.accumulate import DOUBLED
-from fp4deploy.emulator.arithmetic import to_bfloat
 from fp4deploy.emulator.faults import UnknownInstruction
+from fp4deploy.emulator.instructions.arithmetic import to_bfloat
 from fp4deploy.emulator.machine import Active, Machine, Step, implements
 from fp4deploy.emulator.operands import KINDS, reader, writer
 from fp4deploy.emulator.ptx import Entry, Instruction

@@ -27,15 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy.emulator.accumulate import block_scaled
-from fp4deploy.emulator.bulk import advance, barrier_at, place
-from fp4deploy.emulator.control import constant
-from fp4deploy.emulator.data import spread, store_bytes
 from fp4deploy.emulator.faults import Hazard, UnknownInstruction
+from fp4deploy.emulator.instructions.bulk import advance, barrier_at, place
+from fp4deploy.emulator.instructions.control import constant
+from fp4deploy.emulator.instructions.data import spread, store_bytes
+from fp4deploy.emulator.instructions.matrix import registers
+from fp4deploy.emulator.instructions.warpgroup import matrix_positions, read_matrix
 from fp4deploy.emulator.machine import WARP, Active, Machine, Step, implements
-from fp4deploy.emulator.matrix import registers
 from fp4deploy.emulator.operands import address, reader, readers, writers
 from fp4deploy.emulator.ptx import Entry, Instruction, Register, Vector
-from fp4deploy.emulator.warpgroup import matrix_positions, read_matrix
 
 Array = NDArray[Any]
 LANES, COLUMNS = 128, 512

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy.emulator.accumulate import half_precision, plain
-from fp4deploy.emulator.control import constant
 from fp4deploy.emulator.faults import Hazard, UnknownInstruction
+from fp4deploy.emulator.instructions.control import constant
+from fp4deploy.emulator.instructions.matrix import COLUMN, ROW, half_values, operand_matrix, registers
 from fp4deploy.emulator.machine import SHARED_BASE, WARP, Active, Machine, Step, implements
-from fp4deploy.emulator.matrix import COLUMN, ROW, half_values, operand_matrix, registers
 from fp4deploy.emulator.operands import reader, readers, writers
 from fp4deploy.emulator.ptx import Entry, Instruction, Register, Vector
 

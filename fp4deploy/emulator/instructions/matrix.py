@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4deploy.emulator.accumulate import block_scaled, half_precision, plain
-from fp4deploy.emulator.control import constant
-from fp4deploy.emulator.data import spread
 from fp4deploy.emulator.faults import UnknownInstruction
+from fp4deploy.emulator.instructions.control import constant
+from fp4deploy.emulator.instructions.data import spread
 from fp4deploy.emulator.machine import WARP, Active, Machine, Step, implements
 from fp4deploy.emulator.operands import Reader, reader, readers, writers
 from fp4deploy.emulator.ptx import Entry, Instruction, Operand, Vector

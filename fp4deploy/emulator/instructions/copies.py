@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.emulator.control import constant
 from fp4deploy.emulator.faults import UnknownInstruction
+from fp4deploy.emulator.instructions.control import constant
 from fp4deploy.emulator.machine import Active, Machine, Step, implements
 from fp4deploy.emulator.operands import address, reader
 from fp4deploy.emulator.ptx import Entry, Instruction
