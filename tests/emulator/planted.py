@@ -27,6 +27,18 @@ def without_barrier(which: int = 0) -> Edit:
     return replaced(r"^\s*bar\.sync\s+0;", "", which)
 
 
+def without_first_barriers(count: int = 2) -> Edit:
+    """The first barriers of the block are missing: one of them may be redundant, as in what Triton 3.7.1 writes."""
+    first = without_barrier(0)
+
+    def edit(text: str) -> str:
+        for _ in range(count):
+            text = first(text)
+        return text
+
+    return edit
+
+
 def late_wait(which: int = 0) -> Edit:
     """Copies are used before they were waited for: the wait allows more groups to be under way."""
     return replaced(r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 7;", which)

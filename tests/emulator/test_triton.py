@@ -70,7 +70,7 @@ def test_a_fault_planted_into_tcgen05_is_found(fault: str) -> None:
 
 WARPGROUP_FAULTS = {
     "wgmma is not waited for": (planted.replaced(r"wgmma\.wait_group\.sync\.aligned 0;", "", None), "race"),
-    "a barrier is missing in the loop": (planted.without_barrier(0), "race"),
+    "barriers are missing in the loop": (planted.without_first_barriers(), "race"),
     "copies are waited for too late": (planted.late_wait(0), "unwaited copy"),
     "the descriptor of B is shifted": (
         planted.replaced(
@@ -103,7 +103,7 @@ def test_exact_sums_are_the_same_in_every_model(name: str, model: str) -> None:
 
 
 GEMM_FAULTS = {
-    "a barrier is missing in the loop": (planted.without_barrier(0), "race"),
+    "barriers are missing in the loop": (planted.without_first_barriers(), "race"),
     "a barrier is missing in the epilogue": (planted.without_barrier(-1), "race"),
     "copies are waited for too late": (planted.late_wait(0), "unwaited copy"),
     "a copy is missing": (planted.without_copy(0), "uninitialised"),
