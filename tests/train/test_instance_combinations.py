@@ -157,7 +157,7 @@ def test_an_estimate_measures_the_task_that_is_asked_for(objects: Config) -> Non
 
 
 def test_a_state_of_before_there_were_tasks_is_read() -> None:
-    assert _progress({"epoch": 2, "best_miou": 0.5}).best_score == 0.5
+    assert _progress(Path("state.safetensors"), {"progress": {"epoch": 2, "best_miou": 0.5}}).best_score == 0.5
 
 
 def test_crowded_images_are_spoken_of(objects: Config, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
