@@ -22,7 +22,7 @@ def test_a_sweep_ends_in_a_table_and_its_files(invoke: Invoke, tmp_path: Path, s
     assert "| qat | nvfp4 |" in result.stdout
     assert "2/2" in result.stdout
     assert {path.name for path in Path("runs/two").iterdir()} == {
-        "sweep.yaml", "sweep.json", "sweep.md", "sweep.png", "fp16", "control", "qat",
+        ".lock", "sweep.yaml", "sweep.json", "sweep.md", "sweep.png", "fp16", "control", "qat",
     }  # fmt: skip
     failing = invoke("sweep", file, "--data", shapes, "--seeds", "0,1")
     assert failing.exit_code == 1

