@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +16,6 @@ from ..console import done, note, notes, print_json, results, shown
 if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
     from fp4deploy.predict.sources import Source
-
-STDIN = "-"
-CAMERA = "camera:"
 
 
 def predict(
@@ -58,7 +56,7 @@ def predict(
     ] = False,
 ) -> None:
     """Predict images: an indexed PNG mask and an overlay of each, at its own size. With - the mask goes to stdout."""
-    from fp4deploy.predict.sources import find_sources
+    from fp4deploy.predict.sources import CAMERA, STDIN, find_sources
 
     piped = images == [STDIN]
     live = len(images) == 1 and images[0].startswith(CAMERA)
@@ -91,13 +89,12 @@ def _predictor(model: Path | None, tile: bool, overlap: int | None, min_score: f
 
 def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
     from fp4deploy.data.images import upright_image
+    from fp4deploy.predict.sources import STDIN
     from fp4deploy.predict.write import describe, png_bytes
 
     content = sys.stdin.buffer.read()
     if not content:
         raise InputError("stdin gave nothing; pipe an image into it: fp4deploy predict - < photo.jpg > mask.png")
-    import io
-
     pixels = upright_image(io.BytesIO(content))
     prediction = predictor.predict(pixels)
     if as_json:

@@ -52,7 +52,7 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     positional, named = _arguments(example_inputs)
     program = _export(model, positional, named, dynamic_size)
     if any(_changes_in_place(node) for node in program.graph.nodes):
-        with _quiet():
+        with quiet():
             program = program.run_decompositions({})
     return _Reader(program).graph()
 
@@ -83,7 +83,7 @@ def _export(
     shapes: Any = tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
     plain = copy.deepcopy(model).cpu().eval()
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             return torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise InputError(why_not_captured(model, error)) from error
@@ -359,14 +359,14 @@ def _path(path: Sequence[Any]) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's notes."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def quiet(name: str = "torch", level: int = logging.CRITICAL) -> Iterator[None]:
+    """Silence the warnings of torch's exporters, and what the logger `name` says below `level`."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)

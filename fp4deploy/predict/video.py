@@ -5,8 +5,6 @@ Frames are read, predicted and written one batch at a time, so a video of any le
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.files import atomic_write
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.sources import CAMERA
 from fp4deploy.requirements import LIBRARIES
@@ -52,34 +51,31 @@ def predict_video(
     rate = capture.get(cv2.CAP_PROP_FPS) or RATE
     shares = np.zeros(256)
     frames, size = 0, (0, 0)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.stem}.{secrets.token_hex(8)}.partial{target.suffix}")
     writer = None
     try:
-        reading = _frames(capture, live)
-        while chosen := list(islice(reading, batch)):
+        with atomic_write(target) as temporary:
+            reading = _frames(capture, live)
+            while chosen := list(islice(reading, batch)):
+                if writer is None:
+                    size = chosen[0].shape[:2]
+                    writer = cv2.VideoWriter(str(temporary), cv2.VideoWriter.fourcc(*CODEC), rate, (size[1], size[0]))
+                    if not writer.isOpened():
+                        raise InputError(
+                            f"{target} cannot be written: this OpenCV has no {CODEC} encoder, or no permission."
+                        )
+                for pixels, prediction in zip(chosen, predictor.predict_batch(chosen), strict=True):
+                    writer.write(np.ascontiguousarray(prediction.overlay(pixels)[..., ::-1]))
+                    shares += np.bincount(prediction.mask.reshape(-1), minlength=256) / prediction.mask.size
+                frames += len(chosen)
+                if progress:
+                    progress(frames)
             if writer is None:
-                size = chosen[0].shape[:2]
-                writer = cv2.VideoWriter(str(temporary), cv2.VideoWriter.fourcc(*CODEC), rate, (size[1], size[0]))
-                if not writer.isOpened():
-                    raise InputError(
-                        f"{target} cannot be written: this OpenCV has no {CODEC} encoder, or no permission."
-                    )
-            for pixels, prediction in zip(chosen, predictor.predict_batch(chosen), strict=True):
-                writer.write(np.ascontiguousarray(prediction.overlay(pixels)[..., ::-1]))
-                shares += np.bincount(prediction.mask.reshape(-1), minlength=256) / prediction.mask.size
-            frames += len(chosen)
-            if progress:
-                progress(frames)
-        if writer is None:
-            raise InputError(f"{source} holds no frame that can be decoded.")
-        writer.release()
-        os.replace(temporary, target)
+                raise InputError(f"{source} holds no frame that can be decoded.")
+            writer.release()
     finally:
         capture.release()
         if writer is not None:
             writer.release()
-        temporary.unlink(missing_ok=True)
     names = predictor.class_names or tuple(f"class {number}" for number in range(256))
     found = sorted(np.flatnonzero(shares).tolist(), key=lambda number: -shares[number])
     return {

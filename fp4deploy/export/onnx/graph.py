@@ -22,7 +22,6 @@ import copy
 import json
 import logging
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -40,7 +39,7 @@ from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
-from fp4deploy.graph.capture import why_not_captured
+from fp4deploy.graph.capture import quiet, why_not_captured
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
@@ -112,7 +111,7 @@ def _trace(model: nn.Module, input_shape: tuple[int, ...], dynamic_size: bool) -
         axes |= dict.fromkeys(range(2, len(input_shape) + 1), torch.export.Dim.DYNAMIC)
     example = torch.zeros((2, *input_shape), dtype=torch.float16)  # batch 1 would be taken for a constant
     try:
-        with _quiet():
+        with quiet("torch.onnx", logging.ERROR):
             program = torch.onnx.export(
                 model,
                 (example,),
@@ -231,17 +230,3 @@ def _instance_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     weight, bias = (self.weight, self.bias) if self.affine else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
     inputs = [x, weight, bias]
     return torch.onnx.ops.symbolic("InstanceNormalization", inputs, {"epsilon": self.eps}, dtype=x.dtype, shape=x.shape)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's warnings about libraries that this project does not use."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
