@@ -24,8 +24,6 @@ import threading
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.aot import store
@@ -34,13 +32,13 @@ from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
 from fp4deploy.plugins.runtime import availability
 from fp4deploy.plugins.runtime import launch as cuda_launch
-from fp4deploy.plugins.runtime.availability import Device
+from fp4deploy.plugins.runtime.availability import Device, constant_when_compiled
 
 _lock = threading.Lock()
 _functions: dict[tuple[Launch, int], Function] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def available(device: Device = None) -> bool:
     """True if a device can launch these kernels (default: torch's current one)."""
     return why_unavailable(device) is None

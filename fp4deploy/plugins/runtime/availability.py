@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -23,9 +23,16 @@ from fp4deploy.requirements import LIBRARIES, reasons
 Device: TypeAlias = "torch.device | str | int | None"
 OLDEST = Architecture(8, 0)
 SWITCH = "FP4DEPLOY_KERNELS"
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-@torch.compiler.assume_constant_result
+def constant_when_compiled(function: _Function) -> _Function:
+    """`torch.compiler.assume_constant_result` without its import of torch._dynamo, two seconds for each process."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_when_compiled
 def available(device: Device = None) -> bool:
     """True if kernels can be compiled and launched on a device (default: torch's current one)."""
     return why_unavailable(device) is None

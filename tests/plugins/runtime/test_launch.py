@@ -14,6 +14,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins import KernelError, available, kernel, why_unavailable
 from fp4deploy.plugins.runtime import availability
 from fp4deploy.plugins.runtime import launch as cuda_launch
+from fp4deploy.plugins.runtime.availability import constant_when_compiled
 from tests.plugins.cuda_stand_in import Pycuda, Tensor
 from tests.plugins.gemm.threads import together
 
@@ -80,6 +81,15 @@ def test_devices(pycuda: Pycuda) -> None:
     assert [availability.device_index(name) for name in names] == [0, 1, 0, 1, 0, 1, None, None]
     assert why_unavailable("cpu") == "the tensors are on the CPU, not on a CUDA device"
     assert available("cuda:1")
+
+
+def test_compilers_take_the_answer_as_a_constant() -> None:
+    """As torch's own decorator says it, which imports the compiler."""
+
+    def answer() -> None: ...
+
+    assert vars(constant_when_compiled(answer)) == vars(torch.compiler.assume_constant_result(lambda: None)) != {}
+    assert vars(availability.available).items() >= vars(answer).items()
 
 
 def test_arguments_lie_as_in_a_c_structure() -> None:
