@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, UnavailableError
 
 from ..console import note, notes, print_json, results, shown
 from ..settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
-    from fp4deploy.bench.artifact import Baseline
+    from fp4deploy.bench.gate.baseline import Baseline
+    from fp4deploy.bench.gate.decision import Decision
     from fp4deploy.bench.records import ArtifactEntry
 
 
@@ -35,8 +36,13 @@ def bench(
         Path | None, typer.Option("--baseline", help="Artefact, or JSON of an earlier bench, to compare with.")
     ] = None,
     max_drop: Annotated[
-        float, typer.Option("--max-drop", min=0.0, help="Points of mIoU or AP below the baseline allowed (exit 1).")
+        float,
+        typer.Option("--max-drop", min=0.0, help="Points of mIoU or AP that the drop's interval may reach (exit 1)."),
     ] = 0.5,
+    baseline_artefact: Annotated[
+        str | None,
+        typer.Option("--baseline-artefact", help="Entry of a JSON with several.", show_default="the only one"),
+    ] = None,
     max_dets: Annotated[
         int | None,
         typer.Option(
@@ -50,7 +56,7 @@ def bench(
         Path | None,
         typer.Option(
             "--results",
-            help="Folder for COCO results, panoptic files and overlays (instance models).",
+            help="Folder for overlays of the images that lost most; of instance models COCO and panoptic files too.",
             show_default="not kept",
         ),
     ] = None,
@@ -68,9 +74,10 @@ def bench(
     ] = None,
     model: NamedModelOption = None,
 ) -> None:
-    """Measure mIoU or AP and latency; an engine for another GPU exits 3, a drop below the baseline exits 1."""
+    """Measure mIoU or AP and latency; a drop below the baseline exits 1, a named engine that cannot run here 3."""
     expect(model)
-    from fp4deploy.bench.artifact import find_baseline, gate_drop
+    from fp4deploy.bench.gate.baseline import find_baseline
+    from fp4deploy.bench.gate.decision import gate_drop, require_passed
     from fp4deploy.data import MEASURED
 
     paths = _resolve(engine)
@@ -82,12 +89,57 @@ def bench(
     reference = None
     if baseline is not None:
         resolved = baseline if baseline.suffix == ".json" else _resolve([baseline])[0]
-        reference = find_baseline(resolved, where, max_dets, split, timeout)
+        reference = find_baseline(resolved, where, max_dets, split, timeout, baseline_artefact)
     found = _measure(chosen, where, split, batch, iterations, max_dets, keep, timeout)
-    _write(found, split, reference, out)
+    decisions: list[Decision] = []
+    try:
+        if reference is not None:
+            decisions = gate_drop(found, reference, max_drop)
+    finally:
+        _write(found, split, reference, decisions, out)
+    if keep is not None:
+        _draw(found, decisions, reference, where, split, keep)
     if reference is not None:
-        gate_drop(found, reference, max_drop)
+        require_passed(decisions)
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
+    if engine:
+        _require_run(found)
+
+
+def _require_run(found: list[ArtifactEntry]) -> None:
+    """An engine that was asked for and not run is no success; without --engine the table of a run may have such rows.
+
+    Raises:
+        UnavailableError: naming it, with the reason.
+    """
+    from fp4deploy.bench.artifact import OK
+
+    missing = [entry for entry in found if entry.status != OK]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise UnavailableError(f"{missing[0].path} was not run{more}: {missing[0].reason}")
+
+
+def _draw(
+    found: list[ArtifactEntry],
+    decisions: list[Decision],
+    reference: Baseline | None,
+    data: Path,
+    split: str,
+    folder: Path,
+) -> None:
+    """Overlays of the images that lost most, of semantic artefacts."""
+    from fp4deploy.report.figures.lost import draw_lost, most_wrong
+
+    names = {decision.artefact: [name for name, _ in decision.images] for decision in decisions}
+    for entry in found:
+        if entry.miou is None or entry.evidence is None:
+            continue
+        images = names[entry.path] if entry.path in names else most_wrong(entry.evidence)
+        baseline = Path(reference.artefact) if reference is not None else None
+        target = folder if len(found) == 1 else folder / Path(entry.path).name
+        if images and draw_lost(Path(entry.path), baseline, images, data, split, target):
+            note(f"Wrote overlays to {shown(target)}.")
 
 
 def _resolve(names: list[Path] | None) -> list[Path]:
@@ -174,7 +226,9 @@ def _folder(keep: Path, path: Path, model: str | None, count: int, provider: str
     return keep / (f"{model}-checkpoint" if model and path.suffix == ".safetensors" else path.name)
 
 
-def _write(found: list[ArtifactEntry], split: str, reference: Baseline | None, out: str | None) -> None:
+def _write(
+    found: list[ArtifactEntry], split: str, reference: Baseline | None, decisions: list[Decision], out: str | None
+) -> None:
     from fp4deploy.bench.environment import environment
 
     document = {
@@ -182,13 +236,28 @@ def _write(found: list[ArtifactEntry], split: str, reference: Baseline | None, o
         "split": split,
         "baseline_miou": reference.value if reference and reference.metric == "mIoU" else None,
         "baseline_ap": reference.value if reference and reference.metric == "AP" else None,
+        "gate": [decision.to_json() for decision in decisions] if reference else None,
         "environment": environment(),
+        "evidence": [entry.evidence and entry.evidence.model_dump(mode="json") for entry in found],
     }
     if out not in (None, "-"):
         _save(document, Path(str(out)))
     print_table(found, reference.value if reference else None, to_stderr=out == "-")
+    _print_details(found, decisions, to_stderr=out == "-")
     if out == "-":
         print_json(document)
+
+
+def _print_details(found: list[ArtifactEntry], decisions: list[Decision], *, to_stderr: bool) -> None:
+    """Boundaries and objects by size, and what the gate found."""
+    from fp4deploy.bench import tables
+
+    console = notes() if to_stderr else results()
+    lines = [text for entry in found if (text := tables.detail(entry))]
+    for decision in decisions:
+        lines += [decision.text(), *decision.losses()]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _save(document: dict[str, Any], path: Path) -> None:

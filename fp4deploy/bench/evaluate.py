@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from fp4deploy.bench.detail import SegmentationDetail
+from fp4deploy.bench.evidence import Accuracy, write_pixels
 from fp4deploy.bench.instances import evaluate_instances
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, EvalTransform, eval_loader, validation_set
+from fp4deploy.data.digest import DigestedDataset
 from fp4deploy.errors import InputError
-from fp4deploy.instances import InstanceScores
-from fp4deploy.metrics import Scores, SegmentationScore
+from fp4deploy.metrics import SegmentationScore
 
 BATCH = 8
 Progress = Callable[[int, int], None]  # images done, images in all
@@ -30,32 +32,33 @@ def evaluate_task(
     max_detections: int | None = None,
     results: Path | None = None,
     split: str = VAL,
-) -> Scores | InstanceScores:
-    """Scores of a runtime's own task: mIoU, or AP; `max_detections` and `results` as of `evaluate_instances`.
+) -> Accuracy:
+    """Accuracy of a runtime in its own task: mIoU, or AP; `max_detections` and `results` as of `evaluate_instances`.
 
     Raises:
-        InputError: the data does not fit the model, or cannot be read; `results` of a semantic model.
+        InputError: the data does not fit the model, or cannot be read; `max_detections` of a semantic model.
     """
     if runtime.card.head is not None:
         return evaluate_instances(runtime, data, batch, progress, max_detections, results, split)
-    if results is not None or max_detections is not None:
+    if max_detections is not None:
         raise InputError(
-            "--results and --max-dets are for instance models, and this one predicts a class for every pixel. Leave "
-            "them out, or train one with: fp4deploy train --task instance"
+            "--max-dets is for instance models, and this one predicts a class for every pixel. Leave it out, or train "
+            "one with: fp4deploy train --task instance"
         )
     return evaluate(runtime, data, batch, progress, split)
 
 
 def evaluate(
     runtime: Runtime, data: Path, batch: int = BATCH, progress: Progress | None = None, split: str = VAL
-) -> Scores:
-    """mIoU, IoU per class and pixel accuracy of a semantic runtime over a split.
+) -> Accuracy:
+    """mIoU, IoU per class, pixel accuracy and what `detail` counts, of a semantic runtime over a split.
 
     Raises:
         InputError: the data does not fit the model, or cannot be read.
     """
     card = runtime.card
-    dataset = validation_set(card, data, split)
+    dataset = DigestedDataset(validation_set(card, data, split))
+    detail = SegmentationDetail(dataset.class_names)
     score = SegmentationScore(len(dataset.class_names), dataset.class_names)
     transform = EvalTransform(card.height, card.width, card.mean, card.std)
     seen = 0
@@ -66,8 +69,12 @@ def evaluate(
                 f"The model's output has {logits.shape[1]} classes, and {data} has {len(dataset.class_names)}. "
                 "Give the --data it was trained on."
             )
-        score.update(logits, masks)
+        prediction = logits.argmax(dim=1)
+        score.update(prediction, masks)
+        detail.update(prediction, masks)
         seen += len(images)
         if progress:
             progress(seen, len(dataset))
-    return score.compute()
+    digest = dataset.digest()
+    evidence = write_pixels(detail.counts([dataset.names[index] for index in range(len(dataset))]))
+    return Accuracy(score.compute(), evidence, digest, detail.boundary_f1(), detail.recall_by_size())

@@ -9,6 +9,7 @@ DIR/overlays/                   the instances over the images
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from PIL import Image
 
+from fp4deploy.bench.evidence import Accuracy, write_matches
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, CocoDataset, NumberedEvalTransform, eval_loader, instance_set
+from fp4deploy.data.digest import DigestedDataset
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.instances import InstanceEvaluation, Instances, InstanceScores, write_results
@@ -37,7 +40,7 @@ def evaluate_instances(
     max_detections: int | None = None,
     results: Path | None = None,
     split: str = VAL,
-) -> InstanceScores:
+) -> Accuracy:
     """Average precision of a runtime over a split.
 
     Args:
@@ -50,11 +53,12 @@ def evaluate_instances(
     card = runtime.card
     head = _head(card, max_detections)
     dataset = instance_set(card, data, split=split)
+    digested = DigestedDataset(dataset)
     evaluation = InstanceEvaluation(dataset, head)
     files = _Files(results, dataset) if results is not None else None
     transform = NumberedEvalTransform(card.height, card.width, card.mean, card.std)
     seen = 0
-    for images, indices in eval_loader(dataset, transform, batch, 0):
+    for images, indices in eval_loader(digested, transform, batch, 0):
         outputs = torch.from_numpy(runtime.infer(images.numpy()))
         if outputs.shape[1] != head.channels:
             raise InputError(
@@ -71,7 +75,10 @@ def evaluate_instances(
     scores = evaluation.compute()
     if files:
         files.finish(evaluation, scores)
-    return scores
+    assert scores.matches is not None
+    truth = json.dumps(evaluation.ground_truth, sort_keys=True, default=str)
+    digest = hashlib.sha256((digested.digest() + truth).encode()).hexdigest()
+    return Accuracy(scores, write_matches(scores.matches), digest)
 
 
 def _head(card: ModelCard, max_detections: int | None) -> InstanceHead:

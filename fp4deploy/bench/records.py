@@ -8,9 +8,14 @@ refused: None says "not measured".
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
+from fp4deploy.schema import Name
+
 Scores = dict[str, int | float | None]  # by the name of a class, or of a kind of AP
+MOST_IMAGES = 1_000_000
 NOT_MEASURED = "not measured"
 
 
@@ -18,6 +23,15 @@ class Record(BaseModel):
     """A JSON object of a result file."""
 
     model_config = ConfigDict(allow_inf_nan=False, extra="ignore")
+
+
+class Evidence(Record):
+    """Counts of every image of a split, one line of text an image; the form is in `bench.evidence`."""
+
+    kind: Literal["pixels", "matches"]
+    classes: Annotated[list[Name], Field(max_length=1000)]
+    images: Annotated[list[Name], Field(max_length=MOST_IMAGES)]
+    lines: Annotated[list[str], Field(max_length=MOST_IMAGES)]
 
 
 class Quantiles(Record):
@@ -29,7 +43,11 @@ class Quantiles(Record):
 
 
 class ArtifactEntry(Record):
-    """A checkpoint, ONNX file, packed network or engine, and what was measured of it; `path` as a report shows it."""
+    """A checkpoint, ONNX file, packed network or engine, and what was measured of it; `path` as a report shows it.
+
+    `data_sha256` is the digest of the split's images and labels. `evidence` is not part of the JSON of an entry:
+    `bench --json` writes it once, apart from the entries, and a report leaves it out.
+    """
 
     path: str
     model: str | None = None
@@ -43,6 +61,10 @@ class ArtifactEntry(Record):
     instances: Scores | None = None
     pixel_accuracy: float | None = None
     per_class: Scores = Field(default_factory=dict)
+    boundary_f1: float | None = None
+    recall_by_size: Scores = Field(default_factory=dict)
+    split: str | None = None
+    data_sha256: str | None = None
     latency_ms: Quantiles | None = None
     images_per_s: float | None = None
     batch: int | None = None
@@ -51,6 +73,7 @@ class ArtifactEntry(Record):
     memory: dict[str, int] | None = None
     status: str = NOT_MEASURED
     reason: str | None = None
+    evidence: Evidence | None = Field(default=None, exclude=True, repr=False)
 
     @property
     def metric(self) -> str:

@@ -110,6 +110,14 @@ def memory(name: str, found: dict[str, int]) -> str:
     return f"{name}: {'; '.join(parts)}."
 
 
+def detail(entry: ArtifactEntry) -> str:
+    """A sentence about boundaries and objects by size; "" where they were not measured."""
+    if entry.boundary_f1 is None:
+        return ""
+    sizes = ", ".join(f"{name} {points(value)}" for name, value in entry.recall_by_size.items())
+    return f"{entry.path}: boundary F1 {points(entry.boundary_f1)}; recall by object size: {sizes}."
+
+
 def milliseconds(value: float | None) -> str:
     """Three significant digits."""
     if value is None:

@@ -26,6 +26,7 @@ from pycocotools.cocoeval import COCOeval
 
 from fp4deploy.data.regions import pixel_count
 from fp4deploy.errors import InputError
+from fp4deploy.instances.matches import Matches, matches_of
 
 SIZES = ("all", "small", "medium", "large")
 
@@ -36,6 +37,7 @@ class InstanceScores:
 
     ap: over ten overlaps; ap50, ap75: at one. ap_small, ap_medium, ap_large: by the object's size in pixels.
     recall: mean over the overlaps, with at most `max_detections` an image. detections: how many were scored.
+    matches: the same image by image, for intervals.
     """
 
     ap: float
@@ -48,6 +50,7 @@ class InstanceScores:
     max_detections: int
     detections: int
     per_class: dict[str, float | None] = field(default_factory=dict)
+    matches: Matches | None = field(default=None, repr=False, compare=False)
 
     @property
     def score(self) -> float:
@@ -111,6 +114,7 @@ def average_precision(
         max_detections=max_detections,
         detections=len(results),
         per_class=per_class,
+        matches=matches_of(evaluation, ground_truth),
     )
 
 

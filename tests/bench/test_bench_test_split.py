@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy.bench.artifact import bench_artifact, find_baseline
+from fp4deploy.bench.artifact import bench_artifact
+from fp4deploy.bench.gate.baseline import find_baseline
 from fp4deploy.data import open_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run

@@ -49,7 +49,8 @@ def card(untrained: Run) -> ModelCard:
 def test_the_truth_scores_one(card: ModelCard, shapes: Path) -> None:
     seen: list[tuple[int, int]] = []
     oracle = Oracle(card, shapes)
-    scores = evaluate(oracle, shapes, batch=4, progress=lambda done, total: seen.append((done, total)))
+    found = evaluate(oracle, shapes, batch=4, progress=lambda done, total: seen.append((done, total)))
+    scores = found.scores
     assert scores.miou == pytest.approx(1.0)
     assert scores.pixel_accuracy == pytest.approx(1.0)
     assert oracle.batches == [4, 2]
@@ -57,7 +58,7 @@ def test_the_truth_scores_one(card: ModelCard, shapes: Path) -> None:
 
 
 def test_always_wrong_scores_zero(card: ModelCard, shapes: Path) -> None:
-    assert evaluate(Oracle(card, shapes, shift=1), shapes).miou == 0.0
+    assert evaluate(Oracle(card, shapes, shift=1), shapes).scores.miou == 0.0
 
 
 def test_same_number_as_torch(untrained: Run, shapes: Path) -> None:
@@ -74,7 +75,7 @@ def test_same_number_as_torch(untrained: Run, shapes: Path) -> None:
         image, mask = transform(dataset.load(index))
         with torch.inference_mode():
             score.update(model(image[None]), mask[None])
-    found = evaluate(open_runtime(untrained.checkpoint("fp16")), shapes)
+    found = evaluate(open_runtime(untrained.checkpoint("fp16")), shapes).scores
     assert found.miou == pytest.approx(score.compute().miou, abs=1e-4)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke
 
 SMALL = (
@@ -184,11 +185,21 @@ def test_bench_on_other_classes(invoke: Invoke, checkpoint: Path, broken: Path) 
 def test_a_gate_that_fails_exits_1_and_still_reports(
     invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "base.json").write_text('{"artifacts": [{"miou": 0.99}]}')
-    result = invoke("bench", "--engine", checkpoint, "--data", shapes, "--baseline", "base.json", "--json", "-")
+    measured = invoke("bench", "--engine", checkpoint, "--data", shapes, "--iterations", 1, "--json", "-")
+    (tmp_path / "base.json").write_text(json.dumps(perfect(json.loads(measured.stdout))))
+    command = ("bench", "--engine", checkpoint, "--data", shapes, "--baseline", "base.json", "--json", "-")
+    result = invoke(*command, "--results", "kept")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["baseline_miou"] == 0.99
-    assert "points below the baseline's 99.00" in result.stderr
+    document = json.loads(result.stdout)
+    assert document["baseline_miou"] == 1.0
+    (gate,) = document["gate"]
+    assert gate["low"] <= gate["drop"] <= gate["high"]
+    assert not gate["passed"]
+    assert gate["worst_images"]
+    assert "points below the baseline's 100.00; the 95% interval of the drop over 6 images is" in result.stderr
+    assert "classes that lost most" in result.stderr
+    assert len(list((tmp_path / "kept" / "overlays").glob("*.png"))) == len(gate["worst_images"])
+    assert invoke(*command, "--split", "train").exit_code == 2
 
 
 def test_a_json_that_cannot_be_written(invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fp4deploy.data import open_instances
 from fp4deploy.instances import average_precision, read_results
 from fp4deploy.instances.panoptic import from_rgb, read_panoptic
 from fp4deploy.models import read_card
+from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke, run_in
 
 TINY = (
@@ -93,12 +94,17 @@ def test_several_artefacts_keep_their_results_apart(at_home: Invoke, home: Path)
 
 def test_the_gate_is_judged_by_ap(at_home: Invoke, tmp_path: Path) -> None:
     baseline = tmp_path / "base.json"
-    baseline.write_text(json.dumps({"artifacts": [{"miou": None, "ap": 0.9}]}))
+    measured = json.loads(at_home("bench", "--engine", "unet.onnx", "--iterations", 1, "--json", "-").stdout)
+    best = perfect(measured)
+    baseline.write_text(json.dumps(best))
     result = at_home("bench", "--engine", "unet.onnx", "--baseline", baseline, "--iterations", 1)
     assert result.exit_code == 1
     assert "AP, " in result.stderr
-    assert "below the baseline's 90.00" in result.stderr
-    baseline.write_text(json.dumps({"artifacts": [{"miou": 0.9}]}))
+    assert "below the baseline's 100.00" in result.stderr
+    assert "images that lost most (objects)" in result.stdout
+    best["artifacts"][0].update(ap=None, miou=1.0)
+    best["evidence"][0].update(kind="pixels", lines=["5/5/5"] * len(best["evidence"][0]["lines"]), classes=["a"])
+    baseline.write_text(json.dumps(best))
     result = at_home("bench", "--engine", "unet.onnx", "--baseline", baseline, "--iterations", 1)
     assert result.exit_code == 2
     assert "different tasks" in result.stderr
@@ -149,10 +155,9 @@ def test_a_checkpoint_of_another_task_gives_one_clear_error(
 
 
 def test_options_of_instances_are_refused_for_semantic_models(invoke: Invoke, checkpoint: Path, shapes: Path) -> None:
-    result = invoke("bench", "--engine", checkpoint, "--data", shapes, "--results", "kept")
+    result = invoke("bench", "--engine", checkpoint, "--data", shapes, "--max-dets", 5)
     assert result.exit_code == 2
-    assert "--results and --max-dets are for instance models" in result.stderr
-    assert not Path("kept").exists()
+    assert "--max-dets is for instance models" in result.stderr
 
 
 @pytest.mark.parametrize(

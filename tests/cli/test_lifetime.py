@@ -18,6 +18,7 @@ import pytest
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run
 from fp4deploy.train.state import read_progress
+from tests.bench.perfect import perfect
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 from tests.fixtures import TINY
 from tests.processes import LIMIT, children_of, fp4deploy, runs, wait_until
@@ -191,7 +192,10 @@ def test_results_are_written_where_stdout_breaks(
 
 
 def test_a_gate_is_judged_though_nobody_reads(tiny_checkpoint: Path, tiny_data: Path, tmp_path: Path) -> None:
-    (tmp_path / "base.json").write_text(json.dumps({"artifacts": [{"miou": 1.0}]}))
+    measured = fp4deploy(tmp_path, *bench(tiny_checkpoint, tiny_data))
+    assert measured.wait() == 0, measured.stderr
+    document = json.loads((tmp_path / "found.json").read_text())
+    (tmp_path / "base.json").write_text(json.dumps(perfect(document)))
     gate = ["--baseline", "base.json", "--max-drop", 0]
     command = fp4deploy(tmp_path, *bench(tiny_checkpoint, tiny_data), *gate, stdout="pipe")
     assert command.wait() == 1

@@ -163,8 +163,14 @@ def test_onnx_and_torch_score_alike(at_home: Invoke) -> None:
     assert max(scores) - min(scores) < 0.005
     assert [entry["model"] for entry in entries] == ["nvfp4"] * 3
     again = at_home("bench", "--engine", "unet.onnx", "--iterations", 1, "--baseline", "out.json")
+    assert again.exit_code == 2
+    assert "holds 3 artefacts" in again.stderr
+    again = at_home(
+        "bench", "--engine", "unet.onnx", "--iterations", 1, "--max-drop", 5, "--baseline", "out.json",
+        "--baseline-artefact", "unet.onnx",
+    )  # fmt: skip
     assert again.exit_code == 0, again.stderr
-    assert "Within 0.5 points" in again.stderr
+    assert "Within 5 points" in again.stderr
 
 
 def test_inspect_and_check_of_the_exported_model(at_home: Invoke) -> None:
@@ -198,7 +204,8 @@ def test_build_then_bench(at_home: Invoke, home: Path) -> None:
         assert "SM120" in result.stderr
         assert "no CUDA GPU" in result.stderr
         table = at_home("bench", "--engine", "unet.plan", "--engine", "unet.onnx", "--iterations", 1, "--json", "-")
-        assert table.exit_code == 0, table.stderr
+        assert table.exit_code == 3, table.stderr
+        assert "unet.plan was not run" in table.stderr
         plan, graph = json.loads(table.stdout)["artifacts"]
         assert (plan["status"], plan["miou"], plan["latency_ms"]) == ("built, not run", None, None)
         assert graph["status"] == "ok"

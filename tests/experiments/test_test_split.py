@@ -74,7 +74,7 @@ def test_scores_come_with_the_test_split_and_are_those_of_bench(
     for name, model in (("fp16", "fp16"), ("control", "fp16_control"), ("qat", "nvfp4")):
         for seed in ("0", "1"):
             folder = tmp_path / "out" / name / f"seed{seed}" / model
-            scores = evaluate_task(TorchRuntime(folder / "best.safetensors"), data, split="test")
+            scores = evaluate_task(TorchRuntime(folder / "best.safetensors"), data, split="test").scores
             assert results["variants"][name]["runs"][seed]["test"] == pytest.approx(scores.score, abs=1e-12)
             assert json.loads((folder / "test.json").read_text())["images"] == 3
     rows = results["variants"]
@@ -152,7 +152,7 @@ def test_objects_are_scored_by_ap(tiny_data: Path, tmp_path: Path) -> None:
     settings = ("task=instance", "train.epochs=40", "train.evaluate_every=40", "train.lr=3e-3")
     results, said = swept(tmp_path, data, *settings, only=("control",))
     (folder,) = (tmp_path / "out" / "fp16" / "seed0").glob("fp16")
-    scores = evaluate_task(TorchRuntime(folder / "best.safetensors"), data, split="test")
+    scores = evaluate_task(TorchRuntime(folder / "best.safetensors"), data, split="test").scores
     assert json.loads((folder / "test.json").read_text())["ap50"] == pytest.approx(scores.line()["ap50"])
     assert results["variants"]["fp16"]["runs"]["0"]["test"] == pytest.approx(scores.score)
     assert scores.score > 0

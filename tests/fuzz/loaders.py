@@ -19,8 +19,8 @@ import torch
 import yaml
 from PIL import Image
 
-from fp4deploy.bench.artifact import find_baseline
 from fp4deploy.bench.commands import recorded
+from fp4deploy.bench.gate.baseline import find_baseline
 from fp4deploy.data import CocoDataset, check_dataset, generate_shapes, open_dataset
 from fp4deploy.data.images import ImageError, read_class_ids, read_image
 from fp4deploy.errors import InputError
@@ -155,10 +155,12 @@ def _use_ledger(path: Path) -> object:
 
 
 def _bench() -> bytes:
-    entry = {"path": "unet.onnx", "model": "nvfp4", "miou": 0.75, "per_class": {"a": 0.5}, "status": "ok",
+    entry = {"path": "unet.onnx", "model": "nvfp4", "miou": 0.5, "split": "val", "data_sha256": "0" * 64,
+             "per_class": {"a": 0.5}, "status": "ok",
              "latency_ms": {"p50": 1.0, "p90": 2.0, "p99": 3.0}, "size_bytes": 10, "sha256": "0" * 64}  # fmt: skip
     machine = {"python": "3.11", "platform": "Linux", "cpu": "x", "cores": 2, "gpus": [], "packages": {"torch": "2"}}
-    return json.dumps({"created": "today", "artifacts": [entry, {**entry, "miou": None, "ap": 0.5}],
+    counts = {"kind": "pixels", "classes": ["a"], "images": ["1.png", "2.png"], "lines": ["2/3/3", "-"]}
+    return json.dumps({"created": "today", "artifacts": [entry, {**entry, "miou": None}], "evidence": [counts, None],
                        "environment": machine, "stages": [{"stage": "train", "seconds": 1.0}]}).encode()  # fmt: skip
 
 

@@ -1,0 +1,259 @@
+"""The gate: interval of the drop, what a baseline is bound to, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp4deploy.bench.artifact import bench_artifact
+from fp4deploy.bench.evidence import PixelCounts, read_evidence, write_matches, write_pixels
+from fp4deploy.bench.gate.baseline import Baseline, find_baseline
+from fp4deploy.bench.gate.bootstrap import paired_drop, value
+from fp4deploy.bench.gate.decision import decide, gate_drop, require_passed
+from fp4deploy.bench.records import ArtifactEntry
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.instances.matches import ClassMatches, Matches
+from fp4deploy.runs import Run
+from tests.bench.perfect import perfect
+
+CLASSES = ("road", "sky", "tree")
+
+
+def counts(images: int, right: float, seed: int = 0, spread: float = 0.02) -> PixelCounts:
+    """Pixels of images whose share of right pixels varies about `right`; wrong pixels go to the next class."""
+    random = np.random.default_rng(seed)
+    truth = random.integers(200, 2000, (images, len(CLASSES)))
+    share = np.clip(right + spread * random.standard_normal((images, 1)), 0, 1)
+    hit = (truth * share).astype(np.int64)
+    predicted = hit + np.roll(truth - hit, 1, axis=1)
+    return PixelCounts([f"{n}.png" for n in range(images)], CLASSES, np.stack([hit, truth, predicted], -1))
+
+
+def entry(found: PixelCounts, name: str = "unet.onnx", **changes: Any) -> ArtifactEntry:
+    fields: dict[str, Any] = {"path": name, "model": "nvfp4", "status": "ok", "miou": value(found), "split": "val"}
+    return ArtifactEntry(**{**fields, "data_sha256": "a" * 64, "evidence": write_pixels(found), **changes})
+
+
+def baseline(found: PixelCounts, split: str = "val") -> Baseline:
+    return Baseline("unet-fp16.onnx", "mIoU", value(found), split, "a" * 64, found)
+
+
+def test_the_drop_is_of_pooled_counts() -> None:
+    first, second = counts(40, 0.9), counts(40, 0.85)
+    found = paired_drop(first, second)
+
+    def pooled(of: PixelCounts) -> float:
+        hit, truth, predicted = (part.sum(0) for part in (of.hit, of.truth, of.predicted))
+        return float(np.mean(hit / (truth + predicted - hit)))
+
+    assert found.metric.drop == pytest.approx(pooled(first) - pooled(second))
+    assert found.metric.low < found.metric.drop < found.metric.high
+
+
+def test_the_interval_covers_the_drop_of_the_population() -> None:
+    """Splits of 60 images out of 20,000: 95 % intervals hold the drop of all of them in about 95 % of the splits."""
+    population = 20_000
+    random = np.random.default_rng(1)
+    stacked = [
+        np.stack([part.hit, part.truth, part.predicted], -1)
+        for part in (counts(population, 0.9, 0, 0.05), counts(population, 0.88, 0, 0.08))
+    ]
+    names = [str(number) for number in range(population)]
+    whole = value(PixelCounts(names, CLASSES, stacked[0])) - value(PixelCounts(names, CLASSES, stacked[1]))
+    covered = 0
+    for _ in range(200):
+        chosen = random.integers(0, population, 60)
+        first, second = (PixelCounts(names[:60], CLASSES, part[chosen]) for part in stacked)
+        found = paired_drop(first, second, replicates=200).metric
+        covered += found.low <= whole <= found.high
+    assert 175 <= covered <= 200
+
+
+def test_equal_predictions_have_no_width() -> None:
+    found = paired_drop(counts(5, 0.7), counts(5, 0.7)).metric
+    assert (found.drop, found.low, found.high) == (0, 0, 0)
+
+
+def test_the_same_gate_decides_the_same_way_twice() -> None:
+    first, second = counts(50, 0.9), counts(50, 0.88, seed=3)
+    assert paired_drop(first, second).metric == paired_drop(first, second).metric
+
+
+def test_an_image_that_got_worse_is_listed_first() -> None:
+    first = counts(30, 0.9)
+    changed = np.stack([first.hit, first.truth, first.predicted], -1)
+    changed[7, 0, 0] = 0
+    second = PixelCounts(first.images, CLASSES, changed)
+    found = decide(entry(second), baseline(first), 0.5)
+    assert [name for name, _ in found.images] == ["7.png"]
+    assert found.classes[0][0] == "road"
+    assert 100 * found.images[0][1] == pytest.approx(100 * (value(first) - value(second)))
+
+
+def test_passing_needs_the_whole_interval() -> None:
+    first = counts(200, 0.9)
+    require_passed([decide(entry(counts(200, 0.899)), baseline(first), 1.0)])
+    with pytest.raises(GateError, match=r"and --max-drop allows 0\.5\. Train NVFP4 longer"):
+        require_passed([decide(entry(counts(200, 0.8)), baseline(first), 0.5)])
+    noisy = decide(entry(counts(8, 0.9, seed=5, spread=0.2)), baseline(counts(8, 0.9, seed=5)), 0.0)
+    drop = max(0.0, 100 * noisy.drop.drop)
+    undecided = decide(entry(counts(8, 0.9, seed=5, spread=0.2)), baseline(counts(8, 0.9, seed=5)), drop + 0.01)
+    assert not undecided.passed
+    with pytest.raises(GateError, match=r"is not shown\. Measure on more images"):
+        require_passed([undecided])
+
+
+def test_the_worst_of_several_is_named() -> None:
+    first = counts(100, 0.9)
+    found = gate_drop([entry(counts(100, 0.89), "a.onnx"), entry(counts(100, 0.7), "b.onnx")], baseline(first), 0.5)
+    with pytest.raises(GateError, match=r"b\.onnx has .* mIoU, .* points below the baseline's"):
+        require_passed(found)
+
+
+def test_gate_without_a_measurement_fails() -> None:
+    unmeasured = ArtifactEntry(path="unet.onnx", status="ok")
+    with pytest.raises(GateError, match="no artefact gave an mIoU"):
+        gate_drop([unmeasured], baseline(counts(4, 0.8)), 0.5)
+
+
+def test_an_artefact_that_ran_and_has_no_score_fails_the_gate() -> None:
+    broken = ArtifactEntry(path="broken.onnx", status="ok")
+    with pytest.raises(GateError, match=r"broken\.onnx has no mIoU: the data holds nothing that can be scored"):
+        gate_drop([entry(counts(4, 0.8)), broken], baseline(counts(4, 0.8)), 0.5)
+    waiting = ArtifactEntry(path="unet.plan", status="built, not run")
+    assert len(gate_drop([entry(counts(4, 0.8)), waiting], baseline(counts(4, 0.8)), 0.5)) == 1
+
+
+def test_other_images_and_splits_are_refused() -> None:
+    found = counts(4, 0.8)
+    with pytest.raises(InputError, match="were measured on different images"):
+        decide(entry(found, data_sha256="b" * 64), baseline(found), 0.5)
+    with pytest.raises(InputError, match="were measured on different images"):
+        decide(entry(found, split="test"), baseline(found), 0.5)
+
+
+def test_counts_survive_their_text() -> None:
+    found = counts(6, 0.8)
+    again = read_evidence(write_pixels(found), "x")
+    assert isinstance(again, PixelCounts)
+    assert all(np.array_equal(getattr(again, part), getattr(found, part)) for part in ("hit", "truth", "predicted"))
+
+
+@pytest.mark.parametrize("line", ["1/2", "3/2/4 - -", "1/2/3 - x/1/1", "-1/2/3 - -", "1/9999999999999999/1 - -"])
+def test_counts_that_are_none_are_refused(line: str) -> None:
+    evidence = write_pixels(counts(1, 0.8)).model_copy(update={"lines": [line]})
+    with pytest.raises(InputError, match=r"base\.json"):
+        read_evidence(evidence, "base.json")
+
+
+def matches(images: int, seed: int, hit: float) -> Matches:
+    random = np.random.default_rng(seed)
+    objects = random.integers(0, 4, (images, 2))
+    detections = []
+    for place in range(2):
+        image = np.repeat(np.arange(images), objects[:, place])
+        score = np.sort(random.random(len(image)).round(2))[::-1]
+        quality = random.random(len(image)) + hit
+        matched = quality[None] > np.linspace(0.5, 0.95, 10)[:, None]
+        detections.append(ClassMatches(random.permutation(image), score, matched, np.zeros_like(matched)))
+    return Matches(tuple(f"{n}.png" for n in range(images)), ("cell", "dust"), objects, tuple(detections))
+
+
+def test_a_weight_of_two_is_an_image_twice() -> None:
+    found = matches(5, 0, 0.3)
+    weights = np.array([2.0, 0, 1, 1, 3])
+    places = np.repeat(np.arange(5), weights.astype(int))
+    copies = []
+    for each in found.detections:
+        rows = [(new, at) for new, old in enumerate(places) for at in np.flatnonzero(each.image == old)]
+        image, at = (np.array(part, np.int64) for part in zip(*rows, strict=True))
+        order = np.argsort(-each.score[at], kind="mergesort")
+        image, at = image[order], at[order]
+        copies.append(ClassMatches(image, each.score[at], each.matched[:, at], each.ignored[:, at]))
+    twice = Matches(tuple(map(str, places)), found.classes, found.objects[places], tuple(copies))
+    assert found.ap(weights) == pytest.approx(twice.ap(np.ones(len(places))), abs=0.03)  # ties of a score
+
+
+def test_matches_survive_their_text() -> None:
+    found = matches(6, 1, 0.2)
+    again = read_evidence(write_matches(found), "x")
+    assert isinstance(again, Matches)
+    everything = np.ones(6)
+    assert again.ap(everything) == pytest.approx(found.ap(everything), abs=0.02)  # ties of a score
+    assert np.array_equal(again.objects, found.objects)
+    drop = paired_drop(found, again).metric
+    assert drop.low <= drop.drop <= drop.high
+
+
+def bench_json(untrained: Run, shapes: Path, path: Path) -> dict[str, Any]:
+    """What `bench --json` writes of the FP16 checkpoint."""
+    found = bench_artifact(untrained.checkpoint("fp16"), shapes, iterations=1)
+    assert found.evidence is not None
+    document = {"artifacts": [found.model_dump(mode="json")], "evidence": [found.evidence.model_dump(mode="json")]}
+    path.write_text(json.dumps(document))
+    return document
+
+
+def test_a_recorded_baseline_is_bound(untrained: Run, shapes: Path, tmp_path: Path) -> None:
+    path = tmp_path / "base.json"
+    document = bench_json(untrained, shapes, path)
+    read = find_baseline(path, None)
+    measured = find_baseline(untrained.checkpoint("fp16"), shapes)
+    assert (read.value, read.data_sha256, read.split) == (measured.value, measured.data_sha256, "val")
+
+    def refused(text: str, **changes: Any) -> None:
+        path.write_text(json.dumps({**document, "artifacts": [{**document["artifacts"][0], **changes}]}))
+        with pytest.raises(InputError, match=text):
+            find_baseline(path, None)
+
+    refused("was measured on the split test", split="test")
+    refused(r"states mIoU 0\.1, and the counts of its images give", miou=0.1)
+    refused("is no longer the file that was measured", sha256="0" * 64)
+    refused("does not say on which images", data_sha256=None)
+    refused("holds counts of the other task", miou=None, ap=0.5)
+    path.write_text(json.dumps({**document, "evidence": None}))
+    with pytest.raises(InputError, match="does not say on which images"):
+        find_baseline(path, None)
+
+
+def test_one_of_several_entries_is_named(untrained: Run, shapes: Path, tmp_path: Path) -> None:
+    path = tmp_path / "base.json"
+    document = bench_json(untrained, shapes, path)
+    best = perfect(document)
+    best["artifacts"][0].update(path="best.onnx", sha256=None)
+    both = {key: [*document[key], *best[key]] for key in ("artifacts", "evidence")}
+    path.write_text(json.dumps(both))
+    with pytest.raises(InputError, match=r"holds 2 artefacts: best\.safetensors, best\.onnx\. Choose one with"):
+        find_baseline(path, None)
+    assert find_baseline(path, None, artefact="best.onnx").value == 1.0
+    assert find_baseline(path, None, artefact="best.safetensors").value == document["artifacts"][0]["miou"]
+    with pytest.raises(InputError, match=r"has no entry worst\.onnx"):
+        find_baseline(path, None, artefact="worst.onnx")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "75", "-0.1", '"0.75"', "true"])
+def test_a_baseline_that_is_no_share_is_refused(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(f'{{"artifacts": [{{"miou": {number}}}]}}')
+    with pytest.raises(InputError, match=r"base\.json"):
+        find_baseline(path, None)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"artifacts": [{}]}', '{"artifacts": [{"miou": null}]}'])
+def test_a_json_without_accuracy_is_no_baseline(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"baseline .*base\.json"):
+        find_baseline(path, None)
+
+
+def test_an_artefact_is_its_own_baseline(untrained: Run, shapes: Path) -> None:
+    path = untrained.checkpoint("fp16")
+    found = bench_artifact(path, shapes, iterations=1)
+    decided = decide(found, find_baseline(path, shapes), 0.0)
+    assert decided.passed
+    assert (decided.drop.low, decided.drop.high) == (0, 0)
