@@ -38,6 +38,16 @@ def build(
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail (exit 1) where a layer does not have its planned precision.")
     ] = False,
+    require_fp4: Annotated[
+        float | None,
+        typer.Option(
+            "--require-fp4",
+            min=0.0,
+            max=1.0,
+            help="Fail (exit 1) where less than this share of the multiply-accumulates is in FP4.",
+            show_default="any share",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Target .plan (one model) or folder.", show_default="RUN/engines")
     ] = None,
@@ -59,7 +69,18 @@ def build(
     for path in found:
         note(f"Building {shown(path)} ...")
         target = target_of(path, out)
-        result = build_engine(path, target, backend, arch, conv, strict, batch=(1, 1, batch), log=log, size=pixels)
+        result = build_engine(
+            path,
+            target,
+            backend,
+            arch,
+            conv,
+            strict,
+            batch=(1, 1, batch),
+            log=log,
+            size=pixels,
+            require_fp4=require_fp4,
+        )
         done(describe(result))
     note("Measure it with: fp4deploy bench --engine FILE; show its ledger with: fp4deploy inspect FILE")
 

@@ -1,10 +1,10 @@
-"""`fp4deploy check`: the planned precision of each layer, with the reason, before training or building."""
+"""`fp4deploy check`: the planned precision of each layer, and what an engine makes of it, before training."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,7 +14,12 @@ from ..console import print_json, results
 from ..settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from fp4deploy.export.lowering.forecast import Forecast
     from fp4deploy.qat import LayerPlan
+
+RULES = {"tensorrt-rtx": "TensorRT-RTX", "tensorrt": "TensorRT"}
 
 
 def check(
@@ -33,44 +38,77 @@ def check(
         list[str] | None,
         typer.Option("--set", help="model.args.NAME=VALUE of a model; repeatable.", show_default="none"),
     ] = None,
+    target: Annotated[
+        Literal["tensorrt-rtx", "tensorrt"], typer.Option("--target", help="Engine library of the forecast.")
+    ] = "tensorrt-rtx",
+    conv: Annotated[
+        Literal["auto", "qdq", "gemm", "plugin"], typer.Option("--conv", help="Form of FP4 convolutions, as of build.")
+    ] = "auto",
     factory: NamedModelOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
 ) -> None:
-    """Show for each layer whether it runs in FP4 or FP16, and why."""
+    """Show for each layer whether it is quantised, what an engine multiplies it in, and why."""
     expect(factory)
-    plans = _plans(model, recipe, classes, digits, sets)
+    from fp4deploy.export.lowering.lower import check_conv_mode
+
+    check_conv_mode(conv, target)
+    plans = _plans(model, recipe, classes, digits, sets, conv, target)
     if as_json:
-        print_json({"model": model, "layers": [dataclasses.asdict(plan) for plan in plans]})
+        layers = [
+            {**dataclasses.asdict(plan), "engine": engine.compute, "engine_reason": engine.reason}
+            for plan, engine in plans
+        ]
+        print_json({"model": model, "target": target, "conv": conv, "layers": layers})
         return
-    _print_table(model, plans)
+    _print_table(model, plans, f"{RULES[target]} with --conv {conv}")
 
 
-def _plans(model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None) -> list[LayerPlan]:
+Planned = list[tuple["LayerPlan", "Forecast"]]
+
+
+def _plans(
+    model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, conv: str, target: str
+) -> Planned:
     path = Path(model)
     if not path.is_file() and path.suffix not in (".onnx", ".safetensors"):
-        return _spec_plans(model, recipe, classes, digits, sets)
+        return _spec_plans(model, recipe, classes, digits, sets, conv)
     if not path.is_file():
         raise InputError(
             f"There is no file {model}. check reads a model such as unet:0.25, a checkpoint or an .onnx file."
         )
     if path.suffix == ".onnx":
-        return _onnx_plans(path)
+        return _onnx_plans(path, conv, target)
     if path.suffix == ".safetensors":
-        return _checkpoint_plans(path, recipe)
+        return _checkpoint_plans(path, recipe, conv)
     raise InputError(f"check does not read {path.suffix or 'such'} files. Valid: unet, unet:0.25, .safetensors, .onnx.")
 
 
-def _spec_plans(model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None) -> list[LayerPlan]:
+def _forecasts(network: nn.Module, plans: list[LayerPlan], conv: str) -> Planned:
+    from fp4deploy.export.lowering.forecast import Forecast, forecast
+
+    return [
+        (
+            plan,
+            forecast(network.get_submodule(plan.name), conv)
+            if plan.precision == "FP4"
+            else Forecast("FP16", "FP16", plan.reason),
+        )
+        for plan in plans
+    ]
+
+
+def _spec_plans(model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, conv: str) -> Planned:
     from fp4deploy.models.build import build_model
     from fp4deploy.models.spec import parse_spec
     from fp4deploy.qat import layer_plan
     from fp4deploy.train import load_config
 
     chosen = load_config(None, sets or []).model
-    return layer_plan(build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits), recipe)
+    network = build_model(parse_spec(model, chosen.args, chosen.output), classes, digits=digits)
+    return _forecasts(network, layer_plan(network, recipe), conv)
 
 
-def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
+def _checkpoint_plans(path: Path, recipe: str, conv: str) -> Planned:
     from fp4deploy.models import load_weights, read_card
     from fp4deploy.models.checkpoint import network_of
     from fp4deploy.qat import layer_plan, prepare_as
@@ -80,31 +118,45 @@ def _checkpoint_plans(path: Path, recipe: str) -> list[LayerPlan]:
     if card.precision == "nvfp4":
         prepare_as(model, card)
     load_weights(model, path)
-    return layer_plan(model, card.recipe or recipe)
+    return _forecasts(model, layer_plan(model, card.recipe or recipe), conv)
 
 
-def _onnx_plans(path: Path) -> list[LayerPlan]:
+def _onnx_plans(path: Path, conv: str, target: str) -> Planned:
     from fp4deploy.export import read_onnx
+    from fp4deploy.export.lowering.forecast import Forecast
+    from fp4deploy.export.lowering.lower import lower
     from fp4deploy.export.onnx.layers import planned_layers
     from fp4deploy.qat import LayerPlan
 
-    layers = planned_layers(read_onnx(path))
+    graph = read_onnx(path)
+    layers = planned_layers(graph)
     if not layers:
         raise InputError(f"{path} has no layer plan in its metadata. Write it with: fp4deploy export")
+    lowered = {layer.name: layer for layer in lower(graph, conv, target).layers}
     return [
-        LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", ""))
+        (
+            LayerPlan(name, layer.get("kind", ""), layer.get("precision", ""), layer.get("reason", "")),
+            Forecast(lowered[name].compute, lowered[name].weights, lowered[name].reason),
+        )
         for name, layer in layers.items()
     ]
 
 
-def _print_table(model: str, plans: list[LayerPlan]) -> None:
+def _print_table(model: str, plans: Planned, engine: str) -> None:
     from rich.table import Table
 
-    table = Table("layer", "kind", "precision", "reason", box=None, pad_edge=False)
-    for plan in plans:
-        style = "green" if plan.precision == "FP4" else None
-        table.add_row(plan.name, plan.kind, plan.precision, plan.reason, style=style)
+    table = Table("layer", "kind", "precision", "engine", "reason", box=None, pad_edge=False)
+    for plan, found in plans:
+        style = "green" if found.compute == "FP4" else "yellow" if plan.precision == "FP4" else None
+        reason = plan.reason if found.compute == plan.precision else f"{plan.reason}; {found.reason}"
+        table.add_row(plan.name, plan.kind, plan.precision, found.compute, reason, style=style)
     console = results()
     console.print(table)
-    quantised = sum(plan.precision == "FP4" for plan in plans)
-    console.print(f"\n{model}: {quantised} of {len(plans)} layers in FP4.", markup=False)
+    quantised = [found for plan, found in plans if plan.precision == "FP4"]
+    multiplied = sum(found.compute == "FP4" for found in quantised)
+    console.print(
+        f"\n{model}: {len(quantised)} of {len(plans)} layers quantised to FP4. {engine} multiplies {multiplied} "
+        f"of them in FP4 and {len(quantised) - multiplied} in FP16 with FP4 weights.",
+        markup=False,
+        soft_wrap=True,
+    )

@@ -56,6 +56,7 @@ def build_engine(
     batch: tuple[int, int, int] = (1, 1, 8),
     log: Path | None = None,
     size: tuple[int, int] | None = None,
+    require_fp4: float | None = None,
 ) -> BuildResult:
     """Build a plan and its ledger from an ONNX file.
 
@@ -69,11 +70,12 @@ def build_engine(
         batch: smallest, most frequent and largest batch.
         log: keep the compiler's verbose log here, also of a failed build.
         size: height and width of the images, for a file that leaves them open.
+        require_fp4: least share of the multiply-accumulates that FP4 tensor cores must do, 0 to 1; else as `strict`.
 
     Raises:
         InputError: a wrong value, a file that is no canonical ONNX, a graph that the compiler refuses.
         UnavailableError: the library or the GPU is missing.
-        GateError: `strict`, and a layer fell back.
+        GateError: `strict`, and a layer fell back; or less than `require_fp4` is in FP4.
 
     >>> engine = build_engine(folder / "unet.onnx", folder / "unet.plan", arch="sm120")
     >>> engine.ledger_path.name
@@ -97,6 +99,8 @@ def build_engine(
         ledger = _ledger(onnx_path, out, lowered, job, answer, conv)
         if strict:
             ledger.require_no_fallback()
+        if require_fp4 is not None:
+            ledger.require_fp4_share(require_fp4)
         _write(job.plan, out, ledger)
     return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
 

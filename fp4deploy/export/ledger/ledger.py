@@ -160,6 +160,24 @@ class Ledger:
             "Build without --strict to keep the engine and its ledger."
         )
 
+    def require_fp4_share(self, share: float) -> None:
+        """The gate of `--require-fp4`: a plan that keeps convolutions in FP16 has no fallback, and may be too little.
+
+        Raises:
+            GateError: FP4 tensor cores do less than `share` of the multiply-accumulates; the message lists the layers
+                that do most of the rest.
+        """
+        found = self.totals().fp4_mac_share
+        if found >= share:
+            return
+        rest = sorted((row for row in self.layers if row.actual != "FP4"), key=lambda row: -row.macs)[:3]
+        total = max(1, sum(row.macs for row in self.layers))
+        listed = "; ".join(f"{row.layer} ({row.macs / total:.1%}, {row.actual}): {row.reason}" for row in rest)
+        raise GateError(
+            f"{found:.1%} of the multiply-accumulates are in FP4, and --require-fp4 asks for {share:.1%}. Most of the "
+            f"rest: {listed}. No engine was written. Choose another form with: --conv gemm"
+        )
+
     def totals(self) -> Totals:
         """Counts for a summary line."""
         macs = sum(row.macs for row in self.layers)

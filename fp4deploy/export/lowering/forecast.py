@@ -1,0 +1,72 @@
+"""What an engine makes of a quantised torch layer, before there is a file to lower.
+
+The rules are those of `lower`, on the layer's own settings instead of ONNX nodes; a test compares the two. An ONNX file
+needs no forecast: `lower` gives its plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded to FP16 for it"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Precision that the layer multiplies in, precision of its stored weights, and why."""
+
+    compute: str
+    weights: str
+    reason: str
+
+
+def forecast(layer: nn.Module, conv: str) -> Forecast:
+    """The forecast of one FP4 layer under a `--conv` mode (`lowering.lower`).
+
+    >>> forecast(nn.Conv2d(16, 16, 3, padding=1), "auto").compute
+    'FP16'
+    >>> forecast(nn.Conv2d(16, 16, 3, padding=1), "gemm").compute
+    'FP4'
+    """
+    if isinstance(layer, nn.Linear):
+        return Forecast("FP4", "FP4", "linear layer as an FP4 GEMM")
+    if conv == "plugin" and _is_plugin(layer):
+        return Forecast("FP4", "FP4", "plugin: TensorRT has no FP4 convolution")
+    if _is_upsampling(layer):
+        if conv == "qdq":
+            return Forecast("FP16", "FP4", f"{BLOCKED}; --conv auto makes it an FP4 GEMM")
+        return Forecast("FP4", "FP4", "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace")
+    if not _is_one_gemm(layer):
+        return Forecast("FP16", "FP4", "TensorRT has no FP4 convolution, and this form is not a single GEMM")
+    assert isinstance(layer, nn.Conv2d)
+    if tuple(layer.kernel_size) == (1, 1):
+        return Forecast("FP4", "FP4", "1x1 convolution as an FP4 GEMM")
+    if conv == "gemm":
+        return Forecast("FP4", "FP4", "convolution as im2col and an FP4 GEMM")
+    return Forecast("FP16", "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
+
+
+def _is_one_gemm(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and layer.groups == 1
+
+
+def _is_upsampling(layer: nn.Module) -> bool:
+    return (
+        isinstance(layer, nn.ConvTranspose2d)
+        and (tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.dilation)) == ((2, 2), (2, 2), (1, 1))
+        and layer.groups == 1
+        and not any(layer.padding)
+        and not any(layer.output_padding)
+    )
+
+
+def _is_plugin(layer: nn.Module) -> bool:
+    """As `plugin_match.read_source`: one group, the same along both axes, at most 7x7."""
+    if _is_upsampling(layer):
+        return True
+    if not isinstance(layer, nn.Conv2d) or not _is_one_gemm(layer) or isinstance(layer.padding, str):
+        return False
+    sides = zip(layer.kernel_size, layer.stride, layer.padding, layer.dilation, strict=True)
+    return len(set(sides)) == 1 and layer.kernel_size[0] <= 7

@@ -1,0 +1,48 @@
+"""What `check` forecasts of torch layers is what lowering plans for their exported graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fp4deploy.export.lowering.forecast import forecast
+from fp4deploy.export.lowering.lower import lower
+from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.qat import calibrate, prepare, quantized_layers
+
+
+class Forms(nn.Module):
+    """Every form of a layer that lowering tells apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point = nn.Conv2d(16, 32, 1)
+        self.plain = nn.Conv2d(32, 32, 3, padding=1)
+        self.strided = nn.Conv2d(32, 32, 3, stride=2, padding=1)
+        self.grouped = nn.Conv2d(32, 32, 3, padding=1, groups=2)
+        self.uneven = nn.Conv2d(32, 32, (3, 5), padding=(1, 2))
+        self.up = nn.ConvTranspose2d(32, 16, 2, stride=2)
+        self.slow_up = nn.ConvTranspose2d(16, 16, 4, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.uneven(self.grouped(self.strided(self.plain(self.point(x)))))
+        return self.slow_up(self.up(x))
+
+
+@pytest.fixture(scope="module")
+def exported() -> tuple[nn.Module, object]:
+    torch.manual_seed(0)
+    model = prepare(Forms(), include="*").eval()
+    image = torch.randn(1, 16, 8, 8)
+    calibrate(model, image)
+    return model, export_graph(model, tuple(image.shape[1:]))
+
+
+@pytest.mark.parametrize("conv", ["auto", "qdq", "gemm", "plugin"])
+def test_forecast_is_the_plan(exported: tuple[nn.Module, object], conv: str) -> None:
+    model, graph = exported
+    backend = "tensorrt" if conv == "plugin" else "tensorrt-rtx"
+    planned = {layer.name: (layer.compute, layer.weights) for layer in lower(graph, conv, backend).layers}
+    found = {name: forecast(layer, conv) for name, layer in quantized_layers(model).items()}
+    assert {name: (each.compute, each.weights) for name, each in found.items()} == planned
