@@ -1,4 +1,7 @@
-"""Where output goes: results on stdout, progress and notes on stderr, JSON alone on stdout."""
+"""Where output goes: results on stdout, progress and notes on stderr, JSON alone on stdout.
+
+With `--quiet` stderr gets errors alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fp4deploy.runs import is_first_process
-from fp4deploy.terminal import console
+from fp4deploy.terminal import console, is_quiet
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,11 +26,11 @@ def results() -> Console:
 
 def notes() -> Console:
     """Console for progress, headings and remarks (stderr)."""
-    return _console(sys.stderr)
+    return _console(sys.stderr, quiet=is_quiet())
 
 
-def _console(stream: TextIO) -> Console:
-    return console(stream, width=None if stream.isatty() else PIPE_WIDTH)
+def _console(stream: TextIO, quiet: bool = False) -> Console:
+    return console(stream, width=None if stream.isatty() else PIPE_WIDTH, quiet=quiet)
 
 
 def note(text: str) -> None:

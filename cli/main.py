@@ -14,6 +14,7 @@ Nothing here, nor in the command files at import time, may import torch, onnx, n
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -25,7 +26,7 @@ from typer.core import TyperGroup
 
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError, InputError, Interrupted
-from fp4deploy.terminal import printable
+from fp4deploy.terminal import QUIET, printable
 
 from .commands import (
     audit,
@@ -38,10 +39,12 @@ from .commands import (
     export,
     inspect,
     kernels,
+    open_page,
     predict,
     report,
     run,
     selftest,
+    settings,
     sweep,
     telemetry,
     train,
@@ -49,15 +52,18 @@ from .commands import (
 from .process import lasting_output, stop_on_signals
 
 DEBUG = "--debug"
+SILENT = ("--quiet", "-q")
 
 
 class CommandGroup(TyperGroup):
-    """Takes `--debug` anywhere on the line, and ends every error with one paragraph and its exit code."""
+    """Takes `--debug` and `--quiet` anywhere on the line, and ends every error with one paragraph and its exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Note `--debug` and hand on the other arguments."""
+        """Note `--debug` and `--quiet`, and hand on the other arguments."""
         ctx.obj = {"debug": DEBUG in args}
-        return super().parse_args(ctx, [argument for argument in args if argument != DEBUG])
+        if not set(args).isdisjoint(SILENT):
+            os.environ[QUIET] = "1"
+        return super().parse_args(ctx, [argument for argument in args if argument not in (DEBUG, *SILENT)])
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; map what it raises to a message on stderr and an exit code."""
@@ -115,7 +121,6 @@ app = typer.Typer(
     name="fp4deploy",
     help="NVFP4 for segmentation UNets: train, export, build and bench, with a proof at every stage.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -136,6 +141,9 @@ def _root(
     debug: Annotated[
         bool, typer.Option(DEBUG, help="Show the traceback of an error (allowed anywhere on the line).")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option(*SILENT, help="No progress and no remarks on stderr (allowed anywhere on the line).")
+    ] = False,
 ) -> None:
     pass
 
@@ -149,6 +157,8 @@ app.command("build")(build.build)
 app.command("bench")(bench.bench)
 app.command("predict")(predict.predict)
 app.command("report")(report.report)
+app.command("open")(open_page.open_page)
+app.command("settings")(settings.settings)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("audit")(audit.audit)

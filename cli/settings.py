@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,13 +14,43 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fp4deploy.errors import InputError, suggest
+from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, create_run, hold, require_new
 
+from . import completion
 from .console import note, shown
 
 if TYPE_CHECKING:
     from fp4deploy.train import Config
+
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+
+
+def use_device(value: str | None) -> str | None:
+    """Let torch see the device of `--device` and no other, here (torch is not imported yet) and in children.
+
+    Raises:
+        InputError: it is no device.
+        UnavailableError: it is a GPU, and there is none of that number.
+    """
+    if value is None:
+        return None
+    if not _DEVICE.fullmatch(value):
+        raise InputError(f"--device is '{value}'; it takes cpu, cuda, or one GPU such as cuda:1.")
+    _, _, number = value.partition(":")
+    if value == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return value
+    if number:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = number if seen is None else (seen.split(",") + [""] * int(number))[int(number)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnavailableError(f"--device is {value}, and torch sees no such GPU here. What it sees: fp4deploy doctor")
+    return value
+
 
 DataOption = Annotated[Path | None, typer.Option("--data", help="Dataset folder.", show_default="generated shapes")]
 ModelOption = Annotated[
@@ -42,17 +74,28 @@ InitOption = Annotated[
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder to create.", show_default="runs/<time>")]
 MODELS_HELP = f"Any of {', '.join(MODELS)}, in order."
 DEFAULT = ",".join(DEFAULT_MODELS)
-ModelsOption = Annotated[str, typer.Option("--models", help=MODELS_HELP)]
+ModelsOption = Annotated[str, typer.Option("--models", help=MODELS_HELP, autocompletion=completion.models)]
 TaskOption = Annotated[
     Literal["semantic", "instance"] | None,
     typer.Option("--task", help="Segment classes (semantic) or objects (instance).", show_default="semantic"),
 ]
-RecipeOption = Annotated[str | None, typer.Option("--recipe", help="Quantisation recipe.", show_default="nvfp4_qat")]
-ClassesOption = Annotated[str | None, typer.Option("--classes", help="Classes to learn: a,b,c.", show_default="all")]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option("--recipe", help="Quantisation recipe.", show_default="nvfp4_qat", autocompletion=completion.recipes),
+]
+ClassesOption = Annotated[
+    str | None,
+    typer.Option("--classes", help="Classes to learn: a,b,c.", show_default="all", autocompletion=completion.classes),
+]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML settings.", show_default="built in")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Setting such as train.epochs=20; repeatable.", show_default="none"),
+    typer.Option(
+        "--set",
+        help="Setting such as train.lr=1e-3; repeatable. All: fp4deploy settings.",
+        show_default="none",
+        autocompletion=completion.settings,
+    ),
 ]
 EveryOption = Annotated[
     int | None,
@@ -67,6 +110,24 @@ TrackerOption = Annotated[
     list[str] | None,
     typer.Option(
         "--tracker", help="tensorboard or wandb, in addition to telemetry.jsonl; repeatable.", show_default="jsonl"
+    ),
+]
+EpochsOption = Annotated[
+    int | None,
+    typer.Option("--epochs", min=1, help="Epochs of fp16; train.epochs.", show_default="14"),
+]
+BatchSizeOption = Annotated[
+    int | None,
+    typer.Option("--batch-size", min=1, help="Images a step and process; train.batch_size.", show_default="8"),
+]
+SizeOption = Annotated[
+    str | None,
+    typer.Option("--size", help="Model input in pixels, HxW; data.height, data.width.", show_default="96x96"),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="cpu, cuda, or one GPU: cuda:1.", show_default="cuda where there is one", callback=use_device
     ),
 ]
 ScratchOption = Annotated[bool, typer.Option("--from-scratch", help="Do not start NVFP4 from the FP16 checkpoint.")]
@@ -116,6 +177,9 @@ def settings(
     trackers: list[str] | None = None,
     model: str | None = None,
     init: Path | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    size: str | None = None,
 ) -> Config:
     """Read the configuration; flags are settings like any `--set` (quoted, as values are YAML), and later ones win.
 
@@ -139,6 +203,13 @@ def settings(
         flags.append(f"task={task}")
     if recipe is not None:
         flags.append(f"recipe={json.dumps(recipe)}")
+    if epochs is not None:
+        flags.append(f"train.epochs={epochs}")
+    if batch_size is not None:
+        flags.append(f"train.batch_size={batch_size}")
+    pixels = parse_size(size)
+    if pixels is not None:
+        flags += [f"data.height={pixels[0]}", f"data.width={pixels[1]}"]
     if every is not None:
         flags.append(f"telemetry.every={every}")
     if trackers:

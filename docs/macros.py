@@ -350,6 +350,20 @@ def projected() -> str:
     return markdown(["projected", "FP16, ms", "NVFP4, ms", "ratio"], rows)
 
 
+def settings() -> str:
+    """Every key of `--set` and of a configuration file; `fp4deploy settings` prints the same."""
+    from fp4deploy.train.config import Config, describe_settings
+
+    def text(value: Any) -> str:
+        return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+    rows = [
+        [f"`{setting.key}`", text(setting.default), setting.valid.replace("<", "&lt;"), setting.meaning]
+        for setting in describe_settings(Config())
+    ]
+    return markdown(["setting", "default", "valid", "meaning"], rows, left=4)
+
+
 def digit_recipes(name: str) -> str:
     """Recipes on scikit-learn's 8x8 digits over seeds, paired with FP32."""
     runs = result(name)["runs"]
@@ -369,7 +383,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for function in (
         training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, scaling, estimates, telemetry_cost,
-        sensitivity, tiles, projected, digit_recipes,
+        sensitivity, tiles, projected, digit_recipes, settings,
     )
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import typer
 
 from fp4deploy.errors import InputError, UnavailableError
 
+from .. import completion
 from ..console import note, notes, print_json, results, shown
 from ..settings import NamedModelOption, expect
 
@@ -26,6 +27,7 @@ def bench(
             "--engine",
             help="Artefact (.plan, .onnx, .fp4, checkpoint), or its name in the latest run; repeatable.",
             show_default="every artefact of the latest run",
+            autocompletion=completion.artifacts,
         ),
     ] = None,
     data: Annotated[

@@ -10,6 +10,7 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
+from .. import completion
 from ..console import done, note, shown
 from ..settings import parse_size
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 def build(
     models: Annotated[
-        list[Path] | None, typer.Argument(help="Canonical .onnx files.", show_default="all of the latest run")
+        list[Path] | None,
+        typer.Argument(
+            help="Canonical .onnx files.", show_default="all of the latest run", autocompletion=completion.artifacts
+        ),
     ] = None,
     backend: Annotated[
         Literal["tensorrt", "tensorrt-rtx"], typer.Option("--backend", help="Engine library.")
@@ -27,7 +31,10 @@ def build(
     arch: Annotated[
         str | None,
         typer.Option(
-            "--arch", help="GPU to build for, such as sm120.", show_default="sm120; with tensorrt the GPU present"
+            "--arch",
+            help="GPU to build for, such as sm120.",
+            show_default="sm120; with tensorrt the GPU present",
+            autocompletion=completion.architectures,
         ),
     ] = None,
     conv: Annotated[

@@ -10,6 +10,7 @@ import typer
 
 from fp4deploy.errors import InputError
 
+from .. import completion
 from ..console import print_json, results
 from ..settings import NamedModelOption, expect
 
@@ -28,7 +29,10 @@ def check(
         typer.Argument(help="A model (unet:0.25, smp:Unet/resnet34, net.py:factory), a checkpoint, or an .onnx file."),
     ],
     recipe: Annotated[
-        str, typer.Option("--recipe", help="Recipe to plan for (unet and FP16 checkpoints).")
+        str,
+        typer.Option(
+            "--recipe", help="Recipe to plan for (unet and FP16 checkpoints).", autocompletion=completion.recipes
+        ),
     ] = "nvfp4_qat",
     classes: Annotated[int, typer.Option("--classes", min=1, help="Number of classes (unet only).")] = 21,
     digits: Annotated[

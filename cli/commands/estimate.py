@@ -11,13 +11,17 @@ from fp4deploy.errors import counted
 from ..console import done, note, print_json, results
 from ..settings import (
     DEFAULT,
+    BatchSizeOption,
     ClassesOption,
     ConfigOption,
     DataOption,
+    DeviceOption,
+    EpochsOption,
     ModelOption,
     ModelsOption,
     RecipeOption,
     SetOption,
+    SizeOption,
     TaskOption,
     parse_models,
     settings,
@@ -34,6 +38,10 @@ def estimate(
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
     config: ConfigOption = None,
+    epochs: EpochsOption = None,
+    batch_size: BatchSizeOption = None,
+    size: SizeOption = None,
+    device: DeviceOption = None,
     sets: SetOption = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs to estimate for.")] = 1,
     images: Annotated[
@@ -57,7 +65,18 @@ def estimate(
     model: ModelOption = None,
 ) -> None:
     """Measure a few steps of each model, and estimate the time of its whole schedule; writes no run."""
-    resolved = settings(config, sets, data=data, classes=classes, recipe=recipe, task=task, model=model)
+    resolved = settings(
+        config,
+        sets,
+        data=data,
+        classes=classes,
+        recipe=recipe,
+        task=task,
+        model=model,
+        epochs=epochs,
+        batch_size=batch_size,
+        size=size,
+    )
     run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json)
 
 

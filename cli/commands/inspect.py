@@ -11,12 +11,17 @@ import typer
 
 from fp4deploy.errors import InputError, counted
 
+from .. import completion
 from ..console import print_json, results
 
 
 def inspect(
     file: Annotated[
-        Path, typer.Argument(help=".onnx, .fp4, .plan, .ledger.json or .safetensors; or its name in the latest run.")
+        Path,
+        typer.Argument(
+            help=".onnx, .fp4, .plan, .ledger.json or .safetensors; or its name in the latest run.",
+            autocompletion=completion.artifacts,
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the tables.")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
+from .. import completion
 from ..console import done, note, print_json, shown
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(help="Run folders; the others are compared with the first.", show_default="the latest run"),
+        typer.Argument(
+            help="Run folders; the others are compared with the first.",
+            show_default="the latest run",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     out: Annotated[
         Path | None,

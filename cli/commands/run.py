@@ -10,12 +10,16 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import processes
 
+from .. import completion
 from ..console import done, note, results, shown
 from ..settings import (
     DEFAULT,
+    BatchSizeOption,
     ClassesOption,
     ConfigOption,
     DataOption,
+    DeviceOption,
+    EpochsOption,
     EveryOption,
     InitOption,
     ModelOption,
@@ -24,6 +28,7 @@ from ..settings import (
     RecipeOption,
     ScratchOption,
     SetOption,
+    SizeOption,
     TaskOption,
     TrackerOption,
     new_run,
@@ -47,8 +52,17 @@ def run(
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
     config: ConfigOption = None,
+    epochs: EpochsOption = None,
+    batch_size: BatchSizeOption = None,
+    size: SizeOption = None,
+    device: DeviceOption = None,
     sets: SetOption = None,
-    arch: Annotated[str, typer.Option("--arch", help="GPU to build engines for: sm120 or sm121.")] = "sm120",
+    arch: Annotated[
+        str,
+        typer.Option(
+            "--arch", help="GPU to build engines for: sm120 or sm121.", autocompletion=completion.architectures
+        ),
+    ] = "sm120",
     from_scratch: ScratchOption = False,
     telemetry_every: EveryOption = None,
     tracker: TrackerOption = None,
@@ -56,6 +70,7 @@ def run(
     init: InitOption = None,
 ) -> None:
     """Take an FP16 and an NVFP4 model through every stage, and compare them in a table and a report."""
+    from fp4deploy.bench.commands import this_command
     from fp4deploy.pipeline import run_chain
 
     if processes() > 1:
@@ -74,26 +89,16 @@ def run(
         trackers=tracker,
         model=model,
         init=init,
+        epochs=epochs,
+        batch_size=batch_size,
+        size=size,
     )
-    commands = _commands(demo, data, config, sets, models, task)
     with new_run(resolved, out) as (created, resolved):
         where = Path(resolved.data.root or created.path / "data")
         report = run_chain(
-            resolved, created, where, chosen, from_scratch=from_scratch, arch=arch, say=note, commands=commands
+            resolved, created, where, chosen, from_scratch=from_scratch, arch=arch, say=note, commands=[this_command()]
         )
     _print(report)
-
-
-def _commands(
-    demo: bool, data: Path | None, config: Path | None, sets: list[str] | None, models: str, task: str | None = None
-) -> list[str]:
-    flags = ["--demo"] if demo else []
-    flags += ["--task", task] if task else []
-    flags += ["--data", str(data)] if data else []
-    flags += ["--config", str(config)] if config else []
-    flags += [part for setting in sets or [] for part in ("--set", setting)]
-    flags += ["--models", models] if models != DEFAULT else []
-    return [" ".join(["fp4deploy run", *flags])]
 
 
 def _print(report: Report) -> None:

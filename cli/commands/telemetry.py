@@ -10,6 +10,7 @@ import typer
 from fp4deploy.errors import InputError, counted
 from fp4deploy.runs import Run, latest_run, open_run
 
+from .. import completion
 from ..console import done, note, shown
 
 app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
@@ -17,7 +18,10 @@ app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_ar
 
 @app.command("plot")
 def plot(
-    run: Annotated[Path | None, typer.Argument(help="Run folder.", show_default="the latest run")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="Run folder.", show_default="the latest run", autocompletion=completion.runs),
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Only this model.", show_default="all")] = None,
 ) -> None:
     """Draw every heatmap of a run from its telemetry.jsonl and checkpoints, under plots/heatmaps/<model>/."""

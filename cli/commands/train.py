@@ -12,9 +12,12 @@ from ..console import done, note, shown
 from ..settings import (
     DEFAULT,
     MODELS_HELP,
+    BatchSizeOption,
     ClassesOption,
     ConfigOption,
     DataOption,
+    DeviceOption,
+    EpochsOption,
     EveryOption,
     InitOption,
     ModelOption,
@@ -22,6 +25,7 @@ from ..settings import (
     RecipeOption,
     ScratchOption,
     SetOption,
+    SizeOption,
     TaskOption,
     TrackerOption,
     new_run,
@@ -49,6 +53,10 @@ def train(
     recipe: RecipeOption = None,
     classes: ClassesOption = None,
     config: ConfigOption = None,
+    epochs: EpochsOption = None,
+    batch_size: BatchSizeOption = None,
+    size: SizeOption = None,
+    device: DeviceOption = None,
     sets: SetOption = None,
     out: OutOption = None,
     resume: Annotated[
@@ -67,6 +75,7 @@ def train(
     chosen = parse_models(DEFAULT if models is None else models)
     flags: Any = {"data": data, "classes": classes, "recipe": recipe, "task": task}
     flags |= {"every": telemetry_every, "trackers": tracker, "model": model, "init": init}
+    flags |= {"epochs": epochs, "batch_size": batch_size, "size": size}
     if from_scratch:
         sets = [*(sets or []), "train.from_scratch=true"]
     if dry_run:

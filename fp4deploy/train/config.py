@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, suggest
 from fp4deploy.files import atomic_write
 from fp4deploy.models.spec import UNET
 from fp4deploy.models.unet import STRIDE
@@ -31,15 +33,16 @@ from fp4deploy.train.sections import (
     TelemetrySection,
     TrainSection,
     checked,
+    valid_text,
 )
 
 
 class Config(Section):
-    """A whole training; `seed` fixes initial weights, shuffling and augmentation."""
+    """A whole training."""
 
-    seed: int = Field(0, ge=0, lt=1 << 63)
-    task: Literal["semantic", "instance"] = "semantic"
-    recipe: str = "nvfp4_qat"
+    seed: int = Field(0, ge=0, lt=1 << 63, description="of initial weights, shuffling and augmentation")
+    task: Literal["semantic", "instance"] = Field("semantic", description="segment classes or objects")
+    recipe: str = Field("nvfp4_qat", description="what is quantised, and how")
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
@@ -178,13 +181,13 @@ def _problem(entry: Any) -> str:
     path = [str(part) for part in entry["loc"]]
     key = ".".join(path)
     if entry["type"] == "extra_forbidden":
-        valid = _settings()
+        valid = setting_names()
         near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
         if near:
             return f"unknown setting {key}, did you mean {near[0]}?"
         return f"unknown setting {key}, valid are {', '.join(valid)}"
     if entry["type"] == "model_type":
-        return f"{key} is a section; set one of {', '.join(name for name in _settings() if name.startswith(key))}"
+        return f"{key} is a section; set one of {', '.join(name for name in setting_names() if name.startswith(key))}"
     message = entry["msg"].removeprefix("Value error, ").rstrip(".")
     message = message[0].lower() + message[1:]
     given = str(entry["input"])
@@ -195,8 +198,46 @@ def _problem(entry: Any) -> str:
     )
 
 
-def _settings() -> list[str]:
+def setting_names() -> list[str]:
+    """Every key that `--set` takes, such as "train.lr"."""
     return list(_flat(Config().model_dump(mode="json")))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key of the configuration; `valid` and `meaning` as a person reads them."""
+
+    key: str
+    value: Any
+    default: Any
+    valid: str
+    meaning: str
+
+
+def describe_settings(config: Config, prefix: str = "") -> list[Setting]:
+    """The settings of `config` whose key begins with `prefix`, in the order of a configuration file.
+
+    Raises:
+        InputError: no key begins so.
+    """
+    values, defaults = _flat(config.model_dump(mode="json")), _flat(Config().model_dump(mode="json"))
+    found = [
+        Setting(key, values.get(key), default, valid_text(field), field.description or "")
+        for key, default in defaults.items()
+        if key.startswith(prefix) and (field := _field(key)) is not None
+    ]
+    if not found:
+        raise InputError(
+            f"No setting begins with '{prefix}'.{suggest(prefix, defaults)} List all with: fp4deploy settings"
+        )
+    return found
+
+
+def _field(key: str) -> FieldInfo | None:
+    section, dot, name = key.partition(".")
+    if not dot:
+        return Config.model_fields.get(section)
+    return type(Config.model_fields[section].default).model_fields.get(name)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

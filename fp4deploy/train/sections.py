@@ -6,9 +6,11 @@ options, distillation and damping are off until they are asked for.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.models.card import MOST_PIXELS
@@ -24,19 +26,20 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """spec: the network (`models.spec`), args: its arguments; output: its logits, where it has several outputs.
+    """The network and where its weights begin."""
 
-    init: file with initial weights (`models.initial`). Of the UNet: scale: channels int(scale * {64, ..., 1024});
-    digits: the image is read as digits, which keeps a first layer in FP4 from losing the image
-    (`models.input_encoding`): for quant.include: ["*"].
-    """
-
-    spec: str = UNET
-    args: dict[str, Any] = Field(default_factory=dict)
-    output: str | None = None
-    init: str | None = None
-    scale: float = Field(0.25, le=4)
-    digits: bool = False
+    spec: str = Field(
+        UNET,
+        description="unet, smp:Unet/resnet34, torchvision:NAME, timm:NAME, monai:NAME, or your own as FILE.py:factory",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="arguments of the network's constructor")
+    output: str | None = Field(None, description="name or index of the logits, where the network has several outputs")
+    init: str | None = Field(None, description="file with initial weights: .safetensors, or .pth of tensors")
+    scale: float = Field(0.25, le=4, description="channels of the UNet are int(scale * {64, 128, 256, 512, 1024})")
+    digits: bool = Field(
+        False,
+        description="encode the image as several FP4 terms, for a first layer in FP4: quant.include ['*']",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -61,64 +64,68 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """root: dataset folder; classes: the classes to learn (None: all); height, width: model input in pixels.
+    """What is learned, and at which size."""
 
-    workers: loader processes (None: 0 on a CPU, up to 12 with a GPU); cache_gib: a set that needs no more memory than
-    this when decoded is decoded once.
-    """
-
-    root: str | None = None
-    classes: list[str] | None = None
-    height: int = Field(96, gt=0, le=MOST_PIXELS)
-    width: int = Field(96, gt=0, le=MOST_PIXELS)
-    workers: int | None = Field(None, ge=0, le=1024)
-    cache_gib: float = Field(1.0, ge=0, le=1e6)
+    root: str | None = Field(None, description="dataset folder")
+    classes: list[str] | None = Field(None, description="classes to learn; none: all")
+    height: int = Field(96, gt=0, le=MOST_PIXELS, description="model input in pixels")
+    width: int = Field(96, gt=0, le=MOST_PIXELS, description="model input in pixels")
+    workers: int | None = Field(
+        None, ge=0, le=1024, description="processes that load images; none: 0 on a CPU, up to 12 with a GPU"
+    )
+    cache_gib: float = Field(
+        1.0,
+        ge=0,
+        le=1e6,
+        description="a dataset that needs no more memory than this when decoded is decoded once, in GiB",
+    )
 
 
 class TrainSection(Section):
-    """How long and how fast; the fine-tuning values serve nvfp4 and fp16_control.
+    """How long and how fast; the fine-tuning values serve nvfp4 and fp16_control."""
 
-    accumulate: batches a step; warmup: share of the steps with a rising learning rate; clip: largest gradient norm;
-    dice, cross_entropy: weights of the two losses; class_weights: class name -> weight, others weigh 1; zoom: range of
-    the random scale; jitter: strength of the colour augmentation; upside_down: flip top and bottom, too; calibration:
-    batches that set the first activation scales; evaluate_every: epochs between validations; save_minutes: longest time
-    between two resume states, which matters where an epoch takes longer.
-
-    ema: decay of the average of the weights that is evaluated and kept, 0 for the weights themselves; label_smoothing:
-    share of the cross-entropy that all classes have; class_balance: weights of the cross-entropy from the training
-    masks, raised to balance_power (`data.balance`); spike: a loss this many times the running mean is reported;
-    checkpointing: blocks are computed again in the backward pass, for less memory (not on the fused path).
-    """
-
-    epochs: int = Field(14, ge=1, le=1_000_000)
-    finetune_epochs: int = Field(4, ge=1, le=1_000_000)
-    batch_size: int = Field(8, ge=1, le=65_536)
-    accumulate: int = Field(1, ge=1, le=65_536)
-    lr: float = Field(2e-3, gt=0)
-    finetune_lr: float = Field(5e-4, gt=0)
-    weight_decay: float = Field(1e-4, ge=0)
-    warmup: float = Field(0.05, ge=0, lt=1)
-    clip: float = Field(1.0, gt=0)
-    dice: float = Field(1.0, ge=0)
-    cross_entropy: float = Field(1.0, ge=0)
-    class_weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
-    zoom: tuple[float, float] = (0.85, 1.4)
-    jitter: float = Field(0.3, ge=0, lt=1)
-    upside_down: bool = False
-    calibration: int = Field(4, ge=1, le=1_000_000)
-    evaluate_every: int = Field(1, ge=1, le=1_000_000)
-    save_minutes: float = Field(10.0, gt=0)
-    channels_last: bool = False
-    compile: bool = False
-    fused: bool = True
-    ema: float = Field(0.0, ge=0, lt=1)
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    class_balance: Literal["median_frequency", "effective_number"] | None = None
-    balance_power: float = Field(1.0, gt=0, le=1)
-    spike: float = Field(4.0, gt=1)
-    checkpointing: bool = False
-    from_scratch: bool = False
-    init_checkpoint: str | None = None
+    epochs: int = Field(14, ge=1, le=1_000_000, description="epochs of fp16, and of others trained from random weights")
+    finetune_epochs: int = Field(4, ge=1, le=1_000_000, description="epochs of nvfp4 and fp16_control")
+    batch_size: int = Field(8, ge=1, le=65_536, description="images a batch, of each process")
+    accumulate: int = Field(1, ge=1, le=65_536, description="batches a step")
+    lr: float = Field(2e-3, gt=0, description="largest learning rate")
+    finetune_lr: float = Field(5e-4, gt=0, description="largest learning rate of fine-tuning")
+    weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
+    warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps with a rising learning rate")
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    dice: float = Field(1.0, ge=0, description="weight of the Dice loss")
+    cross_entropy: float = Field(1.0, ge=0, description="weight of the cross-entropy")
+    class_weights: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None, description="class name: its weight in the cross-entropy; other classes weigh 1"
+    )
+    zoom: tuple[float, float] = Field((0.85, 1.4), description="range of the random scale")
+    jitter: float = Field(0.3, ge=0, lt=1, description="strength of the colour augmentation")
+    upside_down: bool = Field(False, description="flip top and bottom as well")
+    calibration: int = Field(4, ge=1, le=1_000_000, description="batches that set the first activation scales")
+    evaluate_every: int = Field(1, ge=1, le=1_000_000, description="epochs between validations")
+    save_minutes: float = Field(
+        10.0, gt=0, description="longest time between two resume states; matters where an epoch takes longer"
+    )
+    channels_last: bool = Field(False, description="NHWC memory format")
+    compile: bool = Field(False, description="torch.compile the network")
+    fused: bool = Field(True, description="use the fused kernels where they apply")
+    ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="decay of the averaged weights that are evaluated and kept; 0: the weights themselves",
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the cross-entropy that all classes have")
+    class_balance: Literal["median_frequency", "effective_number"] | None = Field(
+        None, description="weights of the cross-entropy from the training masks"
+    )
+    balance_power: float = Field(1.0, gt=0, le=1, description="power of these weights")
+    spike: float = Field(4.0, gt=1, description="a loss this many times the running mean is reported")
+    checkpointing: bool = Field(
+        False, description="compute blocks again in the backward pass, for less memory; not on the fused path"
+    )
+    from_scratch: bool = Field(False, description="do not start nvfp4 from the fp16 checkpoint")
+    init_checkpoint: str | None = Field(None, description="checkpoint that fine-tuning starts from")
 
     @field_validator("zoom")
     @classmethod
@@ -129,40 +136,34 @@ class TrainSection(Section):
 
 
 class TelemetrySection(Section):
-    """every: optimiser steps between two samples of every layer (0: none); trackers: where they are written.
+    """Statistics of every layer during the training."""
 
-    plots: heatmaps at the end of a training; project, wandb_mode: of Weights & Biases.
-    """
-
-    every: int = Field(200, ge=0)
-    trackers: list[Literal["jsonl", "tensorboard", "wandb"]] = Field(["jsonl"])
-    plots: bool = True
-    project: str = "fp4deploy"
-    wandb_mode: Literal["offline", "online"] = "offline"
+    every: int = Field(200, ge=0, description="optimiser steps between two samples; 0: none")
+    trackers: list[Literal["jsonl", "tensorboard", "wandb"]] = Field(["jsonl"], description="where they are written")
+    plots: bool = Field(True, description="draw heatmaps at the end")
+    project: str = Field("fp4deploy", description="project of Weights & Biases")
+    wandb_mode: Literal["offline", "online"] = Field("offline", description="of Weights & Biases")
 
 
 class InstanceSection(Section):
-    """Instance segmentation only (`task: instance`).
+    """Instance segmentation only (`task: instance`): objects by their centres, or by a fixed set of masks."""
 
-    method: "centres" (any number of objects) or "set" (at most `channels`); stuff: classes that are not counted;
-    max_detections: most objects of an image, and COCO's maxDets. Centres: weights of the losses `heatmap` and `offset`;
-    sigma: width of a peak in square roots of the object's area; nms: odd window in pixels with one centre at most;
-    threshold: smallest centre score. Set: weights of the losses `mask_bce` and `mask_dice`, and `empty` of channels
-    without an object.
-    """
-
-    method: Literal["centres", "set"] = "centres"
-    stuff: list[str] = Field([])
-    max_detections: int = Field(100, ge=1, le=MOST_DETECTIONS)
-    heatmap: float = Field(1.0, ge=0)
-    offset: float = Field(1.0, ge=0)
-    sigma: float = Field(0.15, gt=0)
-    nms: int = Field(5, ge=3, le=MOST_NMS)
-    threshold: float = Field(0.1, ge=0, lt=1)
-    channels: int = Field(20, ge=1, le=MOST_MASKS)
-    mask_bce: float = Field(5.0, ge=0)
-    mask_dice: float = Field(2.0, ge=0)
-    empty: float = Field(0.5, ge=0)
+    method: Literal["centres", "set"] = Field(
+        "centres", description="centres: any number of objects; set: at most `channels`"
+    )
+    stuff: list[str] = Field([], description="classes that are not counted")
+    max_detections: int = Field(
+        100, ge=1, le=MOST_DETECTIONS, description="most objects of an image, and COCO's maxDets"
+    )
+    heatmap: float = Field(1.0, ge=0, description="centres: weight of the loss of the heatmap")
+    offset: float = Field(1.0, ge=0, description="centres: weight of the loss of the offsets")
+    sigma: float = Field(0.15, gt=0, description="centres: width of a peak in square roots of the object's area")
+    nms: int = Field(5, ge=3, le=MOST_NMS, description="centres: odd window in pixels with one centre at most")
+    threshold: float = Field(0.1, ge=0, lt=1, description="centres: smallest score")
+    channels: int = Field(20, ge=1, le=MOST_MASKS, description="set: number of masks")
+    mask_bce: float = Field(5.0, ge=0, description="set: weight of the binary cross-entropy")
+    mask_dice: float = Field(2.0, ge=0, description="set: weight of the Dice loss")
+    empty: float = Field(0.5, ge=0, description="set: weight of channels without an object")
 
     @field_validator("nms")
     @classmethod
@@ -171,50 +172,48 @@ class InstanceSection(Section):
 
 
 class AugmentSection(Section):
-    """Geometry in addition to `train.zoom`, and colour in addition to `train.jitter`.
+    """Geometry in addition to `train.zoom`, and colour in addition to `train.jitter`."""
 
-    flip: share of the images mirrored left to right; rotate: largest angle in degrees, corners become void; aspect:
-    largest factor between the two sides' zooms; hue: largest rotation of the hue, as a share of the full circle.
-    """
-
-    flip: float = Field(0.5, ge=0, le=1)
-    rotate: float = Field(0.0, ge=0, le=90)
-    aspect: float = Field(1.0, ge=1, le=4)
-    hue: float = Field(0.0, ge=0, le=0.5)
+    flip: float = Field(0.5, ge=0, le=1, description="share of the images mirrored left to right")
+    rotate: float = Field(0.0, ge=0, le=90, description="largest angle in degrees; corners become void")
+    aspect: float = Field(1.0, ge=1, le=4, description="largest factor between the zooms of the two sides")
+    hue: float = Field(0.0, ge=0, le=0.5, description="largest rotation of the hue, as a share of the full circle")
 
 
 class QuantSection(Section):
-    """What is quantised in addition to the recipe, and how its training is stabilised; for nvfp4 and nvfp4_ptq.
+    """What is quantised in addition to the recipe, and how its training is stabilised; for nvfp4 and nvfp4_ptq."""
 
-    include, exclude: glob patterns of layer names. By default the first and the last product stay in FP16;
-    include: ["*"] quantises them too. percentile: of the magnitudes that calibration sees, 100 for the largest.
-    clip_lr: learning rate of a learned amax (recipe "...+learned") over that of the weights; clip_decay: its weight
-    decay. damping: weight of the dampening loss, the distance of every weight to its quantised value;
-    damping_start: share of the training after which it begins, rising linearly to its weight at the end.
-    """
-
-    include: list[str] | None = None
-    exclude: list[str] | None = None
-    percentile: float = Field(100.0, gt=0, le=100)
-    clip_lr: float = Field(10.0, gt=0)
-    clip_decay: float = Field(0.1, ge=0)
-    damping: float = Field(0.0, ge=0)
-    damping_start: float = Field(0.5, ge=0, lt=1)
+    include: list[str] | None = Field(
+        None,
+        description="glob patterns of layer names; default: all but the first and last; ['*']: all",
+    )
+    exclude: list[str] | None = Field(None, description="glob patterns of layers that stay in FP16")
+    percentile: float = Field(
+        100.0, gt=0, le=100, description="of the magnitudes that calibration sees; 100: the largest"
+    )
+    clip_lr: float = Field(
+        10.0, gt=0, description="learning rate of a learned amax (recipe NAME+learned) over that of the weights"
+    )
+    clip_decay: float = Field(0.1, ge=0, description="weight decay of a learned amax")
+    damping: float = Field(
+        0.0, ge=0, description="weight of the dampening loss: distance of the weights to their quantised values"
+    )
+    damping_start: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="share of the training after which dampening begins to rise, linearly",
+    )
 
 
 class DistillSection(Section):
-    """Distillation from the FP16 checkpoint; for nvfp4 and, so that the comparison is fair, for fp16_control.
+    """Distillation from the FP16 checkpoint; for nvfp4 and, so that the comparison is fair, for fp16_control."""
 
-    weight: of the divergence between the two softmaxes, 0 for none; task: of the loss against the labels;
-    temperature: both softmaxes are taken at logits / temperature; teacher: a checkpoint other than the one that
-    fine-tuning starts from; control: whether fp16_control is distilled as well.
-    """
-
-    weight: float = Field(0.0, ge=0)
-    task: float = Field(1.0, ge=0)
-    temperature: float = Field(1.0, gt=0)
-    teacher: str | None = None
-    control: bool = True
+    weight: float = Field(0.0, ge=0, description="of the divergence between the two softmaxes; 0: none")
+    task: float = Field(1.0, ge=0, description="weight of the loss against the labels")
+    temperature: float = Field(1.0, gt=0, description="both softmaxes are taken at logits / temperature")
+    teacher: str | None = Field(None, description="checkpoint other than the one that fine-tuning starts from")
+    control: bool = Field(True, description="distil fp16_control as well")
 
 
 def checked(value: Any, check: Any) -> Any:
@@ -222,3 +221,33 @@ def checked(value: Any, check: Any) -> Any:
         return check(value)
     except Fp4DeployError as error:
         raise ValueError(str(error)) from error
+
+
+def valid_text(field: FieldInfo) -> str:
+    """Type and range of a setting: "int >= 1, <= 65536", "centres or set", "true or false"."""
+    kind = _kind(field.annotation)
+    bounds = [
+        f"{sign} {value:g}" if abs(value := getattr(bound, name)) < 1e9 else f"{sign} {value:.3g}"
+        for bound in field.metadata
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+        if hasattr(bound, name)
+    ]
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def _kind(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(str(value) for value in inner)
+    if origin in (Union, UnionType):
+        return " or ".join("none" if part is type(None) else _kind(part) for part in inner)
+    if origin is Annotated:
+        return _kind(inner[0])
+    if origin is list:
+        return f"list of {_kind(inner[0])}"
+    if origin is dict:
+        return "mapping"
+    if origin is tuple:
+        return f"[{', '.join(_kind(part) for part in inner)}]"
+    names = {str: "text", bool: "true or false", float: "number", int: "int"}
+    return names.get(annotation, str(annotation))

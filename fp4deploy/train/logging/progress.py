@@ -6,7 +6,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fp4deploy.terminal import console
+from fp4deploy.terminal import console, is_quiet
 
 
 class Display:
@@ -17,6 +17,7 @@ class Display:
     ) -> None:
         """`done` of `steps` steps are done, `running` is the first epoch to train; `quiet` prints nothing."""
         self.model, self.epochs, self.running = model, epochs, running
+        quiet = quiet or is_quiet()
         self.console = console(soft_wrap=True, quiet=quiet)
         self.bar = Progress(
             TextColumn("{task.description}"),

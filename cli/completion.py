@@ -1,0 +1,99 @@
+"""Shell completion: what may follow an option, from the files and tables that the command itself would read.
+
+`fp4deploy --install-completion` adds it to bash, zsh, fish or PowerShell. A completer answers while a person types, so
+it opens as few files as it can and never raises: what cannot be read completes to nothing. Recipes and settings need
+torch, and take a second or two the first time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.runs import MODELS, RUNS
+
+MOST_ANNOTATIONS = 64 << 20  # bytes of a COCO file that is worth reading for its classes
+
+
+def _completer(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], list[str]]:
+    """A completer of those `names(context)` that begin with what was typed."""
+
+    def complete(ctx: Any, incomplete: str) -> list[str]:
+        try:
+            return [name for name in names(ctx) if name.startswith(incomplete)]
+        except Exception:  # a traceback in the middle of a command line helps nobody
+            return []
+
+    return complete
+
+
+def _listed(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], list[str]]:
+    """The same for the last entry of a comma-separated list, without the entries that it has already."""
+
+    def complete(ctx: Any, incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        used = before.split(",")
+        try:
+            return [before + comma + name for name in names(ctx) if name.startswith(last) and name not in used]
+        except Exception:
+            return []
+
+    return complete
+
+
+def _recipes(ctx: Any) -> Iterable[str]:
+    from fp4deploy.qat.recipes import RECIPES
+
+    return RECIPES
+
+
+def _architectures(ctx: Any) -> Iterable[str]:
+    from fp4deploy.architecture import HARDWARE
+
+    return [str(architecture) for architecture in HARDWARE]
+
+
+def _runs(ctx: Any) -> Iterable[str]:
+    return sorted(str(config.parent) for config in RUNS.glob("*/config.yaml"))
+
+
+def _artifacts(ctx: Any) -> Iterable[str]:
+    """File names in the latest run, then files below the current folder's name."""
+    configs = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime_ns)
+    found = []
+    if configs:
+        run = configs[-1].parent
+        found = [path.parent.name for path in run.glob("*/best.safetensors")]
+        patterns = ("export/*.onnx", "export/*.fp4", "engines/*.plan")
+        found += [path.name for pattern in patterns for path in run.glob(pattern) if not path.name.startswith(".")]
+    return sorted(found) + [str(path) for path in Path().glob("*") if not path.name.startswith(".")]
+
+
+def _classes(ctx: Any) -> Iterable[str]:
+    """The categories of the data set that `--data` names on the same line."""
+    root = ctx.params.get("data")
+    files = sorted(Path(root).rglob("*.json")) if root else []
+    for file in files:
+        if file.stat().st_size > MOST_ANNOTATIONS:
+            continue
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(tree, dict) and isinstance(tree.get("categories"), list):
+            return [str(category["name"]) for category in tree["categories"]]
+    return []
+
+
+def _settings(ctx: Any) -> Iterable[str]:
+    from fp4deploy.train.config import setting_names
+
+    return [f"{name}=" for name in setting_names()]
+
+
+recipes = _completer(_recipes)
+architectures = _completer(_architectures)
+runs = _completer(_runs)
+artifacts = _completer(_artifacts)
+settings = _completer(_settings)
+models = _listed(lambda ctx: MODELS)
+classes = _listed(_classes)

@@ -1,0 +1,141 @@
+"""Completion, `--quiet`, `--device`, the short flags of settings, `settings` and `open`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import completion
+from cli.settings import settings as resolve
+from cli.settings import use_device
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.qat.recipes import RECIPES
+from fp4deploy.train.config import Config, setting_names
+from tests.cli.command_line import Invoke
+
+INSTRUCTION = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}
+
+
+class Context:
+    """What a completer reads of Typer's context: the values of the options before it."""
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+
+
+def test_recipes_settings_architectures_and_models_complete() -> None:
+    assert completion.recipes(Context(), "tetra") == ["tetrajet"]
+    assert set(completion.recipes(Context(), "")) == set(RECIPES)
+    assert completion.settings(Context(), "train.l") == ["train.lr=", "train.label_smoothing="]
+    assert "sm120" in completion.architectures(Context(), "sm1")
+    assert completion.models(Context(), "fp16,nv") == ["fp16,nvfp4", "fp16,nvfp4_ptq"]
+    assert completion.models(Context(), "fp16,fp16") == ["fp16,fp16_control"]
+
+
+def test_classes_are_those_of_the_data_on_the_line(shapes: Path) -> None:
+    found = completion.classes(Context(data=shapes), "")
+    assert found
+    first, second = found[:2]
+    assert completion.classes(Context(data=shapes), f"{first},{second[0]}") == [
+        f"{first},{name}" for name in found if name.startswith(second[0]) and name != first
+    ]
+    assert completion.classes(Context(data=None), "") == []
+
+
+def test_runs_and_artifacts_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert completion.runs(Context(), "") == []
+    run = tmp_path / "runs" / "one"
+    for name in ("fp16/best.safetensors", "export/unet.onnx", "engines/unet.plan", "config.yaml"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("")
+    assert completion.runs(Context(), "runs/o") == ["runs/one"]
+    assert completion.artifacts(Context(), "")[:3] == ["fp16", "unet.onnx", "unet.plan"]
+
+
+def test_unreadable_data_completes_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    assert completion.classes(Context(data=tmp_path), "") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_completion(process: Invoke, shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"COMP_WORDS": "fp4deploy tr", "COMP_CWORD": "1"}
+    line |= {"_TYPER_COMPLETE_ARGS": "fp4deploy tr", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    from tests.cli import command_line
+
+    for key, value in {**line, "_FP4DEPLOY_COMPLETE": INSTRUCTION[shell]}.items():
+        monkeypatch.setitem(command_line.ENVIRONMENT, key, value)
+    assert re.search(r"\btrain\b", process().stdout)
+
+
+def test_short_flags_are_settings_and_set_wins() -> None:
+    config = resolve(None, ["train.epochs=7"], epochs=3, batch_size=5, size="64x32")
+    assert (config.train.epochs, config.train.batch_size, config.data.height, config.data.width) == (7, 5, 64, 32)
+    with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
+        resolve(None, None, size="64")
+
+
+def test_every_setting_is_listed_with_its_meaning(invoke: Invoke) -> None:
+    result = invoke("settings", "--set", "train.lr=0.5", "--json")
+    rows = {row["key"]: row for row in json.loads(result.stdout)}
+    assert list(rows) == setting_names()
+    assert all(row["meaning"] and row["valid"] for row in rows.values())
+    assert (rows["train.lr"]["value"], rows["train.lr"]["default"]) == (0.5, Config().train.lr)
+    assert rows["instance.method"]["valid"] == "centres or set"
+    assert rows["train.batch_size"]["valid"] == "int >= 1, <= 65536"
+    assert "train.lr" in invoke("settings", "train").stdout
+    unknown = invoke("settings", "trian")
+    assert (unknown.exit_code, "Did you mean" in unknown.stderr) == (2, True)
+
+
+def test_quiet_leaves_results_and_errors(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP4DEPLOY_QUIET", "0")
+    flags = ("--epochs", 1, "--size", "32x32", "--set", "model.scale=0.125", "--set", "telemetry.plots=false")
+    loud = invoke("train", "--models", "fp16", "--resume")
+    assert loud.exit_code == 2
+    assert loud.stderr
+    from fp4deploy.data import generate_shapes
+
+    generate_shapes(tmp_path / "data", train=4, val=2, size=32, seed=0)
+    result = invoke("train", "--quiet", "--models", "fp16", "--data", "data", "--device", "cpu", *flags)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    assert "fp16: best mIoU" in result.stdout
+    assert "Error" in invoke("-q", "train", "--data", "absent").stderr
+
+
+def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    with pytest.raises(InputError, match="it takes cpu, cuda"):
+        use_device("tpu")
+    use_device("cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    use_device("cuda:1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UnavailableError, match="no such GPU"):
+        use_device("cuda:7")
+
+
+def test_open_shows_a_report(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: shown.append(url) or True)
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("seed: 0\n")
+    missing = invoke("open")
+    assert (missing.exit_code, "fp4deploy report" in missing.stderr) == (2, True)
+    (run / "report.html").write_text("<html></html>")
+    assert invoke("open").exit_code == 0
+    assert shown == [(run / "report.html").as_uri()]
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    assert invoke("open", run / "report.html").exit_code == 3
+    assert invoke("open", "absent.html").exit_code == 2
