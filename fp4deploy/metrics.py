@@ -2,7 +2,8 @@
 
 IoU of a class = true positives / (true positives + false positives + false negatives), over the whole split rather
 than averaged over images. A class that occurs neither in the truth nor in the prediction has no IoU and is left out of
-the mean; pixels labelled 255 (crowd, void) count nowhere.
+the mean; pixels labelled 255 (crowd, void) count nowhere. torchmetrics is imported with the first score: with scipy it
+takes as long to import as torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from fp4deploy.data.sample import IGNORE
 
@@ -43,6 +43,8 @@ class SegmentationScore:
     """Accumulates predictions [N, H, W] (or logits [N, C, H, W]) against targets [N, H, W]."""
 
     def __init__(self, num_classes: int, class_names: Sequence[str], ignore_index: int = IGNORE) -> None:
+        from torchmetrics.classification import MulticlassConfusionMatrix
+
         self.class_names = tuple(class_names)
         self.confusion = MulticlassConfusionMatrix(
             num_classes=num_classes, ignore_index=ignore_index, validate_args=False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import lru_cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,7 @@ def _text(text: str) -> str:
     return escape(text, quote=False)
 
 
+@lru_cache
 def _colorscale(name: str) -> list[list[Any]]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
