@@ -22,6 +22,8 @@ class Setting:
     """How a case is executed.
 
     arch: such as "sm_120". model: see `accumulate`. edit: changes the PTX before it runs. grid: instead of the host's.
+    gpu: a CUDA device that executes the same launches, so that every byte can be compared with it. inexact: GEMMs of
+    values whose sums depend on the accumulator; they are compared with the GPU alone.
     """
 
     arch: str = "sm_120"
@@ -29,6 +31,8 @@ class Setting:
     seed: int = 0
     edit: Edit | None = None
     grid: tuple[int, int, int] | None = None
+    gpu: int | None = None
+    inexact: bool = False
 
     @property
     def capability(self) -> int:
@@ -49,11 +53,12 @@ class Outcome:
     statistics: Statistics = field(default_factory=Statistics)
     fault: str = ""
     seconds: float = 0.0
+    reference: bool = True  # whether there is one right answer
 
     @property
     def good(self) -> bool:
         """Bit-equal, without a hazard."""
-        return not self.wrong and not self.fault and self.values > 0
+        return not self.wrong and not self.fault and self.values > 0 and not self.statistics.device_wrong
 
     def compare(self, got: torch.Tensor, expected: torch.Tensor) -> None:
         """Count elements whose bits differ."""
@@ -61,7 +66,8 @@ class Outcome:
         assert got.dtype == expected.dtype, (got.dtype, expected.dtype)
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
         self.values += got.numel()
-        self.wrong += int((got.contiguous().view(bits) != expected.contiguous().view(bits)).sum())
+        if self.reference:
+            self.wrong += int((got.contiguous().view(bits) != expected.contiguous().view(bits)).sum())
 
     def compare_packed(self, got: Nvfp4Tensor, expected: Nvfp4Tensor) -> None:
         """Codes and scales."""
@@ -75,6 +81,8 @@ class Outcome:
         self.statistics.warps += statistics.warps
         self.statistics.lines += statistics.lines
         self.statistics.remarks |= statistics.remarks
+        self.statistics.device_wrong += statistics.device_wrong
+        self.statistics.device_bytes += statistics.device_bytes
 
 
 Run = Callable[[Setting, Outcome], None]
@@ -91,7 +99,7 @@ class Case:
 
     def outcome(self, setting: Setting) -> Outcome:
         """Execute and compare; faults are part of the outcome."""
-        outcome = Outcome()
+        outcome = Outcome(reference=not setting.inexact)
         start = time.perf_counter()
         try:
             self.run(setting, outcome)
@@ -102,8 +110,10 @@ class Case:
 
 
 def packed(setting: Setting, *shape: int, power: int = 8, seed: int = 0) -> Nvfp4Tensor:
-    """Normal values in NVFP4, whose global scale is 2^-power."""
+    """Normal values in NVFP4, whose global scale is 2^-power; inexact ones spread over many binades."""
     values = normal(setting, *shape, seed=seed)
+    if setting.inexact:
+        return quantize_nvfp4(values * torch.exp(2 * normal(setting, *shape, seed=seed + 100)))
     return quantize_nvfp4(values, amax=torch.tensor(SCALE / 2**power))
 
 
@@ -114,6 +124,8 @@ def normal(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def multiples(setting: Setting, *shape: int, step: float = 0.25, most: int = 16, seed: int = 0) -> torch.Tensor:
-    """float32 multiples of `step`, up to `most` of them: sums of their products are exact."""
+    """float32 multiples of `step`, up to `most` of them: sums of their products are exact. Inexact: normal values."""
+    if setting.inexact:
+        return normal(setting, *shape, seed=seed) * torch.exp(2 * normal(setting, *shape, seed=seed + 100))
     generator = torch.Generator().manual_seed(1000 * setting.seed + seed)
     return torch.randint(-most, most + 1, shape, generator=generator) * step

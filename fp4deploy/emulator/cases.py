@@ -28,7 +28,7 @@ HALF, BFLOAT = torch.float16, torch.bfloat16
 
 
 def _emulate(setting: Setting, outcome: Outcome, call: Call, outputs: Sequence[torch.Tensor]) -> None:
-    outcome.add(emulate_triton(call, setting.arch, outputs, setting.model, setting.edit, setting.grid))
+    outcome.add(emulate_triton(call, setting.arch, outputs, setting.model, setting.edit, setting.grid, setting.gpu))
 
 
 @dataclass(frozen=True)

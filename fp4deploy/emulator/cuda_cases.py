@@ -61,7 +61,8 @@ class EmulatedKernel:
         blocks = self.setting.grid or blocks
         model, capability = self.setting.model, self.setting.capability
         statistics = run(
-            self.entry, blocks, threads, shared, values, self.outputs, capability, model, self.reachable, self.unwritten
+            *(self.entry, blocks, threads, shared, values, self.outputs, capability, model, self.reachable),
+            *(self.unwritten, self.setting.gpu),
         )
         self.outcome.add(statistics)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.emulator import instructions  # noqa: F401  registers what `machine` executes
+from fp4deploy.emulator.device import DeviceRun
 from fp4deploy.emulator.faults import Fault
 from fp4deploy.emulator.machine import WARP, Launch, Statistics, execute
 from fp4deploy.emulator.memory import GlobalMemory
@@ -33,18 +35,19 @@ def emulate_triton(
     model: str = "hardware",
     edit: Edit | None = None,
     grid: tuple[int, int, int] | None = None,
+    gpu: int | None = None,
 ) -> Statistics:
     """Compile the kernel of a call for an architecture and execute it; tensors are on the CPU.
 
-    outputs: tensors whose content is undefined before. edit: changes the PTX. grid: instead of the call's.
+    outputs: tensors whose content is undefined before. edit: changes the PTX. grid: instead of the call's. gpu: a CUDA
+    device that executes the same launch (`device`).
     """
     compiled = compile_launch(call.launch, arch)
     shape = (WARP * compiled.num_warps, 1, 1)
     entry = parsed(edit(compiled.ptx) if edit else compiled.ptx, compiled.name)
     values = [*call.values, *[0] * (len(entry.parameters) - len(call.values))]
-    return run(
-        entry, grid or call.grid, shape, compiled.shared, values, outputs, Architecture.parse(arch).number, model
-    )
+    capability = Architecture.parse(arch).number
+    return run(entry, grid or call.grid, shape, compiled.shared, values, outputs, capability, model, (), False, gpu)
 
 
 def run(
@@ -58,15 +61,25 @@ def run(
     model: str,
     reachable: Collection[torch.Tensor] = (),
     unwritten: bool = False,
+    gpu: int | None = None,
 ) -> Statistics:
-    """Execute a kernel; `reachable`: tensors whose addresses it finds in memory; `unwritten`: see `Launch`."""
+    """Execute a kernel.
+
+    reachable: tensors whose addresses it finds in memory. unwritten: see `Launch`. gpu: see `emulate_triton`.
+    """
     memory = GlobalMemory()
     addresses = {each.data_ptr() for each in outputs}
     for each in (*values, *reachable):
         if isinstance(each, torch.Tensor):
             memory.add(each, each.data_ptr() in addresses)
     launch = Launch(grid, block, shared, parameters(entry, values), model, capability, unwritten=unwritten)
+    twin = None
+    if gpu is not None:
+        twin = DeviceRun(entry, memory, gpu)
+        twin.launch(replace(launch, parameters=parameters(entry, twin.values(values))))
     statistics = execute(entry, launch, memory)
+    if twin is not None:
+        statistics.device_wrong, statistics.device_bytes = twin.different()
     missing = memory.unwritten()
     if missing:
         raise Fault(f"{entry.name} left {missing} bytes of its outputs unwritten.")

@@ -97,13 +97,16 @@ class Launch:
 @dataclass
 class Statistics:
     """instructions: steps of groups of threads; warps: steps times warps; lines: different instructions executed;
-    remarks: what the PTX ISA does not allow and compilers nevertheless rely on.
+    remarks: what the PTX ISA does not allow and compilers nevertheless rely on; device_wrong, device_bytes: of all
+    tensors, compared with a GPU's (`device`).
     """
 
     instructions: int = 0
     warps: int = 0
     lines: int = 0
     remarks: set[str] = field(default_factory=set)
+    device_wrong: int = 0
+    device_bytes: int = 0
 
 
 def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:

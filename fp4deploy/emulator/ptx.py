@@ -146,10 +146,14 @@ class Variable:
 
 @dataclass
 class Entry:
-    """A kernel. `registers`: name or prefix -> type; `labels`: name -> index of the next instruction."""
+    """A kernel of the module `text`.
+
+    registers: name or prefix -> type; labels: name -> index of the next instruction.
+    """
 
     name: str
     target: str
+    text: str = field(default="", repr=False)
     parameters: list[Parameter] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -184,7 +188,7 @@ def parse(text: str, name: str = "") -> Entry:
     if len(heads) != 1:
         raise UnknownInstruction(f"The PTX has {len(heads)} kernels{f' named {name}' if name else ''}; one is needed.")
     target = re.search(r"\.target\s+(\w+)", clean)
-    entry = Entry(heads[0].group(1), target.group(1) if target else "")
+    entry = Entry(heads[0].group(1), target.group(1) if target else "", text)
     end = clean.index(")", heads[0].end())
     _parameters(entry, clean[heads[0].end() : end])
     for found in _MODULE_VARIABLE.finditer(clean):

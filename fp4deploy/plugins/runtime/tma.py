@@ -58,14 +58,24 @@ def tiling(
 
 @lru_cache(4096)
 def _encoded(gpu: Gpu, address: int, n: int, w: int, rows: int, width: int, adjacent: int) -> bytes:
+    return encode(gpu, address, *tiling(n, w, rows, width, adjacent), width)
+
+
+def encode(
+    gpu: Gpu, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], width: int
+) -> bytes:
+    """The tensor map of bytes at an address, of the form that `tiling` gives; `width`: of the swizzle.
+
+    Raises:
+        KernelError: the driver refuses the sizes.
+    """
     room = (ctypes.c_char * (SIZE + _ALIGNMENT))()
     place = (ctypes.addressof(room) + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-    sizes, pitches, box = tiling(n, w, rows, width, adjacent)
     gpu.context.push()  # a host thread that has used no GPU yet has no context
     try:
         result = library().cuTensorMapEncodeTiled(
             *(ctypes.c_void_p(place), _UINT8, len(box), ctypes.c_void_p(address)),
-            *((ctypes.c_uint64 * len(sizes))(*sizes), (ctypes.c_uint64 * len(pitches))(*pitches)),
+            *((ctypes.c_uint64 * len(sizes))(*sizes), (ctypes.c_uint64 * len(strides))(*strides)),
             *((ctypes.c_uint32 * len(box))(*box), (ctypes.c_uint32 * len(box))(*(1 for _ in box))),
             *(_NOT_INTERLEAVED, _SWIZZLES[width], _NO_PROMOTION, _ZERO_FILL),
         )
@@ -73,6 +83,7 @@ def _encoded(gpu: Gpu, address: int, n: int, w: int, rows: int, width: int, adja
         gpu.driver.Context.pop()
     if result:
         raise KernelError(
-            f"The driver encodes no tensor map of [{n}, {w}] in boxes of [{rows}, {width}]: CUDA error {result}."
+            f"The driver encodes no tensor map of {list(sizes)[::-1]} bytes in boxes of {list(box)[::-1]}: CUDA error "
+            f"{result}."
         )
     return ctypes.string_at(place, SIZE)

@@ -1,0 +1,114 @@
+"""Every kernel in the PTX emulator: bytes against the reference, and against those of the GPU at hand.
+
+    python benchmarks/emulated.py --arch sm120 --arch sm100 --json benchmarks/results/emulated_cpu.json
+    python benchmarks/emulated.py --arch sm90 --gpu --json benchmarks/results/emulated_h200.json
+
+Without a GPU: a line for each case, as `fp4deploy kernels --emulate` prints them, with seeds and times.
+
+With --gpu each launch also runs on the GPU, which must be of that architecture: the same PTX, the same bytes in every
+tensor before. Every byte of every tensor is compared after. The cases have exact sums, so that every accumulator gives
+the same; so the GEMM families are repeated with values that spread over many binades, for which the sums depend on how
+the tensor core aligns, cuts off and rounds. Of these the share of bytes is given that would differ with an accumulator
+that sums exactly (`--model exact`): with none the comparison would show nothing about the accumulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.emulator.case import Setting
+from fp4deploy.emulator.cases import cases
+from fp4deploy.plugins.aot.compile import triton_version
+
+GEMMS = ("linear", "conv", "several taps", "two sources", "transposed", "packed output", "W4A16", "GEMV")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="cases or families (default: all)")
+    parser.add_argument("--arch", action="append", required=True)
+    parser.add_argument("--seed", type=int, action="append", help="repeatable (default: 0)")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    work = []
+    for arch in arguments.arch:
+        for seed in arguments.seed or [0]:
+            common = {"arch": Architecture.parse(arch).triton_name, "seed": seed}
+            settings = [Setting(**common, gpu=0 if arguments.gpu else None)]
+            if arguments.gpu:
+                settings += [Setting(**common, gpu=0, inexact=True, model=model) for model in ("hardware", "exact")]
+            for setting in settings:
+                work += [
+                    (case.name, setting)
+                    for case in cases(arguments.names, setting.capability)
+                    if case.family in GEMMS or not setting.inexact
+                ]
+    start, rows = time.perf_counter(), []
+    # A child for each few cases: a launch that fails on the GPU leaves its process without a usable context.
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=8) as pool:
+        for row in pool.imap(one, work):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+            save(arguments, rows, start)
+
+
+def one(item: tuple[str, Setting]) -> dict[str, Any]:
+    """A case, with what it showed."""
+    torch.set_num_threads(1)
+    name, setting = item
+    (case,) = cases([name], setting.capability)[:1]
+    try:
+        outcome = case.outcome(setting)
+    except Exception as error:
+        return row_of(item, {"error": f"{type(error).__name__}: {error}"[:600]})
+    statistics = outcome.statistics
+    found: dict[str, Any] = {"family": case.family, "launches": outcome.kernels}
+    found |= {"instructions": statistics.instructions, "lines": statistics.lines}
+    if setting.inexact:
+        found |= {"values": "inexact", "model": setting.model}
+    else:
+        found |= {"compared": outcome.values, "different": outcome.wrong}
+    if setting.gpu is not None:
+        found |= {"device_bytes": statistics.device_bytes, "device_different": statistics.device_wrong}
+    found |= {"hazard": outcome.fault, "remarks": sorted(statistics.remarks), "seconds": round(outcome.seconds, 2)}
+    return row_of(item, found)
+
+
+def row_of(item: tuple[str, Setting], found: dict[str, Any]) -> dict[str, Any]:
+    """The case, the architecture, the seed, and what was found."""
+    name, setting = item
+    return {"kernel": name, "for": setting.arch, "seed": setting.seed} | found
+
+
+def save(arguments: argparse.Namespace, rows: list[dict[str, Any]], start: float) -> None:
+    """Write what is there by now."""
+    if not arguments.json:
+        return
+    machine: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version()}
+    machine |= {"cores": len(os.sched_getaffinity(0)), "processes": arguments.jobs, "python": platform.python_version()}
+    if arguments.gpu:
+        machine["device"] = torch.cuda.get_device_name()
+    command = " ".join(
+        ["python benchmarks/emulated.py", *arguments.names, *(f"--arch {arch}" for arch in arguments.arch)]
+        + [f"--seed {seed}" for seed in arguments.seed or [0]]
+        + ["--gpu"] * arguments.gpu
+        + [f"--jobs {arguments.jobs}"]
+    )
+    content = {"command": command, "machine": machine, "seconds": round(time.perf_counter() - start, 1), "cases": rows}
+    arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
