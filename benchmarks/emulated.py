@@ -7,9 +7,9 @@ Without a GPU: a line for each case, as `fp4deploy kernels --emulate` prints the
 
 With --gpu each launch also runs on the GPU, which must be of that architecture: the same PTX, the same bytes in every
 tensor before. Every byte of every tensor is compared after. The cases have exact sums, so that every accumulator gives
-the same; so the GEMM families are repeated with values that spread over many binades, for which the sums depend on how
-the tensor core aligns, cuts off and rounds. Of these the share of bytes is given that would differ with an accumulator
-that sums exactly (`--model exact`): with none the comparison would show nothing about the accumulator.
+the same. So the GEMM families are repeated with values whose large products cancel each other: what is left depends on
+how the tensor core aligns, cuts off and rounds. These are emulated twice, with the model of the hardware's accumulator
+and with one that sums exactly; the bytes that differ with the latter show that the comparison has power.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.emulator.case import Setting
 from fp4deploy.emulator.cases import cases
+from fp4deploy.emulator.cases.case import Setting
 from fp4deploy.plugins.aot.compile import triton_version
 
 GEMMS = ("linear", "conv", "several taps", "two sources", "transposed", "packed output", "W4A16", "GEMV")

@@ -15,7 +15,7 @@ from fp4deploy.errors import GateError, InputError
 from ..console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
-    from fp4deploy.emulator.case import Case, Outcome
+    from fp4deploy.emulator.cases.case import Case, Outcome
     from fp4deploy.plugins.aot.build import BuildResult
 
 SHOWN = 10  # kernels that the error message names; the table has all
@@ -126,8 +126,8 @@ def _judge(built: list[BuildResult]) -> None:
 
 def _emulate(names: list[str], archs: list[str], model: str, seed: int, as_json: bool) -> None:
     from fp4deploy.emulator.accumulate import MODELS
-    from fp4deploy.emulator.case import Setting
     from fp4deploy.emulator.cases import cases
+    from fp4deploy.emulator.cases.case import Setting
 
     if model not in MODELS:
         raise InputError(f"There is no accumulator '{model}'. Valid: {', '.join(MODELS)}.")

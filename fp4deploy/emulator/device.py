@@ -25,10 +25,12 @@ from fp4deploy.emulator.machine import Launch
 from fp4deploy.emulator.memory import GlobalMemory, Range
 from fp4deploy.emulator.ptx import Entry
 from fp4deploy.plugins.runtime.launch import Kernel, load_cubin
+from fp4deploy.plugins.runtime.pdl import launch_in_order
 from fp4deploy.plugins.runtime.tma import encode
 
 ALIGNMENT = 256
 WORD = 8
+LETTERS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # of a launch signature, by size
 
 
 @dataclass
@@ -60,9 +62,9 @@ class DeviceRun:
 
     def __init__(self, entry: Entry, memory: GlobalMemory, index: int = 0) -> None:
         self.entry, self.index = entry, index
-        last = entry.parameters[-1]
-        code = entry.text.encode() + b"\0"
-        self.kernel: Kernel = load_cubin(index, code, entry.name, f"{last.offset + last.size}s", f"{entry.name} (PTX)")
+        self.code = entry.text.encode() + b"\0"
+        signature = "".join(LETTERS.get(each.size, f"{each.size}s") for each in entry.parameters)
+        self.kernel: Kernel = load_cubin(index, self.code, entry.name, signature, f"{entry.name} (PTX)")
         self.copies = {each.start: self._copy(each) for each in memory.ranges}
         for copy in self.copies.values():
             self._fill(copy)
@@ -73,7 +75,7 @@ class DeviceRun:
         Raises:
             KernelError: the kernel fails.
         """
-        self.kernel.launch(how.grid, how.block, how.parameters, shared=how.shared)
+        launch_in_order(self.kernel, lambda: self.code, how.grid, how.block, how.parameters, how.shared)
         torch.cuda.synchronize(self.index)
 
     def values(self, values: Sequence[Any]) -> list[Any]:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fp4deploy.emulator.faults import Fault, Hazard, UnknownInstruction
 from fp4deploy.emulator.memory import GlobalMemory
+from fp4deploy.emulator.order import Order
 from fp4deploy.emulator.ptx import Entry, Instruction, Variable
 from fp4deploy.emulator.shared import SharedMemory
 
@@ -193,7 +194,8 @@ class Machine:
         families = {instruction.parts[0] for instruction in entry.instructions}
         self.tensor_from = self.units_from + cluster * self.warps * ("wgmma" in families)
         self.agents = self.tensor_from + cluster * ("tcgen05" in families)
-        self.shared = SharedMemory(blocks, max(size, 16), cluster, self.agents, launch.unwritten)
+        self.order = Order(blocks // cluster, self.agents)
+        self.shared = SharedMemory(self.order, blocks, max(size, 16), launch.unwritten)
         thread = np.tile(np.arange(self.padded), blocks)
         self.block = np.repeat(np.arange(blocks), self.padded)
         domain, rank = self.block // cluster, self.block % cluster

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp4deploy.emulator.case import Case, Setting
-from fp4deploy.emulator.cuda_cases import CUDA
+from fp4deploy.emulator.cases import CUDA
+from fp4deploy.emulator.cases.case import Case, Setting
 from fp4deploy.plugins.runtime.nvcc import find_nvcc
 from tests.emulator import planted
 

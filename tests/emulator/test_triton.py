@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp4deploy.emulator.case import Case, Setting
 from fp4deploy.emulator.cases import TRITON, cases
+from fp4deploy.emulator.cases.case import Case, Setting
 from tests.emulator import planted
 
 pytest.importorskip("triton")

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fp4deploy.emulator.faults import Hazard, UnknownInstruction
 from fp4deploy.emulator.instructions.data import parameter_bytes
-from fp4deploy.emulator.machine import GENERIC_PARAMETER, WINDOW, Active, Continue, Machine, Step, implements
+from fp4deploy.emulator.machine import GENERIC_PARAMETER, WARP, WINDOW, Active, Continue, Machine, Step, implements
 from fp4deploy.emulator.operands import address, reader, writer
 from fp4deploy.emulator.ptx import Address, Entry, Instruction
 
@@ -132,9 +132,9 @@ def initialise(entry: Entry, instruction: Instruction) -> Step:
             if not 0 < amount <= LIMIT:
                 raise Hazard("barrier", f"an mbarrier of {amount} arrivals")
             at = np.arange(position, position + 8)[None]
-            m.shared.write(at, np.zeros((1, 8), np.uint8), m.row[[thread]])
+            m.shared.write(at, np.zeros((1, 8), np.uint8), m.row[[thread]], np.array([thread % WARP]))
             m.shared.reserved[position : position + 8] = True
-            barriers(m).known[position] = Barrier(amount, amount, m.shared.clocks[m.row[thread]].copy())
+            barriers(m).known[position] = Barrier(amount, amount, m.order.clocks[m.row[thread]].copy())
 
     return run
 
@@ -172,13 +172,13 @@ def arrive(entry: Entry, instruction: Instruction) -> Step:
         for thread, position in _each(m, active, where(m, active)):
             barrier = barrier_at(m, position)
             row = int(m.row[thread])
-            np.maximum(barrier.clock, m.shared.clocks[row], out=barrier.clock)
+            np.maximum(barrier.clock, m.order.clocks[row], out=barrier.clock)
             if expects:
                 barrier.transaction += int(amounts[thread])
             if arrives:
                 barrier.pending -= 1 if expects else int(amounts[thread])
             advance(m, barrier)
-        m.shared.advance(np.unique(m.row[active.index]))
+        m.order.advance(np.unique(m.row[active.index]))
 
     return run
 
@@ -198,7 +198,8 @@ def wait(entry: Entry, instruction: Instruction) -> Step:
             barrier = barrier_at(m, position)
             if barrier.phase % 2 != int(parities[thread]) & 1:
                 over[thread] = True
-                m.shared.join(int(m.row[thread]), barrier.clock)
+                m.order.join(int(m.row[thread]), barrier.clock)
+                m.order.epoch[m.row[thread]] += 1
         done, rest = active.mask & over, active.mask & ~over
         # The PTX ISA allows to give up, so that the first attempt fails: the program must be written to try again.
         tried = m.units.setdefault("tried", {}).setdefault(m.pc, np.zeros(m.count, bool))
@@ -332,7 +333,7 @@ def _begin(m: Machine, thread: int, addresses: Array, values: Array, signal: int
     for block in blocks:
         local = np.full(addresses.size, block)
         at = m.position(addresses % WINDOW if len(blocks) > 1 else addresses, 1, local)
-        m.shared.expect(at, np.full(len(at), issuer))
+        m.shared.expect(at, np.full(len(at), issuer), np.full(len(at), thread % WARP))
         position = place(m, signal % WINDOW if len(blocks) > 1 else signal, block)
         barrier_at(m, position)
         m.asynchronous.append(partial(_arrived, m, at, values, position))
@@ -342,7 +343,7 @@ def _arrived(m: Machine, at: Array, values: Array, position: int) -> None:
     barrier = barrier_at(m, position)
     row = unit_row(m, position)
     m.shared.arrived(at, values[:, None], np.full(len(at), row))
-    np.maximum(barrier.clock, m.shared.clocks[row], out=barrier.clock)
-    m.shared.advance(np.array([row]))
+    np.maximum(barrier.clock, m.order.clocks[row], out=barrier.clock)
+    m.order.advance(np.array([row]))
     barrier.transaction -= values.size
     advance(m, barrier)

@@ -8,8 +8,8 @@
 | membar, fence | Parallel Synchronization: membar, fence |
 
 `bar.sync` needs every thread of the block, or as many as it says; threads that have ended will never come. A launch of
-the emulator is alone, so that `griddepcontrol` waits for nothing. Fences have no effect here: memory is in order, and
-what may overtake what is the business of `shared`.
+the emulator is alone, so that `griddepcontrol` waits for nothing. Memory is in order, so that other fences than those
+of proxies have no effect; what may overtake what is the business of `order`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ def end(entry: Entry, instruction: Instruction) -> Step:
         return [(m.pc + 1, active.mask & ~chosen.mask)] if chosen is not active else []
 
     return run
+
+
+@implements("fence.proxy.async")
+def proxy_fence(entry: Entry, instruction: Instruction) -> Step:
+    """What came before is visible to the asynchronous proxy."""
+    return lambda m, active: m.order.fence(np.unique(m.row[active.index]))
 
 
 @implements("membar", "fence", "griddepcontrol", "prefetch", "pragma", "tcgen05.fence", "discard")
@@ -143,10 +149,10 @@ def _order(m: Machine, blocks: Array, mask: Array) -> None:
     rows = m.row.reshape(m.blocks, m.warps, WARP)[:, :, 0]
     inside = np.asarray(mask.reshape(m.blocks, m.warps, WARP).any(2))
     if inside[blocks].all():
-        m.shared.meet(rows[blocks])
+        m.order.meet(rows[blocks])
         return
     for block in blocks:
-        m.shared.meet(rows[block][inside[block]][None])
+        m.order.meet(rows[block][inside[block]][None])
 
 
 def together(instruction: Instruction, members: Reader, work: Callable[[Machine, Active, Array], None]) -> Step:
@@ -182,8 +188,12 @@ def together(instruction: Instruction, members: Reader, work: Callable[[Machine,
 
 @implements("bar.warp.sync", control=True)
 def warp_barrier(entry: Entry, instruction: Instruction) -> Step:
-    """The lanes meet; what they did before is in order, here as in `shared` for every warp."""
-    return together(instruction, reader(entry, instruction.operands[0], "u32"), lambda m, active, lanes: None)
+    """The lanes meet; what they did before comes before what they do after."""
+
+    def work(m: Machine, active: Active, lanes: Array) -> None:
+        m.order.epoch[m.row.reshape(-1, WARP)[lanes.any(1), 0]] += 1
+
+    return together(instruction, reader(entry, instruction.operands[0], "u32"), work)
 
 
 def _rank_rows(m: Machine, clusters: Array) -> Array:
@@ -217,7 +227,7 @@ def cluster_barrier(entry: Entry, instruction: Instruction) -> Step:
         free = np.repeat(complete, m.cluster * m.padded)
         if not complete.any():
             return []
-        m.shared.meet(_rank_rows(m, np.flatnonzero(complete)))
+        m.order.meet(_rank_rows(m, np.flatnonzero(complete)))
         state["arrived"] = state["arrived"] & ~free
         followers = [(pc, mask & free) for pc, mask in waiting.items()]
         state["waiting"] = {pc: mask & ~free for pc, mask in waiting.items() if (mask & ~free).any()}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fp4deploy.emulator.faults import UnknownInstruction
 from fp4deploy.emulator.instructions.control import constant
-from fp4deploy.emulator.machine import Active, Machine, Step, implements
+from fp4deploy.emulator.machine import WARP, Active, Machine, Step, implements
 from fp4deploy.emulator.operands import address, reader
 from fp4deploy.emulator.ptx import Entry, Instruction
 
@@ -44,7 +44,8 @@ class Copies:
         for batch in self.batches:
             done = active.mask[batch.threads] & (batch.group < self.group[batch.threads] - left)
             if done.any():
-                m.shared.arrived(batch.at[done], batch.values[done], m.row[batch.threads[done]])
+                threads = batch.threads[done]
+                m.shared.arrived(batch.at[done], batch.values[done], m.row[threads], threads % WARP, generic=True)
                 rest = ~done
                 batch.threads, batch.group = batch.threads[rest], batch.group[rest]
                 batch.at, batch.values = batch.at[rest], batch.values[rest]
@@ -77,7 +78,7 @@ def copy(entry: Entry, instruction: Instruction) -> Step:
             chosen = np.flatnonzero(taken == amount)
             loaded = m.memory.read(where[chosen], size) if amount == size else m.memory.read(where[chosen], int(amount))
             values[chosen, : int(amount)] = loaded
-        m.shared.expect(at, m.row[index])
+        m.shared.expect(at, m.row[index], index % WARP)
         copies = _copies(m)
         copies.batches.append(Batch(index, at, values, copies.group[index]))
 

@@ -35,6 +35,7 @@ from fp4deploy.emulator.ptx import BYTES, Address, Entry, Instruction, Symbol, V
 Array = NDArray[Any]
 HINTS = {"relaxed", "acquire", "release", "volatile", "weak", "cta", "cluster", "gpu", "sys", "nc", "L1::no_allocate"}
 HINTS |= {"L1::evict_last", "L1::evict_first", "L2::evict_first", "L2::evict_last", "L2::128B", "unaligned"}
+COPIED = "bytes of a structure are copied that nothing wrote"
 SPACES = {"global", "shared", "shared::cta", "shared::cluster", "param", "const"}
 
 
@@ -54,7 +55,7 @@ def load_bytes(m: Machine, active: Active, space: str, addresses: Array, size: i
     index = active.index
     where = addresses[index]
     if space == "shared":
-        return m.shared.read(m.position(where, size, m.block[index]), m.row[index])
+        return m.shared.read(m.position(where, size, m.block[index]), m.row[index], index % WARP)
     if space == "global":
         return m.memory.read(where, size)
     tag = where >> np.uint64(56)
@@ -70,7 +71,7 @@ def store_bytes(m: Machine, active: Active, space: str, addresses: Array, values
     index = active.index
     where = addresses[index]
     if space == "shared":
-        m.shared.write(m.position(where, values.shape[1], m.block[index]), values, m.row[index])
+        m.shared.write(m.position(where, values.shape[1], m.block[index]), values, m.row[index], index % WARP)
     elif not space and (where >> np.uint64(56) == GENERIC_SHARED >> 56).all():
         store_bytes(m, active, "shared", addresses & np.uint64((1 << 56) - 1), values)
     else:
@@ -131,13 +132,26 @@ def _parameter(entry: Entry, source: Address, results: list[Writer], size: int, 
     def run(m: Machine, active: Active) -> None:
         for i, result in enumerate(results):
             at = offset + i * size
-            if found is None:  # a parameter of a function that was inlined: kept like a register
-                result(m, active, m.get(f"{name}+{at}", active).view(dtype))
+            if found is None:
+                result(m, active, _kept(m, active, f"{name}+{at}", dtype))
             else:
                 bits = m.launch.parameters[found.offset + at : found.offset + at + size]
                 result(m, active, np.full(m.count, np.frombuffer(bits, dtype)[0]))
 
     return run
+
+
+def _kept(m: Machine, active: Active, name: str, dtype: Any) -> Array:
+    """A parameter or result of a function that was inlined: kept like a register.
+
+    nvcc copies whole structures, also bytes that the function never wrote; what comes out must not depend on them.
+    """
+    known = m.partial.get(name)
+    if name in m.registers and (known is None or known[active.mask].all()):
+        return m.get(name, active).view(dtype)
+    m.statistics.remarks.add(COPIED)
+    ones = np.full(m.count, 0xFF, np.uint8).repeat(np.dtype(dtype).itemsize).view(dtype)
+    return ones if known is None else np.where(known, m.registers[name].view(dtype), ones)
 
 
 @implements("st")

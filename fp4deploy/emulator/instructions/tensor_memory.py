@@ -7,13 +7,21 @@ Tensor memory has 128 lanes of 512 columns of 32 bits; an address is lane << 16 
 reaches lanes 32 w to 32 w + 31. `.32x32b`: lane i of the warp, consecutive columns. Row m of D (M = 128) is lane m, its
 column n the n-th column.
 
-A block-scaled multiplication takes 64 elements of K: 32 bytes a row of A and B, in shared memory as descriptors say,
-and their scales from tensor memory: rows r, r + 32, ... of a lane r in consecutive columns, four bytes each, one for 16
-elements; the same in each of the four groups of 32 lanes.
+With M = 64, rows 16 i to 16 i + 15 are lanes 32 i to 32 i + 15.
+
+A multiplication takes 32 bytes of K a row of A and B, in shared memory as descriptors say.
+
+    kind::mxf4nvf4   64 E2M1 elements. Their scales come from tensor memory: rows r, r + 32, ... of a lane r in
+                     consecutive columns, four bytes each, one for 16 elements; the same in each of the four groups of
+                     32 lanes
+    kind::f16        16 elements of FP16 or BF16. A may lie in tensor memory, its rows as those of D, two elements a
+                     column
 
 The work is done as late as possible: when nobody else can run. It reads shared memory as an agent that knows what its
 issuer knew, so that operands which are overwritten too early are a race. Tensor memory that a multiplication will write
-must not be touched until a commit behind it has been waited for.
+must not be touched until a commit behind it has been waited for, nor what it reads be changed. Stores and loads by
+threads are asynchronous too: what they touch is free for others after `tcgen05.wait`. Accesses have the order of
+`order`, cell by cell.
 """
 
 from __future__ import annotations
@@ -26,47 +34,98 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.emulator.accumulate import block_scaled
+from fp4deploy.emulator.accumulate import block_scaled, half_precision, plain
 from fp4deploy.emulator.faults import Hazard, UnknownInstruction
 from fp4deploy.emulator.instructions.bulk import advance, barrier_at, place
 from fp4deploy.emulator.instructions.control import constant
 from fp4deploy.emulator.instructions.data import spread, store_bytes
-from fp4deploy.emulator.instructions.matrix import registers
+from fp4deploy.emulator.instructions.matrix import half_values, registers
 from fp4deploy.emulator.instructions.warpgroup import matrix_positions, read_matrix
 from fp4deploy.emulator.machine import WARP, Active, Machine, Step, implements
 from fp4deploy.emulator.operands import address, reader, readers, writers
-from fp4deploy.emulator.ptx import Entry, Instruction, Register, Vector
+from fp4deploy.emulator.order import WHOLE, Accesses, Order
+from fp4deploy.emulator.ptx import Address, Entry, Instruction, Register, Vector
 
 Array = NDArray[Any]
+Region = tuple[Any, Any, Any]  # an index of the arrays: block, lanes, columns
 LANES, COLUMNS = 128, 512
 SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}
 
 
 class TensorMemory:
-    """Of all thread blocks of a batch."""
+    """Of all thread blocks of a batch; a cell is one column of one lane.
 
-    def __init__(self, blocks: int) -> None:
-        self.content = np.zeros((blocks, LANES, COLUMNS), np.uint32)
-        self.written = np.zeros((blocks, LANES, COLUMNS), bool)
-        self.pending = np.zeros((blocks, LANES, COLUMNS), np.int32)
+    writes, reads: multiplications under way that will write or read a cell. busy: a store or load of a thread has not
+    been waited for, of the warp `holder`.
+    """
+
+    def __init__(self, order: Order, blocks: int) -> None:
+        shape = (blocks, LANES, COLUMNS)
+        self.content = np.zeros(shape, np.uint32)
+        self.written = np.zeros(shape, bool)
+        self.writes, self.reads = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        self.storing, self.loading = np.zeros(shape, bool), np.zeros(shape, bool)
         self.allocated = np.zeros((blocks, COLUMNS), bool)
+        self.accesses = Accesses(order, blocks * LANES * COLUMNS)
 
-    def usable(self, where: Any, written: bool, waiting: bool = True) -> None:
-        """Check an access to a region (an index of the arrays)."""
+    def usable(self, where: Region) -> None:
+        """Check that a region was allocated.
+
+        Raises:
+            Hazard: it was not.
+        """
         block, _, columns = where
         if not self.allocated[block, columns].all():
             raise Hazard("out of bounds", "tensor memory outside of what was allocated")
-        if waiting and self.pending[where].any():
+
+    def read(self, where: Region, row: int) -> Array:
+        """The words of a region, by an agent."""
+        self.usable(where)
+        if self.writes[where].any():
             raise Hazard("unwaited copy", "tensor memory is accessed before a multiplication was waited for")
-        if written and not self.written[where].all():
+        if self.storing[where].any():
+            raise Hazard("unwaited copy", "tensor memory is read before tcgen05.wait::st")
+        if not self.written[where].all():
             raise Hazard("uninitialised", "tensor memory is read before it was written")
+        cells, rows, lanes = self._cells(where, row)
+        if self.accesses.unordered_write(cells, rows, lanes).any():
+            raise Hazard("race", "tensor memory is read, and the write before it may still come")
+        self.accesses.read(cells, rows, lanes)
+        found: Array = self.content[where]
+        return found
+
+    def write(self, where: Region, values: Array, row: int) -> None:
+        """Change the words of a region, by an agent."""
+        self.usable(where)
+        if self.writes[where].any() or self.reads[where].any():
+            raise Hazard("unwaited copy", "tensor memory is changed before a multiplication was waited for")
+        if self.loading[where].any():
+            raise Hazard("unwaited copy", "tensor memory is changed before tcgen05.wait::ld")
+        cells, rows, lanes = self._cells(where, row)
+        late = self.accesses.unordered_write(cells, rows, lanes) | self.accesses.unordered_read(cells, rows, lanes)
+        if late.any():
+            raise Hazard("race", "tensor memory is changed, and an access before it may still come")
+        self.accesses.write(cells, rows, lanes, generic=False)
+        self.content[where], self.written[where] = values, True
+
+    def _cells(self, where: Region, row: int) -> tuple[Array, Array, Array]:
+        block, lanes, columns = where
+        cells = ((block * LANES + lanes) * COLUMNS + columns).reshape(-1, 1)
+        return cells, np.full((len(cells), 1), row), np.full((len(cells), 1), WHOLE, np.int8)
 
 
 def memory(m: Machine) -> TensorMemory:
     """That of a machine."""
-    found: TensorMemory = m.units.setdefault("tensor memory", None) or TensorMemory(m.blocks)
+    found: TensorMemory = m.units.setdefault("tensor memory", None) or TensorMemory(m.order, m.blocks)
     m.units["tensor memory"] = found
     return found
+
+
+def matrix_region(block: int, address: int, rows: int, columns: int) -> Region:
+    """Where a matrix of 64 or 128 rows lies."""
+    row = np.arange(rows)[:, None]
+    lanes = row if rows == LANES else row // 16 * 32 + row % 16
+    return block, lanes + (address >> 16), (address & 0xFFFF) + np.arange(columns)[None]
 
 
 @implements("tcgen05.alloc")
@@ -156,12 +215,24 @@ def store(entry: Entry, instruction: Instruction) -> Step:
     def run(m: Machine, active: Active) -> None:
         warps, regions = _regions(m, active, where(m, active), count, shape, split)
         held, tensor = registers(m, active, sources, warps), memory(m)
-        for region, values in zip(regions, held, strict=True):
-            tensor.usable(region, written=False)
-            tensor.content[region] = values
-            tensor.written[region] = True
+        for warp, region, values in zip(warps.tolist(), regions, held, strict=True):
+            tensor.write(region, values, int(m.row[warp * WARP]))
+            tensor.storing[region] = True
+            stored(m).setdefault(warp, []).append(region)
 
     return run
+
+
+def stored(m: Machine) -> dict[int, list[Region]]:
+    """What each warp has stored and not waited for."""
+    found: dict[int, list[Region]] = m.units.setdefault("tcgen05.st", {})
+    return found
+
+
+def loaded(m: Machine) -> dict[int, list[Region]]:
+    """What each warp has loaded and not waited for."""
+    found: dict[int, list[Region]] = m.units.setdefault("tcgen05.ld", {})
+    return found
 
 
 @implements("tcgen05.ld")
@@ -177,13 +248,15 @@ def load(entry: Entry, instruction: Instruction) -> Step:
     names = [part.name for part in target.parts if isinstance(part, Register)] if isinstance(target, Vector) else []
 
     def run(m: Machine, active: Active) -> None:
-        _, regions = _regions(m, active, where(m, active), count, shape, split)
-        tensor = memory(m)
-        for region in regions:
-            tensor.usable(region, written=True)
-        held = np.stack([tensor.content[region] for region in regions])
+        warps, regions = _regions(m, active, where(m, active), count, shape, split)
+        tensor, held = memory(m), []
+        for warp, region in zip(warps.tolist(), regions, strict=True):
+            held.append(tensor.read(region, int(m.row[warp * WARP])))
+            tensor.loading[region] = True
+            loaded(m).setdefault(warp, []).append(region)
+        values = np.stack(held)
         for i, result in enumerate(results):
-            result(m, active, spread(m, active, np.ascontiguousarray(held[..., i]).reshape(-1)))
+            result(m, active, spread(m, active, np.ascontiguousarray(values[..., i]).reshape(-1)))
         for name in names:
             m.loading[name] = active.mask
 
@@ -192,107 +265,177 @@ def load(entry: Entry, instruction: Instruction) -> Step:
 
 @implements("tcgen05.wait::ld", "tcgen05.wait::st")
 def wait(entry: Entry, instruction: Instruction) -> Step:
-    """The registers of loads may be read; stores are done at once here."""
+    """The registers of loads may be read, what was loaded may be changed, and what was stored may be read."""
+    loads = instruction.parts[1] == "wait::ld"
 
     def run(m: Machine, active: Active) -> None:
-        if instruction.parts[1] == "wait::ld":
+        tensor, under_way = memory(m), loaded(m) if loads else stored(m)
+        for warp in m.whole_warps(active, "tcgen05.wait").tolist():
+            for region in under_way.pop(warp, []):
+                (tensor.loading if loads else tensor.storing)[region] = False
+        if loads:
             m.loading = {name: mask & ~active.mask for name, mask in m.loading.items() if (mask & ~active.mask).any()}
 
     return run
 
 
-@dataclass(frozen=True)
-class Product:
-    """One multiplication: descriptors, addresses in tensor memory, sizes; of one block."""
-
-    block: int
-    d: int
-    a: int
-    b: int
-    scales_a: int
-    scales_b: int
-    rows: int
-    columns: int
-    add: bool
-
-
 @implements("tcgen05.mma")
 def multiply(entry: Entry, instruction: Instruction) -> Step:
-    """D = A B^T + D of E2M1 with a scale for 16 elements."""
+    """D = A B^T + D: of E2M1 with a scale for 16 elements, or of FP16 and BF16."""
     parts = {*instruction.parts}
-    if "kind::mxf4nvf4" not in parts or not parts & {"scale_vec::4X", "block16"} or "cta_group::1" not in parts:
+    known = {"tcgen05", "mma", "cta_group::1", "kind::mxf4nvf4", "kind::f16", "block_scale", "scale_vec::4X", "block16"}
+    scaled = "kind::mxf4nvf4" in parts and bool(parts & {"scale_vec::4X", "block16"})
+    if parts - known or "cta_group::1" not in parts or not (scaled or "kind::f16" in parts):
         raise UnknownInstruction("this kind of tcgen05.mma is not implemented")
-    d, a, b, shape, scales_a, scales_b, adds = instruction.operands
-    to, first_a, first_b = (address(entry, each) for each in (d, scales_a, scales_b))
-    left, right, kind = reader(entry, a, "u64"), reader(entry, b, "u64"), reader(entry, shape, "u32")
-    add = reader(entry, adds, "pred")
+    d, a, b, kind, *scales, adds = instruction.operands
+    if len(scales) != 2 * scaled:
+        raise UnknownInstruction("tcgen05.mma with other operands is not implemented")
+    in_tensor_memory = isinstance(a, Address)
+    readers_ = [address(entry, d), address(entry, a) if in_tensor_memory else reader(entry, a, "u64")]
+    readers_ += [reader(entry, b, "u64"), reader(entry, kind, "u32"), reader(entry, adds, "pred")]
+    readers_ += [address(entry, each) for each in scales]
 
     def run(m: Machine, active: Active) -> None:
-        values = [
-            np.broadcast_to(each(m, active), (m.count,)) for each in (to, left, right, first_a, first_b, kind, add)
-        ]
+        values = [np.broadcast_to(each(m, active), (m.count,)) for each in readers_]
         for thread in active.index.tolist():
-            at, x, y, sa, sb, descriptor, more = (int(value[thread]) for value in values)
-            rows, columns = _sizes(descriptor)
-            product = Product(int(m.block[thread]), at, x, y, sa, sb, rows, columns, bool(more))
-            _issue(m, thread, product)
+            at, left, right, descriptor, add, *first = (int(value[thread]) for value in values)
+            block, model = int(m.block[thread]), m.launch.model
+            product: Product
+            if scaled:
+                rows, columns = _sizes(descriptor, (1, 1), 27, (LANES,))
+                product = BlockScaled(block, left, right, rows, columns, model, first[0], first[1])
+            else:
+                rows, columns = _sizes(descriptor, None, 24, (64, LANES))
+                bfloat = bool(descriptor >> 7 & 7)
+                product = Halves(block, left, right, rows, columns, model, bfloat, in_tensor_memory)
+            _issue(m, thread, product, matrix_region(block, at, rows, columns), bool(add))
 
     return run
 
 
-def _sizes(descriptor: int) -> tuple[int, int]:
-    """M and N of an instruction descriptor for E2M1 with UE4M3 scales, both with K contiguous."""
-    rows, columns = (descriptor >> 27 & 3) << 7, (descriptor >> 17 & 63) << 3
-    plain = (descriptor >> 7 & 7, descriptor >> 10 & 7) == (1, 1) and not descriptor >> 13 & 15
-    if not plain or rows != LANES or descriptor >> 23 & 1 or descriptor & 0x30 or descriptor >> 29:
+def _sizes(descriptor: int, types: tuple[int, int] | None, shift: int, possible: tuple[int, ...]) -> tuple[int, int]:
+    """M and N of an instruction descriptor: K contiguous in A and B, nothing negated, no sparsity, float32 sums.
+
+    types: of A and B; None: FP16 (0) or BF16 (1), with M in units of 16 instead of 128.
+    """
+    found = (descriptor >> 7 & 7, descriptor >> 10 & 7)
+    unit = 4 if types is None else 7
+    rows, columns = (descriptor >> shift & (0x1F if types is None else 3)) << unit, (descriptor >> 17 & 63) << 3
+    good = found == types if types else found in ((0, 0), (1, 1)) and descriptor >> 4 & 3 == 1
+    rest = descriptor & (0xF if types is None else 0x30) or descriptor >> 13 & 15 or descriptor >> 23 & 1
+    if not good or rest or rows not in possible or descriptor >> (30 if types is None else 29):
         raise UnknownInstruction(f"the instruction descriptor {descriptor:#x} is not implemented")
     return rows, columns
 
 
-def _issue(m: Machine, thread: int, product: Product) -> None:
-    tensor, row = memory(m), m.tensor_row(product.block)
-    first = product.d & 0xFFFF
-    region = (product.block, slice(0, product.rows), slice(first, first + product.columns))
-    tensor.usable(region, written=product.add, waiting=False)
-    tensor.pending[region] += 1
-    m.shared.join(row, m.shared.clocks[m.row[thread]])
-    known = m.shared.clocks[row].copy()
-    m.asynchronous.append(partial(_multiply, m, product, region, known))
+@dataclass(frozen=True)
+class Product:
+    """One multiplication of one block: descriptors or addresses of A and B, sizes, accumulator."""
 
+    block: int
+    a: int
+    b: int
+    rows: int
+    columns: int
+    model: str
 
-def _multiply(m: Machine, product: Product, region: Any, known: Array) -> None:
-    tensor, row = memory(m), m.tensor_row(product.block)
-    m.shared.clocks[row], later = known, m.shared.clocks[row].copy()
-    operands = []
-    for descriptor, rows in ((product.a, product.rows), (product.b, product.columns)):
+    def reads(self) -> list[Region]:
+        """What it reads of tensor memory, except D."""
+        raise NotImplementedError
+
+    def result(self, m: Machine, row: int, before: Array) -> Array:
+        """D, float32 [rows, columns]."""
+        raise NotImplementedError
+
+    def operand(self, m: Machine, row: int, descriptor: int, rows: int) -> Array:
+        """Bytes [rows, 32] of A or B in shared memory."""
         swizzle = SWIZZLES.get(descriptor >> 61 & 7)
         if swizzle is None:
             raise UnknownInstruction("this swizzle of a matrix descriptor is not implemented")
-        addresses = matrix_positions(descriptor, rows, 32, swizzle)
-        packed = read_matrix(m, product.block, row, addresses)
-        operands.append(np.stack([packed & 15, packed >> 4], -1).reshape(rows, 64))
-    m.shared.clocks[row] = np.maximum(known, later)
-    scales_a = _scales(tensor, product.block, product.scales_a, product.rows)
-    scales_b = _scales(tensor, product.block, product.scales_b, product.columns)
-    before = (
-        tensor.content[region].view(np.float32) if product.add else np.zeros(tensor.content[region].shape, np.float32)
-    )
-    after = block_scaled(operands[0], operands[1], scales_a, scales_b, before, m.launch.model)
-    tensor.content[region] = after.view(np.uint32)
-    tensor.written[region] = True
-    tensor.pending[region] -= 1
+        return read_matrix(m, self.block, row, matrix_positions(descriptor, rows, 32, swizzle))
 
 
-def _scales(tensor: TensorMemory, block: int, start: int, rows: int) -> Array:
-    """Bytes [rows, 4]; the four groups of 32 lanes must have the same."""
-    column, count = start & 0xFFFF, -(-rows // WARP)
-    region = (block, slice(0, LANES), slice(column, column + count))
-    tensor.usable(region, written=True)
-    copies = tensor.content[region].reshape(4, WARP, count)
-    if (copies != copies[0]).any():
-        raise Hazard("barrier", "the scales differ between the groups of 32 lanes of tensor memory")
-    words = np.ascontiguousarray(copies[0].T).reshape(-1, 1)
-    return words.view(np.uint8)[:rows]
+@dataclass(frozen=True)
+class BlockScaled(Product):
+    """Of E2M1; addresses of the scales."""
+
+    scales_a: int
+    scales_b: int
+
+    def reads(self) -> list[Region]:
+        """The scales."""
+        pairs = ((self.scales_a, self.rows), (self.scales_b, self.columns))
+        return [matrix_region(self.block, start & 0xFFFF, LANES, -(-count // WARP)) for start, count in pairs]
+
+    def result(self, m: Machine, row: int, before: Array) -> Array:
+        """As `block_scaled`."""
+        codes = []
+        for descriptor, rows in ((self.a, self.rows), (self.b, self.columns)):
+            packed = self.operand(m, row, descriptor, rows)
+            codes.append(np.stack([packed & 15, packed >> 4], -1).reshape(rows, 64))
+        scales = []
+        for region, rows in zip(self.reads(), (self.rows, self.columns), strict=True):
+            copies = memory(m).read(region, row).reshape(4, WARP, -1)
+            if (copies != copies[0]).any():
+                raise Hazard("barrier", "the scales differ between the groups of 32 lanes of tensor memory")
+            scales.append(np.ascontiguousarray(copies[0].T).reshape(-1, 1).view(np.uint8)[:rows])
+        return block_scaled(codes[0], codes[1], scales[0], scales[1], before, self.model)
+
+
+@dataclass(frozen=True)
+class Halves(Product):
+    """Of FP16 or BF16; whether A lies in tensor memory."""
+
+    bfloat: bool
+    in_tensor_memory: bool
+
+    def reads(self) -> list[Region]:
+        """A."""
+        return [matrix_region(self.block, self.a, self.rows, 8)] if self.in_tensor_memory else []
+
+    def result(self, m: Machine, row: int, before: Array) -> Array:
+        """As `plain`."""
+        if self.in_tensor_memory:
+            left = memory(m).read(self.reads()[0], row)
+        else:
+            left = self.operand(m, row, self.a, self.rows)
+        right = self.operand(m, row, self.b, self.columns)
+        a, b = (half_values(np.ascontiguousarray(each).view(np.uint16), self.bfloat) for each in (left, right))
+        smallest = -126 if self.bfloat else -14
+        return plain(a, b, before, half_precision(m.launch.capability), smallest, self.model)
+
+
+def _issue(m: Machine, thread: int, product: Product, to: Region, add: bool) -> None:
+    tensor, row = memory(m), m.tensor_row(product.block)
+    for region in (to, *product.reads()):
+        tensor.usable(region)
+    tensor.writes[to] += 1
+    for region in product.reads():
+        tensor.reads[region] += 1
+    m.order.join(row, m.order.clocks[m.row[thread]])
+    m.asynchronous.append(partial(_multiply, m, product, to, add, m.order.clocks[row].copy()))
+
+
+def _multiply(m: Machine, product: Product, to: Region, add: bool, known: Array) -> None:
+    """With what its issuer knew; in the order in which multiplications were issued."""
+    tensor, row = memory(m), m.tensor_row(product.block)
+    own = m.order.own[row]
+    later = m.order.clocks[row].copy()
+    known[own] = later[own]
+    m.order.clocks[row] = known
+    under_way, tensor.writes = tensor.writes, np.zeros_like(tensor.writes)  # those that come later are no obstacle
+    try:
+        before = tensor.read(to, row).view(np.float32) if add else np.zeros((product.rows, product.columns), np.float32)
+        after = product.result(m, row, before)
+        for region in product.reads():
+            tensor.reads[region] -= 1
+        others, tensor.reads = tensor.reads, np.zeros_like(tensor.reads)
+        tensor.write(to, after.view(np.uint32), row)
+        tensor.reads = others
+    finally:
+        tensor.writes = under_way
+        m.order.clocks[row] = np.maximum(known, later)
+    tensor.writes[to] -= 1
 
 
 @implements("tcgen05.commit")
@@ -316,7 +459,7 @@ def commit(entry: Entry, instruction: Instruction) -> Step:
 
 def _arrive(m: Machine, position: int, block: int) -> None:
     barrier, row = barrier_at(m, position), m.tensor_row(block)
-    np.maximum(barrier.clock, m.shared.clocks[row], out=barrier.clock)
-    m.shared.advance(np.array([row]))
+    np.maximum(barrier.clock, m.order.clocks[row], out=barrier.clock)
+    m.order.advance(np.array([row]))
     barrier.pending -= 1
     advance(m, barrier)

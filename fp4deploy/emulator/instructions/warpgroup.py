@@ -53,7 +53,7 @@ def read_matrix(m: Machine, block: int, row: int, addresses: Array) -> Array:
     if (offset < 0).any() or (offset >= m.shared.size).any():
         raise Hazard("out of bounds", "a matrix descriptor reaches beyond shared memory")
     at = (block * m.shared.size + offset)[:, None]
-    return m.shared.read(at, np.full(len(at), row)).reshape(addresses.shape)
+    return m.shared.read(at, np.full(len(at), row), unit=True).reshape(addresses.shape)
 
 
 def unit(m: Machine, warp: int) -> int:
@@ -121,7 +121,7 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
             thread, block = int(group[0]) * WARP, int(group[0]) // m.warps
             row = unit(m, int(group[0]))
             for warp in group:
-                m.shared.join(row, m.shared.clocks[m.row[int(warp) * WARP]])
+                m.order.join(row, m.order.clocks[m.row[int(warp) * WARP]])
             rights.append(_shared_operand(m, int(b[thread]), columns, block, row, bfloat))
             if a is not None:
                 lefts.append(_shared_operand(m, int(a[thread]), GROUP * 16, block, row, bfloat))
@@ -178,8 +178,8 @@ def commit(entry: Entry, instruction: Instruction) -> Step:
         first = warps[warps % GROUP == 0]
         rows = np.array([unit(m, int(warp)) for warp in first])
         for warp, row in zip(first.tolist(), rows, strict=True):
-            groups.clocks.setdefault(warp, []).append(m.shared.clocks[row].copy())
-        m.shared.advance(rows)
+            groups.clocks.setdefault(warp, []).append(m.order.clocks[row].copy())
+        m.order.advance(rows)
 
     return run
 
@@ -194,7 +194,7 @@ def wait(entry: Entry, instruction: Instruction) -> Step:
         for warp in m.whole_warps(active, "wgmma.wait_group").tolist():
             done = groups.count[warp] - left
             if done > 0:
-                m.shared.join(int(m.row[warp * WARP]), groups.clocks[warp // GROUP * GROUP][done - 1])
+                m.order.join(int(m.row[warp * WARP]), groups.clocks[warp // GROUP * GROUP][done - 1])
         for registers_in_flight in (m.flying, m.frozen):
             for name, (mask, group) in [*registers_in_flight.items()]:
                 over = np.repeat(group < groups.count - left, WARP) & active.mask

@@ -103,15 +103,38 @@ def launch(
         KernelError: the driver refuses the code or the launch, or reports the failure of an earlier kernel; or a CUDA
             graph is being captured and the kernel was not loaded before.
     """
-    if kernel not in _functions:  # before the first launch, because loading may synchronise with the GPU
-        refuse_capture(kernel.device, kernel.label)
-        _functions[kernel] = _load(kernel, code(), shared)
+    _ready(kernel, code, shared)
     stream = raw_stream(kernel.device)
     record = _record(weight) if enabled and not _capturing(kernel.device) else None
     secondary = record is not None and stream in record.streams
-    _submit(kernel, _config(grid, block, shared, stream, secondary), kernel.arguments(args))
+    config = _config((grid, 1, 1), (block, 1, 1), shared, stream, secondary)
+    _submit(kernel, config, kernel.arguments(args))
     if record is not None:
         record.streams.add(stream)
+
+
+def launch_in_order(
+    kernel: Kernel,
+    code: Callable[[], bytes],
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    buffer: bytes,
+    shared: int,
+) -> None:
+    """Launch a kernel in stream order, with any alignment of its parameters, whose bytes are `buffer`.
+
+    Raises:
+        KernelError: as `launch`.
+    """
+    _ready(kernel, code, shared)
+    _submit(kernel, _config(grid, block, shared, raw_stream(kernel.device), False), buffer)
+
+
+def _ready(kernel: Kernel, code: Callable[[], bytes], shared: int) -> None:
+    """Load it before the first launch, because loading may synchronise with the GPU."""
+    if kernel not in _functions:
+        refuse_capture(kernel.device, kernel.label)
+        _functions[kernel] = _load(kernel, code(), shared)
 
 
 def _record(weight: Nvfp4Tensor) -> _Record | None:
@@ -175,9 +198,11 @@ def _room(kernel: Kernel, size: int, thread: int) -> tuple[Any, Any]:
 
 
 @lru_cache(4096)
-def _config(grid: int, block: int, shared: int, stream: int, secondary: bool) -> _Config:
+def _config(
+    grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, stream: int, secondary: bool
+) -> _Config:
     attributes = (_Attribute * 1)(_Attribute(id=_SERIALIZATION, value=1))
-    return _Config((grid, 1, 1), (block, 1, 1), shared, stream, attributes, int(secondary))
+    return _Config(grid, block, shared, stream, attributes, int(secondary))
 
 
 def _check(result: int, what: str) -> None:

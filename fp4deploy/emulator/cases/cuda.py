@@ -15,7 +15,7 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.architecture import Architecture
-from fp4deploy.emulator.case import Case, Outcome, Setting, multiples, normal, packed
+from fp4deploy.emulator.cases.case import Case, Outcome, Setting, multiples, normal, packed
 from fp4deploy.emulator.faults import Fault
 from fp4deploy.emulator.instructions.bulk import encode
 from fp4deploy.emulator.launch import parsed, run
@@ -319,7 +319,7 @@ def gemv_case(
 
     def case(setting: Setting, outcome: Outcome) -> None:
         x = multiples(setting, rows, k, most=8, seed=3).to(dtype)
-        weight, bias = packed(setting, outputs, k, seed=1), multiples(setting, outputs, seed=7)
+        weight, bias = packed(setting, outputs, k, seed=1, weight=True), multiples(setting, outputs, seed=7)
         out = torch.empty(rows, outputs, dtype=dtype)
         shared = SMALL_SHARED if setting.capability >= 120 else LARGE_SHARED
         chosen = gemv.variant(rows, outputs, k, processors, shared, setting.capability)
@@ -349,7 +349,7 @@ def _encoded(matrix: torch.Tensor, rows: int, width: int, adjacent: int) -> byte
 
 
 QUANTIZERS, MAPS = "quantisers", "channels_last"
-CUDA = (
+CASES = (
     Case("pack rows", QUANTIZERS, pack((24, 64), 1, HALF)),
     Case("pack rows, 4/6", QUANTIZERS, pack((16, 64), 1, BFLOAT, STRICT)),
     Case("pack, swizzled scales, 4/6 fast", QUANTIZERS, pack((20, 64), 1, FLOAT, FAST, swizzled=True)),

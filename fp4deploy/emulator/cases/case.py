@@ -109,12 +109,33 @@ class Case:
         return outcome
 
 
-def packed(setting: Setting, *shape: int, power: int = 8, seed: int = 0) -> Nvfp4Tensor:
-    """Normal values in NVFP4, whose global scale is 2^-power; inexact ones spread over many binades."""
+def packed(setting: Setting, *shape: int, power: int = 8, seed: int = 0, weight: bool = False) -> Nvfp4Tensor:
+    """Normal values in NVFP4, whose global scale is 2^-power; inexact ones as `cancelling`."""
     values = normal(setting, *shape, seed=seed)
     if setting.inexact:
-        return quantize_nvfp4(values * torch.exp(2 * normal(setting, *shape, seed=seed + 100)))
+        return quantize_nvfp4(cancelling(values, -1 if weight else 1))
     return quantize_nvfp4(values, amax=torch.tensor(SCALE / 2**power))
+
+
+def cancelling(values: torch.Tensor, sign: int) -> torch.Tensor:
+    """Values whose products sum to little, after a long detour through large partial sums.
+
+    Along the last axis blocks of 16 alternate: large ones, and small ones of 2^-9 their size. Every other large block
+    repeats the one before it with `sign`, 1 in one operand and -1 in the other, so that products of large values cancel
+    each other. What is left are the products of small values, as far as the accumulator kept them.
+    """
+    count = values.shape[-1] // 16
+    if count < 3:
+        return values * 8
+    values = values.clone() * 1024
+    blocks = values[..., : 16 * count].unflatten(-1, (count, 16))
+    blocks[..., 1::2, :] /= 512
+    for first in range(0, count, 4):
+        if first + 2 < count:
+            blocks[..., first + 2, :] = sign * blocks[..., first, :]
+        else:
+            blocks[..., first, :] /= 512
+    return values
 
 
 def normal(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -124,8 +145,8 @@ def normal(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def multiples(setting: Setting, *shape: int, step: float = 0.25, most: int = 16, seed: int = 0) -> torch.Tensor:
-    """float32 multiples of `step`, up to `most` of them: sums of their products are exact. Inexact: normal values."""
+    """float32 multiples of `step`, up to `most` of them: sums of their products are exact. Inexact: `cancelling`."""
     if setting.inexact:
-        return normal(setting, *shape, seed=seed) * torch.exp(2 * normal(setting, *shape, seed=seed + 100))
+        return cancelling(normal(setting, *shape, seed=seed), 1) if len(shape) > 1 else torch.zeros(shape)
     generator = torch.Generator().manual_seed(1000 * setting.seed + seed)
     return torch.randint(-most, most + 1, shape, generator=generator) * step

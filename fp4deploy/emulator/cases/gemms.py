@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from fp4deploy.emulator.case import Case, Outcome, Setting, multiples, packed
-from fp4deploy.emulator.cuda_cases import CUDA
+from fp4deploy.emulator.cases.case import Case, Outcome, Setting, multiples, packed
 from fp4deploy.emulator.launch import emulate_triton
-from fp4deploy.errors import InputError, suggest
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm.arguments import gemm_call, weight_only_call
@@ -29,6 +27,23 @@ HALF, BFLOAT = torch.float16, torch.bfloat16
 
 def _emulate(setting: Setting, outcome: Outcome, call: Call, outputs: Sequence[torch.Tensor]) -> None:
     outcome.add(emulate_triton(call, setting.arch, outputs, setting.model, setting.edit, setting.grid, setting.gpu))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors of a GEMM; `amax` and `scales` of a packed output."""
+
+    sources: tuple[Nvfp4Tensor, ...]
+    weight: Nvfp4Tensor
+    bias: torch.Tensor | None
+    amax: torch.Tensor | None
+    out: torch.Tensor
+    scales: torch.Tensor | None
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """What the kernel writes."""
+        return [self.out] if self.scales is None else [self.out, self.scales]
 
 
 @dataclass(frozen=True)
@@ -52,13 +67,23 @@ class Gemm:
         """Launch, execute, compare."""
         sources = tuple(packed(setting, *self.image, c, power=8 + i, seed=2 + i) for i, c in enumerate(self.channels))
         taps = (2, 2) if self.up else (self.size or 1,) * 2
-        weight = packed(setting, self.outputs, *taps, sum(self.channels), seed=1)
+        weight = packed(setting, self.outputs, *taps, sum(self.channels), seed=1, weight=True)
         if not self.size:
-            weight = packed(setting, self.outputs, *self.channels, seed=1)
+            weight = packed(setting, self.outputs, *self.channels, seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7) if self.bias else None
         amax = None if self.amax is None else torch.tensor(self.amax)
         expected = self._expected(sources, weight, bias, amax)
         out, scales = _output(expected, self.dtype)
+        self.launch(setting, outcome, Operands(sources, weight, bias, amax, out, scales))
+        if isinstance(expected, Nvfp4Tensor):
+            assert scales is not None
+            outcome.compare(out, expected.codes)
+            outcome.compare(scales, expected.scales.view(torch.uint8))
+        else:
+            outcome.compare(out, expected)
+
+    def launch(self, setting: Setting, outcome: Outcome, of: Operands) -> None:
+        """As the operators do."""
         n, h, w = self.image
         extent, pixels = self.image, self.image
         geometry: dict[str, Any] = {}
@@ -69,19 +94,15 @@ class Gemm:
         else:
             sizes = (output_size(each, self.size, self.stride, self.padding, self.dilation) for each in (h, w))
             pixels = (n, *sizes)  # type: ignore[assignment]
-            geometry = {"taps": taps, "stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+            geometry = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+            geometry["taps"] = (self.size, self.size)
         call = gemm_call(
-            *(sources, weight, bias, extent, pixels, out, scales, amax, self.dtype, setting.capability),
+            *(of.sources, of.weight, of.bias, extent, pixels, of.out, of.scales, of.amax, self.dtype),
+            setting.capability,
             relu=self.relu,
             **geometry,
         )
-        _emulate(setting, outcome, call, [out] if scales is None else [out, scales])
-        if isinstance(expected, Nvfp4Tensor):
-            assert scales is not None
-            outcome.compare(out, expected.codes)
-            outcome.compare(scales, expected.scales.view(torch.uint8))
-        else:
-            outcome.compare(out, expected)
+        _emulate(setting, outcome, call, of.outputs)
 
     def _expected(
         self,
@@ -123,7 +144,10 @@ class WeightOnly:
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
         x = multiples(setting, self.rows, self.k, most=8, seed=3).to(self.dtype)
-        weight, bias = packed(setting, self.outputs, self.k, seed=1), multiples(setting, self.outputs, seed=7)
+        weight, bias = (
+            packed(setting, self.outputs, self.k, seed=1, weight=True),
+            multiples(setting, self.outputs, seed=7),
+        )
         out = torch.empty(self.rows, self.outputs, dtype=self.dtype)
         _emulate(setting, outcome, weight_only_call(x, weight, bias, out, setting.capability, True), [out])
         expected = matmul_reference(x, weight, bias, True, self.dtype, accumulate=torch.float64)
@@ -131,7 +155,7 @@ class WeightOnly:
         outcome.compare(out, expected)
 
 
-TRITON = (
+CASES = (
     Case("linear", "linear", Gemm(size=0, image=(1, 1, 70), channels=(192,))),
     Case("linear, K of no whole step", "linear", Gemm(size=0, image=(1, 1, 33), channels=(72,), bias=False)),
     Case("linear, bfloat16", "linear", Gemm(size=0, image=(1, 1, 20), channels=(128,), dtype=BFLOAT, outputs=17)),
@@ -152,18 +176,3 @@ TRITON = (
     Case("W4A16, 100 rows", "W4A16", WeightOnly(100, 96, dtype=BFLOAT)),
     Case("W4A16, K = 36", "W4A16", WeightOnly(3, 36)),
 )
-
-
-def cases(names: Sequence[str] = (), capability: int = 120) -> list[Case]:
-    """Every case of an architecture, or those whose name or family is among `names`.
-
-    Raises:
-        InputError: a name that is none.
-    """
-    known = [case for case in (*TRITON, *CUDA) if case.supports(capability)]
-    valid = {case.family for case in known} | {case.name for case in known}
-    for name in names:
-        if name not in valid:
-            families = ", ".join(dict.fromkeys(case.family for case in known))
-            raise InputError(f"There is no kernel '{name}'.{suggest(name, valid)} Families: {families}.")
-    return [case for case in known if not names or {case.name, case.family} & {*names}]

@@ -1,0 +1,36 @@
+"""The cases: kernels, tensors, and the bytes that must come out.
+
+| module | kernels |
+|---|---|
+| `gemms` | Triton's: implicit GEMMs, W4A16 |
+| `plugins` | the entry points of the TensorRT plugins |
+| `cuda` | quantisers, weights, channels_last operations, GroupNorm with packing, GEMV |
+
+`case` says what a case is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp4deploy.emulator.cases import cuda, gemms, plugins
+from fp4deploy.emulator.cases.case import Case
+from fp4deploy.errors import InputError, suggest
+
+TRITON = (*gemms.CASES, *plugins.CASES)
+CUDA = cuda.CASES
+
+
+def cases(names: Sequence[str] = (), capability: int = 120) -> list[Case]:
+    """Every case of an architecture, or those whose name or family is among `names`.
+
+    Raises:
+        InputError: a name that is none.
+    """
+    known = [case for case in (*TRITON, *CUDA) if case.supports(capability)]
+    valid = {case.family for case in known} | {case.name for case in known}
+    for name in names:
+        if name not in valid:
+            families = ", ".join(dict.fromkeys(case.family for case in known))
+            raise InputError(f"There is no kernel '{name}'.{suggest(name, valid)} Families: {families}.")
+    return [case for case in known if not names or {case.name, case.family} & {*names}]
