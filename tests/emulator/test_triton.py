@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fp4deploy.emulator.cases import TRITON, cases
+from fp4deploy.emulator.cases import CUDA, TRITON, cases
 from fp4deploy.emulator.cases.case import Case, Setting
 from tests.emulator import planted
+from tests.emulator.test_cuda import FAULTS as CUDA_FAULTS
 
 pytest.importorskip("triton")
 
@@ -31,12 +32,9 @@ def test_sm90_is_bit_equal_to_the_reference(case: Case) -> None:
     assert outcome.good, outcome
 
 
-SM100 = [case for case in TRITON if case.family != "W4A16"]
-
-
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case.name == "linear" else pytest.mark.emulate, id=case.name) for case in SM100],
+    [pytest.param(case, marks=() if case.name == "linear" else pytest.mark.emulate, id=case.name) for case in TRITON],
 )
 def test_sm100_is_bit_equal_to_the_reference(case: Case) -> None:
     outcome = case.outcome(Setting(arch="sm_100"))
@@ -61,14 +59,45 @@ TENSOR_MEMORY_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, marks=pytest.mark.emulate) for fault in TENSOR_MEMORY_FAULTS])
+@pytest.mark.emulate
+@pytest.mark.parametrize("fault", TENSOR_MEMORY_FAULTS)
 def test_a_fault_planted_into_tcgen05_is_found(fault: str) -> None:
     (case,) = cases(["conv 3x3"])
     outcome = case.outcome(Setting(arch="sm_100", edit=TENSOR_MEMORY_FAULTS[fault]))
     assert not outcome.good
 
 
+TENSOR_OPERAND_FAULTS = {
+    "the proxy fences are missing": (planted.replaced(r"fence\.proxy\.async[^;]*;", "", None), "race"),
+    "stores to tensor memory are not waited for": (
+        planted.replaced(r"tcgen05\.wait::st\.sync\.aligned;", "", None),
+        "unwaited copy",
+    ),
+    "the multiplication is not waited for": (
+        planted.replaced(r"mbarrier\.try_wait[^;]*;", "mov.pred complete, -1;", None),
+        "",
+    ),
+    "barriers are missing": (planted.replaced(r"^\s*bar\.sync\s+0;", "", None), ""),
+    "A is read from other columns": (
+        planted.replaced(r"(tcgen05\.mma\S+ \[[^]]*\], \[ %r\d+ \+) 8 \]", r"\1 16 ]", 0),
+        "",
+    ),
+    "the commit is missing": (planted.replaced(r"^\s*@%p\d+ tcgen05\.commit[^;]*;", "", 0), "deadlock"),
+}
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("fault", TENSOR_OPERAND_FAULTS)
+def test_a_fault_planted_where_an_operand_is_in_tensor_memory_is_found(fault: str) -> None:
+    (case,) = cases(["W4A16, 100 rows"])
+    edit, kind = TENSOR_OPERAND_FAULTS[fault]
+    outcome = case.outcome(Setting(arch="sm_100", edit=edit))
+    assert not outcome.good
+    assert outcome.fault.startswith(kind)
+
+
 WARPGROUP_FAULTS = {
+    "the proxy fences are missing": (planted.replaced(r"fence\.proxy\.async[^;]*;", "", None), "race"),
     "wgmma is not waited for": (planted.replaced(r"wgmma\.wait_group\.sync\.aligned 0;", "", None), "race"),
     "barriers are missing in the loop": (planted.without_first_barriers(), "race"),
     "copies are waited for too late": (planted.late_wait(0), "unwaited copy"),
@@ -137,6 +166,14 @@ def test_a_planted_fault_is_found(case: Case, edit: planted.Edit, kind: str) -> 
     outcome = case.outcome(Setting(edit=edit))
     assert not outcome.good
     assert outcome.fault.startswith(kind) if kind else outcome.wrong or "unwritten" in outcome.fault or outcome.fault
+
+
+def test_every_family_has_five_planted_faults() -> None:
+    families = {case.family for case in cases()}
+    faults = {family: len(WEIGHT_ONLY_FAULTS if family == "W4A16" else GEMM_FAULTS) for family in FAMILIES}
+    for case in CUDA:
+        faults[case.family] = max(faults.get(case.family, 0), len(CUDA_FAULTS.get(case.name, ())))
+    assert {family for family in families if faults.get(family, 0) < 5} == set()
 
 
 def test_too_small_a_grid_is_found() -> None:
