@@ -5,17 +5,18 @@ With --emulate the PTX of all kernels, Triton's and CUDA's, is executed on the C
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp4deploy.errors import GateError, InputError
+from fp4deploy.errors import GateError, InputError, UnavailableError
 
 from ..console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
-    from fp4deploy.emulator.cases.case import Case, Outcome
+    from fp4deploy.emulator.cases.case import Case, Outcome, Setting
     from fp4deploy.plugins.aot.build import BuildResult
 
 SHOWN = 10  # kernels that the error message names; the table has all
@@ -51,11 +52,18 @@ def kernels(
         str, typer.Option("--model", help="Accumulator of --emulate: hardware, exact or mmasim.")
     ] = "hardware",
     seed: Annotated[int, typer.Option("--seed", help="Of the values that --emulate draws.")] = 0,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="With --emulate: run the PTX on the GPU too, and compare every byte.")
+    ] = False,
 ) -> None:
     """Compile every Triton kernel; exits 1 if one falls back to other instructions or spills registers."""
     if emulate:
-        _emulate(names or [], arch or ["sm120"], model, seed, as_json)
+        from fp4deploy.emulator.cases.case import Setting
+
+        _emulate(names or [], _emulated(arch, gpu), Setting(model=model, seed=seed, gpu=0 if gpu else None), as_json)
         return
+    if gpu:
+        raise InputError("--gpu is for --emulate; without it kernels are compiled, not run.")
     if names:
         raise InputError("Names are for --emulate; without it every kernel is compiled.")
     from fp4deploy.plugins.aot.build import build
@@ -124,37 +132,64 @@ def _judge(built: list[BuildResult]) -> None:
         raise GateError(f"{len(wrong)} of {len(built)} kernels failed the checks. {'. '.join(named)}.{more}")
 
 
-def _emulate(names: list[str], archs: list[str], model: str, seed: int, as_json: bool) -> None:
+def _emulated(names: list[str] | None, gpu: bool) -> list[str]:
+    """The architectures to emulate; with a GPU, its own.
+
+    Raises:
+        UnavailableError: there is no GPU, or none of a requested architecture.
+    """
+    if not gpu:
+        return _targets(names or ["sm120"])
+    from fp4deploy.architecture import Architecture
+    from fp4deploy.emulator.device import why_not
+
+    present = _present()
+    targets = _targets(names) if names else [present or ""]
+    for target in targets:
+        why = "there is no CUDA GPU that torch can use" if present is None else why_not(0, Architecture.parse(target))
+        if why:
+            raise UnavailableError(f"--gpu compares with a GPU of the architecture that is emulated: {why}.")
+    return targets
+
+
+def _emulate(names: list[str], targets: list[str], common: Setting, as_json: bool) -> None:
     from fp4deploy.emulator.accumulate import MODELS
     from fp4deploy.emulator.cases import cases
-    from fp4deploy.emulator.cases.case import Setting
 
-    if model not in MODELS:
-        raise InputError(f"There is no accumulator '{model}'. Valid: {', '.join(MODELS)}.")
+    if common.model not in MODELS:
+        raise InputError(f"There is no accumulator '{common.model}'. Valid: {', '.join(MODELS)}.")
     done: list[tuple[str, Case, Outcome]] = []
-    for target in _targets(archs):
-        setting = Setting(arch=target, model=model, seed=seed)
+    for target in targets:
+        setting = replace(common, arch=target)
         for case in cases(names, setting.capability):
             note(f"{case.name} for {target} ...")
             done.append((target, case, case.outcome(setting)))
     if as_json:
-        print_json({"model": model, "seed": seed, "kernels": [_outcome_json(*each) for each in done]})
+        kernels = [_outcome_json(*each) for each in done]
+        print_json({"model": common.model, "seed": common.seed, "kernels": kernels})
     else:
         _print_outcomes(done)
-    wrong = [f"{case.name} for {target}" for target, case, outcome in done if not outcome.good]
-    notes().print(f"{len(done) - len(wrong)} of {len(done)} cases are bit-equal to the reference.", markup=False)
+    equal = sum(outcome.good for _, _, outcome in done)
+    notes().print(f"{equal} of {len(done)} cases are bit-equal to the reference.", markup=False)
+    lacking = [outcome.unavailable for _, _, outcome in done if outcome.unavailable]
+    wrong = [f"{case.name} for {target}" for target, case, outcome in done if not (outcome.good or outcome.unavailable)]
     if wrong:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise GateError(f"{len(wrong)} of {len(done)} cases failed: {', '.join(wrong[:SHOWN])}{more}.")
+    if lacking:
+        raise UnavailableError(f"{len(lacking)} of {len(done)} cases were not compiled here. The first: {lacking[0]}")
 
 
 def _outcome_json(target: str, case: Case, outcome: Outcome) -> dict[str, object]:
     about: dict[str, object] = {"kernel": case.name, "family": case.family, "arch": target}
     about |= {"launches": outcome.kernels, "values": outcome.values, "different": outcome.wrong}
     about |= {"instructions": outcome.statistics.instructions, "lines": outcome.statistics.lines}
+    if outcome.statistics.device_bytes:
+        about |= {"gpu_bytes": outcome.statistics.device_bytes, "gpu_different": outcome.statistics.device_wrong}
     return about | {
         "bit_equal": outcome.good,
         "hazard": outcome.fault,
+        "unavailable": outcome.unavailable,
         "remarks": sorted(outcome.statistics.remarks),
         "seconds": round(outcome.seconds, 2),
     }
@@ -170,6 +205,9 @@ def _print_outcomes(done: list[tuple[str, Case, Outcome]]) -> None:
     for target, case, outcome in done:
         counts = (outcome.kernels, outcome.statistics.lines, outcome.statistics.instructions, outcome.values)
         equal = "yes" if outcome.good else f"{outcome.wrong} differ" if not outcome.fault else "no"
+        equal = "not compiled" if outcome.unavailable else equal
+        if outcome.statistics.device_wrong:
+            equal += f"; {outcome.statistics.device_wrong} bytes differ from the GPU's"
         row = [
             case.name,
             case.family,

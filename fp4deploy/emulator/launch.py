@@ -23,6 +23,7 @@ from fp4deploy.emulator.memory import GlobalMemory
 from fp4deploy.emulator.ptx import Entry, parse
 from fp4deploy.plugins.aot.compile import compile_launch
 from fp4deploy.plugins.aot.spec import Call
+from fp4deploy.plugins.runtime.nvcc import KernelError
 
 Edit = Callable[[str], str]
 FORMATS = {1: "<B", 2: "<H", 4: "<I", 8: "<Q"}
@@ -75,8 +76,11 @@ def run(
     launch = Launch(grid, block, shared, parameters(entry, values), model, capability, unwritten=unwritten)
     twin = None
     if gpu is not None:
-        twin = DeviceRun(entry, memory, gpu)
-        twin.launch(replace(launch, parameters=parameters(entry, twin.values(values))))
+        try:
+            twin = DeviceRun(entry, memory, gpu)
+            twin.launch(replace(launch, parameters=parameters(entry, twin.values(values))))
+        except KernelError as error:
+            raise Fault(f"On the GPU: {error}") from error
     statistics = execute(entry, launch, memory)
     if twin is not None:
         statistics.device_wrong, statistics.device_bytes = twin.different()

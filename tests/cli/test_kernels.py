@@ -124,3 +124,31 @@ def test_a_folder_that_cannot_be_written_exits_2(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         aot_build._save(compiled, launch, tmp_path / "file" / "kernels")
     assert "could not be written: Not a directory" in str(error.value)
+
+
+def test_emulated_cases_are_listed(invoke: Invoke) -> None:
+    pytest.importorskip("triton")
+    result = invoke("kernels", "--emulate", "--arch", "sm100", "linear, bfloat16", "--json")
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(result.stdout)["kernels"]
+    found = [row[key] for key in ("arch", "family", "bit_equal", "different", "hazard")]
+    assert found == ["sm_100", "linear", True, 0, ""]
+    assert "1 of 1 cases are bit-equal" in result.stderr
+
+
+def test_emulation_without_a_compiler_exits_3(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp4deploy.plugins.runtime.nvcc.find_nvcc", lambda: None)
+    result = invoke("kernels", "--emulate", "amax")
+    assert result.exit_code == UnavailableError.exit_code
+    assert "1 of 1 cases were not compiled here. The first:" in result.stderr
+    assert "not compiled" in result.stdout
+
+
+def test_gpu_needs_emulate_and_a_gpu(invoke: Invoke) -> None:
+    assert "--gpu is for --emulate" in invoke("kernels", "--gpu").stderr
+    import torch
+
+    if not torch.cuda.is_available():
+        result = invoke("kernels", "--emulate", "--gpu")
+        assert result.exit_code == UnavailableError.exit_code
+        assert "there is no CUDA GPU that torch can use" in result.stderr

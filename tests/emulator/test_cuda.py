@@ -11,6 +11,7 @@ from tests.emulator import planted
 
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 
+OTHERS = ("sm_90", "sm_100")
 FIRST = ("pack rows", "amax", "GroupNorm and pack")  # in every run of the tests
 
 
@@ -18,9 +19,7 @@ FIRST = ("pack rows", "amax", "GroupNorm and pack")  # in every run of the tests
     "case",
     [pytest.param(case, marks=() if case.name in FIRST else pytest.mark.emulate, id=case.name) for case in CUDA],
 )
-@pytest.mark.parametrize(
-    "arch", ["sm_120", *(pytest.param(each, marks=pytest.mark.emulate) for each in ("sm_90", "sm_100"))]
-)
+@pytest.mark.parametrize("arch", ["sm_120", *(pytest.param(name, marks=pytest.mark.emulate) for name in OTHERS)])
 def test_bit_equal_to_the_reference(case: Case, arch: str) -> None:
     outcome = case.outcome(Setting(arch=arch))
     assert outcome.good, outcome

@@ -12,6 +12,7 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.emulator.faults import Fault
 from fp4deploy.emulator.launch import Edit
 from fp4deploy.emulator.machine import Statistics
+from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 
 SCALE = 2688.0  # 6 * 448: an amax of SCALE / 2^n is a global scale of 2^-n
@@ -45,6 +46,8 @@ class Outcome:
     """What a case showed.
 
     wrong, values: elements that differ from the reference, and all. fault: a hazard or an unknown instruction.
+    unavailable: why there is no PTX: a compiler is missing or too old. seconds: CPU time of this process; compilers
+    are processes of their own.
     """
 
     wrong: int = 0
@@ -52,6 +55,7 @@ class Outcome:
     kernels: int = 0
     statistics: Statistics = field(default_factory=Statistics)
     fault: str = ""
+    unavailable: str = ""
     seconds: float = 0.0
     reference: bool = True  # whether there is one right answer
 
@@ -98,14 +102,16 @@ class Case:
     supports: Callable[[int], bool] = lambda capability: True
 
     def outcome(self, setting: Setting) -> Outcome:
-        """Execute and compare; faults are part of the outcome."""
+        """Execute and compare; faults are part of the outcome, as is PTX that cannot be made here."""
         outcome = Outcome(reference=not setting.inexact)
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             self.run(setting, outcome)
         except Fault as error:
             outcome.fault = str(error)
-        outcome.seconds = time.perf_counter() - start
+        except UnavailableError as error:
+            outcome.unavailable = str(error)
+        outcome.seconds = time.process_time() - start
         return outcome
 
 
