@@ -1,6 +1,6 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
-# make test   formatting, lint, types, layers and tests
-# make emulate   every kernel of the list in the PTX emulator, with planted faults; ten minutes
+# make test   formatting, lint, types, layers and tests, of long lists of kernels a sample
+# make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
@@ -20,10 +20,10 @@ test: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not emulate"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not emulate and not variants"
 
 emulate: install-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m emulate
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "emulate or variants"
 
 fuzz: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz

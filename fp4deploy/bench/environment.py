@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.architecture import Architecture
+from fp4deploy.children import cores
 from fp4deploy.errors import UnavailableError
 from fp4deploy.requirements import LIBRARIES, package_version, reasons
 
@@ -54,8 +55,6 @@ def gpus() -> list[Gpu]:
 def environment() -> dict[str, Any]:
     """Everything a reader needs to place a measurement, as JSON values."""
     import torch
-
-    from fp4deploy.plugins.runtime.availability import cores
 
     versions = {name: version for name in PACKAGES if (version := package_version(name))}
     return {
@@ -104,7 +103,6 @@ def abilities(found: list[Tool], devices: list[Gpu]) -> list[tuple[str, bool, st
     """What this machine can do: (task, yes or no, how or what is missing)."""
     from fp4deploy.plugins import why_unavailable
     from fp4deploy.plugins.aot import load as aot
-    from fp4deploy.plugins.runtime.availability import cores
 
     missing = {tool.name: f"{tool.name} is missing: {tool.install}" for tool in found if not tool.version}
     blackwell = [gpu for gpu in devices if gpu.capability >= (10, 0)]

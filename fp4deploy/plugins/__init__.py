@@ -3,20 +3,19 @@
 Nothing here is needed to train, export or measure: where kernels cannot run (`why_unavailable`) or
 `FP4DEPLOY_KERNELS=off` is set, the torch reference does the same work, slower.
 
-The NVFP4 layers (`fp4_linear`, `fp4_conv2d`, ..., docs/gemm.md) are imported at first use.
+Each name is imported at first use, so that the compilers (`runtime.nvcc`, `aot`) and their workers start without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fp4deploy.plugins.runtime.availability import available, why_unavailable
-from fp4deploy.plugins.runtime.launch import Kernel, kernel
-from fp4deploy.plugins.runtime.nvcc import KernelError, compile_cubin
-
 if TYPE_CHECKING:
     from fp4deploy.plugins.gemm.conv import fp4_conv2d
     from fp4deploy.plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
     from fp4deploy.plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
+    from fp4deploy.plugins.runtime.availability import available, why_unavailable
+    from fp4deploy.plugins.runtime.launch import Kernel, kernel
+    from fp4deploy.plugins.runtime.nvcc import KernelError, compile_cubin
 
 __all__ = [
     "FP4WeightCache",
@@ -35,11 +34,17 @@ __all__ = [
 
 _HOMES = {
     "FP4WeightCache": "gemm.weight_cache",
+    "Kernel": "runtime.launch",
+    "KernelError": "runtime.nvcc",
+    "available": "runtime.availability",
+    "compile_cubin": "runtime.nvcc",
     "fp4_cached_linear": "gemm.linear",
     "fp4_conv2d": "gemm.conv",
     "fp4_linear": "gemm.linear",
     "fp4_matmul": "gemm.linear",
     "fp4_quantize": "gemm.weight_cache",
+    "kernel": "runtime.launch",
+    "why_unavailable": "runtime.availability",
 }
 
 

@@ -126,12 +126,9 @@ def triton_version() -> str | None:
 
 def cuda_variants() -> list[tuple[str, dict[str, Any]]]:
     """(source, macros) of every compilation that the tests of the CUDA kernels list, each once."""
-    from tests.plugins.runtime.launch_variants import launched
-    from tests.plugins.runtime.test_kernel_code import VARIANTS
+    from tests.plugins.runtime.launch_variants import BESIDES, launched
 
-    found = {(each.source, tuple(sorted(each.macros))): None for each in launched()}
-    found |= {(each.source, tuple(sorted(each.macros.items()))): None for each in VARIANTS}
-    return [(source, dict(macros)) for source, macros in found]
+    return [(each.source, dict(each.macros)) for each in (*launched(), *BESIDES)]
 
 
 def smallest_cuda_variant() -> tuple[str, dict[str, Any]]:

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.children import end_with_parent, isolated_start
+from fp4deploy.children import cores, end_with_parent, isolated_start
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.aot import diagnose, store
 from fp4deploy.plugins.aot.compile import INSTALL_TRITON, compile_launch, triton_version
 from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
-from fp4deploy.plugins.runtime.availability import cores
 from fp4deploy.plugins.runtime.cache import write_entry
 from fp4deploy.plugins.runtime.nvcc import KernelError
 

@@ -108,8 +108,3 @@ def _lacking_to_launch(index: int) -> str | None:
         name = torch.cuda.get_device_name(index)
         gpu = f"{name} is {found}, and {OLDEST} is the oldest architecture that the kernels support"
     return reasons(gpu, LIBRARIES["pycuda"].why_missing())
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,8 @@
 """Which kernels, macros and signatures the operators launch, found by running them on CPU tensors without a launch.
 
 A list of macros kept by hand would go stale with the launching code. Here every operator runs with a recorder in the
-place of `runtime.launch.kernel`: nothing reaches a GPU, and what would have been compiled is written down.
+place of `runtime.launch.kernel`: nothing reaches a GPU, and what would have been compiled is written down. `BESIDES`
+has more combinations of macros, without what is launched from them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Variant:
     entries: frozenset[tuple[str, str]]
 
     def __str__(self) -> str:
-        return f"{self.source} {' '.join(f'{name}={value}' for name, value in self.macros)}"
+        return " ".join([self.source, *(f"{name}={value}" for name, value in self.macros if value != 0)])
 
 
 class Recorder:
@@ -101,6 +102,11 @@ def _packed(
     return lambda: operators._pack_along(torch.zeros(shape, dtype=dtype), axis, _amax(), bits, variant, swizzle)
 
 
+def _big(exercise: Callable[[], object]) -> Callable[[], object]:
+    """As a tensor with 2^31 threads."""
+    return mock.patch.object(operators, "SMALL", 0)(exercise)
+
+
 def _measured(shape: Shape, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: operators._quantize_and_amax(torch.zeros(shape, dtype=dtype), 1, _amax(), None, PLAIN)
 
@@ -136,9 +142,11 @@ def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[]
     return launch
 
 
-PLAIN, MX_CEIL = [0, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
-STRICT, FAST = [1, 256, 0, 0, 0, 0], [1, 448, 1, 1, 0, 0]
-ROWS_HADAMARD = [0, 448, 0, 0, 1, 1]
+# FORMAT, E, SQUARED, FAST, HADAMARD, ROWS
+PLAIN, MX_FLOOR, MX_CEIL = [0, 448, 0, 0, 0, 0], [2, 448, 0, 0, 0, 0], [3, 448, 0, 0, 0, 0]
+STRICT, FAST, ROWS_FAST = [1, 256, 0, 0, 0, 0], [1, 448, 1, 1, 0, 0], [1, 256, 0, 1, 0, 1]
+STRICT_SQUARED = [1, 256, 1, 0, 0, 0]
+HADAMARD, ROWS_HADAMARD, MX_HADAMARD = [0, 448, 0, 0, 1, 0], [0, 448, 0, 0, 1, 1], [3, 448, 0, 0, 1, 0]
 # Multiprocessors, shared memory of a block, capability.
 H200, SM120 = (132, 232_448, 90), (188, 101_376, 120)
 MATRIX, ODD, IMAGE = (32, 64), (8, 17), (2, 32, 4, 6)
@@ -151,6 +159,8 @@ EXERCISES: list[Callable[[], object]] = [
     _along(IMAGE, 1, HALF, PLAIN, inside=True),
     _along((2, 32, 3, 3), 1, FLOAT, STRICT, inside=True),
     _along(IMAGE, 1, BFLOAT, MX_CEIL, random=True),
+    _along(IMAGE, 1, HALF, MX_HADAMARD, random=True),
+    _along(IMAGE, 1, FLOAT, STRICT_SQUARED, inside=True),
     _measured(MATRIX, BFLOAT),
     _measured(IMAGE, HALF),
     _measured(ODD, FLOAT),
@@ -159,6 +169,11 @@ EXERCISES: list[Callable[[], object]] = [
     _packed(MATRIX, 1, FLOAT, FAST, swizzle=True),
     _packed(MATRIX, 1, BFLOAT, ROWS_HADAMARD, random=True),
     _packed(IMAGE, 1, HALF, FAST),
+    _packed(MATRIX, 1, FLOAT, PLAIN),
+    _packed(MATRIX, 1, BFLOAT, STRICT_SQUARED),
+    _packed(MATRIX, 1, BFLOAT, ROWS_FAST),
+    _packed(IMAGE, 1, BFLOAT, MX_FLOOR, swizzle=True),
+    _big(_packed(MATRIX, 1, BFLOAT, HADAMARD, random=True, swizzle=True)),
     lambda: operators._quantize_tiles(torch.zeros(48, 48, 3, 3), 0, 1, _amax(), None, STRICT, True),
     lambda: operators._pack_tiles(torch.zeros(MATRIX, dtype=HALF), _amax(), torch.zeros(2, dtype=torch.int64), PLAIN),
     lambda: operators._finite_amax(torch.zeros(MATRIX, dtype=BFLOAT)),
@@ -173,4 +188,35 @@ EXERCISES: list[Callable[[], object]] = [
     _gemv(9, 40, HALF, *H200),
     _gemv(16, 8192, HALF, *H200),
     _gemv(16, 8192, BFLOAT, *SM120),
+]
+
+_QUANTIZE = (
+    "FORMAT",
+    "SQUARED",
+    "FAST",
+    "HADAMARD",
+    "ROWS",
+    "STOCHASTIC",
+    "PACKED",
+    "IN_RANGE",
+    "INNER",
+    "LINEAR",
+    "BIG",
+)
+_TILES = ("FORMAT", "SQUARED", "FAST", "STOCHASTIC", "PACKED", "IN_RANGE")
+
+
+def _besides(source: str, zeros: tuple[str, ...] = (), **macros: str | int) -> Variant:
+    return Variant(source, tuple(sorted({**dict.fromkeys(zeros, 0), **macros}.items())), frozenset())
+
+
+BESIDES = [
+    _besides("quantize.cu", _QUANTIZE, DTYPE="float", E=448, FORMAT=2, LINEAR=1, VECTORS=4),
+    _besides("pack_rows.cu", _TILES, DTYPE="__half", E=256),
+    _besides("quantize_tile.cu", _TILES, DTYPE="__nv_bfloat16", E=256, FORMAT=1, IN_RANGE=1),
+    _besides("quantize_tile.cu", _TILES, DTYPE="float", E=256, STOCHASTIC=1, PACKED=1),
+    _besides("gemv_tma.cu", DTYPE="__nv_bfloat16", ROWS=8, CLUSTER=2),
+    _besides("gemv_tma.cu", DTYPE="__half", ROWS=16, CLUSTER=2),
+    _besides("gemv_tma.cu", DTYPE="__nv_bfloat16", ROWS=16, CLUSTER=2),
+    _besides("gemv_tma.cu", DTYPE="__half", ROWS=16, OUTPUTS=32, CONSUMERS=1, STAGES=3),
 ]

@@ -218,7 +218,7 @@ def test_processes_that_start_together_compile_once(
     monkeypatch.setenv("DELAY", "2")
     script = (
         "import sys; from fp4deploy.plugins import compile_cubin; print(len(compile_cubin(sys.argv[1], 'sm_90a')))\n"
-        "assert 'torch._dynamo' not in sys.modules"  # two seconds
+        "assert 'torch' not in sys.modules"  # seconds
     )
     command = [sys.executable, "-c", script, str(source)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -230,8 +230,9 @@ def test_processes_that_start_together_compile_once(
 
 
 @needs_nvcc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_103a", "sm_121a"])
 def test_nvcc_compiles_for_every_architecture(source: Path, arch: str) -> None:
+    """SM90 and SM120: tests/contract/test_machine_code.py."""
     cubin = compile_cubin(source, arch, {"EXTRA": 1})
     assert cubin[:4] == b"\x7fELF"
     assert b"fill" in cubin
