@@ -6,6 +6,7 @@ With `--quiet` stderr gets errors alone.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -53,6 +54,6 @@ def print_json(value: Any) -> None:
 def shown(path: Path) -> str:
     """`path` as a person writes it: relative to the current folder where it lies inside."""
     try:
-        return str(Path(path).resolve().relative_to(Path.cwd()))
-    except ValueError:
+        return str(Path(os.path.realpath(path)).relative_to(os.path.realpath("")))
+    except (OSError, ValueError):  # the current folder may be gone
         return str(path)

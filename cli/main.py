@@ -25,7 +25,7 @@ import typer
 from typer.core import TyperGroup
 
 from fp4deploy import __version__
-from fp4deploy.errors import Fp4DeployError, InputError, Interrupted
+from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, UnavailableError
 from fp4deploy.terminal import QUIET, printable
 
 from .commands import (
@@ -49,7 +49,7 @@ from .commands import (
     telemetry,
     train,
 )
-from .process import lasting_output, stop_on_signals
+from .process import lasting_output, refused_by_system, stop_on_signals
 
 DEBUG = "--debug"
 SILENT = ("--quiet", "-q")
@@ -80,9 +80,18 @@ class CommandGroup(TyperGroup):
             _traceback(ctx)
             _say("Error:", str(error))
             raise typer.Exit(error.exit_code) from None
+        except MemoryError:
+            _traceback(ctx)
+            _say("Error:", "This machine has not enough free memory. Take smaller images, batches or models.")
+            raise typer.Exit(UnavailableError.exit_code) from None
         except Exception as error:
             if hasattr(error, "format_message"):  # Typer's own usage errors: it prints them, exit 2
                 raise
+            cause = refused_by_system(error)
+            if cause is not None:
+                _traceback(ctx)
+                _say("Error:", cause)
+                raise typer.Exit(InputError.exit_code) from None
             _traceback(ctx)
             _say("Error:", f"{_first_line(error)} This is a defect of fp4deploy; run again with --debug to see where.")
             raise typer.Exit(1) from None

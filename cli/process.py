@@ -32,6 +32,13 @@ EQUIVALENT = {
     "≤": "<=", "’": "'", "“": '"', "”": '"', "•": "*", "µ": "u", "━": "-", "╸": "-", "╺": "-",
 }  # fmt: skip
 READER_GONE = (errno.EPIPE, errno.ESHUTDOWN, errno.EBADF)
+REFUSALS = tuple(
+    getattr(errno, name)
+    for name in ("ENAMETOOLONG", "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "ENOTEMPTY", "ELOOP",
+                 "ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EINVAL", "ESTALE", "EMFILE", "ENFILE", "ENXIO", "ENODEV")
+    if hasattr(errno, name)
+)  # fmt: skip
+LONGEST_NAME = 200  # characters of a path in a message
 
 
 def stop_on_signals() -> None:
@@ -71,6 +78,18 @@ def lasting_output() -> Iterator[None]:
             f"What was printed is not complete: {failure.strerror}. Files that were to be written are; "
             "free some space where stdout goes, or print less."
         )
+
+
+def refused_by_system(error: Exception) -> str | None:
+    """One sentence for an error of the operating system about a file: a name that is too long, no permission, a full
+    disk; None for other errors. Readers and writers have their own messages: this is for what looks at a path before.
+    """
+    if not isinstance(error, OSError) or error.errno not in REFUSALS:
+        return None
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    if len(name) > LONGEST_NAME:
+        name = f"{name[: LONGEST_NAME // 2]}...{name[-LONGEST_NAME // 2 :]}"
+    return f"{name + ': ' if name else ''}{error.strerror or os.strerror(error.errno)}. Give another file or folder."
 
 
 class LastingFile(io.FileIO):

@@ -14,11 +14,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from fp4deploy.terminal import printable
+
+LONGEST_MESSAGE = 3000  # characters
+
 
 class Fp4DeployError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
+    """Base of all errors raised on purpose; `exit_code` is what the command line returns.
+
+    A message may quote a file: characters that act on a terminal are escaped, and the middle of a long one is cut.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: object = "") -> None:
+        text = printable(str(message))
+        half = LONGEST_MESSAGE // 2
+        super().__init__(text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} ... {text[-half:]}")
 
 
 class GateError(Fp4DeployError):

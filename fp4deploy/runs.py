@@ -81,13 +81,15 @@ class Run:
         """
         if not self.models_path.is_file():
             return ()
+        from fp4deploy.schema import read_json, validated
+
         try:
-            names = json.loads(self.models_path.read_text(encoding="utf-8"))
-            return tuple(name for name in names if name in MODELS)
-        except (ValueError, TypeError) as error:
+            names = validated(list[str], read_json(self.models_path), "models")
+        except InputError as error:
             raise InputError(
-                f"{self.models_path} is no list of models: {error}. Remove it, and name --models."
+                f"{self.models_path} is no list of models: {error} Remove it, and name --models."
             ) from None
+        return tuple(name for name in names if name in MODELS)
 
     def ask_models(self, models: Iterable[str]) -> None:
         """Note that `models` are to be trained, after those requested before.
@@ -219,8 +221,10 @@ def _note_owner(file: Path) -> None:
 
 
 def _owner(file: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
+    from fp4deploy.schema import read_json
+
+    with suppress(InputError):
+        found = read_json(file)
         if isinstance(found, dict) and {"pid", "host", "command"} <= found.keys():
             return found
     return None

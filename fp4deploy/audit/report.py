@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from fp4deploy.audit.ort_profile import is_profile, profile_rows
 from fp4deploy.audit.targets import TARGETS, Target
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import parse_onnx
+from fp4deploy.schema import read_json
 
 LARGEST_JSON = 2**28  # bytes
 
@@ -89,16 +89,7 @@ def _target(name: str) -> Target:
 
 
 def _read_json(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"There is no file {path}.")
-    if path.stat().st_size > LARGEST_JSON:
-        raise InputError(f"{path} is larger than {LARGEST_JSON >> 20} MiB; audit a shorter profile.")
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        raise InputError(
-            f"{path} is no JSON ({error}). audit reads .onnx files, layer information and profiles."
-        ) from None
+    return read_json(path, "audit reads .onnx files, layer information and profiles of ONNX Runtime.", LARGEST_JSON)
 
 
 def _audit_onnx(path: Path, target: Target) -> Audit:

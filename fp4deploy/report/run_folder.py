@@ -19,6 +19,7 @@ only a folder without config.yaml is an error.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -270,7 +271,7 @@ def _artifacts(run: Run, kept: Measurement, remarks: list[str]) -> list[Artifact
 def _checked(run: Run, entry: ArtifactEntry) -> ArtifactEntry:
     """The entry without its numbers where the file is another one by now; a deleted file keeps them."""
     path = run.path / entry.path
-    if not path.is_file() or not entry.sha256:
+    if not entry.sha256 or not os.path.isfile(path):  # isfile: a name in the file may be longer than the system takes
         return entry
     size = path.stat().st_size
     if size == entry.size_bytes and sha256(path) == entry.sha256:

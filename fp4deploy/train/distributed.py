@@ -10,6 +10,9 @@ maximum over the processes, taken after every backward, is the moving maximum of
 how a batch is divided. It is one small all-reduce.
 
 After the backward, because gradient checkpointing quantises there with the amax that the forward had.
+
+A signal reaches one process before the others, or one alone. A process that stopped by itself would leave the others
+waiting for its gradients. So all ask between the same steps whether any has one, and stop together.
 """
 
 from __future__ import annotations
@@ -62,6 +65,13 @@ def _summed(sums: torch.Tensor) -> torch.Tensor:
     total = sums.detach().clone()
     dist.all_reduce(total)
     return total + dist.get_world_size() * (sums - sums.detach())
+
+
+def agreed_signal(number: int, device: torch.device) -> int:
+    """The largest of the numbers that the processes give; 0 where nobody has a signal. All of them have to call it."""
+    shared = torch.tensor(number, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared)
 
 
 @torch.no_grad()

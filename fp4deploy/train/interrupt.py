@@ -44,6 +44,11 @@ class Interrupt:
             signal.signal(number, handler)
         self._previous.clear()
 
+    def note(self, number: int) -> None:
+        """Take over a signal that another process of this training has received; 0 is none."""
+        if number and not self.requested:
+            self.requested, self.number = True, number
+
     def error(self) -> KeyboardInterrupt:
         """What the loop raises when it has saved its state."""
         return KeyboardInterrupt() if self.number == signal.SIGINT else Interrupted(self.number)
@@ -56,7 +61,7 @@ class Interrupt:
         self._seen.add(number)
         if self.requested:
             return
-        self.requested, self.number = True, number
+        self.note(number)
         with suppress(OSError):  # the terminal may be what has gone
             os.write(2, NOTE)  # not print: a signal may arrive inside one
 

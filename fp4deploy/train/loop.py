@@ -32,7 +32,7 @@ from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.qat.learned import keep_positive
 from fp4deploy.train.checkpointing import checkpoint_blocks
-from fp4deploy.train.distributed import share_amaxes
+from fp4deploy.train.distributed import agreed_signal, share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
 from fp4deploy.train.logging.progress import Display
@@ -92,7 +92,7 @@ class Trainer:
         self.sampler = loaders[0].sampler
         self.train_batches: Any = loaders[0]
         self.val_batches: Any = loaders[1]
-        if self.accelerator.num_processes > 1:
+        if not self._alone:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
         self.loss: Any = task.loss
@@ -144,6 +144,8 @@ class Trainer:
                     self._epoch(display)
             except Pause:
                 self._save_state()
+                # A launcher ends all processes with the first that ends, even one that is still saving.
+                self.accelerator.wait_for_everyone()
                 raise self.interrupt.error() from None
             finally:
                 self.telemetry.close()
@@ -240,7 +242,7 @@ class Trainer:
         else:
             with self.accelerator.no_sync(self.model):
                 self.accelerator.backward(loss / group)
-        if self.accelerator.num_processes > 1:
+        if not self._alone:
             share_amaxes(self.layers)
         progress.batch += 1
 
@@ -272,11 +274,20 @@ class Trainer:
                     f"epoch {progress.epoch + 1}. The best checkpoint so far is kept; "
                     "start again with a lower --set train.lr=..."
                 )
-        self._pause_if_asked()
+        if self.device.type == "cpu" or self._alone or progress.step % STEPS_BETWEEN_READS == 0:
+            self._pause_if_asked()
         if self.pace.due_within_epoch():
             self._save_state()
 
+    @property
+    def _alone(self) -> bool:
+        return self.accelerator.num_processes == 1
+
     def _pause_if_asked(self) -> None:
+        """Stop where a signal has come; several processes call this at the same points, and stop at the same one."""
+        if not self._alone:
+            number = self.interrupt.number if self.interrupt.requested else 0
+            self.interrupt.note(agreed_signal(number, self.device))
         if self.interrupt.requested:
             raise Pause
 
@@ -286,8 +297,10 @@ class Trainer:
                 images, masks = expand(*(part.to(self.device, non_blocking=True) for part in batch))
                 yield images.contiguous(memory_format=self.layout), masks
         except RuntimeError:
-            self._pause_if_asked()  # Ctrl-C reaches the loader's workers too, and they end at once
-            raise
+            if not self.interrupt.requested:
+                raise
+            # Ctrl-C reaches the loader's workers too, and they end at once
+            raise (Pause() if self._alone else self.interrupt.error()) from None
 
     def _load(self) -> None:
         path = self.job.state_path

@@ -292,8 +292,8 @@ def test_a_node_that_no_kernel_names_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b"{", "is no JSON"),
-        ("a.json", b"[" * 100_000, "is no JSON"),
+        ("a.json", b"{", "cannot be read as JSON"),
+        ("a.json", b"[" * 100_000, "deeper than 64 levels"),
         ("a.json", b"{}", "neither layer information"),
         ("a.json", b'{"Layers": ["conv1", "conv2"]}', "profilingVerbosity=detailed"),
         ("a.json", b'{"Layers": []}', "profilingVerbosity=detailed"),

@@ -12,6 +12,7 @@ import pytest
 from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke
 
+LONG = "x" * 5000
 SMALL = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32",
     "--set", "train.epochs=1", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
@@ -208,3 +209,20 @@ def test_a_json_that_cannot_be_written(invoke: Invoke, checkpoint: Path, shapes:
     assert result.exit_code == 2
     assert "could not be written" in result.stderr
     assert files(tmp_path) == {"file"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--data", LONG], ["train", "--out", LONG], ["train", "--config", LONG], ["bench", "--engine", LONG],
+        ["export", LONG], ["build", LONG], ["check", LONG], ["inspect", LONG], ["audit", LONG], ["report", LONG],
+        ["sweep", LONG], ["data", "check", LONG], ["data", "shapes", LONG], ["predict", LONG],
+        ["predict", "x.jpg", "--model", LONG], ["telemetry", LONG], ["telemetry", "plot", LONG],
+        ["estimate", "--data", LONG],
+    ],
+    ids=lambda arguments: " ".join(arguments[:-1]),
+)  # fmt: skip
+def test_a_path_that_the_system_refuses_is_said_in_words(invoke: Invoke, tmp_path: Path, arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.stderr
+    assert "defect" not in result.stderr

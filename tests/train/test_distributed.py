@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,13 @@ import torch
 import torch.distributed as dist
 
 from fp4deploy.data import EvalTransform, eval_loader, generate_shapes, open_dataset
+from fp4deploy.errors import Interrupted
 from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models import build_unet, load_weights
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
+from fp4deploy.train.loop import Trainer
+from fp4deploy.train.state import read_progress
 from tests.train.launch import run_ranks
 
 SCRIPT = """
@@ -35,7 +39,6 @@ print({model: result.best_score for model, result in trained.items()}, flush=Tru
 def train_and_compare_amaxes(data: Path, out: Path) -> None:
     """In one of two processes: train, and write down after every batch whether each amax is that of both."""
     from fp4deploy.qat import quantized_layers
-    from fp4deploy.train.loop import Trainer
 
     original = Trainer._step
 
@@ -66,6 +69,22 @@ def train_and_compare_amaxes(data: Path, out: Path) -> None:
     settings = ["model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=2", "train.from_scratch=true"]
     settings += ["train.epochs=1", "recipe=nvfp4_qat_delayed", "train.accumulate=2", f"data.root={data}"]
     train_models(load_config(None, settings), Run(out), ("nvfp4",))
+
+
+def train_until_a_signal(data: Path, out: Path) -> None:
+    """In one of two processes: train; the second alone receives SIGTERM, after its third step."""
+    original = Trainer._step
+
+    def signalled(self: Trainer, *batch: torch.Tensor) -> None:
+        original(self, *batch)
+        if dist.get_rank() == 1 and self.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Trainer._step = signalled  # type: ignore[method-assign]
+    settings = ["model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=2", "train.epochs=2"]
+    with pytest.raises(Interrupted) as caught:
+        train_models(load_config(None, [*settings, f"data.root={data}"]), Run(out), ("fp16",))
+    assert caught.value.number == signal.SIGTERM
 
 
 def torchrun(script: str, folder: Path, *arguments: Path) -> str:
@@ -108,6 +127,14 @@ def test_the_tracked_amax_is_that_of_both_processes(tmp_path: Path) -> None:
     assert ranks[0] == ranks[1]
     assert [line["right"] for line in ranks[0]] == [True, True]
     assert all(line["only_in_1"] for line in ranks[0])
+
+
+def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path: Path) -> None:
+    data, run = tmp_path / "data", create_run(tmp_path / "run")
+    generate_shapes(data, train=16, val=2, size=32, seed=0)  # 4 steps an epoch
+    run_ranks(2, train_until_a_signal, data, run.path)
+    progress = read_progress(run.model_dir("fp16") / "state" / "last.safetensors")
+    assert (progress.epoch, progress.step) == (0, 3)
 
 
 def miou_alone(data: Path, checkpoint: Path) -> float:

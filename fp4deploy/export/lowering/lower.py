@@ -18,7 +18,6 @@ The ledger compares the plan with the engine: a layer whose actual precision is 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
-from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, parse_onnx
+from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
@@ -147,8 +146,7 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str) -> LoweredModel:
     names = NameFixPass(NamedByOutput())
     Sequential(DropFunctions(), names, *forms, *share, RemoveUnusedNodesPass(), names)(model)
     plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins)
-    card = _metadata(proto, CARD_KEY)
-    return LoweredModel(ir.to_proto(model), plan, card if isinstance(card, dict) else None, is_fp4(model))
+    return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
 
 
 def _check_stored(tensor: onnx.TensorProto) -> None:
@@ -180,17 +178,9 @@ def _with_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
         return proto
 
 
-def _metadata(proto: onnx.ModelProto, key: str) -> Any:
-    text = next((entry.value for entry in proto.metadata_props if entry.key == key), "null")
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise InputError(f"The metadata '{key}' of the file is not JSON; export it again.") from None
-
-
 def _requests(proto: onnx.ModelProto) -> dict[str, dict[str, str]]:
     """Torch layer name -> {kind, precision, reason} as the exporter wrote it; empty for foreign files."""
-    _metadata(proto, LAYERS_KEY)
+    metadata_object(proto, LAYERS_KEY)
     return planned_layers(proto)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import onnx
 
 from fp4deploy.errors import Fp4DeployError, InputError
+from fp4deploy.schema import parse_json
 
 OPSET = 23  # the first with FLOAT4E2M1
 IR_VERSION = 11
@@ -54,6 +56,22 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
     if not model.graph.node or not model.graph.output:
         raise InputError(f"{path} is not an ONNX model: it holds no operators. Write one with: fp4deploy export")
     return model
+
+
+def metadata_object(model: onnx.ModelProto, key: str) -> dict[str, Any] | None:
+    """The JSON object in a metadata entry of a file, None where it has none.
+
+    Raises:
+        InputError: the entry is no JSON object.
+    """
+    text = next((entry.value for entry in model.metadata_props if entry.key == key), None)
+    if text is None:
+        return None
+    advice = "Export it again: fp4deploy export --format onnx"
+    found = parse_json(text, f"The metadata '{key}' of the file", advice)
+    if not isinstance(found, dict):
+        raise InputError(f"The metadata '{key}' of the file is no JSON object. {advice}")
+    return found
 
 
 def not_onnx(path: Path, error: Exception) -> InputError:

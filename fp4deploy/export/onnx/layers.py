@@ -7,7 +7,6 @@ E2M1 (or INT8 holding twice its values, in the decomposed graph) and its input c
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import onnx.shape_inference
 import onnx_ir as ir
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.canonical import GEMM_OPS, LAYERS_KEY, foreign_graph, read_onnx
+from fp4deploy.export.onnx.canonical import GEMM_OPS, LAYERS_KEY, foreign_graph, metadata_object, read_onnx
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.models.card import CARD_KEY
 from fp4deploy.schema import parse_json, validated
@@ -77,7 +76,6 @@ def describe_onnx(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tup
 def _described(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]], str]:
     model = read_onnx(path)
     layers = layers_of(model)
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     facts: dict[str, Any] = {
         "file": str(path),
@@ -86,7 +84,7 @@ def _described(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[
         "ir_version": model.ir_version,
         "inputs": {value.name: _declared(value) for value in model.graph.input},
         "outputs": {value.name: _declared(value) for value in model.graph.output},
-        "card": json.loads(metadata[CARD_KEY]) if CARD_KEY in metadata else {},
+        "card": metadata_object(model, CARD_KEY) or {},
     }
     rows = [
         (each.name, each.kind, each.precision, each.weights, *map(_extents, (each.weight_shape, each.input_shape)),

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.canonical import metadata_object
 from fp4deploy.models.card import CARD_KEY
 
 
@@ -90,5 +91,5 @@ def _fold_shapes(graph: ir.Graph) -> None:
 def _rewrite_card(model: onnx.ModelProto, size: tuple[int, int]) -> None:
     for entry in model.metadata_props:
         if entry.key == CARD_KEY:
-            card = json.loads(entry.value) | {"height": size[0], "width": size[1]}
-            entry.value = json.dumps(card, sort_keys=True)
+            card = metadata_object(model, CARD_KEY) or {}
+            entry.value = json.dumps(card | {"height": size[0], "width": size[1]}, sort_keys=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,9 @@ from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile, gemm_tile, k_step_constants, weight_only_tile
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-MOST_PIXELS = (1 << 31) - (1 << 10)  # 32-bit counters, and a tile that starts below the limit
+MOST_32_BIT = (1 << 31) - (
+    1 << 12
+)  # of the kernels' counters and offsets; a tile that starts below it ends within 31 bits
 POINTERS = ("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_scales", "w_amax", "bias", "out")
 ALIGNED = ("x", "x_scales", "x2", "x2_scales", "w", "w_scales")  # to 16 bytes
 SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "stride", "padding", "dilation")
@@ -49,13 +52,10 @@ def launch_gemm(
     """Allocate the output of `shape` and fill it; see `gemm_call`.
 
     Raises:
-        InputError: more output pixels than the kernel's 32-bit counters take.
+        InputError: sizes beyond the kernel's 32-bit counters and offsets (`require_32_bit`).
     """
     device = weight.codes.device
-    if math.prod(shape[:-1]) > MOST_PIXELS:
-        raise InputError(
-            f"An output of {math.prod(shape[:-1])} pixels is too large: {MOST_PIXELS} fit. Split the batch."
-        )
+    _require_offsets([source.codes.shape[-1] for source in sources], extent, pixels, shape, **geometry)
     blocks = -(-shape[-1] // NVFP4_BLOCK)
     if out_amax is None:
         out = torch.empty(shape, dtype=dtype, device=device)
@@ -72,7 +72,13 @@ def launch_gemm(
 
 
 def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
-    """Allocate [..., N] and fill it; see `weight_only_call`."""
+    """Allocate [..., N] and fill it; see `weight_only_call`.
+
+    Raises:
+        InputError: sizes beyond the kernel's 32-bit counters and offsets.
+    """
+    rows = math.prod(x.shape[:-1])
+    require_32_bit({"rows": rows, "elements of a row": x.shape[-1], "output elements of a row": weight.shape[0]})
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if gemv.takes(rows, weight):
@@ -80,6 +86,46 @@ def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor 
     else:
         run(weight_only_call(rows, weight, bias, out, _capability(x.device.index), relu), x.device)
     return out
+
+
+def require_32_bit(sizes: Mapping[str, int]) -> None:
+    """Compare sizes with the counters and offsets of the kernels, which have 32 bits.
+
+    Raises:
+        InputError: one is too large; the message names it.
+    """
+    for name, size in sizes.items():
+        if size > MOST_32_BIT:
+            raise InputError(
+                f"The GEMM kernels count with 32 bits: {size} {name} are too many, {MOST_32_BIT} fit. Split the batch, "
+                "or take a smaller feature map, fewer channels or a smaller filter."
+            )
+
+
+def _require_offsets(
+    channel_bytes: Sequence[int],
+    extent: Size3,
+    pixels: Size3,
+    shape: tuple[int, ...],
+    taps: tuple[int, int] = (1, 1),
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    **_: Any,
+) -> None:
+    """What `implicit_gemm_kernel` computes in 32 bits; the offset of a pixel and of a row of the filter have 64."""
+    (kh, kw), deepest = taps, max(channel_bytes)
+    last_tap = ((kh - 1) * extent[2] + kw - 1) * dilation
+    coordinate = max(pixels[1], pixels[2]) * stride + padding + max(taps) * dilation
+    require_32_bit(
+        {
+            "output pixels": math.prod(shape[:-1]),
+            "output channels": shape[-1],
+            "bytes of a filter": kh * kw * sum(channel_bytes),
+            "bytes of the feature map between the first and the last tap of a filter": (last_tap + 1) * deepest,
+            "rows or columns of the padded feature map": coordinate,
+        }
+    )
 
 
 def gemm_call(

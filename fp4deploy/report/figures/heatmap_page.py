@@ -6,14 +6,17 @@ them at the end of a training.
 
 Text comes from telemetry and checkpoints and is never markup. plotly writes `<` and `/` in the data as JSON escapes, so
 that no name can close the script element; and since plotly.js itself reads some tags in labels (`<b>`, `<a>`), names
-reach it with `<` and `&` as entities.
+reach it with `<` and `&` as entities. A Content-Security-Policy is a second barrier.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
+from base64 import b64encode
 from functools import lru_cache
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from fp4deploy.report.figures.heatmap import Heatmap
 
 MISSING = "#d5d8dc"  # a cell without a value
+_INLINE = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
 
 
 def save_script(path: Path) -> None:
@@ -40,14 +44,31 @@ def page(heatmap: Heatmap, folder: Path, script: Path) -> str:
     """The page, as a file of `folder`; `script` is the shared plotly.min.js."""
     from plotly.io import to_html
 
-    return to_html(
-        {"data": [_trace(heatmap)], "layout": _layout(heatmap)},
-        config={"responsive": True, "displaylogo": False},
-        include_plotlyjs=os.path.relpath(script, folder).replace(os.sep, "/"),
-        full_html=True,
-        div_id="heatmap",
-        validate=False,
+    return _protected(
+        to_html(
+            {"data": [_trace(heatmap)], "layout": _layout(heatmap)},
+            config={"responsive": True, "displaylogo": False},
+            include_plotlyjs=os.path.relpath(script, folder).replace(os.sep, "/"),
+            full_html=True,
+            div_id="heatmap",
+            validate=False,
+        )
     )
+
+
+def _protected(text: str) -> str:
+    """The page with a Content-Security-Policy: it runs its own two scripts, by their digests, and plotly.min.js, which
+    is a file beside it; nothing else runs, and nothing is loaded."""
+    digests = " ".join(
+        f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in _INLINE.findall(text) if script
+    )
+    policy = (
+        f"default-src 'none'; script-src 'self' file: {digests}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head, found, rest = text.partition("<head>")
+    assert found, "plotly writes no head"
+    return f'{head}{found}<meta http-equiv="Content-Security-Policy" content="{policy}">{rest}'
 
 
 def _trace(heatmap: Heatmap) -> dict[str, Any]:

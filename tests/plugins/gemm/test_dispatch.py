@@ -137,6 +137,41 @@ def test_where_kernels_run_each_operation_is_one_launch(monkeypatch: pytest.Monk
     ]
 
 
+def unallocated(*shape: int) -> Nvfp4Tensor:
+    """A packed tensor of any size, without memory."""
+    codes = torch.empty((*shape[:-1], -(-shape[-1] // 16) * 8), dtype=torch.uint8, device="meta")
+    scales = torch.empty((*shape[:-1], -(-shape[-1] // 16)), dtype=torch.float8_e4m3fn, device="meta")
+    return Nvfp4Tensor(codes, scales, torch.empty((), device="meta"), torch.Size(shape))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "cause"),
+    [
+        ((1 << 12, 1 << 10, 1 << 10, 16), (16, 1, 1, 16), {}, "4294967296 output pixels"),
+        ((1, 3, 1 << 14, 1 << 18), (16, 3, 3, 1 << 18), {"padding": 1}, "between the first and the last tap"),
+        ((1, 40, 1 << 10, 1 << 17), (16, 3, 3, 1 << 17), {"dilation": 16}, "between the first and the last tap"),
+        ((1, 8, 8, 1 << 27), (16, 7, 7, 1 << 27), {}, "bytes of a filter"),
+        ((1, 8, 8, 16), (16, 1, 1, 16), {"padding": 1 << 31, "stride": 1 << 31}, "of the padded feature map"),
+    ],
+    ids=str,
+)
+def test_what_32_bits_cannot_count_is_refused_before_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch, x: tuple[int, ...], weight: tuple[int, ...], options: dict[str, int], cause: str
+) -> None:
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda _: True)
+    with pytest.raises(InputError, match=cause):
+        dispatch.conv2d((unallocated(*x),), unallocated(*weight), None, **options)
+
+
+def test_rows_that_32_bits_cannot_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "runs_kernels", lambda _: True)
+    for x in (unallocated(1 << 31, 16), torch.empty(1 << 31, 16, dtype=torch.float16, device="meta")):
+        with pytest.raises(InputError, match="2147483648 (output pixels|rows) are too many"):
+            dispatch.matmul(x, unallocated(16, 16))
+    with pytest.raises(InputError, match="4294967296 output pixels"):
+        dispatch.conv_transpose2d(unallocated(1 << 10, 1 << 10, 1 << 10, 16), unallocated(16, 2, 2, 16))
+
+
 def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("launched")

@@ -1,0 +1,59 @@
+"""Every HTML page has a Content-Security-Policy in front of its first script; text in it is text."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from hashlib import sha256
+from pathlib import Path
+
+import fp4deploy
+from fp4deploy.report.figures.heatmap import Heatmap
+from fp4deploy.report.figures.heatmap_page import page
+from fp4deploy.report.html import environment
+
+PACKAGE = Path(fp4deploy.__file__).parent
+POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">')
+SCRIPT = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL)
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+def test_a_heatmap_runs_its_own_scripts_alone(tmp_path: Path) -> None:
+    heatmap = Heatmap(HOSTILE, HOSTILE, [HOSTILE], ["1"], HOSTILE, HOSTILE, [[1.0]], HOSTILE)
+    text = page(heatmap, tmp_path / "deep", tmp_path / "plotly.min.js")
+    (policy,) = POLICY.findall(text)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert "unsafe" not in rules["script-src"]
+    digests = set(re.findall(r"'sha256-([^']+)'", rules["script-src"]))
+    scripts = SCRIPT.findall(text)
+    inline = {b64encode(sha256(code.encode()).digest()).decode() for _, code in scripts if code}
+    assert inline == digests
+    assert [attributes for attributes, code in scripts if not code] == [' charset="utf-8" src="../plotly.min.js"']
+    assert len(scripts) == 3
+    assert text.index("Content-Security-Policy") < text.index("<script")
+    assert "<img" not in text
+
+
+def test_every_template_has_the_frame_with_the_policy() -> None:
+    templates = environment()
+    assert templates.autoescape is True
+    pages = sorted(path for path in PACKAGE.rglob("*.html.j2") if path.name not in ("page.html.j2", "parts.html.j2"))
+    assert {path.name for path in pages} >= {"run.html.j2", "comparison.html.j2", "selftest.html.j2"}
+    for path in pages:
+        assert path.read_text(encoding="utf-8").startswith('{% extends "page.html.j2" %}'), path
+        assert not re.search(r"\|\s*safe\b|autoescape", path.read_text(encoding="utf-8")), path
+    source, *_ = templates.loader.get_source(templates, "page.html.j2")  # type: ignore[union-attr]
+    (policy,) = POLICY.findall(source)
+    assert "script-src" not in policy
+    assert policy.startswith("default-src 'none'")
+
+
+def test_nothing_else_writes_pages() -> None:
+    """A new writer of HTML has to come here, and bring a policy."""
+    writers = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"<html|<body|to_html\(|Environment\(", path.read_text(encoding="utf-8"))
+    }
+    assert writers == {"report/figures/heatmap_page.py", "report/html.py"}
