@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import onnx
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from fp4deploy.export.onnx.graph import export_graph
@@ -77,3 +79,8 @@ def shapes() -> tuple[nn.Module, onnx.ModelProto]:
 def initializer(model: onnx.ModelProto, name: str) -> onnx.TensorProto:
     """The initialiser of that name."""
     return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def reference_logits(model: onnx.ModelProto, x: torch.Tensor) -> np.ndarray:
+    """What ONNX's reference evaluator computes, float32."""
+    return ReferenceEvaluator(model).run(None, {"image": x.numpy().astype(np.float16)})[0].astype(np.float32)

@@ -16,7 +16,16 @@ from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.formats import global_amax, global_scale, quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare, quantized_layers
-from tests.export.exported_models import UNET_SHAPE, Shapes, images, initializer, prepared, shapes, unet
+from tests.export.exported_models import (
+    UNET_SHAPE,
+    Shapes,
+    images,
+    initializer,
+    prepared,
+    reference_logits,
+    shapes,
+    unet,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:onnx")  # 1 / 0 and NaN are part of the contract
 
@@ -26,10 +35,6 @@ def ohwi(layer: nn.Module) -> torch.Tensor:
     if isinstance(layer, nn.ConvTranspose2d):
         return weight.permute(1, 2, 3, 0)
     return weight.permute(0, 2, 3, 1) if isinstance(layer, nn.Conv2d) else weight
-
-
-def reference_logits(model: onnx.ModelProto, x: torch.Tensor) -> np.ndarray:
-    return ReferenceEvaluator(model).run(None, {"image": x.numpy().astype(np.float16)})[0].astype(np.float32)
 
 
 def relative_error(a: np.ndarray, b: np.ndarray) -> float:

@@ -1,0 +1,202 @@
+"""Seeded faults, one at a time: python -m tests.mutation.seeded [NAME ...]
+
+Each fault is one that a reader could plausibly write, in code that decides bytes or verdicts. It replaces `old` by
+`new` in a copy of the checkout, and the tests that are named must fail there: they pass on the unchanged copy, which is
+tested first. `tests/mutation/sampled.py` finds faults that nobody thought of.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutation.copies import copy_to, run_python
+
+SECONDS = 300  # for the tests of one fault
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """A fault: `old` occurs once in `file`; `tests` are pytest arguments, separated by spaces."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def apply(self, folder: Path) -> None:
+        path = folder / self.file
+        text = path.read_text(encoding="utf-8")
+        assert text.count(self.old) == 1, f"{self.file} has {text.count(self.old)} times: {self.old}"
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+QDQ, LAYERS = "fp4deploy/export/onnx/qdq.py", "fp4deploy/export/onnx/layer_constants.py"
+FORMS = "tests/export/onnx/test_layer_forms.py"
+GEMM, GEMM_TESTS = "fp4deploy/export/lowering/gemm.py", "tests/export/lowering/test_lowering_gemm.py"
+PADS = f"{GEMM_TESTS}::test_gemm_pads_each_side_as_the_convolution_does"
+LEDGER, LEDGER_TESTS = "fp4deploy/export/ledger/actual.py", "tests/export/ledger/test_ledger.py"
+GATE, GATE_TESTS = "fp4deploy/bench/artifact.py", "tests/bench/test_artifact.py"
+CHECK, SHAPES = "fp4deploy/packed/check.py", "fp4deploy/packed/shapes.py"
+CHECK_TESTS = "tests/packed/test_packed_check.py"
+STATE, STATE_TESTS = "fp4deploy/train/state.py", "tests/train/test_interruption.py"
+STATISTICS, STATISTICS_TESTS = "fp4deploy/qat/telemetry/statistics.py", "tests/qat/test_telemetry_statistics.py"
+METRICS, METRICS_TESTS = "fp4deploy/metrics.py", "tests/test_metrics.py"
+
+FAULTS: dict[str, Seeded] = {
+    "a linear layer's 3-D activation is quantised along the second axis": Seeded(
+        LAYERS, "channel_axis=-1 if isinstance(layer, nn.Linear) else 1", "channel_axis=1", f"{FORMS} -k linear"
+    ),
+    "a linear layer's 4-D activation is quantised along the second axis": Seeded(
+        QDQ,
+        "return (shape[0], _product(shape[1:axis]), shape[axis]), 2",
+        "return (shape[0], shape[1], _product(shape[2:])), 1",
+        f"{FORMS} -k linear",
+    ),
+    "a 3-D activation is quantised along its second axis": Seeded(
+        QDQ, "        return shape, axis\n", "        return shape, len(shape) - 2\n", f"{FORMS} -k linear"
+    ),
+    "a 1x1 transposed convolution is reshaped instead of transposed": Seeded(
+        QDQ, "if layer.order[0] == 0 and set(layer.shape[1:-1]) == {1}:", "if set(layer.shape[1:-1]) == {1}:",
+        f"{FORMS} -k transposed",
+    ),
+    "a 3x1 convolution is reshaped instead of transposed": Seeded(
+        QDQ, "set(layer.shape[1:-1]) == {1}:", "1 in layer.shape[1:-1]:", f"{FORMS} -k convolution",
+    ),
+    "a transposed convolution's taps are those of a convolution": Seeded(
+        LAYERS, "return weight.permute(*taps, 1, 0)", "return weight.permute(*taps, 0, 1)", f"{FORMS} -k transposed"
+    ),
+    "channels are padded in front": Seeded(
+        QDQ, "pads[len(padded) + axis] =", "pads[axis] =", f"{FORMS} -k convolution"
+    ),
+    "im2col pads the bottom and the right as the top and the left": Seeded(
+        GEMM, 'writer.integers("pads", 0, 0, top, left, 0, 0, bottom, right)',
+        'writer.integers("pads", 0, 0, bottom, right, 0, 0, top, left)', PADS,
+    ),
+    "im2col swaps top and left": Seeded(
+        GEMM, "top, left, bottom, right = plan.pads", "left, top, right, bottom = plan.pads", PADS
+    ),
+    "the ledger lists the first kernel of a layer": Seeded(
+        LEDGER, "kernels=tuple(kernel.name for kernel in kernels)", "kernels=tuple(kernel.name for kernel in kernels[:1])",
+        f"{LEDGER_TESTS}::test_every_kernel_of_a_layer_is_listed",
+    ),
+    "the ledger knows one kernel of a node": Seeded(
+        LEDGER, "by_node.setdefault(node, []).append(kernel)", "by_node[node] = [kernel]",
+        f"{LEDGER_TESTS}::test_every_kernel_of_a_layer_is_listed",
+    ),
+    "a layer that fell back is not said to have": Seeded(
+        LEDGER, "(actual, weights) != (layer.compute, layer.weights)", "weights != layer.weights", LEDGER_TESTS
+    ),
+    "the loss scaler is not restored": Seeded(
+        STATE, 'if scaler is not None and meta.get("scaler"):', "if False:",
+        f"{STATE_TESTS}::test_the_loss_scaler_comes_back",
+    ),
+    "the digest of a state is not compared": Seeded(
+        "fp4deploy/models/checkpoint.py", "if DIGEST_KEY in metadata and", "if False and",
+        f"{STATE_TESTS} -k flipped",
+    ),
+    "inputs of one node may differ in size": Seeded(
+        SHAPES, "tensors = [_empty(shape) for shape in inputs]",
+        "tensors = [_empty((*shape[:2], *inputs[0][2:])) for shape in inputs]", CHECK_TESTS,
+    ),
+    "two layers may share a weight of another shape": Seeded(
+        CHECK, "_check_tensors(graph, node, shapes, layers)", "_check_tensors(graph, node, shapes, {})", CHECK_TESTS
+    ),
+    "a packed file's logits may have other channels": Seeded(
+        CHECK, "    if channels is not None:\n        _check_logits", "    if False:\n        _check_logits", CHECK_TESTS
+    ),
+    "a packed file's scale may be tiny": Seeded(
+        CHECK, "if name in amaxes and not float(tensor) >= SMALLEST_AMAX:", "if False:", CHECK_TESTS
+    ),
+    "detections are numbered from 0": Seeded(
+        "fp4deploy/instances/scores.py", "for number, result in enumerate(results, start=1)",
+        "for number, result in enumerate(results)",
+        "tests/instances/test_scores.py::test_a_second_detection_of_one_object_is_false",
+    ),
+    "regions of equal area are drawn in reverse": Seeded(
+        "fp4deploy/data/coco.py", "sorted(objects, key=lambda item: -item[0])",
+        "sorted(objects[::-1], key=lambda item: -item[0])",
+        "tests/data/test_instances.py::test_regions_of_equal_area_are_drawn_in_the_order_of_the_file",
+    ),
+    "small regions are drawn under large ones": Seeded(
+        "fp4deploy/data/coco.py", "sorted(objects, key=lambda item: -item[0])",
+        "sorted(objects, key=lambda item: item[0])", "tests/data/test_instances.py tests/data/test_coco.py",
+    ),
+    "a drop of exactly the limit fails": Seeded(
+        GATE, "> max_drop:", ">= max_drop:", f"{GATE_TESTS} -k exactly"
+    ),
+    "the gate judges the best artefact": Seeded(
+        GATE, "accuracy, worst = min(measured", "accuracy, worst = max(measured", f"{GATE_TESTS} -k points"
+    ),
+    "the baseline is the last artefact's": Seeded(
+        GATE, "    for entry in validated(_RecordedBench, read_json(path, advice), f\"The baseline {path}\", advice).artifacts:",
+        "    for entry in validated(_RecordedBench, read_json(path, advice), f\"The baseline {path}\", advice).artifacts[::-1]:",
+        f"{GATE_TESTS} -k baseline",
+    ),
+    "an artefact without a score passes the gate": Seeded(
+        GATE, "    if unscored is not None:", "    if False:", f"{GATE_TESTS} -k gate"
+    ),
+    "the last batch of an engine is dropped": Seeded(
+        "fp4deploy/bench/runtimes/tensorrt.py", "for i in range(0, len(images), largest)]",
+        "for i in range(0, len(images) - len(images) % largest or largest, largest)]",
+        "tests/bench/test_runtime_tensorrt.py::test_more_images_than_the_largest_batch_all_run",
+    ),
+    "the smallest normal scale counts as underflow": Seeded(
+        STATISTICS, "coded.scales < coded.smallest", "coded.scales <= coded.smallest",
+        f"{STATISTICS_TESTS}::test_the_smallest_normal_scale_is_no_underflow",
+    ),
+    "the confusion matrix is transposed": Seeded(
+        METRICS, "union = counts.sum(0) + counts.sum(1) - hit", "union = 2 * counts.sum(0) - hit", METRICS_TESTS
+    ),
+    "classes that never occurred count as 0": Seeded(
+        METRICS, "miou=float(iou[seen].mean())", "miou=float(iou.mean())", METRICS_TESTS
+    ),
+    "a training that cannot be scored keeps its first epoch": Seeded(
+        "fp4deploy/train/loop.py", "(scores.score > best or best < 0)", "(scores.score > best or progress.epoch == 1)",
+        "tests/train/test_unscored.py",
+    ),
+    "a signal stops one process of several": Seeded(
+        "fp4deploy/train/loop.py", "        if not self._alone:\n            number =", "        if False:\n            number =",
+        "tests/train/test_distributed.py::test_a_signal_to_one_process_stops_both_after_the_same_step",
+    ),
+    "the offset of the last tap is not compared with 32 bits": Seeded(
+        "fp4deploy/plugins/gemm/arguments.py", "(last_tap + 1) * deepest,", "0,",
+        "tests/plugins/gemm/test_dispatch.py -k 32_bits",
+    ),
+}  # fmt: skip
+
+
+def run(names: list[str]) -> list[str]:
+    """The faults that survive; prints a line for each."""
+    chosen = {name: FAULTS[name] for name in names or FAULTS}
+    survivors = []
+    with tempfile.TemporaryDirectory() as base:
+        folder, output = copy_to(Path(base) / "copy"), Path(base) / "output.txt"
+        for name, fault in chosen.items():
+            before = (folder / fault.file).read_bytes()
+            start, verdict = time.perf_counter(), ""
+            for broken in (False, True):
+                if broken:
+                    fault.apply(folder)
+                status = run_python(
+                    folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests.split(),
+                    seconds=SECONDS, output=output,
+                )  # fmt: skip
+                if not broken and status != 0:
+                    verdict = f"its tests fail without it ({status}): {output.read_text(encoding='utf-8')[-400:]}"
+                    break
+                if broken:  # 1: a test failed; None: it did not end
+                    verdict = "killed" if status in (1, None) else f"SURVIVED (pytest's status {status})"
+            (folder / fault.file).write_bytes(before)
+            if verdict != "killed":
+                survivors.append(name)
+            print(f"{time.perf_counter() - start:5.0f} s  {verdict:<10} {name}", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(1 if run(sys.argv[1:]) else 0)
