@@ -71,6 +71,6 @@ def test_a_transposed_convolution(channels: tuple[int, int], kernel: int | tuple
 
 
 @pytest.mark.parametrize("channels", [(32, 32), (20, 16)], ids=str)
-def test_a_convolution(channels: tuple[int, int], kernel: tuple[int, int] = (3, 1)) -> None:
-    network = Network(nn.Conv2d(*channels, kernel), last=False)
+def test_a_convolution(channels: tuple[int, int]) -> None:
+    network = Network(nn.Conv2d(*channels, (3, 1)), last=False)
     assert_computes(*exported(network, (channels[0], 6, 8)))
