@@ -84,7 +84,7 @@ def refused_by_system(error: Exception) -> str | None:
     """One sentence for an error of the operating system about a file: a name that is too long, no permission, a full
     disk; None for other errors. Readers and writers have their own messages: this is for what looks at a path before.
     """
-    if not isinstance(error, OSError) or error.errno not in REFUSALS:
+    if not isinstance(error, OSError) or error.errno is None or error.errno not in REFUSALS:
         return None
     name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
     if len(name) > LONGEST_NAME:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 from fp4deploy.bench.artifact import bench_artifact
 from fp4deploy.bench.evidence import PixelCounts, read_evidence, write_matches, write_pixels
 from fp4deploy.bench.gate.baseline import Baseline, find_baseline
-from fp4deploy.bench.gate.bootstrap import paired_drop, value
-from fp4deploy.bench.gate.decision import decide, gate_drop, require_passed
+from fp4deploy.bench.gate.bootstrap import Interval, paired_drop, value
+from fp4deploy.bench.gate.decision import Decision, decide, gate_drop, require_passed
 from fp4deploy.bench.records import ArtifactEntry
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.instances.matches import ClassMatches, Matches
@@ -105,6 +106,14 @@ def test_passing_needs_the_whole_interval() -> None:
     assert not undecided.passed
     with pytest.raises(GateError, match=r"is not shown\. Measure on more images"):
         require_passed([undecided])
+
+
+@pytest.mark.parametrize(("first", "second", "limit"), [(0.75, 0.5, 25), (0.75, 0.745, 0.5), (0.8, 0.8, 0)])
+def test_a_drop_of_exactly_the_limit_passes(first: float, second: float, limit: float) -> None:
+    drop = Interval(*[first - second] * 3)
+    found = Decision("a.onnx", "mIoU", second, first, drop, limit, 100, (), ())
+    assert found.passed
+    assert not dataclasses.replace(found, max_drop=limit - 1e-6).passed
 
 
 def test_the_worst_of_several_is_named() -> None:

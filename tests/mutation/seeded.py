@@ -39,7 +39,8 @@ FORMS = "tests/export/onnx/test_layer_forms.py"
 GEMM, GEMM_TESTS = "fp4deploy/export/lowering/gemm.py", "tests/export/lowering/test_lowering_gemm.py"
 PADS = f"{GEMM_TESTS}::test_gemm_pads_each_side_as_the_convolution_does"
 LEDGER, LEDGER_TESTS = "fp4deploy/export/ledger/actual.py", "tests/export/ledger/test_ledger.py"
-GATE, GATE_TESTS = "fp4deploy/bench/artifact.py", "tests/bench/test_artifact.py"
+GATE, BASELINE = "fp4deploy/bench/gate/decision.py", "fp4deploy/bench/gate/baseline.py"
+GATE_TESTS = "tests/bench/test_gate.py"
 CHECK, SHAPES = "fp4deploy/packed/check.py", "fp4deploy/packed/shapes.py"
 CHECK_TESTS = "tests/packed/test_packed_check.py"
 STATE, STATE_TESTS = "fp4deploy/train/state.py", "tests/train/test_interruption.py"
@@ -126,18 +127,24 @@ FAULTS: dict[str, Seeded] = {
         "sorted(objects, key=lambda item: item[0])", "tests/data/test_instances.py tests/data/test_coco.py",
     ),
     "a drop of exactly the limit fails": Seeded(
-        GATE, "> max_drop:", ">= max_drop:", f"{GATE_TESTS} -k exactly"
+        GATE, "100 * self.drop.high <= self.max_drop + ROUNDING", "100 * self.drop.high < self.max_drop",
+        f"{GATE_TESTS} -k exactly",
     ),
-    "the gate judges the best artefact": Seeded(
-        GATE, "accuracy, worst = min(measured", "accuracy, worst = max(measured", f"{GATE_TESTS} -k points"
+    "the gate looks at the lower bound": Seeded(
+        GATE, "100 * self.drop.high <= self.max_drop + ROUNDING", "100 * self.drop.low <= self.max_drop + ROUNDING",
+        f"{GATE_TESTS} -k whole_interval",
     ),
-    "the baseline is the last artefact's": Seeded(
-        GATE, "    for entry in validated(_RecordedBench, read_json(path, advice), f\"The baseline {path}\", advice).artifacts:",
-        "    for entry in validated(_RecordedBench, read_json(path, advice), f\"The baseline {path}\", advice).artifacts[::-1]:",
-        f"{GATE_TESTS} -k baseline",
+    "the baseline is the last entry of a file": Seeded(
+        BASELINE, "            return named[0]", "            return scored[-1]", f"{GATE_TESTS} -k several_entries"
+    ),
+    "the counts are those of another entry": Seeded(
+        BASELINE, "(document.evidence or [])[place] if", "(document.evidence or [])[0] if", f"{GATE_TESTS} -k several_entries"
+    ),
+    "the split of a baseline is not compared": Seeded(
+        BASELINE, "    if entry.split != split:", "    if False:", f"{GATE_TESTS} -k bound"
     ),
     "an artefact without a score passes the gate": Seeded(
-        GATE, "    if unscored is not None:", "    if False:", f"{GATE_TESTS} -k gate"
+        GATE, "    if unscored is not None:", "    if False:", f"{GATE_TESTS} -k no_score"
     ),
     "the last batch of an engine is dropped": Seeded(
         "fp4deploy/bench/runtimes/tensorrt.py", "for i in range(0, len(images), largest)]",

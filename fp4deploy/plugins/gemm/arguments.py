@@ -77,8 +77,9 @@ def launch_weight_only(x: torch.Tensor, weight: Nvfp4Tensor, bias: torch.Tensor 
     Raises:
         InputError: sizes beyond the kernel's 32-bit counters and offsets.
     """
-    rows = math.prod(x.shape[:-1])
-    require_32_bit({"rows": rows, "elements of a row": x.shape[-1], "output elements of a row": weight.shape[0]})
+    require_32_bit(
+        {"rows": math.prod(x.shape[:-1]), "elements of a row": x.shape[-1], "output elements of a row": weight.shape[0]}
+    )
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if gemv.takes(rows, weight):
