@@ -48,6 +48,7 @@ from .commands import (
     sweep,
     telemetry,
     train,
+    verify,
 )
 from .process import lasting_output, refused_by_system, stop_on_signals
 
@@ -169,6 +170,7 @@ app.command("report")(report.report)
 app.command("open")(open_page.open_page)
 app.command("settings")(settings.settings)
 app.command("check")(check.check)
+app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("audit")(audit.audit)
 app.command("doctor")(doctor.doctor)

@@ -14,12 +14,15 @@ is created by the caller as any other, with the permissions of the umask.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fp4deploy.errors import InputError
 
@@ -99,3 +102,33 @@ def digest_of(parts: Iterable[bytes]) -> str:
     for part in parts:
         whole.update(len(part).to_bytes(8, "little") + part)
     return whole.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append one line of JSON and synchronise it, so that a crash loses nothing; NaN becomes null, which JSON has.
+
+    Raises:
+        InputError: the disk is full or the folder cannot be written.
+    """
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(clean, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise InputError(
+            f"{path} could not be written: {error.strerror}. Free some space or choose another place."
+        ) from error

@@ -12,6 +12,7 @@
       export/unet.onnx                the NVFP4 model; the FP16 baseline is unet-fp16.onnx
       export/unet.fp4                 the same, packed; and unet-fp16.fp4
       engines/unet.plan               and its ledger, unet.ledger.json
+      bench.jsonl                     what bench measured; provenance.jsonl: what was made of which
       report.{json,md,html}
       .lock                           held by the process that trains, and naming it
 
@@ -253,6 +254,14 @@ def open_run(path: Path) -> Run:
     if not run.config_path.is_file():
         raise InputError(f"{path} is not a run: it holds no config.yaml. Train one with: fp4deploy train")
     return run
+
+
+def run_of(path: Path) -> Run | None:
+    """The run whose folder holds `path`, or None."""
+    for folder in Path(path).resolve().parents:
+        if (folder / "config.yaml").is_file():
+            return open_run(folder)
+    return None
 
 
 def latest_run(root: Path = RUNS) -> Run:

@@ -192,12 +192,17 @@ def _measure(
     timeout: float,
 ) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
-    from fp4deploy.bench.locate import model_of, run_of
+    from fp4deploy.bench.locate import model_of
+    from fp4deploy.provenance import outdated
+    from fp4deploy.runs import run_of
 
     run_one = bench_artifact if len(paths) == 1 else bench_or_explain
     found = []
     for path, provider in paths:
         note(f"  {shown(path)} ...")
+        stale = outdated(path)
+        if stale is not None:
+            note(f"  {stale}")
         model = model_of(path, run_of(path))
         folder = _folder(keep, path, model, len(paths), provider) if keep is not None else None
         found.append(
@@ -214,9 +219,20 @@ def _measure(
                 provider=provider,
             )
         )
+        _keep(path, found[-1], data)
         if folder is not None and found[-1].instances is not None:
             note(f"  Wrote the instances to {shown(folder)}.")
     return found
+
+
+def _keep(path: Path, entry: ArtifactEntry, data: Path) -> None:
+    """Note the measurement in the run; a run that cannot be written (a read-only disk) costs no result."""
+    from fp4deploy.bench.kept import keep
+
+    try:
+        keep(path, entry, data)
+    except InputError as error:
+        note(f"  The report will not show this. {error}")
 
 
 def _folder(keep: Path, path: Path, model: str | None, count: int, provider: str = "cpu") -> Path:

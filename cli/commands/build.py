@@ -104,7 +104,7 @@ def canonical_models(folder: Path) -> list[Path]:
 
 def target_of(path: Path, out: Path | None) -> Path:
     """Where an engine goes: `out`, or engines/ of the run that holds the model, or the model's folder."""
-    from fp4deploy.bench.locate import run_of
+    from fp4deploy.runs import run_of
 
     if out is not None and out.suffix == ".plan":
         return out

@@ -166,7 +166,8 @@ def _in_folder(run: Run, model: str, out: Path | None, suffix: str) -> Path:
 
 
 def _target(checkpoint: Path, out: Path | None, suffix: str) -> Path:
-    from fp4deploy.bench.locate import model_of, run_of
+    from fp4deploy.bench.locate import model_of
+    from fp4deploy.runs import run_of
 
     run = run_of(checkpoint)
     model = model_of(checkpoint, run)
@@ -178,6 +179,7 @@ def _target(checkpoint: Path, out: Path | None, suffix: str) -> Path:
 
 
 def _data(checkpoint: Path) -> Path | None:
-    from fp4deploy.bench.locate import data_of, run_of
+    from fp4deploy.bench.locate import data_of
+    from fp4deploy.runs import run_of
 
     return data_of(checkpoint) if run_of(checkpoint) is not None else None

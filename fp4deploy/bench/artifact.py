@@ -13,7 +13,7 @@ from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.data import VAL
 from fp4deploy.errors import UnavailableError
-from fp4deploy.export.ledger.ledger import sha256
+from fp4deploy.files import file_digest
 from fp4deploy.instances import InstanceScores
 from fp4deploy.metrics import Scores
 
@@ -63,7 +63,7 @@ def bench_artifact(
         backend=runtime.name,
         precision=runtime.precision,
         size_bytes=path.stat().st_size,
-        sha256=sha256(path),
+        sha256=file_digest(path),
         miou=_finite(scores.miou) if scores else None,
         ap=_finite(instances.ap) if instances else None,
         ap50=_finite(instances.ap50) if instances else None,
@@ -104,7 +104,7 @@ def not_run(path: Path, reason: str, *, model: str | None = None, provider: str 
         backend=built_by(ledger) if ledger else builder,
         precision={"nvfp4": "NVFP4", "fp16": "FP16"}.get(precision, precision),
         size_bytes=path.stat().st_size,
-        sha256=sha256(path),
+        sha256=file_digest(path),
         status=UNAVAILABLE if path.suffix == ".onnx" else NOT_RUN,
         reason=reason,
     )

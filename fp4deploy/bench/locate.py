@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp4deploy.bench.runtimes.open import RUNTIMES
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.runs import RUNS, Run, artifact_stem, latest_run, open_run
+from fp4deploy.runs import RUNS, Run, artifact_stem, latest_run, run_of
 
 
 def run_artifacts(run: Run) -> dict[str, Path]:
@@ -56,14 +56,6 @@ def _missing(name: Path, root: Path) -> InputError:
         f"There is no file {name}.{suggest(name.name, artifacts)} {run.path} has: {', '.join(artifacts)}. "
         "Make an engine with: fp4deploy build"
     )
-
-
-def run_of(path: Path) -> Run | None:
-    """The run whose folder holds `path`, or None."""
-    for folder in Path(path).resolve().parents:
-        if (folder / "config.yaml").is_file():
-            return open_run(folder)
-    return None
 
 
 def model_of(path: Path, run: Run | None) -> str | None:

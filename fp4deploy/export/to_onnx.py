@@ -15,6 +15,7 @@ import onnx
 import torch
 from torch import nn
 
+from fp4deploy import provenance
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
@@ -147,7 +148,10 @@ def export_onnx(
         samples = validation_images(Path(data), found, images)
         verification = verify_decomposed(model, decomposed, samples, head=found.head)
         require_agreement(verification, str(checkpoint))
-    return _write_all(model, canonical, decomposed if portable else None, out, found, verification)
+    written = _write_all(model, canonical, decomposed if portable else None, out, found, verification)
+    for path in filter(None, (written.path, written.portable_path)):
+        provenance.record("export", path, [checkpoint])
+    return written
 
 
 def _export_module(

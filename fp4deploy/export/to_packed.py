@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fp4deploy import provenance
 from fp4deploy.errors import InputError
 from fp4deploy.export.packing import Tensors, packed_graph
 from fp4deploy.export.verify.outputs import check_request, validation_images
@@ -76,6 +77,7 @@ def pack(
         verification = verify_packed(model, file, validation_images(Path(data), card, images))
         require_packed(verification, str(checkpoint))
     write_packed(file)
+    provenance.record("export", out, [checkpoint])
     return PackedResult(file, verification)
 
 

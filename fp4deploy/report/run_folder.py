@@ -4,7 +4,7 @@
 |---|---|
 | settings, task, data, planned epochs | config.yaml |
 | best and last score, scores of classes | <model>/metrics.jsonl: the validation of the training |
-| size, accuracy and latency of artefacts | report.json, where `fp4deploy run` wrote one |
+| size, accuracy and latency of artefacts | report.json of `fp4deploy run`, bench.jsonl of `bench`; the later |
 | machine, commands | report.json, else commands.jsonl, which every training writes |
 | artefacts that nobody measured | the files themselves: a size, and "not measured" |
 
@@ -25,11 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
+from fp4deploy.bench.artifact import OK
 from fp4deploy.bench.commands import recorded
+from fp4deploy.bench.kept import FILE as KEPT_FILE
+from fp4deploy.bench.kept import KeptEntry
+from fp4deploy.bench.kept import kept as kept_entries
 from fp4deploy.bench.locate import model_of, run_artifacts
 from fp4deploy.bench.records import NOT_MEASURED, ArtifactEntry, Machine, Record, Scores
 from fp4deploy.errors import InputError, counted
-from fp4deploy.export.ledger.ledger import sha256
+from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
 from fp4deploy.report.history import Epoch, history
 from fp4deploy.report.model import METRIC_KEYS, Measurement, StageTime, Task
@@ -40,6 +44,7 @@ from fp4deploy.train.schedule import epochs_of
 if TYPE_CHECKING:
     from fp4deploy.train import Config
 
+VALIDATION = "val"  # split of the numbers in a report
 CHANGED = "changed since"  # status of a file that is another one than the one that was measured
 
 
@@ -115,8 +120,9 @@ def read_run(run: Run, label: str | None = None, measurement: Measurement | None
     settings = flat(config.model_dump(mode="json")) if config else _settings_as_they_are(run)
     task: Task = "instance" if settings.get("task") == "instance" else "semantic"
     models = {model: found for model in MODELS if (found := _model(run, model, task, config, remarks)) is not None}
-    kept = measurement or _recorded_measurement(run, remarks)
-    artifacts = measurement.artifacts if measurement else _artifacts(run, kept, remarks)
+    benched = [] if measurement else _benched(run, settings.get("data.root"), remarks)
+    kept = measurement or _recorded_measurement(run, benched, remarks)
+    artifacts = measurement.artifacts if measurement else _artifacts(run, kept, benched, remarks)
     for name, model in models.items():
         checkpoint = checkpoint_entry(artifacts, name)
         if checkpoint is not None:
@@ -126,6 +132,8 @@ def read_run(run: Run, label: str | None = None, measurement: Measurement | None
     if not models:
         remarks.append(f"no model has been trained here yet; continue with: fp4deploy train --resume --out {run.path}")
     before = recorded(run)
+    machines = [line.environment for line in (benched or before)]
+    machine = machines[-1] if machines else None
     commands = kept.commands or [entry.command for entry in before]
     names = next((model.class_names for model in models.values() if model.class_names), None)
     names = names or next((list(model.best.per_class) for model in models.values() if model.best), [])
@@ -142,7 +150,7 @@ def read_run(run: Run, label: str | None = None, measurement: Measurement | None
         stages=kept.stages,
         commands=commands or [f"fp4deploy train --config {run.config_path} --models {_names(models)}"],
         commands_recorded=bool(commands),
-        environment=kept.environment or (before[-1].environment if before else None),
+        environment=kept.environment or machine,
         remarks=remarks,
     )
 
@@ -201,11 +209,12 @@ def _settings_as_they_are(run: Run) -> dict[str, Any]:
     return plain
 
 
-def _recorded_measurement(run: Run, remarks: list[str]) -> Measurement:
+def _recorded_measurement(run: Run, benched: list[KeptEntry], remarks: list[str]) -> Measurement:
     """What report.json holds; nothing where there is none or it is damaged. NaN becomes None."""
     path = run.path / "report.json"
     if not path.is_file():
-        remarks.append("it has no report.json: its artefacts have not been measured (fp4deploy run measures them)")
+        if not benched:
+            remarks.append("its artefacts have not been measured; measure them with: fp4deploy bench")
         return Measurement(artifacts=[])
     try:
         return Measurement.model_validate(parse_json(read_text(path), path, nan="none"))
@@ -250,9 +259,15 @@ def _score(entry: Epoch, task: Task) -> EpochScore | None:
     return EpochScore(epoch=entry.epoch, score=score, loss=entry.loss, per_class=entry.per_class)
 
 
-def _artifacts(run: Run, kept: Measurement, remarks: list[str]) -> list[ArtifactEntry]:
-    """Entries of report.json, checked against their files, and the files that it does not know."""
-    entries = [_checked(run, entry) for entry in kept.artifacts if entry.status != NOT_MEASURED]
+def _artifacts(run: Run, kept: Measurement, benched: list[KeptEntry], remarks: list[str]) -> list[ArtifactEntry]:
+    """Entries of report.json or of a later bench, checked against their files, and files that were not measured."""
+    latest = {(entry.path, entry.backend): entry for entry in kept.artifacts if entry.status != NOT_MEASURED}
+    for later in benched:
+        if later.at >= (kept.created or ""):
+            for key in [key for key in latest if key[0] == later.entry.path and latest[key].status != OK]:
+                del latest[key]
+            latest[later.entry.path, later.entry.backend] = later.entry
+    entries = [_checked(run, entry) for entry in latest.values()]
     known = {entry.path for entry in entries}
     for path in run_artifacts(run).values():
         name = path.relative_to(run.path).as_posix()
@@ -268,13 +283,24 @@ def _artifacts(run: Run, kept: Measurement, remarks: list[str]) -> list[Artifact
     return sorted(entries, key=lambda entry: order.get(str(entry.model), len(order)))  # stable: as they were listed
 
 
+def _benched(run: Run, data: Any, remarks: list[str]) -> list[KeptEntry]:
+    """What `fp4deploy bench` measured on the run's own validation split; other data gets a remark, and no place."""
+    own = {str(folder.resolve()) for folder in (readable(_text(data), run.path), run.path / "data") if folder}
+    every = kept_entries(run)
+    found = [line for line in every if line.data in own and line.entry.split in (None, VALIDATION)]
+    others = sorted({f"{line.data} ({line.entry.split})" for line in every if line not in found})
+    if others:
+        remarks.append(f"measurements on other data are in {KEPT_FILE} and not shown: {', '.join(others[:3])}")
+    return found
+
+
 def _checked(run: Run, entry: ArtifactEntry) -> ArtifactEntry:
     """The entry without its numbers where the file is another one by now; a deleted file keeps them."""
     path = run.path / entry.path
     if not entry.sha256 or not os.path.isfile(path):  # isfile: a name in the file may be longer than the system takes
         return entry
     size = path.stat().st_size
-    if size == entry.size_bytes and sha256(path) == entry.sha256:
+    if size == entry.size_bytes and file_digest(path) == entry.sha256:
         return entry
     reason = f"{entry.path} has changed since it was measured. Measure it with: fp4deploy bench --engine {path}"
     kept = entry.model_dump(include={"path", "model", "backend", "precision", "sha256"})

@@ -25,7 +25,7 @@ from torch import nn
 
 from fp4deploy.data import EpochLoader, expand
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.files import remove_leftovers
+from fp4deploy.files import append_line, remove_leftovers
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
 from fp4deploy.qat import quantized_layers
@@ -34,7 +34,7 @@ from fp4deploy.qat.learned import keep_positive
 from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.distributed import agreed_signal, share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
-from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
+from fp4deploy.train.logging.metrics_log import keep_epochs
 from fp4deploy.train.logging.progress import Display
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.logging.telemetry import Telemetry

@@ -20,6 +20,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from fp4deploy import provenance
 from fp4deploy.data import (
     IMAGE_MEAN,
     IMAGE_STD,
@@ -38,7 +39,7 @@ from fp4deploy.models.build import network_for
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
-from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold
+from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
 from fp4deploy.terminal import printable
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
@@ -97,6 +98,14 @@ def train_models(
     with hold(run.path):
         _check_untrained(run, models, resume)  # another process may have trained them before the run was held
         return _train_all(config, run, models, train_data, val_data, resume)
+
+
+def _note_provenance(config: Config, run: Run, model: str, card: ModelCard, fine_tuned: bool) -> None:
+    if is_first_process() and run.checkpoint(model).is_file():
+        start = [_starting_point(config, run, model, card)] if fine_tuned else []
+        begun = [Path(config.model.init)] if config.model.init is not None and not fine_tuned else []
+        data = [Path(config.data.root)] if config.data.root is not None else []
+        provenance.record("train", run.checkpoint(model), [*start, *begun, *data])
 
 
 def _check_untrained(run: Run, models: Sequence[str], resume: bool) -> None:
@@ -163,6 +172,7 @@ def _train(
         config.telemetry,
     )
     progress = trainer.run(resume) if job.epochs else _evaluate_untrained(trainer, resume)
+    _note_provenance(config, run, model, card, fine_tuned)
     return TrainResult(
         progress.best_score,
         progress.epoch,

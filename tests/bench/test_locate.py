@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy.bench.locate import data_of, find_artifact, model_of, run_artifacts, run_of
+from fp4deploy.bench.locate import data_of, find_artifact, model_of, run_artifacts
 from fp4deploy.errors import InputError
-from fp4deploy.runs import Run
+from fp4deploy.runs import Run, run_of
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.ledger.ledger import sha256
+from fp4deploy.files import file_digest
 from fp4deploy.report.comparison import compare, labels
 from fp4deploy.report.run_folder import read_run
 from fp4deploy.report.write import open_runs, rewrite_report, write_comparison
@@ -141,7 +141,7 @@ def entry(run: Run, path: str, model: str, miou: float) -> dict[str, Any]:
     (run.path / path).parent.mkdir(parents=True, exist_ok=True)
     (run.path / path).write_bytes(b"weights")
     return {"path": path, "model": model, "backend": "torch", "precision": "FP16", "size_bytes": 7, "status": "ok",
-            "sha256": sha256(run.path / path), "miou": miou, "latency_ms": {"p50": 2.0, "p90": 2.0, "p99": 2.0},
+            "sha256": file_digest(run.path / path), "miou": miou, "latency_ms": {"p50": 2.0, "p90": 2.0, "p99": 2.0},
             "reason": None, "images_per_s": 500.0}  # fmt: skip
 
 

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
 from fp4deploy.errors import InputError
+from fp4deploy.files import append_line
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models
 from fp4deploy.train.interrupt import Interrupt
-from fp4deploy.train.logging.metrics_log import append_line, keep_epochs
+from fp4deploy.train.logging.metrics_log import keep_epochs
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.state import Progress, SavingPace, load_state, read_progress, save_state

@@ -23,7 +23,7 @@ from fp4deploy.bench.gate.bootstrap import Counts, value
 from fp4deploy.bench.records import Evidence, Record
 from fp4deploy.data import VAL
 from fp4deploy.errors import InputError, suggest
-from fp4deploy.export.ledger.ledger import sha256
+from fp4deploy.files import file_digest
 from fp4deploy.schema import Share, read_json, validated
 
 MOST_BYTES = 256 << 20
@@ -107,7 +107,7 @@ def _recorded(path: Path, split: str, artefact: str | None) -> Baseline:
             f"{source} was measured on the split {entry.split}, and this is a measurement on {split}. {advice}"
         )
     recorded = Path(entry.path)
-    if entry.sha256 is not None and entry.path and recorded.is_file() and sha256(recorded) != entry.sha256:
+    if entry.sha256 is not None and entry.path and recorded.is_file() and file_digest(recorded) != entry.sha256:
         raise InputError(f"{source}: {entry.path} is no longer the file that was measured. {advice}")
     counts = read_evidence(evidence, source)
     metric, stated = ("mIoU", entry.miou) if entry.miou is not None else ("AP", entry.ap)

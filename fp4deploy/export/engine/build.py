@@ -18,6 +18,7 @@ from pathlib import Path
 
 import onnx
 
+from fp4deploy import provenance
 from fp4deploy.architecture import Architecture
 from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError, UnavailableError, suggest
@@ -26,10 +27,10 @@ from fp4deploy.export.engine.backends import BACKENDS
 from fp4deploy.export.engine.compile import CompileAnswer, CompileJob, run_child
 from fp4deploy.export.ledger.actual import match_kernels
 from fp4deploy.export.ledger.build_log import parse_engine_layers
-from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger, sha256
+from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger
 from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
 from fp4deploy.export.onnx.size import fix_size, has_open_size
-from fp4deploy.files import atomic_write
+from fp4deploy.files import atomic_write, file_digest
 from fp4deploy.plugins.aot.store import supported
 
 PLAN_MAGIC = {b"vtrt": "tensorrt-rtx", b"ftrt": "tensorrt"}
@@ -102,6 +103,7 @@ def build_engine(
         if require_fp4 is not None:
             ledger.require_fp4_share(require_fp4)
         _write(job.plan, out, ledger)
+    provenance.record("build", out, [onnx_path])
     return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
 
 
@@ -125,7 +127,7 @@ def open_plan(plan: Path) -> Ledger:
             "the two files together, or build it again with: fp4deploy build MODEL.onnx"
         )
     ledger = load_ledger(ledger_file)
-    if ledger.plan_bytes != plan.stat().st_size or ledger.plan_sha256 != sha256(plan):
+    if ledger.plan_bytes != plan.stat().st_size or ledger.plan_sha256 != file_digest(plan):
         raise InputError(
             f"{plan} is not the plan that {ledger_file.name} was written for. Build it again: fp4deploy build"
         )
@@ -203,9 +205,9 @@ def _ledger(
         conv=conv,
         evidence=answer.evidence,
         source=onnx_path.name,
-        source_sha256=sha256(onnx_path),
+        source_sha256=file_digest(onnx_path),
         plan=out.name,
-        plan_sha256=sha256(job.plan),
+        plan_sha256=file_digest(job.plan),
         plan_bytes=job.plan.stat().st_size,
         build_seconds=round(answer.seconds, 3),
         batch=job.batch,

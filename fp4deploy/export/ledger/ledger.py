@@ -30,7 +30,6 @@ ledger speaks of the kernels that were chosen, not of time or accuracy.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -264,12 +263,3 @@ def load_ledger(path: Path) -> Ledger:
     if not path.is_file():
         raise InputError(f"{path} does not exist. Build the engine with: fp4deploy build MODEL.onnx")
     return Ledger.from_json(read_text(path), path)
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

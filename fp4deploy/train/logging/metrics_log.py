@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,25 +10,6 @@ from typing import Any
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.schema import parse_json
-
-
-def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append one line; NaN becomes null, which JSON has.
-
-    Raises:
-        InputError: the disk is full or the folder cannot be written.
-    """
-    clean = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
-    }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(clean, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise InputError(f"{path} could not be written: {error.strerror}. Free some space and use --resume.") from error
 
 
 def keep_epochs(path: Path, last: int) -> None:

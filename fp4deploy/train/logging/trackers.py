@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from fp4deploy.files import append_line
 from fp4deploy.qat.telemetry.statistics import CODES
 from fp4deploy.requirements import TENSORBOARD, WANDB
 from fp4deploy.schema import whole_lines
-from fp4deploy.train.logging.metrics_log import append_line, keep_lines
+from fp4deploy.train.logging.metrics_log import keep_lines
 
 SAMPLE, EPOCH = "look", "epoch"  # kinds of lines; "look" is what files call a sample
 FILE = "telemetry.jsonl"

@@ -1,0 +1,168 @@
+"""RUN/provenance.jsonl: which file was made of which, by SHA-256, from the data to the engine.
+
+    data --train--> checkpoint --export--> ONNX, .fp4 --build--> engine
+
+Every stage appends a line when its file is whole: the file, what it was made of, each with its digest at that moment.
+The last line of a file counts. `verify_run` walks the chain and compares it with the files that are there now: a file
+that was changed by hand, an engine of an older ONNX file, a checkpoint trained further after the export, other data.
+
+This finds mistakes and damage. It does not prove who made a file: who can change a file can change the line. To prove
+that, sign RUN/provenance.jsonl with a tool made for it, such as cosign or gpg; it names everything else by digest.
+
+**The digest of data** covers sorted names and sizes of all files of the folder, and the content of its JSON and text
+files (annotations, lists). Images are not read, so that 20 GB take seconds; a pixel changed without a change of the
+file's size is not found. (`bench` digests the decoded pixels of the split that it measures.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fp4deploy.files import append_line, digest_of, file_digest
+from fp4deploy.runs import Run, is_first_process, run_of
+from fp4deploy.schema import Name, whole_lines
+
+FILE = "provenance.jsonl"
+Stage = Literal["train", "export", "build"]
+STAGES: tuple[Stage, ...] = ("train", "export", "build")
+CONTENT = (".json", ".txt", ".csv", ".yaml", ".yml")  # suffixes of a dataset's files whose content is digested
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+OK, MISSING, CHANGED, OUTDATED = "ok", "missing", "changed", "outdated"
+
+
+class Source(BaseModel):
+    """A file or a data folder and its SHA-256; `path` relative to the run where it lies inside."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    path: Name
+    sha256: Digest
+
+
+class Link(Source):
+    """One file that a stage made, and what it was made of; `at` in UTC."""
+
+    stage: Stage
+    at: Name
+    inputs: Annotated[list[Source], Field(max_length=16)]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a link: `status` is ok, missing, changed (the file) or outdated (what it was made of)."""
+
+    stage: str
+    path: str
+    status: str
+    text: str
+
+
+def record(stage: Stage, output: Path, inputs: Sequence[Path]) -> None:
+    """Note in the run of the first input, or of the output, that `output` was made of `inputs`.
+
+    Nothing is noted where neither lies in a run. A folder among the inputs is a dataset.
+
+    Raises:
+        InputError: the line cannot be written.
+    """
+    run = next((found for path in (*inputs, output) if (found := run_of(path)) is not None), None)
+    if run is None or not is_first_process():
+        return
+    sources = [Source(path=_name(run, path), sha256=digest(path)).model_dump() for path in inputs if path.exists()]
+    at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    line = {"stage": stage, "path": _name(run, output), "sha256": digest(output), "inputs": sources, "at": at}
+    append_line(run.path / FILE, line)
+
+
+def links(run: Run) -> list[Link]:
+    """The last line of each file, in the order of the stages; lines that cannot be read are left out."""
+    found: dict[str, Link] = {}
+    for line in whole_lines(run.path / FILE):
+        try:
+            link = Link.model_validate(line)
+        except ValidationError:
+            continue
+        found[link.path] = link
+    return sorted(found.values(), key=lambda link: STAGES.index(link.stage))
+
+
+def verify_run(run: Run) -> list[Finding]:
+    """Compare every link with the files as they are now, from the data to the engines."""
+    known: dict[str, str | None] = {}
+
+    def now(path: str) -> str | None:
+        if path not in known:
+            where = run.path / path  # an absolute path stays itself
+            known[path] = digest(where) if where.exists() else None
+        return known[path]
+
+    return [_finding(link, now) for link in links(run)]
+
+
+def outdated(path: Path) -> str | None:
+    """Why a file is no longer what its run says it was made of; None where all is well or nothing was noted."""
+    run = run_of(path)
+    if run is None:
+        return None
+    name = _name(run, path)
+    broken = [finding for finding in verify_run(run) if finding.status in (CHANGED, OUTDATED)]
+    return next((finding.text for finding in broken if finding.path == name), None)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, or of a dataset's folder as the module says."""
+    if path.is_dir():
+        return digest_of(_parts(path))
+    return file_digest(path)
+
+
+def _parts(folder: Path) -> list[bytes]:
+    parts = []
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            file = Path(root) / name
+            parts += [file.relative_to(folder).as_posix().encode(errors="surrogateescape")]
+            parts += [file_digest(file).encode() if file.suffix in CONTENT else str(file.stat().st_size).encode()]
+    return parts
+
+
+def _finding(link: Link, now: Callable[[str], str | None]) -> Finding:
+    found = now(link.path)
+    if found is None:
+        return Finding(link.stage, link.path, MISSING, f"{link.path} is not there any more.")
+    if found != link.sha256:
+        text = (
+            f"{link.path} is not the file that {link.stage} wrote: SHA-256 {found[:12]}, and {link.sha256[:12]} then."
+        )
+        return Finding(link.stage, link.path, CHANGED, text)
+    for source in link.inputs:
+        before = now(source.path)
+        if before is None:
+            text = f"{link.path} was made of {source.path}, which is not there any more."
+            return Finding(link.stage, link.path, MISSING, text)
+        if before != source.sha256:
+            text = (
+                f"{link.path} was made of another {source.path}: SHA-256 {source.sha256[:12]} then, {before[:12]} now. "
+                f"Repeat: {_AGAIN[link.stage]}"
+            )
+            return Finding(link.stage, link.path, OUTDATED, text)
+    made = ", ".join(source.path for source in link.inputs)
+    return Finding(link.stage, link.path, OK, f"{link.path} <- {made}")
+
+
+_AGAIN: dict[str, str] = {stage: f"fp4deploy {stage}" for stage in STAGES}
+
+
+def _name(run: Run, path: Path) -> str:
+    whole = Path(path).resolve()
+    home = run.path.resolve()
+    return whole.relative_to(home).as_posix() if whole.is_relative_to(home) else str(whole)

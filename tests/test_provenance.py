@@ -1,0 +1,92 @@
+"""The chain from data to engine: noted by each stage, walked by `verify_run`, each kind of break found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fp4deploy import provenance
+from fp4deploy.provenance import CHANGED, MISSING, OK, OUTDATED, links, outdated, record, verify_run
+from fp4deploy.runs import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """data -> nvfp4/best.safetensors -> export/unet.onnx -> engines/unet.plan."""
+    run = Run(tmp_path / "run")
+    data = tmp_path / "data"
+    for path, text in {
+        run.config_path: "seed: 0\n",
+        data / "annotations" / "train.json": '{"images": []}',
+        data / "train" / "a.jpg": "pixels",
+        run.checkpoint("nvfp4"): "weights",
+        run.export_dir / "unet.onnx": "graph",
+        run.engine_dir / "unet.plan": "engine",
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    record("train", run.checkpoint("nvfp4"), [data])
+    record("export", run.export_dir / "unet.onnx", [run.checkpoint("nvfp4")])
+    record("build", run.engine_dir / "unet.plan", [run.export_dir / "unet.onnx"])
+    return run
+
+
+def statuses(run: Run) -> dict[str, str]:
+    return {finding.path: finding.status for finding in verify_run(run)}
+
+
+def test_a_whole_chain(run: Run) -> None:
+    assert statuses(run) == {"nvfp4/best.safetensors": OK, "export/unet.onnx": OK, "engines/unet.plan": OK}
+    lines = [json.loads(line) for line in (run.path / provenance.FILE).read_text().splitlines()]
+    assert [line["stage"] for line in lines] == ["train", "export", "build"]
+    assert lines[1]["inputs"] == [{"path": "nvfp4/best.safetensors", "sha256": lines[0]["sha256"]}]
+    assert lines[0]["inputs"][0]["path"] == str(run.path.parent / "data")
+
+
+def test_a_run_may_be_moved(run: Run, tmp_path: Path) -> None:
+    moved = Run(tmp_path / "elsewhere" / "named anew")
+    moved.path.parent.mkdir()
+    shutil.move(run.path, moved.path)
+    assert set(statuses(moved).values()) == {OK}
+
+
+def test_a_file_changed_by_hand_breaks_its_link_and_the_next(run: Run) -> None:
+    (run.export_dir / "unet.onnx").write_text("another graph")
+    assert statuses(run) == {"nvfp4/best.safetensors": OK, "export/unet.onnx": CHANGED, "engines/unet.plan": OUTDATED}
+    assert "fp4deploy build" in str(outdated(run.engine_dir / "unet.plan"))
+    assert outdated(run.checkpoint("nvfp4")) is None
+
+
+def test_a_file_made_again_breaks_what_was_made_of_it(run: Run) -> None:
+    run.checkpoint("nvfp4").write_text("trained further")
+    record("train", run.checkpoint("nvfp4"), [run.path.parent / "data"])
+    assert statuses(run) == {"nvfp4/best.safetensors": OK, "export/unet.onnx": OUTDATED, "engines/unet.plan": OK}
+    record("export", run.export_dir / "unet.onnx", [run.checkpoint("nvfp4")])
+    assert set(statuses(run).values()) == {OK}  # the last line of a file counts
+
+
+@pytest.mark.parametrize("name", ["annotations/train.json", "train/a.jpg", "train/b.jpg"])
+def test_other_data(run: Run, name: str) -> None:
+    (run.path.parent / "data" / name).write_text('{"images": [1]}')
+    assert statuses(run)["nvfp4/best.safetensors"] == OUTDATED
+
+
+def test_what_is_gone_is_missing(run: Run) -> None:
+    run.checkpoint("nvfp4").unlink()
+    assert statuses(run) == {"nvfp4/best.safetensors": MISSING, "export/unet.onnx": MISSING, "engines/unet.plan": OK}
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"stage": "train"}', '{"stage": "train", "path": 3, "sha256": "x"}'])
+def test_a_damaged_line_is_left_out(run: Run, line: str) -> None:
+    with (run.path / provenance.FILE).open("a") as file:
+        file.write(line + "\n")
+    assert len(links(run)) == 3
+
+
+def test_files_outside_any_run_are_not_noted(tmp_path: Path) -> None:
+    (tmp_path / "a.onnx").write_text("graph")
+    record("export", tmp_path / "a.onnx", [])
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.onnx"]
