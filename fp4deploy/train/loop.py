@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -153,14 +153,16 @@ class Trainer:
         self.accelerator.free_memory()
         return self.progress
 
-    def evaluate(self) -> TaskScores:
-        """Score on the validation split."""
-        evaluation = self.task.evaluation()
+    def evaluate(self, validated: Callable[[int, int], None] | None = None) -> TaskScores:
+        """Score on the validation split; `validated(batches, of)` is called after each batch."""
+        evaluation, total = self.task.evaluation(), len(self.val_batches)
         self.model.eval()
         with self._averaged(), torch.inference_mode(), self.accelerator.autocast():
-            for images, labels in self._on_device(self.val_batches):
+            for number, (images, labels) in enumerate(self._on_device(self.val_batches), start=1):
                 self._pause_if_asked()
                 evaluation.update(self.model(images), labels, self.accelerator.gather_for_metrics)
+                if validated is not None:
+                    validated(number, total)
         self.model.train()
         return evaluation.compute()
 
@@ -169,7 +171,8 @@ class Trainer:
         images_seen, seconds = self._train_rest(display)
         start = time.perf_counter()
         last = progress.epoch + 1 == self.job.epochs
-        scores = self.evaluate() if last or (progress.epoch + 1) % self.settings.evaluate_every == 0 else None
+        due = last or (progress.epoch + 1) % self.settings.evaluate_every == 0
+        scores = self.evaluate(display.validated) if due else None
         progress.epoch_seconds += time.perf_counter() - start
         counts = self.statistics.read()
         line: dict[str, Any] = {

@@ -32,6 +32,7 @@ class Display:
             transient=True,
         )
         self.task = self.bar.add_task(model, total=steps, completed=done, loss="")
+        self.validation = self.bar.add_task(f"{model} validation", visible=False, start=False, loss="")
 
     def __enter__(self) -> Display:
         self.bar.start()
@@ -50,9 +51,16 @@ class Display:
         """`done` training steps are done; `loss` is the epoch's mean up to here."""
         self.bar.update(self.task, completed=done, loss=f"epoch {self.running}/{self.epochs}  loss {_shown(loss)}")
 
+    def validated(self, batches: int, of: int) -> None:
+        """`batches` of the validation are done; after the last one the scores are computed, COCO AP slowly."""
+        if batches == 1:
+            self.bar.reset(self.validation, total=of, completed=1, visible=True, loss="")
+        self.bar.update(self.validation, completed=batches, loss="computing scores" if batches == of else "")
+
     def epoch(self, number: int, loss: float | None, score: str | None, seconds: float) -> None:
         """One epoch is done; `score` as a person reads it, None where it was not measured."""
         self.running = number + 1
+        self.bar.update(self.validation, visible=False)
         parts = [self.model, f"epoch {number}/{self.epochs}", f"loss {_shown(loss)}", score, f"{seconds:.1f} s"]
         self.say("  ".join(part for part in parts if part))
 

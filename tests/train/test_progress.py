@@ -1,0 +1,47 @@
+"""The bar on a terminal: training and validation are phases of their own; a log gets one line an epoch."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fp4deploy.train.logging import progress
+from fp4deploy.train.logging.progress import Display
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """A terminal of 120 columns."""
+    text = io.StringIO()
+    monkeypatch.setattr(
+        progress, "console", lambda **options: Console(file=text, force_terminal=True, width=120, soft_wrap=True)
+    )
+    return text
+
+
+def test_validation_is_a_phase_of_its_own(screen: io.StringIO) -> None:
+    with Display("fp16", epochs=2, steps=4) as display:
+        display.step(2, 0.5)
+        tasks = display.bar.tasks
+        assert [task.visible for task in tasks] == [True, False]
+        display.validated(1, 3)
+        assert (tasks[1].visible, tasks[1].completed, tasks[1].total) == (True, 1, 3)
+        display.bar.refresh()
+        assert "fp16 validation" in screen.getvalue()
+        display.validated(3, 3)
+        assert tasks[1].fields["loss"] == "computing scores"
+        display.epoch(1, 0.5, "mIoU 0.5", 1.0)
+        assert not tasks[1].visible
+        display.validated(1, 3)
+        assert (tasks[1].visible, tasks[1].completed) == (True, 1)
+    assert "epoch 1/2" in screen.getvalue()
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_quiet_display_prints_nothing(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with Display("fp16", epochs=1, steps=1, quiet=quiet) as display:
+        display.validated(1, 1)
+        display.epoch(1, 0.5, None, 1.0)
+    assert (capsys.readouterr().err == "") == quiet
