@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -57,3 +59,15 @@ def shown(path: Path) -> str:
         return str(Path(os.path.realpath(path)).relative_to(os.path.realpath("")))
     except (OSError, ValueError):  # the current folder may be gone
         return str(path)
+
+
+@contextmanager
+def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with the time left on stderr, where that is a terminal; the block gets `advance(done, of)`."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TextColumn("ETA"), TimeRemainingColumn())
+    screen = notes()
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(unit, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)

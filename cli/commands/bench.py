@@ -11,7 +11,7 @@ import typer
 from fp4deploy.errors import InputError, UnavailableError
 
 from .. import completion
-from ..console import note, notes, print_json, results, shown
+from ..console import note, notes, print_json, progress, results, shown
 from ..settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
@@ -205,20 +205,22 @@ def _measure(
             note(f"  {stale}")
         model = model_of(path, run_of(path))
         folder = _folder(keep, path, model, len(paths), provider) if keep is not None else None
-        found.append(
-            run_one(
-                path,
-                data,
-                model=model,
-                batch=batch,
-                iterations=iterations,
-                max_detections=max_dets,
-                results=folder,
-                split=split,
-                timeout=timeout,
-                provider=provider,
+        with progress("images") as advance:
+            found.append(
+                run_one(
+                    path,
+                    data,
+                    progress=advance,
+                    model=model,
+                    batch=batch,
+                    iterations=iterations,
+                    max_detections=max_dets,
+                    results=folder,
+                    split=split,
+                    timeout=timeout,
+                    provider=provider,
+                )
             )
-        )
         _keep(path, found[-1], data)
         if folder is not None and found[-1].instances is not None:
             note(f"  Wrote the instances to {shown(folder)}.")

@@ -11,7 +11,7 @@ import typer
 
 from fp4deploy.errors import InputError
 
-from ..console import done, note, notes, print_json, results, shown
+from ..console import done, note, print_json, progress, results, shown
 
 if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
@@ -130,15 +130,11 @@ def _files(
     overlays: bool,
     as_json: bool,
 ) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from fp4deploy.predict.write import predict_files
 
-    columns = (TextColumn("Predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes(), transient=True) as bar:
-        task = bar.add_task("", total=len(sources))
+    with progress("images") as advance:
         document, failures = predict_files(
-            predictor, model, sources, out, batch, overlays, lambda number, _: bar.update(task, completed=number)
+            predictor, model, sources, out, batch, overlays, lambda number, _: advance(number, len(sources))
         )
     if as_json:
         print_json(document)
