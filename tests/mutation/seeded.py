@@ -182,27 +182,28 @@ def run(names: list[str]) -> list[str]:
     survivors = []
     with tempfile.TemporaryDirectory() as base:
         folder, output = copy_to(Path(base) / "copy"), Path(base) / "output.txt"
+        passing: dict[str, bool] = {}  # of the unchanged copy
         for name, fault in chosen.items():
+            start = time.perf_counter()
+            if fault.tests not in passing:
+                passing[fault.tests] = _status(folder, fault.tests, output) == 0
             before = (folder / fault.file).read_bytes()
-            start, verdict = time.perf_counter(), ""
-            for broken in (False, True):
-                if broken:
-                    fault.apply(folder)
-                status = run_python(
-                    folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests.split(),
-                    seconds=SECONDS, output=output,
-                )  # fmt: skip
-                if not broken and status != 0:
-                    verdict = f"its tests fail without it ({status}): {output.read_text(encoding='utf-8')[-400:]}"
-                    break
-                if broken:  # 1: a test failed; None: it did not end
-                    verdict = "killed" if status in (1, None) else f"SURVIVED (pytest's status {status})"
+            fault.apply(folder)
+            status = _status(folder, fault.tests, output)
             (folder / fault.file).write_bytes(before)
-            if verdict != "killed":
+            killed = passing[fault.tests] and status in (1, None)  # 1: a test failed; None: it did not end
+            verdict = "killed" if killed else "SURVIVED" if passing[fault.tests] else "tests fail without it"
+            if not killed:
                 survivors.append(name)
+                print(output.read_text(encoding="utf-8")[-400:])
             print(f"{time.perf_counter() - start:5.0f} s  {verdict:<10} {name}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
     return survivors
+
+
+def _status(folder: Path, tests: str, output: Path) -> int | None:
+    options = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+    return run_python(folder, *options, *tests.split(), seconds=SECONDS, output=output)
 
 
 if __name__ == "__main__":
