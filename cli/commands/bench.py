@@ -69,7 +69,8 @@ def bench(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs at most (also at most 5 s).")] = 50,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.001, help="Most seconds that one inference of an .onnx file may take.")
+        float,
+        typer.Option("--timeout", min=0.001, help="Most seconds that one inference of an .onnx or .plan may take."),
     ] = 600.0,
     out: Annotated[
         str | None, typer.Option("--json", help="Write the results as JSON; - for stdout.", show_default="no JSON")

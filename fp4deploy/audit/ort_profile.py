@@ -7,10 +7,14 @@ The file is a Chrome trace: one event a kernel call, `cat` "Node", `name` NODE_k
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from fp4deploy.audit.operands import FORMATS, INTEGER_OPS
 from fp4deploy.export.onnx.canonical import GEMM_OPS
+from fp4deploy.schema import Count, Float, validated
 
 _SUFFIX = "_kernel_time"
 _FUSED = re.compile(r"_token_\d+$")  # ONNX Runtime's mark on a node that an optimisation made of another
@@ -23,19 +27,38 @@ def is_profile(document: Any) -> bool:
     return isinstance(document, list) and any(_is_kernel(event) for event in document)
 
 
-def profile_rows(document: list[Any]) -> list[dict[str, Any]]:
-    """Nodes that multiply: name, operator, type of their first input, provider, calls and mean milliseconds."""
+class _Arguments(BaseModel):
+    op_name: str = ""
+    provider: str = ""
+    input_type_shape: list[dict[str, Any]] = []
+
+
+class _Event(BaseModel):
+    """What is read of one kernel call."""
+
+    name: str
+    dur: Float | Count = 0
+    args: _Arguments
+
+
+def profile_rows(document: list[Any], path: Path) -> list[dict[str, Any]]:
+    """Nodes that multiply: name, operator, type of their first input, provider, calls and mean milliseconds.
+
+    Raises:
+        InputError: a field of a kernel call has another type.
+    """
     rows: dict[str, dict[str, Any]] = {}
     total: dict[str, float] = {}
-    for event in document:
-        if not _is_kernel(event) or event["args"].get("op_name") not in MULTIPLYING:
+    for number, entry in enumerate(document):
+        if not _is_kernel(entry) or entry["args"].get("op_name") not in MULTIPLYING:
             continue
-        name = _FUSED.sub("", str(event["name"]).removesuffix(_SUFFIX))
-        row = rows.setdefault(name, {"layer": name, "operator": event["args"]["op_name"], "calls": 0})
+        event = validated(_Event, entry, f"{path}: event {number}")
+        name = _FUSED.sub("", event.name.removesuffix(_SUFFIX))
+        row = rows.setdefault(name, {"layer": name, "operator": event.args.op_name, "calls": 0})
         row["calls"] += 1
-        total[name] = total.get(name, 0.0) + float(event.get("dur", 0))
-        row["runs"] = _type(event["args"])
-        row["kernel"] = str(event["args"].get("provider", ""))
+        total[name] = total.get(name, 0.0) + event.dur
+        row["runs"] = _type(event.args)
+        row["kernel"] = event.args.provider
         row["onnx_nodes"] = [name]
         row["ms"] = total[name] / row["calls"] / 1000
     return list(rows.values())
@@ -47,8 +70,6 @@ def _is_kernel(event: Any) -> bool:
     return str(event.get("name", "")).endswith(_SUFFIX)
 
 
-def _type(arguments: dict[str, Any]) -> str:
-    shapes = arguments.get("input_type_shape")
-    first = shapes[0] if isinstance(shapes, list) and shapes and isinstance(shapes[0], dict) else {}
-    name = next(iter(first), "")
+def _type(arguments: _Arguments) -> str:
+    name = next((name for shape in arguments.input_type_shape[:1] for name in shape), "")
     return _TYPES.get(name, FORMATS.get(name.upper(), name or "unknown"))

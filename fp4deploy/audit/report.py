@@ -74,7 +74,7 @@ def audit_file(path: Path, target: str = "tensorrt-rtx", model: Path | None = No
         rows = engine_rows(document, path)
         return _audit_account(path, "TensorRT engine", "layer information of the engine itself", rows, requested)
     if is_profile(document):
-        rows = profile_rows(document)
+        rows = profile_rows(document, path)
         return _audit_account(path, "ONNX Runtime session", "profile of the session itself", rows, requested)
     raise InputError(
         f"{path} is neither layer information of TensorRT (an object with 'Layers') nor a profile of ONNX Runtime. "

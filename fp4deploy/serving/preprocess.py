@@ -1,7 +1,8 @@
 """Encoded images to the network's input, inside Triton Inference Server's Python backend.
 
 Height, width, mean and std come from the parameters in config.pbtxt. The image is turned upright as its EXIF
-orientation says, resized bilinearly and normalised: (x / 255 - mean) / std.
+orientation says, resized bilinearly and normalised: (x / 255 - mean) / std. Pillow decodes the formats of
+`FORMATS`, whatever a client sends: some others it decodes with the help of other programs (EPS: Ghostscript).
 """
 
 import io
@@ -10,6 +11,8 @@ import json
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from PIL import Image, ImageOps
+
+FORMATS = ("JPEG", "PNG", "BMP", "DIB", "WEBP", "TIFF", "GIF", "PPM")  # as fp4deploy.data.images
 
 
 class TritonPythonModel:
@@ -30,8 +33,11 @@ class TritonPythonModel:
     def _answer(self, request):  # type: ignore[no-untyped-def]
         encoded = pb_utils.get_input_tensor_by_name(request, "IMAGE").as_numpy().reshape(-1)
         try:
-            decoded = [ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB") for content in encoded]
-        except (OSError, SyntaxError, ValueError) as error:
+            decoded = [
+                ImageOps.exif_transpose(Image.open(io.BytesIO(content), formats=FORMATS)).convert("RGB")
+                for content in encoded
+            ]
+        except Exception as error:  # Pillow's decoders raise of many kinds
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"IMAGE cannot be decoded: {error}"))
         sizes = np.array([(image.height, image.width) for image in decoded], np.int32)
         resized = [image.resize((self.width, self.height), Image.Resampling.BILINEAR) for image in decoded]

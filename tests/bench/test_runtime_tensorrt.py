@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4deploy.bench.runtimes.tensorrt import TensorRtRuntime, _layer_times, open_plan
+from fp4deploy.bench.runtimes.tensorrt import TensorRtRuntime, _layer_times, open_plan, wait_for
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.ledger.ledger import ledger_path
 
@@ -213,7 +213,7 @@ def test_time_with_cuda_events() -> None:
     times = runtime.time(np.zeros((2, 3, 8, 16), np.float32), warmup=2, iterations=7, max_seconds=60)
     assert len(times) == 7
     assert min(times) > 0
-    assert len(context.batches) == 2 + 1 + 7  # warm-up, one run to plan by, the timed ones
+    assert len(context.batches) == 1 + 2 + 1 + 7  # one that has to end, warm-up, one run to plan by, the timed ones
 
 
 @pytest.mark.gpu
@@ -240,3 +240,10 @@ def test_more_images_than_the_largest_batch_all_run(images: int) -> None:
     given = np.arange(images * 12, dtype=np.float32).reshape(images, 3, 2, 2)
     np.testing.assert_array_equal(runtime.infer(given), given[:, :1] * 2)
     assert max(sizes) <= 4
+
+
+def test_an_inference_that_does_not_end_is_given_up() -> None:
+    answers = iter([False, False, True])
+    wait_for(lambda: next(answers), 60, Path("unet.plan"))
+    with pytest.raises(InputError, match=r"unet\.plan did not finish an inference within 0\.01 seconds.*--timeout"):
+        wait_for(lambda: False, 0.01, Path("unet.plan"))

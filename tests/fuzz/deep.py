@@ -17,7 +17,15 @@ from tests.fuzz.harness import HEAD, MOST_BYTES, Outcome, run_case
 from tests.fuzz.loaders import loaders
 from tests.fuzz.test_fuzz import NAMES
 
-SLOW = {"packed": 10, "onnx": 10, "checkpoint": 5, "annotations": 5, "report": 5, "sweep": 5}  # share of the cases
+SLOW = {
+    "packed": 10,
+    "onnx": 10,
+    "checkpoint": 5,
+    "annotations": 5,
+    "report": 5,
+    "sweep": 5,
+    "served": 10,
+}  # share of the cases
 
 
 def work(name: str, first: int, last: int, folder: str, result: str) -> None:

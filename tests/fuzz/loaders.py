@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 import yaml
+from onnx import helper, numpy_helper
 from PIL import Image
 
+from fp4deploy.audit.report import audit_file
 from fp4deploy.bench.commands import recorded
 from fp4deploy.bench.gate.baseline import find_baseline
+from fp4deploy.bench.runtimes.ort import OrtRuntime
 from fp4deploy.data import CocoDataset, check_dataset, generate_shapes, open_dataset
 from fp4deploy.data.images import ImageError, read_class_ids, read_image
+from fp4deploy.data.masks import class_values
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.spec import load_sweep
 from fp4deploy.export.ledger.ledger import Ledger, LedgerRow, load_ledger
@@ -31,7 +36,9 @@ from fp4deploy.export.onnx.layers import describe_onnx
 from fp4deploy.files import digest_of
 from fp4deploy.instances import InstanceEvaluation, read_results
 from fp4deploy.models import InstanceHead, ModelCard, build_unet, load_weights, read_card, save_checkpoint
+from fp4deploy.models.card import CARD_KEY
 from fp4deploy.models.checkpoint import network_of
+from fp4deploy.models.initial import load_initial
 from fp4deploy.packed import PackedNetwork, read_packed
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
@@ -46,7 +53,7 @@ from fp4deploy.train.logging.trackers import JsonlTracker
 from fp4deploy.train.state import Progress, read_progress, save_state
 from tests.export.lowering.engine_graphs import CanonicalGraph
 from tests.fuzz.harness import Loader
-from tests.fuzz.mutate import YAML_TOKENS, of_bytes, of_json, of_lines, of_safetensors, of_text, of_tree
+from tests.fuzz.mutate import TOKENS, YAML_TOKENS, of_bytes, of_json, of_lines, of_safetensors, of_text, of_tree
 from tests.packed.small_networks import packed
 from tests.plugins.aot.minimal_cubin import minimal_cubin
 
@@ -80,7 +87,24 @@ def loaders(folder: Path) -> dict[str, Loader]:
         Loader("kernel", "a.kernel", (_kernel(),), _of_kernel, _use_kernel),
         Loader("packed", "unet.fp4", _packed(folder), _of_packed, _use_packed),
         Loader("weight", "weight.safetensors", _weights(folder), of_safetensors, FP4WeightCache.load),
-        Loader("onnx", "model.onnx", _graphs(), of_bytes, _use_onnx),
+        Loader("onnx", "model.onnx", _graphs(), _of_onnx, _use_onnx),
+        Loader(
+            "models",
+            "run/models.json",
+            (b'["fp16", "nvfp4"]\n',),
+            of_json,
+            lambda path: Run(path.parent).asked_models(),
+        ),
+        Loader("initial", "weights.pth", _initial(folder), of_bytes, _use_initial),
+        Loader("account", "account.json", _accounts(), of_json, _use_account),
+        Loader(
+            "classes",
+            "masks/classes.txt",
+            (b"road\nsky\n\xc3\xa4\n",),
+            of_text(TOKENS),
+            lambda path: class_values(path.parent),
+        ),
+        Loader("served", "model.onnx", _served(), _of_onnx, _use_served),
     ]
     return {loader.name: loader for loader in found}
 
@@ -348,7 +372,68 @@ def _graphs() -> tuple[bytes, ...]:
     return (graph.model(x).SerializeToString(),)
 
 
+def _of_onnx(content: bytes, draw: random.Random) -> bytes:
+    """Change the bytes, or the JSON in the metadata."""
+    if draw.random() < 0.6:
+        return of_bytes(content, draw)
+    model = onnx.load_from_string(content)
+    entry = draw.choice(model.metadata_props)
+    entry.value = of_json(entry.value.encode(), draw).decode("utf-8", errors="replace")
+    return model.SerializeToString()
+
+
 def _use_onnx(path: Path) -> Any:
     model = read_buildable(path)
     facts = describe_onnx(path)
+    audit_file(path)
     return facts, lower(model).layers
+
+
+def _served() -> tuple[bytes, ...]:
+    """One convolution, with a card."""
+    weight = numpy_helper.from_array(np.ones((3, 3, 1, 1), np.float32), "w")
+    shapes = (
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 3, 32, 32]) for name in ("image", "logits")
+    )
+    nodes = [helper.make_node("Conv", ["image", "w"], ["y"]), helper.make_node("Relu", ["y"], ["logits"])]
+    image, logits = shapes
+    graph = helper.make_graph(nodes, "graph", [image], [logits], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    helper.set_model_props(model, {CARD_KEY: CARD.to_json()})
+    return (model.SerializeToString(),)
+
+
+def _use_served(path: Path) -> object:
+    runtime = OrtRuntime(path, timeout=5)
+    size = (
+        (runtime.card.height, runtime.card.width) if runtime.card.height * runtime.card.width <= 1 << 16 else (16, 16)
+    )
+    return runtime.infer(np.zeros((1, 3, *size), np.float32)).shape
+
+
+def _initial(folder: Path) -> tuple[bytes, ...]:
+    model, found = torch.nn.Linear(4, 4), []
+    for content in (model.state_dict(), {"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}):
+        for zipped in (True, False):
+            torch.save(content, folder / "initial.pth", _use_new_zipfile_serialization=zipped)
+            found.append((folder / "initial.pth").read_bytes())
+    return tuple(found)
+
+
+def _use_initial(path: Path) -> object:
+    return load_initial(torch.nn.Linear(4, 4), path)
+
+
+def _accounts() -> tuple[bytes, ...]:
+    """Layer information of a TensorRT engine, a profile of ONNX Runtime."""
+    tensor = {"Name": "a", "Dimensions": [4, 64], "Format/Datatype": "FP4"}
+    layer = {"Name": "gemm_0", "LayerType": "gemm", "Inputs": [tensor], "Outputs": [tensor], "Constants": [tensor],
+             "TacticName": "sm120_gemm", "Metadata": "[ONNX Layer: a]\x1f[ONNX Layer: b]"}  # fmt: skip
+    called = {"op_name": "Conv", "provider": "CPUExecutionProvider", "input_type_shape": [{"float": [1, 3]}]}
+    event = {"cat": "Node", "name": "conv_kernel_time", "dur": 12, "ts": 1, "ph": "X", "args": called}
+    return json.dumps({"Layers": [layer, layer], "Bindings": ["x"]}).encode(), json.dumps([event, event]).encode()
+
+
+def _use_account(path: Path) -> object:
+    found = audit_file(path)
+    return found.summary(), json.dumps([dataclasses.asdict(row) for row in found.rows], allow_nan=False)

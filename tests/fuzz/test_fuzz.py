@@ -17,7 +17,8 @@ from fp4deploy.schema import parse_json, parse_yaml
 from tests.fuzz.harness import Loader, Outcome, run_case
 from tests.fuzz.loaders import loaders
 
-CASES = {"checkpoint": 40, "packed": 25, "onnx": 25, "report": 40, "annotations": 60, "sweep": 40, "config": 60}
+CASES = {"checkpoint": 40, "packed": 25, "onnx": 25, "report": 40, "annotations": 60, "sweep": 40, "config": 60,
+         "served": 20, "initial": 60}  # fmt: skip
 OTHERS = 150
 TOLERANT = (
     "metrics",
@@ -28,6 +29,7 @@ TOLERANT = (
 NAMES = (
     "card", "config", "sweep", "checkpoint", "state", "ledger", "baseline", "metrics", "telemetry", "report",
     "commands", "annotations", "image", "results", "kernel", "packed", "weight", "onnx",
+    "models", "initial", "account", "classes", "served",
 )  # fmt: skip
 
 

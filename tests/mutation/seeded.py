@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutation.copies import copy_to, run_python
+from tests.mutation.copies import copy_to, run_pytest
 
 SECONDS = 300  # for the tests of one fault
 
@@ -202,8 +202,7 @@ def run(names: list[str]) -> list[str]:
 
 
 def _status(folder: Path, tests: str, output: Path) -> int | None:
-    options = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
-    return run_python(folder, *options, *tests.split(), seconds=SECONDS, output=output)
+    return run_pytest(folder, "-q", "-x", "-p", "no:cacheprovider", *tests.split(), seconds=SECONDS, output=output)
 
 
 if __name__ == "__main__":

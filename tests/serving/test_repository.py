@@ -20,6 +20,7 @@ import onnxruntime as ort
 import pytest
 from PIL import Image
 
+from fp4deploy.data.images import FORMATS
 from fp4deploy.errors import InputError
 from fp4deploy.models import InstanceHead
 from fp4deploy.predict.predictor import load
@@ -162,6 +163,20 @@ def test_a_broken_image_is_an_error_of_its_own_request(repository: Path, monkeyp
     first, second = backend.execute([{"IMAGE": bad}, {"IMAGE": good}])
     assert "cannot be decoded" in first.error
     assert second.error is None
+    bomb = io.BytesIO()
+    Image.new("1", (16_384, 16_384)).save(bomb, format="PNG")  # 33 kB, 268 million pixels
+    for content, cause in (
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "cannot identify"),
+        (bomb.getvalue(), "decompression bomb"),
+    ):
+        (answer,) = backend.execute([{"IMAGE": np.array([[content]], dtype=np.object_)}])
+        assert "cannot be decoded" in answer.error
+        assert cause in answer.error
+
+
+def test_the_server_decodes_the_formats_of_fp4deploy(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _backend(repository, "unet_preprocess", monkeypatch)
+    assert type(backend).initialize.__globals__["FORMATS"] == FORMATS
 
 
 def test_writing_again_replaces_and_keeps_other_models(repository: Path, untrained: Run) -> None:

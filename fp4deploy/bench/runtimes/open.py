@@ -18,15 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4deploy.bench.runtimes.protocol import Runtime
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Runtime
 from fp4deploy.errors import InputError
 
 
 def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu") -> Runtime:
     """Load an artefact into the runtime its suffix asks for.
 
-    timeout: most seconds that one inference of an `.onnx` file may take (default: 600); the graphs of other artefacts
-        have no loops, or are the engine's own.
+    timeout: most seconds that one inference of an `.onnx` file or an engine may take (default: 600); the graphs of
+        other artefacts have no loops.
     provider: what runs an `.onnx` in ONNX Runtime, one of `PROVIDERS`; the other kinds have one runtime each.
 
     Raises:
@@ -51,11 +51,13 @@ def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu"
         raise InputError(f"The provider '{provider}' is unknown. Valid: {', '.join(PROVIDERS)}.")
     if opener is _onnx:
         return _onnx(path, timeout) if provider == "cpu" else _onnx_rtx(path)
+    if opener is _plan:
+        return _plan(path, timeout)
     return opener(path)
 
 
 def _onnx(path: Path, timeout: float | None = None) -> Runtime:
-    from fp4deploy.bench.runtimes.ort import TIMEOUT, OrtRuntime
+    from fp4deploy.bench.runtimes.ort import OrtRuntime
 
     return OrtRuntime(path, TIMEOUT if timeout is None else timeout)
 
@@ -78,10 +80,10 @@ def _packed(path: Path) -> Runtime:
     return PackedRuntime(path)
 
 
-def _plan(path: Path) -> Runtime:
+def _plan(path: Path, timeout: float | None = None) -> Runtime:
     from fp4deploy.bench.runtimes.tensorrt import open_plan
 
-    return open_plan(path)
+    return open_plan(path, TIMEOUT if timeout is None else timeout)
 
 
 PROVIDERS = ("cpu", "tensorrt-rtx")  # of ONNX Runtime

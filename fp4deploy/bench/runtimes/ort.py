@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
 from fp4deploy.export.onnx.canonical import foreign_graph
@@ -25,7 +25,6 @@ from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.models.card import CARD_KEY, ModelCard
 
-TIMEOUT = 600.0  # seconds
 FATAL = 4  # log level; that a run was stopped is said by the error
 
 

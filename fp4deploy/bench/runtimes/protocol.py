@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fp4deploy.models.card import ModelCard
 
 Array = NDArray[np.float32]
+TIMEOUT = 600.0  # seconds that one inference may take
 
 
 class Runtime(Protocol):

@@ -7,6 +7,8 @@ ledger (`unet.ledger.json`) says which, and a machine that cannot run it gets on
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.bench.latency import time_cuda
 from fp4deploy.bench.ledgers import TITLES, built_by
-from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine import build as engine
@@ -25,6 +27,7 @@ from fp4deploy.export.ledger.ledger import Ledger, ledger_path
 from fp4deploy.models.card import ModelCard
 from fp4deploy.requirements import LIBRARIES
 
+POLL = 1e-4  # seconds between two looks at a stream
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 HINT = "Bench it on that GPU; here, bench the ONNX file it was built from."
 
@@ -32,8 +35,18 @@ HINT = "Bench it on that GPU; here, bench the ONNX file it was built from."
 class TensorRtRuntime:
     """A deserialised engine with a dynamic batch, bound to CUDA tensors."""
 
-    def __init__(self, path: Path, backend: str, ledger: Ledger | None, trt: ModuleType, loaded: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        backend: str,
+        ledger: Ledger | None,
+        trt: ModuleType,
+        loaded: Any,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        """`timeout`: most seconds that one inference may take."""
         self._trt, self._engine = trt, loaded
+        self._path, self._timeout = path, timeout
         self._context = loaded.create_execution_context()
         if self._context is None:
             raise UnavailableError(f"{path} was loaded, but this GPU has no room to run it; free memory on it.")
@@ -57,12 +70,14 @@ class TensorRtRuntime:
     def _run(self, images: Array) -> Array:
         _given, output = self._bind(torch.from_numpy(images))  # _given stays alive: the engine reads it by address
         self._launch()
-        self._stream.synchronize()
+        self._wait()
         return output.float().cpu().numpy()
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds between two CUDA events around `execute_async_v3`."""
         _given, _output = self._bind(torch.from_numpy(images))
+        self._launch()
+        self._wait()  # an inference that ends once ends again on the same images
         return time_cuda(self._launch, self._stream, warmup, iterations, max_seconds)
 
     def profile(self, images: Array) -> dict[str, float]:
@@ -93,6 +108,12 @@ class TensorRtRuntime:
         if not self._context.execute_async_v3(self._stream.cuda_stream):
             raise UnavailableError("The engine failed while running; its library printed the reason above.")
 
+    def _wait(self) -> None:
+        """Wait for the stream as `synchronize` does, but no longer than the timeout: an engine can hold a loop."""
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        wait_for(done.query, self._timeout, self._path)
+
     def _dtype(self, name: str) -> torch.dtype:
         kinds = {self._trt.DataType.HALF: torch.float16, self._trt.DataType.FLOAT: torch.float32}
         return kinds[self._engine.get_tensor_dtype(name)]
@@ -100,6 +121,22 @@ class TensorRtRuntime:
     def _assumed_card(self) -> ModelCard:
         _, _, height, width = self._engine.get_tensor_shape(self._input)
         return ModelCard("unknown", 0.0, (), height, width, IMAGE_MEAN, IMAGE_STD, background=False)
+
+
+def wait_for(finished: Callable[[], bool], seconds: float, path: Path) -> None:
+    """Return once `finished` is true.
+
+    Raises:
+        InputError: it was not within `seconds`.
+    """
+    end = time.perf_counter() + seconds
+    while not finished():
+        if time.perf_counter() > end:
+            raise InputError(
+                f"{path} did not finish an inference within {seconds:g} seconds; a loop in it may have no end. If it "
+                "only needs longer, give it more with --timeout."
+            )
+        time.sleep(POLL)
 
 
 def _layer_times(trt: Any) -> Any:
@@ -116,7 +153,7 @@ def _layer_times(trt: Any) -> Any:
     return LayerTimes()
 
 
-def open_plan(path: Path) -> TensorRtRuntime:
+def open_plan(path: Path, timeout: float = TIMEOUT) -> TensorRtRuntime:
     """Load an engine with the library that built it, as its ledger says; without a ledger, as its first bytes say.
 
     Raises:
@@ -136,7 +173,7 @@ def open_plan(path: Path) -> TensorRtRuntime:
             f"{path} cannot run here: {TITLES[backend]} {trt.__version__} refused it on "
             f"{torch.cuda.get_device_name()}; its reason is printed above. {HINT}"
         )
-    return TensorRtRuntime(path, backend, ledger, trt, loaded)
+    return TensorRtRuntime(path, backend, ledger, trt, loaded, timeout)
 
 
 def _require_gpu(path: Path, ledger: Ledger | None, backend: str) -> None:
