@@ -392,11 +392,9 @@ def _use_onnx(path: Path) -> Any:
 def _served() -> tuple[bytes, ...]:
     """One convolution, with a card."""
     weight = numpy_helper.from_array(np.ones((3, 3, 1, 1), np.float32), "w")
-    shapes = (
-        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 3, 32, 32]) for name in ("image", "logits")
-    )
+    kind, size = onnx.TensorProto.FLOAT, ["N", 3, 32, 32]
+    image, logits = (helper.make_tensor_value_info(name, kind, size) for name in ("image", "logits"))
     nodes = [helper.make_node("Conv", ["image", "w"], ["y"]), helper.make_node("Relu", ["y"], ["logits"])]
-    image, logits = shapes
     graph = helper.make_graph(nodes, "graph", [image], [logits], [weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     helper.set_model_props(model, {CARD_KEY: CARD.to_json()})
