@@ -2,6 +2,7 @@
 # make test   formatting, lint, types, layers and tests, of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
+# make mutants   faults in the code that decides bytes and verdicts: does a test notice? about an hour
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
 
@@ -10,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test fuzz emulate docs install install-dev install-docs clean
+.PHONY: demo test fuzz mutants emulate docs install install-dev install-docs clean
 
 demo: install
 	$(BIN)/fp4deploy run --demo
@@ -27,6 +28,11 @@ emulate: install-dev
 
 fuzz: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
+
+mutants: install-dev
+	$(INSTALL) --editable '.[mutation]'
+	$(BIN)/python -m tests.mutation.seeded
+	$(BIN)/python -m tests.mutation.sampled
 
 docs: install-docs
 	$(BIN)/mkdocs build --strict

@@ -25,6 +25,15 @@ def test_by_hand() -> None:
     assert found.pixel_accuracy == pytest.approx(4 / 6)
 
 
+def test_miou_against_counting_by_hand() -> None:
+    score = SegmentationScore(4, "abcd")
+    score.update(torch.tensor([[[0, 0, 1, 1, 2, 2]]]), torch.tensor([[[0, 1, 1, 1, 255, 0]]]))
+    scores = score.compute()
+    assert scores.per_class == {"a": pytest.approx(1 / 3), "b": pytest.approx(2 / 3), "c": 0.0, "d": None}
+    assert scores.miou == pytest.approx(1 / 3)
+    assert scores.pixel_accuracy == pytest.approx(3 / 5)
+
+
 def test_truth_and_prediction_are_not_exchanged() -> None:
     found = score([0, 0, 0, 1], [0, 1, 1, 1])
     assert found.per_class == {"a": pytest.approx(1 / 3), "b": pytest.approx(1 / 3), "c": None}

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fp4deploy.errors import InputError
-from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card, save_checkpoint
 
 CARD = ModelCard("fp16", 0.125, ("background", "a", "b"), 32, 32, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), True)
@@ -73,28 +72,3 @@ def test_card_that_is_no_card() -> None:
     for text in ("", "[]", "{}", '{"mean": 3}'):
         with pytest.raises(InputError, match="model card"):
             ModelCard.from_json(text)
-
-
-def test_miou_against_counting_by_hand() -> None:
-    score = SegmentationScore(4, "abcd")
-    score.update(torch.tensor([[[0, 0, 1, 1, 2, 2]]]), torch.tensor([[[0, 1, 1, 1, 255, 0]]]))
-    scores = score.compute()
-    assert scores.per_class == {"a": pytest.approx(1 / 3), "b": pytest.approx(2 / 3), "c": 0.0, "d": None}
-    assert scores.miou == pytest.approx(1 / 3)
-    assert scores.pixel_accuracy == pytest.approx(3 / 5)
-
-
-def test_miou_adds_up_over_batches_and_takes_logits() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, target = torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 3, (4, 8, 8), generator=generator)
-    whole, parts = SegmentationScore(3, "abc"), SegmentationScore(3, "abc")
-    whole.update(logits.argmax(1), target)
-    for row in range(4):
-        parts.update(logits[row : row + 1], target[row : row + 1])
-    assert whole.compute() == parts.compute()
-
-
-def test_nothing_labelled_has_no_miou() -> None:
-    score = SegmentationScore(2, "ab")
-    score.update(torch.zeros(1, 2, 2, dtype=torch.long), torch.full((1, 2, 2), 255))
-    assert math.isnan(score.compute().miou)
