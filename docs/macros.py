@@ -378,12 +378,30 @@ def digit_recipes(name: str) -> str:
     return markdown(["recipe", "accuracy", "sd", "minus FP32", "sd", "loss"], rows)
 
 
+def fuzzed() -> str:
+    """Outcomes of `make fuzz`."""
+    rows = result("fuzz_cpu")["rows"]
+    cells = [[str(row[key]) for key in ("loader", "cases", "refused", "accepted", "defects")] for row in rows]
+    total = [str(sum(row[key] for row in rows)) for key in ("cases", "refused", "accepted", "defects")]
+    return markdown(["reader", "cases", "refused", "accepted", "defects"], [*cells, ["all", *total]])
+
+
+def mutants() -> str:
+    """Scores of the mutation tests."""
+    rows = []
+    for row in result("mutants_cpu")["rows"]:
+        files = ", ".join(f"`{file.removeprefix('fp4deploy/')}`" for file in row["files"])
+        counts = [str(row[key]) for key in ("mutants", "drawn", "killed")]
+        rows.append([row["room"], files, *counts, f"{row['killed'] / row['drawn']:.0%}"])
+    return markdown(["room", "files", "mutants", "drawn", "killed", "score"], rows, left=2)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, scaling, estimates, telemetry_cost,
-        sensitivity, tiles, projected, digit_recipes, settings,
+        sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants,
     )
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ it has other classes. So may be absent what a backbone's file cannot have. A not
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,10 @@ def load_initial(model: nn.Module, path: Path) -> str:
     ]
     if unknown or missing or differing or len(heads) == len(given):
         raise InputError(f"{path} does not fit this network: {_difference(missing, unknown, differing)}.")
-    broken = [name for name, value in given.items() if not torch.isfinite(value).all()]
+    loaded = {name: value for name, value in given.items() if name in wanted and name not in heads}
+    broken = [name for name, value in loaded.items() if not torch.isfinite(value).all()]
     if broken:
         raise InputError(f"{path} holds NaN or Inf in {', '.join(broken[:3])}.")
-    loaded = {name: value for name, value in given.items() if name in wanted and name not in heads}
     model.load_state_dict(loaded, strict=False)
     notice = f"{counted(len(loaded), 'tensor')} of {path}"
     if prefix:
@@ -78,8 +79,18 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             found: Any = load_file(path)
         else:
+            _require_stored(path)
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        KeyError,
+        MemoryError,
+        zipfile.BadZipFile,
+    ) as error:
         raise InputError(f"{path} cannot be read as weights: {_first_line(error)}") from error
     except Exception as error:  # pickle's own errors: something that is no tensor
         raise InputError(
@@ -94,6 +105,14 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     names = [str(name) for name in found]
     start = len(PARALLEL) if names and all(name.startswith(PARALLEL) for name in names) else 0
     return {name[start:]: value for name, value in zip(names, found.values(), strict=True)}
+
+
+def _require_stored(path: Path) -> None:
+    """Refuse a compressed archive: torch writes its parts as they are, and a small file could ask for any memory."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
+                raise ValueError("it is compressed, which torch.save does not do")
 
 
 def _other_classes(given: torch.Tensor, wanted: torch.Tensor) -> bool:

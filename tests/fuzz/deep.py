@@ -1,4 +1,4 @@
-"""Fuzzing at length: python -m tests.fuzz [--cases N] [--only NAME ...]
+"""Fuzzing at length: python -m tests.fuzz [--cases N] [--only NAME ...] [--json FILE]
 
 Each loader runs in a process of its own with `MOST_BYTES` of memory more than it begins with, so that a crash or a
 hunger for memory is a defect of one case. Prints the table of outcomes and every defect; exits 1 if there is one.
@@ -13,6 +13,7 @@ import resource
 import tempfile
 from pathlib import Path
 
+from fp4deploy.bench.environment import environment
 from tests.fuzz.harness import HEAD, MOST_BYTES, Outcome, run_case
 from tests.fuzz.loaders import loaders
 from tests.fuzz.test_fuzz import NAMES
@@ -66,13 +67,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=4000)
     parser.add_argument("--only", nargs="*", choices=NAMES, default=NAMES)
+    parser.add_argument("--json", type=Path, help="write the table as JSON")
     chosen = parser.parse_args()
     print(HEAD, flush=True)
     defects: list[str] = []
+    rows: list[dict[str, object]] = []
     for name in chosen.only:
         outcome = fuzz(name, max(50, chosen.cases // SLOW.get(name, 1)))
         print(outcome.row(), flush=True)
+        rows.append({**vars(outcome), "defects": len(outcome.defects)})
         defects += [f"{name}, {each}" for each in outcome.defects]
     for each in defects:
         print(each)
+    if chosen.json:
+        command = f"python -m tests.fuzz --cases {chosen.cases}"
+        chosen.json.write_text(
+            json.dumps({"command": command, "machine": environment(), "rows": rows}, indent=1) + "\n"
+        )
     return 1 if defects else 0

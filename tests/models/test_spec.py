@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -295,3 +296,24 @@ def test_networks_of_libraries(text: str) -> None:
     model = build_model(parse_spec(text), 5).eval()
     with torch.inference_mode():
         assert model(torch.randn(1, 3, 64, 96)).shape == (1, 5, 64, 96)
+
+
+def test_a_compressed_archive_is_no_file_of_torch(tmp_path: Path) -> None:
+    """A few kilobytes could ask for any memory."""
+    path = tmp_path / "weights.pth"
+    torch.save({"weight": torch.zeros(1 << 20)}, path)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as bomb:
+        for part in archive.infolist():
+            bomb.writestr(part.filename, archive.read(part))
+    assert (tmp_path / "bomb.pth").stat().st_size < 1 << 16
+    with pytest.raises(InputError, match="it is compressed"):
+        load_initial(nn.Linear(2, 2), tmp_path / "bomb.pth")
+
+
+def test_a_tensor_of_more_elements_than_the_file_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save({"weight": torch.zeros(1).expand(1 << 40, 2), "bias": torch.zeros(2)}, path)
+    assert "weight start from random weights" in load_initial(nn.Linear(2, 2), path)
+    torch.save({"weight": torch.zeros(1).expand(2, 1 << 40), "bias": torch.zeros(2)}, path)
+    with pytest.raises(InputError, match="does not fit"):
+        load_initial(nn.Linear(2, 2), path)

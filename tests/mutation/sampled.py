@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import random
 import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from fp4deploy.bench.environment import environment
 from tests.mutation.copies import copy_to, run_python
 
 SECONDS = 3600  # for one room
@@ -98,8 +100,8 @@ def names_of(folder: Path) -> list[str]:
     return found
 
 
-def test_room(name: str, count: int, seed: int) -> Counter[str]:
-    """Mutate one room; prints its row and its survivors."""
+def mutate(name: str, count: int, seed: int) -> dict[str, Any]:
+    """Mutate one room; prints its row and its survivors, and returns the row."""
     room = ROOMS[name]
     with tempfile.TemporaryDirectory() as base:
         folder, output = copy_to(Path(base) / "copy"), Path(base) / "output.txt"
@@ -113,7 +115,6 @@ def test_room(name: str, count: int, seed: int) -> Counter[str]:
         run_python(folder, "-m", "mutmut", "run", "--max-children", "1", *drawn, seconds=SECONDS, output=output)
         text = _results(folder)
         verdicts = {mutant: text.get(mutant, "not run") for mutant in drawn}
-        counts = Counter(verdicts.values())
         survivors = [mutant for mutant, verdict in verdicts.items() if verdict in ("survived", "no tests", "not run")]
         killed = len(drawn) - len(survivors)
         share = f"{killed / len(drawn):.0%}"
@@ -122,7 +123,8 @@ def test_room(name: str, count: int, seed: int) -> Counter[str]:
             print(f"  {verdicts[mutant]}: {mutant}")
             for line in _difference(folder, mutant):
                 print(f"      {line}")
-    return counts
+    numbers = {"mutants": len(every), "drawn": len(drawn), "killed": killed, "survived": len(survivors)}
+    return {"room": name, "files": list(room.files), **numbers, "survivors": survivors}
 
 
 def _results(folder: Path) -> dict[str, str]:
@@ -146,11 +148,20 @@ def main() -> int:
     parser.add_argument("rooms", nargs="*", help=f"of {', '.join(ROOMS)}; all by default")
     parser.add_argument("--count", type=int, default=60, help="mutants of a room")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the table as JSON; rooms that are in it already are replaced")
     chosen = parser.parse_args()
     print(HEAD, flush=True)
     for name in chosen.rooms or ROOMS:
-        test_room(name, chosen.count, chosen.seed)
+        row = mutate(name, chosen.count, chosen.seed)
+        if chosen.json:
+            _keep(chosen.json, f"python -m tests.mutation.sampled --count {chosen.count} --seed {chosen.seed}", row)
     return 0
+
+
+def _keep(path: Path, command: str, row: dict[str, Any]) -> None:
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    rows = [each for each in rows if each["room"] != row["room"]] + [row]
+    path.write_text(json.dumps({"command": command, "machine": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
