@@ -93,7 +93,7 @@ def parse(path: Path) -> CocoFile:
         if path.stat().st_size > MOST_JSON_BYTES:
             parsed.report("broken-json", f"is larger than {MOST_JSON_BYTES >> 30} GiB, the limit for annotations.")
             return parsed
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())  # noqa: TID251  what is wrong becomes a list of defects
     except RecursionError:
         parsed.report("broken-json", "cannot be read as JSON: it is nested too deeply.")
         return parsed

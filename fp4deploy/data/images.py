@@ -60,7 +60,7 @@ def open_image(path: Path | str | BinaryIO, size: tuple[int, int] | None = None)
 @contextmanager
 def _opened(path: Path | str | BinaryIO) -> Iterator[Image.Image]:
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(path, formats=FORMATS) as image:  # noqa: TID251  here
             yield image
     except FileNotFoundError:
         raise ImageError("does not exist.") from None

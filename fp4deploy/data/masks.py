@@ -24,6 +24,9 @@ import numpy as np
 from fp4deploy.data.coco_json import find_annotations, find_images, parse
 from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, read_class_ids, read_image
 from fp4deploy.data.sample import ALL_SPLITS, IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes
+from fp4deploy.schema import read_bytes
+
+MOST_LISTING_BYTES = 1 << 20  # of classes.txt
 
 
 class MaskDataset:
@@ -110,7 +113,7 @@ def class_values(root: Path) -> dict[str, int]:
             return {named[value]: value for value in sorted(named) if 0 <= value < IGNORE}
     listing = root / "classes.txt"
     if listing.is_file():
-        names = [line.strip() for line in listing.read_text(encoding="utf-8", errors="replace").splitlines()]
+        names = [line.strip() for line in read_bytes(listing, MOST_LISTING_BYTES).decode(errors="replace").splitlines()]
         names = names[: max((n for n, name in enumerate(names, start=1) if name), default=0)]
         if not names or len(set(names)) < len(names) or "" in names or len(names) > IGNORE:
             raise data_error(root, f"{listing} must hold one class a line: no empty lines, no repeats, at most 255.")

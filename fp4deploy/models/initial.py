@@ -80,7 +80,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             found: Any = load_file(path)
         else:
             _require_stored(path)
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  tensors alone
     except (
         SafetensorError,
         OSError,

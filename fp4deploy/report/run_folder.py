@@ -205,7 +205,7 @@ def _settings_as_they_are(run: Run) -> dict[str, Any]:
     settings = flat(tree) if isinstance(tree, dict) else {}
     if settings.get("task", "semantic") not in METRIC_KEYS:
         settings["task"] = "semantic"
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))  # noqa: TID251  of this process
     return plain
 
 

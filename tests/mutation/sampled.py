@@ -44,7 +44,10 @@ ROOMS = {
             for name in ("contract", "e2m1", "global_scale", "golden", "nvfp4", "layouts")
         ),
     ),
-    "gemms": Room(("fp4deploy/qat/gemms.py", "fp4deploy/qat/backward_gemms.py"), ("tests/qat/test_gemms.py", "tests/qat/test_gradients.py", "tests/qat/test_spatial_axes.py")),
+    "gemms": Room(
+        ("fp4deploy/qat/gemms.py", "fp4deploy/qat/backward_gemms.py"),
+        ("tests/qat/test_gemms.py", "tests/qat/test_gradients.py", "tests/qat/test_spatial_axes.py"),
+    ),
     "export": Room(
         ("fp4deploy/export/onnx/qdq.py", "fp4deploy/export/onnx/layer_constants.py"),
         ("tests/export/onnx/test_graph.py", "tests/export/onnx/test_layer_forms.py"),

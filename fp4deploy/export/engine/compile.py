@@ -167,7 +167,7 @@ def run_child(job: CompileJob) -> CompileAnswer:
     command = python_call(__name__, "main", str(path))
     with Path(job.folder, "output.txt").open("wb") as output, start(command, output, subprocess.STDOUT) as child:
         code = child.wait()
-    answer = json.loads(job.answer.read_text(encoding="utf-8")) if job.answer.is_file() else None
+    answer = json.loads(job.answer.read_text(encoding="utf-8")) if job.answer.is_file() else None  # noqa: TID251  of the own child
     if answer is None:
         raise InputError(_death_message(job, code))
     if "error" in answer:
@@ -197,7 +197,7 @@ def main(path: str) -> int:
     """Entry of the child process: run the job of a JSON file and write the answer to the same folder."""
     from fp4deploy.export.engine.backends import BACKENDS
 
-    fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    fields = json.loads(Path(path).read_text(encoding="utf-8"))  # noqa: TID251  of the own child
     job = CompileJob(**{**fields, "batch": tuple(fields["batch"])})
     backend = BACKENDS[job.backend]
     try:
