@@ -8,6 +8,7 @@ torch, and take a second or two the first time.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from typing import Any
 from fp4deploy.runs import MODELS, RUNS
 
 MOST_ANNOTATIONS = 64 << 20  # bytes of a COCO file that is worth reading for its classes
+_SHELL = re.compile(r"[\x00-\x1f\x7f\"'$`\\;&|<>(){}*?!#~]")
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    """Names without characters that a shell would act on: it puts what it gets on the command line as it is."""
+    return [name for name in names if not _SHELL.search(name)]
 
 
 def _completer(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], list[str]]:
@@ -22,7 +29,7 @@ def _completer(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], li
 
     def complete(ctx: Any, incomplete: str) -> list[str]:
         try:
-            return [name for name in names(ctx) if name.startswith(incomplete)]
+            return [name for name in _plain(names(ctx)) if name.startswith(incomplete)]
         except Exception:  # a traceback in the middle of a command line helps nobody
             return []
 
@@ -36,7 +43,7 @@ def _listed(names: Callable[[Any], Iterable[str]]) -> Callable[[Any, str], list[
         before, comma, last = incomplete.rpartition(",")
         used = before.split(",")
         try:
-            return [before + comma + name for name in names(ctx) if name.startswith(last) and name not in used]
+            return [before + comma + name for name in _plain(names(ctx)) if name.startswith(last) and name not in used]
         except Exception:
             return []
 

@@ -47,6 +47,13 @@ def test_classes_are_those_of_the_data_on_the_line(shapes: Path) -> None:
     assert completion.classes(Context(data=None), "") == []
 
 
+def test_names_that_a_shell_would_act_on_are_not_offered(tmp_path: Path) -> None:
+    names = ["road", "a $(touch x)", "`x`", "a;b", "line\nbreak", "\x1b[31m", "traffic light", "straße"]
+    categories = [{"id": number, "name": name} for number, name in enumerate(names)]
+    (tmp_path / "a.json").write_text(json.dumps({"categories": categories}))
+    assert completion.classes(Context(data=tmp_path), "") == ["road", "traffic light", "straße"]
+
+
 def test_runs_and_artifacts_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert completion.runs(Context(), "") == []
