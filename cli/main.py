@@ -41,6 +41,7 @@ from .commands import (
     kernels,
     open_page,
     predict,
+    quantize,
     report,
     run,
     selftest,
@@ -162,6 +163,7 @@ app.command("run")(run.run)
 app.command("train")(train.train)
 app.command("estimate")(estimate.estimate)
 app.command("sweep")(sweep.sweep)
+app.command("quantize")(quantize.quantize)
 app.command("export")(export.export)
 app.command("build")(build.build)
 app.command("bench")(bench.bench)

@@ -12,6 +12,7 @@ from .plugins.gemm.conv import fp4_conv2d
 from .plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
 from .plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
 from .predict.predictor import load
+from .ptq.quantize import quantize
 from .qat.load import load_model
 from .qat.prepare import calibrate, layer_plan, prepare, restore
 from .qat.recipes import RECIPES, QuantSpec, Recipe
@@ -43,6 +44,7 @@ __all__ = [
     "open_runtime",
     "pack",
     "prepare",
+    "quantize",
     "quantize_mxfp4",
     "quantize_nvfp4",
     "restore",

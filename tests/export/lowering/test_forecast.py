@@ -20,13 +20,12 @@ class Forms(nn.Module):
         self.point = nn.Conv2d(16, 32, 1)
         self.plain = nn.Conv2d(32, 32, 3, padding=1)
         self.strided = nn.Conv2d(32, 32, 3, stride=2, padding=1)
-        self.grouped = nn.Conv2d(32, 32, 3, padding=1, groups=2)
         self.uneven = nn.Conv2d(32, 32, (3, 5), padding=(1, 2))
         self.up = nn.ConvTranspose2d(32, 16, 2, stride=2)
         self.slow_up = nn.ConvTranspose2d(16, 16, 4, stride=2, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.uneven(self.grouped(self.strided(self.plain(self.point(x)))))
+        x = self.uneven(self.strided(self.plain(self.point(x))))
         return self.slow_up(self.up(x))
 
 

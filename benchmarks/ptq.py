@@ -1,0 +1,191 @@
+"""Post-training quantisation of an FP16 UNet by every method, on one split, with paired intervals.
+
+    python benchmarks/ptq.py --data CAMVID --config configs/camvid.yaml --json benchmarks/results/ptq_camvid_h200.json
+
+Trains FP16 first (`--epochs`, the settings of `--config`), or takes `--checkpoint`. Placements: `default`, all layers
+but the first and the last; `all`, every layer, the image in the multi-term FP4 encoding, which takes the FP16 weights
+as they are; `rgb`, every layer on the plain image. Rows `input` quantise the input of the first layer and
+nothing else: what they lose is no longer in the image. Calibration images are of the training split, evenly spaced, at
+evaluation size. A drop is FP16 minus the row, points of mIoU, with the 95 % interval of the gate's bootstrap over
+images. The file is written after every row; `--seconds` skips rows when the time is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp4deploy.bench.environment import environment
+from fp4deploy.bench.evidence import PixelCounts
+from fp4deploy.bench.gate.bootstrap import paired_drop, value
+from fp4deploy.data import IGNORE, EvalTransform, open_dataset
+from fp4deploy.models import build_unet, load_weights, read_card
+from fp4deploy.ptq import quantize
+from fp4deploy.qat import Recipe, calibrate, prepare
+from fp4deploy.qat.load import round_to_deployed
+from fp4deploy.qat.recipes import NVFP4_STATIC
+
+METHODS = ("amax", "percentile", "mse", "4/6", "sweep", "gptq", "adaround", "brecq")
+ROWS: list[tuple[str, str, str, str]] = [  # placement, method, correction, activations
+    *(("default", method, "none", "") for method in ("amax", "4/6", "sweep", "gptq")),
+    *(("default", method, "norm", "") for method in ("amax", "gptq")),
+    *(("all", method, "none", "") for method in ("amax", "gptq")),
+    *(("all", method, "norm", "") for method in ("amax", "gptq")),
+    ("rgb", "input", "none", ""),
+    ("all", "input", "none", ""),
+    ("default", "brecq", "none", ""),
+    ("all", "brecq", "none", ""),
+    ("default", "brecq", "norm", ""),
+    ("all", "brecq", "norm", ""),
+    ("rgb", "amax", "none", ""),
+    ("rgb", "brecq", "norm", ""),
+    *(("default", method, "none", "") for method in ("percentile", "mse", "adaround")),
+    *(("all", method, "none", "") for method in ("percentile", "mse", "4/6", "sweep", "adaround")),
+    *(("default", "gptq", correction, "") for correction in ("bias", "both")),
+    ("all", "gptq", "both", "mse"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--checkpoint", type=Path, help="FP16 checkpoint instead of training one")
+    parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--set", action="append", default=[], help="setting of the training")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--images", type=int, default=64, help="calibration images")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--most", type=int, default=100_000, help="images of the split at most")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--rows", help="placement:method:correction[:activations],...")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = options.checkpoint or train(options, Path(folder))
+        training = time.monotonic() - began
+        card = read_card(checkpoint)
+        test = load(card, options.data, options.split, options.most)
+        images = [
+            batch.to(device) for batch, _ in batches(load(card, options.data, "train", options.images), options.batch)
+        ]
+        plain = build_unet(len(card.class_names), card.scale)
+        load_weights(plain, checkpoint)
+        encoded = build_unet(len(card.class_names), card.scale, digits=True)
+        load_weights(encoded, checkpoint, to_encoding=True)
+    networks = {"default": plain, "rgb": plain, "all": encoded}
+    networks = {name: network.to(device).eval() for name, network in networks.items()}
+    document: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/ptq.py", *map(str, _arguments(options))]),
+        "split": options.split,
+        "images": len(test),
+        "calibration_images": sum(map(len, images)),
+        "scale": card.scale,
+        "epochs": options.epochs if options.checkpoint is None else None,
+        "training_seconds": round(training, 1),
+        "environment": environment(),
+        "rows": [],
+    }
+    fp16 = measure(plain, test, card.class_names, device)
+    document["fp16_miou"] = value(fp16)
+    document["fp16_encoded_miou"] = value(measure(encoded, test, card.class_names, device))
+    print(
+        f"FP16 {100 * value(fp16):.2f}, encoded {100 * document['fp16_encoded_miou']:.2f}, training {training:.0f} s",
+        flush=True,
+    )
+    chosen = [tuple([*row.split(":"), ""][:4]) for row in options.rows.split(",")] if options.rows else ROWS
+    for placement, method, correction, activations in chosen:
+        if time.monotonic() - began > options.seconds:
+            document["rows"].append({"placement": placement, "method": method, "skipped": "no time left"})
+            continue
+        row: dict[str, Any] = {"placement": placement, "method": method, "correction": correction}
+        try:
+            model = copy.deepcopy(networks[placement])
+            start = time.monotonic()
+            if method == "input":
+                prepare(model, Recipe("input", activation=NVFP4_STATIC), include="encoder.0.conv1")
+                calibrate(model, images)
+            else:
+                found = quantize(
+                    model,
+                    images,
+                    method,
+                    include=None if placement == "default" else "*",
+                    correction=correction,
+                    activations=activations or None,
+                    iterations=options.iterations,
+                )
+                row["units"] = {name: [float(f"{e:.3g}") for e in errors] for name, errors in found.units.items()}
+            row["seconds"] = round(time.monotonic() - start, 1)
+            drop = paired_drop(fp16, measure(model, test, card.class_names, device)).metric
+            row |= {name: round(100 * getattr(drop, name), 3) for name in ("drop", "low", "high")}
+        except Exception as error:
+            traceback.print_exc()
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        document["rows"].append(row)
+        print({key: each for key, each in row.items() if key != "units"}, flush=True)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    given = {name: each for name, each in vars(options).items() if each not in (None, [], 1e9)}
+    return [f"--{name.replace('_', '-')}={each}" for name, each in given.items()]
+
+
+def train(options: argparse.Namespace, folder: Path) -> Path:
+    """An FP16 checkpoint."""
+    from fp4deploy.runs import create_run
+    from fp4deploy.train import load_config, train_models
+
+    settings = [f"data.root={options.data}", f"train.epochs={options.epochs}", "telemetry.every=0", *options.set]
+    run = create_run(folder / "run")
+    train_models(load_config(options.config, settings), run, ["fp16"])
+    return run.checkpoint("fp16")
+
+
+def load(card: Any, data: Path, split: str, most: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Up to `most` samples, evenly spaced, as the card sizes and normalises them."""
+    dataset = open_dataset(data, split, card.class_names[1:] if card.background else card.class_names)
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    count = min(most, len(dataset))
+    return [transform(dataset.load(place * len(dataset) // count)) for place in range(count)]
+
+
+def batches(samples: list[tuple[torch.Tensor, torch.Tensor]], size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Samples stacked."""
+    parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+    return [(torch.stack([x for x, _ in part]), torch.stack([y for _, y in part])) for part in parts]
+
+
+@torch.no_grad()
+def measure(model: torch.nn.Module, samples: Any, classes: tuple[str, ...], device: str) -> PixelCounts:
+    """Counts of every image, the weights as deployed, FP16 autocast on a GPU."""
+    deployed = copy.deepcopy(model).eval()
+    round_to_deployed(deployed)
+    count = len(classes)
+    found = []
+    for images, masks in batches(samples, 8):
+        with torch.autocast(device, dtype=torch.float16, enabled=device == "cuda"):
+            predicted = deployed(images.to(device)).argmax(1)
+        for prediction, mask in zip(predicted, masks.to(device), strict=True):
+            known = mask != IGNORE
+            pairs = torch.bincount(mask[known] * count + prediction[known], minlength=count * count).view(count, count)
+            found.append(torch.stack([pairs.diag(), pairs.sum(1), pairs.sum(0)], -1).cpu().numpy())
+    return PixelCounts([str(number) for number in range(len(found))], classes, np.stack(found).astype(np.int64))
+
+
+if __name__ == "__main__":
+    main()

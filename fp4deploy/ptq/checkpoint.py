@@ -1,0 +1,90 @@
+"""From an FP16 checkpoint to an NVFP4 one: calibration images, quantisation, the card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4deploy.data import EvalTransform, validation_set
+from fp4deploy.data.sample import TRAIN
+from fp4deploy.errors import InputError
+from fp4deploy.models import ModelCard, load_weights, read_card, save_checkpoint
+from fp4deploy.models.checkpoint import network_of
+from fp4deploy.models.spec import UNET
+from fp4deploy.ptq.quantize import Result, quantize
+from fp4deploy.qat.prepare import Selection
+
+
+def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> Iterator[Tensor]:
+    """`count` images of the training split, evenly spaced, sized and normalised as the checkpoint's card says.
+
+    Calibration sees no image that the result is measured on.
+
+    Raises:
+        InputError: not a checkpoint, or data that does not fit it.
+    """
+    card = read_card(checkpoint)
+    dataset = validation_set(card, data, TRAIN)
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    count = min(count, len(dataset))
+    places = [at * len(dataset) // count for at in range(count)]
+    for start in range(0, count, batch):
+        yield torch.stack([transform(dataset.load(place))[0] for place in places[start : start + batch]])
+
+
+def quantize_checkpoint(
+    checkpoint: Path,
+    images: Iterable[Tensor],
+    out: Path,
+    method: str = "gptq",
+    device: str = "cpu",
+    digits: bool = False,
+    **options: Any,
+) -> Result:
+    """Quantise an FP16 checkpoint and write the NVFP4 one, with its card; options as of `quantize`.
+
+    digits: a UNet that reads RGB gets the multi-term FP4 input encoding first, its weights as they are.
+
+    Raises:
+        InputError: it is not an FP16 checkpoint, `digits` of another network, or as `quantize`; `out` cannot be
+            written.
+    """
+    card = read_card(checkpoint)
+    if card.precision != "fp16":
+        raise InputError(f"{checkpoint} is {card.precision} already. Give the FP16 checkpoint it was made of.")
+    quantized = quantized_card(card, "", options.get("include"), options.get("exclude"))
+    network = network_of(checkpoint, card)
+    load_weights(network, checkpoint)
+    if digits and not card.digits:
+        network = _encoded(checkpoint, card)
+        quantized = replace(quantized, digits=True)
+    network.to(device).eval()
+    result = quantize(network, [batch.to(device) for batch in images], method, **options)
+    save_checkpoint(out, network, replace(quantized, recipe=result.recipe))
+    return result
+
+
+def _encoded(checkpoint: Path, card: ModelCard) -> torch.nn.Module:
+    from fp4deploy.models import build_unet
+
+    if card.spec.source != UNET:
+        raise InputError(f"--digits is for the built-in UNet, and {checkpoint} is {card.architecture}.")
+    network = build_unet(card.channels, card.scale, digits=True)
+    load_weights(network, checkpoint, to_encoding=True)
+    return network
+
+
+def quantized_card(card: ModelCard, recipe: str, include: Selection, exclude: Selection) -> ModelCard:
+    """The card of a quantised model; layers are chosen by patterns there, not by functions."""
+    return replace(card, precision="nvfp4", recipe=recipe, include=_patterns(include), exclude=_patterns(exclude))
+
+
+def _patterns(selection: Selection) -> tuple[str, ...] | None:
+    if callable(selection):
+        raise InputError("A checkpoint keeps which layers were chosen as patterns of names, not as a function.")
+    return None if selection is None else (selection,) if isinstance(selection, str) else tuple(selection)

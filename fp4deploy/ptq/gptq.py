@@ -1,0 +1,104 @@
+"""GPTQ for NVFP4: every column is rounded, and the columns after it make up for its error.
+
+With H = X^T X / n of the layer's inputs and U the upper Cholesky factor of H^-1, column by column
+
+    q_j = nearest code of w_j        e = (w_j - q_j) / U_jj        w_k <- w_k - e U_jk      for all k > j
+
+which minimises the error of the layer's output, given what is rounded already. The columns of a convolution are its
+taps' channels (`matrix`), so the columns of a block of 16 stand together; its scale is chosen when its first column is
+reached, from the weights as they have become (`grid.choose_scales` with the block's own part of H).
+
+The last column of a block is the last that can give it a code of 6 or 4, without which the block would not be found
+again; such a block, which is rare, is rounded to nearest as it was when it was reached.
+
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2023; the
+choice of block scales inside it is this project's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, found_again, steps
+
+DAMPING = 0.01  # of the mean of H's diagonal
+GROUP = 256  # columns whose updates of the rest are applied together
+
+
+@torch.no_grad()
+def gptq(rows: Tensor, amax: Tensor, hessian: Tensor, damping: float = DAMPING) -> Tensor:
+    """Quantised matrix [R, K], values of the grid.
+
+    Args:
+        rows: matrix [R, K], float32.
+        amax: that of the whole tensor, [].
+        hessian: [K, K].
+    """
+    left = rows.clone()
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal()
+    dead = diagonal <= 0
+    diagonal[dead] = 1.0
+    left[:, dead] = 0.0
+    local = diagonal_blocks(hessian).clone()
+    diagonal += damping * diagonal[~dead].mean() if (~dead).any() else 0.0
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+    found = torch.zeros_like(left)
+    for start in range(0, left.shape[1], GROUP):
+        end = min(start + GROUP, left.shape[1])
+        errors = torch.zeros(len(left), end - start, device=left.device)
+        for first in range(start, end, NVFP4_BLOCK):
+            _round_block(left, found, errors, upper, amax, local, start, first, end)
+        left[:, end:] -= errors @ upper[start:end, end:]
+    return found
+
+
+def _round_block(
+    left: Tensor,
+    found: Tensor,
+    errors: Tensor,
+    upper: Tensor,
+    amax: Tensor,
+    local: Tensor,
+    start: int,
+    first: int,
+    end: int,
+) -> None:
+    """Round the 16 columns from `first`; update those up to `end`, the rest is left to the caller."""
+    place, last = first // NVFP4_BLOCK, first + NVFP4_BLOCK
+    before = left[:, first:last].clamp(-amax, amax)  # compensation must not move the tensor's amax
+    scale = choose_scales(before, amax, local[place : place + 1])
+    step = steps(scale, amax)
+    inner = left[:, first:last].clone()
+    codes = torch.zeros_like(inner)
+    deltas = torch.zeros_like(inner)
+    for column in range(NVFP4_BLOCK):
+        at = first + column
+        codes[:, column] = encode(inner[:, column], step[:, 0])
+        deltas[:, column] = (inner[:, column] - codes[:, column] * step[:, 0]) / upper[at, at]
+        inner[:, column + 1 :] -= deltas[:, column : column + 1] * upper[at, at + 1 : last]
+    largest = before.abs().amax(-1, keepdim=True)
+    kept = found_again(codes.unsqueeze(1), scale, largest, amax)
+    codes = torch.where(kept, codes, encode(before, step))
+    nearest = ~kept.squeeze(-1)
+    if nearest.any():
+        deltas[nearest] = _errors_of(left[nearest, first:last], (codes * step)[nearest], upper[first:last, first:last])
+    found[:, first:last] = codes * step
+    errors[:, first - start : last - start] = deltas
+    left[:, last:end] -= deltas @ upper[first:last, last:end]
+
+
+def _errors_of(weights: Tensor, quantized: Tensor, upper: Tensor) -> Tensor:
+    """The scaled errors e of columns whose codes are given: w_j is what the columns before it made of it."""
+    inner, deltas = weights.clone(), torch.zeros_like(weights)
+    for column in range(weights.shape[1]):
+        deltas[:, column] = (inner[:, column] - quantized[:, column]) / upper[column, column]
+        inner[:, column + 1 :] -= deltas[:, column : column + 1] * upper[column, column + 1 :]
+    return deltas
+
+
+def output_error(difference: Tensor, hessian: Tensor) -> float:
+    """Sum over the rows of e H e^T: what GPTQ minimises."""
+    return float((difference @ hessian * difference).sum())

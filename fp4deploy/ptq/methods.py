@@ -1,0 +1,67 @@
+"""The methods by name: how activations get their scales, weights their codes, and what is corrected afterwards.
+
+| method | activations | weights |
+|---|---|---|
+| amax | amax | nearest, block scale from the block's amax (`formats.nvfp4`) |
+| percentile | percentile 99.99 | nearest |
+| mse | smallest squared error | block scale with the smallest squared error (`grid`) |
+| 4/6 | amax | block maps its amax to 6 or 4 (`formats.four_over_six`) |
+| sweep | amax | block scale with the smallest error of the layer's output, e H e^T (`grid`) |
+| gptq | amax | scales of `sweep`, errors compensated column by column (`gptq`) |
+| adaround | amax | scales of `sweep`, roundings learned layer by layer (`reconstruct`) |
+| brecq | amax | scales of `sweep`, roundings learned block by block (`reconstruct`) |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp4deploy.errors import InputError, suggest
+
+NEAREST = "nvfp4_qat"
+FREE_SCALES = "nvfp4_4o6_weight_qat"  # the recipe that finds chosen scales again, see `grid`
+
+
+@dataclass(frozen=True)
+class Method:
+    """activations: of `activations.CHOICES`; weights: "nearest", "mse", "sweep", "gptq", "layer" or "block"."""
+
+    name: str
+    activations: str
+    weights: str
+    recipe: str
+    source: str
+
+    @property
+    def uses_inputs(self) -> bool:
+        """The weights depend on what the layers read."""
+        return self.weights in ("sweep", "gptq", "layer", "block")
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("amax", "amax", "nearest", NEAREST, "NVIDIA, Pretraining Large Language Models with NVFP4, 2025"),
+        Method("percentile", "percentile", "nearest", NEAREST, "McKinstry et al., 2019"),
+        Method("mse", "mse", "mse", FREE_SCALES, "Banner et al., 2019"),
+        Method("4/6", "amax", "nearest", FREE_SCALES, "Cook et al., Four Over Six, 2025"),
+        Method("sweep", "amax", "sweep", FREE_SCALES, "this project, with the Hessian of Frantar et al., 2023"),
+        Method("gptq", "amax", "gptq", FREE_SCALES, "Frantar et al., GPTQ, 2023"),
+        Method("adaround", "amax", "layer", FREE_SCALES, "Nagel et al., Up or Down?, 2020"),
+        Method("brecq", "amax", "block", FREE_SCALES, "Li et al., BRECQ, 2021"),
+    )
+}
+
+
+def find_method(name: str) -> Method:
+    """The method of a name.
+
+    Raises:
+        InputError: there is none of that name.
+
+    >>> find_method("gptq").recipe
+    'nvfp4_4o6_weight_qat'
+    """
+    if name not in METHODS:
+        raise InputError(f"--method is '{name}'.{suggest(name, METHODS)} Valid: {', '.join(METHODS)}.")
+    return METHODS[name]

@@ -1,0 +1,180 @@
+"""`quantize`: a trained model to NVFP4 on a few images, without labels and without training it again.
+
+    prepare (recipe of the method) -> static scales of the activations -> codes of the weights -> correction
+
+Everything works on a copy of the full-precision model beside the quantised one: what a layer should give is what it
+gave. The result is a prepared model, whose weights are values that its recipe quantises to themselves (`grid`), so that
+it is saved, exported, packed and benched like a trained one.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.ptq import correction as corrections
+from fp4deploy.ptq.activations import PERCENTILE, calibrate_activations
+from fp4deploy.ptq.forward import autocast
+from fp4deploy.ptq.gptq import gptq
+from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, hold_amax, steps
+from fp4deploy.ptq.matrix import WeightMatrix, blocks, has_hessian, input_rows
+from fp4deploy.ptq.methods import Method, find_method
+from fp4deploy.ptq.reconstruct import reconstruct, units_of
+from fp4deploy.qat import prepare, quantized_layers
+from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.prepare import Selection
+
+ITERATIONS = 400
+Say = Callable[[str], None]
+
+
+@dataclass
+class Result:
+    """What was done: method, correction, seconds, error of each unit before and after its reconstruction."""
+
+    method: str
+    recipe: str
+    correction: str
+    images: int
+    seconds: float = 0.0
+    units: dict[str, tuple[float, float]] = field(default_factory=dict)
+    corrected: list[str] = field(default_factory=list)
+
+
+def quantize(
+    model: nn.Module,
+    images: Tensor | Iterable[Tensor],
+    method: str = "gptq",
+    *,
+    include: Selection = None,
+    exclude: Selection = None,
+    correction: str = "norm",
+    activations: str | None = None,
+    percentile: float = PERCENTILE,
+    iterations: int = ITERATIONS,
+    seed: int = 0,
+    say: Say = lambda text: None,
+) -> Result:
+    """Quantise a full-precision model to NVFP4, in place.
+
+    Args:
+        model: any module that `qat.prepare` takes, on any device.
+        images: model inputs [N, 3, H, W], normalised: one batch or several, on the model's device.
+        method: one of `methods.METHODS`.
+        include, exclude: which layers, as of `prepare`.
+        correction: "none", "bias", "norm" or "both" (`correction`).
+        activations: "amax", "percentile" or "mse"; None as the method says.
+        iterations: training steps of each unit (adaround, brecq).
+
+    Raises:
+        InputError: an unknown name, no images, or a model that cannot be quantised.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 1))
+    >>> quantize(model, torch.rand(2, 3, 12, 12), "gptq").recipe
+    'nvfp4_4o6_weight_qat'
+    """
+    chosen = find_method(method)
+    if correction not in corrections.CHOICES:
+        raise InputError(f"--correction is '{correction}'. Valid: {', '.join(corrections.CHOICES)}.")
+    batches = [images] if isinstance(images, Tensor) else list(images)
+    if not batches or not sum(len(batch) for batch in batches):
+        raise InputError("Quantisation needs images to calibrate on. Give some with: --data DIR")
+    began = time.monotonic()
+    was_training = model.training
+    model.eval()
+    reference = copy.deepcopy(model)
+    for parameter in reference.parameters():
+        parameter.requires_grad_(False)
+    prepare(model, chosen.recipe, include, exclude)
+    result = Result(method, chosen.recipe, correction, sum(len(batch) for batch in batches))
+    say(f"Activations: {activations or chosen.activations} over {result.images} images.")
+    with autocast(batches[0]):
+        calibrate_activations(model, batches, activations or chosen.activations, percentile)
+    _quantize_weights(model, reference, batches, chosen, iterations, seed, result, say)
+    say(f"Correction: {correction}.")
+    result.corrected = corrections.correct(model, reference, batches, correction)
+    model.train(was_training)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _quantize_weights(
+    model: nn.Module,
+    reference: nn.Module,
+    batches: list[Tensor],
+    method: Method,
+    iterations: int,
+    seed: int,
+    result: Result,
+    say: Say,
+) -> None:
+    if method.weights == "nearest":
+        return
+    hessians = hessians_of(model, batches, seed) if method.uses_inputs else {}
+    if method.weights in ("layer", "block"):
+        local = {name: diagonal_blocks(hessian) for name, hessian in hessians.items()}
+        hessians.clear()
+        for unit in units_of(model, method.weights == "block", batches[0]):
+            errors = reconstruct(model, reference, unit, batches, local, iterations, seed)
+            result.units[unit] = errors
+            say(f"  {unit}: squared error {errors[0]:.3g} -> {errors[1]:.3g}")
+        return
+    for name, layer in quantized_layers(model).items():
+        set_weight(layer, quantized_rows(layer, method.weights, hessians.pop(name, None)))
+
+
+@torch.no_grad()
+def quantized_rows(layer: QuantizedLayer, weights: str, hessian: Tensor | None) -> Tensor:
+    """The matrix of a layer on the grid, by "mse", "sweep" or "gptq"; without H by "mse"."""
+    rows = WeightMatrix.of(layer).rows(layer.weight.detach())  # type: ignore[arg-type]
+    amax = rows.abs().max()
+    if not amax > 0:
+        return rows
+    if weights == "gptq" and hessian is not None:
+        return hold_amax(gptq(rows, amax, hessian), rows, amax)
+    local = diagonal_blocks(hessian) if weights == "sweep" and hessian is not None else None
+    step = steps(choose_scales(rows, amax, local), amax).unsqueeze(-1)
+    return (encode(blocks(rows), step) * step).flatten(1)
+
+
+@torch.no_grad()
+def set_weight(layer: QuantizedLayer, rows: Tensor) -> None:
+    """Put a matrix of `quantized_rows` into the layer's weight."""
+    weight: Any = layer.weight
+    weight.copy_(WeightMatrix.of(layer).weight(rows))
+
+
+@torch.no_grad()
+def hessians_of(model: nn.Module, batches: Iterable[Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """H = X^T X / n [K, K] of the quantised inputs of every layer whose inputs can be written as rows."""
+    layers = {name: layer for name, layer in quantized_layers(model).items() if has_hessian(layer)}
+    sums: dict[str, Tensor] = {}
+    counts = dict.fromkeys(layers, 0)
+    generator = torch.Generator().manual_seed(seed)
+
+    def measure(name: str) -> Any:
+        def hook(layer: QuantizedLayer, inputs: tuple[Tensor, ...]) -> None:
+            with torch.autocast(inputs[0].device.type, enabled=False):
+                rows = input_rows(layer, layer.quantized_input(inputs[0]), generator)
+                product = rows.T @ rows
+            sums[name] = sums[name] + product if name in sums else product
+            counts[name] += len(rows)
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(measure(name)) for name, layer in layers.items()]
+    try:
+        for batch in batches:
+            with autocast(batch):
+                model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: total / max(1, counts[name]) for name, total in sums.items()}

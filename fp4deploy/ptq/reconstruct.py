@@ -1,0 +1,215 @@
+"""Learned rounding: a unit of the network is trained to give the outputs it had, by rounding its weights up or down.
+
+Between two neighbours lo <= w / step <= hi of E2M1 a weight is w' = step (lo + h (hi - lo)), h in [0, 1], with
+
+    h = clip(1.2 sigmoid(v) - 0.1, 0, 1)      v learned, starting where w' = w
+    loss = |unit(x') - unit_fp(x)|^2 + lambda sum 1 - |2h - 1|^beta      beta from 20 to 2: h ends at 0 or 1
+
+x' is what the unit gets from the quantised network before it, x from the full-precision one, so that a unit also makes
+up for the error of the units before it. A unit is one layer (AdaRound) or the block that holds several (BRECQ), where
+roundings of one layer can make up for those of another; biases and the affine parameters of norms in it are trained
+as well. E2M1's neighbours lie 0.5 apart below 2 and 2 apart above 4, and the scale of a block stays what
+`grid.choose_scales` chose: the largest code of a block is not learned, so that the block is found again.
+
+Sources: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020; Li et al., "BRECQ: Pushing
+the Limit of Post-Training Quantization by Block Reconstruction", 2021; rounding between the neighbours of a
+non-uniform format, as in FAAR (format-aware adaptive rounding) for NVFP4, 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fp4deploy.ptq.forward import autocast, call_of, order_of
+from fp4deploy.ptq.grid import E2M1, choose_scales, steps
+from fp4deploy.ptq.matrix import WeightMatrix, blocks
+from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.prepare import quantized_layers
+
+STRETCH, OFFSET = 1.2, -0.1
+WARM = 0.2  # share of the iterations without the regulariser
+BETA = (20.0, 2.0)
+
+
+class SoftRounding(nn.Module):
+    """The weight of one layer between its two neighbours; a parametrisation of `weight`."""
+
+    def __init__(self, weight: Tensor, matrix: WeightMatrix, hessian: Tensor | None) -> None:
+        super().__init__()
+        self.matrix = matrix
+        rows = matrix.rows(weight.detach())
+        amax = rows.abs().max()
+        step = steps(choose_scales(rows, amax, hessian), amax).unsqueeze(-1)
+        cut = blocks(rows)
+        ratio = torch.where(step > 0, cut / step.clamp(min=1e-38), 0.0).clamp(-6, 6)
+        low, high = neighbours(ratio)
+        largest = ratio.abs() >= ratio.abs().amax(-1, keepdim=True)
+        nearest = torch.where(high - ratio <= ratio - low, high, low)
+        low, high = torch.where(largest, nearest, low), torch.where(largest, nearest, high)
+        share = ((ratio - low) / (high - low).clamp(min=1e-6)).clamp(0.02, 0.98)
+        for name, value in (("step", step), ("low", low), ("gap", high - low)):
+            self.register_buffer(name, value)
+        self.v = nn.Parameter(torch.logit((share - OFFSET) / STRETCH))
+        self.hard = False
+
+    def h(self) -> Tensor:
+        """How far up each weight is, [R, B, 16] in [0, 1]."""
+        soft = (STRETCH * torch.sigmoid(self.v) + OFFSET).clamp(0, 1)
+        return (soft >= 0.5).to(soft.dtype) if self.hard else soft
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight that is used instead of `weight`."""
+        step, low, gap = (getattr(self, name) for name in ("step", "low", "gap"))
+        return self.matrix.weight((step * (low + self.h() * gap)).flatten(1)).to(weight.dtype)
+
+    def undecided(self, beta: float) -> Tensor:
+        """Sum of 1 - |2h - 1|^beta over the weights that have two neighbours."""
+        gap: Any = self.gap
+        return ((1 - (2 * self.h() - 1).abs().pow(beta)) * (gap > 0)).sum()
+
+
+def neighbours(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """The E2M1 values below and above each ratio in [-6, 6]; both are the ratio where it is one of them."""
+    values = torch.tensor(sorted({sign * value for value in E2M1 for sign in (-1, 1)}), device=ratio.device)
+    ratio = ratio.contiguous()
+    low = values[(torch.searchsorted(values, ratio, right=True) - 1).clamp(min=0)]
+    high = values[torch.searchsorted(values, ratio).clamp(max=len(values) - 1)]
+    return low, high
+
+
+def units_of(model: nn.Module, by_block: bool, batch: Tensor) -> list[str]:
+    """Names of the units, in the order in which they run.
+
+    by_block: the nearest module above each layer that has a forward of its own and is not the whole model, else the
+        layer itself.
+    """
+    wanted = {_unit(model, name) if by_block else name for name in quantized_layers(model)}
+    wanted = {name for name in wanted if not any(name.startswith(f"{other}.") for other in wanted)}
+    return order_of(model, sorted(wanted), batch)
+
+
+def _unit(model: nn.Module, name: str) -> str:
+    above = name.rpartition(".")[0]
+    while above and isinstance(model.get_submodule(above), nn.ModuleList | nn.ModuleDict):
+        above = above.rpartition(".")[0]
+    return above or name
+
+
+def reconstruct(
+    model: nn.Module,
+    reference: nn.Module,
+    unit: str,
+    batches: Sequence[Tensor],
+    hessians: dict[str, Tensor],
+    iterations: int,
+    seed: int = 0,
+    rate: float | None = None,
+    weight: float = 0.01,
+) -> tuple[float, float]:
+    """Train the roundings of one unit, in place.
+
+    Args:
+        reference: the full-precision model.
+        hessians: diagonal blocks of H by layer, for the choice of scales; a layer may be missing.
+        rate: learning rate of v, by default so that a rounding can turn within a third of the iterations; for biases
+            and norms a tenth of it, at most 0.002.
+        weight: lambda, relative to the mean loss of an output channel.
+
+    Returns:
+        Mean squared error of the unit's output before (weights rounded to nearest) and after.
+    """
+    rate = min(0.1, 7 / max(1, iterations)) if rate is None else rate
+    module: Any = model.get_submodule(unit)
+    inputs = [call_of(model, unit, batch)[0] for batch in batches]
+    targets = [call_of(reference, unit, batch)[1] for batch in batches]
+    layers = {f"{unit}.{name}".rstrip("."): each for name, each in quantized_layers(module).items()}
+    with _soft(layers, hessians) as roundings:
+        others = [each for name, each in module.named_parameters() if name.endswith("bias") or ".norm" in f".{name}"]
+        others = [each for each in others if each.is_floating_point() and not _is_rounding(each, roundings)]
+        optimizer = torch.optim.Adam(
+            [{"params": [each.v for each in roundings], "lr": rate}, {"params": others, "lr": min(0.002, 0.1 * rate)}]
+        )
+        saved = [(each, each.requires_grad) for each in others]
+        for each in others:
+            each.requires_grad_(True)
+        before = _error(module, inputs, targets, roundings)
+        start = [each.detach().clone() for each in others]
+        random = torch.Generator().manual_seed(seed)
+        scale = 1 / max(1e-12, sum(float(each.float().square().mean()) for each in targets) / len(targets))
+        for step in range(iterations):
+            place = int(torch.randint(len(batches), (1,), generator=random))
+            with torch.enable_grad(), autocast(inputs[place][0]):
+                output = module(*inputs[place])
+            loss = scale * (output.float() - targets[place].float()).square().mean()
+            if step >= WARM * iterations:
+                share = (step - WARM * iterations) / max(1.0, (1 - WARM) * iterations)
+                beta = BETA[1] + (BETA[0] - BETA[1]) * (1 - share)
+                count = sum(each.v.numel() for each in roundings)
+                loss = loss + weight * sum(each.undecided(beta) for each in roundings) / count
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        after = _error(module, inputs, targets, roundings)
+        if not after < before:  # never worse than rounding to nearest
+            for each in roundings:
+                each.v.data.copy_(each.start)
+            with torch.no_grad():
+                for each, old in zip(others, start, strict=True):
+                    each.copy_(old)
+            after = before
+        for each, needed in saved:
+            each.requires_grad_(needed)
+            each.grad = None
+    return before, after
+
+
+def _is_rounding(parameter: Tensor, roundings: Sequence[SoftRounding]) -> bool:
+    return any(parameter is each.v for each in roundings)
+
+
+@contextmanager
+def _soft(layers: dict[str, QuantizedLayer], hessians: dict[str, Tensor]) -> Iterator[list[Any]]:
+    """Let the layers read soft weights; afterwards they keep the hard ones."""
+    recipes = {name: layer.recipe for name, layer in layers.items()}
+    roundings: list[Any] = []
+    try:
+        for name, layer in layers.items():
+            module: Any = layer
+            soft = SoftRounding(module.weight, WeightMatrix.of(module), hessians.get(name))
+            soft.start = soft.v.detach().clone()  # type: ignore[assignment]
+            parametrize.register_parametrization(module, "weight", soft, unsafe=True)
+            module.parametrizations.weight.original.requires_grad_(False)
+            layer.recipe = replace(layer.recipe, weight=None)
+            roundings.append(soft)
+        yield roundings
+    finally:
+        for name, layer in layers.items():
+            module = layer
+            if parametrize.is_parametrized(module, "weight"):
+                module.parametrizations.weight[0].hard = True
+                parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+                module.weight = nn.Parameter(module.weight.detach())
+            layer.recipe = recipes[name]
+
+
+@torch.no_grad()
+def _error(
+    module: nn.Module, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Tensor], roundings: Sequence[Any]
+) -> float:
+    """Mean squared error with hard roundings."""
+    for each in roundings:
+        each.hard = True
+    total = 0.0
+    for arguments, target in zip(inputs, targets, strict=True):
+        with autocast(arguments[0]):
+            total += float((module(*arguments).float() - target.float()).square().mean())
+    for each in roundings:
+        each.hard = False
+    return total / len(inputs)

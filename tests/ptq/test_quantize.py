@@ -1,0 +1,137 @@
+"""Every method on a small network: the interface, what it improves, and a checkpoint that every stage takes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.models import read_card
+from fp4deploy.ptq import METHODS, quantize, quantize_checkpoint
+from fp4deploy.ptq.correction import correct
+from fp4deploy.qat import load_model, prepare, quantized_layers
+from fp4deploy.runs import Run
+
+
+class Block(nn.Module):
+    """Two convolutions with norms, so that there is a unit with several layers."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after)
+        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, padding=1), nn.GroupNorm(4, after)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    up = nn.ConvTranspose2d(32, 16, 2, stride=2)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), Block(16, 32), nn.MaxPool2d(2), up, Block(16, 16), nn.Conv2d(16, 4, 1)
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def images() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(2, 3, 18, 18) for _ in range(2)]
+
+
+def error(model: nn.Module, reference: nn.Module, batches: list[torch.Tensor]) -> float:
+    with torch.no_grad():
+        return sum(float((model(x) - reference(x)).square().mean()) for x in batches)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_leaves_weights_that_are_found_again(method: str, images: list[torch.Tensor]) -> None:
+    model = network()
+    reference = copy.deepcopy(model)
+    found = quantize(model, images, method, iterations=10, correction="none")
+    layers = quantized_layers(model)
+    assert len(layers) == 5
+    assert error(model, reference, images) < 0.2 * error(nn.Identity(), lambda x: torch.zeros_like(x), images)  # type: ignore[arg-type]
+    for layer in layers.values():
+        assert layer.input_amax > 0  # type: ignore[operator]
+        if METHODS[method].weights != "nearest":
+            weight = layer.weight.detach()  # type: ignore[union-attr,operator]
+            assert torch.allclose(layer.quantized_weight(), weight, rtol=1e-5, atol=1e-7)
+    assert (found.recipe, found.images) == (METHODS[method].recipe, 4)
+
+
+def test_better_methods_are_better_where_they_are_fitted(images: list[torch.Tensor]) -> None:
+    reference = network()
+    errors = {}
+    for method, correction in (("amax", "none"), ("gptq", "none"), ("gptq", "norm"), ("brecq", "none")):
+        model = copy.deepcopy(reference)
+        quantize(model, images, method, iterations=60, correction=correction)
+        errors[method, correction] = error(model, reference, images)
+    assert errors["gptq", "none"] < errors["amax", "none"]
+    assert errors["gptq", "norm"] < errors["gptq", "none"]
+    assert errors["brecq", "none"] < errors["amax", "none"]
+
+
+def test_reconstruction_is_never_worse_than_nearest(images: list[torch.Tensor]) -> None:
+    found = quantize(network(), images, "brecq", iterations=30)
+    assert list(found.units) == ["1", "3", "4"]
+    assert all(after <= before for before, after in found.units.values())
+    assert any(after < before for before, after in found.units.values())
+
+
+def test_bias_correction_restores_the_mean_of_every_channel(images: list[torch.Tensor]) -> None:
+    model = nn.Sequential(nn.Linear(16, 8)).eval()
+    reference = copy.deepcopy(model)
+    prepare(model, "nvfp4_qat+dynamic", include="*")
+    x = [torch.rand(64, 16)]
+    assert correct(model, reference, x, "bias") == ["0"]
+    with torch.no_grad():
+        assert torch.allclose(model(x[0]).mean(0), reference(x[0]).mean(0), atol=1e-6)
+
+
+def test_norm_correction_is_the_regression_of_the_channel() -> None:
+    torch.manual_seed(2)
+    reference = nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(2, 8)).eval()
+    model = copy.deepcopy(reference)
+    x = [torch.randn(3, 4, 6, 6)]
+    with torch.no_grad():
+        model[0].weight += 0.2 * torch.randn_like(model[0].weight)
+        y, other = (each(x[0]).movedim(1, 0).flatten(1).double() for each in (reference, model))
+    correct(model, reference, x, "norm")
+    with torch.no_grad():
+        found = model(x[0]).movedim(1, 0).flatten(1).double()
+    for channel in range(8):
+        design = torch.stack([other[channel], torch.ones(len(other[channel]), dtype=torch.float64)], 1)
+        fitted = design @ torch.linalg.lstsq(design, y[channel, :, None]).solution
+        assert torch.allclose(found[channel], fitted[:, 0], atol=1e-4)
+
+
+def test_what_cannot_be_is_refused(images: list[torch.Tensor]) -> None:
+    with pytest.raises(InputError, match="--method is 'gtpq'. Did you mean 'gptq'"):
+        quantize(network(), images, "gtpq")
+    with pytest.raises(InputError, match="--correction is 'all'"):
+        quantize(network(), images, "amax", correction="all")
+    with pytest.raises(InputError, match="--activations is 'max'"):
+        quantize(network(), images, "amax", activations="max")
+    with pytest.raises(InputError, match="needs images"):
+        quantize(network(), [], "amax")
+
+
+def test_a_checkpoint_is_taken_like_a_trained_one(untrained: Run, tmp_path: Path) -> None:
+    from fp4deploy.export.onnx.graph import export_graph
+
+    card = read_card(untrained.checkpoint("fp16"))
+    x = torch.randn(2, 3, card.height, card.width)
+    out = tmp_path / "nvfp4.safetensors"
+    quantize_checkpoint(untrained.checkpoint("fp16"), [x], out, "sweep", correction="bias")
+    model, written = load_model(out)
+    assert written == replace(card, precision="nvfp4", recipe="nvfp4_4o6_weight_qat")
+    assert len(quantized_layers(model)) == 21
+    assert export_graph(model, (3, card.height, card.width), written).graph.node
+    with pytest.raises(InputError, match="is nvfp4 already"):
+        quantize_checkpoint(out, [x], tmp_path / "again.safetensors")
