@@ -38,7 +38,7 @@ def build(
         ),
     ] = None,
     conv: Annotated[
-        Literal["auto", "qdq", "gemm", "plugin"],
+        Literal["auto", "qdq", "gemm", "fp8", "plugin"],
         typer.Option("--conv", help="Form of FP4 convolutions; auto picks per layer, plugin needs tensorrt."),
     ] = "auto",
     batch: Annotated[int, typer.Option("--max-batch", min=1, help="Largest batch the engine takes.")] = 8,

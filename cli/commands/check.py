@@ -46,7 +46,8 @@ def check(
         Literal["tensorrt-rtx", "tensorrt"], typer.Option("--target", help="Engine library of the forecast.")
     ] = "tensorrt-rtx",
     conv: Annotated[
-        Literal["auto", "qdq", "gemm", "plugin"], typer.Option("--conv", help="Form of FP4 convolutions, as of build.")
+        Literal["auto", "qdq", "gemm", "fp8", "plugin"],
+        typer.Option("--conv", help="As of build."),
     ] = "auto",
     factory: NamedModelOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
@@ -157,10 +158,11 @@ def _print_table(model: str, plans: Planned, engine: str) -> None:
     console = results()
     console.print(table)
     quantised = [found for plan, found in plans if plan.precision == "FP4"]
+    other = "FP8" if any(found.compute == "FP8" for found in quantised) else "FP16 with FP4 weights"
     multiplied = sum(found.compute == "FP4" for found in quantised)
     console.print(
         f"\n{model}: {len(quantised)} of {len(plans)} layers quantised to FP4. {engine} multiplies {multiplied} "
-        f"of them in FP4 and {len(quantised) - multiplied} in FP16 with FP4 weights.",
+        f"of them in FP4 and {len(quantised) - multiplied} in {other}.",
         markup=False,
         soft_wrap=True,
     )

@@ -54,9 +54,9 @@ COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "reason")
 class PlannedLayer:
     """What one torch layer should become in the engine.
 
-    `requested` is the recipe's precision; `form` is "gemm", "qdq", "plugin" or "plain"; `compute` and `weights` are
-    what this lowering can reach, and `reason` says why where that is less than requested. `nodes` are the layer's ONNX
-    nodes, `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
+    `requested` is the recipe's precision; `form` is "gemm", "qdq", "fp8", "plugin" or "plain"; `compute` and `weights`
+    are what this lowering can reach, and `reason` says why where that is less than requested. `nodes` are the layer's
+    ONNX nodes, `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
     """
 
     name: str

@@ -38,10 +38,12 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
         if conv == "qdq":
             return Forecast("FP16", "FP4", f"{BLOCKED}; --conv auto makes it an FP4 GEMM")
         return Forecast("FP4", "FP4", "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace")
+    if conv == "fp8" and isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) and not _is_pointwise(layer):
+        return Forecast("FP8", "FP8", "no FP4 convolution in TensorRT: an FP8 convolution")
     if not _is_one_gemm(layer):
         return Forecast("FP16", "FP4", "TensorRT has no FP4 convolution, and this form is not a single GEMM")
     assert isinstance(layer, nn.Conv2d)
-    if tuple(layer.kernel_size) == (1, 1):
+    if _is_pointwise(layer):
         return Forecast("FP4", "FP4", "1x1 convolution as an FP4 GEMM")
     if conv == "gemm":
         return Forecast("FP4", "FP4", "convolution as im2col and an FP4 GEMM")
@@ -50,6 +52,10 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
 
 def _is_one_gemm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and layer.groups == 1
+
+
+def _is_pointwise(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and layer.groups == 1 and tuple(layer.kernel_size) == (1, 1)
 
 
 def _is_upsampling(layer: nn.Module) -> bool:

@@ -7,6 +7,7 @@
 | auto | FP4 GEMM | FP4 GEMM | convolution: weights stored in FP4, computed in FP16 |
 | qdq | FP4 GEMM | as the other convolutions | convolution: weights stored in FP4, computed in FP16 |
 | gemm | FP4 GEMM | FP4 GEMM | im2col and FP4 GEMM |
+| fp8 | FP4 GEMM | FP4 GEMM | FP8 convolution, see `lowering.fp8` |
 | plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
 (TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a GEMM. It takes no
@@ -31,6 +32,7 @@ from onnx_ir.passes.common.naming import SimpleNameGenerator
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.export.ledger.ledger import PlannedLayer
+from fp4deploy.export.lowering.fp8 import ConvToFp8, can_be_fp8
 from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
 from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
 from fp4deploy.export.lowering.plan import count_macs, plan_layers
@@ -42,7 +44,7 @@ from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
 
-CONV_MODES = ("auto", "qdq", "gemm", "plugin")
+CONV_MODES = ("auto", "qdq", "gemm", "fp8", "plugin")
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,13 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str) -> LoweredModel:
     for name, reason in reasons.items():
         _check_buildable(layers[name], reason)
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
+    eight = {name for name, reason in reasons.items() if conv == "fp8" and reason is None and can_be_fp8(layers[name])}
     macs = count_macs(model)
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
-    forms = (ConvToPlugin(plugins), ConvToGemm(lowered))
+    forms = (ConvToPlugin(plugins), ConvToGemm(lowered), ConvToFp8(eight))
     names = NameFixPass(NamedByOutput())
     Sequential(DropFunctions(), names, *forms, *share, RemoveUnusedNodesPass(), names)(model)
-    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins)
+    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from fp4deploy.export.ledger.ledger import PlannedLayer
+from fp4deploy.export.lowering.fp8 import REASON
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
 from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
 from fp4deploy.export.onnx.canonical import GEMM_OPS
@@ -41,6 +42,7 @@ def plan_layers(
     macs: dict[str, int],
     conv: str,
     plugins: Collection[str] = (),
+    fp8: Collection[str] = (),
 ) -> tuple[PlannedLayer, ...]:
     """Plan of every layer of a lowered model, those that multiply first, in graph order.
 
@@ -50,6 +52,7 @@ def plan_layers(
         lowered: name -> reason of the layers that became GEMMs.
         macs: name -> multiply-accumulates for one image, counted before lowering.
         plugins: names of the layers that became plugins.
+        fp8: names of the layers that became FP8 convolutions.
     """
     computing: dict[str, list[ir.Node]] = {}
     for node in model.graph:
@@ -68,6 +71,8 @@ def plan_layers(
         form, compute, weights, reason = _forecast(
             layer, first, requested, lowered.get(name), conv, request.get("reason", ""), name in plugins
         )
+        if name in fp8:
+            form, compute, weights, reason = "fp8", "FP8", "FP8", REASON
         kind = request.get("kind") or (layer.kind if layer else GEMM_OPS[first.op_type] if first is not None else "")
         plan.append(
             PlannedLayer(

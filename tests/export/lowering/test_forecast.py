@@ -38,7 +38,7 @@ def exported() -> tuple[nn.Module, object]:
     return model, export_graph(model, tuple(image.shape[1:]))
 
 
-@pytest.mark.parametrize("conv", ["auto", "qdq", "gemm", "plugin"])
+@pytest.mark.parametrize("conv", ["auto", "qdq", "gemm", "fp8", "plugin"])
 def test_forecast_is_the_plan(exported: tuple[nn.Module, object], conv: str) -> None:
     model, graph = exported
     backend = "tensorrt" if conv == "plugin" else "tensorrt-rtx"

@@ -1,0 +1,102 @@
+"""Lower FP4 convolutions to FP8 convolutions, which TensorRT runs on tensor cores (SM89 and SM12x; SM90, SM100).
+
+There is no FP4 convolution in TensorRT: by default it decodes FP4 weights and convolves in FP16. FP8 has twice the FP16
+rate, needs no im2col, and its Q/DQ nodes are ONNX's own:
+
+    x -> QuantizeLinear(A / 448) -> DequantizeLinear                 E4M3, one static scale for the tensor
+    W -> DequantizeLinear(axis = output channels)                    E4M3, one scale a channel, its amax / 448
+
+A is the static amax that the layer's FP4 activation has already. The activation is not rounded to FP4 first, so it is
+closer to the unquantised one than what the model was trained or calibrated with. The weights are the FP4 weights,
+decoded and rounded to E4M3 again: a code times a block scale has up to five significant bits, E4M3 has four. They take
+twice the bytes. So this form trades the size of the plan and a little rounding for FP8 tensor cores in layers that
+would run in FP16; it has been built and inspected, and timed by nobody.
+
+Scales are FP16, as the tensors are; a layer whose scales FP16 could not hold (amax below 0.03) is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes import InPlacePass, PassResult
+
+from fp4deploy.export.lowering.pattern import Fp4Layer, find_fp4_layers
+from fp4deploy.export.onnx.writer import NodeWriter
+from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.formats.constants import E4M3_MAX, nvfp4_range
+
+REASON = "no FP4 convolution in TensorRT: FP4 weights, decoded and rounded to FP8, and FP8 activations"
+SMALLEST_SCALE = 2.0**-14  # FP16's smallest normal number
+
+
+def can_be_fp8(layer: Fp4Layer) -> bool:
+    """Whether this FP4 layer is a 2-D convolution whose scales FP16 can hold."""
+    if layer.kind not in ("Conv2d", "ConvTranspose2d") or layer.shape is None:
+        return False
+    return activation_scale(layer) >= SMALLEST_SCALE
+
+
+def activation_scale(layer: Fp4Layer) -> float:
+    """A / 448 of the layer's input; its FP4 global scale is A / (6 * 448)."""
+    tensor = ir.convenience.get_const_tensor(layer.quantize.inputs[1])  # type: ignore[arg-type]
+    assert tensor is not None
+    return float(tensor.numpy().reshape(-1)[0]) * nvfp4_range(E4M3_MAX) / E4M3_MAX
+
+
+def decoded_weight(layer: Fp4Layer) -> NDArray[np.float32]:
+    """The FP4 weight [O, KH, KW, C] that the file holds, float32."""
+    codes, scales = (_numbers(value) for value in (layer.codes, layer.scales))
+    producer = next(use.node for use in layer.scales.uses() if use.node.op_type == "DequantizeLinear")
+    global_scale = _numbers(producer.inputs[1]).reshape(-1)[0]
+    weight = codes * np.repeat(scales * global_scale, NVFP4_BLOCK, axis=1)
+    return weight.reshape(layer.out_channels, *layer.kernel, -1).astype(np.float32)
+
+
+def to_fp8(weight: NDArray[np.float32]) -> tuple[NDArray[np.generic], NDArray[np.float16]]:
+    """(E4M3 values like `weight`, FP16 scale of each of its first axis)."""
+    amax = np.abs(weight).reshape(len(weight), -1).max(1)
+    scale = np.maximum(amax / E4M3_MAX, SMALLEST_SCALE).astype(np.float16)
+    wide = scale.astype(np.float32).reshape(-1, *[1] * (weight.ndim - 1))
+    return (weight / wide).clip(-E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def _numbers(value: ir.Value | None) -> NDArray[np.float32]:
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    assert tensor is not None
+    return np.asarray(tensor.numpy()).astype(np.float32)
+
+
+class ConvToFp8(InPlacePass):
+    """Lower the named FP4 layers."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = frozenset(names)
+
+    def call(self, model: ir.Model) -> PassResult:
+        modified = False
+        for layer in find_fp4_layers(model):
+            if layer.name in self.names:
+                _lower(NodeWriter(model.graph, f"{layer.name}.fp8", before=layer.compute), layer)
+                modified = True
+        return PassResult(model, modified)
+
+
+def _lower(writer: NodeWriter, layer: Fp4Layer) -> None:
+    codes, scales = to_fp8(decoded_weight(layer))  # [O, KH, KW, C]
+    transposed = layer.kind == "ConvTranspose2d"
+    stored = codes.transpose(3, 0, 1, 2) if transposed else codes.transpose(0, 3, 1, 2)
+    weight = writer.constant("weight", np.ascontiguousarray(stored), prefix=layer.name)
+    scale = writer.constant("weight.scale", scales, prefix=layer.name)
+    decoded = writer.add("DequantizeLinear", "weight", weight, scale, axis=1 if transposed else 0)
+    step = writer.constant("scale", np.float16(activation_scale(layer)))
+    zero = writer.constant("zero", np.zeros((), ml_dtypes.float8_e4m3fn))
+    quantized = writer.add("QuantizeLinear", "quantize", layer.source, step, zero)
+    activation = writer.add("DequantizeLinear", "dequantized", quantized, step, zero)
+    layer.compute.replace_input_with(0, activation)
+    layer.compute.replace_input_with(1, decoded)
