@@ -52,7 +52,8 @@ class SoftRounding(nn.Module):
         low, high = neighbours(ratio)
         largest = ratio.abs() >= ratio.abs().amax(-1, keepdim=True)
         nearest = torch.where(high - ratio <= ratio - low, high, low)
-        low, high = torch.where(largest, nearest, low), torch.where(largest, nearest, high)
+        top = torch.where(largest, nearest.abs(), 0.0).amax(-1, keepdim=True)
+        low, high = (torch.where(largest, nearest, each).clamp(-top, top) for each in (low, high))
         share = ((ratio - low) / (high - low).clamp(min=1e-6)).clamp(0.02, 0.98)
         for name, value in (("step", step), ("low", low), ("gap", high - low)):
             self.register_buffer(name, value)
