@@ -37,31 +37,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp4deploy.experiments.search.costs import FP4, FP16, GPUS, Gpu
 from fp4deploy.models import build_unet
 from fp4deploy.qat import layer_plan
 
-FP16, FP4 = 2.0, 4.5 / 8  # bytes an element
 LABEL = "projected"
 STATEMENT = "Projected from published peaks. Nothing was measured on a Blackwell GPU."
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Published peaks: TFLOP/s dense with FP32 accumulation, and TB/s. `fp4` is None where tensor cores have no FP4."""
-
-    name: str
-    arch: str
-    fp4: float | None
-    fp16: float
-    bandwidth: float
-    source: str
-
-
-GPUS = (
-    Gpu("B200", "sm_100", 9000.0, 2250.0, 8.0, "NVIDIA Blackwell Architecture Technical Brief, HGX B200"),
-    Gpu("RTX 5090", "sm_120", 1676.0, 209.5, 1.792, "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A"),
-    Gpu("H200", "sm_90", None, 989.5, 4.8, "NVIDIA H200 Tensor Core GPU datasheet, half of the sparse figure"),
-)
 
 
 @dataclass(frozen=True)

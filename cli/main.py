@@ -44,6 +44,7 @@ from .commands import (
     quantize,
     report,
     run,
+    search,
     selftest,
     settings,
     sweep,
@@ -164,6 +165,7 @@ app.command("train")(train.train)
 app.command("estimate")(estimate.estimate)
 app.command("sweep")(sweep.sweep)
 app.command("quantize")(quantize.quantize)
+app.command("search")(search.search)
 app.command("export")(export.export)
 app.command("build")(build.build)
 app.command("bench")(bench.bench)

@@ -45,6 +45,9 @@ def quantize(
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", help="Layers to keep, a pattern; repeatable.", show_default="none")
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Settings with quant.include, as of search.", show_default="none")
+    ] = None,
     digits: Annotated[
         bool, typer.Option("--digits", help="Let the first layer read a multi-term FP4 encoding of the image (unet).")
     ] = False,
@@ -64,6 +67,8 @@ def quantize(
     from fp4deploy.ptq.methods import find_method
 
     find_method(method)
+    if config is not None:
+        include, exclude = _layers(config, include, exclude)
     source = checkpoint or _latest()
     if source.suffix != ".safetensors":
         raise InputError(f"quantize takes a checkpoint (.safetensors), not {source}. Write one with: fp4deploy train")
@@ -86,6 +91,20 @@ def quantize(
     )
     done(f"{shown(target)} ({method}, correction {correction}, {result.images} images, {result.seconds:.1f} s)")
     note("Compare it with: fp4deploy bench --engine FILE --baseline fp16; export it with: fp4deploy export FILE")
+
+
+def _layers(
+    config: Path, include: list[str] | None, exclude: list[str] | None
+) -> tuple[list[str] | None, list[str] | None]:
+    """The choice of layers in a settings file."""
+    from fp4deploy.train import load_config
+
+    if include or exclude:
+        raise InputError("--config brings its own choice of layers: leave out --include and --exclude.")
+    chosen = load_config(config, []).quant
+    if chosen.include is None and chosen.exclude is None:
+        raise InputError(f"{config} chooses no layers: it has neither quant.include nor quant.exclude.")
+    return chosen.include, chosen.exclude
 
 
 def _latest() -> Path:

@@ -1,0 +1,66 @@
+"""`fp4deploy search`: which layers go to FP4 under a budget of accuracy, bytes or time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ..console import done, note, shown
+from ..settings import NamedModelOption, expect
+
+
+def search(
+    checkpoint: Annotated[Path, typer.Argument(help="FP16 checkpoint of a semantic model.")],
+    budget: Annotated[
+        str, typer.Option("--budget", help="drop=POINTS of mIoU, bytes=COUNT of weights, or ms=MILLISECONDS.")
+    ],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
+    ] = None,
+    images: Annotated[int, typer.Option("--images", min=1, help="Images to calibrate and to measure on, each.")] = 32,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images of one forward pass.")] = 4,
+    method: Annotated[str, typer.Option("--method", help="How layers are quantised, as of quantize.")] = "amax",
+    arch: Annotated[str, typer.Option("--arch", help="GPU of the projected time: sm90, sm100 or sm120.")] = "sm120",
+    conv: Annotated[
+        Literal["auto", "qdq", "gemm", "plugin"], typer.Option("--conv", help="Form of FP4 convolutions, as of build.")
+    ] = "auto",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the search.", show_default="search beside the checkpoint")
+    ] = None,
+    model: NamedModelOption = None,
+) -> None:
+    """Measure every layer alone in FP4, solve for the best placement, and write it as settings."""
+    expect(model)
+    import torch
+
+    from fp4deploy.bench.locate import data_of
+    from fp4deploy.experiments.search.files import RECIPE, save_search
+    from fp4deploy.experiments.search.run import Budget
+    from fp4deploy.experiments.search.run import search as run
+
+    wanted = Budget.parse(budget)
+    folder = out or checkpoint.parent / "search"
+    found = run(
+        checkpoint,
+        data or data_of(checkpoint),
+        wanted,
+        folder,
+        images=images,
+        batch=batch,
+        method=method,
+        arch=arch,
+        conv=conv,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        say=note,
+    )
+    files = save_search(found, folder)
+    layers = len(found.chosen.layers)
+    done(
+        f"{layers} of {len(found.errors)} layers in FP4: mIoU {100 * found.chosen.miou:.2f} (drop {found.drop:.2f}), "
+        f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3f} ms projected"
+    )
+    for file in files:
+        done(shown(file))
+    note(f"Use it with: fp4deploy quantize {shown(checkpoint)} --config {shown(folder / RECIPE)}")

@@ -1,0 +1,115 @@
+"""The files of a search: recipe (precision.yaml), numbers (search.json), tables (search.md), picture (pareto.png)."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import yaml
+
+from fp4deploy.bench import tables
+from fp4deploy.experiments.search.costs import LABEL
+from fp4deploy.experiments.search.run import Found, Point, sqnr
+from fp4deploy.files import atomic_write
+from fp4deploy.ptq.methods import find_method
+
+RECIPE = "precision.yaml"
+
+
+def save_search(found: Found, folder: Path) -> list[Path]:
+    """Write the four files.
+
+    Raises:
+        InputError: the disk is full or the folder cannot be written.
+    """
+    contents = {
+        RECIPE: recipe(found).encode(),
+        "search.json": (json.dumps(_document(found), indent=1, allow_nan=False) + "\n").encode(),
+        "search.md": render(found).encode(),
+        "pareto.png": _picture(found),
+    }
+    for name, content in contents.items():
+        with atomic_write(folder / name) as temporary:
+            temporary.write_bytes(content)
+    return [folder / name for name in contents]
+
+
+def recipe(found: Found) -> str:
+    """Settings that `train --config` and `quantize --config` take; the card carries the choice on to `export`."""
+    settings = {"recipe": find_method(found.method).recipe, "quant": {"include": list(found.chosen.layers)}}
+    heading = f"# {found.budget.kind}={found.budget.most:g}: {_sentence(found, found.chosen)}\n"
+    return heading + yaml.safe_dump(settings, sort_keys=False)
+
+
+def render(found: Found) -> str:
+    """The search as Markdown."""
+    layers = [
+        [
+            name,
+            f"{sqnr(found.errors[name]):.1f}",
+            "FP4" if name in found.chosen.layers else "FP16",
+            f"{cost.bytes_fp4 / 1e3:.1f}",
+            f"{cost.bytes_fp16 / 1e3:.1f}",
+            f"{1e3 * cost.ms_fp4:.2f}",
+            f"{1e3 * cost.ms_fp16:.2f}",
+        ]
+        for name, cost in found.costs.items()
+    ]
+    points = [
+        [f"{len(point.layers)}", f"{100 * point.miou:.2f}", f"{100 * (found.fp16.miou - point.miou):.2f}",
+         f"{point.bytes / 1e6:.2f}", f"{point.ms:.3f}"]
+        for point in (found.fp16, *found.points)
+    ]  # fmt: skip
+    return "\n".join(
+        (
+            f"# Search: {found.budget.kind}={found.budget.most:g}, method {found.method}, {found.images} images\n",
+            f"Chosen: {_sentence(found, found.chosen)} Times for {found.gpu} are {LABEL}.\n",
+            tables.markdown(("layers in FP4", "mIoU", "drop", "MB", "ms"), points),
+            "Each layer alone in FP4: signal to error of the logits, weights, time:\n",
+            tables.markdown(
+                ("layer", "SQNR dB", "chosen", "FP4 kB", "FP16 kB", "FP4 us", "FP16 us"),
+                layers,
+            ),
+        )
+    )
+
+
+def _sentence(found: Found, point: Point) -> str:
+    return (
+        f"{len(point.layers)} of {len(found.errors)} layers in FP4, mIoU {100 * point.miou:.2f} (FP16 "
+        f"{100 * found.fp16.miou:.2f}), {point.bytes / 1e6:.2f} MB of weights (FP16 {found.fp16.bytes / 1e6:.2f}), "
+        f"{point.ms:.3f} ms projected (FP16 {found.fp16.ms:.3f})."
+    )
+
+
+def _document(found: Found) -> dict[str, object]:
+    fields = dataclasses.asdict(found)
+    return {**fields, "latency": LABEL, "drop": found.drop}
+
+
+def _picture(found: Found) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 3.8), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, (title, cost) in zip(
+        figure.subplots(1, 2, sharey=True),
+        (("weights, MB", lambda each: each.bytes / 1e6), (f"ms on {found.gpu}, projected", lambda each: each.ms)),
+        strict=True,
+    ):
+        points = sorted((found.fp16, *found.points), key=cost)
+        panel.plot([cost(each) for each in points], [100 * each.miou for each in points], "o-", color="#0072b2", ms=4)
+        panel.plot([cost(found.fp16)], [100 * found.fp16.miou], "s", color="#666666", label="FP16")
+        panel.plot([cost(found.chosen)], [100 * found.chosen.miou], "*", color="#d55e00", ms=13, label="chosen")
+        panel.set_xlabel(title)
+        panel.grid(True, color="#eef0f2")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, fontsize=8)
+    figure.axes[0].set_ylabel("mIoU")
+    target = io.BytesIO()
+    figure.savefig(target, format="png", metadata={"Software": None})
+    return target.getvalue()

@@ -1,0 +1,216 @@
+"""The search: errors of all layers, a frontier of placements with their mIoU, and the choice under a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fp4deploy.data import VAL, EvalTransform, validation_set
+from fp4deploy.errors import InputError
+from fp4deploy.experiments.search.choose import least_cost, least_error
+from fp4deploy.experiments.search.costs import LayerCost, find_gpu, layer_costs
+from fp4deploy.experiments.search.study import Labelled, Measurements, Record
+from fp4deploy.export.ledger.ledger import sha256
+from fp4deploy.models import read_card
+from fp4deploy.ptq.checkpoint import calibration_images
+from fp4deploy.qat import layer_plan, load_model
+
+KINDS = ("drop", "bytes", "ms")
+POINTS = 10
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """drop: points of mIoU below FP16; bytes: of weights; ms: projected, for one image."""
+
+    kind: str
+    most: float
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """ "drop=0.3", "bytes=5e6" or "ms=1.5".
+
+        Raises:
+            InputError: another form, or not a positive number.
+        """
+        kind, equals, number = text.partition("=")
+        try:
+            most = float(number)
+        except ValueError:
+            most = math.nan
+        if kind not in KINDS or not equals or not (math.isfinite(most) and most >= 0):
+            raise InputError(f"--budget is '{text}'. It takes drop=POINTS, bytes=COUNT or ms=MILLISECONDS.")
+        return cls(kind, most)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A placement: layers in FP4, estimated error, cost, and its measured mIoU."""
+
+    layers: tuple[str, ...]
+    error: float
+    bytes: float
+    ms: float
+    miou: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result: `chosen` is one of `points` or lies between them; `fp16` is the model without FP4."""
+
+    budget: Budget
+    chosen: Point
+    fp16: Point
+    points: tuple[Point, ...]
+    errors: dict[str, float]
+    costs: dict[str, LayerCost]
+    gpu: str
+    method: str
+    images: int
+
+    @property
+    def drop(self) -> float:
+        """Points of mIoU below FP16."""
+        return 100 * (self.fp16.miou - self.chosen.miou)
+
+
+def search(
+    checkpoint: Path,
+    data: Path,
+    budget: Budget,
+    out: Path,
+    *,
+    images: int = 32,
+    batch: int = 4,
+    method: str = "amax",
+    arch: str = "sm120",
+    conv: str = "auto",
+    device: str = "cpu",
+    say: Say = lambda text: None,
+) -> Found:
+    """Choose the layers of an FP16 checkpoint that go to FP4.
+
+    Args:
+        images: of the training split to calibrate on, and of the validation split to measure on.
+        method: of `ptq.METHODS`, how a layer is quantised while it is measured.
+        arch, conv: GPU and form of convolutions of the projected time.
+
+    Raises:
+        InputError: not an FP16 checkpoint, no layer for FP4, a budget that no placement meets, or a folder of another
+            search.
+    """
+    gpu = find_gpu(arch)
+    card = read_card(checkpoint)
+    if card.precision != "fp16" or card.head is not None:
+        raise InputError(f"search takes the FP16 checkpoint of a semantic model, and {checkpoint} is another one.")
+    model, _ = load_model(checkpoint, device)
+    names = [plan.name for plan in layer_plan(model, include="*") if plan.precision == "FP4"]
+    calibration = [each.to(device) for each in calibration_images(checkpoint, data, images, batch)]
+    labelled = _labelled(checkpoint, data, images, batch, device)
+    identity = {"checkpoint": sha256(checkpoint), "data": _digest(labelled), "method": method, "images": images}
+    measure = Measurements(
+        model, calibration, labelled, card.class_names, method, Record(out / "measured.jsonl", identity)
+    )
+    errors = {}
+    for name in names:
+        errors[name] = measure.error(name)
+        say(f"  {name}: SQNR of the logits {sqnr(errors[name]):.1f} dB")
+    costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
+    fixed = _fixed_bytes(model, names)
+
+    def point(layers: Sequence[str] | frozenset[str]) -> Point:
+        chosen = [name for name in names if name in layers]
+        parts = [(costs[name], name in layers) for name in names]
+        return Point(
+            tuple(chosen),
+            sum(errors[name] for name in chosen),
+            fixed + sum(cost.bytes_fp4 if taken else cost.bytes_fp16 for cost, taken in parts),
+            sum(cost.ms_fp4 if taken else cost.ms_fp16 for cost, taken in parts),
+            measure.miou(chosen),
+        )
+
+    fp16 = point([])
+    saved = _saved(costs, "ms" if budget.kind == "ms" else "bytes")
+    points = []
+    for layers in dict.fromkeys(least_cost(errors, saved, bound) for bound in _bounds(errors)):
+        points.append(point(layers))
+        say(f"  {len(layers)} layers in FP4: mIoU {100 * points[-1].miou:.2f}, {points[-1].bytes / 1e6:.2f} MB")
+    chosen = _choose(budget, fp16, points, errors, saved, point)
+    return Found(budget, chosen, fp16, tuple(points), errors, costs, gpu.name, method, images)
+
+
+def sqnr(error: float) -> float:
+    """Decibels of a relative squared error."""
+    return -10 * math.log10(error) if error > 0 else math.inf
+
+
+def _choose(
+    budget: Budget,
+    fp16: Point,
+    points: Sequence[Point],
+    errors: dict[str, float],
+    saved: dict[str, float],
+    point: Callable[[frozenset[str]], Point],
+) -> Point:
+    if budget.kind == "drop":
+        fitting = [each for each in points if 100 * (fp16.miou - each.miou) <= budget.most and each.layers]
+        if not fitting:
+            raise InputError(
+                f"No placement of the frontier loses at most {budget.most:g} points of mIoU. Allow more, or "
+                "quantise by a better method: --method gptq"
+            )
+        return min(fitting, key=lambda each: each.bytes)
+    now = fp16.bytes if budget.kind == "bytes" else fp16.ms
+    layers = least_error(errors, saved, max(0.0, now - budget.most))
+    if layers is None:
+        least = min(getattr(each, budget.kind) for each in points)
+        raise InputError(f"No placement needs at most {budget.kind}={budget.most:g}; the least is {least:g}.")
+    return point(layers)
+
+
+def _bounds(errors: dict[str, float]) -> list[float]:
+    """Error bounds of the frontier: from the best layer alone to all layers."""
+    values = sorted(errors.values())
+    low, high = max(values[0], 1e-12), max(sum(values), 1e-12) * (1 + 1e-9)
+    return [float(bound) for bound in np.geomspace(low, high, POINTS)]
+
+
+def _saved(costs: dict[str, LayerCost], kind: str) -> dict[str, float]:
+    return {name: getattr(cost, f"{kind}_fp16") - getattr(cost, f"{kind}_fp4") for name, cost in costs.items()}
+
+
+def _fixed_bytes(model: nn.Module, names: Sequence[str]) -> float:
+    """Parameters that are FP16 in every placement."""
+    weights = {f"{name}.weight" for name in names}
+    return 2.0 * sum(value.numel() for name, value in model.named_parameters() if name not in weights)
+
+
+def _labelled(checkpoint: Path, data: Path, count: int, batch: int, device: str) -> Labelled:
+    card = read_card(checkpoint)
+    dataset = validation_set(card, data, VAL)
+    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    count = min(count, len(dataset))
+    samples = [transform(dataset.load(at * len(dataset) // count)) for at in range(count)]
+    parts = [samples[start : start + batch] for start in range(0, count, batch)]
+    return [(torch.stack([x for x, _ in part]).to(device), torch.stack([y for _, y in part])) for part in parts]
+
+
+def _digest(labelled: Labelled) -> str:
+    import hashlib
+
+    found = hashlib.sha256()
+    for images, labels in labelled:
+        for tensor in (images.cpu(), labels.cpu()):
+            found.update(_bytes(tensor))
+    return found.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()

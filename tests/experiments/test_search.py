@@ -1,0 +1,93 @@
+"""The search: the solver against all placements, costs by hand, and one small search from checkpoint to recipe."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.experiments.search.choose import least_cost, least_error
+from fp4deploy.experiments.search.costs import find_gpu, layer_costs
+from fp4deploy.experiments.search.files import save_search
+from fp4deploy.experiments.search.run import Budget, search
+from fp4deploy.models import read_card
+from fp4deploy.runs import Run
+from fp4deploy.train import load_config
+
+
+def test_the_solver_is_as_good_as_trying_everything() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        names = [f"l{number}" for number in range(8)]
+        errors = dict(zip(names, random.lognormal(-6, 2, 8), strict=True))
+        saved = dict(zip(names, random.uniform(1e5, 1e7, 8), strict=True))
+        every = [frozenset(each) for size in range(9) for each in itertools.combinations(names, size)]
+        bound = 0.4 * sum(errors.values())
+        fitting = [each for each in every if sum(errors[name] for name in each) <= bound]
+        best = max(sum(saved[name] for name in each) for each in fitting)
+        found = least_cost(errors, saved, bound)
+        assert sum(errors[name] for name in found) <= bound * (1 + 1e-6)
+        assert sum(saved[name] for name in found) == pytest.approx(best)
+        wanted = 0.6 * sum(saved.values())
+        enough = [each for each in every if sum(saved[name] for name in each) >= wanted]
+        least = min(sum(errors[name] for name in each) for each in enough)
+        chosen = least_error(errors, saved, wanted)
+        assert chosen is not None
+        assert sum(errors[name] for name in chosen) == pytest.approx(least, rel=1e-4)
+    assert least_error(errors, saved, 2 * sum(saved.values())) is None
+
+
+def test_costs_of_layers_by_hand() -> None:
+    model = nn.Sequential(nn.Conv2d(20, 8, 3, padding=1), nn.Conv2d(8, 4, 1))
+    names = {"0": model[0], "1": model[1]}
+    gpu = find_gpu("sm120")
+    found = layer_costs(model, names, torch.zeros(1, 20, 6, 6), gpu, "auto")
+    assert found["0"].bytes_fp16 == 2 * 8 * 20 * 9
+    assert found["0"].bytes_fp4 == 8 * 32 * 9 * 4.5 / 8 + 4  # 20 channels fill two blocks
+    moved = 2 * (20 + 8) * 36
+    assert found["0"].ms_fp16 == pytest.approx(1e3 * (2 * 8 * 20 * 9 + moved) / 1.792e12)
+    assert found["0"].ms_fp4 == pytest.approx(1e3 * (found["0"].bytes_fp4 + moved) / 1.792e12)  # computed in FP16
+    packed = 4 * 16 * 4.5 / 8 + 4 + 8 * 36 * 4.5 / 8 + 2 * 4 * 36
+    assert found["1"].ms_fp4 == pytest.approx(1e3 * packed / 1.792e12)
+    with pytest.raises(InputError, match="no published peaks"):
+        find_gpu("sm75")
+
+
+@pytest.mark.parametrize("text", ["drop", "drop=", "drop=-1", "time=3", "ms=nan", "bytes=1e400"])
+def test_a_budget_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--budget is"):
+        Budget.parse(text)
+
+
+def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tmp_path: Path) -> None:
+    checkpoint = untrained.checkpoint("fp16")
+    options = {"images": 2, "batch": 2}
+    out = tmp_path / "search"
+    found = search(checkpoint, shapes, Budget("drop", 100.0), out, **options)  # type: ignore[arg-type]
+    assert found.chosen.bytes == min(point.bytes for point in found.points)
+    assert len(found.errors) == 23
+    lines = (out / "measured.jsonl").read_text().splitlines()
+    half = (found.fp16.bytes + found.chosen.bytes) / 2
+    again = search(checkpoint, shapes, Budget("bytes", half), out, **options)  # type: ignore[arg-type]
+    assert again.chosen.bytes <= half
+    assert again.errors == found.errors
+    assert len((out / "measured.jsonl").read_text().splitlines()) <= len(lines) + 1  # one placement more
+    assert {path.name for path in save_search(again, out)} == {
+        "precision.yaml", "search.json", "search.md", "pareto.png"
+    }  # fmt: skip
+    config = load_config(out / "precision.yaml", [])
+    assert config.quant.include == list(again.chosen.layers)
+    assert json.loads((out / "search.json").read_text())["latency"].startswith("projected")
+    with pytest.raises(InputError, match="belongs to a search of another checkpoint"):
+        search(checkpoint, shapes, Budget("drop", 1.0), out, images=1)
+    with pytest.raises(InputError, match="No placement needs at most bytes=10"):
+        search(checkpoint, shapes, Budget("bytes", 10.0), out, **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="takes the FP16 checkpoint"):
+        search(untrained.checkpoint("nvfp4"), shapes, Budget("drop", 1.0), out)
+    assert read_card(checkpoint).precision == "fp16"
