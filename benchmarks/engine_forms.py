@@ -3,8 +3,8 @@
     python benchmarks/engine_forms.py --scale 0.25 --json benchmarks/results/engine_forms_cpu.json
 
 Builds the NVFP4 UNet (weights as initialised, calibrated on noise: precision and size do not depend on them) for SM120
-with `--conv auto`, `gemm` and `fp8`. Of each plan: its bytes, the share of the multiply-accumulates in FP4, FP8 and FP16
-products, and the compiler's seconds. No GPU is needed, and nothing here is a time of inference.
+with `--conv auto`, `gemm` and `fp8`. Of each plan: its bytes, the share of the multiply-accumulates in FP4, FP8 and
+FP16 products, and the seconds of the compiler. No GPU is needed, and nothing here is a time of inference.
 """
 
 from __future__ import annotations
