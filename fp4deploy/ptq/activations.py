@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from fp4deploy.errors import InputError
 from fp4deploy.qat import calibrate, quantized_layers
 from fp4deploy.qat.calibration import calibrate_percentile
-from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.quantizers import quantize_operand
 
 CHOICES = ("amax", "percentile", "mse")
@@ -55,10 +54,10 @@ def _search(model: nn.Module, batches: Sequence[Tensor]) -> None:
     errors = {name: torch.zeros(len(SHARES), dtype=torch.float64, device=device) for name in layers}
 
     def measure(name: str) -> Any:
-        def hook(layer: QuantizedLayer, inputs: tuple[Tensor, ...]) -> None:
+        def hook(layer: Any, inputs: tuple[Tensor, ...]) -> None:
             x, gemms = inputs[0].detach(), layer.gemms()
             for place, share in enumerate(SHARES):
-                amax = share * layer.input_amax  # type: ignore[operator]
+                amax = share * layer.input_amax
                 quantized, _ = quantize_operand(x, layer.recipe.activation, (gemms.input_axis,), amax, (gemms.groups,))
                 errors[name][place] += (quantized - x).double().square().sum()
 

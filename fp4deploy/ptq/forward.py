@@ -42,7 +42,7 @@ def order_of(model: nn.Module, names: list[str], batch: Tensor) -> list[str]:
     """`names` of modules in the order in which they run; those that do not run are left out."""
     found: list[str] = []
     handles = [
-        model.get_submodule(name).register_forward_pre_hook(lambda _, __, name=name: found.append(name))  # type: ignore[misc]
+        model.get_submodule(name).register_forward_pre_hook(lambda _, __, name=name: found.append(name))
         for name in names
     ]
     try:

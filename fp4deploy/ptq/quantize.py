@@ -133,7 +133,7 @@ def _quantize_weights(
 @torch.no_grad()
 def quantized_rows(layer: QuantizedLayer, weights: str, hessian: Tensor | None) -> Tensor:
     """The matrix of a layer on the grid, by "mse", "sweep" or "gptq"; without H by "mse"."""
-    rows = WeightMatrix.of(layer).rows(layer.weight.detach())  # type: ignore[arg-type]
+    rows = WeightMatrix.of(layer).rows(layer.weight.detach())
     amax = rows.abs().max()
     if not amax > 0:
         return rows

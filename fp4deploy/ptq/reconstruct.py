@@ -184,7 +184,7 @@ def _soft(layers: dict[str, QuantizedLayer], hessians: dict[str, Tensor]) -> Ite
         for name, layer in layers.items():
             module: Any = layer
             soft = SoftRounding(module.weight, WeightMatrix.of(module), hessians.get(name))
-            soft.start = soft.v.detach().clone()  # type: ignore[assignment]
+            soft.start = soft.v.detach().clone()
             parametrize.register_parametrization(module, "weight", soft, unsafe=True)
             module.parametrizations.weight.original.requires_grad_(False)
             layer.recipe = replace(layer.recipe, weight=None)

@@ -16,7 +16,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import least_cost, least_error
 from fp4deploy.experiments.search.costs import LayerCost, find_gpu, layer_costs
 from fp4deploy.experiments.search.study import Labelled, Measurements, Record
-from fp4deploy.export.ledger.ledger import sha256
+from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
 from fp4deploy.ptq.checkpoint import calibration_images
 from fp4deploy.qat import layer_plan, load_model
@@ -114,7 +114,7 @@ def search(
     names = [plan.name for plan in layer_plan(model, include="*") if plan.precision == "FP4"]
     calibration = [each.to(device) for each in calibration_images(checkpoint, data, images, batch)]
     labelled = _labelled(checkpoint, data, images, batch, device)
-    identity = {"checkpoint": sha256(checkpoint), "data": _digest(labelled), "method": method, "images": images}
+    identity = {"checkpoint": file_digest(checkpoint), "data": _digest(labelled), "method": method, "images": images}
     measure = Measurements(
         model, calibration, labelled, card.class_names, method, Record(out / "measured.jsonl", identity)
     )

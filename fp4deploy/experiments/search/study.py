@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from fp4deploy.bench.detail import SegmentationDetail
 from fp4deploy.bench.gate.bootstrap import value
 from fp4deploy.errors import InputError
+from fp4deploy.files import append_line
 from fp4deploy.ptq import quantize
 from fp4deploy.ptq.forward import autocast
 from fp4deploy.qat.load import round_to_deployed
 from fp4deploy.schema import read_lines
-from fp4deploy.train.logging.metrics_log import append_line
 
 Labelled = Sequence[tuple[Tensor, Tensor]]  # batches of images [N, 3, H, W] and labels [N, H, W]
 
