@@ -1,19 +1,22 @@
-"""`fp4deploy data shapes|check`: generate a COCO-format set of scenes; list every defect of a set."""
+"""`fp4deploy data shapes|check|import`: generate scenes; list what a set holds and every defect; collect a set."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp4deploy.errors import GateError
+from fp4deploy.errors import GateError, InputError, counted
 
-from ..console import done, note, print_json, shown
+from ..console import done, note, print_json, results, shown
 from ..settings import SHAPES
 
-app = typer.Typer(help="Generate a COCO-format dataset, or check one.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from fp4deploy.data.summary import SplitSummary
+
+app = typer.Typer(help="Generate a dataset, check one, or make one of annotation files.", no_args_is_help=True)
 
 
 @app.command("shapes")
@@ -36,21 +39,90 @@ def shapes(
 
 @app.command("check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="Dataset folder: COCO annotations or PNG masks.")],
+    folder: Annotated[Path, typer.Argument(help="Dataset folder: COCO, Roboflow, masks or Pascal VOC.")],
+    sheet: Annotated[
+        Path | None,
+        typer.Option("--sheet", help="Draw images with their labels into this PNG.", show_default="not drawn"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
-    """List every defect of a dataset, with file and annotation id; exit 1 if there is one."""
-    from fp4deploy.data import check_dataset
+    """List splits, classes and sizes, and every defect with its file; exit 1 if there is one."""
+    from fp4deploy.data import check_dataset, summarise
 
+    if sheet is not None and sheet.suffix.lower() != ".png":
+        raise InputError(f"--sheet takes the PNG file to write, such as sheet.png, not {sheet}.")
+    splits = summarise(folder)
     defects = check_dataset(folder)
     if as_json:
-        print_json({"folder": str(folder), "defects": [dataclasses.asdict(defect) for defect in defects]})
+        print_json(
+            {
+                "folder": str(folder),
+                "splits": [dataclasses.asdict(split) for split in splits],
+                "defects": [dataclasses.asdict(defect) for defect in defects],
+            }
+        )
     else:
+        _print(splits)
         for defect in defects:
             where = defect.file if defect.annotation_id is None else f"{defect.file}, annotation {defect.annotation_id}"
             done(f"{where}: {defect.message} [{defect.kind}]")
+    if sheet is not None and splits:
+        from fp4deploy.report.figures.contact_sheet import draw_contact_sheet
+
+        count = draw_contact_sheet(folder, splits[0].split, sheet)
+        note(f"Drew {count} images of {splits[0].split} to {shown(sheet)}.")
     if defects:
         raise GateError(
             f"{folder} has {len(defects)} defect{'s' if len(defects) > 1 else ''}; each is listed on stdout."
         )
     note(f"{folder} has no defect.")
+
+
+def _print(splits: list[SplitSummary]) -> None:
+    for split in splits:
+        sizes = ", ".join(f"{width} x {height}" for width, height in dict.fromkeys(split.sizes))
+        done(f"{split.split}: {counted(split.images, 'image')}, width x height {sizes or 'unknown'}")
+    counts = [split for split in splits if split.annotations is not None]
+    if not counts:
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("annotations of class", overflow="fold")
+    for split in counts:
+        table.add_column(split.split, justify="right")
+    for name in dict.fromkeys(name for split in counts for name in split.annotations or ()):
+        table.add_row(name, *(str((split.annotations or {}).get(name, "-")) for split in counts))
+    results().print(table)
+
+
+@app.command("import")
+def import_(
+    out: Annotated[Path, typer.Option("--out", help="Folder to create.", show_default=False)],
+    train_json: Annotated[Path, typer.Option("--train-json", help="COCO annotations.", show_default=False)],
+    images: Annotated[
+        list[Path] | None, typer.Option("--images", help="Folder of images; repeatable.", show_default="the file's own")
+    ] = None,
+    val_json: Annotated[
+        Path | None, typer.Option("--val-json", help="Annotations to validate on.", show_default="none")
+    ] = None,
+    test_json: Annotated[
+        Path | None, typer.Option("--test-json", help="Annotations to test on.", show_default="none")
+    ] = None,
+    val_share: Annotated[
+        float, typer.Option("--val-share", min=0, max=0.9, help="Share of the images to validate on.")
+    ] = 0.0,
+    test_share: Annotated[
+        float, typer.Option("--test-share", min=0, max=0.9, help="Share of the images to test on.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the division by shares.")] = 0,
+) -> None:
+    """Make a dataset folder of COCO files (Label Studio, CVAT, your own) and of the folders of their images."""
+    from fp4deploy.data import import_coco
+
+    named = {"train": train_json, "val": val_json, "test": test_json}
+    files = {split: path for split, path in named.items() if path is not None}
+    folders = images or list(dict.fromkeys(path.parent for path in files.values()))
+    for found in import_coco(files, folders, out, val_share=val_share, test_share=test_share, seed=seed):
+        done(f"{found.split}: {counted(found.images, 'image')}, {counted(found.annotations, 'annotation')}")
+    note(f"Train on them with: fp4deploy train --data {shown(out)}")

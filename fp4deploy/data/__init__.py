@@ -7,6 +7,7 @@ from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import Defect
 from fp4deploy.data.dataset import has_split, open_dataset, open_instances
 from fp4deploy.data.for_model import instance_set, validation_set
+from fp4deploy.data.importing import import_coco
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
 from fp4deploy.data.sample import (
     IGNORE,
@@ -20,6 +21,7 @@ from fp4deploy.data.sample import (
     SegmentationDataset,
 )
 from fp4deploy.data.shapes import generate_shapes
+from fp4deploy.data.summary import summarise
 from fp4deploy.data.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand
 
 __all__ = [
@@ -49,9 +51,11 @@ __all__ = [
     "expand",
     "generate_shapes",
     "has_split",
+    "import_coco",
     "instance_set",
     "open_dataset",
     "open_instances",
+    "summarise",
     "train_loader",
     "validation_set",
 ]

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fp4deploy.data.coco_json import Annotation, CocoFile, Defect, ImageRecord, find_annotations, find_images, parse
-from fp4deploy.data.dataset import has_masks, has_split, require_folder
+from fp4deploy.data.coco_json import Annotation, CocoFile, Defect, ImageRecord, parse
+from fp4deploy.data.dataset import has_split, require_folder
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
-from fp4deploy.data.masks import class_values, image_files, mask_files
+from fp4deploy.data.layouts import find_annotations, find_images, has_masks, mask_files, split_images
+from fp4deploy.data.masks import class_colours, class_values
 from fp4deploy.data.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.sample import SPLITS, TEST
+from fp4deploy.data.summary import shared_images
 from fp4deploy.errors import InputError
 
 _BOX_TOLERANCE = 1.0  # pixels; COCO's own boxes are rounded to hundredths
@@ -49,6 +51,8 @@ def check_dataset(root: Path) -> list[Defect]:
         if file.categories != listed[0].categories:
             file.report("different-categories", f"lists other categories than {listed[0].path.name}.")
             defects.append(file.defects[-1])
+    for pair in shared_images(root):
+        defects.append(Defect(pair.second, None, "shared-image", f"is the same image as {pair.first}: scores mislead."))
     if masks:
         try:
             class_values(root)
@@ -59,7 +63,7 @@ def check_dataset(root: Path) -> list[Defect]:
 
 def _check_annotations(root: Path, split: str, parsed: CocoFile, read_images: bool) -> Iterator[Defect]:
     yield from parsed.defects
-    file = f"annotations/{parsed.path.name}"
+    file = parsed.file
     if not parsed.images and not parsed.defects:
         yield Defect(file, None, "no-images", "lists no image.")
     folder = find_images(root, split)
@@ -152,7 +156,7 @@ def _check_masks(root: Path, split: str) -> Iterator[Defect]:
     if folder is None:
         yield Defect(split, None, "missing-folder", "does not exist.")
         return
-    images = image_files(folder)
+    images, colours = split_images(root, split), class_colours(root)
     for stem in sorted(masks.keys() - images.keys()):
         yield Defect(_relative(root, masks[stem]), None, "missing-image", "has no image.")
     for stem in sorted(images.keys() - masks.keys()):
@@ -160,7 +164,7 @@ def _check_masks(root: Path, split: str) -> Iterator[Defect]:
     pairs: list[tuple[Path, tuple[int, int] | None]] = [(images[stem], None) for stem in images.keys() - masks.keys()]
     for stem in sorted(masks.keys() & images.keys()):
         try:
-            values = read_class_ids(masks[stem])
+            values = read_class_ids(masks[stem], colours)
             pairs.append((images[stem], (values.shape[0], values.shape[1])))
         except ImageError as error:
             yield Defect(_relative(root, masks[stem]), None, "unreadable-mask", str(error))

@@ -1,7 +1,4 @@
-"""The annotation file of a COCO-format dataset: where it lies, and reading it into checked records.
-
-    DIR/annotations/instances_{train,val}2017.json    DIR/{train,val}2017/*.jpg
-    DIR/annotations/instances_{train,val}.json        DIR/{train,val}/*.jpg
+"""The annotation file of a COCO-format dataset, read into checked records.
 
 `parse` yields records and the defects of those that cannot be used, so that opening a dataset (stop at the first
 defect) and `fp4deploy data check` (list them all) agree on what a defect is. The file may be anyone's: names stay
@@ -69,21 +66,14 @@ class CocoFile:
     annotations: list[Annotation] = field(default_factory=list)
     defects: list[Defect] = field(default_factory=list)
 
+    @property
+    def file(self) -> str:
+        """The file as a defect names it: relative to the dataset's folder."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
     def report(self, kind: str, message: str, annotation_id: int | None = None) -> None:
         """Add a defect of this file."""
-        self.defects.append(Defect(f"annotations/{self.path.name}", annotation_id, kind, message))
-
-
-def find_annotations(root: Path, split: str) -> Path | None:
-    """Path of the split's annotation file, if there is one."""
-    paths = [root / "annotations" / f"instances_{split}{suffix}.json" for suffix in ("2017", "")]
-    return next((path for path in paths if path.is_file()), None)
-
-
-def find_images(root: Path, split: str) -> Path | None:
-    """Folder of the split's images, if there is one."""
-    folders = [root / f"{split}{suffix}" for suffix in ("2017", "")]
-    return next((folder for folder in folders if folder.is_dir()), None)
+        self.defects.append(Defect(self.file, annotation_id, kind, message))
 
 
 def parse(path: Path) -> CocoFile:
@@ -104,7 +94,7 @@ def parse(path: Path) -> CocoFile:
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             parsed.report("broken-json", f"is not a COCO annotation file: it has no list '{key}'.")
             return parsed
-    _parse_categories(parsed, content["categories"])
+    _parse_categories(parsed, _without_group(content["categories"], content["annotations"]))
     _parse_images(parsed, content["images"])
     _parse_annotations(parsed, content["annotations"])
     return parsed
@@ -136,6 +126,23 @@ def inside_folder(name: str) -> bool:
     """
     parts = re.split(r"[\\/]", name)
     return parts[0] != "" and ".." not in parts and re.match(r"[A-Za-z]:", name) is None
+
+
+def _without_group(categories: list[Any], annotations: list[Any]) -> list[Any]:
+    """The categories without the one that Roboflow puts before them: the name of their group, without annotations."""
+    records = [record for record in categories if isinstance(record, dict)]
+    groups = {str(record.get("supercategory")) for record in records} - {"none"}
+    used = {str(record.get("category_id")) for record in annotations if isinstance(record, dict)}
+
+    def is_group(record: Any) -> bool:
+        return (
+            isinstance(record, dict)
+            and record.get("supercategory") == "none"
+            and groups == {str(record.get("name"))}
+            and str(record.get("id")) not in used
+        )
+
+    return [record for record in categories if not is_group(record)]
 
 
 def _parse_categories(parsed: CocoFile, records: list[Any]) -> None:

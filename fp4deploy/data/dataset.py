@@ -1,4 +1,4 @@
-"""Opening a dataset folder, whichever of the two layouts it has."""
+"""Opening a dataset folder, whichever of the layouts it has."""
 
 from __future__ import annotations
 
@@ -6,35 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp4deploy.data.coco import CocoDataset
-from fp4deploy.data.coco_json import find_annotations
+from fp4deploy.data.layouts import LAYOUTS, find_annotations, has_mask_split, has_masks
 from fp4deploy.data.masks import MaskDataset
 from fp4deploy.data.sample import ALL_SPLITS, SegmentationDataset
 from fp4deploy.errors import InputError
-
-LAYOUTS = (
-    "annotations/instances_{train,val}2017.json with {train,val}2017/ (COCO), "
-    "or masks/{train,val}/*.png with {train,val}/ (semantic masks)"
-)
-
-
-def has_masks(root: Path) -> bool:
-    """Whether a folder has the masks layout, which takes priority over COCO annotations."""
-    return any((root / "masks" / split).is_dir() for split in ALL_SPLITS)
 
 
 def has_split(root: Path, split: str, instances: bool = False) -> bool:
     """Whether a folder has a split, in the layout that it is read in (`instances`: with object instances)."""
     if has_masks(root) and not instances:
-        return (root / "masks" / split).is_dir()
+        return has_mask_split(root, split)
     return find_annotations(root, split) is not None
 
 
 def require_folder(root: Path) -> None:
-    """Raise InputError unless `root` is a folder with one of the two layouts."""
+    """Raise InputError unless `root` is a folder with one of the layouts."""
     if not root.is_dir():
         cause = "is not a folder" if root.exists() else "does not exist"
         raise InputError(f"The dataset folder {root} {cause}. To make a generated one: fp4deploy data shapes DIR")
-    if not has_masks(root) and not (root / "annotations").is_dir():
+    if not has_masks(root) and not any(find_annotations(root, split) for split in ALL_SPLITS):
         raise InputError(
             f"{root} is not a dataset folder: it needs {LAYOUTS}. To see an example: fp4deploy data shapes DIR"
         )

@@ -26,6 +26,7 @@ from fp4deploy.errors import InputError
 
 FORMATS = ("JPEG", "PNG", "BMP", "DIB", "WEBP", "TIFF", "GIF", "PPM")
 MOST_PIXELS = 2 * 89_478_485  # of one image; beyond it Pillow refuses to decode
+Colours = dict[tuple[int, int, int], int]  # RGB -> class
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _UNREADABLE = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, RuntimeError, struct.error),
@@ -79,6 +80,16 @@ def check_size(path: Path, size: tuple[int, int]) -> None:
     """
     with _opened(path) as image:
         _require_size(image, size)
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """Stored width and height by an image file's header.
+
+    Raises:
+        ImageError: the file cannot be read.
+    """
+    with _opened(path) as image:
+        return image.size
 
 
 def _require_size(image: Image.Image, size: tuple[int, int]) -> None:
@@ -140,16 +151,27 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_class_ids(path: Path) -> Pixels:
+def read_class_ids(path: Path, colours: Colours | None = None) -> Pixels:
     """Decode a mask file to uint8 [H, W]; a pixel value *is* the class id, values above 255 become 255.
 
-    Palette files keep their indices: `convert("RGB")` would replace them by colours.
+    Palette files keep their indices: `convert("RGB")` would replace them by colours. With `colours` a colour image is
+    read by them; a colour without a class is 255.
 
     Raises:
-        ImageError: not decodable, or a colour image.
+        ImageError: not decodable, or a colour image and no `colours`.
     """
     image = open_image(path)
+    if colours is not None and image.mode in ("RGB", "RGBA"):
+        return _classes_of_colours(np.array(image.convert("RGB")), colours)
     if image.mode not in ("P", "L", "1") and not image.mode.startswith("I"):
         raise ImageError(f"is a colour image (mode {image.mode}); a mask holds class ids in one channel.")
     values = np.array(image)
     return values.astype(np.uint8) if values.dtype == np.bool_ else np.clip(values, 0, 255).astype(np.uint8)
+
+
+def _classes_of_colours(pixels: Pixels, colours: Colours) -> Pixels:
+    packed = pixels.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
+    classes = np.full(packed.shape, 255, np.uint8)
+    for (red, green, blue), value in colours.items():
+        classes[packed == (red << 16) + (green << 8) + blue] = value
+    return classes

@@ -1,13 +1,14 @@
 """Semantic masks as PNG files, one for every image:
 
     DIR/masks/{train,val,test}/NAME.png one channel (palette or greyscale); the pixel value is the class
-    DIR/{train,val,test}/NAME.jpg       or .png; train2017 and so on work too
+    DIR/{train,val,test}/NAME.jpg       or .png; other layouts: `data.layouts`
 
 The classes' names come from the first of these that exists:
 
 1. `annotations/instances_*.json`, the categories that have a "mask_value", ordered by it;
 2. `classes.txt`, one name a line, line n (from 0) for value n;
-3. "class_0", "class_1", ... up to the largest value below 255 in `train` and `val` (this reads every mask once).
+3. `labelmap.txt` of CVAT, "name:r,g,b::" a line, line n for value n; its masks may be in these colours;
+4. "class_0", "class_1", ... up to the largest value below 255 in `train` and `val` (this reads every mask once).
 
 There is no background class here: every class is named by the masks. A value without a class is 255 (ignored), the
 usual meaning of void. With a subset of classes the others become 255 too and not "background": the pixels *are*
@@ -16,17 +17,20 @@ labelled, but as something the model has no class for. Images without a mask are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from fp4deploy.data.coco_json import find_annotations, find_images, parse
-from fp4deploy.data.images import IMAGE_SUFFIXES, ImageError, read_class_ids, read_image
+from fp4deploy.data.coco_json import parse
+from fp4deploy.data.images import Colours, ImageError, read_class_ids, read_image
+from fp4deploy.data.layouts import find_annotations, find_images, mask_files, split_images
 from fp4deploy.data.sample import ALL_SPLITS, IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes
-from fp4deploy.schema import read_bytes
+from fp4deploy.schema import lines_of, read_bytes
 
 MOST_LISTING_BYTES = 1 << 20  # of classes.txt
+LABEL = re.compile(r"([^:]{1,200}):(\d{1,3}),(\d{1,3}),(\d{1,3}):[^:]*:[^:]*")
 
 
 class MaskDataset:
@@ -52,14 +56,15 @@ class MaskDataset:
         if folder is None or not masks:
             lacking = f"folder {split}" if folder is None else f"mask in masks/{split}/*.png"
             raise data_error(root, f"The dataset {root} has no {lacking}, so there is nothing to learn or to measure.")
-        images = image_files(folder)
+        images = split_images(root, split)
         lonely = [path.name for stem, path in masks.items() if stem not in images]
         if lonely:
             more = f" And {len(lonely) - 1} more." if len(lonely) > 1 else ""
-            raise data_error(root, f"The mask masks/{split}/{lonely[0]} has no image in {folder}.{more}")
+            raise data_error(root, f"The mask {lonely[0]} has no image in {folder}.{more}")
         self._pairs = [(images[stem], path) for stem, path in masks.items()]
         values = class_values(root)
         self.class_names = select_classes(list(values), classes, root)
+        self._colours = class_colours(root)
         self._class_of = np.full(256, IGNORE, dtype=np.uint8)
         for number, name in enumerate(self.class_names):
             self._class_of[values[name]] = number
@@ -76,23 +81,13 @@ class MaskDataset:
         image_path, mask_path = self._pairs[index]
         path = mask_path
         try:
-            values = read_class_ids(mask_path)
+            values = read_class_ids(mask_path, self._colours)
             path = image_path
             image = read_image(image_path, (values.shape[0], values.shape[1]))
         except ImageError as error:
             raise data_error(self.root, f"{path} {error}") from error
         mask: Pixels = self._class_of[values]
         return Sample(image, mask, image_path.name)
-
-
-def mask_files(root: Path, split: str) -> dict[str, Path]:
-    """Masks of a split by their stem, sorted."""
-    return {path.stem: path for path in sorted((root / "masks" / split).glob("*.png"))}
-
-
-def image_files(folder: Path) -> dict[str, Path]:
-    """Images of a folder by their stem, sorted."""
-    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in IMAGE_SUFFIXES}
 
 
 def class_values(root: Path) -> dict[str, int]:
@@ -118,7 +113,39 @@ def class_values(root: Path) -> dict[str, int]:
         if not names or len(set(names)) < len(names) or "" in names or len(names) > IGNORE:
             raise data_error(root, f"{listing} must hold one class a line: no empty lines, no repeats, at most 255.")
         return {name: value for value, name in enumerate(names)}
+    named_colours = _label_map(root)
+    if named_colours:
+        return {name: value for value, (name, _) in enumerate(named_colours)}
     return {f"class_{value}": value for value in range(_largest_value(root) + 1)}
+
+
+def class_colours(root: Path) -> Colours | None:
+    """Class of each RGB colour by `labelmap.txt`; None where there is none.
+
+    Raises:
+        InputError: the file is unusable.
+    """
+    listed = _label_map(root)
+    return {colour: value for value, (_, colour) in enumerate(listed)} if listed else None
+
+
+def _label_map(root: Path) -> list[tuple[str, tuple[int, int, int]]]:
+    """Names and colours of CVAT's labelmap.txt; [] where there is none."""
+    path = root / "labelmap.txt"
+    found = []
+    for line in lines_of(path):
+        text = line.decode("utf-8", errors="replace").strip()
+        if not text or text.startswith("#"):
+            continue
+        match = LABEL.fullmatch(text)
+        if match is None or max(map(int, match.groups()[1:])) > 255:
+            raise data_error(root, f"{path} must hold lines such as 'road:128,64,128::', not '{text[:80]}'.")
+        found.append((match[1], (int(match[2]), int(match[3]), int(match[4]))))
+    if len({name for name, _ in found}) < len(found) or len({colour for _, colour in found}) < len(found):
+        raise data_error(root, f"{path} repeats a name or a colour.")
+    if len(found) > IGNORE:
+        raise data_error(root, f"{path} has {len(found)} classes; at most 255 fit into a mask.")
+    return found
 
 
 def _largest_value(root: Path) -> int:

@@ -146,3 +146,24 @@ def test_open_shows_a_report(invoke: Invoke, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("webbrowser.open", lambda url: False)
     assert invoke("open", run / "report.html").exit_code == 3
     assert invoke("open", "absent.html").exit_code == 2
+
+
+def test_data_check_lists_the_set_and_draws_it(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    result = invoke("data", "check", shapes, "--sheet", "sheet.png")
+    assert result.exit_code == 0, result.stderr
+    assert "train: 16 images, width x height 32 x 32" in result.stdout
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size[0] == 4 * 320
+    assert invoke("data", "check", shapes, "--sheet", "sheet.pdf").exit_code == 2
+    facts = json.loads(invoke("data", "check", shapes, "--json").stdout)
+    assert [split["images"] for split in facts["splits"]] == [16, 8]
+
+
+def test_data_import(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
+    source = ("--train-json", shapes / "annotations" / "instances_train2017.json", "--images", shapes / "train2017")
+    result = invoke("data", "import", *source, "--val-share", 0.25, "--out", "set")
+    assert result.exit_code == 0, result.stderr
+    assert invoke("data", "check", "set").exit_code == 0
+    assert invoke("data", "import", *source, "--out", "set").exit_code == 2

@@ -26,10 +26,12 @@ def make_coco(tmp_path: Path) -> Callable[..., Path]:
         content = copy.deepcopy(CONTENT)
         if change:
             change(content)
-        for split in ("train", "val"):
+        for seed, split in enumerate(("train", "val")):
             (root / f"{split}2017").mkdir(parents=True)
             for number, image in enumerate(("a.png", "empty.png")):
-                pixels = np.random.default_rng(number).integers(0, 256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
+                pixels = np.random.default_rng(number + 10 * seed).integers(
+                    0, 256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8
+                )
                 Image.fromarray(pixels).save(root / f"{split}2017" / image)
             path = root / "annotations" / f"instances_{split}2017.json"
             path.parent.mkdir(exist_ok=True)
@@ -53,7 +55,8 @@ def make_masks(tmp_path: Path) -> Callable[..., Path]:
             mask = Image.frombytes("P", (WIDTH, HEIGHT), values.tobytes())
             mask.putpalette([(7 * n) % 256 for n in range(768)])
             mask.save(root / "masks" / split / "x.png")
-            Image.new("RGB", (WIDTH, HEIGHT), (10, 20, 30)).save(root / split / "x.jpg")
+            colour = (10, 20, 30) if split == "train" else (30, 20, 10)
+            Image.new("RGB", (WIDTH, HEIGHT), colour).save(root / split / "x.jpg")
         if classes is not None:
             (root / "classes.txt").write_text(classes)
         return root

@@ -106,6 +106,10 @@ def test_splits_with_different_categories(make_coco):
 def test_a_test_split_is_checked_where_there_is_one(make_coco, make_masks):
     root = make_coco()
     shutil.copytree(root / "val2017", root / "test2017")
+    for image in (root / "test2017").iterdir():
+        with Image.open(image) as opened:
+            pixels = opened.convert("RGB")
+        pixels.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(image)
     path = root / "annotations" / "instances_test2017.json"
     shutil.copy(root / "annotations" / "instances_val2017.json", path)
     assert check_dataset(root) == []
@@ -117,7 +121,8 @@ def test_a_test_split_is_checked_where_there_is_one(make_coco, make_masks):
         ("annotations/instances_test2017.json", "different-categories"),
     ]
     root = make_masks()
-    shutil.copytree(root / "val", root / "test")
+    (root / "test").mkdir()
+    Image.new("RGB", (4, 4)).save(root / "test" / "x.jpg")
     (root / "masks" / "test").mkdir()
     assert {(d.file, d.kind) for d in check_dataset(root)} == {
         ("masks/test", "missing-file"),
@@ -130,7 +135,7 @@ def test_defects_of_masks(make_masks):
     Image.new("L", (4, 4)).save(root / "masks" / "train" / "lonely.png")
     Image.new("RGB", (4, 4)).save(root / "train" / "unlabelled.jpg")
     Image.new("L", (4, 4)).save(root / "masks" / "val" / "x.png")
-    Image.new("RGB", (4, 4)).save(root / "val" / "y.jpg")
+    Image.new("RGB", (5, 4)).save(root / "val" / "y.jpg")
     Image.new("RGB", (4, 4)).save(root / "masks" / "val" / "y.png")
     assert {(d.file, d.kind) for d in check_dataset(root)} == {
         ("masks/train/lonely.png", "missing-image"),

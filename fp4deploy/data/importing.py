@@ -1,0 +1,168 @@
+"""COCO files of any origin into a dataset folder: `fp4deploy data import`.
+
+Annotation tools write a file for each task, and images lie anywhere: Label Studio has result.json with images/,
+CVAT one file a task, a colleague two files and one folder of images. The folder that this makes has COCO's layout, with
+the annotations as they are and the images as hard links (copies where the file system has none).
+
+A file without splits is divided by the name of each image: SHA-256 of seed and name, read as a number in [0, 1). So an
+image stays in its split when others are added, and the division is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.data.coco_json import CocoFile, parse
+from fp4deploy.data.sample import TEST, TRAIN, VAL
+from fp4deploy.errors import InputError
+from fp4deploy.files import atomic_write
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Images and annotations of one split of the new folder."""
+
+    split: str
+    images: int
+    annotations: int
+
+
+def import_coco(
+    files: Mapping[str, Path],
+    images: Sequence[Path],
+    out: Path,
+    *,
+    val_share: float = 0.0,
+    test_share: float = 0.0,
+    seed: int = 0,
+) -> list[Imported]:
+    """Make the dataset folder `out` of COCO files by split, and of the folders that have their images.
+
+    Args:
+        files: "train" and perhaps "val" and "test" to annotation files.
+        images: folders that the files' names are looked up in, in this order; by the whole name, then without folders.
+        out: a folder that does not exist.
+        val_share, test_share: of the images of "train" that go to these splits, where they have no file.
+
+    Raises:
+        InputError: a file is no COCO file or has a defect, an image is missing, there would be no validation split, or
+            `out` exists or cannot be written; nothing is left behind.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists already. Choose another --out.")
+    shares = {VAL: val_share, TEST: test_share}
+    for split, share in shares.items():
+        if share and split in files:
+            raise InputError(f"--{split}-share divides the training file, and there is a file of {split} already.")
+    if VAL not in files and not val_share:
+        raise InputError(
+            "There is no validation split: give --val-json FILE, or a share of the images: --val-share 0.2"
+        )
+    if val_share + test_share >= 1:
+        raise InputError(f"--val-share and --test-share take {val_share + test_share:g} of the images; leave some.")
+    contents = {split: _read(path) for split, path in files.items()}
+    names = {split: [str(image["file_name"]) for image in content["images"]] for split, content in contents.items()}
+    places = {name: _find(name, images) for split in names for name in names[split]}
+    flat = _flat_names(places)
+    found = []
+    with atomic_write(out) as folder:
+        for split, content in _divide(contents, shares, seed).items():
+            found.append(_write(folder, split, content, places, flat))
+            if not found[-1].images:
+                raise InputError(f"No image falls into the split {split}. Give a larger share, or another --seed.")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a COCO file whose records are all usable; repeated annotation ids are, too."""
+    parsed: CocoFile = parse(path)
+    fatal = [defect for defect in parsed.defects if defect.kind != "duplicate-annotation"]
+    if fatal:
+        more = f" ({len(fatal) - 1} more defects)" if len(fatal) > 1 else ""
+        raise InputError(f"{path} {fatal[0].message}{more}")
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    known = parsed.categories.keys()
+    kept = [category for category in content["categories"] if category["id"] in known]
+    return {**content, "categories": kept}
+
+
+def _find(name: str, folders: Sequence[Path]) -> Path:
+    plain = name.replace("\\", "/")
+    for candidates in ([folder / plain for folder in folders], [folder / Path(plain).name for folder in folders]):
+        found = list({path.resolve(): path for path in candidates if path.is_file()}.values())
+        if len(found) > 1:
+            raise InputError(f"The image {name} is in two folders: {found[0]} and {found[1]}. Rename one.")
+        if found:
+            return found[0]
+    where = ", ".join(map(str, folders))
+    raise InputError(f"The image {name} is in none of the folders: {where}. Give its folder with --images.")
+
+
+def _flat_names(places: Mapping[str, Path]) -> dict[str, str]:
+    """A name without folders for every image; those that would share one get a number."""
+    found: dict[str, str] = {}
+    used: Counter[str] = Counter()
+    for name in places:
+        path = Path(name.replace("\\", "/"))
+        used[path.name] += 1
+        found[name] = path.name if used[path.name] == 1 else f"{path.stem}.{used[path.name]}{path.suffix}"
+    if len(set(found.values())) < len(found):
+        raise InputError("Two images would get one name. Rename images such as a.2.jpg.")
+    return found
+
+
+def _divide(
+    contents: Mapping[str, dict[str, Any]], shares: Mapping[str, float], seed: int
+) -> dict[str, dict[str, Any]]:
+    whole = dict(contents)
+    taken = 0.0
+    train = contents[TRAIN]
+    ends = []
+    for split, share in shares.items():
+        if share:
+            taken += share
+            ends.append((taken, split))
+    if not ends:
+        return whole
+    place = {image["id"]: _split_of(str(image["file_name"]), ends, seed) for image in train["images"]}
+    for split in (TRAIN, *(split for _, split in ends)):
+        whole[split] = {
+            **train,
+            "images": [image for image in train["images"] if place[image["id"]] == split],
+            "annotations": [each for each in train["annotations"] if place[each["image_id"]] == split],
+        }
+    return whole
+
+
+def _split_of(name: str, ends: Sequence[tuple[float, str]], seed: int) -> str:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    number = int.from_bytes(digest[:8], "big") / 2**64
+    return next((split for end, split in ends if number < end), TRAIN)
+
+
+def _write(
+    folder: Path, split: str, content: dict[str, Any], places: Mapping[str, Path], flat: Mapping[str, str]
+) -> Imported:
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    (folder / split).mkdir()
+    for name in dict.fromkeys(str(image["file_name"]) for image in content["images"]):
+        _link(places[name], folder / split / flat[name])
+    records = [{**image, "file_name": flat[str(image["file_name"])]} for image in content["images"]]
+    text = json.dumps({**content, "images": records})
+    (folder / "annotations" / f"instances_{split}.json").write_text(text, encoding="utf-8")
+    return Imported(split, len(records), len(content["annotations"]))
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,106 @@
+"""What a dataset holds: images, classes, sizes of each split, and images that are in two splits.
+
+A validation image that is also trained on makes every score too good. Such images are found by content: files of equal
+bytes, whatever their names are (COCO128's two splits are one folder of the same files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp4deploy.data.coco_json import parse
+from fp4deploy.data.dataset import has_split, require_folder
+from fp4deploy.data.images import ImageError, image_size
+from fp4deploy.data.layouts import find_annotations, find_images, has_masks, split_images
+from fp4deploy.data.sample import ALL_SPLITS
+from fp4deploy.files import file_digest
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """One split; `sizes` are width and height of the smallest, the median and the largest image by pixels.
+
+    `annotations` counts regions by class, None for semantic masks.
+    """
+
+    split: str
+    images: int
+    annotations: dict[str, int] | None
+    sizes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One image in two splits, by the paths of the two files."""
+
+    first: str
+    second: str
+
+
+def summarise(root: Path) -> list[SplitSummary]:
+    """The splits that can be read.
+
+    Raises:
+        InputError: `root` is not a dataset folder.
+    """
+    require_folder(root)
+    return [_summary(root, split) for split in ALL_SPLITS if has_split(root, split)]
+
+
+def shared_images(root: Path) -> list[Shared]:
+    """Images that two splits have in common, by content; only files of equal size are read.
+
+    Raises:
+        InputError: `root` is not a dataset folder.
+    """
+    require_folder(root)
+    places = [path for split in ALL_SPLITS for path in _files(root, split)]
+    split_of = {path: split for split in ALL_SPLITS for path in _files(root, split)}
+    by_size: dict[int, list[Path]] = {}
+    for path in places:
+        if path.is_file():
+            by_size.setdefault(path.stat().st_size, []).append(path)
+    found = []
+    for equal in by_size.values():
+        if len({split_of[path] for path in equal}) < 2:
+            continue
+        first: dict[str, Path] = {}
+        for path in equal:
+            before = first.setdefault(file_digest(path), path)
+            if split_of[before] != split_of[path]:
+                found.append(Shared(before.relative_to(root).as_posix(), path.relative_to(root).as_posix()))
+    return found
+
+
+def _summary(root: Path, split: str) -> SplitSummary:
+    files = _files(root, split)
+    annotations = None
+    path = find_annotations(root, split)
+    if path is not None and not has_masks(root):
+        parsed = parse(path)
+        annotations = dict.fromkeys(parsed.categories.values(), 0)
+        for annotation in parsed.annotations:
+            annotations[parsed.categories[annotation.category_id]] += 1
+    return SplitSummary(split, len(files), annotations, _sizes(files))
+
+
+def _files(root: Path, split: str) -> list[Path]:
+    if has_masks(root):
+        return list(split_images(root, split).values())
+    path, folder = find_annotations(root, split), find_images(root, split)
+    if path is None or folder is None:
+        return []
+    return [folder / record.file_name for record in parse(path).images.values()]
+
+
+def _sizes(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
+    sizes = []
+    for path in files:
+        try:
+            sizes.append(image_size(path))
+        except ImageError:
+            continue  # `check_dataset` lists it
+    sizes.sort(key=lambda size: size[0] * size[1])
+    return (sizes[0], sizes[len(sizes) // 2], sizes[-1]) if sizes else ()

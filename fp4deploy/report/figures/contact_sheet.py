@@ -1,0 +1,59 @@
+"""A contact sheet: images of a dataset with their labels drawn over them, to see what a training will see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from fp4deploy.data import open_dataset
+from fp4deploy.files import atomic_write
+from fp4deploy.predict.palette import colours, tinted
+
+COLUMNS, ROWS = 4, 3
+SIDE = 320  # pixels of a cell
+LINE = 18  # pixels of a line of text
+PAPER, INK = (255, 255, 255), (30, 30, 30)
+
+
+def draw_contact_sheet(root: Path, split: str, out: Path) -> int:
+    """Write up to `COLUMNS` x `ROWS` evenly spaced images of a split as one PNG; how many they are.
+
+    Raises:
+        InputError: the data cannot be read, or the file cannot be written.
+    """
+    dataset = open_dataset(root, split)
+    chosen = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), COLUMNS * ROWS)).round().astype(int))
+    palette = colours(len(dataset.class_names), dataset.background)
+    legend = [(name, colour) for name, colour in zip(dataset.class_names, palette, strict=True) if colour is not None]
+    present: set[int] = set()
+    cells = []
+    for index in chosen:
+        sample = dataset.load(int(index))
+        present |= set(np.unique(sample.mask).tolist())
+        cells.append((sample.name, Image.fromarray(tinted(sample.image, sample.mask, palette))))
+    shown = [entry for number, entry in enumerate(legend, int(dataset.background)) if number in present]
+    rows = -(-len(cells) // COLUMNS)
+    sheet = Image.new("RGB", (COLUMNS * SIDE, rows * (SIDE + LINE) + _legend_height(shown)), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for place, (name, image) in enumerate(cells):
+        x, y = place % COLUMNS * SIDE, place // COLUMNS * (SIDE + LINE)
+        image.thumbnail((SIDE - 8, SIDE - 8))
+        sheet.paste(image, (x + 4, y + 4))
+        pen.text((x + 4, y + SIDE - 2), name[-48:].encode("ascii", "replace").decode(), fill=INK)
+    _draw_legend(pen, shown, rows * (SIDE + LINE))
+    with atomic_write(out) as temporary:
+        sheet.save(temporary, format="PNG")
+    return len(cells)
+
+
+def _legend_height(legend: list[tuple[str, tuple[int, int, int]]]) -> int:
+    return (-(-len(legend) // COLUMNS)) * LINE + 8
+
+
+def _draw_legend(pen: ImageDraw.ImageDraw, legend: list[tuple[str, tuple[int, int, int]]], top: int) -> None:
+    for place, (name, colour) in enumerate(legend):
+        x, y = place % COLUMNS * SIDE + 4, top + place // COLUMNS * LINE + 4
+        pen.rectangle((x, y, x + 12, y + 12), fill=colour)
+        pen.text((x + 18, y), name[:44].encode("ascii", "replace").decode(), fill=INK)
