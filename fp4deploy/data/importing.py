@@ -24,6 +24,7 @@ from fp4deploy.data.coco_json import CocoFile, parse
 from fp4deploy.data.sample import TEST, TRAIN, VAL
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
+from fp4deploy.schema import parse_json
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _read(path: Path) -> dict[str, Any]:
     if fatal:
         more = f" ({len(fatal) - 1} more defects)" if len(fatal) > 1 else ""
         raise InputError(f"{path} {fatal[0].message}{more}")
-    content: dict[str, Any] = json.loads(path.read_bytes())
+    content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"), path, nan="keep")
     known = parsed.categories.keys()
     kept = [category for category in content["categories"] if category["id"] in known]
     return {**content, "categories": kept}
