@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,31 +37,40 @@ def by_reference(
     monkeypatch: pytest.MonkeyPatch,
     sizes: dict[str, int] | None = None,
 ) -> list[Any]:
+    reading = PackedNetwork(network.file, "cuda", "packed")
     with monkeypatch.context() as patch:
         patch.setattr(network_module, "conv2d", reference.conv2d_reference)
         patch.setattr(network_module, "conv_transpose2d", reference.conv_transpose2d_reference)
         patch.setattr(network_module, "matmul", reference.matmul_reference)
         patch.setattr(norm_pack, "_runs", lambda _: False)
-        return network.run_node(node, inputs, sizes)
+        return reading.run_node(node, inputs, sizes)
 
 
 FIRST = [(False, False), (True, False), (False, True), (True, True)]  # the image as digits; every layer quantised
 
 
+@pytest.mark.parametrize("weights", ["decoded", "packed"])
 @pytest.mark.parametrize("recipe", [None, "nvfp4_qat", "nvfp4_4o6_weight_qat"])
 @pytest.mark.parametrize("scale", [0.125, 0.25, 0.5])
 @pytest.mark.parametrize(("digits", "everything"), FIRST)
 def test_every_step_against_its_reference(
-    recipe: str | None, scale: float, digits: bool, everything: bool, monkeypatch: pytest.MonkeyPatch
+    recipe: str | None,
+    scale: float,
+    digits: bool,
+    everything: bool,
+    weights: Literal["decoded", "packed"],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each from the same inputs: of packed activations a thousandth of the elements may differ by a rounding."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     _, file = packed(recipe, scale, digits, everything)
-    network = PackedNetwork(file, "cuda")
+    network = PackedNetwork(file, "cuda", weights)
+    moments: dict[str, Any] = {}
     live: dict[str, Any] = {network.graph.inputs[0].outputs[0].name: network.read(images(2, size=64).cuda())}
     for node in network.graph.nodes:
         inputs = [live[name] for name in node.inputs]
-        got, expected = network.run_node(node, inputs), by_reference(network, node, inputs, monkeypatch)
+        expected = by_reference(network, node, inputs, monkeypatch)
+        got = network.run_node(node, inputs, moments=moments)
         for one, other in zip(got, expected, strict=True):
             assert type(one) is type(other)
             difference = values(one) - values(other)
@@ -119,10 +128,10 @@ def test_recording_can_be_switched_off_and_may_fail(monkeypatch: pytest.MonkeyPa
     x = images(1).cuda()
     assert torch.equal(CapturedNetwork(network, enabled=False)(x), network(x))
 
-    def synchronise(node: Any, inputs: list[Any], sizes: Any) -> list[Any]:
+    def synchronise(node: Any, inputs: list[Any], *others: Any) -> list[Any]:
         if isinstance(node, GroupNormReLU):
             torch.cuda.synchronize()
-        return PackedNetwork.run_node(network, node, inputs, sizes)
+        return PackedNetwork.run_node(network, node, inputs, *others)
 
     monkeypatch.setattr(network, "run_node", synchronise)
     with pytest.warns(UserWarning, match="as a CUDA graph failed"):

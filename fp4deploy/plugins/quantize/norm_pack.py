@@ -8,8 +8,8 @@ pixels; y is rounded to the dtype of x, and the rounded values are packed along 
 `formats.quantize_nvfp4` packs them. An encoder level of a UNet requests y with the scale of the decoder's convolution
 and p with that of the next level: 4.5 bits an element each, and no FP16 feature map.
 
-`norm_relu_pack` uses the kernels of `cuda/group_norm.cu` (statistics) and `cuda/norm_pack.cu` where they run, and the
-reference elsewhere. For the same a and b both give the same bytes.
+`norm_relu_pack` uses the kernels of `cuda/norm_statistics.cu` (`statistics`) and `cuda/norm_pack.cu` where they run,
+and the reference elsewhere. For the same a and b both give the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from fp4deploy import formats
 from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.plugins.quantize.channels_last import channels_fit, chunks_of, group_statistics
+from fp4deploy.plugins.quantize.channels_last import BLOCKS, VECTOR, channels_fit
+from fp4deploy.plugins.quantize.statistics import Moments, chunk_moments, combine
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
@@ -53,6 +54,7 @@ def norm_relu_pack(
     groups: int,
     eps: float,
     forms: Sequence[OutputForm],
+    moments: Moments | None = None,
 ) -> list[FeatureMap]:
     """The normalised and rectified feature map in each of the requested forms.
 
@@ -61,11 +63,12 @@ def norm_relu_pack(
         bias, weight, beta: float32 [C]; of the convolution (or None) and of the GroupNorm.
         forms: packed ones give `Nvfp4Tensor` [N, H, W, C], plain ones tensors; pooled ones [N, H/2, W/2, C], for
             which H and W must be even.
+        moments: of x, where the convolution that wrote it gave them.
     """
-    if not _runs(x):
+    if not _runs(x) or weight.numel() > groups * THREADS:
         return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
     try:
-        ab = group_statistics(x.permute(0, 3, 1, 2), bias, weight, beta, groups, eps)[0]
+        ab = combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
         return apply_kernels(x, ab, forms)
     except UnavailableError as error:
         _refused.add(x.device)
@@ -140,7 +143,7 @@ def _launch(x: torch.Tensor, ab: torch.Tensor, results: dict[tuple[bool, bool], 
     n, h, w, c = x.shape
     pooling = any(pooled for pooled, _ in results)
     pixels = h * w // 4 if pooling else h * w
-    chunks, per_chunk = chunks_of(pixels, c, n)
+    chunks, per_chunk = _chunks(pixels, c, n)
     macros: dict[str, str | int] = {"DTYPE": CUDA_TYPES[x.dtype]}
     if not pooling:
         norm = kernel("norm_pack.cu", "norm_pack", "PPPPPPqiq", macros, x.device)
@@ -149,6 +152,13 @@ def _launch(x: torch.Tensor, ab: torch.Tensor, results: dict[tuple[bool, bool], 
     both = kernel("norm_pack.cu", "norm_pool_pack", "PPPPPPPPPPiqiq", macros, x.device)
     targets = (*_pointers(results, False), *_pointers(results, True))
     both.launch((chunks, n), THREADS, x, ab, *targets, w // 2, pixels, c, per_chunk)
+
+
+def _chunks(pixels: int, channels: int, batch: int) -> tuple[int, int]:
+    """How many chunks a feature map is cut into, and the pixels of a chunk: one trip a thread for small ones."""
+    count = max(1, min(-(-pixels // (THREADS // (channels // VECTOR))), -(-BLOCKS // batch)))
+    per_chunk = -(-pixels // count)
+    return -(-pixels // per_chunk), per_chunk
 
 
 def _pointers(results: dict[tuple[bool, bool], FeatureMap], pooled: bool) -> tuple[torch.Tensor | None, ...]:

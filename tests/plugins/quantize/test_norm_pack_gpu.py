@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins import KernelError, available
 from fp4deploy.plugins.quantize import norm_pack
-from fp4deploy.plugins.quantize.channels_last import group_statistics
 from fp4deploy.plugins.quantize.norm_pack import OutputForm, affine, apply_kernels, apply_reference, norm_relu_pack
+from fp4deploy.plugins.quantize.statistics import Moments, chunk_moments, combine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,7 +72,7 @@ FORMS = {
 def test_bytes_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype, form: str) -> None:
     x, forms = feature_map(shape, dtype), FORMS[form]()
     bias, weight, beta = (vector(shape[-1], seed) for seed in (1, 2, 3))
-    ab = group_statistics(x.permute(0, 3, 1, 2), bias, weight, beta, GROUPS, EPS)[0]
+    ab = combine(chunk_moments(x), x.shape, bias, weight, beta, GROUPS, EPS)
     poison()
     got = apply_kernels(x, ab, forms)
     for each, reference in zip(got, apply_reference(x, ab, forms), strict=True):
@@ -99,6 +99,31 @@ def test_statistics(shape: tuple[int, ...]) -> None:
     biased = (x.double() + bias.double()).permute(0, 3, 1, 2)
     exact = F.group_norm(biased, GROUPS, weight.double(), beta.double(), EPS).relu().permute(0, 2, 3, 1)
     assert float((y.double() - exact).norm() / exact.norm()) < 1e-3
+
+
+def tiles_of(x: torch.Tensor, rows: int) -> Moments:
+    """Moments of runs of `rows` pixels of the whole batch, as a convolution's tiles have them."""
+    n, h, w, c = x.shape
+    flat, item = x.double().reshape(-1, c), torch.arange(n * h * w, device=x.device) // (h * w)
+    parts = torch.full((-(-len(flat) // rows), 2, 2, c), float("nan"), dtype=torch.float64, device=x.device)
+    for tile, first in enumerate(range(0, len(flat), rows)):
+        part, items = flat[first : first + rows], item[first : first + rows]
+        for index, one in enumerate(items.unique()):
+            pixels = part[items == one]
+            parts[tile, index] = torch.stack([pixels.mean(0), (pixels - pixels.mean(0)).square().sum(0)])
+    return Moments(parts.float(), rows)
+
+
+@pytest.mark.parametrize("rows", [16, 100, 252])
+@pytest.mark.parametrize("mean", [0.0, 1000.0])
+def test_moments_of_tiles_that_touch_two_items(rows: int, mean: float) -> None:
+    x = feature_map((3, 14, 18, 64), torch.bfloat16 if mean else torch.float16) + mean
+    bias, weight, beta = (vector(64, seed) for seed in (1, 2, 3))
+    one = combine(tiles_of(x, rows), x.shape, bias, weight, beta, GROUPS, EPS)
+    exact = affine(x.double(), bias.double(), weight.double(), beta.double(), GROUPS, EPS)
+    assert float((one - exact).norm() / exact.norm()) < 1e-4
+    other = combine(chunk_moments(x), x.shape, bias, weight, beta, GROUPS, EPS)
+    assert float((other - exact).norm() / exact.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 65504.0, 6e-8])

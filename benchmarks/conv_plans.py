@@ -1,0 +1,213 @@
+"""The best plan of every convolution of the UNet with decoded weights, among tiles and divisions of K.
+
+    python benchmarks/conv_plans.py --json benchmarks/results/conv_plans_h200.json
+
+For each layer of each case (SCALE:BATCHxHEIGHTxWIDTH): the time of every candidate, with the kernel that adds the
+parts of a division of K, of `plugins.gemm.decoded.plan`'s choice, of the kernel that decodes both operands
+(`plugins.gemm.dispatch`), and of cuDNN in FP16. Ten launches are replayed from one CUDA graph, so that no launch
+overhead of the host counts. Variants are compiled by several processes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peers import machine
+
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.models.unet import channel_widths
+from fp4deploy.plugins.gemm import decoded, dispatch
+from fp4deploy.plugins.gemm.decoded import Plan
+from fp4deploy.plugins.gemm.triton.tiles import Tile
+from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4 as pack
+
+Shape = tuple[int, tuple[int, ...], int, int, int, int]  # batch, channels, outputs, height, width, size
+WIDE = (Tile(256, 128, 32, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 256, 32, 8, 3))
+MIDDLE = (Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 4, 4))
+NARROW = (Tile(256, 64, 32, 8, 3), Tile(256, 64, 32, 4, 3), Tile(128, 64, 32, 4, 4), Tile(64, 64, 64, 4, 3))
+THIN = tuple(Tile(bm, bn, 32, 4, 3) for bm in (256, 128) for bn in (32, 16))
+SPLITS = (1, 2, 3, 4, 6, 8, 12)
+MOST_PROGRAMS = 400
+CASES = ("1.0:1x352x480", "0.25:1x352x480", "1.0:16x352x480", "1.0:4x512x512", "0.25:16x352x480")
+
+
+def shapes(case: str) -> dict[str, Shape]:
+    """The quantised convolutions of a case by name, each shape once."""
+    scale, _, size = case.partition(":")
+    batch, height, width = (int(part) for part in size.split("x"))
+    widths = channel_widths(float(scale))
+    found: dict[str, Shape] = {}
+    for level, (before, after) in enumerate(zip((3, *widths[:-1]), widths, strict=True)):
+        h, w = height >> level, width >> level
+        if level:
+            found[f"encoder.{level}.conv1"] = (batch, (before,), after, h, w, 3)
+        found[f"conv2 of level {level}"] = (batch, (after,), after, h, w, 3)
+        if level + 1 < len(widths):
+            found[f"up to level {level}"] = (batch, (widths[level + 1],), after, h // 2, w // 2, 2)
+            found[f"decoder.conv1 of level {level}"] = (batch, (after, after), after, h, w, 3)
+    return found
+
+
+def candidates(shape: Shape) -> list[Plan]:
+    """Tiles and splits worth trying."""
+    batch, channels, outputs, h, w, size = shape
+    rows, up = batch * h * w, size == 2
+    tiles: tuple[Tile, ...] = NARROW if outputs >= 64 else ()
+    tiles += (*WIDE, *MIDDLE) if outputs >= 128 else ()
+    tiles += THIN if outputs <= 32 else ()
+    steps32 = sum(-(-(1 if up else size * size) * c // 64) for c in channels)
+    found = []
+    for tile in tiles:
+        if tile.bn > max(16, outputs) or (tile.bk == 64 and any(c % 128 for c in channels)) or tile.bm > 2 * rows:
+            continue
+        programs = -(-rows // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1)
+        for splits in SPLITS if not up else (1,):
+            if splits == 1 or (programs * splits <= MOST_PROGRAMS and programs < 132 and splits * 4 <= steps32):
+                found.append(Plan(tile, splits))
+    return found
+
+
+class Layer:
+    """Operands of one shape on the GPU."""
+
+    def __init__(self, shape: Shape) -> None:
+        batch, channels, outputs, h, w, size = shape
+        torch.manual_seed(0)
+        self.size, self.up = size, size == 2
+        self.sources = tuple(packed(batch, h, w, c) for c in channels)
+        self.weight = packed(outputs, size, size, sum(channels))
+        self.decoded = decoded.decode_weight(self.weight, channels, self.up)
+        maps = torch.cat([source.dequantize(torch.float16) for source in self.sources], -1)
+        self.maps = maps.permute(0, 3, 1, 2)
+        filters = self.weight.dequantize(torch.float16).permute((3, 0, 1, 2) if self.up else (0, 3, 1, 2))
+        self.filters = filters.contiguous(memory_format=torch.channels_last)
+        self.amax = torch.tensor(40.0, device="cuda") if self.up else None
+
+    def run(self, plan: Plan | None = None) -> Any:
+        return decoded.conv2d(
+            self.sources, self.decoded, padding=0 if self.up else self.size // 2, out_amax=self.amax,
+            up=self.up, chosen=plan,
+        )[0]  # fmt: skip
+
+    def former(self) -> Any:
+        if self.up:
+            return dispatch.conv_transpose2d(self.sources[0], self.weight, out_amax=self.amax)
+        return dispatch.conv2d(self.sources, self.weight, padding=self.size // 2)
+
+    def fp16(self) -> torch.Tensor:
+        if self.up:
+            return F.conv_transpose2d(self.maps, self.filters, None, 2)
+        return F.conv2d(self.maps, self.filters, None, padding=self.size // 2)
+
+
+def packed(*shape: int) -> Nvfp4Tensor:
+    """A random packed tensor."""
+    return pack(torch.randn(*shape, device="cuda", dtype=torch.float16))
+
+
+def graph_us(run: Callable[[], Any], launches: int = 10, repeats: int = 5) -> float:
+    """Median microseconds of one launch in a CUDA graph of ten."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            run()
+    times = []
+    for _ in range(repeats + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / launches)
+    return sorted(times[1:])[repeats // 2]
+
+
+def compile_plan(job: tuple[Shape, Plan]) -> str:
+    """In a process of its own: one launch, so that Triton's cache has the variant."""
+    (_, channels, outputs, _, _, size), plan = job
+    batch = 2 if job[0][0] > 1 else 1
+    try:
+        small = Layer((batch, channels, outputs, 20, 20, size))
+        small.run(plan)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{plan}: {type(error).__name__}: {error}"[:200]
+    return ""
+
+
+def variant(shape: Shape, plan: Plan) -> tuple[Any, ...]:
+    """What decides about machine code."""
+    _, channels, outputs, _, _, size = shape
+    depth = tuple(min(c, 64) for c in channels)
+    return (depth, outputs % plan.tile.bn == 0, outputs % 16 == 0, size, plan.tile, plan.splits > 1)
+
+
+def measure(shape: Shape) -> dict[str, Any]:
+    """Times of one shape in microseconds."""
+    layer = Layer(shape)
+    expected, row = layer.former(), {"shape": shape, "plans": []}
+    plain = expected.dequantize() if isinstance(expected, Nvfp4Tensor) else expected.float()
+    for plan in candidates(shape):
+        found = None
+        try:
+            y = layer.run(plan)
+            y = y.dequantize() if isinstance(y, Nvfp4Tensor) else y.float()
+            error = float((y - plain).norm() / plain.norm())
+            found = {"tile": vars(plan.tile), "splits": plan.splits, "us": graph_us(lambda p=plan: layer.run(p))}
+            found |= {"error": error, "same_bits": bool(torch.equal(y, plain))}
+        except Exception as error:
+            found = {"tile": vars(plan.tile), "splits": plan.splits, "error": f"{type(error).__name__}: {error}"[:200]}
+        row["plans"].append(found)
+    row["plan_us"], row["former_us"] = graph_us(layer.run), graph_us(layer.former)
+    row["cudnn_us"] = graph_us(layer.fp16)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--processes", type=int, default=14)
+    arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    began = time.perf_counter()
+    wanted = {case: shapes(case) for case in arguments.cases}
+    jobs = {variant(s, plan): (s, plan) for case in wanted.values() for s in case.values() for plan in candidates(s)}
+    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+        for problem in pool.map(compile_plan, jobs.values(), chunksize=2):
+            if problem:
+                print(problem)
+    print(f"{len(jobs)} variants compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    result: dict[str, Any] = {"command": "python benchmarks/conv_plans.py", "machine": machine(), "cases": {}}
+    for case, found in wanted.items():
+        rows = result["cases"][case] = {}
+        for name, shape in found.items():
+            rows[name] = row = measure(shape)
+            timed = sorted((plan for plan in row["plans"] if "us" in plan), key=lambda plan: plan["us"])
+            best = " ; ".join(
+                "{us:.1f} {tile[bm]}x{tile[bn]}x{tile[bk]}w{tile[warps]}s{tile[stages]}/{splits}{same}".format(
+                    **plan, same="=" if plan["same_bits"] else f"~{plan['error']:.0e}"
+                )
+                for plan in timed[:4]
+            )
+            print(f"{case} {name:24s} cuDNN {row['cudnn_us']:7.1f} former {row['former_us']:7.1f} "
+                  f"plan {row['plan_us']:7.1f} | {best}", flush=True)  # fmt: skip
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(result) + "\n")
+    print(f"{time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""Convolutions of packed activations with weights that were decoded to float16 once: inference before Blackwell.
+
+    weight = decode_weight(packed, (64, 64))                 two planes of float16 for two sources of 64 channels
+    y, moments = conv2d(sources, weight, padding=1, moments=True)
+
+Where tensor cores take no FP4, decoding a weight in every program that reads it costs arithmetic and buys memory: 4.5
+bits an element instead of 16. `triton/decoded.py` reads a weight that was decoded at load and decodes activations only,
+which stay packed in memory. Elements are the same numbers in both kernels.
+
+**Plan.** `plan` chooses the tile and the number of splits of K from the shape and the number of multiprocessors alone,
+so that the same file gives the same bits on the same kind of GPU, in every process. Only BK and the number of splits
+enter the order of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.plugins.aot import load as aot
+from fp4deploy.plugins.aot.compile import triton_version
+from fp4deploy.plugins.aot.spec import Call, Launch
+from fp4deploy.plugins.gemm.arguments import TYPES, run
+from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
+from fp4deploy.plugins.quantize.statistics import Moments
+
+PAD = 64  # bytes: rows of planes are whole steps of every tile
+SCALE = 128.0  # elements of the planes are divided by it (`triton.decode`)
+SUM_TILE = Tile(32, 64, 0, 4, 1)
+Size3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedWeight:
+    """A weight for `decoded_conv_kernel`.
+
+    planes: float16 [2, rows, K]: even and odd elements; rows: outputs, of a transposed convolution 4 times as many.
+    shape: [O, KH, KW, C] of the packed weight; channels: of each source.
+    """
+
+    planes: torch.Tensor
+    amax: torch.Tensor
+    shape: tuple[int, ...]
+    channels: tuple[int, ...]
+    e4m3_max: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the GPU."""
+        return self.planes.nbytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one convolution is computed."""
+
+    tile: Tile
+    splits: int = 1
+
+
+def available(device: torch.device) -> bool:
+    """Whether these kernels run and are the better choice on a device: a GPU before Blackwell, with Triton."""
+    if device.type != "cuda" or triton_version() is None or not aot.available(device):
+        return False
+    return Architecture.of_device(device.index).number < NATIVE_FROM
+
+
+def fits(channels: tuple[int, ...], taps: int) -> bool:
+    """Whether the kernel takes sources of these channels: whole steps of a tap, or several taps a step."""
+    depths = [_bytes(c) for c in channels]
+    return all(depth % 32 == 0 for depth in depths) or (len({*depths}) == 1 and depths[0] in (8, 16) and 1 < taps <= 9)
+
+
+def decode_weight(weight: Nvfp4Tensor, channels: tuple[int, ...], up: bool = False) -> DecodedWeight:
+    """Decode a packed [O, KH, KW, C] for sources of these channels.
+
+    up: a transposed convolution of kernel 2 x 2.
+    """
+    outputs, kh, kw, _ = weight.shape
+    values = _elements(weight)  # [O, KH, KW, C padded]
+    rows = values.flatten(0, 2).unsqueeze(1) if up else values.flatten(1, 2)  # [rows, taps, C]
+    parts, first = [], 0
+    for count in channels:
+        width = 2 * _bytes(count)
+        part = rows[..., first : first + width].flatten(1)
+        parts.append(torch.nn.functional.pad(part, (0, -part.shape[1] % (2 * PAD))))
+        first += width
+    pairs = torch.cat(parts, 1).unflatten(1, (-1, 2))  # [rows, bytes, (even, odd)]
+    # The order of a tensor core's fragment within 32 bytes, as `triton.decode.permute` puts it.
+    pairs = pairs.unflatten(1, (-1, 4, 2, 2, 2)).permute(6, 0, 1, 3, 4, 2, 5).flatten(2)
+    return DecodedWeight(pairs.contiguous(), weight.amax, (outputs, kh, kw, sum(channels)), channels, weight.e4m3_max)
+
+
+def _elements(weight: Nvfp4Tensor) -> torch.Tensor:
+    """Elements without the global scale, times 2^-7: exact in float16."""
+    unit = torch.full((), float(E2M1_MAX * weight.e4m3_max), dtype=torch.float32, device=weight.codes.device)
+    shape = torch.Size((*weight.shape[:-1], 2 * weight.codes.shape[-1]))
+    plain = Nvfp4Tensor(weight.codes, weight.scales, unit, shape, weight.e4m3_max)
+    return (plain.dequantize(torch.float32) / SCALE).half()
+
+
+def _bytes(channels: int) -> int:
+    return -(-channels // NVFP4_BLOCK) * NVFP4_BLOCK // 2
+
+
+def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, packed: bool, processors: int) -> Plan:
+    """The tile and the number of splits of one convolution.
+
+    rows, columns: M and N; depths: bytes of a pixel in each source; packed: the output is quantised.
+    """
+    step = 64 if all(depth % 64 == 0 for depth in depths) else 32
+    steps = sum(-(-taps * depth // step) for depth in depths)
+    bn = 128 if columns > 64 else 64 if columns > 32 else 32 if columns > 16 else 16
+    if packed or up:
+        bn = min(bn, 64) if packed else bn
+        bm = 128
+        return Plan(Tile(bm, bn, 32, 4 if packed else 8, 3))
+    bm = 256 if -(-rows // 256) * -(-columns // bn) >= processors else 128
+    tiles = -(-rows // bm) * -(-columns // bn)
+    splits = max(1, min(8, processors // tiles, steps // 8)) if tiles < processors else 1
+    return Plan(Tile(bm, bn, step if bm * bn >= 1 << 14 else 32, 8 if bm * bn >= 1 << 14 else 4, 3), splits)
+
+
+def conv2d(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: DecodedWeight,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+    moments: bool = False,
+    up: bool = False,
+    chosen: Plan | None = None,
+    launch: Callable[[Call], object] | None = None,
+    asm: bool = True,
+) -> tuple[torch.Tensor | Nvfp4Tensor, Moments | None]:
+    """`dispatch.conv2d` (with `up`, `dispatch.conv_transpose2d`) on a GPU, and the moments of its output if asked for.
+
+    Operands are those of a network that was checked.
+
+    Args:
+        moments: of the rounded output.
+        chosen: instead of what `plan` chooses.
+        launch, asm: what launches, and whether inline PTX is used: for Triton's interpreter.
+
+    Returns:
+        [N, OH, OW, O] or packed; None instead of moments where a tile would span more than two batch items.
+    """
+    n, h, w = sources[0].shape[:3]
+    outputs, kh, kw, _ = weight.shape
+    taps = (1, 1) if up else (kh, kw)
+    oh, ow = (
+        (h, w)
+        if up
+        else (
+            (h + 2 * padding - dilation * (kh - 1) - 1) // stride + 1,
+            (w + 2 * padding - dilation * (kw - 1) - 1) // stride + 1,
+        )
+    )
+    rows, device = n * oh * ow, sources[0].codes.device
+    depths = tuple(x.codes.shape[-1] for x in sources)
+    chosen = chosen or plan(
+        rows, outputs, depths, taps[0] * taps[1], up, out_amax is not None, _processors(device.index)
+    )
+    factor = 2 if up else 1
+    shape = (n, factor * oh, factor * ow, outputs)
+    out, scales = _output(shape, dtype, out_amax, device)
+    tall = chosen.tile.bm if chosen.splits == 1 else SUM_TILE.bm
+    found = None
+    if moments and oh * ow >= tall:
+        found = Moments(torch.empty(-(-rows // tall), 2, 2, outputs, dtype=torch.float32, device=device), tall)
+    target = out
+    if chosen.splits > 1:
+        target = torch.empty(chosen.splits, math.prod(shape), dtype=torch.float32, device=device)
+    items = 0 if found is None else 1 if n == 1 or (oh * ow) % tall == 0 else 2
+    geometry = (stride, padding, dilation)
+    call = conv_call(
+        sources, weight, bias, (n, h, w), (n, oh, ow), target, scales, out_amax, found, items, dtype, taps, geometry,
+        relu, up, chosen, asm,
+    )  # fmt: skip
+    execute = launch or partial(run, device=device)
+    execute(call)
+    if chosen.splits > 1:
+        whole = (math.prod(shape[:-1]), shape[1] * shape[2], outputs)
+        execute(sum_call(target, bias, out, scales, out_amax, found, items, dtype, relu, whole, chosen.splits, asm))
+    if scales is None or out_amax is None:
+        return out, found
+    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
+
+
+def _output(
+    shape: tuple[int, ...], dtype: torch.dtype, amax: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if amax is None:
+        return torch.empty(shape, dtype=dtype, device=device), None
+    blocks = -(-shape[-1] // NVFP4_BLOCK)
+    codes = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
+    return codes, torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
+
+
+def conv_call(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: DecodedWeight,
+    bias: torch.Tensor | None,
+    extent: Size3,
+    pixels: Size3,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    out_amax: torch.Tensor | None,
+    moments: Moments | None,
+    items: int,
+    dtype: torch.dtype,
+    taps: tuple[int, int],
+    geometry: Size3,
+    relu: bool,
+    up: bool,
+    chosen: Plan,
+    asm: bool = True,
+) -> Call:
+    """The launch of `decoded_conv_kernel`."""
+    x, second, tile = sources[0], sources[-1], chosen.tile
+    two, split = len(sources) == 2, chosen.splits > 1
+    cb, cb2 = x.codes.shape[-1], second.codes.shape[-1] if two else 0
+    outputs, m = weight.shape[0], math.prod(pixels)
+    constants: dict[str, Any] = {
+        "KH": taps[0],
+        "KW": taps[1],
+        "TWO": two,
+        "UP": up,
+        "TAPS": 1 if cb % tile.bk == 0 else tile.bk // cb,
+        "BIAS": bias is not None and not split,
+        "RELU": relu and not split,
+        "QUANTIZE": scales is not None and not split,
+        "MOMENTS": 0 if split else items,
+        "SPLIT": split,
+        "FULL": outputs % tile.bn == 0,
+        "BF16": dtype == torch.bfloat16,
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "BK": tile.bk,
+        "ASM": asm,
+    }
+    bytes_, floats = ("x", "x_scales", "x2", "x2_scales", "out_scales"), ("x_amax", "x2_amax", "w_amax", "bias")
+    names = (
+        *("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_amax", "bias", "out", "out_scales"),
+        *("out_amax", "moments"),
+    )
+    types = {name: "*u8" if name in bytes_ else "*fp32" for name in names}
+    types["w"] = "*fp16"
+    types["out"] = "*fp32" if split else "*u8" if scales is not None else f"*{TYPES[dtype]}"
+    assert set(floats) <= set(types)
+    sizes = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "K", "stride", "padding", "dilation", "splits")
+    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
+    wide = ("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ()
+    multiples = (
+        "x",
+        "x_scales",
+        "x2",
+        "x2_scales",
+        "w",
+        "out",
+        "K",
+        *wide,
+        *(("outputs",) if outputs % 16 == 0 else ()),
+    )
+    divisible = tuple(name for name in types if name in multiples)
+    launch = Launch(
+        "decoded:decoded_conv_kernel",
+        tuple(types.items()),
+        tuple(constants.items()),
+        divisible,
+        tile.warps,
+        tile.stages,
+    )
+    values = (
+        *(x.codes, _flat(x), x.amax, second.codes, _flat(second), second.amax, weight.planes, weight.amax),
+        *(x.amax if bias is None else bias, out, out if scales is None else scales),
+        *(x.amax if out_amax is None else out_amax, x.amax if moments is None else moments.parts),
+        *(
+            extent[1],
+            extent[2],
+            cb,
+            cb2,
+            pixels[1],
+            pixels[2],
+            m,
+            outputs,
+            weight.planes.shape[2],
+            *geometry,
+            chosen.splits,
+        ),
+        *(E2M1_MAX * value.e4m3_max for value in (x, second, weight)),
+    )
+    grid = -(-m // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1) * chosen.splits
+    return Call(launch, values, (grid, 1, 1))
+
+
+def sum_call(
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    out_amax: torch.Tensor | None,
+    moments: Moments | None,
+    items: int,
+    dtype: torch.dtype,
+    relu: bool,
+    whole: Size3,
+    splits: int,
+    asm: bool = True,
+) -> Call:
+    """The launch of `split_sum_kernel`; whole: pixels of all items and of one, channels."""
+    tile = SUM_TILE
+    constants: dict[str, Any] = {
+        "BIAS": bias is not None,
+        "RELU": relu,
+        "QUANTIZE": scales is not None,
+        "MOMENTS": items,
+        "SPLITS": splits,
+        "BF16": dtype == torch.bfloat16,
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "ASM": asm,
+    }
+    types = dict.fromkeys(("parts", "bias", "out", "out_scales", "out_amax", "moments"), "*fp32")
+    types |= {"out": "*u8" if scales is not None else f"*{TYPES[dtype]}", "out_scales": "*u8"}
+    types |= dict.fromkeys(("M", "pixels", "outputs"), "i32")
+    divisible = ("parts", "out", *(("outputs",) if whole[2] % 16 == 0 else ()))
+    launch = Launch(
+        "decoded:split_sum_kernel", tuple(types.items()), tuple(constants.items()), divisible, tile.warps, 1
+    )
+    amax = parts if out_amax is None else out_amax
+    values = (
+        *(parts, parts if bias is None else bias, out, out if scales is None else scales, amax),
+        *(parts if moments is None else moments.parts, *whole),
+    )
+    return Call(launch, values, (-(-whole[0] // tile.bm) * -(-whole[2] // tile.bn), 1, 1))
+
+
+def _flat(x: Nvfp4Tensor) -> torch.Tensor:
+    return x.scales.view(torch.uint8)
+
+
+@lru_cache
+def _processors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

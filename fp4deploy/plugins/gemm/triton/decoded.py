@@ -1,0 +1,266 @@
+"""Implicit GEMM of packed activations and a weight decoded to float16 before: for GPUs without FP4 tensor cores.
+
+    out[m, n] = relu(sum over taps and channels of x[pixel(m) + tap, c] * filter[n, tap, c] + bias[n])
+
+`gemm.implicit_gemm_kernel` decodes both operands in registers, and a weight again in every program that reads it. Here
+only the activations are decoded; the weight comes as two planes of float16, its even and its odd elements (`decode`
+says why), in the order in which the main loop reads them. The elements are the same numbers, so that for one K step
+(BK), one division of K and one order of the sum both kernels give the same bits.
+
+**Split-K.** Deep layers of a small batch have few output tiles and a long K. With SPLIT the K steps of a tile are
+divided among `splits` programs, each writes its sum in float32, and `split_sum_kernel` adds them in ascending order.
+The result depends on `splits` and BK, as on any order of a sum, and never on which program ends first.
+
+**Moments.** GroupNorm needs mean and variance of what a convolution writes. With MOMENTS the epilogue stores both for
+each tile and channel, of the rounded values, so that no further pass reads the feature map:
+
+    moments [tiles, 2, 2, outputs] float32: of the pixels of the tile's first batch item and of those of the next one
+    the mean, then the sum of squared deviations from it
+"""
+
+import triton
+import triton.language as tl
+
+from fp4deploy.plugins.gemm.triton.decode import SCALED, decode
+from fp4deploy.plugins.gemm.triton.epilogue import finish, quantize
+
+
+@triton.jit(do_not_specialize=["H", "W", "OH", "OW", "M", "stride", "padding", "dilation", "splits"])
+def decoded_conv_kernel(
+    x,  # codes, uint8 [batch, H, W, CB]
+    x_scales,  # E4M3 bytes, uint8 [batch, H, W, CB // 8]
+    x_amax,  # float32 []
+    x2,  # the second source; x again where there is one
+    x2_scales,
+    x2_amax,
+    w,  # float16 [2, rows, K]: even and odd elements times 2^-7, in the order of the K steps
+    w_amax,
+    bias,  # float32 [outputs]; not read without BIAS
+    out,  # [pixels, outputs]; with QUANTIZE codes [pixels, OB]; with SPLIT float32 [splits, pixels, outputs]
+    out_scales,  # uint8 [pixels, OB // 8]; not written without QUANTIZE
+    out_amax,  # float32 []; not read without QUANTIZE
+    moments,  # float32 [tiles, 2, 2, outputs]; not written without MOMENTS
+    H,
+    W,
+    CB,  # bytes of a pixel of the first source, and of the second
+    CB2,
+    OH,
+    OW,
+    M,
+    outputs,
+    K,  # elements of a row of a plane
+    stride,
+    padding,
+    dilation,
+    splits,  # 1 without SPLIT
+    x_range,  # 6 * 448, or 6 * 256 with 4/6
+    x2_range,
+    w_range,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    TWO: tl.constexpr,
+    UP: tl.constexpr,
+    TAPS: tl.constexpr,  # taps of a step; with 1, BK divides CB and CB2; with more, each is BK / TAPS
+    BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    MOMENTS: tl.constexpr,  # 0; batch items a tile may touch: 1 or 2
+    SPLIT: tl.constexpr,
+    FULL: tl.constexpr,  # BN divides outputs
+    BF16: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,  # bytes of a step: 2 BK elements
+    ASM: tl.constexpr,
+):
+    CB, CB2 = CB // 8 * 8, CB2 // 8 * 8  # no change of the values: it tells the compiler that they are multiples of 8
+    pid = tl.program_id(0)
+    split = pid % splits if SPLIT else 0
+    pid = pid // splits if SPLIT else pid
+    tiles = tl.cdiv(outputs, BN)
+    columns = 4 * tiles if UP else tiles
+    tile = pid // columns
+    m = tile * BM + tl.arange(0, BM)
+    position = (pid % columns) // tiles  # which of the four output pixels of a transposed convolution
+    n = (pid % tiles) * BN + tl.arange(0, BN)
+    has = n < outputs
+
+    # Row m of the GEMM as (batch item, oy, ox), and one bit for each tap that reads a pixel instead of padding.
+    ox, t = m % OW, m // OW
+    oy, item = t % OH, t // OH
+    top, left = oy * stride - padding, ox * stride - padding
+    tap_mask = tl.zeros((BM,), tl.int32 if KH * KW <= 32 else tl.int64)
+    for tap in tl.static_range(KH * KW):
+        iy, ix = top + (tap // KW) * dilation, left + (tap % KW) * dilation
+        tap_mask |= ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W) & (m < M)).to(tap_mask.dtype) << tap
+    pixel = (item.to(tl.int64) * H + top) * W + left
+    rows = outputs * 4 if UP else outputs
+    row = n.to(tl.int64) * 4 + position if UP else n.to(tl.int64)
+    even = w + (row * K)[:, None] + tl.arange(0, BK)[None, :]
+    odd = even + rows.to(tl.int64) * K
+
+    steps = _steps(CB, KH * KW, TAPS, BK)
+    total = steps + _steps(CB2, KH * KW, TAPS, BK) if TWO else steps
+    low = (total * split) // splits if SPLIT else 0
+    high = (total * (split + 1)) // splits if SPLIT else total
+    acc = tl.zeros((BM, BN), tl.float32)
+    acc = _accumulate(
+        acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, 0, tl.minimum(low, steps), tl.minimum(high, steps),
+        W, dilation, KH, KW, TAPS, FULL, BM, BN, BK, ASM,
+    )  # fmt: skip
+    factor = tl.load(x_amax) / x_range
+    if TWO:
+        second = tl.load(x2_amax) / x2_range
+        second += (second == 0.0).to(tl.float32)  # no division by zero; an amax of 0 means that all its values are 0
+        padded = tl.cdiv(KH * KW * CB, 64) * 64  # where the second source begins in a row of the planes
+        acc = _accumulate(
+            acc * (factor / second), x2, x2_scales, CB2, pixel, tap_mask, even, odd, has, padded,
+            tl.maximum(low, steps) - steps, tl.maximum(high, steps) - steps,
+            W, dilation, KH, KW, TAPS, FULL, BM, BN, BK, ASM,
+        )  # fmt: skip
+        factor = second
+    acc = acc * (factor * (tl.load(w_amax) / w_range) * (SCALED * SCALED))
+
+    place = m
+    if UP:
+        place = 2 * m + 2 * OW * (m // OW) + 2 * OW * (position // 2) + position % 2
+    place = place.to(tl.int64)
+    if SPLIT:
+        pixels = M.to(tl.int64) * (4 if UP else 1)
+        at = out + split * pixels * outputs + (place * outputs)[:, None] + n[None, :]
+        tl.store(at, acc, mask=(m < M)[:, None] & has[None, :])
+    else:
+        y = finish(acc, bias, n, has, RELU, BIAS).to(tl.bfloat16 if BF16 else tl.float16)
+        _write(y, m < M, place, n, has, (pid % tiles) * BN, outputs, out, out_scales, out_amax, QUANTIZE, BM, BN, ASM)
+        if MOMENTS:
+            store_moments(y, moments, m, M, OH * OW, outputs, n, has, tile, MOMENTS, BM)
+
+
+@triton.jit(do_not_specialize=["M", "pixels"])
+def split_sum_kernel(
+    parts,  # float32 [SPLITS, pixels, outputs]
+    bias,
+    out,
+    out_scales,
+    out_amax,
+    moments,
+    M,  # pixels
+    pixels,  # of a batch item
+    outputs,
+    BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BF16: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """The epilogue of `decoded_conv_kernel` after a division of K: partial sums are added in ascending order."""
+    tiles = tl.cdiv(outputs, BN)
+    tile, first = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BN
+    m, n = tile * BM + tl.arange(0, BM), first + tl.arange(0, BN)
+    has = n < outputs
+    at = parts + (m.to(tl.int64) * outputs)[:, None] + n[None, :]
+    inside = (m < M)[:, None] & has[None, :]
+    acc = tl.load(at, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        acc += tl.load(at + split * M.to(tl.int64) * outputs, mask=inside, other=0.0)
+    y = finish(acc, bias, n, has, RELU, BIAS).to(tl.bfloat16 if BF16 else tl.float16)
+    _write(y, m < M, m.to(tl.int64), n, has, first, outputs, out, out_scales, out_amax, QUANTIZE, BM, BN, ASM)
+    if MOMENTS:
+        store_moments(y, moments, m, M, pixels, outputs, n, has, tile, MOMENTS, BM)
+
+
+@triton.jit
+def store_moments(y, moments, m, M, pixels, outputs, n, has, tile, ITEMS: tl.constexpr, BM: tl.constexpr):
+    """Mean and sum of squared deviations of each channel over the pixels of one tile, by batch item."""
+    values = y.to(tl.float32)
+    item, first = m // pixels, (tile * BM) // pixels
+    for index in tl.static_range(ITEMS):
+        inside = (item == first + index) & (m < M)
+        count = tl.sum(inside.to(tl.float32), 0)
+        mean = tl.sum(tl.where(inside[:, None], values, 0.0), 0) / tl.maximum(count, 1.0)
+        deviation = tl.where(inside[:, None], values - mean[None, :], 0.0)
+        at = moments + ((tile * 2 + index) * 2).to(tl.int64) * outputs + n
+        tl.store(at, mean, mask=has)
+        tl.store(at + outputs, tl.sum(deviation * deviation, 0), mask=has)
+
+
+@triton.jit
+def _write(
+    y, valid, place, n, has, first, outputs, out, out_scales, out_amax,
+    QUANTIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A tile of rounded values: stored, or quantised for the next layer."""
+    if QUANTIZE:
+        blocks = (outputs + 15) // 16
+        codes, scales = quantize(tl.where(has[None, :], y.to(tl.float32), 0.0), tl.load(out_amax), BM, BN, ASM)
+        pair, block = first // 2 + tl.arange(0, BN // 2), first // 16 + tl.arange(0, BN // 16)
+        at = out + (place * (8 * blocks))[:, None] + pair[None, :]
+        tl.store(at, codes, mask=valid[:, None] & (pair < 8 * blocks)[None, :])
+        at = out_scales + (place * blocks)[:, None] + block[None, :]
+        tl.store(at, scales, mask=valid[:, None] & (block < blocks)[None, :])
+    else:
+        tl.store(out + (place * outputs)[:, None] + n[None, :], y, mask=valid[:, None] & has[None, :])
+
+
+@triton.jit
+def _steps(CB, FILTER: tl.constexpr, TAPS: tl.constexpr, BK: tl.constexpr):
+    """K steps of one source."""
+    return FILTER * (CB // BK) if TAPS == 1 else (FILTER + TAPS - 1) // TAPS + CB * 0
+
+
+@triton.jit
+def _accumulate(
+    acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, begin, low, high,
+    W, dilation, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr, FULL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc + K steps `low` to `high` of one source, whose elements begin at `begin` in a row of the planes."""
+    byte, scale = tl.arange(0, BK), tl.arange(0, BK // 8)
+    if TAPS == 1:
+        SB = tl.multiple_of(CB // 8, BK // 8)
+        xp = x + (pixel * CB)[:, None] + byte[None, :]
+        xsp = x_scales + (pixel * SB)[:, None] + scale[None, :]
+        depth = CB // BK
+        tap, c = low // depth, (low % depth) * BK
+        for step in range(low, high):
+            offset = ((tap // KW) * W + tap % KW) * dilation
+            reads = (((tap_mask >> tap) & 1) != 0)[:, None]
+            a = tl.load(xp + (offset * CB + c), mask=reads, other=0)
+            sa = tl.load(xsp + (offset * SB + c // 8), mask=reads, other=0)
+            at = begin + step * BK
+            if FULL:
+                b_even, b_odd = tl.load(even + at), tl.load(odd + at)
+            else:
+                b_even = tl.load(even + at, mask=has[:, None], other=0.0)
+                b_odd = tl.load(odd + at, mask=has[:, None], other=0.0)
+            a_even, a_odd = decode(a, sa, BM, BK, ASM)
+            acc = tl.dot(a_even, tl.trans(b_even), acc)
+            acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+            c += BK  # tap and channel are counted up: a division would delay the addresses of the next loads
+            last = c >= CB
+            tap += last.to(tl.int32)
+            c = tl.where(last, 0, c)
+    else:
+        BYTES: tl.constexpr = BK // TAPS  # of a pixel; a constant, so that the compiler knows the alignment of loads
+        BLOCKS: tl.constexpr = BYTES // 8
+        LAST: tl.constexpr = KH * KW - 1
+        xp, xsp = x + (pixel * BYTES)[:, None], x_scales + (pixel * BLOCKS)[:, None]
+        for step in range(low, high):
+            tap, tap_scale = step * TAPS + byte // BYTES, step * TAPS + scale // BLOCKS
+            reads = ((tap_mask[:, None] >> tl.minimum(tap, LAST)[None, :]) & 1) != 0
+            reads_scale = ((tap_mask[:, None] >> tl.minimum(tap_scale, LAST)[None, :]) & 1) != 0
+            offset = (((tap // KW) * W + tap % KW) * dilation) * BYTES + byte % BYTES
+            offset_scale = (((tap_scale // KW) * W + tap_scale % KW) * dilation) * BLOCKS + scale % BLOCKS
+            a = tl.load(xp + offset[None, :], mask=reads & (tap <= LAST)[None, :], other=0)
+            sa = tl.load(xsp + offset_scale[None, :], mask=reads_scale & (tap_scale <= LAST)[None, :], other=0)
+            at = begin + step * BK
+            b_even = tl.load(even + at, mask=has[:, None], other=0.0)
+            b_odd = tl.load(odd + at, mask=has[:, None], other=0.0)
+            a_even, a_odd = decode(a, sa, BM, BK, ASM)
+            acc = tl.dot(a_even, tl.trans(b_even), acc)
+            acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+    return acc

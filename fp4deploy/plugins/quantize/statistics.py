@@ -1,0 +1,74 @@
+"""Statistics of a GroupNorm for inference: moments of parts of a feature map, combined to y = a x + b.
+
+    moments = chunk_moments(x)                         or those that a convolution wrote with its output
+    ab = combine(moments, x.shape, bias, gamma, beta, groups, eps)                 float32 [N, 2, C]
+
+Two small kernels (`cuda/norm_statistics.cu`). At batch 1 a feature map is cut into many parts, and what combines them
+must be parallel over the parts as well as over the channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
+
+VECTOR = 8
+PARTS = 264  # of a batch: two for each multiprocessor of a large GPU
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Mean and squared deviations of each channel over parts of a feature map.
+
+    parts: float32 [parts, 2, 2, C], see `cuda/norm_statistics.cu`.
+    rows: pixels of a part.
+    per_item: parts of a batch item; 0 where parts are cut from the pixels of the whole batch.
+    """
+
+    parts: torch.Tensor
+    rows: int
+    per_item: int = 0
+
+
+def chunk_moments(x: torch.Tensor) -> Moments:
+    """Moments of a feature map [N, H, W, C], contiguous, float16 or bfloat16, on a GPU.
+
+    Raises:
+        UnavailableError: the kernel does not compile or launch here.
+    """
+    n, h, w, c = x.shape
+    pixels, at_once = h * w, THREADS // (c // VECTOR)
+    count = max(1, min(-(-pixels // (2 * at_once)), -(-PARTS // n)))
+    per_chunk = -(-pixels // count)
+    count = -(-pixels // per_chunk)
+    parts = torch.empty(n * count, 2, 2, c, dtype=torch.float32, device=x.device)
+    launch = kernel("norm_statistics.cu", "chunk_moments", "PPqiq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device).launch
+    launch((count, n), THREADS, x, parts, pixels, c, per_chunk, shared=8 * at_once * c)
+    return Moments(parts, per_chunk, count)
+
+
+def combine(
+    moments: Moments,
+    shape: Sequence[int],
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    beta: torch.Tensor,
+    groups: int,
+    eps: float,
+) -> torch.Tensor:
+    """a and b, float32 [N, 2, C], of a feature map of `shape` [N, H, W, C].
+
+    Raises:
+        UnavailableError: the kernel does not compile or launch here.
+    """
+    n, h, w, c = shape
+    ab = torch.empty(n, 2, c, dtype=torch.float32, device=weight.device)
+    launch = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqi", {"DTYPE": "__half"}, weight.device).launch
+    vectors = (moments.parts, bias, weight, beta, ab)
+    launch((groups, n), THREADS, *vectors, eps, h * w, c, groups, moments.rows, moments.per_item)
+    return ab

@@ -1,0 +1,125 @@
+"""Runs the kernels of decoded weights in Triton's interpreter and prints, as JSON, how each case compares with float64.
+
+TRITON_INTERPRET=1 python tests/plugins/gemm/interpreted_decoded.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.plugins.gemm import decoded
+from fp4deploy.plugins.gemm.arguments import just_in_time
+from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
+from fp4deploy.plugins.gemm.triton.tiles import Tile
+from fp4deploy.plugins.quantize.statistics import Moments
+
+TINY = Tile(32, 32, 32, 4, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution of one or two feature maps."""
+
+    size: tuple[int, int, int]
+    channels: tuple[int, ...]
+    outputs: int
+    k: int = 3
+    stride: int = 1
+    padding: int = 1
+    dilation: int = 1
+    splits: int = 1
+    packed: bool = False
+    up: bool = False
+    moments: bool = True
+    tile: Tile = TINY
+
+
+CASES = {
+    "one source": Case((1, 6, 7), (64,), 48),
+    "two sources": Case((1, 6, 7), (64, 128), 32),
+    "two batch items in a tile": Case((2, 6, 7), (64,), 32),
+    "four taps a step": Case((1, 6, 7), (16,), 20),
+    "two taps a step, two sources": Case((2, 8, 8), (32, 32), 32),
+    "stride and dilation": Case((1, 13, 12), (64,), 32, stride=2, padding=2, dilation=2),
+    "1x1": Case((1, 8, 8), (128,), 32, k=1, padding=0),
+    "step of 64 bytes": Case((1, 6, 7), (128,), 32, tile=Tile(32, 32, 64, 4, 1)),
+    "packed output": Case((1, 6, 7), (64,), 48, packed=True, moments=False),
+    "transposed": Case((2, 4, 5), (64,), 32, k=2, padding=0, up=True, moments=False),
+    "transposed, packed": Case((1, 4, 5), (64,), 32, k=2, padding=0, up=True, packed=True, moments=False),
+    "three splits": Case((1, 6, 7), (64,), 48, splits=3),
+    "splits of two sources": Case((2, 6, 7), (64, 128), 32, splits=4),
+    "more splits than steps of a source": Case((1, 8, 8), (32, 32), 32, splits=7),
+    "splits, packed output": Case((1, 6, 7), (64,), 48, splits=2, packed=True, moments=False),
+}
+
+
+def run(case: Case) -> dict[str, float]:
+    """Errors of output, moments and packed bytes; bias and ReLU in every case."""
+    torch.manual_seed(0)
+    n, h, w = case.size
+    sources = tuple(
+        quantize_nvfp4(torch.randn(n, h, w, c) * scale, amax=torch.tensor(amax))
+        for c, scale, amax in zip(case.channels, (1.0, 3.0), (4.0, 9.0), strict=False)
+    )
+    weight = quantize_nvfp4(torch.randn(case.outputs, case.k, case.k, sum(case.channels)))
+    bias, amax = torch.randn(case.outputs), torch.tensor(9.0) if case.packed else None
+    if case.up:
+        exact = conv_transpose2d_reference(sources[0], weight, bias, True, torch.float64, None, torch.float64)
+    else:
+        geometry = (case.stride, case.padding, case.dilation)
+        exact = conv2d_reference(sources, weight, bias, *geometry, True, torch.float64, None, torch.float64)
+    assert isinstance(exact, torch.Tensor)
+    calls = []
+    found, moments = decoded.conv2d(
+        sources, decoded.decode_weight(weight, case.channels, case.up), bias, case.stride, case.padding, case.dilation,
+        True, torch.float16, amax, case.moments, case.up, decoded.Plan(case.tile, case.splits),
+        launch=lambda call: calls.append(just_in_time(call)), asm=False,
+    )  # fmt: skip
+    result = {"launches": len(calls), "error": 0.0, "differing": 0, "moments": 0.0}
+    if isinstance(found, Nvfp4Tensor):
+        plain, _ = decoded.conv2d(
+            sources, decoded.decode_weight(weight, case.channels, case.up), bias, case.stride, case.padding,
+            case.dilation, True, torch.float16, None, False, case.up, decoded.Plan(case.tile, case.splits),
+            launch=just_in_time, asm=False,
+        )  # fmt: skip
+        expected = quantize_nvfp4(plain, amax=amax)
+        bytes_ = ((found.codes, expected.codes), (found.scales, expected.scales))
+        result["differing"] = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in bytes_)
+        found = plain
+    result["error"] = float((found.double() - exact).norm() / exact.norm())
+    if case.moments:
+        result["moments"] = moments_error(found, moments)
+    return result
+
+
+def moments_error(y: torch.Tensor, moments: Moments | None) -> float:
+    """Largest difference of the combined moments from those of the feature map itself, relative to its deviation."""
+    if moments is None:
+        return math.inf
+    n, pixels, channels = y.shape[0], y.shape[1] * y.shape[2], y.shape[3]
+    flat = y.reshape(n, pixels, channels).double()
+    worst = 0.0
+    for item in range(n):
+        total, square = torch.zeros(channels).double(), torch.zeros(channels).double()
+        first, last = item * pixels // moments.rows, ((item + 1) * pixels - 1) // moments.rows
+        for tile in range(first, last + 1):
+            low, high = max(tile * moments.rows, item * pixels), min((tile + 1) * moments.rows, (item + 1) * pixels)
+            mean, deviation = moments.parts[tile, item - tile * moments.rows // pixels].double()
+            total += (high - low) * mean
+            square += deviation + (high - low) * mean * mean
+        mean = total / pixels
+        variance = square / pixels - mean * mean
+        exact = flat[item].var(0, correction=0)
+        worst = max(worst, float(((mean - flat[item].mean(0)).abs() / exact.sqrt()).max()))
+        worst = max(worst, float(((variance - exact).abs() / exact).max()))
+    return worst
+
+
+if __name__ == "__main__":
+    json.dump({name: run(case) for name, case in CASES.items()}, sys.stdout)

@@ -1,0 +1,65 @@
+"""Convolutions with decoded weights without a GPU: planes, plans, and the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.plugins.gemm import decoded
+from tests.plugins.gemm import interpreted_decoded
+from tests.plugins.gemm.test_interpreted_gemms import interpret
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Any]:
+    return interpret(interpreted_decoded.__file__)
+
+
+@pytest.mark.parametrize("name", interpreted_decoded.CASES)
+def test_kernels(kernels: dict[str, Any], name: str) -> None:
+    found, case = kernels[name], interpreted_decoded.CASES[name]
+    assert found["error"] <= 6e-4
+    assert found["differing"] == 0, "bytes of the fused quantisation"
+    assert found["moments"] <= 1e-5
+    assert found["launches"] == (2 if case.splits > 1 else 1)
+
+
+@pytest.mark.parametrize(("channels", "up"), [((32,), False), ((48, 16), False), ((64,), True)])
+def test_planes_hold_every_element(channels: tuple[int, ...], up: bool) -> None:
+    """In some order, with zeros behind each source, and times 2^-7 without the global scale."""
+    size = 2 if up else 3
+    weight = quantize_nvfp4(torch.randn(8, size, size, sum(channels)))
+    found = decoded.decode_weight(weight, channels, up)
+    assert found.planes.dtype == torch.float16
+    assert found.planes.shape[:2] == (2, 32 if up else 8)
+    values = weight.dequantize(torch.float64) * (2688.0 / float(weight.amax) / 128)
+    rows = values.flatten(0, 2) if up else values.flatten(1)
+    for row, planes in zip(rows, found.planes.permute(1, 0, 2).flatten(1), strict=True):
+        kept = planes[planes != 0].double().sort().values
+        torch.testing.assert_close(kept, row[row != 0].sort().values, rtol=1e-6, atol=0)
+
+
+def test_plans_fit_their_shapes() -> None:
+    for rows in (60, 660, 10560, 168960, 2703360):
+        for columns in (12, 16, 32, 64, 256, 1024):
+            for depths in ((8,), (16, 16), (32,), (64,), (256, 256)):
+                for packed in (False, True):
+                    plan = decoded.plan(rows, columns, depths, 9, False, packed, 132)
+                    tile = plan.tile
+                    assert tile.bm * tile.bn <= 256 * 128 or tile.bk == 32
+                    assert all(depth % tile.bk == 0 for depth in depths) or tile.bk % depths[0] == 0
+                    assert 1 <= plan.splits <= sum(-(-9 * depth // tile.bk) for depth in depths)
+
+
+def test_which_channels_have_a_kernel() -> None:
+    assert decoded.fits((64,), 9)
+    assert decoded.fits((64, 128), 9)
+    assert decoded.fits((16,), 9)
+    assert decoded.fits((32, 32), 9)
+    assert not decoded.fits((16, 32), 9)
+    assert not decoded.fits((48,), 9)
+    assert not decoded.fits((16,), 1)
+    assert not decoded.fits((16,), 25)

@@ -1,0 +1,90 @@
+"""Convolutions with decoded weights on a GPU: against the reference, bit by bit between tiles, and their moments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.plugins.gemm import decoded, dispatch
+from fp4deploy.plugins.gemm.decoded import Plan
+from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
+from fp4deploy.plugins.gemm.triton.tiles import Tile
+from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+from tests.plugins.gemm.interpreted_decoded import moments_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+
+
+def operands(
+    n: int, h: int, w: int, channels: tuple[int, ...], outputs: int, k: int
+) -> tuple[list[Nvfp4Tensor], Nvfp4Tensor]:
+    torch.manual_seed(0)
+    sources = [quantize_nvfp4(torch.randn(n, h, w, c, device="cuda").half() * (1 + i)) for i, c in enumerate(channels)]
+    return sources, quantize_nvfp4(torch.randn(outputs, k, k, sum(channels), device="cuda").half())
+
+
+SHAPES = [
+    (1, 22, 30, (256,), 256, 3),
+    (3, 11, 15, (128, 128), 64, 3),
+    (1, 40, 40, (16,), 16, 3),
+    (2, 24, 20, (32, 32), 32, 3),
+    (2, 17, 19, (64,), 48, 3),
+    (2, 20, 20, (64,), 12, 1),
+    (1, 96, 120, (64,), 128, 3),
+]
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_convolutions(shape: tuple, splits: int | None) -> None:
+    channels, outputs, k = shape[3:]
+    if not decoded.fits(channels, k * k):
+        pytest.skip("no such kernel")
+    sources, weight = operands(*shape)
+    bias = torch.randn(outputs, device="cuda")
+    planes = decoded.decode_weight(weight, channels)
+    chosen = None if splits is None else Plan(Tile(128, 64 if outputs >= 64 else 16, 32, 4, 3), splits)
+    expected = conv2d_reference(tuple(sources), weight, bias, 1, k // 2, 1, True, torch.float32)
+    torch.full((1 << 24,), float("nan"), device="cuda")  # poison
+    y, moments = decoded.conv2d(tuple(sources), planes, bias, padding=k // 2, relu=True, moments=True, chosen=chosen)
+    again, _ = decoded.conv2d(tuple(sources), planes, bias, padding=k // 2, relu=True, moments=True, chosen=chosen)
+    assert isinstance(y, torch.Tensor)
+    assert isinstance(again, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert torch.equal(y, again)
+    assert float((y.float() - expected).norm() / expected.norm()) < 6e-4
+    assert moments is not None
+    assert moments_error(y.cpu(), type(moments)(moments.parts.cpu(), moments.rows)) < 1e-4
+
+
+def test_tiles_of_one_step_give_the_same_bits_as_each_other_and_as_packed_weights() -> None:
+    sources, weight = operands(1, 40, 48, (128,), 128, 3)
+    planes = decoded.decode_weight(weight, (128,))
+    tiles = (Tile(128, 128, 32, 8, 3), Tile(256, 128, 32, 8, 3), Tile(128, 64, 32, 4, 3), Tile(256, 64, 32, 8, 3))
+    results = [decoded.conv2d(tuple(sources), planes, padding=1, chosen=Plan(tile))[0] for tile in tiles]
+    former = dispatch.conv2d(tuple(sources), weight, padding=1)  # its tile has steps of 32 bytes as well
+    for one in results:
+        assert isinstance(one, torch.Tensor)
+        assert isinstance(former, torch.Tensor)
+        assert torch.equal(one, former)
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+def test_packed_output_and_transposed(channels: int) -> None:
+    sources, weight = operands(2, 12, 10, (channels,), 64, 2)
+    bias, amax = torch.randn(64, device="cuda"), torch.tensor(9.0, device="cuda")
+    planes = decoded.decode_weight(weight, (channels,), up=True)
+    plain, _ = decoded.conv2d(tuple(sources), planes, bias, up=True)
+    expected = conv_transpose2d_reference(sources[0], weight, bias, False, torch.float32)
+    assert isinstance(plain, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((plain.float() - expected).norm() / expected.norm()) < 6e-4
+    got, _ = decoded.conv2d(tuple(sources), planes, bias, out_amax=amax, up=True)
+    reference = quantize_nvfp4(plain, amax=amax)
+    assert isinstance(got, Nvfp4Tensor)
+    differing = (got.codes != reference.codes).float().mean()  # another tile may have another order of the sum
+    assert float(differing) < 2e-3
