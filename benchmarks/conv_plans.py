@@ -5,7 +5,7 @@
 For each layer of each case (SCALE:BATCHxHEIGHTxWIDTH): the time of every candidate, with the kernel that adds the
 parts of a division of K, of `plugins.gemm.decoded.plan`'s choice, of the kernel that decodes both operands
 (`plugins.gemm.dispatch`), and of cuDNN in FP16. Ten launches are replayed from one CUDA graph, so that no launch
-overhead of the host counts. Variants are compiled by several processes first.
+overhead of the host counts. Several processes compile the variants first (`--compile-only`: and nothing else).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NARROW = (Tile(256, 64, 32, 8, 3), Tile(256, 64, 32, 4, 3), Tile(128, 64, 32, 4,
 THIN = tuple(Tile(bm, bn, 32, 4, 3) for bm in (256, 128) for bn in (32, 16))
 SPLITS = (1, 2, 3, 4, 6, 8, 12)
 MOST_PROGRAMS = 400
-CASES = ("1.0:1x352x480", "0.25:1x352x480", "1.0:16x352x480", "1.0:4x512x512", "0.25:16x352x480")
+CASES = ("1.0:1x352x480", "0.25:1x352x480", "1.0:16x352x480", "0.25:16x352x480", "1.0:4x512x512")
 
 
 def shapes(case: str) -> dict[str, Shape]:
@@ -178,17 +178,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--processes", type=int, default=14, help="that compile; 0: compile at first use")
+    parser.add_argument("--compile-only", action="store_true")
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
     wanted = {case: shapes(case) for case in arguments.cases}
     jobs = {variant(s, plan): (s, plan) for case in wanted.values() for s in case.values() for plan in candidates(s)}
-    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
-        for problem in pool.map(compile_plan, jobs.values(), chunksize=2):
-            if problem:
+    if arguments.processes:
+        with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+            for problem in filter(None, pool.map(compile_plan, jobs.values(), chunksize=2)):
                 print(problem)
     print(f"{len(jobs)} variants compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    if arguments.compile_only:
+        return
     result: dict[str, Any] = {"command": "python benchmarks/conv_plans.py", "machine": machine(), "cases": {}}
     for case, found in wanted.items():
         rows = result["cases"][case] = {}
