@@ -8,7 +8,8 @@ rotate, so that no run finds its data in the L2 cache, and the GPU is kept busy 
 host's time is not in the numbers. The given amax is a float32 number such as tracking, learning or a calibration gives
 (`AMAX`). 4/6 is also timed with three amaxes of which some scales put bfloat16 elements on the midpoint
 of two values (`TIES`), because rounding those to even takes longer; an amax that is a bfloat16 itself often does.
-`--peers` adds torch.compile of the reference and ModelOpt's kernel.
+`--peers` adds a short Triton kernel (`triton_peer.py`), torch.compile of the reference and ModelOpt's kernel with every
+tile that compiles; `--only TEXT` keeps the rows whose names contain one of the texts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +115,11 @@ def cases(dtype: torch.dtype, peers: bool) -> dict[str, tuple[Callable[[int], ob
 
 def peer_cases(xs: list[torch.Tensor], amax: torch.Tensor, read: int) -> dict[str, tuple[Callable[[int], object], int]]:
     """torch.compile of the reference, and ModelOpt's fake quantisation where it is installed."""
+    from triton_peer import fake_quantize
+
     compiled = torch.compile(lambda x: formats.fake_quantize_nvfp4(x, amax=amax)[0])
     result: dict[str, tuple[Callable[[int], object], int]] = {
+        "peer: Triton kernel of 12 lines": (lambda i: fake_quantize(xs[i], amax), 2 * read),
         "peer: torch.compile of the reference": (lambda i: compiled(xs[i]), 2 * read),
         "peer: eager reference": (lambda i: formats.fake_quantize_nvfp4(xs[i], amax=amax), 2 * read),
     }
@@ -125,7 +130,7 @@ def peer_cases(xs: list[torch.Tensor], amax: torch.Tensor, read: int) -> dict[st
     except Exception as error:  # an optional peer; whatever it lacks is printed
         print(f"ModelOpt is left out: {type(error).__name__}: {error}")
         return result
-    for tile in ((16, 64), (128, 64), (64, 128), (32, 256)):
+    for tile in product((8, 16, 32, 64, 128), (64, 128, 256, 512)):
 
         def run(i: int, tile: tuple[int, int] = tile) -> torch.Tensor:
             return fp4_fake_quant_block(xs[i], amax, block_size=16, tile_rows=tile[0], tile_cols=tile[1])
@@ -170,14 +175,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32) if arguments.only == [""] else (torch.bfloat16,):
         print(f"\n[16384, 6144] {dtype}")
-        found[str(dtype)] = measure(cases(dtype, arguments.peers and dtype == torch.bfloat16))
+        chosen = cases(dtype, arguments.peers and dtype == torch.bfloat16).items()
+        kept = {name: case for name, case in chosen if any(text in name for text in arguments.only)}
+        found[str(dtype)] = measure(kept)
         torch.cuda.empty_cache()
-    print("\nactivations, float16, amax given")
-    found["activations"] = measure(image_cases())
+    if arguments.only == [""]:
+        print("\nactivations, float16, amax given")
+        found["activations"] = measure(image_cases())
     if arguments.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         machine["python"] = platform.python_version()

@@ -8,7 +8,12 @@ FP16 autocast, fused where the recipe has kernels; on a CPU the demo's batch 8, 
 plain steps alternate (one sample, then `--between` plain steps), so that clock drift affects both. A step is timed to
 its end on the device, including the transfer of the sample; the training itself transfers later, when it waits for the
 device anyway. The share at N is (sampled - plain) / (N * plain), of medians. On a CPU a second model is trained
-without telemetry and the weights of both are compared bit for bit (a GPU's sums have no fixed order either way).
+without telemetry and the weights of both are compared bit for bit.
+
+    python benchmarks/telemetry_cost.py --bits --json benchmarks/results/telemetry_bits_h200.json
+
+compares weights instead of timing: three trainings from one seed, each step sampled, none sampled, and none sampled
+again. cuDNN is asked for deterministic algorithms; the last two say whether a training repeats itself at all.
 """
 
 from __future__ import annotations
@@ -141,6 +146,24 @@ def measure(recipe: str | None, scale: float, device: str, looks: int, between: 
     return row
 
 
+def compare_bits(recipe: str | None, scale: float, device: str, steps: int) -> dict[str, Any]:
+    """Whether weights after some steps have the same bits with telemetry and without, and without it twice."""
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    weights: list[list[torch.Tensor]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, sample in (("sampled", True), ("plain", False), ("again", False)):
+            training = Training(recipe, scale, device, Path(folder) / name)
+            for _ in range(steps):
+                training.timed(sample)
+            weights.append([parameter.detach().clone() for parameter in training.model.parameters()])
+    sampled, plain, again = weights
+    row = {"model": recipe or "fp16", "scale": scale, "steps": steps, "fused": isinstance(training.model, FusedUNet)}
+    row["telemetry_equal"] = all(torch.equal(a, b) for a, b in zip(sampled, plain, strict=True))
+    row["repeated_equal"] = all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    print(row, flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -148,27 +171,39 @@ def main() -> None:
     parser.add_argument("--between", type=int, default=3, help="plain steps after each")
     parser.add_argument("--scales", default=None, help="of the UNet, such as 1.0,0.25; on a CPU 0.25,0.125")
     parser.add_argument("--recipes", default="fp16,nvfp4_qat,nvfp4_qat_2d,nvfp4_train,mx_baseline")
+    parser.add_argument("--bits", action="store_true", help="compare weights instead of timing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = arguments.device
     scales = [float(text) for text in (arguments.scales or ("1.0,0.25" if device == "cuda" else "0.25")).split(",")]
     chosen: list[str | None] = [None if name == "fp16" else name for name in arguments.recipes.split(",")]
+    if arguments.bits:
+        bits = [compare_bits(recipe, scale, device, 8) for scale in scales for recipe in chosen]
+        write(
+            arguments.json, {"command": f"python benchmarks/telemetry_cost.py --bits --device {device}"}, device, bits
+        )
+        return
     make: Callable[..., dict[str, Any]] = measure
     rows = [make(recipe, scale, device, arguments.looks, arguments.between) for scale in scales for recipe in chosen]
     worst = max(row["share"][str(row["default_every"])] for row in rows)
     verdict = "within" if worst <= LIMIT else "ABOVE"
     print(f"largest share at the default N: {100 * worst:.2f} %, {verdict} {100 * LIMIT:g} %")
-    if arguments.json:
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
-        machine |= (
-            {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
-            if device == "cuda"
-            else {"processor": platform.machine(), "cores": os.cpu_count() or 0}
-        )
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        command = f"python benchmarks/telemetry_cost.py --device {device}"
-        report = {"command": command, "machine": machine, "limit": LIMIT, "largest_share": worst, "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    command = f"python benchmarks/telemetry_cost.py --device {device}"
+    write(arguments.json, {"command": command, "limit": LIMIT, "largest_share": worst}, device, rows)
+
+
+def write(path: Path | None, head: dict[str, Any], device: str, rows: list[dict[str, Any]]) -> None:
+    """The JSON file, if one was asked for."""
+    if path is None:
+        return
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    machine |= (
+        {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+        if device == "cuda"
+        else {"processor": platform.machine(), "cores": os.cpu_count() or 0}
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**head, "machine": machine, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

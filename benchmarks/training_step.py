@@ -1,12 +1,22 @@
-"""One training step of the UNet: FP16 and NVFP4, fused and not, in one process.
+"""One training step of the UNet: FP16 and NVFP4, in every form that a reader may compare with, in one process.
 
     python benchmarks/training_step.py --json benchmarks/results/training_step_h200.json
 
 Batch 16, 352 x 480, 12 classes, FP16 autocast over FP32 weights, the loss and the optimiser of `fp4deploy train`,
 gradients clipped. Medians of whole steps by CUDA events after a warm-up; the input is random and stays on the GPU.
-`unfused` is the plain forward in channels_last; `reference` quantises with the torch reference instead of the kernels;
-`compiled loss` compiles the loss alone; `delayed` is recipe nvfp4_qat_delayed. With ModelOpt installed its QAT (NVFP4
-default configuration, blocks along the width of the image) is timed too.
+
+| in a name | |
+|---|---|
+| `NCHW`, `channels_last` | memory format of the plain forward; the fused one is channels_last |
+| `compiled`, `max-autotune` | the model by `torch.compile` in that mode; the rest of the step as in the other rows |
+| `fused` | our forward and backward (`qat.fused_unet`), FP16 and NVFP4 alike |
+| `compiled loss` | the loss alone by `torch.compile` |
+| `reference` | quantised by the torch reference instead of the kernels |
+| `delayed` | recipe nvfp4_qat_delayed |
+| `ModelOpt` | its NVFP4 default configuration (blocks along the width of the image), where it is installed |
+
+Each row is timed launched from Python, `ms`, and as one CUDA graph of the whole step, `graph_ms`, where it can be
+captured; what refuses says so in `graph_error`.
 """
 
 from __future__ import annotations
@@ -14,12 +24,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers import captured, machine
 from torch import nn
 
 from fp4deploy.models import build_unet
@@ -38,7 +48,7 @@ def make_step(model: nn.Module, compiled_loss: bool, layout: torch.memory_format
     loss: Any = SegmentationLoss()
     if compiled_loss:
         loss = torch.compile(loss.__call__)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=True)
     scaler = torch.amp.GradScaler("cuda")
 
     def step() -> None:
@@ -54,7 +64,7 @@ def make_step(model: nn.Module, compiled_loss: bool, layout: torch.memory_format
     return step
 
 
-def median_ms(step: Callable[[], None], repeats: int = 21, warm: int = 8) -> float:
+def median_ms(step: Callable[[], Any], repeats: int = 21, warm: int = 8) -> float:
     for _ in range(warm):
         step()
     times = []
@@ -68,6 +78,15 @@ def median_ms(step: Callable[[], None], repeats: int = 21, warm: int = 8) -> flo
     return sorted(times)[repeats // 2]
 
 
+def graph_ms(step: Callable[[], None], repeats: int) -> dict[str, Any]:
+    """The same of a CUDA graph of the whole step, or why there is none."""
+    try:
+        return {"graph_ms": median_ms(captured(step), repeats, 2)}
+    except Exception as error:
+        torch.cuda.synchronize()
+        return {"graph_error": f"{type(error).__name__}: {error}"[:200]}
+
+
 def modelopt_model(scale: float) -> nn.Module:
     import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
 
@@ -76,19 +95,30 @@ def modelopt_model(scale: float) -> nn.Module:
     return mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, lambda quantized: quantized(images))
 
 
-def measure(scale: float) -> list[dict[str, Any]]:
-    """Rows of name, ms and peak memory; each model is freed before the next."""
+def measure(scale: float, chosen: list[str], repeats: int) -> list[dict[str, Any]]:
+    """Rows of name, times and peak memory; each model is freed before the next.
 
-    def plain(precision: str, fused: bool, recipe: str = "nvfp4_qat") -> nn.Module:
+    chosen: parts of the names to measure; all where it is empty.
+    """
+
+    def plain(
+        precision: str, fused: bool, recipe: str = "nvfp4_qat", layout: torch.memory_format = torch.channels_last
+    ) -> nn.Module:
         torch.manual_seed(0)
         model: nn.Module = build_unet(CLASSES, scale)
         if precision == "nvfp4":
             prepare(model, recipe)
-        model = model.cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.cuda().to(memory_format=layout)  # type: ignore[call-overload]
         return fuse(model) if fused else model
+
+    def compiled(mode: str) -> nn.Module:
+        return torch.compile(plain("fp16", False), mode=mode, dynamic=False)  # type: ignore[return-value]
 
     nhwc, nchw = torch.channels_last, torch.contiguous_format
     cases: list[tuple[str, Callable[[], nn.Module], bool, torch.memory_format, str]] = [
+        ("fp16 unfused, NCHW", lambda: plain("fp16", False, layout=nchw), False, nchw, "on"),
+        ("fp16 compiled", lambda: compiled("default"), False, nhwc, "on"),
+        ("fp16 max-autotune", lambda: compiled("max-autotune-no-cudagraphs"), False, nhwc, "on"),
         ("fp16 unfused", lambda: plain("fp16", False), False, nhwc, "on"),
         ("fp16 fused", lambda: plain("fp16", True), False, nhwc, "on"),
         ("fp16 fused, compiled loss", lambda: plain("fp16", True), True, nhwc, "on"),
@@ -99,17 +129,23 @@ def measure(scale: float) -> list[dict[str, Any]]:
         ("nvfp4 fused, delayed", lambda: plain("nvfp4", True, "nvfp4_qat_delayed"), False, nhwc, "on"),
         ("nvfp4 fused, compiled loss", lambda: plain("nvfp4", True), True, nhwc, "on"),
         ("peer: ModelOpt NVFP4 QAT", lambda: modelopt_model(scale), False, nchw, "on"),
+        ("peer: ModelOpt NVFP4 QAT, channels_last", lambda: modelopt_model(scale), False, nhwc, "on"),
+        ("peer: ModelOpt NVFP4 QAT, compiled", lambda: torch.compile(modelopt_model(scale)), False, nchw, "on"),
     ]
     rows = []
-    for name, make, compiled, layout, kernels in cases:
+    for name, make, compiled_loss, layout, kernels in cases:
+        if chosen and name not in chosen:
+            continue
         os.environ["FP4DEPLOY_KERNELS"] = kernels
         torch.cuda.reset_peak_memory_stats()
         try:
-            elapsed = median_ms(make_step(make().train(), compiled, layout))
-            rows.append(
-                {"scale": scale, "case": name, "ms": elapsed, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
-            )
-            print(f"scale {scale}  {name:28s} {elapsed:8.2f} ms   peak {rows[-1]['peak_gb']:.2f} GB", flush=True)
+            step = make_step(make().train().to(memory_format=layout), compiled_loss, layout)
+            row = {"scale": scale, "case": name, "ms": median_ms(step, repeats)}
+            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            rows.append(row | graph_ms(step, repeats))
+            graph = rows[-1].get("graph_ms")
+            told = f"graph {graph:8.2f} ms" if graph else rows[-1]["graph_error"][:60]
+            print(f"scale {scale}  {name:28s} {row['ms']:8.2f} ms   peak {row['peak_gb']:.2f} GB   {told}", flush=True)
         except Exception as error:  # a peer may be missing; say so and go on
             rows.append({"scale": scale, "case": name, "error": f"{type(error).__name__}: {error}"[:300]})
             print(f"scale {scale}  {name:28s} {rows[-1]['error'][:160]}", flush=True)
@@ -119,21 +155,22 @@ def measure(scale: float) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.25])
+    parser.add_argument("--cases", nargs="+", default=[], help="names of rows; all by default")
+    parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    rows = [row for scale in (1.0, 0.25) for row in measure(scale)]
+    rows = [row for scale in arguments.scales for row in measure(scale, arguments.cases, arguments.repeats)]
     times = {(row["scale"], row["case"]): row.get("ms") for row in rows}
-    for scale in (1.0, 0.25):
+    for scale in arguments.scales:
         for kind in ("fused", "fused, compiled loss"):
-            fp16, nvfp4 = times[scale, f"fp16 {kind}"], times[scale, f"nvfp4 {kind}"]
+            fp16, nvfp4 = times.get((scale, f"fp16 {kind}")), times.get((scale, f"nvfp4 {kind}"))
             if fp16 and nvfp4:
                 print(f"scale {scale}  nvfp4 / fp16, {kind}: {nvfp4 / fp16:.3f}")
     if arguments.json:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        machine["python"] = platform.python_version()
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"command": "python benchmarks/training_step.py", "machine": machine, "rows": rows}
+        report = {"command": "python benchmarks/training_step.py", "machine": machine(), "rows": rows}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
