@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,6 +67,14 @@ def bench(
         list[str] | None,
         typer.Option("--provider", help="What runs .onnx files: cpu, tensorrt-rtx; repeatable.", show_default="cpu"),
     ] = None,
+    form: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--torch",
+            help="How torch runs checkpoints: eager, graph, compiled, max-autotune; repeatable.",
+            show_default="eager",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images a timed run.")] = 1,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs at most (also at most 5 s).")] = 50,
     timeout: Annotated[
@@ -84,7 +93,7 @@ def bench(
     from fp4deploy.data import MEASURED
 
     paths = _resolve(engine)
-    chosen = _with_providers(paths, provider)
+    chosen = _with_settings(paths, provider, form)
     where = data or _data(paths)
     if split not in MEASURED:
         raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
@@ -171,19 +180,31 @@ def _data(paths: list[Path]) -> Path:
     return data_of(paths[0])
 
 
-def _with_providers(paths: list[Path], providers: list[str] | None) -> list[tuple[Path, str]]:
-    """Each artefact once, an .onnx once for each provider."""
+def _with_settings(
+    paths: list[Path], providers: list[str] | None, forms: list[str] | None
+) -> list[tuple[Path, dict[str, Any]]]:
+    """Each artefact once, an .onnx once for each provider, a checkpoint once for each form of torch."""
     from fp4deploy.bench.runtimes.open import PROVIDERS
+    from fp4deploy.bench.runtimes.pytorch import FORMS
 
-    chosen = list(dict.fromkeys(providers or [PROVIDERS[0]]))
+    by_suffix: dict[str, list[dict[str, Any]]] = {
+        ".onnx": [{"provider": name} for name in _each(providers, PROVIDERS, "--provider")],
+        ".safetensors": [{"form": name} for name in _each(forms, FORMS, "--torch")],
+    }
+    return [(path, settings) for path in paths for settings in by_suffix.get(path.suffix, [{}])]
+
+
+def _each(given: list[str] | None, valid: Sequence[str], option: str) -> list[str]:
+    """What was asked for, each once; the first of the valid ones where nothing was."""
+    chosen = list(dict.fromkeys(given or valid[:1]))
     for name in chosen:
-        if name not in PROVIDERS:
-            raise InputError(f"--provider is '{name}'. Valid: {', '.join(PROVIDERS)}.")
-    return [(path, name) for path in paths for name in (chosen if path.suffix == ".onnx" else PROVIDERS[:1])]
+        if name not in valid:
+            raise InputError(f"{option} is '{name}'. Valid: {', '.join(valid)}.")
+    return chosen
 
 
 def _measure(
-    paths: list[tuple[Path, str]],
+    paths: list[tuple[Path, dict[str, Any]]],
     data: Path,
     split: str,
     batch: int,
@@ -199,13 +220,13 @@ def _measure(
 
     run_one = bench_artifact if len(paths) == 1 else bench_or_explain
     found = []
-    for path, provider in paths:
+    for path, settings in paths:
         note(f"  {shown(path)} ...")
         stale = outdated(path)
         if stale is not None:
             note(f"  {stale}")
         model = model_of(path, run_of(path))
-        folder = _folder(keep, path, model, len(paths), provider) if keep is not None else None
+        folder = _folder(keep, path, model, len(paths), *settings.values()) if keep is not None else None
         with progress("images") as advance:
             found.append(
                 run_one(
@@ -219,7 +240,7 @@ def _measure(
                     results=folder,
                     split=split,
                     timeout=timeout,
-                    provider=provider,
+                    **settings,
                 )
             )
         _keep(path, found[-1], data)
@@ -238,13 +259,12 @@ def _keep(path: Path, entry: ArtifactEntry, data: Path) -> None:
         note(f"  The report will not show this. {error}")
 
 
-def _folder(keep: Path, path: Path, model: str | None, count: int, provider: str = "cpu") -> Path:
+def _folder(keep: Path, path: Path, model: str | None, count: int, setting: str = "cpu") -> Path:
     """`keep` itself for one artefact, a folder of its own in there for each of several."""
     if count == 1:
         return keep
-    if provider != "cpu":
-        return keep / f"{path.name}-{provider}"
-    return keep / (f"{model}-checkpoint" if model and path.suffix == ".safetensors" else path.name)
+    name = f"{model}-checkpoint" if model and path.suffix == ".safetensors" else path.name
+    return keep / (name if setting in ("cpu", "eager") else f"{name}-{setting}")
 
 
 def _write(

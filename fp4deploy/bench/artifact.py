@@ -35,11 +35,12 @@ def bench_artifact(
     split: str = VAL,
     timeout: float | None = None,
     provider: str = "cpu",
+    form: str = "eager",
 ) -> ArtifactEntry:
     """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
     max_detections, results: of instance models, as of `instances.evaluate_instances`.
-    timeout, provider: of an ONNX file, as of `open_runtime`.
+    timeout, provider: of an ONNX file, form: of a checkpoint, as of `open_runtime`.
 
     The bytes of weights and activations are in the entry where the runtime knows them (`runtimes.packed.memory`).
 
@@ -48,7 +49,7 @@ def bench_artifact(
         UnavailableError: this machine cannot run it.
     """
     path = Path(path)
-    runtime = open_runtime(path, timeout, provider)
+    runtime = open_runtime(path, timeout, provider, form)
     found = None
     if data is not None:
         found = evaluate_task(
@@ -90,22 +91,23 @@ def bench_or_explain(path: Path, data: Path | None, *, model: str | None = None,
     try:
         return bench_artifact(path, data, model=model, **settings)
     except UnavailableError as error:
-        return not_run(path, str(error), model=model, provider=settings.get("provider", "cpu"))
+        how = settings.get("form", "eager") if path.suffix == ".safetensors" else settings.get("provider", "cpu")
+        return not_run(path, str(error), model=model, provider=how)
 
 
 def not_run(path: Path, reason: str, *, model: str | None = None, provider: str = "cpu") -> ArtifactEntry:
-    """The row of an engine, or of an ONNX file and a provider, that cannot run on this machine."""
+    """The row of an artefact that cannot run on this machine; provider: of ONNX Runtime, or the form of torch."""
     ledger = ledger_of(path) if path.suffix == ".plan" else None
     precision = ledger.precision if ledger else "unknown"
-    builder = f"ONNX Runtime ({provider})" if path.suffix == ".onnx" else "unknown builder"
+    runtimes = {".onnx": f"ONNX Runtime ({provider})", ".safetensors": f"torch ({provider})"}
     return ArtifactEntry(
         path=str(path),
         model=model or precision,
-        backend=built_by(ledger) if ledger else builder,
+        backend=built_by(ledger) if ledger else runtimes.get(path.suffix, "unknown builder"),
         precision={"nvfp4": "NVFP4", "fp16": "FP16"}.get(precision, precision),
         size_bytes=path.stat().st_size,
         sha256=file_digest(path),
-        status=UNAVAILABLE if path.suffix == ".onnx" else NOT_RUN,
+        status=UNAVAILABLE if path.suffix in runtimes else NOT_RUN,
         reason=reason,
     )
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper
 
 from fp4deploy.bench.runtimes.open import open_runtime
-from fp4deploy.errors import InputError
+from fp4deploy.bench.runtimes.pytorch import FORMS
+from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.runs import Run
 
 
@@ -122,3 +124,20 @@ def test_truncated_checkpoint(untrained: Run, tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="not a readable safetensors file"):
         open_runtime(path)
+
+
+def test_forms_of_torch(untrained: Run, images: np.ndarray) -> None:
+    """On a GPU each computes the same network; without one only `eager` runs."""
+    checkpoint = untrained.checkpoint("fp16")
+    with pytest.raises(InputError, match="'fast' is unknown. Valid: eager, graph, compiled, max-autotune"):
+        open_runtime(checkpoint, form="fast")
+    if not torch.cuda.is_available():
+        with pytest.raises(UnavailableError, match="torch runs a checkpoint as 'compiled' on a GPU only"):
+            open_runtime(checkpoint, form="compiled")
+        return
+    expected = open_runtime(checkpoint).infer(images)
+    for form in FORMS[1:]:
+        runtime = open_runtime(checkpoint, form=form)
+        assert np.abs(runtime.infer(images) - expected).mean() < 0.01 * np.abs(expected).mean()
+        assert len(runtime.time(images, 1, 3, 60)) == 3
+        assert runtime.name.endswith("one graph)")

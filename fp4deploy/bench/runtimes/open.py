@@ -22,15 +22,16 @@ from fp4deploy.bench.runtimes.protocol import TIMEOUT, Runtime
 from fp4deploy.errors import InputError
 
 
-def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu") -> Runtime:
+def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager") -> Runtime:
     """Load an artefact into the runtime its suffix asks for.
 
     timeout: most seconds that one inference of an `.onnx` file or an engine may take (default: 600); the graphs of
         other artefacts have no loops.
-    provider: what runs an `.onnx` in ONNX Runtime, one of `PROVIDERS`; the other kinds have one runtime each.
+    provider: what runs an `.onnx` in ONNX Runtime, one of `PROVIDERS`.
+    form: how torch runs a checkpoint, "eager", "graph", "compiled" or "max-autotune" (`runtimes.pytorch`).
 
     Raises:
-        InputError: the file is missing, of another kind, or broken; an unknown provider.
+        InputError: the file is missing, of another kind, or broken; an unknown provider or form.
         UnavailableError: this machine cannot run it.
 
     >>> import numpy as np
@@ -53,6 +54,8 @@ def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu"
         return _onnx(path, timeout) if provider == "cpu" else _onnx_rtx(path)
     if opener is _plan:
         return _plan(path, timeout)
+    if opener is _checkpoint:
+        return _checkpoint(path, form)
     return opener(path)
 
 
@@ -68,10 +71,10 @@ def _onnx_rtx(path: Path) -> Runtime:
     return OrtRtxRuntime(path)
 
 
-def _checkpoint(path: Path) -> Runtime:
+def _checkpoint(path: Path, form: str = "eager") -> Runtime:
     from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 
-    return TorchRuntime(path)
+    return TorchRuntime(path, form=form)
 
 
 def _packed(path: Path) -> Runtime:

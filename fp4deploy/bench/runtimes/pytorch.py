@@ -2,11 +2,23 @@
 
 fp16 autocast on CUDA, FP32 on the CPU (CPU convolutions in half precision are slower and rounded otherwise). Weights
 are those that ship: `qat.load_model` has rounded them as an engine keeps them.
+
+| form | what runs on CUDA |
+|---|---|
+| `eager` | the module, launched kernel by kernel |
+| `graph` | the module as one CUDA graph |
+| `compiled` | `torch.compile`, as one CUDA graph |
+| `max-autotune` | the same in that mode: Triton's convolutions compete with cuDNN's |
+
+All but `eager` compute an FP16 model with FP16 weights in channels_last, the fastest that torch offers, and are what a
+packed network, which is one CUDA graph too, should be compared with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,37 +26,91 @@ import torch
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.qat import load_model
+
+MODES = {"compiled": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # of torch.compile
+FORMS = ("eager", "graph", *MODES)
+WARMUP = 3
 
 
 class TorchRuntime:
-    """A `.safetensors` checkpoint on CUDA where there is a GPU, else on the CPU."""
+    """A `.safetensors` checkpoint on CUDA where there is a GPU, else on the CPU.
 
-    def __init__(self, path: Path, device: str | None = None) -> None:
+    Raises:
+        InputError: an unknown form.
+        UnavailableError: a form other than "eager" without a GPU.
+    """
+
+    def __init__(self, path: Path, device: str | None = None, form: str = "eager") -> None:
+        if form not in FORMS:
+            raise InputError(f"The form of torch '{form}' is unknown. Valid: {', '.join(FORMS)}.")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._model, self.card = load_model(path, device=str(self._device))
         self.cuda = self._device.type == "cuda"
-        self.name = (
-            f"torch {torch.__version__.partition('+')[0]} ({'CUDA, fp16 autocast' if self.cuda else 'CPU, FP32'})"
-        )
+        if form != "eager" and not self.cuda:
+            raise UnavailableError(f"torch runs a checkpoint as '{form}' on a GPU only. Without one: --torch eager")
+        model, self.card = load_model(path, device=str(self._device))
+        self._graph = form != "eager"
+        self._half = self._graph and self.card.precision == "fp16"
+        if self._graph:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self._half:
+            model = model.half()
+        self._model: Callable[[torch.Tensor], Any] = model
+        if form in MODES:
+            self._model = torch.compile(model, mode=MODES[form])
+        self.name = f"torch {torch.__version__.partition('+')[0]} ({self._where(form)})"
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
         self.precision = _precision(self.card.precision, self.cuda)
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        return self._forward(torch.from_numpy(images).to(self._device)).float().cpu().numpy()
+        return self._forward(self._prepared(images)).float().cpu().numpy()
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds a forward pass."""
-        held = torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
+        held = self._prepared(np.ascontiguousarray(images))
         if not self.cuda:
             return time_cpu(lambda: self._forward(held), warmup, iterations, max_seconds)
+        call = captured(lambda: self._forward(held), self._device) if self._graph else lambda: self._forward(held)
         stream = torch.cuda.current_stream(self._device)
-        return time_cuda(lambda: self._forward(held), stream, warmup, iterations, max_seconds)
+        return time_cuda(call, stream, warmup, iterations, max_seconds)
+
+    def _prepared(self, images: Array) -> torch.Tensor:
+        x = torch.from_numpy(images).to(self._device)
+        x = x.half() if self._half else x
+        return x.contiguous(memory_format=torch.channels_last) if self._graph else x
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(), torch.autocast(self._device.type, dtype=torch.float16, enabled=self.cuda):
+        autocast = self.cuda and not self._half
+        with torch.inference_mode(), torch.autocast(self._device.type, dtype=torch.float16, enabled=autocast):
             return self._model(images)
+
+    def _where(self, form: str) -> str:
+        if not self.cuda:
+            return "CPU, FP32"
+        what = "fp16" if self._half else "fp16 autocast"
+        how = f", torch.compile {MODES[form]}" if form in MODES else ""
+        return f"CUDA, {what}{how}{', one graph' if self._graph else ''}"
+
+
+def captured(call: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
+    """`call` as a CUDA graph, captured after runs that compile and tune; a run overwrites the last one's result."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
+        result = call()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def _precision(precision: str, cuda: bool) -> str:
