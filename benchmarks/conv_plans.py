@@ -177,13 +177,17 @@ def measure(shape: Shape) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--layers", nargs="+", default=[""], help="parts of the names of layers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=14, help="that compile; 0: compile at first use")
     parser.add_argument("--compile-only", action="store_true")
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
-    wanted = {case: shapes(case) for case in arguments.cases}
+    wanted = {
+        case: {name: shape for name, shape in shapes(case).items() if any(part in name for part in arguments.layers)}
+        for case in arguments.cases
+    }
     jobs = {variant(s, plan): (s, plan) for case in wanted.values() for s in case.values() for plan in candidates(s)}
     if arguments.processes:
         with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
@@ -204,11 +208,11 @@ def main() -> None:
                 )
                 for plan in timed[:4]
             )
+            if arguments.json:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(result) + "\n")
             print(f"{case} {name:24s} cuDNN {row['cudnn_us']:7.1f} former {row['former_us']:7.1f} "
                   f"plan {row['plan_us']:7.1f} | {best}", flush=True)  # fmt: skip
-        if arguments.json:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(result) + "\n")
     print(f"{time.perf_counter() - began:.0f} s")
 
 

@@ -33,6 +33,8 @@ from fp4deploy.plugins.quantize.statistics import Moments
 
 PAD = 64  # bytes: rows of planes are whole steps of every tile
 SCALE = 128.0  # elements of the planes are divided by it (`triton.decode`)
+SMALL = Tile(128, 64, 32, 4, 4)
+MOST_SPLITS, FEWEST_STEPS = 8, 5
 SUM_TILE = Tile(32, 64, 0, 4, 1)
 Size3 = tuple[int, int, int]
 
@@ -111,21 +113,35 @@ def _bytes(channels: int) -> int:
 
 
 def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, packed: bool, processors: int) -> Plan:
-    """The tile and the number of splits of one convolution.
+    """The tile and the number of splits of one convolution, by what was measured (`benchmarks/conv_plans.py`).
+
+    Large tiles read and decode least for each multiply-accumulate, and need a program for each multiprocessor: K is
+    divided where there are too few. In between several programs of a small tile share a multiprocessor.
 
     rows, columns: M and N; depths: bytes of a pixel in each source; packed: the output is quantised.
     """
-    step = 64 if all(depth % 64 == 0 for depth in depths) else 32
-    steps = sum(-(-taps * depth // step) for depth in depths)
-    bn = 128 if columns > 64 else 64 if columns > 32 else 32 if columns > 16 else 16
-    if packed or up:
-        bn = min(bn, 64) if packed else bn
-        bm = 128
-        return Plan(Tile(bm, bn, 32, 4 if packed else 8, 3))
-    bm = 256 if -(-rows // 256) * -(-columns // bn) >= processors else 128
-    tiles = -(-rows // bm) * -(-columns // bn)
-    splits = max(1, min(8, processors // tiles, steps // 8)) if tiles < processors else 1
-    return Plan(Tile(bm, bn, step if bm * bn >= 1 << 14 else 32, 8 if bm * bn >= 1 << 14 else 4, 3), splits)
+    deep = all(depth % 64 == 0 for depth in depths)
+    if columns <= 32:
+        return Plan(Tile(256 if rows >= 256 * processors else 128, 32 if columns > 16 else 16, 32, 4, 3))
+    if up or packed or columns <= 64:
+        return Plan(SMALL, _splits(rows, columns, SMALL, depths, taps, processors) if not up else 1)
+    large = Tile(256, 128, 64 if deep else 32, 8, 3)
+    programs = _programs(rows, columns, large)
+    if programs >= 2 * processors:
+        return Plan(large)
+    if 2 * programs > processors or not deep:
+        return Plan(SMALL, _splits(rows, columns, SMALL, depths, taps, processors))
+    return Plan(large, _splits(rows, columns, large, depths, taps, processors))
+
+
+def _splits(rows: int, columns: int, tile: Tile, depths: tuple[int, ...], taps: int, processors: int) -> int:
+    """As many as there are idle multiprocessors for, each of some steps at least."""
+    steps = sum(-(-taps * depth // tile.bk) for depth in depths)
+    return max(1, min(MOST_SPLITS, processors // _programs(rows, columns, tile), steps // FEWEST_STEPS))
+
+
+def _programs(rows: int, columns: int, tile: Tile) -> int:
+    return -(-rows // tile.bm) * -(-columns // tile.bn)
 
 
 def conv2d(

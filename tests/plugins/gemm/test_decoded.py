@@ -49,7 +49,7 @@ def test_plans_fit_their_shapes() -> None:
                 for packed in (False, True):
                     plan = decoded.plan(rows, columns, depths, 9, False, packed, 132)
                     tile = plan.tile
-                    assert tile.bm * tile.bn <= 256 * 128 or tile.bk == 32
+                    assert tile.bm * tile.bn <= 256 * 128
                     assert all(depth % tile.bk == 0 for depth in depths) or tile.bk % depths[0] == 0
                     assert 1 <= plan.splits <= sum(-(-9 * depth // tile.bk) for depth in depths)
 
