@@ -1,11 +1,12 @@
 """The best plan of every convolution of the UNet with decoded weights, among tiles and divisions of K.
 
-    python benchmarks/conv_plans.py --json benchmarks/results/conv_plans_h200.json
+    python benchmarks/conv_plans.py --json benchmarks/results/conv_plans_h200.json --plans plans.json
 
 For each layer of each case (SCALE:BATCHxHEIGHTxWIDTH): the time of every candidate, with the kernel that adds the
 parts of a division of K, of `plugins.gemm.decoded.plan`'s choice, of the kernel that decodes both operands
 (`plugins.gemm.dispatch`), and of cuDNN in FP16. Ten launches are replayed from one CUDA graph, so that no launch
 overhead of the host counts. Several processes compile the variants first (`--compile-only`: and nothing else).
+`--plans` writes the fastest of each shape in the form of `fp4deploy/plugins/gemm/plans.json`.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4 as pack
 
 Shape = tuple[int, tuple[int, ...], int, int, int, int]  # batch, channels, outputs, height, width, size
-WIDE = (Tile(256, 128, 32, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 256, 32, 8, 3))
-MIDDLE = (Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 4, 4))
-NARROW = (Tile(256, 64, 32, 8, 3), Tile(256, 64, 32, 4, 3), Tile(128, 64, 32, 4, 4), Tile(64, 64, 64, 4, 3))
+LARGE = (Tile(256, 128, 64, 8, 3), Tile(256, 128, 32, 8, 3))
+MIDDLE = (Tile(128, 128, 64, 8, 3),)
+SMALL = (Tile(128, 64, 32, 4, 4), Tile(64, 64, 64, 4, 3))
+MORE = (Tile(128, 256, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(128, 128, 32, 4, 4), Tile(256, 64, 32, 8, 3))
 THIN = tuple(Tile(bm, bn, 32, 4, 3) for bm in (256, 128) for bn in (32, 16))
-SPLITS = (1, 2, 3, 4, 6, 8, 12)
-MOST_PROGRAMS = 400
+LARGEST_ERROR = 5e-5  # of the norm, against the kernel that decodes both operands
+SPLITS = (1, 2, 3, 4, 5, 8)
+MOST_PROGRAMS = 264
 CASES = ("1.0:1x352x480", "0.25:1x352x480", "1.0:16x352x480", "0.25:16x352x480", "1.0:4x512x512")
 
 
@@ -57,12 +60,12 @@ def shapes(case: str) -> dict[str, Shape]:
     return found
 
 
-def candidates(shape: Shape) -> list[Plan]:
+def candidates(shape: Shape, more: bool = False) -> list[Plan]:
     """Tiles and splits worth trying."""
     batch, channels, outputs, h, w, size = shape
     rows, up = batch * h * w, size == 2
-    tiles: tuple[Tile, ...] = NARROW if outputs >= 64 else ()
-    tiles += (*WIDE, *MIDDLE) if outputs >= 128 else ()
+    tiles: tuple[Tile, ...] = SMALL if outputs >= 64 else ()
+    tiles += (*LARGE, *MIDDLE, *(MORE if more else ())) if outputs >= 128 else ()
     tiles += THIN if outputs <= 32 else ()
     steps32 = sum(-(-(1 if up else size * size) * c // 64) for c in channels)
     found = []
@@ -71,7 +74,7 @@ def candidates(shape: Shape) -> list[Plan]:
             continue
         programs = -(-rows // tile.bm) * -(-outputs // tile.bn) * (4 if up else 1)
         for splits in SPLITS if not up else (1,):
-            if splits == 1 or (programs * splits <= MOST_PROGRAMS and programs < 132 and splits * 4 <= steps32):
+            if splits == 1 or (programs * splits <= MOST_PROGRAMS and programs < 100 and splits * 4 <= steps32):
                 found.append(Plan(tile, splits))
     return found
 
@@ -90,17 +93,18 @@ class Layer:
         self.maps = maps.permute(0, 3, 1, 2)
         filters = self.weight.dequantize(torch.float16).permute((3, 0, 1, 2) if self.up else (0, 3, 1, 2))
         self.filters = filters.contiguous(memory_format=torch.channels_last)
-        self.amax = torch.tensor(40.0, device="cuda") if self.up else None
+        self.amax = torch.tensor(40.0, device="cuda") if self.up else None  # as in the UNet: with bias, packed
+        self.bias = torch.randn(outputs, device="cuda") if self.up else None
 
     def run(self, plan: Plan | None = None) -> Any:
         return decoded.conv2d(
-            self.sources, self.decoded, padding=0 if self.up else self.size // 2, out_amax=self.amax,
-            up=self.up, chosen=plan,
+            self.sources, self.decoded, self.bias, padding=0 if self.up else self.size // 2, out_amax=self.amax,
+            moments=not self.up, up=self.up, chosen=plan,
         )[0]  # fmt: skip
 
     def former(self) -> Any:
         if self.up:
-            return dispatch.conv_transpose2d(self.sources[0], self.weight, out_amax=self.amax)
+            return dispatch.conv_transpose2d(self.sources[0], self.weight, self.bias, out_amax=self.amax)
         return dispatch.conv2d(self.sources, self.weight, padding=self.size // 2)
 
     def fp16(self) -> torch.Tensor:
@@ -136,7 +140,7 @@ def graph_us(run: Callable[[], Any], launches: int = 10, repeats: int = 5) -> fl
 def compile_plan(job: tuple[Shape, Plan]) -> str:
     """In a process of its own: one launch, so that Triton's cache has the variant."""
     (_, channels, outputs, _, _, size), plan = job
-    batch = 2 if job[0][0] > 1 else 1
+    batch = 2 if variant(*job)[-1] == 2 else 1
     try:
         small = Layer((batch, channels, outputs, 20, 20, size))
         small.run(plan)
@@ -148,18 +152,20 @@ def compile_plan(job: tuple[Shape, Plan]) -> str:
 
 def variant(shape: Shape, plan: Plan) -> tuple[Any, ...]:
     """What decides about machine code."""
-    _, channels, outputs, _, _, size = shape
+    batch, channels, outputs, h, w, size = shape
     depth = tuple(min(c, 64) for c in channels)
-    return (depth, outputs % plan.tile.bn == 0, outputs % 16 == 0, size, plan.tile, plan.splits > 1)
+    items = 0 if plan.splits > 1 else 1 if batch == 1 or h * w % plan.tile.bm == 0 else 2
+    return (depth, outputs % plan.tile.bn == 0, outputs % 16 == 0, size, plan.tile, plan.splits > 1, items)
 
 
-def measure(shape: Shape) -> dict[str, Any]:
+def measure(shape: Shape, more: bool, peers: bool) -> dict[str, Any]:
     """Times of one shape in microseconds."""
     layer = Layer(shape)
-    expected, row = layer.former(), {"shape": shape, "plans": []}
+    row: dict[str, Any] = {"shape": shape, "plans": []}
+    expected = layer.former()
     plain = expected.dequantize() if isinstance(expected, Nvfp4Tensor) else expected.float()
-    for plan in candidates(shape):
-        found = None
+    for plan in candidates(shape, more):
+        found: dict[str, Any]
         try:
             y = layer.run(plan)
             y = y.dequantize() if isinstance(y, Nvfp4Tensor) else y.float()
@@ -167,11 +173,27 @@ def measure(shape: Shape) -> dict[str, Any]:
             found = {"tile": vars(plan.tile), "splits": plan.splits, "us": graph_us(lambda p=plan: layer.run(p))}
             found |= {"error": error, "same_bits": bool(torch.equal(y, plain))}
         except Exception as error:
-            found = {"tile": vars(plan.tile), "splits": plan.splits, "error": f"{type(error).__name__}: {error}"[:200]}
+            found = {"tile": vars(plan.tile), "splits": plan.splits, "failed": f"{type(error).__name__}: {error}"[:200]}
         row["plans"].append(found)
-    row["plan_us"], row["former_us"] = graph_us(layer.run), graph_us(layer.former)
-    row["cudnn_us"] = graph_us(layer.fp16)
+    row["plan_us"] = graph_us(layer.run)
+    if peers:
+        row["former_us"], row["cudnn_us"] = graph_us(layer.former), graph_us(layer.fp16)
     return row
+
+
+def table(result: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
+    """The fastest plan of each shape, as `decoded.measured_plans` reads it; a plan whose values are off is left out."""
+    found: dict[str, list[int]] = {}
+    for rows in result["cases"].values():
+        for row in rows.values():
+            batch, channels, outputs, h, w, size = row["shape"]
+            plans = [plan for plan in row["plans"] if plan.get("error", 1) < LARGEST_ERROR and "us" in plan]
+            if plans:
+                best = min(plans, key=lambda plan: plan["us"])
+                taps = 1 if size == 2 else size * size
+                shape = decoded.key(batch * h * w, outputs, tuple(c // 2 for c in channels), taps, size == 2)
+                found[shape] = [*best["tile"].values(), best["splits"]]
+    return {result["machine"]["gpu"]: found}
 
 
 def main() -> None:
@@ -181,6 +203,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=14, help="that compile; 0: compile at first use")
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--more", action="store_true", help="more tiles")
+    parser.add_argument("--peers", action="store_true", help="cuDNN, and the kernel that decodes both operands")
+    parser.add_argument("--plans", type=Path, help="write the table that FP4DEPLOY_PLANS names")
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
@@ -188,7 +213,12 @@ def main() -> None:
         case: {name: shape for name, shape in shapes(case).items() if any(part in name for part in arguments.layers)}
         for case in arguments.cases
     }
-    jobs = {variant(s, plan): (s, plan) for case in wanted.values() for s in case.values() for plan in candidates(s)}
+    jobs = {
+        variant(s, plan): (s, plan)
+        for case in wanted.values()
+        for s in case.values()
+        for plan in candidates(s, arguments.more)
+    }
     if arguments.processes:
         with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
             for problem in filter(None, pool.map(compile_plan, jobs.values(), chunksize=2)):
@@ -200,7 +230,7 @@ def main() -> None:
     for case, found in wanted.items():
         rows = result["cases"][case] = {}
         for name, shape in found.items():
-            rows[name] = row = measure(shape)
+            rows[name] = row = measure(shape, arguments.more, arguments.peers)
             timed = sorted((plan for plan in row["plans"] if "us" in plan), key=lambda plan: plan["us"])
             best = " ; ".join(
                 "{us:.1f} {tile[bm]}x{tile[bn]}x{tile[bk]}w{tile[warps]}s{tile[stages]}/{splits}{same}".format(
@@ -211,7 +241,9 @@ def main() -> None:
             if arguments.json:
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
                 arguments.json.write_text(json.dumps(result) + "\n")
-            print(f"{case} {name:24s} cuDNN {row['cudnn_us']:7.1f} former {row['former_us']:7.1f} "
+            if arguments.plans:
+                arguments.plans.write_text(json.dumps(table(result), indent=0) + "\n")
+            print(f"{case} {name:24s} cuDNN {row.get('cudnn_us', 0):7.1f} former {row.get('former_us', 0):7.1f} "
                   f"plan {row['plan_us']:7.1f} | {best}", flush=True)  # fmt: skip
     print(f"{time.perf_counter() - began:.0f} s")
 

@@ -3,7 +3,8 @@
     python benchmarks/packed_latency.py --json benchmarks/results/packed_latency_h200.json
 
 UNets of random weights, calibrated on random images: latency and memory do not depend on the values (agreement of
-trained models: `packed_unet.py`). A case is SCALE:BATCHxHEIGHTxWIDTH. For each, in one process:
+trained models: `packed_unet.py`). A case is SCALE:BATCHxHEIGHTxWIDTH. In one process, packed networks first, then form
+by form:
 
 * `fp16, FORM`: torch's FP16 model, in all forms of `peers`, with and without a CUDA graph;
 * `packed fp16`: the same FP16 weights in a packed file (`unet-fp16.fp4`): our executor and norm kernels, convolutions
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from torch import nn
 
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.models import ModelCard, build_unet
-from fp4deploy.packed import packed_file
+from fp4deploy.packed import packed_file, read_packed, write_packed
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
@@ -43,21 +45,26 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="SCALE:NxHxW")
-    parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS, help="of torch")
+    parser.add_argument("--forms", nargs="*", default=list(reversed(FORMS)), choices=FORMS, help="of torch, in order")
+    parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after so many")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    found: dict[str, Any] = {
-        "command": "python benchmarks/packed_latency.py",
-        "machine": machine(),
-        "recipe": RECIPE,
-        "cases": [],
-    }
-    for case in arguments.cases:
-        found["cases"].append(measure(case, arguments.forms))
-        if arguments.json:  # after each case: a run that is cut off keeps what it has
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    began = time.perf_counter()
+    rows: dict[str, dict[str, Any]] = {case: {"case": case, "runs": {}} for case in arguments.cases}
+    found = {"command": "python benchmarks/packed_latency.py", "machine": machine(), "recipe": RECIPE}
+    for name in ("packed nvfp4", "packed fp16", *(f"fp16, {form}" for form in arguments.forms)):
+        for case, row in rows.items():
+            if time.perf_counter() - began > arguments.seconds:
+                continue
+            row["runs"][name] = measure(case, name)
+            compare(row)
+            if arguments.json:  # after each: a run that is cut off keeps what it has
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps({**found, "cases": list(rows.values())}, indent=1) + "\n")
+    for case, row in rows.items():
+        ratios = {precision: row.get(f"ratio_{precision}") for precision in ("nvfp4", "fp16")}
+        print(f"{case:18s} best of torch: {row.get('best')}   packed / best: {ratios}")
 
 
 @lru_cache
@@ -75,39 +82,46 @@ def model(scale: float, precision: str) -> nn.Module:
 @lru_cache
 def network(scale: float, precision: str) -> PackedNetwork:
     """Its packed network on the GPU."""
+    folder = Path(tempfile.gettempdir(), "fp4deploy_packed_latency")
+    path = folder / f"unet-{scale}-{precision}.fp4"
+    if path.is_file():  # of an earlier run
+        return PackedNetwork(read_packed(path), "cuda")
+    folder.mkdir(exist_ok=True)
     rgb = ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
     card = ModelCard(precision, scale, CLASSES, 352, 480, *rgb, False, RECIPE if precision == "nvfp4" else "none")
     parts = pack_model(model(scale, precision), torch.zeros(1, 3, 352, 480), dynamic_size=False)
-    return PackedNetwork(packed_file(Path("unet.fp4"), card, *parts), "cuda")
+    file = packed_file(path, card, *parts)
+    write_packed(file)
+    return PackedNetwork(file, "cuda")
 
 
 @torch.inference_mode()
-def measure(case: str, forms: list[str]) -> dict[str, Any]:
-    """One case, printed as it is measured."""
+def measure(case: str, name: str) -> dict[str, Any]:
+    """One run of one case."""
     scale, _, size = case.partition(":")
     batch, height, width = (int(part) for part in size.split("x"))
     x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
-    row: dict[str, Any] = {"scale": float(scale), "batch": batch, "height": height, "width": width, "runs": {}}
-    runs = {f"fp16, {form}": lambda form=form: forward(model(float(scale), "fp16"), form, x) for form in forms}
+    began = time.perf_counter()
+    if name.startswith("packed "):
+        found = measured(partial(network(float(scale), name.removeprefix("packed ")), x))
+    else:
+        found = measured(forward(model(float(scale), "fp16"), name.removeprefix("fp16, "), x))
+    took = time.perf_counter() - began
+    told = found.get("error") or "launched {launched_ms:8.3f} ms  graph {graph_ms:8.3f} ms".format(**found)
+    print(f"{case:18s} {name:28s} {told}   ({took:.1f} s)", flush=True)
+    return found
+
+
+def compare(row: dict[str, Any]) -> None:
+    """The fastest form of torch in a CUDA graph, and the packed networks' times over its."""
+    times = {name: run["graph_ms"] for name, run in row["runs"].items() if "graph_ms" in run}
+    forms = {name: ms for name, ms in times.items() if name.startswith("fp16, ")}
+    if not forms:
+        return
+    row["best"] = min(forms, key=forms.__getitem__)
     for precision in ("fp16", "nvfp4"):
-        runs[f"packed {precision}"] = lambda p=precision: partial(network(float(scale), p), x)
-    for name, make in runs.items():
-        began = time.perf_counter()
-        row["runs"][name] = one = measured(make())
-        took = time.perf_counter() - began
-        told = one.get("error") or "launched {launched_ms:8.3f} ms  graph {graph_ms:8.3f} ms".format(**one)
-        print(f"{case:18s} {name:28s} {told}   ({took:.1f} s)", flush=True)
-    torch_runs = {
-        name: one["graph_ms"] for name, one in row["runs"].items() if name[:5] == "fp16," and "graph_ms" in one
-    }
-    if torch_runs:
-        row["best"] = min(torch_runs, key=torch_runs.__getitem__)
-        for precision in ("fp16", "nvfp4"):
-            if "graph_ms" in row["runs"][f"packed {precision}"]:
-                ratio = row["runs"][f"packed {precision}"]["graph_ms"] / torch_runs[row["best"]]
-                row[f"ratio_{precision}"] = ratio
-                print(f"{case:18s} packed {precision} / best ({row['best']}): {ratio:.2f}", flush=True)
-    return row
+        if f"packed {precision}" in times:
+            row[f"ratio_{precision}"] = times[f"packed {precision}"] / forms[row["best"]]
 
 
 if __name__ == "__main__":

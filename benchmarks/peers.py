@@ -58,7 +58,7 @@ def captured(run: Run, warm: int = 3) -> Run:
     return replay
 
 
-def median_ms(run: Run, repeats: int = 31, warm: int = 3) -> float:
+def median_ms(run: Run, repeats: int = 21, warm: int = 2) -> float:
     """Median milliseconds of `run`, by CUDA events."""
     for _ in range(warm):
         run()

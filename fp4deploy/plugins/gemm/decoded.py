@@ -7,22 +7,27 @@ Where tensor cores take no FP4, decoding a weight in every program that reads it
 bits an element instead of 16. `triton/decoded.py` reads a weight that was decoded at load and decodes activations only,
 which stay packed in memory. Elements are the same numbers in both kernels.
 
-**Plan.** `plan` chooses the tile and the number of splits of K from the shape and the number of multiprocessors alone,
-so that the same file gives the same bits on the same kind of GPU, in every process. Only BK and the number of splits
-enter the order of the sum.
+**Plan.** The tile and the number of splits of K come from a table of measured shapes for the GPU (`plans.json`, written
+by `benchmarks/conv_plans.py`; FP4DEPLOY_PLANS names another), else from `plan`, which knows the shape and the number of
+multiprocessors alone. Nothing is timed at run time: the same file gives the same bits on the same kind of GPU, in every
+process. Only BK and the number of splits enter the order of the sum.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp4deploy.architecture import Architecture
+from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
@@ -112,6 +117,41 @@ def _bytes(channels: int) -> int:
     return -(-channels // NVFP4_BLOCK) * NVFP4_BLOCK // 2
 
 
+def chosen_plan(
+    rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, packed: bool, device: torch.device
+) -> Plan:
+    """The measured plan of a shape, else what `plan` says."""
+    name, processors = _device(device.index)
+    table = measured_plans(os.environ.get("FP4DEPLOY_PLANS", "")).get(name, {})
+    found = table.get(key(rows, columns, depths, taps, up))
+    if found is not None:
+        return Plan(Tile(*found[:5]), found[5])
+    return plan(rows, columns, depths, taps, up, packed, processors)
+
+
+def key(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool) -> str:
+    """The name of a shape in a table of plans."""
+    return f"{rows} x {columns}, {' + '.join(map(str, depths))} bytes, {taps} taps{', up' if up else ''}"
+
+
+@lru_cache
+def measured_plans(path: str = "") -> dict[str, dict[str, list[int]]]:
+    """GPU -> shape -> bm, bn, bk, warps, stages, splits; of this package's table, or of another.
+
+    Raises:
+        InputError: another table that cannot be read.
+    """
+    where = Path(path) if path else Path(__file__).with_name("plans.json")
+    try:
+        found: dict[str, dict[str, list[int]]] = json.loads(where.read_text(encoding="utf-8"))
+        valid = all(len(row) == 6 and min(row) > 0 for rows in found.values() for row in rows.values())
+    except (OSError, ValueError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise InputError(f"{where} is no table of plans. Write one with benchmarks/conv_plans.py --plans.")
+    return found
+
+
 def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, packed: bool, processors: int) -> Plan:
     """The tile and the number of splits of one convolution, by what was measured (`benchmarks/conv_plans.py`).
 
@@ -185,9 +225,7 @@ def conv2d(
     )
     rows, device = n * oh * ow, sources[0].codes.device
     depths = tuple(x.codes.shape[-1] for x in sources)
-    chosen = chosen or plan(
-        rows, outputs, depths, taps[0] * taps[1], up, out_amax is not None, _processors(device.index)
-    )
+    chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, out_amax is not None, device)
     factor = 2 if up else 1
     shape = (n, factor * oh, factor * ow, outputs)
     out, scales = _output(shape, dtype, out_amax, device)
@@ -368,5 +406,7 @@ def _flat(x: Nvfp4Tensor) -> torch.Tensor:
 
 
 @lru_cache
-def _processors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _device(index: int | None) -> tuple[str, int]:
+    """Name and number of multiprocessors of a GPU."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.name, properties.multi_processor_count

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fp4deploy.errors import InputError
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import decoded
 from tests.plugins.gemm import interpreted_decoded
@@ -52,6 +55,24 @@ def test_plans_fit_their_shapes() -> None:
                     assert tile.bm * tile.bn <= 256 * 128
                     assert all(depth % tile.bk == 0 for depth in depths) or tile.bk % depths[0] == 0
                     assert 1 <= plan.splits <= sum(-(-9 * depth // tile.bk) for depth in depths)
+
+
+def test_a_table_of_plans(tmp_path: Path) -> None:
+    """The package's own has plans that fit; another is read by its path, and refused where it is none."""
+    for rows in decoded.measured_plans().values():
+        for shape, (bm, bn, bk, warps, stages, splits) in rows.items():
+            assert bm * bn <= 256 * 128, shape
+            assert bk in (32, 64), shape
+            assert warps in (4, 8), shape
+            assert stages <= 4, shape
+            assert splits <= 8, shape
+    path = tmp_path / "plans.json"
+    path.write_text(json.dumps({"GPU": {decoded.key(660, 1024, (256,), 9, False): [256, 128, 64, 8, 3, 5]}}))
+    assert decoded.measured_plans(str(path))["GPU"] == {"660 x 1024, 256 bytes, 9 taps": [256, 128, 64, 8, 3, 5]}
+    path.write_text('{"GPU": {"shape": [1, 2]}}')
+    decoded.measured_plans.cache_clear()
+    with pytest.raises(InputError, match="no table of plans"):
+        decoded.measured_plans(str(path))
 
 
 def test_which_channels_have_a_kernel() -> None:

@@ -34,11 +34,11 @@ SHAPES = [
     (2, 24, 20, (32, 32), 32, 3),
     (2, 17, 19, (64,), 48, 3),
     (2, 20, 20, (64,), 12, 1),
-    (1, 96, 120, (64,), 128, 3),
+    (1, 44, 60, (512,), 512, 3),
 ]
 
 
-@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_convolutions(shape: tuple, splits: int | None) -> None:
     channels, outputs, k = shape[3:]
