@@ -37,7 +37,7 @@ MIDDLE = (Tile(128, 128, 64, 8, 3),)
 SMALL = (Tile(128, 64, 32, 4, 4), Tile(64, 64, 64, 4, 3))
 MORE = (Tile(128, 256, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(128, 128, 32, 4, 4), Tile(256, 64, 32, 8, 3))
 THIN = tuple(Tile(bm, bn, 32, 4, 3) for bm in (256, 128) for bn in (32, 16))
-LARGEST_ERROR = 5e-5  # of the norm, against the kernel that decodes both operands
+LARGEST_ERROR, LARGEST_ERROR_PACKED = 7e-4, 5e-2  # of the norm, against cuDNN in FP16
 SPLITS = (1, 2, 3, 4, 5, 8)
 MOST_PROGRAMS = 264
 CASES = ("1.0:1x352x480", "0.25:1x352x480", "1.0:16x352x480", "0.25:16x352x480", "1.0:4x512x512")
@@ -162,7 +162,10 @@ def measure(shape: Shape, more: bool, peers: bool) -> dict[str, Any]:
     """Times of one shape in microseconds."""
     layer = Layer(shape)
     row: dict[str, Any] = {"shape": shape, "plans": []}
-    expected = layer.former()
+    expected = layer.fp16().permute(0, 2, 3, 1)
+    limit = LARGEST_ERROR
+    if layer.up:  # packed: an element may be rounded to the neighbouring code
+        expected, limit = pack((expected + layer.bias).half(), amax=layer.amax), LARGEST_ERROR_PACKED
     plain = expected.dequantize() if isinstance(expected, Nvfp4Tensor) else expected.float()
     for plan in candidates(shape, more):
         found: dict[str, Any]
@@ -171,7 +174,7 @@ def measure(shape: Shape, more: bool, peers: bool) -> dict[str, Any]:
             y = y.dequantize() if isinstance(y, Nvfp4Tensor) else y.float()
             error = float((y - plain).norm() / plain.norm())
             found = {"tile": vars(plan.tile), "splits": plan.splits, "us": graph_us(lambda p=plan: layer.run(p))}
-            found |= {"error": error, "same_bits": bool(torch.equal(y, plain))}
+            found |= {"error": error, "right": error <= limit}
         except Exception as error:
             found = {"tile": vars(plan.tile), "splits": plan.splits, "failed": f"{type(error).__name__}: {error}"[:200]}
         row["plans"].append(found)
@@ -187,7 +190,7 @@ def table(result: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
     for rows in result["cases"].values():
         for row in rows.values():
             batch, channels, outputs, h, w, size = row["shape"]
-            plans = [plan for plan in row["plans"] if plan.get("error", 1) < LARGEST_ERROR and "us" in plan]
+            plans = [plan for plan in row["plans"] if plan.get("right")]
             if plans:
                 best = min(plans, key=lambda plan: plan["us"])
                 taps = 1 if size == 2 else size * size
@@ -207,7 +210,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="cuDNN, and the kernel that decodes both operands")
     parser.add_argument("--plans", type=Path, help="write the table that FP4DEPLOY_PLANS names")
     arguments = parser.parse_args()
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = arguments.peers
     began = time.perf_counter()
     wanted = {
         case: {name: shape for name, shape in shapes(case).items() if any(part in name for part in arguments.layers)}
@@ -234,7 +237,7 @@ def main() -> None:
             timed = sorted((plan for plan in row["plans"] if "us" in plan), key=lambda plan: plan["us"])
             best = " ; ".join(
                 "{us:.1f} {tile[bm]}x{tile[bn]}x{tile[bk]}w{tile[warps]}s{tile[stages]}/{splits}{same}".format(
-                    **plan, same="=" if plan["same_bits"] else f"~{plan['error']:.0e}"
+                    **plan, same="" if plan["right"] else f" WRONG {plan['error']:.0e}"
                 )
                 for plan in timed[:4]
             )
