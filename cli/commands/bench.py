@@ -81,6 +81,14 @@ def bench(
         float,
         typer.Option("--timeout", min=0.001, help="Most seconds that one inference of an .onnx or .plan may take."),
     ] = 600.0,
+    layers: Annotated[
+        bool,
+        typer.Option("--layers", help="Time each layer of packed networks instead, against the machine's limits."),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Chrome trace of the layers (with --layers).", show_default="not written"),
+    ] = None,
     out: Annotated[
         str | None, typer.Option("--json", help="Write the results as JSON; - for stdout.", show_default="no JSON")
     ] = None,
@@ -93,6 +101,11 @@ def bench(
     from fp4deploy.data import MEASURED
 
     paths = _resolve(engine)
+    if layers:
+        _time_layers(paths, batch, iterations, out, trace)
+        return
+    if trace is not None:
+        raise InputError("--trace is for --layers.")
     chosen = _with_settings(paths, provider, form)
     where = data or _data(paths)
     if split not in MEASURED:
@@ -116,6 +129,38 @@ def bench(
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
     if engine:
         _require_run(found)
+
+
+def _time_layers(paths: list[Path], batch: int, iterations: int, out: str | None, trace: Path | None) -> None:
+    """A table for each packed network, and on request all of it as JSON, and one of them as a trace."""
+    from rich.table import Table
+
+    from fp4deploy.bench import layers as timing
+    from fp4deploy.bench.environment import environment
+    from fp4deploy.files import atomic_write
+
+    packed = [path for path in paths if path.suffix == ".fp4"] or paths
+    if trace is not None and len(packed) > 1:
+        raise InputError(f"--trace takes one network, and there are {len(packed)}: name one with --engine.")
+    found = [timing.layer_times(path, batch, iterations) for path in packed]
+    console = notes() if out == "-" else results()
+    for one in found:
+        table = Table(box=None, pad_edge=False)
+        for name in timing.COLUMNS:
+            table.add_column(name, justify="left" if name in timing.TEXTS else "right", overflow="fold")
+        for row in timing.table_rows(one):
+            table.add_row(*row)
+        console.print(table)
+        console.print(timing.summary(one), markup=False, soft_wrap=True)
+    document = {"layers": [one.to_json() for one in found], "environment": environment()}
+    if trace is not None:
+        with atomic_write(trace) as temporary:
+            temporary.write_text(timing.chrome_trace(found[0]), encoding="utf-8")
+        note(f"Wrote {shown(trace)}.")
+    if out == "-":
+        print_json(document)
+    elif out is not None:
+        _save(document, Path(out))
 
 
 def _require_run(found: list[ArtifactEntry]) -> None:

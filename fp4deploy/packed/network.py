@@ -12,13 +12,18 @@ every runtime of this project that computes on a CPU: the numbers are those of t
 are decoded to FP16 once, at load, for kernels that decode activations only (`plugins.gemm.decoded`): faster, and 16
 bits an element of GPU memory instead of 4.5. `weights="packed"` keeps the codes. Both compute with the same elements.
 
+With FP4DEPLOY_NVTX=on every node is an NVTX range, for Nsight Systems; FP4DEPLOY_GRAPHS=off launches node by node, so
+that kernels lie in their ranges.
+
 Plain activations have torch's axes, feature maps in channels_last: the views that kernels take (NHWC) cost nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -36,6 +41,7 @@ from fp4deploy.packed.graph import (
     Layer,
     Linear,
     Node,
+    named,
     weight_names,
 )
 from fp4deploy.packed.memory import last_reads
@@ -44,6 +50,7 @@ from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_
 from fp4deploy.plugins.gemm import decoded
 from fp4deploy.plugins.gemm.decoded import DecodedWeight
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
+from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, norm_relu_pack
 from fp4deploy.plugins.quantize.statistics import Moments
@@ -72,9 +79,13 @@ class PackedNetwork:
         self.device = torch.device(device)
         self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
         self._last = last_reads(self.graph)
+        marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
+        self._range: Callable[[str], AbstractContextManager[Any]] = torch.cuda.nvtx.range if marks else nullcontext
         self._decodes = weights != "packed" and decoded.available(self.device)
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._decoded: dict[str, DecodedWeight] = {}
+        self._wide: dict[str, torch.Tensor] = {}  # on the CPU: decoded to FP32
+        self._taps: dict[str, list[int]] = {}
         self._plain: dict[str, torch.Tensor] = {}
         self._fits: dict[tuple[Shape, ...], dict[str, int]] = {}
         shapes, names = shapes_of(self.graph), set[str]()
@@ -102,7 +113,8 @@ class PackedNetwork:
             for each, x in zip(self.graph.inputs, inputs, strict=True):
                 live.update(zip([form.name for form in each.outputs], self.read_input(each, x), strict=True))
             for number, node in enumerate(self.graph.nodes):
-                results = self.run_node(node, [live[name] for name in node.inputs], sizes, moments)
+                with self._range(named(node)):
+                    results = self.run_node(node, [live[name] for name in node.inputs], sizes, moments)
                 for name in node.inputs:
                     if self._last[name] == number:
                         live.pop(name, None)
@@ -151,6 +163,24 @@ class PackedNetwork:
         y = compute(node, cast("list[torch.Tensor]", inputs), context)
         return self.forms(y.to(self.dtype), node.outputs)
 
+    def weight_bytes(self, node: Layer) -> int:
+        """Bytes of a layer's weight on the device."""
+        if node.layer in self._decoded:
+            return self._decoded[node.layer].nbytes
+        if node.layer in self._plain:
+            return self._plain[node.layer].nbytes
+        weight = self._packed[node.layer]
+        return weight.codes.nbytes + weight.scales.nbytes
+
+    def precision_of(self, node: Node) -> str:
+        """What a node computes with on this device, for a table: "FP4, weight decoded at load"."""
+        plain = "FP16" if self.dtype == torch.float16 else "FP32"
+        if not isinstance(node, Layer) or node.precision == "fp16":
+            return plain
+        if node.layer in self._decoded:
+            return "FP4, weight decoded at load"
+        return "FP4" if self.device.type == "cuda" and has_kernel(node, self._taps[node.layer]) else f"FP4 as {plain}"
+
     def forms(self, y: torch.Tensor, wanted: Sequence[Form]) -> list[FeatureMap]:
         """A plain activation in each of these forms."""
         found: list[FeatureMap] = []
@@ -187,36 +217,49 @@ class PackedNetwork:
         bias = self._vectors[node.bias] if node.bias else None
         if node.layer in self._decoded:
             return self._multiply_decoded(node, cast("list[Nvfp4Tensor]", inputs), bias, moments)
-        if node.precision == "nvfp4" and has_kernel(node, self._packed[node.layer].shape[1:3]):
+        if node.layer in self._packed and has_kernel(node, self._taps[node.layer]):
             return self._multiply(node, cast("list[Nvfp4Tensor]", inputs), bias)
         if node.precision == "nvfp4":
             axis = _axis(node)
             plain = [cast(Nvfp4Tensor, x).dequantize(self.dtype).movedim(-1, axis) for x in inputs]
-            weight = self._packed[node.layer].dequantize(self.dtype)
-            weight = weight.permute(_ORDERS[type(node)])
+            weight = self._packed[node.layer].dequantize(self.dtype).permute(_ORDERS[type(node)])
         else:
             plain, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
         y = convolve(node, plain, weight, None if bias is None else bias.to(self.dtype))
         return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs)
 
     def _multiply(self, node: Layer, inputs: list[Nvfp4Tensor], bias: torch.Tensor | None) -> list[FeatureMap]:
-        """By kernels; one packed form is written by the kernel itself."""
+        """By kernels; one packed form is written by the kernel itself. On the CPU the same by the reference."""
         weight = self._packed[node.layer]
         fused = len(node.outputs) == 1 and node.outputs[0].axis == ("last" if isinstance(node, Linear) else "channels")
         amax = self.amax(node.outputs[0]) if fused else None
-        if isinstance(node, Linear):
+        if self.device.type == "cpu":
+            y = self._multiply_on_cpu(node, inputs, bias, amax)
+        elif isinstance(node, Linear):
             y = matmul(inputs[0], weight, bias, node.relu, self.dtype, amax)
         elif isinstance(node, ConvTranspose2d):
             y = conv_transpose2d(inputs[0], weight, bias, dtype=self.dtype, out_amax=amax)
         else:
             place = cast(Conv2d, node)
-            stride, padding, dilation = (getattr(place, name)[0] for name in ("stride", "padding", "dilation"))
-            y = conv2d(
-                tuple(inputs), weight, bias, stride, padding, dilation, place.relu, dtype=self.dtype, out_amax=amax
-            )
+            geometry = _geometry(place)
+            y = conv2d(tuple(inputs), weight, bias, *geometry, place.relu, dtype=self.dtype, out_amax=amax)
         if isinstance(y, Nvfp4Tensor):
             return [y]
         return self.forms(y if isinstance(node, Linear) else y.permute(0, 3, 1, 2), node.outputs)
+
+    def _multiply_on_cpu(
+        self, node: Layer, inputs: list[Nvfp4Tensor], bias: torch.Tensor | None, amax: torch.Tensor | None
+    ) -> FeatureMap:
+        """By the reference, with a weight that was decoded at the first call."""
+        weight = self._wide.get(node.layer)
+        if weight is None:
+            weight = self._wide[node.layer] = self._packed[node.layer].dequantize(torch.float32)
+        if isinstance(node, Linear):
+            return matmul_reference(inputs[0], weight, bias, node.relu, self.dtype, amax)
+        if isinstance(node, ConvTranspose2d):
+            return conv_transpose2d_reference(inputs[0], weight, bias, False, self.dtype, amax)
+        place = cast(Conv2d, node)
+        return conv2d_reference(tuple(inputs), weight, bias, *_geometry(place), place.relu, self.dtype, amax)
 
     def _multiply_decoded(
         self,
@@ -231,7 +274,7 @@ class PackedNetwork:
         up = isinstance(node, ConvTranspose2d)
         place: dict[str, Any] = {"up": True}
         if isinstance(node, Conv2d):
-            place = {"stride": node.stride[0], "padding": node.padding[0], "dilation": node.dilation[0]}
+            place = dict(zip(("stride", "padding", "dilation"), _geometry(node), strict=True))
         y, found = decoded.conv2d(
             tuple(inputs), self._decoded[node.layer], bias, **place, relu=not up and cast(Conv2d, node).relu,
             dtype=self.dtype, out_amax=amax, moments=wanted,
@@ -248,7 +291,7 @@ class PackedNetwork:
         codes, scales, amax = (tensors[name].to(self.device) for name in names)
         shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
         weight = Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max)
-        taps = list(shape[1:3])
+        taps = self._taps[node.layer] = list(shape[1:3])
         if self._decodes and not isinstance(node, Linear) and has_kernel(node, taps):
             up = isinstance(node, ConvTranspose2d)
             if decoded.fits(sources, 1 if up else math.prod(taps)):
@@ -266,11 +309,11 @@ class PackedNetwork:
             if len(shape) != len(each.shape):
                 raise InputError(f"The network takes {expected(self.graph, each)}, not {list(shape)}.")
         if shapes not in self._fits:
-            named = {each.name: shape for each, shape in zip(wanted, shapes, strict=True)}
-            fitting(self.graph, named)
+            given = {each.name: shape for each, shape in zip(wanted, shapes, strict=True)}
+            fitting(self.graph, given)
             if len(self._fits) >= SIZES:
                 self._fits.clear()
-            self._fits[shapes] = {f"{name}.{axis}": size for name, s in named.items() for axis, size in enumerate(s)}
+            self._fits[shapes] = {f"{name}.{axis}": size for name, s in given.items() for axis, size in enumerate(s)}
         return self._fits[shapes]
 
 
@@ -279,6 +322,11 @@ _ORDERS: dict[type[Layer], tuple[int, ...]] = {  # from O,KH,KW,C to torch's axe
     ConvTranspose2d: (3, 0, 1, 2),
     Linear: (0, 1),
 }
+
+
+def _geometry(node: Conv2d) -> tuple[int, int, int]:
+    """Stride, padding and dilation, equal in both directions."""
+    return node.stride[0], node.padding[0], node.dilation[0]
 
 
 def has_kernel(node: Layer, taps: Sequence[int]) -> bool:

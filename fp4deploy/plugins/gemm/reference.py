@@ -25,21 +25,21 @@ def output_size(size: int, taps: int, stride: int, padding: int, dilation: int) 
 
 def matmul_reference(
     a: Nvfp4Tensor | torch.Tensor,
-    b: Nvfp4Tensor,
+    b: Nvfp4Tensor | torch.Tensor,
     bias: torch.Tensor | None = None,
     relu: bool = False,
     dtype: torch.dtype = torch.float16,
     out_amax: torch.Tensor | None = None,
     accumulate: torch.dtype = torch.float32,
 ) -> Output:
-    """a [..., K] packed or plain, b [N, K] packed -> [..., N]."""
+    """a [..., K] and b [N, K], packed or plain -> [..., N]."""
     out = _decode(a, accumulate) @ _decode(b, accumulate).mT
     return _finish(out, bias, relu, dtype, out_amax)
 
 
 def conv2d_reference(
     sources: tuple[Nvfp4Tensor, ...],
-    weight: Nvfp4Tensor,
+    weight: Nvfp4Tensor | torch.Tensor,
     bias: torch.Tensor | None = None,
     stride: int = 1,
     padding: int = 0,
@@ -63,7 +63,7 @@ def conv2d_reference(
 
 def conv_transpose2d_reference(
     source: Nvfp4Tensor,
-    weight: Nvfp4Tensor,
+    weight: Nvfp4Tensor | torch.Tensor,
     bias: torch.Tensor | None = None,
     relu: bool = False,
     dtype: torch.dtype = torch.float16,

@@ -17,7 +17,7 @@ import torch
 
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import gemv
-from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, weights
+from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, statistics, weights
 from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.plugins.runtime import pdl
 
@@ -65,6 +65,7 @@ def launched() -> list[Variant]:
         mock.patch.object(weights, "kernel", recorder.kernel),
         mock.patch.object(channels_last, "kernel", recorder.kernel),
         mock.patch.object(norm_pack, "kernel", recorder.kernel),
+        mock.patch.object(statistics, "kernel", recorder.kernel),
         mock.patch.object(cuda_launch, "kernel", recorder.kernel),
         mock.patch.object(pdl, "launch", recorder.pdl),
         mock.patch.object(gemv, "tensor_map", return_value=bytes(128)),
@@ -129,6 +130,7 @@ def _packed_norms() -> None:
     x, ab, form = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(2, 2, 32), norm_pack.OutputForm
     norm_pack.apply_kernels(x, ab, [form(_amax()), form(None)])
     norm_pack.apply_kernels(x, ab, [form(_amax()), form(_amax(), pooled=True), form(_amax())])
+    statistics.combine(statistics.chunk_moments(x), x.shape, None, torch.ones(32), torch.zeros(32), 8, 1e-5)
 
 
 def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
