@@ -21,7 +21,7 @@ from fp4deploy.emulator.instructions.bulk import encode
 from fp4deploy.emulator.launch import parsed, run
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.reference import matmul_reference
-from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, weights
+from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, statistics, weights
 from fp4deploy.plugins.runtime.launch import substituted
 from fp4deploy.plugins.runtime.nvcc import Macros, compile_ptx
 from fp4deploy.plugins.runtime.tma import tiling
@@ -295,6 +295,33 @@ def tracking(setting: Setting, outcome: Outcome) -> None:
     outcome.compare(amax[0], formats.finite_amax(x))
 
 
+def norm_statistics(setting: Setting, outcome: Outcome) -> None:
+    """a and b of a GroupNorm for inference are near those of float64, from chunks and from tiles of two batch items."""
+    x = _image(setting, 3, 32, 5, 7).permute(0, 2, 3, 1).contiguous()
+    bias, weight, beta = (normal(setting, 32, seed=seed) for seed in (3, 4, 5))
+    exact = norm_pack.affine(x.double(), bias.double(), weight.double(), beta.double(), 8, 1e-5)
+    for rows in (0, 16, 32):
+        tiles = _tile_moments(x, rows) if rows else None
+        with emulated(setting, outcome):
+            moments = tiles or statistics.chunk_moments(x)
+            ab = statistics.combine(moments, x.shape, bias, weight, beta, 8, 1e-5)
+        if not torch.allclose(ab.double(), exact, rtol=2e-6, atol=2e-6):
+            raise Fault(f"a and b differ from float64 by {float((ab - exact).abs().max())}.")
+
+
+def _tile_moments(x: torch.Tensor, rows: int) -> statistics.Moments:
+    """Moments of runs of `rows` pixels of the whole batch, as a convolution's tiles have them."""
+    n, h, w, c = x.shape
+    flat, item = x.double().reshape(-1, c), torch.arange(n * h * w) // (h * w)
+    parts = torch.full((-(-len(flat) // rows), 2, 2, c), float("nan"))
+    for tile, first in enumerate(range(0, len(flat), rows)):
+        part, items = flat[first : first + rows], item[first : first + rows]
+        for index, one in enumerate(items.unique()):
+            pixels = part[items == one]
+            parts[tile, index] = torch.stack([pixels.mean(0), (pixels - pixels.mean(0)).square().sum(0)])
+    return statistics.Moments(parts, rows)
+
+
 def norm_packing(setting: Setting, outcome: Outcome) -> None:
     """relu(a x + b) packed, plain and pooled, in one pass."""
     x = _image(setting, 2, 32, 4, 6).permute(0, 2, 3, 1).contiguous()
@@ -370,6 +397,7 @@ CASES = (
     Case("concatenate and separate", MAPS, concatenation),
     Case("running amax", MAPS, tracking),
     Case("GroupNorm and pack", "norm and pack", norm_packing),
+    Case("statistics of GroupNorm", "norm and pack", norm_statistics),
     Case("GEMV, 1 row", "GEMV", gemv_case(1, 512, 24, HALF), has_tma),
     Case("GEMV, 1 row, K = 1280", "GEMV", gemv_case(1, 1280, 72, HALF), has_tma),
     Case("GEMV, 5 rows, bfloat16", "GEMV", gemv_case(5, 512, 40, BFLOAT), has_tma),

@@ -86,7 +86,7 @@ def affine(
 ) -> torch.Tensor:
     """a and b, float32 [N, 2, C], of feature maps [N, H, W, C]: the reference of the statistics."""
     shift = torch.zeros_like(weight) if bias is None else bias
-    biased = (x.float() + shift).flatten(1, 2).unflatten(-1, (groups, -1))
+    biased = (x.to(weight.dtype) + shift).flatten(1, 2).unflatten(-1, (groups, -1))
     variance, mean = torch.var_mean(biased, dim=(1, 3), correction=0)
     width = weight.numel() // groups
     rstd, mean = ((variance + eps).rsqrt().repeat_interleave(width, 1), mean.repeat_interleave(width, 1))

@@ -84,18 +84,19 @@ extern "C" __global__ void __launch_bounds__(256) combine_moments(
     const long long item_of_first = per_item ? n : first * rows / pixels;
     const float k = moments[(first * 2 + (n - item_of_first)) * 2 * C + c];
     float delta = 0.f, square = 0.f, within = 0.f;
-    if (lane < lanes) {
+    const int trips = int((last - first + lanes) / lanes);  // the same in all threads: no warp is divided at a barrier
 #pragma unroll 4
-        for (long long part = first + lane; part <= last; part += lanes) {
-            const long long low = per_item ? begin + (part - first) * rows : part * rows;
-            const long long high = min(low + rows, end);
-            const int index = per_item ? 0 : int(n - low / pixels);
-            const float* in = moments + (part * 2 + index) * 2 * C + c;
-            const float count = float(high - max(low, begin)), d = in[0] - k;
-            delta = __fmaf_rn(count, d, delta);
-            square = __fmaf_rn(count * d, d, square);
-            within += in[C];
-        }
+    for (int trip = 0; trip < trips; ++trip) {
+        const long long part = first + (long long)trip * lanes + lane;
+        const bool has = lane < lanes && part <= last;
+        const long long low = per_item ? begin + (part - first) * rows : part * rows;
+        const long long high = min(low + rows, end);
+        const int index = per_item ? 0 : int(n - low / pixels);
+        const float* in = moments + (has ? (part * 2 + index) * 2 * C + c : 0);
+        const float count = has ? float(high - max(low, begin)) : 0.f, d = has ? in[0] - k : 0.f;
+        delta = __fmaf_rn(count, d, delta);
+        square = __fmaf_rn(count * d, d, square);
+        within += has ? in[C] : 0.f;
     }
     sums[0][threadIdx.x] = delta;
     sums[1][threadIdx.x] = square;
