@@ -24,7 +24,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -69,9 +69,7 @@ class PackedNetwork:
         InputError: another choice of weights.
     """
 
-    def __init__(
-        self, file: PackedFile, device: str | torch.device = "cpu", weights: Literal["decoded", "packed"] | None = None
-    ) -> None:
+    def __init__(self, file: PackedFile, device: str | torch.device = "cpu", weights: str | None = None) -> None:
         if weights not in (None, "decoded", "packed"):
             raise InputError(f"weights is '{weights}'. Valid: decoded, packed.")
         self.file = file
@@ -162,6 +160,14 @@ class PackedNetwork:
         context = Context(self._vectors.__getitem__, sizes or {})
         y = compute(node, cast("list[torch.Tensor]", inputs), context)
         return self.forms(y.to(self.dtype), node.outputs)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights of layers on the device, and of everything else that the file holds."""
+        layers = {node.layer: node for node in self.graph.nodes if isinstance(node, Layer)}
+        stored = {name for node in layers.values() for name in weight_names(node)}
+        others = sum(tensor.nbytes for name, tensor in self.file.tensors.items() if name not in stored)
+        return others + sum(self.weight_bytes(node) for node in layers.values())
 
     def weight_bytes(self, node: Layer) -> int:
         """Bytes of a layer's weight on the device."""

@@ -1,11 +1,13 @@
 """Packed networks (`.fp4`): on a GPU as one CUDA graph of packed kernels, on the CPU decoded in torch.
 
 Normalised images go in as FP32 and are rounded where the network computes (FP16 on a GPU, FP32 on the CPU). In
-addition to accuracy and latency, the memory of weights and activations is known from the graph alone, here and in FP16.
+addition to accuracy and latency, the memory of weights and activations is known from the graph, here and in FP16;
+weights that a GPU decodes at load count as decoded.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +33,12 @@ class PackedRuntime:
         file = read_packed(path)
         self.card = file.card or card_of(file)
         self.cuda = self._device.type == "cuda"
-        self._network = CapturedNetwork(PackedNetwork(file, self._device), graphs_enabled())
+        network = PackedNetwork(file, self._device, os.environ.get("FP4DEPLOY_PACKED_WEIGHTS") or None)
+        self._network = CapturedNetwork(network, graphs_enabled())
         self.name = f"fp4deploy {__version__} packed ({_where(self._device, self._network.enabled)})"
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
         self.precision = _precision(self.card.precision, self.cuda)
-        self.memory = memory(file)
+        self.memory = memory(file) | ({"weight_bytes": network.weights_bytes} if self.cuda else {})
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
