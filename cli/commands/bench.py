@@ -85,6 +85,15 @@ def bench(
         bool,
         typer.Option("--layers", help="Time each layer of packed networks instead, against the machine's limits."),
     ] = False,
+    streams: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--streams",
+            min=1,
+            help="Throughput of packed networks with so many CUDA streams instead, memory and energy; repeatable.",
+            show_default="not measured",
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", help="Chrome trace of the layers (with --layers).", show_default="not written"),
@@ -106,6 +115,9 @@ def bench(
         return
     if trace is not None:
         raise InputError("--trace is for --layers.")
+    if streams:
+        _throughput(paths, streams, batch, out)
+        return
     chosen = _with_settings(paths, provider, form)
     where = data or _data(paths)
     if split not in MEASURED:
@@ -129,6 +141,32 @@ def bench(
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
     if engine:
         _require_run(found)
+
+
+def _throughput(paths: list[Path], streams: list[int], batch: int, out: str | None) -> None:
+    """A row for each packed network and number of streams."""
+    from rich.table import Table
+
+    from fp4deploy.bench.environment import environment
+    from fp4deploy.bench.streams import COLUMNS, throughputs
+
+    packed = [path for path in paths if path.suffix == ".fp4"] or paths
+    found = {str(path): throughputs(path, streams, batch) for path in packed}
+    table = Table("artefact", box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for path, rows in found.items():
+        for row in rows:
+            table.add_row(shown(Path(path)), *row.cells())
+    (notes() if out == "-" else results()).print(table)
+    document = {
+        "throughput": {path: [row.to_json() for row in rows] for path, rows in found.items()},
+        "environment": environment(),
+    }
+    if out == "-":
+        print_json(document)
+    elif out is not None:
+        _save(document, Path(out))
 
 
 def _time_layers(paths: list[Path], batch: int, iterations: int, out: str | None, trace: Path | None) -> None:

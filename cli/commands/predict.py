@@ -51,6 +51,9 @@ def predict(
     overlays: Annotated[
         bool, typer.Option("--overlays/--no-overlays", help="Also draw classes or objects over each image.")
     ] = True,
+    times: Annotated[
+        bool, typer.Option("--times", help="Time decoding, preprocessing, network and postprocessing; write no masks.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print predictions.json on stdout instead of a table.")
     ] = False,
@@ -65,7 +68,9 @@ def predict(
     sources = [] if piped or live else find_sources(images)
     path, predictor = _predictor(model, tile, overlap, min_score)
     note(f"{shown(path)} on {predictor.runtime.name}, {predictor.runtime.precision}.")
-    if piped:
+    if times:
+        _times(predictor, path, sources, as_json)
+    elif piped:
         _pipe(predictor, path, as_json)
     elif live:
         _camera(predictor, images[0], out, batch)
@@ -85,6 +90,28 @@ def _predictor(model: Path | None, tile: bool, overlap: int | None, min_score: f
         path = find_artifact(model)
         runtime = open_runtime(path)
     return path, Predictor(runtime, tile, overlap, min_score)
+
+
+def _times(predictor: Predictor, model: Path, sources: list[Source], as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from fp4deploy.bench.tables import milliseconds
+    from fp4deploy.predict.timing import COLUMNS, stage_times
+
+    paths = [source.path for source in sources if not source.is_video]
+    found = stage_times(predictor, paths)
+    if as_json:
+        about = {"model": str(model), "runtime": predictor.runtime.name, "device": predictor.runtime.device}
+        print_json({**about, "images": len(paths), "stages": [asdict(row) for row in found]})
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == COLUMNS[0] else "right")
+    for row in found:
+        table.add_row(row.stage, *(milliseconds(value) for value in (row.p50, row.p90, row.p99)))
+    results().print(table)
 
 
 def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:

@@ -98,7 +98,7 @@ class Predictor:
             outputs = self._infer([pixels[number] for number in whole])
             for number, output in zip(whole, outputs, strict=True):
                 height, width = pixels[number].shape[:2]
-                found[number] = self._decoded(output, (height, width))
+                found[number] = self.decoded(output, (height, width))
         return [prediction for prediction in found if prediction is not None]
 
     def _needs_tiles(self, pixels: Pixels) -> bool:
@@ -106,10 +106,7 @@ class Predictor:
 
     def _infer(self, images: list[Pixels]) -> NDArray[np.float32]:
         """Outputs [N, channels, h, w] of images that are resized to the network's input."""
-        nothing = [Sample(each, np.zeros(each.shape[:2], np.uint8), "") for each in images]
-        compact = torch.stack([self._transform.compact(sample)[0] for sample in nothing])
-        batch, _ = expand(compact, torch.zeros(0), self.card.mean, self.card.std)
-        outputs = self.runtime.infer(batch.contiguous().numpy())
+        outputs = self.runtime.infer(self.prepared(images))
         if outputs.shape[1] != self.card.channels and self.card.class_names:
             raise InputError(
                 f"The model's output has {outputs.shape[1]} channels, its card has {self.card.channels}. "
@@ -117,7 +114,19 @@ class Predictor:
             )
         return outputs
 
-    def _decoded(self, output: NDArray[np.float32], size: tuple[int, int]) -> Prediction:
+    def prepared(self, images: list[Pixels]) -> NDArray[np.float32]:
+        """Images resized and normalised as the network reads them, [N, 3, h, w]."""
+        nothing = [Sample(each, np.zeros(each.shape[:2], np.uint8), "") for each in images]
+        compact = torch.stack([self._transform.compact(sample)[0] for sample in nothing])
+        batch, _ = expand(compact, torch.zeros(0), self.card.mean, self.card.std)
+        return batch.contiguous().numpy()
+
+    def decoded(self, output: NDArray[np.float32], size: tuple[int, int]) -> Prediction:
+        """The prediction of an image of `size` from its outputs [channels, h, w].
+
+        Raises:
+            InputError: the image is too large to find objects in.
+        """
         logits = torch.from_numpy(np.ascontiguousarray(output))
         if self.card.head is None:
             return self._semantic(class_map(logits, size), len(output))
@@ -142,7 +151,7 @@ class Predictor:
                 f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Cut it into parts first."
             )
         outputs = np.concatenate([band for _, band in bands], axis=1)
-        return self._decoded(outputs, size)
+        return self.decoded(outputs, size)
 
     def _semantic(self, mask: Pixels, channels: int) -> Prediction:
         names = self.class_names or tuple(f"class {number}" for number in range(channels))

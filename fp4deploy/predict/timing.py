@@ -1,0 +1,62 @@
+"""Latency from file to mask: decoding, preprocessing, network with its copies, postprocessing.
+
+`bench` times the network alone, between data that lies on the GPU. A user waits for more than that: an image is read
+and decoded, resized and normalised, copied, computed, and its outputs are enlarged to the image's own size. Each stage
+is timed by the clock, one image after the other, after one image that is not counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from fp4deploy.errors import InputError
+from fp4deploy.predict.predictor import Predictor, as_pixels
+
+STAGES = ("decode", "preprocess", "network", "postprocess", "total")
+COLUMNS = ("stage", "p50 ms", "p90 ms", "p99 ms")
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Quantiles of a stage over the images, milliseconds."""
+
+    stage: str
+    p50: float
+    p90: float
+    p99: float
+
+
+def stage_times(predictor: Predictor, paths: Sequence[Path]) -> list[StageTime]:
+    """Times of each of `STAGES` over image files; images larger than the network are made smaller, not tiled.
+
+    Raises:
+        InputError: no image, or one that cannot be decoded.
+    """
+    if not paths:
+        raise InputError("There is no image to time. Name files or a folder with images.")
+    rows = [_times(predictor, path) for path in (paths[0], *paths)][1:]
+    columns = np.array([[*row, sum(row)] for row in rows]) * 1e3
+    return [
+        StageTime(stage, *(float(np.quantile(column, q)) for q in (0.5, 0.9, 0.99)))
+        for stage, column in zip(STAGES, columns.T, strict=True)
+    ]
+
+
+def _times(predictor: Predictor, path: Path) -> list[float]:
+    """Seconds of the four stages of one image."""
+    marks = [time.perf_counter()]
+    pixels = as_pixels(path)
+    marks.append(time.perf_counter())
+    batch = predictor.prepared([pixels])
+    marks.append(time.perf_counter())
+    outputs = predictor.runtime.infer(batch)
+    marks.append(time.perf_counter())
+    predictor.decoded(outputs[0], (pixels.shape[0], pixels.shape[1]))
+    marks.append(time.perf_counter())
+    return [end - start for start, end in pairwise(marks)]
