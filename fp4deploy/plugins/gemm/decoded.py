@@ -15,19 +15,18 @@ process. Only BK and the number of splits enter the order of the sum.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
@@ -35,6 +34,7 @@ from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm.arguments import TYPES, run
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
+from fp4deploy.schema import Int, read_json, validated
 
 PAD = 64  # bytes: rows of planes are whole steps of every tile
 SCALE = 128.0  # elements of the planes are divided by it (`triton.decode`)
@@ -42,6 +42,7 @@ SMALL = Tile(128, 64, 32, 4, 4)
 MOST_SPLITS, FEWEST_STEPS = 8, 5
 SUM_TILE = Tile(32, 64, 0, 4, 1)
 Size3 = tuple[int, int, int]
+Row = Annotated[list[Annotated[Int, Field(ge=1, le=512)]], Field(min_length=6, max_length=6)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,14 +143,8 @@ def measured_plans(path: str = "") -> dict[str, dict[str, list[int]]]:
         InputError: another table that cannot be read.
     """
     where = Path(path) if path else Path(__file__).with_name("plans.json")
-    try:
-        found: dict[str, dict[str, list[int]]] = json.loads(where.read_text(encoding="utf-8"))
-        valid = all(len(row) == 6 and min(row) > 0 for rows in found.values() for row in rows.values())
-    except (OSError, ValueError, TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise InputError(f"{where} is no table of plans. Write one with benchmarks/conv_plans.py --plans.")
-    return found
+    advice = "Write a table of plans with benchmarks/conv_plans.py --plans."
+    return validated(dict[str, dict[str, Row]], read_json(where, advice), where, advice)
 
 
 def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, packed: bool, processors: int) -> Plan:
