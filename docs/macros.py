@@ -396,6 +396,35 @@ def mutants() -> str:
     return markdown(["room", "files", "mutants", "drawn", "killed", "score"], rows, left=2)
 
 
+def engine_forms() -> str:
+    """What each form of convolutions becomes in a TensorRT-RTX engine."""
+    rows = []
+    for row in result("engine_forms_cpu")["rows"]:
+        share = row["mac_share"]
+        parts = [f"{100 * share.get(name, 0):.1f}" for name in ("FP4", "FP8", "FP16")]
+        sizes = [f"{row['plan_bytes'] / 1e6:.2f}", f"{row['constant_bytes'] / 1e6:.2f}"]
+        rows.append([f"`--conv {row['conv']}`", *parts, *sizes, str(row["fallbacks"])])
+    head = ("form", "MACs in FP4 %", "FP8 %", "FP16 %", "plan MB", "constants MB", "fallbacks")
+    return markdown(head, rows)
+
+
+PLACEMENTS = {"default": "21 of 23", "all": "all, multi-term input", "rgb": "all, plain image"}
+
+
+def ptq() -> str:
+    """Post-training quantisation on CamVid: drops in points with the interval over images."""
+    rows = []
+    for row in result("ptq_camvid_h200")["rows"]:
+        if "drop" not in row:
+            continue
+        what = "input of the first layer alone" if row["method"] == "input" else PLACEMENTS[row["placement"]]
+        method = "" if row["method"] == "input" else f"{row['method']}, correction {row['correction']}"
+        image = ", plain image" if (row["method"], row["placement"]) == ("input", "rgb") else ""
+        interval = f"[{row['low']:.2f}, {row['high']:.2f}]".replace("-", MINUS)
+        rows.append([f"{what}{image}", method, f"{row['drop']:.2f}".replace("-", MINUS), interval, f"{row['seconds']:.1f}"])
+    return markdown(("layers in FP4", "method", "drop", "95 % interval", "seconds"), rows, left=2)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (

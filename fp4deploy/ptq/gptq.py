@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, found_again, steps
+from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, found_again, signed_values, steps
 
 DAMPING = 0.01  # of the mean of H's diagonal
 GROUP = 256  # columns whose updates of the rest are applied together
@@ -74,11 +74,15 @@ def _round_block(
     inner = left[:, first:last].clone()
     codes = torch.zeros_like(inner)
     deltas = torch.zeros_like(inner)
+    values, borders = signed_values(left.device)
+    per_step = torch.where(step > 0, 1 / step.clamp(min=1e-38), 0.0)[:, 0]
+    factor = upper[first:last, first:last]
+    inverse = 1 / factor.diagonal()
     for column in range(NVFP4_BLOCK):
-        at = first + column
-        codes[:, column] = encode(inner[:, column], step[:, 0])
-        deltas[:, column] = (inner[:, column] - codes[:, column] * step[:, 0]) / upper[at, at]
-        inner[:, column + 1 :] -= deltas[:, column : column + 1] * upper[at, at + 1 : last]
+        left_over = inner[:, column]
+        codes[:, column] = values[torch.bucketize(left_over * per_step, borders)]
+        deltas[:, column] = (left_over - codes[:, column] * step[:, 0]) * inverse[column]
+        inner[:, column + 1 :] -= deltas[:, column : column + 1] * factor[column, column + 1 :]
     largest = before.abs().amax(-1, keepdim=True)
     kept = found_again(codes.unsqueeze(1), scale, largest, amax)
     codes = torch.where(kept, codes, encode(before, step))

@@ -32,6 +32,12 @@ def e4m3_values(device: torch.device) -> Tensor:
     return codes.view(torch.float8_e4m3fn).float()
 
 
+def signed_values(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The 15 values of E2M1, ascending, and the 14 borders half way between them."""
+    values = torch.tensor(sorted({sign * value for value in E2M1 for sign in (-1, 1)}), device=device)
+    return values, (values[1:] + values[:-1]) / 2
+
+
 def encode(values: Tensor, step: Tensor) -> Tensor:
     """Nearest E2M1 values of `values / step`; 0 where the step is 0."""
     ratio = torch.where(step > 0, values / step.clamp(min=1e-38), 0.0)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fp4deploy.ptq.forward import autocast, call_of, order_of
-from fp4deploy.ptq.grid import E2M1, choose_scales, steps
+from fp4deploy.ptq.grid import choose_scales, signed_values, steps
 from fp4deploy.ptq.matrix import WeightMatrix, blocks
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import quantized_layers
@@ -78,7 +78,7 @@ class SoftRounding(nn.Module):
 
 def neighbours(ratio: Tensor) -> tuple[Tensor, Tensor]:
     """The E2M1 values below and above each ratio in [-6, 6]; both are the ratio where it is one of them."""
-    values = torch.tensor(sorted({sign * value for value in E2M1 for sign in (-1, 1)}), device=ratio.device)
+    values, _ = signed_values(ratio.device)
     ratio = ratio.contiguous()
     low = values[(torch.searchsorted(values, ratio, right=True) - 1).clamp(min=0)]
     high = values[torch.searchsorted(values, ratio).clamp(max=len(values) - 1)]

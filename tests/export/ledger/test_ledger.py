@@ -102,6 +102,15 @@ def test_totals_and_summary() -> None:
     assert found.precision == "nvfp4"
 
 
+def test_a_share_of_fp4_products_can_be_required() -> None:
+    """A plan that keeps its convolution in FP16 has no fallback, and still too little FP4."""
+    found = ledger()
+    found.require_fp4_share(0.16)
+    expected = r"16\.5% of .* are in FP4, and --require-fp4 asks for 50\.0%.*conv2 \(74\.4%, FP16\)"
+    with pytest.raises(GateError, match=expected):
+        found.require_fp4_share(0.5)
+
+
 def test_decoded_gemm_is_a_fallback() -> None:
     found = ledger(edited("up.gemm.matmul", "Datatype: FP4E2M1", "Datatype: Half"))
     failed = row(found, "up")

@@ -1,0 +1,49 @@
+"""`quantize` and `search` on the command line: from a checkpoint to one that bench and export take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp4deploy.models import read_card
+from tests.cli.command_line import Invoke
+
+
+def test_quantize_search_and_quantize_again(invoke: Invoke, checkpoint: Path, shapes: Path) -> None:
+    data, few = ("--data", shapes), ("--images", 2, "--batch", 2)
+    result = invoke("quantize", checkpoint, *data, *few, "--method", "4/6", "--out", "q.safetensors")
+    assert result.exit_code == 0, result.stderr
+    assert "q.safetensors (4/6, correction norm, 2 images" in result.stdout
+    assert read_card(Path("q.safetensors")).recipe == "nvfp4_4o6_weight_qat"
+
+    gate = ("--baseline", checkpoint, "--max-drop", 100, "--iterations", 1)
+    result = invoke("bench", "--engine", "q.safetensors", *data, *gate)
+    assert result.exit_code == 0, result.stderr
+    assert "Within 100 points" in result.stderr
+
+    result = invoke("search", checkpoint, *data, *few, "--budget", "drop=100", "--out", "found")
+    assert result.exit_code == 0, result.stderr
+    assert "layers in FP4: mIoU" in result.stdout
+    result = invoke(
+        "quantize", checkpoint, *data, *few, "--method", "amax", "--config", "found/precision.yaml", "--digits",
+        "--out", "all.safetensors",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    card = read_card(Path("all.safetensors"))
+    assert card.digits
+    assert card.include
+
+
+def test_what_quantize_and_search_refuse(invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.onnx").write_bytes(b"")
+    for arguments, message in (
+        (("quantize", checkpoint, "--data", shapes, "--method", "gtpq"), "Did you mean 'gptq'"),
+        (("quantize", "x.onnx", "--data", shapes), "quantize takes a checkpoint"),
+        (("quantize", "absent.safetensors", "--data", shapes), "There is no checkpoint at absent.safetensors"),
+        (("quantize", checkpoint, "--data", shapes, "--correction", "no"), "--correction is 'no'"),
+        (("search", checkpoint, "--data", shapes, "--budget", "fast"), "It takes drop=POINTS, bytes=COUNT"),
+        (("search", checkpoint, "--data", shapes, "--budget", "ms=1", "--arch", "sm75"), "no published peaks"),
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 2, result.stderr
+        assert message in result.stderr
+    assert not list(tmp_path.glob("*.safetensors"))
