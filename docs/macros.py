@@ -408,29 +408,12 @@ def engine_forms() -> str:
     return markdown(head, rows)
 
 
-PLACEMENTS = {"default": "21 of 23", "all": "all, multi-term input", "rgb": "all, plain image"}
-
-
-def ptq() -> str:
-    """Post-training quantisation on CamVid: drops in points with the interval over images."""
-    rows = []
-    for row in result("ptq_camvid_h200")["rows"]:
-        if "drop" not in row:
-            continue
-        what = "input of the first layer alone" if row["method"] == "input" else PLACEMENTS[row["placement"]]
-        method = "" if row["method"] == "input" else f"{row['method']}, correction {row['correction']}"
-        image = ", plain image" if (row["method"], row["placement"]) == ("input", "rgb") else ""
-        interval = f"[{row['low']:.2f}, {row['high']:.2f}]".replace("-", MINUS)
-        rows.append([f"{what}{image}", method, f"{row['drop']:.2f}".replace("-", MINUS), interval, f"{row['seconds']:.1f}"])
-    return markdown(("layers in FP4", "method", "drop", "95 % interval", "seconds"), rows, left=2)
-
-
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, scaling, estimates, telemetry_cost,
-        sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants,
+        sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms,
     )
 }  # fmt: skip
 
