@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from packed_unet import median_ms, peak
+from peers import machine, measured
 
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.models import ModelCard, build_unet
 from fp4deploy.packed import packed_file
-from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
@@ -41,9 +40,8 @@ def main() -> None:
     networks = {kind: network(arguments.scale, height, width, *how) for kind, how in KINDS.items()}
     rows = [compare(networks, batch, height, width) for batch in arguments.batches]
     if arguments.json:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
         model = {"scale": arguments.scale, "height": height, "width": width, "recipe": RECIPE}
-        found = {"command": "python benchmarks/packed_digits.py", "machine": machine, "model": model, "batches": rows}
+        found = {"command": "python benchmarks/packed_digits.py", "machine": machine(), "model": model, "batches": rows}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -65,9 +63,10 @@ def compare(networks: dict[str, PackedNetwork], batch: int, height: int, width: 
     x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
     row: dict[str, Any] = {"batch": batch}
     for kind, one in networks.items():
-        memory = peak(lambda n=one: n(x))
-        row[kind] = {"ms": median_ms(CapturedNetwork(one).prepared(x)), "peak_bytes": memory}
-        print(f"batch {batch:3d}  {kind:12s} {row[kind]['ms']:8.3f} ms  {memory / 2**20:8.1f} MiB above the weights")
+        found = measured(partial(one, x))
+        row[kind] = {"ms": found["graph_ms"], "launched_ms": found["launched_ms"], "peak_bytes": found["peak_bytes"]}
+        memory = found["peak_bytes"] / 2**20
+        print(f"batch {batch:3d}  {kind:12s} {row[kind]['ms']:8.3f} ms  {memory:8.1f} MiB above the weights")
     return row
 
 

@@ -10,10 +10,11 @@ accumulation changes classes. So each node of the packed network is also compare
 the same FP16 autocast: `stepped` has the largest error of each kind over the layers (share of packed elements that
 differ, norm of plain activations) and the share of pixels with another class.
 
-Latency: medians of CUDA events over random images that stay on the GPU; `fp16 eager` and `fp16 compiled` are the FP16
-model in half precision and channels_last, `nvfp4 emulated` is what training sees, `packed` the packed file as a CUDA
-graph. Memory: the peak of one forward pass above what was allocated before (weights excluded), not captured. No GPU
-before Blackwell multiplies FP4: `packed` decodes to FP16 in registers.
+Latency: medians of CUDA events over random images that stay on the GPU, each as one CUDA graph (`ms`) and launched from
+Python (`launched_ms`); `fp16 eager` and `fp16 compiled` are the FP16 model in half precision and channels_last,
+`nvfp4 emulated` is what training sees, `packed` the packed file. More sizes and forms of torch: `packed_latency.py`.
+Memory: the peak of one forward pass above what was allocated before (weights excluded), not captured. No GPU before
+Blackwell multiplies FP4: `packed` decodes to FP16.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers import machine, measured
 
 from fp4deploy.data import EvalTransform, eval_loader, validation_set
 from fp4deploy.export.verify.outputs import validation_images
 from fp4deploy.export.verify.packed import compare_nodes
 from fp4deploy.packed import activation_bytes, read_packed
-from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.qat import load_model
 from fp4deploy.qat.fused_unet import fuse
@@ -71,10 +72,9 @@ def measure(run: Path, data: Path, batches: list[int]) -> dict[str, Any]:
             return emulated(x.float())
 
     size = (card.height, card.width)
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
     result: dict[str, Any] = {
         "command": "python benchmarks/packed_unet.py RUN --data CAMVID",
-        "machine": machine,
+        "machine": machine(),
         "model": {"scale": card.scale, "height": size[0], "width": size[1], "recipe": card.recipe},
         "bytes": {"fp16": half, "packed": path.stat().st_size, "ratio": path.stat().st_size / half},
     }
@@ -138,36 +138,15 @@ def compare(forwards: dict[str, Forward], network: PackedNetwork, batch: int, si
     row: dict[str, Any] = {"batch": batch, "packed_images_bytes": activation_bytes(network.graph, *size, batch=batch)}
     for name, forward in forwards.items():
         images = x if name == "packed" else x.contiguous(memory_format=torch.channels_last)
-        memory = peak(lambda f=forward, i=images: f(i))
-        run = CapturedNetwork(network).prepared(images) if name == "packed" else lambda f=forward, i=images: f(i)
-        row[name] = {"ms": median_ms(run), "peak_bytes": memory}
-        print(f"batch {batch:3d}  {name:15s} {row[name]['ms']:8.3f} ms  {memory / 2**20:8.1f} MiB above the weights")
+        found = measured(partial(forward, images))
+        if "error" in found:
+            row[name] = found
+            print(f"batch {batch:3d}  {name:15s} {found['error']}")
+            continue
+        row[name] = {"ms": found["graph_ms"], "launched_ms": found["launched_ms"], "peak_bytes": found["peak_bytes"]}
+        memory = found["peak_bytes"] / 2**20
+        print(f"batch {batch:3d}  {name:15s} {row[name]['ms']:8.3f} ms  {memory:8.1f} MiB above the weights")
     return row
-
-
-def peak(run: Callable[[], torch.Tensor]) -> int:
-    """Peak bytes of a forward pass, above what was allocated before."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def median_ms(run: Callable[[], torch.Tensor], repeats: int = 31) -> float:
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)  # launches queue up meanwhile: the GPU is timed, not the host
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[repeats // 2]
 
 
 if __name__ == "__main__":
