@@ -55,7 +55,7 @@ def launch_gemm(
         InputError: sizes beyond the kernel's 32-bit counters and offsets (`require_32_bit`).
     """
     device = weight.codes.device
-    _require_offsets([source.codes.shape[-1] for source in sources], extent, pixels, shape, **geometry)
+    require_offsets([source.codes.shape[-1] for source in sources], extent, pixels, shape, **geometry)
     blocks = -(-shape[-1] // NVFP4_BLOCK)
     if out_amax is None:
         out = torch.empty(shape, dtype=dtype, device=device)
@@ -103,7 +103,7 @@ def require_32_bit(sizes: Mapping[str, int]) -> None:
             )
 
 
-def _require_offsets(
+def require_offsets(
     channel_bytes: Sequence[int],
     extent: Size3,
     pixels: Size3,

@@ -31,7 +31,7 @@ from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
-from fp4deploy.plugins.gemm.arguments import TYPES, run
+from fp4deploy.plugins.gemm.arguments import TYPES, require_offsets, run
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.schema import Int, read_json, validated
@@ -206,6 +206,9 @@ def conv2d(
 
     Returns:
         [N, OH, OW, O] or packed; None instead of moments where a tile would span more than two batch items.
+
+    Raises:
+        InputError: sizes beyond the kernel's 32-bit counters and offsets.
     """
     n, h, w = sources[0].shape[:3]
     outputs, kh, kw, _ = weight.shape
@@ -223,6 +226,7 @@ def conv2d(
     chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, out_amax is not None, device)
     factor = 2 if up else 1
     shape = (n, factor * oh, factor * ow, outputs)
+    require_offsets(depths, (n, h, w), (n, oh, ow), shape, taps, stride, padding, dilation)
     out, scales = _output(shape, dtype, out_amax, device)
     tall = chosen.tile.bm if chosen.splits == 1 else SUM_TILE.bm
     found = None
@@ -332,7 +336,8 @@ def conv_call(
         tile.stages,
     )
     values = (
-        *(x.codes, _flat(x), x.amax, second.codes, _flat(second), second.amax, weight.planes, weight.amax),
+        *(x.codes.contiguous(), _flat(x), x.amax, second.codes.contiguous(), _flat(second), second.amax),
+        *(weight.planes, weight.amax),
         *(x.amax if bias is None else bias, out, out if scales is None else scales),
         *(x.amax if out_amax is None else out_amax, x.amax if moments is None else moments.parts),
         *(
@@ -397,7 +402,7 @@ def sum_call(
 
 
 def _flat(x: Nvfp4Tensor) -> torch.Tensor:
-    return x.scales.view(torch.uint8)
+    return x.scales.view(torch.uint8).contiguous()
 
 
 @lru_cache
