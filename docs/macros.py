@@ -437,7 +437,7 @@ def engine_forms() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network, packed_latency,
+        training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, scaling, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms,
     )
