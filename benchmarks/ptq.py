@@ -4,10 +4,11 @@
 
 Trains FP16 first (`--epochs`, the settings of `--config`), or takes `--checkpoint`. Placements: `default`, all layers
 but the first and the last; `all`, every layer, the image in the multi-term FP4 encoding, which takes the FP16 weights
-as they are; `rgb`, every layer on the plain image. Rows `input` quantise the input of the first layer and
-nothing else: what they lose is no longer in the image. Calibration images are of the training split, evenly spaced, at
-evaluation size. A drop is FP16 minus the row, points of mIoU, with the 95 % interval of the gate's bootstrap over
-images. The file is written after every row; `--seconds` skips rows when the time is over.
+as they are; `rgb`, every layer on the plain image. Rows `input` quantise the input of the first layer and nothing else:
+what they lose is no longer in the image. Rows `fp8` are `amax` with the convolutions of `build --conv fp8`, emulated in
+E4M3. Calibration images are of the training split, evenly spaced, at evaluation size. A drop is FP16 minus the row,
+points of mIoU, with the 95 % interval of the gate's bootstrap over images. The file is written after every row;
+`--seconds` skips rows when the time is over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,10 @@ from fp4deploy.bench.environment import environment
 from fp4deploy.bench.evidence import PixelCounts
 from fp4deploy.bench.gate.bootstrap import paired_drop, value
 from fp4deploy.data import IGNORE, EvalTransform, open_dataset
+from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.models import build_unet, load_weights, read_card
 from fp4deploy.ptq import quantize
-from fp4deploy.qat import Recipe, calibrate, prepare
+from fp4deploy.qat import Recipe, calibrate, prepare, quantized_layers
 from fp4deploy.qat.load import round_to_deployed
 from fp4deploy.qat.recipes import NVFP4_STATIC
 
@@ -117,6 +120,9 @@ def main() -> None:
             if method == "input":
                 prepare(model, Recipe("input", activation=NVFP4_STATIC), include="encoder.0.conv1")
                 calibrate(model, images)
+            elif method == "fp8":
+                quantize(model, images, "amax", correction=correction)
+                emulate_fp8(model)
             else:
                 found = quantize(
                     model,
@@ -138,6 +144,26 @@ def main() -> None:
         print({key: each for key, each in row.items() if key != "units"}, flush=True)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+@torch.no_grad()
+def emulate_fp8(model: torch.nn.Module) -> None:
+    """Layers that `--conv fp8` makes FP8 convolutions: FP4 weights rounded to E4M3 by channel, inputs by tensor."""
+    for layer in quantized_layers(model).values():
+        module: Any = layer
+        if forecast(layer, "fp8").compute != "FP8":
+            continue
+        axis = 1 if isinstance(layer, torch.nn.ConvTranspose2d) else 0
+        weight = module.quantized_weight().movedim(axis, 0)
+        scale = (weight.flatten(1).abs().amax(1) / 448).half().float().view(-1, *[1] * (weight.ndim - 1))
+        module.weight.copy_(((weight / scale).to(torch.float8_e4m3fn).float() * scale).movedim(0, axis))
+        step = float((module.input_amax / 448).half())
+        module.recipe = replace(module.recipe, weight=None, activation=None)
+        module.register_forward_pre_hook(lambda _, inputs, step=step: (_e4m3(inputs[0], step),))
+
+
+def _e4m3(x: torch.Tensor, step: float) -> torch.Tensor:
+    return ((x.float() / step).clamp(-448, 448).to(torch.float8_e4m3fn).float() * step).to(x.dtype)
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
