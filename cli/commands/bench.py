@@ -223,12 +223,12 @@ def _draw(
     split: str,
     folder: Path,
 ) -> None:
-    """Overlays of the images that lost most, of semantic artefacts."""
+    """Overlays of the images that lost most; without a baseline of those with most wrong pixels (semantic models)."""
     from fp4deploy.report.figures.lost import draw_lost, most_wrong
 
     names = {decision.artefact: [name for name, _ in decision.images] for decision in decisions}
     for entry in found:
-        if entry.miou is None or entry.evidence is None:
+        if entry.evidence is None or (entry.miou is None and entry.path not in names):
             continue
         images = names[entry.path] if entry.path in names else most_wrong(entry.evidence)
         baseline = Path(reference.artefact) if reference is not None else None

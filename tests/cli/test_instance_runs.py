@@ -97,8 +97,9 @@ def test_the_gate_is_judged_by_ap(at_home: Invoke, tmp_path: Path) -> None:
     measured = json.loads(at_home("bench", "--engine", "unet.onnx", "--iterations", 1, "--json", "-").stdout)
     best = perfect(measured)
     baseline.write_text(json.dumps(best))
-    result = at_home("bench", "--engine", "unet.onnx", "--baseline", baseline, "--iterations", 1)
+    result = at_home("bench", "--engine", "unet.onnx", "--baseline", baseline, "--iterations", 1, "--results", "gate")
     assert result.exit_code == 1
+    assert list(Path("gate/lost").glob("*.png"))
     assert "AP, " in result.stderr
     assert "below the baseline's 100.00" in result.stderr
     assert "images that lost most (objects)" in result.stdout

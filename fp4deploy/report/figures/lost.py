@@ -1,4 +1,4 @@
-"""The images on which an artefact lost most: image, truth, baseline, artefact, and the pixels that became wrong."""
+"""The images on which an artefact lost most: image, truth, baseline, artefact; of classes also what became wrong."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from PIL import Image
 from fp4deploy.bench.evidence import PixelCounts, read_evidence
 from fp4deploy.bench.records import Evidence
 from fp4deploy.bench.runtimes.open import open_runtime
-from fp4deploy.data import IGNORE, EvalTransform, validation_set
+from fp4deploy.bench.runtimes.protocol import Runtime
+from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, Sample, instance_set, validation_set
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.files import atomic_write
+from fp4deploy.instances import decode
+from fp4deploy.instances.draw import draw_instances
+from fp4deploy.models import ModelCard
 from fp4deploy.predict.palette import Palette, colours, tinted
 from fp4deploy.report.figures.overlays import DIFFERENCE, Pixels
 
 MOST = 5
-FOLDER = "overlays"
+FOLDER = "lost"
 
 
 def most_wrong(evidence: Evidence) -> list[str]:
@@ -34,7 +38,7 @@ def most_wrong(evidence: Evidence) -> list[str]:
 def draw_lost(
     artefact: Path, baseline: Path | None, images: Sequence[str], data: Path, split: str, folder: Path
 ) -> list[Path]:
-    """Write one PNG an image into `folder`/overlays; the baseline's column is left out where it cannot be run.
+    """Write one PNG an image into `folder`/lost; the baseline's column is left out where it cannot be run.
 
     Returns:
         The files, in the order of `images`; names that the split does not have are passed over.
@@ -43,34 +47,47 @@ def draw_lost(
         InputError: the artefact or the data cannot be read, or the folder cannot be written.
     """
     runtime = open_runtime(artefact)
-    card = runtime.card
-    dataset = validation_set(card, data, split)
-    transform = EvalTransform(card.height, card.width, card.mean, card.std)
-    wanted = dict.fromkeys(images)
-    samples = (dataset.load(index) for index in range(len(dataset)))
-    found = {sample.name: sample for sample in samples if sample.name in wanted}
     try:
         other = open_runtime(baseline) if baseline is not None else None
     except Fp4DeployError:
         other = None
-    palette = colours(len(card.class_names), card.background)
-    mean, std = (np.array(values, np.float32)[:, None, None] for values in (card.mean, card.std))
+    models = [model for model in (other, runtime) if model is not None]
+    card = runtime.card
+    dataset = validation_set(card, data, split) if card.head is None else instance_set(card, data, True, split)
+    draw = _semantic if card.head is None else _instances
+    wanted = dict.fromkeys(images)
+    samples = (dataset.load(index) for index in range(len(dataset)))
+    found = {sample.name: sample for sample in samples if sample.name in wanted}
     written = []
     for name in [name for name in wanted if name in found]:
-        tensor, mask = transform(found[name])
-        normalised = tensor.numpy()[None]
-        image = ((tensor.numpy() * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
-        predictions = [
-            torch.from_numpy(model.infer(normalised)[0]).argmax(0).numpy().astype(np.uint8)
-            for model in (other, runtime)
-            if model is not None
-        ]
         path = folder / FOLDER / f"{_file_name(name)}.png"
         with atomic_write(path) as temporary:
-            drawn = _row(image, mask.numpy().astype(np.uint8), predictions, palette)
-            Image.fromarray(drawn).save(temporary, format="PNG")
+            Image.fromarray(draw(card, found[name], models)).save(temporary, format="PNG")
         written.append(path)
     return written
+
+
+def _semantic(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
+    """The columns of one image at the size of the model's input."""
+    tensor, mask = EvalTransform(card.height, card.width, card.mean, card.std)(sample)
+    mean, std = (np.array(values, np.float32)[:, None, None] for values in (card.mean, card.std))
+    image = ((tensor.numpy() * std + mean).clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
+    outputs = [model.infer(tensor.numpy()[None])[0] for model in models]
+    predictions = [output.argmax(0).astype(np.uint8) for output in outputs]
+    palette = colours(len(card.class_names), card.background)
+    return _row(image, mask.numpy().astype(np.uint8), predictions, palette)
+
+
+def _instances(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
+    """The columns of one image at its own size: image, truth, and the objects that each model finds."""
+    assert card.head is not None
+    assert sample.instances is not None
+    tensor, _ = NumberedEvalTransform(card.height, card.width, card.mean, card.std)(sample)
+    size = (sample.mask.shape[0], sample.mask.shape[1])
+    outputs = [torch.from_numpy(model.infer(tensor.numpy()[None])[0]) for model in models]
+    drawn = [draw_instances(sample.image, decode(output, card.head, size).ids) for output in outputs]
+    truth = draw_instances(sample.image, sample.instances, sample.mask == IGNORE)
+    return np.concatenate([sample.image, truth, *drawn], axis=1)
 
 
 def _row(image: Pixels, truth: Pixels, predictions: Sequence[Pixels], palette: Palette) -> Pixels:
