@@ -21,7 +21,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -79,16 +78,15 @@ class SegmentationDetail:
         self._add_objects(predicted, truth)
 
     def _add_boundaries(self, predicted: Tensor, truth: Tensor) -> None:
-        present = [number for number in torch.unique(torch.stack([predicted, truth])).tolist() if number != IGNORE]
-        if not present:
-            return
-        edges = [_edges(labels) for labels in (predicted, truth)]
+        labels = predicted.numpy(), truth.numpy()
+        present = np.union1d(*labels)
+        present = present[present != IGNORE]
         reach = max(1, round(TOLERANCE * math.hypot(*truth.shape)))
-        ids = torch.tensor(present).view(-1, 1, 1)
-        first, second = ((labels == ids) & edge for labels, edge in zip((predicted, truth), edges, strict=True))
+        ids = present.reshape(-1, 1, 1)
+        first, second = ((each == ids) & _edges(each) for each in labels)
         near_first, near_second = (_grown(each, reach) for each in (first, second))
-        sums = [each.sum((1, 2)) for each in (first & near_second, first, second & near_first, second)]
-        self._boundary[present] += torch.stack(sums, -1).numpy()
+        for column, counted in enumerate((first & near_second, first, second & near_first, second)):
+            self._boundary[present, column] += np.count_nonzero(counted, axis=(1, 2))
 
     def _add_objects(self, predicted: Tensor, truth: Tensor) -> None:
         from scipy import ndimage
@@ -105,19 +103,26 @@ class SegmentationDetail:
             np.add.at(self._objects[number, :, 1], sizes, areas)
 
 
-def _edges(labels: Tensor) -> Tensor:
+def _edges(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
     """bool [H, W]: a neighbour has another label, and neither is IGNORE."""
-    edge = torch.zeros(labels.shape, dtype=torch.bool)
-    for axis in range(2):
-        first = labels.narrow(axis, 0, labels.shape[axis] - 1)
-        second = labels.narrow(axis, 1, labels.shape[axis] - 1)
-        differs = (first != second) & (first != IGNORE) & (second != IGNORE)
-        edge.narrow(axis, 0, labels.shape[axis] - 1).logical_or_(differs)
-        edge.narrow(axis, 1, labels.shape[axis] - 1).logical_or_(differs)
+    edge = np.zeros(labels.shape, np.bool_)
+    known = labels != IGNORE
+    for ahead, behind in ((np.s_[1:], np.s_[:-1]), (np.s_[:, 1:], np.s_[:, :-1])):
+        differs = (labels[ahead] != labels[behind]) & known[ahead] & known[behind]
+        edge[ahead] |= differs
+        edge[behind] |= differs
     return edge
 
 
-def _grown(mask: Tensor, reach: int) -> Tensor:
-    """bool [C, H, W] grown by `reach` pixels in every direction."""
-    grown = F.max_pool2d(mask.float(), (2 * reach + 1, 1), 1, (reach, 0))
-    return F.max_pool2d(grown, (1, 2 * reach + 1), 1, (0, reach)) > 0
+def _grown(mask: NDArray[np.bool_], reach: int) -> NDArray[np.bool_]:
+    """bool [C, H, W] grown by `reach` pixels in every direction; what is grown by k is grown by 2k + 1 a step later."""
+    for axis in (1, 2):
+        done = 0
+        while done < reach:
+            step = min(done + 1, reach - done)
+            grown = mask.copy()
+            ahead, behind = ((slice(None),) * axis + (each,) for each in (slice(step, None), slice(None, -step)))
+            grown[ahead] |= mask[behind]
+            grown[behind] |= mask[ahead]
+            mask, done = grown, done + step
+    return mask

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4deploy.bench.detail import SegmentationDetail
+from fp4deploy.bench.detail import SegmentationDetail, _grown
 from fp4deploy.data.sample import IGNORE
 
 
@@ -24,6 +24,14 @@ def test_a_shift_within_the_tolerance_costs_no_boundary() -> None:
         found = detail.boundary_f1()
         assert found is not None
         assert found == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("reach", [1, 2, 3, 4, 7])
+def test_growing_is_a_maximum_over_a_square(reach: int) -> None:
+    mask = np.random.default_rng(reach).random((3, 20, 30)) > 0.97
+    mask[0, 0, 0] = mask[1, -1, -1] = True
+    expected = torch.nn.functional.max_pool2d(torch.from_numpy(mask).float(), 2 * reach + 1, 1, reach) > 0
+    assert np.array_equal(_grown(mask, reach), expected.numpy())
 
 
 def test_boundaries_against_a_plain_loop() -> None:
