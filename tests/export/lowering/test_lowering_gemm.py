@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.lowering.gemm import is_upsampling
 from fp4deploy.export.lowering.lower import lower
+from fp4deploy.export.lowering.pattern import find_fp4_layers
 from fp4deploy.export.onnx.decomposed import to_portable
 from tests.export.lowering.engine_graphs import CanonicalGraph, unet_graph, widened
 
@@ -220,3 +223,32 @@ def test_gemm_pads_each_side_as_the_convolution_does(pads: list[int]) -> None:
     image = np.random.default_rng(5).standard_normal((1, 32, *IMAGE)).astype(np.float32)
     expected = evaluate(canonical, image)
     np.testing.assert_allclose(evaluate(lowered, image), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in divide:RuntimeWarning")
+@pytest.mark.parametrize("form", ["3x3", "up"])
+def test_a_layer_without_a_bias(form: str) -> None:
+    canonical = one_layer(form)
+    (node,) = [node for node in canonical.graph.node if node.op_type in ("Conv", "ConvTranspose")]
+    bias = node.input.pop()
+    kept = [tensor for tensor in canonical.graph.initializer if tensor.name != bias]
+    del canonical.graph.initializer[:]
+    canonical.graph.initializer.extend(kept)
+    lowered = with_function(lower(canonical, "gemm").model, canonical)
+    assert operators(lowered).count("MatMul") == 1
+    image = np.random.default_rng(6).standard_normal((1, 32, *IMAGE)).astype(np.float32)
+    expected = evaluate(canonical, image)
+    np.testing.assert_allclose(evaluate(lowered, image), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("name", "value"), [("group", 2), ("dilations", [2, 2]), ("pads", [1, 1, 1, 1])])
+def test_only_a_plain_2x2_transposed_convolution_is_upsampling(name: str, value: object) -> None:
+    canonical = one_layer("up")
+    (layer,) = find_fp4_layers(ir.from_proto(canonical))
+    assert is_upsampling(layer)
+    (node,) = [node for node in canonical.graph.node if node.op_type == "ConvTranspose"]
+    kept = [attribute for attribute in node.attribute if attribute.name != name]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute(name, value)])
+    (layer,) = find_fp4_layers(ir.from_proto(canonical))
+    assert not is_upsampling(layer)
