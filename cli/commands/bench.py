@@ -13,6 +13,7 @@ from fp4deploy.errors import InputError, UnavailableError
 
 from .. import completion
 from ..console import note, notes, print_json, progress, results, shown
+from ..numbers import MOST_SECONDS, finite
 from ..settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
@@ -40,7 +41,12 @@ def bench(
     ] = None,
     max_drop: Annotated[
         float,
-        typer.Option("--max-drop", min=0.0, help="Points of mIoU or AP that the drop's interval may reach (exit 1)."),
+        typer.Option(
+            "--max-drop",
+            min=0.0,
+            callback=finite,
+            help="Points of mIoU or AP that the drop's interval may reach (exit 1).",
+        ),
     ] = 0.5,
     baseline_artefact: Annotated[
         str | None,
@@ -79,7 +85,13 @@ def bench(
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Timed runs at most (also at most 5 s).")] = 50,
     timeout: Annotated[
         float,
-        typer.Option("--timeout", min=0.001, help="Most seconds that one inference of an .onnx or .plan may take."),
+        typer.Option(
+            "--timeout",
+            min=0.001,
+            max=MOST_SECONDS,
+            callback=finite,
+            help="Most seconds that one inference of an .onnx or .plan may take.",
+        ),
     ] = 600.0,
     layers: Annotated[
         bool,

@@ -12,6 +12,7 @@ from fp4deploy.runs import latest_run
 
 from .. import completion
 from ..console import done, note, shown
+from ..numbers import finite
 from ..settings import parse_size
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def build(
             "--require-fp4",
             min=0.0,
             max=1.0,
+            callback=finite,
             help="Fail (exit 1) where less than this share of the multiply-accumulates is in FP4.",
             show_default="any share",
         ),

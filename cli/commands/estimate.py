@@ -9,6 +9,7 @@ import typer
 from fp4deploy.errors import counted
 
 from ..console import done, note, print_json, results
+from ..numbers import finite
 from ..settings import (
     DEFAULT,
     BatchSizeOption,
@@ -56,6 +57,7 @@ def estimate(
             "--efficiency",
             min=0.01,
             max=1.0,
+            callback=finite,
             help="Assumed share of the ideal speed of several GPUs.",
             show_default="0.8, what four GPUs reached",
         ),

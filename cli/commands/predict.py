@@ -12,6 +12,7 @@ import typer
 from fp4deploy.errors import InputError
 
 from ..console import done, note, print_json, progress, results, shown
+from ..numbers import finite
 
 if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
@@ -46,7 +47,10 @@ def predict(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images given to the network at once.")] = 1,
     min_score: Annotated[
-        float, typer.Option("--min-score", min=0.0, max=1.0, help="Least score of an object (instance models).")
+        float,
+        typer.Option(
+            "--min-score", min=0.0, max=1.0, callback=finite, help="Least score of an object (instance models)."
+        ),
     ] = 0.0,
     overlays: Annotated[
         bool, typer.Option("--overlays/--no-overlays", help="Also draw classes or objects over each image.")

@@ -10,6 +10,7 @@ import typer
 from fp4deploy.errors import GateError, InputError, counted
 
 from ..console import done, note, shown
+from ..numbers import MOST_SECONDS, finite
 from ..settings import DataOption, SetOption
 
 
@@ -24,7 +25,15 @@ def sweep(
     seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds: 0,1,2.", show_default="the file's")] = None,
     only: Annotated[str | None, typer.Option("--only", help="Variants to run: a,b.", show_default="all")] = None,
     minutes: Annotated[
-        float | None, typer.Option("--minutes", help="Stop and save after so many minutes.", show_default="no limit")
+        float | None,
+        typer.Option(
+            "--minutes",
+            min=0.0,
+            max=MOST_SECONDS / 60,
+            callback=finite,
+            help="Stop and save after so many minutes.",
+            show_default="no limit",
+        ),
     ] = None,
     jobs: Annotated[
         int | None,

@@ -226,3 +226,20 @@ def test_a_path_that_the_system_refuses_is_said_in_words(invoke: Invoke, tmp_pat
     result = invoke(*arguments)
     assert result.exit_code == 2, result.stderr
     assert "defect" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("bench", "--max-drop"), ("bench", "--timeout"), ("build", "--require-fp4"), ("estimate", "--efficiency"),
+        ("predict", "--min-score"), ("sweep", "--minutes"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300"])
+def test_a_number_that_is_none_is_refused(invoke: Invoke, command: str, option: str, value: str) -> None:
+    if (option, value) == ("--max-drop", "1e300"):  # a number, and any drop is allowed
+        return
+    given = [] if command in ("bench", "build", "estimate") else ["x"]
+    result = invoke(command, *given, option, value)
+    assert result.exit_code == 2, result.stderr
+    assert option in result.stderr
