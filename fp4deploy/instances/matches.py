@@ -70,7 +70,7 @@ class Matches:
 def matches_of(evaluation: Any, ground_truth: dict[str, Any]) -> Matches:
     """Take the matches out of a `COCOeval` after `evaluate()`, objects of all sizes."""
     parameters = evaluation.params
-    names = {image["id"]: str(image["file_name"]) for image in ground_truth["images"]}
+    names = {image["id"]: str(image.get("file_name", image["id"])) for image in ground_truth["images"]}
     classes = {category["id"]: category["name"] for category in ground_truth["categories"]}
     count = len(parameters.imgIds)
     objects = np.zeros((count, len(parameters.catIds)), np.int64)

@@ -56,6 +56,22 @@ def _shared_layer(graph: dict[str, Any]) -> None:
         del graph["tensors"][f"encoder.1.conv1.weight.{part}"]
 
 
+def _shared_scale(graph: dict[str, Any]) -> None:
+    """Two convolutions of one shape read one layer, with block scales of another range."""
+    by_shape: dict[str, dict[str, Any]] = {}
+    for reader in graph["nodes"]:
+        tensor = graph["tensors"].get(f"{reader.get('layer')}.weight.codes")
+        if reader["op"] != "conv2d" or tensor is None:
+            continue
+        other = by_shape.setdefault(str(tensor["shape"]), reader)
+        if other is not reader:
+            for part in ("codes", "scales", "amax"):
+                del graph["tensors"][f"{reader['layer']}.weight.{part}"]
+            reader.update(layer=other["layer"], e4m3_max=256)
+            return
+    raise AssertionError("no two layers have one shape")
+
+
 def _resized(graph: dict[str, Any]) -> None:
     """One source of a concatenation twice the size."""
     source = form(graph, "up.0")["name"]
@@ -101,6 +117,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "two inputs of a plain convolution": (_two_plain_inputs, "only a packed convolution of one group has two inputs"),
     "a scale of another shape": (lambda g: g["tensors"]["up.0.input_amax"].update(shape=[1]), "'up.0.input_amax'"),
     "a layer of two shapes": (_shared_layer, "'encoder.1.conv2'.*'encoder.1.conv2.weight.codes' is U8"),
+    "a layer of two ranges": (_shared_scale, "another node reads this layer as one of another shape or kind"),
     "inputs that differ in size": (_resized, "'decoder.0.conv1'.*[Ss]izes of tensors must match"),
     "no node that writes the output": (lambda g: g["nodes"].pop(), "is no plain activation that a node writes"),
     "an output of another stride": (
