@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
 from fp4deploy.export import build_engine, export_onnx
@@ -25,6 +29,23 @@ TINY = (
     "train.finetune_epochs=2",
     "train.batch_size=4",
 )
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A copy of a folder that one of this session's processes has made, whichever needed it first."""
+    common = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+    folder, finished = common / f"{name}.once", common / f"{name}.finished"
+    with FileLock(common / f"{name}.lock"):
+        if not finished.is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            finished.touch()
+    mine = factory.mktemp(name) / "one"
+    shutil.copytree(folder, mine)
+    return mine
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +79,11 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untrained(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Run:
     """A run with an FP16 and an NVFP4 checkpoint of the same random weights, exported without verification."""
-    run = Run(tmp_path_factory.mktemp("runs") / "one")
     names = open_dataset(shapes, "val").class_names
+    return Run(made_once(tmp_path_factory, "untrained", lambda folder: _export_untrained(Run(folder), names)))
+
+
+def _export_untrained(run: Run, names: tuple[str, ...]) -> None:
     for precision in ("fp16", "nvfp4"):
         torch.manual_seed(0)
         model = build_unet(len(names), 0.125)
@@ -72,7 +96,6 @@ def untrained(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Run:
         target = run.export_dir / f"{artifact_stem(precision)}.onnx"
         export_onnx(run.checkpoint(precision), target, portable=True, verify=False)
         pack(run.checkpoint(precision), target.with_suffix(".fp4"), verify=False)
-    return run
 
 
 @pytest.fixture(scope="session")
@@ -80,5 +103,8 @@ def plan(untrained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An SM120 engine of the NVFP4 model, with its ledger."""
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("TensorRT-RTX is not installed (pip install tensorrt-rtx)")
-    out = tmp_path_factory.mktemp("engines") / "unet.plan"
-    return build_engine(untrained.export_dir / "unet.onnx", out).plan
+
+    def build(folder: Path) -> None:
+        build_engine(untrained.export_dir / "unet.onnx", folder / "unet.plan")
+
+    return made_once(tmp_path_factory, "engines", build) / "unet.plan"

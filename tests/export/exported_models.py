@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -74,6 +76,23 @@ def shapes() -> tuple[nn.Module, onnx.ModelProto]:
     torch.manual_seed(0)
     model = prepared(Shapes(), "nvfp4_qat", (3, 16, 24))
     return model, export_graph(model, (3, 16, 24))
+
+
+def traced_once(trace: Callable[..., onnx.ModelProto]) -> Callable[..., onnx.ModelProto]:
+    """`export_graph` that traces a model once: for equal tensors, layers and arguments it gives a copy."""
+    kept: dict[tuple[str, str, str], bytes] = {}
+
+    def traced(model: nn.Module, *arguments: object) -> onnx.ModelProto:
+        digest = hashlib.sha256()
+        for name, tensor in model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.numpy().tobytes())
+        key = digest.hexdigest(), repr(model), repr(arguments)
+        if key not in kept:
+            kept[key] = trace(model, *arguments).SerializeToString()
+        return onnx.ModelProto.FromString(kept[key])
+
+    return traced
 
 
 def initializer(model: onnx.ModelProto, name: str) -> onnx.TensorProto:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     return path
 
 
+@cache
+def packed_unet(recipe: str) -> PackedFile:
+    """The packed network of `unet(recipe)`; for reading."""
+    return packed_file(Path("unet.fp4"), card(), *pack_model(unet(recipe)[0], images(1), False))
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4_qat", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"])
 def test_the_bytes_are_those_of_the_onnx_file(recipe: str) -> None:
     model, graph = unet(recipe)
-    _, tensors = pack_model(model, images(1), False)
+    tensors = packed_unet(recipe).tensors
     assert len(quantized_layers(model)) == 21
     for name in quantized_layers(model):
         codes, scales = (initializer(graph, f"{name}.weight.{part}") for part in ("codes", "scales"))
@@ -64,7 +71,7 @@ def test_the_bytes_are_those_of_the_onnx_file(recipe: str) -> None:
 
 def test_what_stays_in_fp16_has_the_values_of_the_model() -> None:
     model, _ = unet("nvfp4_qat")
-    _, tensors = pack_model(model, images(1), False)
+    tensors = packed_unet("nvfp4_qat").tensors
     first = model.get_submodule("encoder.0.conv1").weight
     assert torch.equal(tensors["encoder.0.conv1.weight"].float(), first.detach().permute(0, 2, 3, 1))
     for name in ("encoder.0.norm1.weight", "up.2.bias", "decoder.3.conv1.bias", "head.bias"):
@@ -134,8 +141,7 @@ def test_layers_kept_in_fp16_by_choice() -> None:
 
 def broken_networks() -> dict[str, PackedFile]:
     """The network of `unet()` with one thing wrong that a checker cannot see."""
-    model, _ = unet("nvfp4_qat")
-    good = packed_file(Path("unet.fp4"), card(), *pack_model(model, images(1), False))
+    good = packed_unet("nvfp4_qat")
     amax = {**good.tensors, "decoder.2.conv2.input_amax": good.tensors["decoder.2.conv2.input_amax"] / 4}
     codes = {**good.tensors, "up.1.weight.codes": good.tensors["up.1.weight.codes"].flip(0)}
     bias = {**good.tensors, "encoder.3.conv1.bias": good.tensors["encoder.3.conv1.bias"].flip(0)}
@@ -176,8 +182,7 @@ def test_nothing_to_compare_is_no_agreement() -> None:
 def test_last_bits_alone_pass() -> None:
     """An untrained model amplifies them beyond the end-to-end bound; with reference inputs they pass."""
     model, _ = unet("nvfp4_qat")
-    good = packed_file(Path("unet.fp4"), card(), *pack_model(model, images(1), False))
-    found = verify_packed(model, good, images(2).split(1))
+    found = verify_packed(model, packed_unet("nvfp4_qat"), images(2).split(1))
     require_packed(found, "best.safetensors")
 
 

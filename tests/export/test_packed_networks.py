@@ -178,18 +178,21 @@ def test_wrong_requests(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"\.fp4"):
         fd.pack(nn.Conv2d(3, 4, 3), tmp_path / "own.onnx", example_inputs=torch.zeros(1, 3, 8, 8))
     with pytest.raises(InputError, match="never calibrated"):
-        fd.pack(fd.prepare(MobileNet()), tmp_path / "own.fp4", example_inputs=torch.zeros(1, 3, 32, 32))
+        fd.pack(
+            fd.prepare(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1))),
+            tmp_path / "own.fp4",
+            example_inputs=torch.zeros(1, 3, 32, 32),
+        )
 
 
 def test_the_gate_compares_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4deploy.export import to_packed
 
-    model, _, x = made("MobileNet")
+    model, file, x = made("MobileNet")
 
     def wrong(*arguments: object) -> tuple:  # type: ignore[type-arg]
-        graph, tensors = pack_model(*arguments)  # type: ignore[arg-type]
         name = "blocks.0.0.weight.codes"
-        return graph, {**tensors, name: tensors[name].flip(0)}
+        return file.graph, {**file.tensors, name: file.tensors[name].flip(0)}
 
     monkeypatch.setattr(to_packed, "pack_model", wrong)
     with pytest.raises(GateError, match=r"first node to differ is blocks\.0\.0, by"):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,7 +95,7 @@ class Sweep:
         """The configuration of one run; later settings win, the seed last."""
         return load_config(self.configuration, [*self.sets, *variant.sets, f"seed={seed}"])
 
-    @property
+    @cached_property
     def metric(self) -> str:
         """What is compared, "mIoU" or "AP"; all variants have one task."""
         return METRICS[self.config(self.variants[0], self.seeds[0]).task]

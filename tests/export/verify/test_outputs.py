@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -14,7 +15,7 @@ from fp4deploy.export import describe_onnx, export_onnx, inspect_onnx, read_onnx
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.outputs import Agreement, compare_with_torch, require_agreement
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
-from tests.export.exported_models import images, prepared, shapes, unet
+from tests.export.exported_models import images, prepared, shapes, traced_once, unet
 
 CLASSES = ("background", "circle", "square", "triangle", "star")
 
@@ -39,6 +40,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         paths[precision] = folder / f"{precision}.safetensors"
         save_checkpoint(paths[precision], model, card)
     return paths
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_checkpoint_is_traced_once() -> Iterator[None]:
+    """The tests look at what follows a trace; they export the same checkpoints again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_file, "export_graph", traced_once(onnx_file.export_graph))
+        yield
 
 
 @pytest.fixture(scope="module")

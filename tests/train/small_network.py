@@ -1,0 +1,21 @@
+"""A network of three convolutions, for properties that do not depend on the network."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+SPEC = "tests.train.small_network:Small"
+
+
+class Small(nn.Module):
+    """[N, 3, H, W] -> [N, classes, H, W]; a plain recipe quantises `body`."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.body = nn.Conv2d(16, 16, 3, padding=1)
+        self.head = nn.Conv2d(16, classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.body(torch.relu(self.stem(x)))))
