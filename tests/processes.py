@@ -12,9 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.cli.command_line import PACKAGE
 from tests.train.launch import start
+
+if TYPE_CHECKING:
+    import torch
 
 LIMIT = 120  # seconds; only a failing test waits so long
 
@@ -184,6 +188,21 @@ def wait_in_the_first_step() -> None:
             time.sleep(0.05)
 
     Trainer._step = step  # type: ignore[assignment, method-assign]
+
+
+def wait_in_the_fourth_epoch() -> None:
+    """A training that touches the file `stepping` in its fourth epoch, and goes on when it is interrupted."""
+    from fp4deploy.train.loop import Trainer
+
+    original = Trainer._step
+
+    def step(self: Trainer, *batch: torch.Tensor) -> None:
+        if self.progress.epoch == 3:
+            Path("stepping").touch()
+            wait_until(lambda: self.interrupt.requested, "an interruption")
+        original(self, *batch)
+
+    Trainer._step = step  # type: ignore[method-assign]
 
 
 def files_of_200_kb() -> None:

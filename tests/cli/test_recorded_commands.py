@@ -14,6 +14,8 @@ from fp4deploy.bench.commands import FILE, recorded
 from fp4deploy.report.run_folder import read_run
 from fp4deploy.runs import Run
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
+from tests.processes import fp4deploy
+from tests.train.launch import rank_environments
 
 SMALL = ("model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=4", "train.epochs=1")
 SETS = tuple(
@@ -83,9 +85,12 @@ def test_two_processes_make_one_run(shapes: Path, tmp_path: Path) -> None:
     (line,) = (folder / "fp16" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 2  # 16 images, 4 a process
 
-    again = torchrun(tmp_path, "train", "--data", shapes, "--models", "fp16", "--out", folder, *SETS)
-    assert again.returncode
-    assert again.stderr.count("exists already") == 2  # each process says why it ends
+    again = [
+        fp4deploy(tmp_path, "train", "--data", shapes, "--models", "fp16", "--out", folder, *SETS, **environment)
+        for environment in rank_environments(2)
+    ]
+    assert all(command.wait() for command in again)
+    assert all(command.stderr.count("exists already") == 1 for command in again)  # each process says why it ends
     assert (folder / "fp16" / "best.safetensors").is_file()
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,11 @@ import pytest
 import torch
 import yaml
 
+from fp4deploy.export import to_onnx
 from fp4deploy.models import read_card
-from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke, run_in
+from tests.cli.command_line import Invoke, run_in
+from tests.export.exported_models import traced_once
+from tests.processes import fp4deploy
 
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
@@ -27,6 +29,14 @@ TINY = (
 )  # fmt: skip
 RTX = importlib.util.find_spec("tensorrt_rtx") is not None
 NO_GPU = not torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_checkpoint_is_traced_once() -> Iterator[None]:
+    """The tests look at what commands do with a graph; they export the same checkpoints again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(to_onnx, "export_graph", traced_once(to_onnx.export_graph))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +129,6 @@ def test_a_damaged_packed_file(at_home: Invoke, tmp_path: Path) -> None:
 
 
 def test_export_goes_on_after_a_refused_model(at_home: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4deploy.export import to_onnx
     from fp4deploy.export.verify.outputs import Agreement, require_agreement
 
     def refuse_fp16(agreement: Agreement, name: str) -> None:
@@ -297,35 +306,23 @@ def test_run_without_an_engine_builder_says_so(
     assert "pip install tensorrt-rtx" in (tmp_path / "all" / "report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_ctrl_c_then_resume(shapes: Path, tmp_path: Path) -> None:
     """A real interruption of a real process: one line, exit 130, and the epochs done are not done again."""
-    command = [sys.executable, "-m", PACKAGE, "train"]
-    arguments = ["--data", str(shapes), *TINY, "--set", "train.epochs=40", "--models", "fp16"]
-    process = subprocess.Popen(
-        [*command, *arguments], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 120
-    lines: list[Path] = []
-    while time.monotonic() < deadline and process.poll() is None:
-        lines = list(tmp_path.glob("runs/*/fp16/metrics.jsonl"))
-        if lines and len(lines[0].read_text().splitlines()) >= 3:
-            break
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    assert stderr.strip().splitlines()[-1].endswith("continue with: fp4deploy train --resume")
-    epochs = len(lines[0].read_text().splitlines())
-    assert 3 <= epochs < 40
-    resumed = subprocess.run(
-        [*command, "--resume"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True,
-        timeout=240, check=False,
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stderr
-    done = [json.loads(line) for line in lines[0].read_text().splitlines()]
-    assert [entry["epoch"] for entry in done if "epoch" in entry] == sorted({entry["epoch"] for entry in done})
-    assert len(done) == 40
-    assert (lines[0].parent / "best.safetensors").is_file()
-    assert not (lines[0].parents[1] / "nvfp4").exists()  # nobody asked for it
+    arguments = ("--data", shapes, *TINY, "--set", "train.epochs=6", "--models", "fp16")
+    command = fp4deploy(tmp_path, "train", *arguments, set_up="wait_in_the_fourth_epoch")
+    command.wait_until((tmp_path / "stepping").exists, "the fourth epoch")
+    command.send(signal.SIGINT)
+    assert command.wait() == 130, command.stderr
+    assert "Traceback" not in command.stderr
+    assert command.stderr.strip().splitlines()[-1].endswith("continue with: fp4deploy train --resume")
+    (metrics,) = tmp_path.glob("runs/*/fp16/metrics.jsonl")
+    first = metrics.read_text().splitlines()
+    assert len(first) == 3
+    resumed = fp4deploy(tmp_path, "train", "--resume")
+    assert resumed.wait() == 0, resumed.stderr
+    lines = metrics.read_text().splitlines()
+    assert lines[:3] == first
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert (metrics.parent / "best.safetensors").is_file()
+    assert not (metrics.parents[1] / "nvfp4").exists()  # nobody asked for it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 
 from fp4deploy.runs import Run, create_run
 
-PRELOADED = ["fp4deploy.train", "fp4deploy.data", "pytest", "torch.distributed"]
+PRELOADED = ["fp4deploy.train", "fp4deploy.data", "pytest", "torch.distributed", "torchmetrics.classification"]
 
 
 def start(function: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None) -> BaseProcess:
@@ -28,12 +29,7 @@ def start(function: Callable[..., None], *arguments: Any, environment: dict[str,
 
 def run_ranks(count: int, function: Callable[..., None], *arguments: Any) -> None:
     """Call a module's function in `count` processes that find each other as those of torchrun do; all must succeed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    processes = [start(function, *arguments, environment=environment) for environment in ranks]
+    processes = [start(function, *arguments, environment=environment) for environment in rank_environments(count)]
     try:
         for process in processes:
             process.join(240)
@@ -43,11 +39,21 @@ def run_ranks(count: int, function: Callable[..., None], *arguments: Any) -> Non
             process.kill()
 
 
+def rank_environments(count: int) -> list[dict[str, str]]:
+    """The variables that torchrun sets, of each of `count` processes on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
 def _call(function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
     import torch
 
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.freeze()  # what was preloaded
     function(*arguments)
     sys.stderr.flush()
 
