@@ -3,7 +3,9 @@
     python benchmarks/emulated.py --arch sm120 --arch sm100 --json benchmarks/results/emulated_cpu.json
     python benchmarks/emulated.py --arch sm90 --gpu --json benchmarks/results/emulated_h200.json
 
-Without a GPU: a line for each case, as `fp4deploy kernels --emulate` prints them, with seeds and times.
+Without a GPU: a line for each case, as `fp4deploy kernels --emulate` prints them, with seeds and times (CPU time of the
+emulating process, in which Triton compiles where the cache has nothing; nvcc and ptxas are processes of their own).
+docs/emulator.md shows the families.
 
 With --gpu each launch also runs on the GPU, which must be of that architecture: the same PTX, the same bytes in every
 tensor before. Every byte of every tensor is compared after. The cases have exact sums, so that every accumulator gives
@@ -43,8 +45,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     work = []
-    for arch in arguments.arch:
-        for seed in arguments.seed or [0]:
+    for seed in arguments.seed or [0]:
+        for arch in arguments.arch:
             common = {"arch": Architecture.parse(arch).triton_name, "seed": seed}
             settings = [Setting(**common, gpu=0 if arguments.gpu else None)]
             if arguments.gpu:
@@ -55,7 +57,8 @@ def main() -> None:
                     for case in cases(arguments.names, setting.capability)
                     if case.family in GEMMS or not setting.inexact
                 ]
-    start, rows = time.perf_counter(), []
+    start = time.perf_counter()
+    rows: list[dict[str, Any]] = []
     # A child for each few cases: a launch that fails on the GPU leaves its process without a usable context.
     with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=8) as pool:
         for row in pool.imap(one, work):
@@ -82,7 +85,12 @@ def one(item: tuple[str, Setting]) -> dict[str, Any]:
         found |= {"compared": outcome.values, "different": outcome.wrong}
     if setting.gpu is not None:
         found |= {"device_bytes": statistics.device_bytes, "device_different": statistics.device_wrong}
-    found |= {"hazard": outcome.fault, "remarks": sorted(statistics.remarks), "seconds": round(outcome.seconds, 2)}
+    found |= {
+        "unavailable": outcome.unavailable,
+        "hazard": outcome.fault,
+        "remarks": sorted(statistics.remarks),
+        "seconds": round(outcome.seconds, 2),
+    }
     return row_of(item, found)
 
 

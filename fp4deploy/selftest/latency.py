@@ -84,13 +84,12 @@ def compared(context: Context) -> Proof:
         "packed NVFP4": PackedRuntime(packed, str(context.device)),
         "FP16 compiled": CompiledRuntime(context.checkpoint("fp16", context.large), context.device),
     }
-    medians = {
-        f"{name}, batch {batch}, ms": round(measure(runtime, batch=batch).p50, 4)
-        for batch in BATCHES
-        for name, runtime in runtimes.items()
-    }
+    medians: dict[str, float | int | str] = {}
+    lines = []
+    for batch in BATCHES:
+        found = {name: round(measure(runtime, batch=batch).p50, 4) for name, runtime in runtimes.items()}
+        medians |= {f"{name}, batch {batch}, ms": value for name, value in found.items()}
+        lines.append(f"batch {batch}: " + ", ".join(f"{name} {value:g} ms" for name, value in found.items()))
     size = context.large
     shape = f"UNet of scale {size.scale:g}, {size.width} x {size.height} pixels"
-    return Proof(
-        f"measured, medians in ms; {shape}: " + ", ".join(f"{k[:-4]} {v:g}" for k, v in medians.items()), medians
-    )
+    return Proof(f"measured, medians; {shape}; {'; '.join(lines)}", medians)

@@ -148,7 +148,7 @@ def profiled(network: PackedNetwork, images: torch.Tensor) -> dict[str, int]:
 
     network(images)  # compiles
     torch.cuda.synchronize(network.device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         network(images)
         torch.cuda.synchronize(network.device)
     kernels = [event for event in seen.events() if event.device_type.name == "CUDA"]

@@ -189,3 +189,16 @@ def test_an_unknown_instruction_is_named() -> None:
     )
     assert "not implemented: ldmatrix.sync.aligned.m8n16" in outcome.fault
     assert "line" in outcome.fault
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("arch", ["sm_103", "sm_107", "sm_110", "sm_121"])
+@pytest.mark.parametrize(
+    "name", ["linear, bfloat16", "transposed 2x2, 24 outputs", "W4A16, K = 36", "plugin, quantiser"]
+)
+def test_other_architectures_are_bit_equal_to_the_reference(arch: str, name: str) -> None:
+    (case,) = cases([name])
+    outcome = case.outcome(Setting(arch=arch))
+    if outcome.unavailable:
+        pytest.skip(outcome.unavailable.splitlines()[0])
+    assert outcome.good, outcome
