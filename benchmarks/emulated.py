@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def save(arguments: argparse.Namespace, rows: list[dict[str, Any]], start: float
     if arguments.gpu:
         machine["device"] = torch.cuda.get_device_name()
     command = " ".join(
-        ["python benchmarks/emulated.py", *arguments.names, *(f"--arch {arch}" for arch in arguments.arch)]
+        ["python benchmarks/emulated.py", *map(shlex.quote, arguments.names), *(f"--arch {a}" for a in arguments.arch)]
         + [f"--seed {seed}" for seed in arguments.seed or [0]]
         + ["--gpu"] * arguments.gpu
         + [f"--jobs {arguments.jobs}"]

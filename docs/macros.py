@@ -434,12 +434,81 @@ def engine_forms() -> str:
     return markdown(head, rows)
 
 
+def _families(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """Cases of the emulator by the values of some keys."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(str(row[key]) for key in keys), []).append(row)
+    return groups
+
+
+def _span(values: Iterable[float], form: str = ",") -> str:
+    found = sorted(values)
+    low, high = format(found[0], form), format(found[-1], form)
+    return low if low == high else f"{low} to {high}"
+
+
+def emulated(name: str) -> str:
+    """Kernels in the PTX emulator, against the reference."""
+    rows = []
+    for (arch, family), group in _families(result(name)["cases"], "for", "family").items():
+        cells = [str(len({row["kernel"] for row in group})), str(sum(row["launches"] for row in group))]
+        cells += [_span(row["instructions"] for row in group), f"{sum(row['compared'] for row in group):,}"]
+        cells += [*_verdict(group), _span((row["seconds"] for row in group), ".1f")]
+        rows.append([arch.replace("sm_", "SM"), family, *cells])
+    head = ["for", "family", "cases", "launches", "instructions a case", "values compared", "bit-equal", "hazards"]
+    return markdown([*head, "CPU s a case"], rows, 2)
+
+
+def _verdict(rows: list[dict[str, Any]]) -> list[str]:
+    """Whether all are bit-equal, and how many hazards there were."""
+    different, hazards = sum(row["different"] for row in rows), sum(bool(row["hazard"]) for row in rows)
+    return [f"{different} differ" if different else "no" if hazards else "yes", str(hazards or "none")]
+
+
+def emulated_architectures(name: str) -> str:
+    """A line for each architecture."""
+    rows = []
+    for (arch,), group in _families(result(name)["cases"], "for").items():
+        ran = [row for row in group if not row["unavailable"]]
+        missing = sorted({row["family"] for row in group} - {row["family"] for row in ran})
+        cells = [f"{len({row['family'] for row in ran})}", str(len(ran)), f"{sum(row['compared'] for row in ran):,}"]
+        rows.append([arch.replace("sm_", "SM"), *cells, *_verdict(ran), ", ".join(missing)])
+    head = ["for", "families", "cases", "values compared", "bit-equal", "hazards", "families not compiled here"]
+    return markdown(head, rows)
+
+
+def emulated_on_gpu() -> str:
+    """The emulator's bytes against a GPU's."""
+    found = result("emulated_h200")["cases"]
+    exact = _families((row for row in found if "model" not in row), "family")
+    models = _families((row for row in found if "model" in row), "family", "model")
+    rows = []
+    for (family,), group in exact.items():
+        cells = [str(len(group)), str(sum(row["launches"] for row in group))]
+        cells += [f"{sum(row['device_bytes'] for row in group):,}", str(sum(row["device_different"] for row in group))]
+        for model in ("hardware", "exact"):
+            others = models.get((family, model))
+            cells.append(f"{sum(row['device_different'] for row in others):,}" if others else "")
+        rows.append([family, *cells])
+    head = ["family", "cases", "launches", "bytes compared", "different", "cancelling: different"]
+    return markdown([*head, "the same, sums taken as exact"], rows)
+
+
+def self_test() -> str:
+    """What the self-test showed on a GPU."""
+    checks = result("selftest_h200")["checks"]
+    rows = [[check["group"], check["claim"], check["status"], check["detail"]] for check in checks]
+    return markdown(["", "claim", "status", "evidence or reason"], rows, 4)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, scaling, estimates, telemetry_cost,
-        sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms,
+        sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
+        emulated_architectures, emulated_on_gpu, self_test,
     )
 }  # fmt: skip
 

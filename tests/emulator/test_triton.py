@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.tiles import kind, representatives
 from fp4deploy.emulator.cases import CUDA, TRITON, cases
 from fp4deploy.emulator.cases.case import Case, Setting
+from fp4deploy.emulator.machine import compiled
+from fp4deploy.emulator.ptx import parse
+from fp4deploy.plugins.aot.compile import compile_launch
 from tests.emulator import planted
 from tests.emulator.test_cuda import FAULTS as CUDA_FAULTS
 
@@ -202,3 +206,14 @@ def test_other_architectures_are_bit_equal_to_the_reference(arch: str, name: str
     if outcome.unavailable:
         pytest.skip(outcome.unavailable.splitlines()[0])
     assert outcome.good, outcome
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
+def test_every_instruction_of_every_tile_is_implemented(arch: str) -> None:
+    """One variant stands for a kind of GEMM and a tile; `compiled` raises at the first unknown instruction."""
+    found = representatives(arch)
+    assert len({kind(launch) for launch in found}) == 9
+    for launch in found:
+        code = compile_launch(launch, arch)
+        assert compiled(parse(code.ptx, code.name))

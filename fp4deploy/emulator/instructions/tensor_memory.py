@@ -26,6 +26,7 @@ threads are asynchronous too: what they touch is free for others after `tcgen05.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +56,8 @@ SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}
 class TensorMemory:
     """Of all thread blocks of a batch; a cell is one column of one lane.
 
-    writes, reads: multiplications under way that will write or read a cell. busy: a store or load of a thread has not
-    been waited for, of the warp `holder`.
+    writes, reads: multiplications under way that will write or read a cell. storing, loading: a store or load of a
+    thread has not been waited for.
     """
 
     def __init__(self, order: Order, blocks: int) -> None:
@@ -78,10 +79,10 @@ class TensorMemory:
         if not self.allocated[block, columns].all():
             raise Hazard("out of bounds", "tensor memory outside of what was allocated")
 
-    def read(self, where: Region, row: int) -> Array:
-        """The words of a region, by an agent."""
+    def read(self, where: Region, row: int, unit: bool = False) -> Array:
+        """The words of a region, by an agent; `unit`: a multiplication, in the order of multiplications."""
         self.usable(where)
-        if self.writes[where].any():
+        if not unit and self.writes[where].any():
             raise Hazard("unwaited copy", "tensor memory is accessed before a multiplication was waited for")
         if self.storing[where].any():
             raise Hazard("unwaited copy", "tensor memory is read before tcgen05.wait::st")
@@ -94,10 +95,10 @@ class TensorMemory:
         found: Array = self.content[where]
         return found
 
-    def write(self, where: Region, values: Array, row: int) -> None:
-        """Change the words of a region, by an agent."""
+    def write(self, where: Region, values: Array, row: int, unit: bool = False) -> None:
+        """Change the words of a region; arguments as of `read`."""
         self.usable(where)
-        if self.writes[where].any() or self.reads[where].any():
+        if not unit and (self.writes[where].any() or self.reads[where].any()):
             raise Hazard("unwaited copy", "tensor memory is changed before a multiplication was waited for")
         if self.loading[where].any():
             raise Hazard("unwaited copy", "tensor memory is changed before tcgen05.wait::ld")
@@ -329,7 +330,7 @@ def _sizes(descriptor: int, types: tuple[int, int] | None, shift: int, possible:
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(ABC):
     """One multiplication of one block: descriptors or addresses of A and B, sizes, accumulator."""
 
     block: int
@@ -339,13 +340,13 @@ class Product:
     columns: int
     model: str
 
+    @abstractmethod
     def reads(self) -> list[Region]:
         """What it reads of tensor memory, except D."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result(self, m: Machine, row: int, before: Array) -> Array:
         """D, float32 [rows, columns]."""
-        raise NotImplementedError
 
     def operand(self, m: Machine, row: int, descriptor: int, rows: int) -> Array:
         """Bytes [rows, 32] of A or B in shared memory."""
@@ -375,7 +376,7 @@ class BlockScaled(Product):
             codes.append(np.stack([packed & 15, packed >> 4], -1).reshape(rows, 64))
         scales = []
         for region, rows in zip(self.reads(), (self.rows, self.columns), strict=True):
-            copies = memory(m).read(region, row).reshape(4, WARP, -1)
+            copies = memory(m).read(region, row, unit=True).reshape(4, WARP, -1)
             if (copies != copies[0]).any():
                 raise Hazard("barrier", "the scales differ between the groups of 32 lanes of tensor memory")
             scales.append(np.ascontiguousarray(copies[0].T).reshape(-1, 1).view(np.uint8)[:rows])
@@ -396,7 +397,7 @@ class Halves(Product):
     def result(self, m: Machine, row: int, before: Array) -> Array:
         """As `plain`."""
         if self.in_tensor_memory:
-            left = memory(m).read(self.reads()[0], row)
+            left = memory(m).read(self.reads()[0], row, unit=True)
         else:
             left = self.operand(m, row, self.a, self.rows)
         right = self.operand(m, row, self.b, self.columns)
@@ -423,19 +424,14 @@ def _multiply(m: Machine, product: Product, to: Region, add: bool, known: Array)
     later = m.order.clocks[row].copy()
     known[own] = later[own]
     m.order.clocks[row] = known
-    under_way, tensor.writes = tensor.writes, np.zeros_like(tensor.writes)  # those that come later are no obstacle
-    try:
-        before = tensor.read(to, row).view(np.float32) if add else np.zeros((product.rows, product.columns), np.float32)
-        after = product.result(m, row, before)
-        for region in product.reads():
-            tensor.reads[region] -= 1
-        others, tensor.reads = tensor.reads, np.zeros_like(tensor.reads)
-        tensor.write(to, after.view(np.uint32), row)
-        tensor.reads = others
-    finally:
-        tensor.writes = under_way
-        m.order.clocks[row] = np.maximum(known, later)
+    before = np.zeros((product.rows, product.columns), np.float32)
+    if add:
+        before = tensor.read(to, row, unit=True).view(np.float32)
+    tensor.write(to, product.result(m, row, before).view(np.uint32), row, unit=True)
+    m.order.clocks[row] = np.maximum(known, later)
     tensor.writes[to] -= 1
+    for region in product.reads():
+        tensor.reads[region] -= 1
 
 
 @implements("tcgen05.commit")
