@@ -1,0 +1,323 @@
+"""Values, forms and parameters of a packed network while it is written; its readers decide what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.layer_constants import LayerConstants, layer_constants
+from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.graph import ir
+from fp4deploy.graph.sizes import Size, axes_of
+from fp4deploy.packed import graph as packed
+from fp4deploy.packed.graph import Form, Graph, Input, Output
+from fp4deploy.qat.layers import QuantizedLayer
+
+Tensors = dict[str, torch.Tensor]
+HOLDING = ("reshape", "expand", "resize", "slice", "select", "pad")  # nodes that may hold sizes
+LOGITS = "logits"
+Write = Callable[["Writer", ir.Node, list[Form]], packed.Node]
+
+
+class Writer:
+    """Nodes, forms and tensors as they are written; `operators` maps an operation to the function that writes it."""
+
+    def __init__(self, captured: ir.Graph, model: nn.Module, digits: bool, operators: Mapping[str, Write]) -> None:
+        self.captured, self.model, self.digits, self.operators = captured, model, digits, operators
+        self.modules = dict(model.named_modules())
+        self.state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.constants: dict[str, LayerConstants] = {}
+        self.readers = captured.readers()
+        self.producers = {node.name: node for node in captured.nodes}
+        self.kept = {value for _, value in captured.outputs}  # outputs of the network
+        self.folded: dict[str, str] = {}  # norm or layer -> the relu that its node computes as well
+        self.pooled: dict[str, str] = {}  # pooling -> the value whose node writes it
+        self.joined: set[tuple[str, str]] = set()  # (concatenation, convolution that reads its two sources)
+        self.needed: dict[str, list[Form]] = {}  # value -> its forms, in the order of their readers
+        self.names: set[str] = set()
+        self.tensors: Tensors = {}
+        self.nodes: list[packed.Node] = []
+
+    def write(self) -> tuple[Graph, Tensors]:
+        for node in self.captured.nodes:
+            layer = self._quantized(node)
+            if layer is not None and node.layer not in self.constants:
+                self.constants[node.layer] = layer_constants(node.layer, layer)
+            self._fold(node)
+        for node in self.captured.nodes:
+            self._join(node)
+        self._name_forms()
+        inputs = [self._input(name) for name in self.captured.inputs]
+        for node in self.captured.nodes:
+            self._emit(node)
+        outputs = [Output(name=name, activation=self.read(value, None)) for name, value in self.captured.outputs]
+        graph = Graph(inputs=inputs, nodes=self.nodes, outputs=outputs, tensors={}, digits=self.digits)
+        return graph, self.tensors
+
+    # Patterns
+
+    def _only_reader(self, value: str) -> ir.Node | None:
+        """The one node that reads a value; None where there are several, or the network gives it out."""
+        readers = self.readers[value]
+        return readers[0] if len(readers) == 1 and value not in self.kept else None
+
+    def _fold(self, node: ir.Node) -> None:
+        reader = self._only_reader(node.name)
+        fused = node.op == "group_norm" and {"weight", "bias"} <= set(node.parameters) and self._rank(node.name) == 4
+        if (fused or node.op in ("conv", "linear")) and reader is not None and reader.op == "relu":
+            self.folded[node.name] = reader.name
+            for pooling in self.readers[reader.name] if fused else []:
+                window = [pooling.attributes.get(name) for name in ("kernel_size", "stride", "padding", "dilation")]
+                plain = window == [(2, 2), (2, 2), (0, 0), (1, 1)] and not pooling.attributes["ceil_mode"]
+                if pooling.op == "max_pool" and plain and self._halves(reader.name):
+                    self.pooled[pooling.name] = reader.name
+
+    def _halves(self, value: str) -> bool:
+        """Height and width are even, for all sizes of the inputs as far as they are known."""
+        return all(not isinstance(size, int) or size % 2 == 0 for size in self.captured.values[value].shape[2:])
+
+    def _join(self, node: ir.Node) -> None:
+        """Remember which convolutions take the two sources of a concatenation."""
+        source = self.producers.get(node.inputs.get("input", ""))
+        if source is None or source.op != "concat" or source.attributes["dim"] != 1 or len(source.inputs) != 2:
+            return
+        layer = self._quantized(node)
+        first = self.captured.values[source.inputs.get("tensors.0", source.name)].shape[1]
+        if (
+            layer is None
+            or node.op != "conv"
+            or node.attributes["groups"] != 1
+            or len(set(source.inputs.values())) != 2
+        ):
+            return
+        if isinstance(first, int) and first % NVFP4_BLOCK == 0 and not source.parameters:
+            self.joined.add((source.name, node.name))
+
+    # Forms
+
+    def _quantized(self, node: ir.Node) -> QuantizedLayer | None:
+        """The quantised layer whose product a node is."""
+        if node.op not in ("conv", "conv_transpose", "linear") or "weight" not in node.parameters:
+            return None
+        module = self.modules.get(owner(node))
+        return module if isinstance(module, QuantizedLayer) else None
+
+    def _name_forms(self) -> None:
+        """The forms of every value, found from its readers."""
+        for node in self.captured.nodes:
+            if node.name in self.pooled or node.name in self.folded.values():
+                continue
+            for value in self._sources(node):
+                self._need(value, node)
+        for value in (value for _, value in self.captured.outputs):
+            self._need(value, None)
+
+    def _sources(self, node: ir.Node) -> list[str]:
+        """The values that a node reads."""
+        source = node.inputs.get("input", "")
+        if (source, node.name) in self.joined:
+            return list(self.producers[source].inputs.values())
+        if node.op == "concat" and self._written_nowhere(node):
+            return []
+        return list(node.inputs.values())
+
+    def _written_nowhere(self, concat: ir.Node) -> bool:
+        taken = [(concat.name, reader.name) in self.joined for reader in self.readers[concat.name]]
+        return bool(taken) and all(taken) and concat.name not in self.kept
+
+    def _need(self, value: str, reader: ir.Node | None) -> None:
+        pooled = value in self.pooled
+        amax, axis = self._scale(reader)
+        written = self.needed.setdefault(self.pooled.get(value, value), [])
+        if self._find(written, amax, axis, pooled) is None:
+            name = self._name(self._label(value) if amax is None else f"{self._label(value)}.packed")
+            written.append(Form(name=name, amax=amax, axis=cast(Any, axis), pooled=pooled))
+
+    def _find(self, forms: list[Form], amax: str | None, axis: str, pooled: bool) -> Form | None:
+        for form in forms:
+            same = form.pooled == pooled and (form.amax is None) == (amax is None)
+            if same and (amax is None or (form.axis == axis and self._equal(cast(str, form.amax), amax))):
+                return form
+        return None
+
+    def _equal(self, one: str, other: str) -> bool:
+        amaxes = [self.constants[name.removesuffix(".input_amax")].input_amax for name in (one, other)]
+        return bool(amaxes[0] == amaxes[1])
+
+    def _scale(self, reader: ir.Node | None) -> tuple[str | None, str]:
+        """(the amax that a reader wants its input packed with, along which axis)."""
+        if reader is None or self._quantized(reader) is None:
+            return None, "channels"
+        return f"{reader.layer}.input_amax", "last" if reader.op == "linear" else "channels"
+
+    def read(self, value: str, reader: ir.Node | None) -> str:
+        """The name of the form that a reader takes."""
+        amax, axis = self._scale(reader)
+        form = self._find(self.needed[self.pooled.get(value, value)], amax, axis, value in self.pooled)
+        assert form is not None
+        return form.name
+
+    def _label(self, value: str) -> str:
+        """Layers name what they write; anything else is named after its operation, whatever torch calls it."""
+        node = self.producers.get(value)
+        if node is None:
+            return value
+        folded = (each for each in self.captured.nodes if self.folded.get(each.name) == value)
+        owner = node if node.parameters else next(folded, node)
+        if owner.parameters and owner.layer and owner.op not in ("add", "mul", "sub", "div"):
+            return owner.layer
+        return LOGITS if [value] == [each for _, each in self.captured.outputs] else node.op
+
+    def _name(self, wanted: str) -> str:
+        name, number = wanted, 1
+        while name in self.names:
+            number += 1
+            name = f"{wanted}.{number}"
+        self.names.add(name)
+        return name
+
+    def _rank(self, value: str) -> int:
+        return len(self.captured.values[value].shape)
+
+    # Nodes
+
+    def _input(self, name: str) -> Input:
+        sizes = [self.captured.example[f"{name}.{axis}"] for axis in range(self._rank(name))]
+        dynamic = any(not isinstance(size, int) for size in self.captured.values[name].shape[2:])
+        holding = [node for node in self.captured.nodes if node.op in HOLDING and _holds_sizes(node)]
+        free = self._free(name)
+        if not dynamic and not holding and self._rank(name) == 4:
+            free = [0, 2, 3]
+        forms = self.needed.get(name, [Form(name=self._name(name))])
+        sizes[0] = 1
+        if self.digits:
+            sizes[1] = 3
+        self._amaxes(forms)
+        return Input(name=name, shape=sizes, free=free, outputs=forms)
+
+    def _free(self, name: str) -> list[int]:
+        """The axes of an input that may have any size; two axes that the code makes equal are fixed."""
+        shape = self.captured.values[name].shape
+        depends = {axis: axes_of([size]) - {f"{name}.{axis}"} for axis, size in enumerate(shape) if axis}
+        equal = {other for others in depends.values() for other in others}
+        return [0] + [
+            axis
+            for axis, others in depends.items()
+            if not isinstance(shape[axis], int) and not others and f"{name}.{axis}" not in equal
+        ]
+
+    def _emit(self, node: ir.Node) -> None:
+        if node.name in self.pooled or node.name in self.folded.values():
+            return
+        if node.op == "concat" and self._written_nowhere(node):
+            return
+        value = self.folded.get(node.name, node.name)
+        forms = self.needed[value]
+        self._amaxes(forms)
+        writer = self.operators.get(node.op)
+        if writer is None:
+            raise InputError(
+                f"{node.described} has no packed form. Leave it out of the network, or export it as ONNX: "
+                "fp4deploy.export.export_graph"
+            )
+        self.nodes.append(writer(self, node, forms))
+
+    def _amaxes(self, forms: list[Form]) -> None:
+        for form in forms:
+            if form.amax is not None:
+                self.tensors[form.amax] = torch.tensor(self.constants[form.amax.removesuffix(".input_amax")].input_amax)
+
+    def reads(self, node: ir.Node) -> list[str]:
+        """The activations that a node reads, in the order of its roles; parameters become constants."""
+        roles = sorted({*node.inputs, *node.parameters}, key=_order)
+        return [
+            self.read(node.inputs[role], node) if role in node.inputs else self.constant(node.parameters[role])
+            for role in roles
+        ]
+
+    def constant(self, name: str) -> str:
+        """An activation that a tensor of the file is."""
+        self.half(name, self.state[name])
+        form = Form(name=self._name(name))
+        self.nodes.append(packed.Constant(outputs=[form], tensor=name))
+        return form.name
+
+    def half(self, name: str, parameter: torch.Tensor) -> None:
+        """Add a tensor in FP16."""
+        if not torch.isfinite(parameter).all() or not torch.isfinite(parameter.half()).all():
+            raise InputError(f"{name} holds NaN, Inf or a value beyond FP16. Export an earlier checkpoint.")
+        self.tensors[name] = parameter.detach().half()
+
+    def layer(self, node: ir.Node, with_bias: bool) -> dict[str, Any]:
+        """Fields of a layer; its tensors are added to the file."""
+        name = owner(node)
+        bias = self.bias(node) if with_bias else None
+        if self._quantized(node) is None:
+            weight = self.state[node.parameters["weight"]]
+            order = {"conv": (0, 2, 3, 1), "conv_transpose": (1, 2, 3, 0), "linear": (0, 1)}[node.op]
+            self.half(f"{name}.weight", weight.permute(order))
+            return {"layer": name, "precision": "fp16", "bias": bias}
+        constants = self.constants[name]
+        rows = constants.shape[:-1]
+        codes, scales = torch.from_numpy(constants.codes), torch.from_numpy(constants.scales.view("uint8"))
+        weight_name = f"{name}.weight"
+        self.tensors[f"{weight_name}.codes"] = codes.reshape(*rows, -1)
+        self.tensors[f"{weight_name}.scales"] = scales.reshape(*rows, -1).view(torch.float8_e4m3fn)
+        self.tensors[f"{weight_name}.amax"] = torch.tensor(constants.weight_amax)
+        return {"layer": name, "precision": "nvfp4", "e4m3_max": constants.e4m3_max, "bias": bias}
+
+    def bias(self, node: ir.Node) -> str | None:
+        """The name of a layer's bias, added to the file."""
+        name = node.parameters.get("bias")
+        if name is not None:
+            self.half(name, self.state[name])
+        return name
+
+    def gives_bias(self, node: ir.Node) -> ir.Node | None:
+        """The group norm that adds the bias of a convolution: the only reader, of which ReLU is the only one."""
+        reader = self._only_reader(node.name)
+        taken = node.op == "conv" and reader is not None and reader.op == "group_norm" and reader.name in self.folded
+        return reader if taken and node.parameters.get("bias") else None
+
+    def relu(self, node: ir.Node) -> bool:
+        """Whether a node computes the ReLU that follows as well."""
+        return node.name in self.folded
+
+
+def owner(node: ir.Node) -> str:
+    """The layer whose weight a node reads; a parameter that is no layer's weight stands for itself."""
+    return node.parameters["weight"].removesuffix(".weight")
+
+
+def _holds_sizes(node: ir.Node) -> bool:
+    """A node that stands for one size of the input only, where the graph was captured with fixed sizes."""
+    if node.op == "resize":
+        return node.attributes["size"] is not None
+    if node.op in ("slice", "select"):
+        return node.attributes["dim"] > 1
+    return True
+
+
+def _order(role: str) -> tuple[int, int]:
+    head, _, number = role.partition(".")
+    known = ("input", "query", "key", "value", "tensors", "other")
+    return (known.index(head) if head in known else len(known), int(number) if number.isdigit() else 0)
+
+
+def size_value(size: Size) -> Any:
+    """A size as the file has it: a number, or an expression of the input's sizes."""
+    return size if isinstance(size, int) else list(size)
+
+
+def size_values(sizes: Any) -> list[Any]:
+    """Each of several sizes."""
+    return [size_value(size) for size in sizes]
+
+
+def refuse(node: ir.Node, cause: str) -> InputError:
+    """The error of a node that has no packed form, and why."""
+    return InputError(f"{node.described}: {cause}, which has no packed form.")
