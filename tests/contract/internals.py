@@ -12,8 +12,10 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -87,6 +89,15 @@ def decoded_weights(path: Path) -> dict[str, torch.Tensor]:
     network = PackedNetwork(read_packed(path))
     packed = {name: weight.dequantize(torch.float32) for name, weight in network._packed.items()}
     return packed | {name: weight.float() for name, weight in network._plain.items()}
+
+
+@contextmanager
+def short_measurements() -> Iterator[None]:
+    """Time artefacts with as few calls as `bench` ever makes."""
+    from fp4deploy.bench import artifact, latency
+
+    with mock.patch.object(artifact, "measure", partial(latency.measure, max_seconds=0.0)):
+        yield
 
 
 def run_packed(path: Path, images: torch.Tensor) -> torch.Tensor:

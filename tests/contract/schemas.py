@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from tests.contract import internals
 from tests.contract.frozen import Facts, schema
 from tests.contract.invoke import must
 
@@ -22,7 +23,8 @@ KEYED = re.compile(r".*/(models|per_class|sizes|packages)|.*/ledgers/\[\]/counts
 def small_run(folder: Path) -> Path:
     """A run of `fp4deploy run` on eight images of 32 x 32 pixels, one epoch a model."""
     must(*DATA, folder=folder)
-    must("run", "--data", "shapes", "--out", "run", *SMALL, folder=folder)
+    with internals.short_measurements():
+        must("run", "--data", "shapes", "--out", "run", *SMALL, folder=folder)
     return folder / "run"
 
 

@@ -66,8 +66,8 @@ def test_an_fp16_model_is_exact() -> None:
 
 def test_a_trained_model_gives_the_same_classes(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """Fake quantisation in torch and the packed network, on generated scenes: at least 99.9 % of the pixels."""
-    generate_shapes(tmp_path / "data", train=24, val=8, size=64, seed=0)
-    transform = EvalTransform(64, 64, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    generate_shapes(tmp_path / "data", train=24, val=16, size=32, seed=0)
+    transform = EvalTransform(32, 32, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     splits = {}
     for split in ("train", "val"):
         data = open_dataset(tmp_path / "data", split)

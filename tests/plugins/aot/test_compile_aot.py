@@ -282,19 +282,30 @@ def failures(found: Results) -> list[str]:
     ]
 
 
-def representatives() -> list[tuple[Launch, str]]:
-    """For each architecture the first and the largest tile of each kernel, native and decoded."""
+def representatives() -> list[list[tuple[Launch, str]]]:
+    """The first and the largest tile of each kernel, native and decoded, for each architecture."""
     chosen: dict[tuple[str, str, object], list[tuple[Launch, str]]] = {}
     for launch, arch in variants():
         chosen.setdefault((arch, launch.kernel, dict(launch.constants).get("NATIVE")), []).append((launch, arch))
-    return [each for group in chosen.values() for each in (group[0], group[-1])[: len(group)]]
+    return [[group[0], group[-1]] for group in chosen.values()]
 
 
 def test_every_kind_of_kernel_compiles_without_diagnostics(compile_all: Compile) -> None:
-    requested = list(dict.fromkeys(representatives()))
+    """One of the two tiles in turn: of two kernels for an architecture the first and the largest, then reversed."""
+    pairs = representatives()
+    requested = [pair[(number + store.TARGETS.index(pair[0][1])) % 2] for number, pair in enumerate(pairs)]
     assert {arch for _, arch in requested} == set(store.TARGETS)
     assert {arch for launch, arch in requested if dict(launch.constants).get("NATIVE")} == set(FP4)
-    assert failures(compile_all(requested)) == []
+    for number in (0, 1):
+        assert {pair[0][0].kernel for pair, each in zip(pairs, requested, strict=True) if each == pair[number]} == {
+            pair[0][0].kernel for pair in pairs
+        }
+    assert failures(compile_all(list(dict.fromkeys(requested)))) == []
+
+
+@pytest.mark.variants
+def test_both_tiles_of_every_kind_of_kernel_compile(compile_all: Compile) -> None:
+    assert failures(compile_all(list(dict.fromkeys(each for pair in representatives() for each in pair)))) == []
 
 
 @pytest.mark.slow

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pytest
 
+from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.runtime import nvcc
 from tests.plugins.runtime.launch_variants import BESIDES, Variant, launched
 
 # nvcc 13.0 is the first for sm_110, 13.4 for sm_107.
 BLACKWELL = ("sm_100a", "sm_120a", "sm_103a", "sm_121a", "sm_110a", "sm_107a")
 MAIN, OTHERS = ("sm_80", "sm_90a", *BLACKWELL[:2]), BLACKWELL[2:]
-FROM_SM90 = ("gemv_tma.cu",)  # TMA, clusters, mbarriers with a transaction count
 CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 CONVERTING = ("quantize_tensor", "norm_pack", "norm_pool_pack")
 # Kernels whose loads are of 16 bytes; of `quantize.cu` with LINEAR those of every kernel.
@@ -47,19 +47,29 @@ FIRST = list({variant.source: variant for variant in reversed(VARIANTS)}.values(
 pytestmark = pytest.mark.skipif(NVCC is None, reason=f"no nvcc here; {nvcc.INSTALL_NVCC}")
 
 
-def known(requested: tuple[str, ...]) -> list[str]:
+def known(requested: tuple[str, ...], variant: Variant | None = None) -> list[str]:
+    """The architectures that this nvcc has, and that a variant is launched on."""
     assert NVCC is not None
-    return [arch for arch in requested if nvcc.supported(NVCC, arch)]
+    found = [arch for arch in requested if nvcc.supported(NVCC, arch)]
+    if variant is None or variant.source != gemv.SOURCE:
+        return found
+    multicast = dict(variant.macros).get("CLUSTER") == 2
+    launched_on = gemv.MULTICAST if multicast else range(gemv.TMA_FROM, 1000)
+    return [arch for arch in found if capability(arch) in launched_on]
+
+
+def capability(arch: str) -> int:
+    return int(arch.removeprefix("sm_").rstrip("a"))
 
 
 def sample(variant: Variant) -> list[str]:
     """The architectures of a variant in the short run."""
     number = VARIANTS.index(variant)
-    blackwell = known(BLACKWELL)
+    blackwell = known(BLACKWELL, variant)
     other = [blackwell[number // 2 % len(blackwell)]] if blackwell else []
     if variant in FIRST:
-        return [*known(("sm_80", "sm_90a")), *other]
-    return (other if number % 2 else []) or known(("sm_90a",))
+        return [*known(("sm_80", "sm_90a"), variant), *other]
+    return (other if number % 2 else []) or known(("sm_90a",), variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -70,19 +80,19 @@ def test_every_variant_compiles(variant: Variant, tmp_path: Path) -> None:
 @pytest.mark.variants
 @pytest.mark.parametrize("variant", [*VARIANTS, *BESIDES], ids=str)
 def test_every_variant_compiles_for_every_architecture(variant: Variant, tmp_path: Path) -> None:
-    compile_for(known(MAIN), variant, tmp_path)
+    compile_for(known(MAIN, variant), variant, tmp_path)
 
 
 @pytest.mark.variants
 @pytest.mark.parametrize("variant", FIRST, ids=str)
 def test_every_source_compiles_for_the_other_architectures(variant: Variant, tmp_path: Path) -> None:
-    compile_for(known(OTHERS), variant, tmp_path)
+    compile_for(known(OTHERS, variant), variant, tmp_path)
 
 
 def test_the_sample_has_every_source_for_every_kind_of_architecture() -> None:
     chosen = {(variant.source, arch) for variant in VARIANTS for arch in sample(variant)}
     for source in {variant.source for variant in VARIANTS}:
-        for kind in (("sm_80",) * (source not in FROM_SM90), ("sm_90a",), BLACKWELL):
+        for kind in (("sm_80",) * (source != gemv.SOURCE), ("sm_90a",), BLACKWELL):
             assert not known(kind) or {(source, arch) for arch in kind} & chosen, (source, kind)
 
 
@@ -95,7 +105,6 @@ def test_no_source_tells_blackwell_gpus_apart() -> None:
 
 
 def compile_for(targets: list[str], variant: Variant, tmp_path: Path) -> None:
-    targets = [arch for arch in targets if arch != "sm_80" or variant.source not in FROM_SM90]
     if not targets:
         pytest.skip("this nvcc knows none of the architectures")
     numbers = [arch.removeprefix("sm_") for arch in targets]
@@ -121,7 +130,7 @@ def compile_for(targets: list[str], variant: Variant, tmp_path: Path) -> None:
         entries = {found[1]: found for found in ENTRY.finditer((tmp_path / f"{kept}.ptx").read_text())}
         count += len(entries)
         for name, signature in variant.entries:
-            check_entry(entries[name], signature, dict(variant.macros), int(number.rstrip("a")) >= 100)
+            check_entry(entries[name], signature, dict(variant.macros), capability(number) >= 100)
     report = REPORT.findall(done.stderr + done.stdout)
     assert len(report) >= count
     assert max(int(spilled) for _, *both in report for spilled in both) <= SPILLED
@@ -158,4 +167,4 @@ def test_blackwell_converts_in_hardware(tmp_path: Path) -> None:
         command = [str(NVCC), "-ptx", target, *nvcc.FLAGS, *nvcc.include_options(), "-o", "-", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count(CONVERSION) == (4 if int(number.rstrip("a")) >= 100 else 0), arch
+        assert done.stdout.count(CONVERSION) == (4 if capability(arch) >= 100 else 0), arch

@@ -1,4 +1,4 @@
-"""The plugins' kernels without a GPU: compiled for three architectures, and run in Triton's interpreter.
+"""The plugins' kernels without a GPU: compiled for three architectures in turn, and run in Triton's interpreter.
 
 Compilation runs in the workers of `aot.build`, because other tests import kernels for the interpreter; what the
 plugins ask for then comes from the cache.
@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +54,35 @@ def first_launch(node: Node, arch: str) -> Launch:
     return plugin_launch(*node, tactics(node[0], arch)[0], arch)
 
 
+Pair = tuple[Node, str]
+EVERY: list[Pair] = [(node, arch) for node in nodes() for arch in ARCHES]
+SAMPLE = [(node, ARCHES[(number + 2) % 3]) for number, node in enumerate(nodes())]
+PACKED = (nodes()[2], "sm_120")
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache with the first tactic of every node, for every architecture."""
+def compile_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[Pair]], None]]:
+    """Compile the first tactic of nodes into a cache that the module uses."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP4DEPLOY_CACHE", str(cache))
         patch.delenv("FP4DEPLOY_KERNEL_PATH", raising=False)
-        requested = dict.fromkeys((first_launch(node, arch), arch) for node in nodes() for arch in ARCHES)
-        for _, result in aot_build.build(requested, jobs=2):
-            assert result.compiled is not None, result.failure
-        yield
+
+        def compile_all(pairs: list[Pair]) -> None:
+            requested = dict.fromkeys((first_launch(node, arch), arch) for node, arch in pairs)
+            for _, result in aot_build.build(requested, jobs=2):
+                assert result.compiled is not None, result.failure
+
+        yield compile_all
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("node", nodes(), ids=lambda node: f"{node[0].name} {node[1]['channels']}")
-def test_kernels_have_exactly_the_parameters_that_tensorrt_passes(compiled: None, node: Node, arch: str) -> None:
+@pytest.fixture(scope="module")
+def compiled(compile_pairs: Callable[[list[Pair]], None]) -> None:
+    compile_pairs([*SAMPLE, PACKED])
+
+
+def check(node: Node, arch: str) -> None:
+    """The kernel has exactly the parameters that TensorRT passes, and multiplies packed operands where the GPU can."""
     plugin = node[0]
     launch = first_launch(node, arch)
     kernel = compile_plugin(launch, arch)
@@ -85,14 +98,22 @@ def test_kernels_have_exactly_the_parameters_that_tensorrt_passes(compiled: None
     assert cubin.target(kernel.ptx).rstrip("a") == arch
     assert kernel.shared <= MOST_SHARED
     assert kernel.threads in (128, 256)
-
-
-@pytest.mark.parametrize("arch", ARCHES)
-def test_products_multiply_packed_operands_where_the_gpu_can(compiled: None, arch: str) -> None:
-    for node in nodes()[1:]:
-        result = aot_compile.compile_launch(first_launch(node, arch), arch)
+    if plugin is not QUANTIZE:
+        result = aot_compile.compile_launch(launch, arch)
         assert diagnose.diagnostics(result) == []
         assert (f"{cubin.NATIVE}.block_scale" in result.ptx) == (arch != "sm_90")
+
+
+@pytest.mark.parametrize(("node", "arch"), SAMPLE, ids=lambda each: each if isinstance(each, str) else each[0].name)
+def test_a_kernel_for_each_node(compiled: None, node: Node, arch: str) -> None:
+    check(node, arch)
+
+
+@pytest.mark.variants
+def test_a_kernel_for_each_node_and_architecture(compile_pairs: Callable[[list[Pair]], None]) -> None:
+    compile_pairs(EVERY)
+    for node, arch in EVERY:
+        check(node, arch)
 
 
 def test_an_offer_carries_the_compiled_kernel(compiled: None) -> None:
