@@ -5,8 +5,9 @@ their parameters are listed.
 
 The sources tell architectures apart by 8.6, 8.9 and 10.0 alone (a test reads them), so that three architectures have
 all the code there is, and SM100 to SM121 compile the same lines. A second of nvcc for each variant and architecture is
-minutes in all, so that here one variant of each source is compiled for SM80, SM90 and a Blackwell GPU, and the others
-for SM90 or for a Blackwell GPU in turn, each time another one. `make emulate` compiles all of them for all.
+minutes in all, so that `make test` compiles one variant of each source for SM80, SM90 and a Blackwell GPU, and the
+others for SM90 or for a Blackwell GPU in turn, each time another one. `make emulate` compiles every variant for SM80,
+SM90, SM100 and SM120, and one of each source for the other architectures.
 
 Speed is tested too: a local array that is not kept in registers, or a load taken apart, still gives the right bytes,
 and no other test would show it.
