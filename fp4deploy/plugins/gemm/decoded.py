@@ -41,6 +41,13 @@ SCALE = 128.0  # elements of the planes are divided by it (`triton.decode`)
 SMALL = Tile(128, 64, 32, 4, 4)
 MOST_SPLITS, FEWEST_STEPS = 8, 5
 SUM_TILE = Tile(32, 64, 0, 4, 1)
+POINTERS = (
+    *("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_amax", "bias", "out", "out_scales"),
+    *("out_amax", "moments"),
+)  # of the kernel, in order
+BYTES = ("x", "x_scales", "x2", "x2_scales", "out_scales")
+ALIGNED = ("x", "x_scales", "x2", "x2_scales", "w", "out", "K")  # to 16
+SIZES = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "K", "stride", "padding", "dilation", "splits")
 Size3 = tuple[int, int, int]
 Row = Annotated[list[Annotated[Int, Field(ge=1, le=512)]], Field(min_length=6, max_length=6)]
 
@@ -303,35 +310,15 @@ def conv_call(
         "BK": tile.bk,
         "ASM": asm,
     }
-    bytes_, floats = ("x", "x_scales", "x2", "x2_scales", "out_scales"), ("x_amax", "x2_amax", "w_amax", "bias")
-    names = (
-        *("x", "x_scales", "x_amax", "x2", "x2_scales", "x2_amax", "w", "w_amax", "bias", "out", "out_scales"),
-        *("out_amax", "moments"),
-    )
-    types = {name: "*u8" if name in bytes_ else "*fp32" for name in names}
-    types["w"] = "*fp16"
+    types = dict.fromkeys(POINTERS, "*fp32") | dict.fromkeys(BYTES, "*u8") | {"w": "*fp16"}
     types["out"] = "*fp32" if split else "*u8" if scales is not None else f"*{TYPES[dtype]}"
-    assert set(floats) <= set(types)
-    sizes = ("H", "W", "CB", "CB2", "OH", "OW", "M", "outputs", "K", "stride", "padding", "dilation", "splits")
-    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
-    wide = ("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ()
-    multiples = (
-        "x",
-        "x_scales",
-        "x2",
-        "x2_scales",
-        "w",
-        "out",
-        "K",
-        *wide,
-        *(("outputs",) if outputs % 16 == 0 else ()),
-    )
-    divisible = tuple(name for name in types if name in multiples)
+    types |= dict.fromkeys(SIZES, "i32") | dict.fromkeys(("x_range", "x2_range", "w_range"), "fp32")
+    multiples = {*ALIGNED, *(("CB", "CB2") if cb % 16 == 0 and cb2 % 16 == 0 else ())}
     launch = Launch(
         "decoded:decoded_conv_kernel",
         tuple(types.items()),
         tuple(constants.items()),
-        divisible,
+        tuple(name for name in types if name in multiples or (name == "outputs" and outputs % 16 == 0)),
         tile.warps,
         tile.stages,
     )
