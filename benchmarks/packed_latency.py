@@ -88,7 +88,7 @@ def network(scale: float, precision: str) -> PackedNetwork:
         return PackedNetwork(read_packed(path), "cuda")
     folder.mkdir(exist_ok=True)
     rgb = ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
-    card = ModelCard(precision, scale, CLASSES, 352, 480, *rgb, False, RECIPE if precision == "nvfp4" else "none")
+    card = ModelCard(precision, scale, CLASSES, 352, 480, *rgb, False, RECIPE if precision == "nvfp4" else None)
     parts = pack_model(model(scale, precision), torch.zeros(1, 3, 352, 480), dynamic_size=False)
     file = packed_file(path, card, *parts)
     write_packed(file)

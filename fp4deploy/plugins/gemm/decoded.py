@@ -38,7 +38,8 @@ from fp4deploy.schema import Int, read_json, validated
 
 PAD = 64  # bytes: rows of planes are whole steps of every tile
 SCALE = 128.0  # elements of the planes are divided by it (`triton.decode`)
-SMALL = Tile(128, 64, 32, 4, 4)
+LARGE, SMALL = Tile(256, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)
+BUSY = 0.63  # share of the multiprocessors' waves from which on large tiles are faster
 MOST_SPLITS, FEWEST_STEPS = 8, 5
 SUM_TILE = Tile(32, 64, 0, 4, 1)
 POINTERS = (
@@ -125,16 +126,14 @@ def _bytes(channels: int) -> int:
     return -(-channels // NVFP4_BLOCK) * NVFP4_BLOCK // 2
 
 
-def chosen_plan(
-    rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, packed: bool, device: torch.device
-) -> Plan:
+def chosen_plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, device: torch.device) -> Plan:
     """The measured plan of a shape, else what `plan` says."""
     name, processors = _device(device.index)
     table = measured_plans(os.environ.get("FP4DEPLOY_PLANS", "")).get(name, {})
     found = table.get(key(rows, columns, depths, taps, up))
     if found is not None:
         return Plan(Tile(*found[:5]), found[5])
-    return plan(rows, columns, depths, taps, up, packed, processors)
+    return plan(rows, columns, depths, taps, up, processors)
 
 
 def key(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool) -> str:
@@ -154,26 +153,23 @@ def measured_plans(path: str = "") -> dict[str, dict[str, list[int]]]:
     return validated(dict[str, dict[str, Row]], read_json(where, advice), where, advice)
 
 
-def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, packed: bool, processors: int) -> Plan:
+def plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, processors: int) -> Plan:
     """The tile and the number of splits of one convolution, by what was measured (`benchmarks/conv_plans.py`).
 
-    Large tiles read and decode least for each multiply-accumulate, and need a program for each multiprocessor: K is
-    divided where there are too few. In between several programs of a small tile share a multiprocessor.
+    Large tiles read and decode least for each multiply-accumulate, where they keep the multiprocessors busy, if need be
+    by dividing K. Elsewhere several programs of a small tile share a multiprocessor.
 
-    rows, columns: M and N; depths: bytes of a pixel in each source; packed: the output is quantised.
+    rows, columns: M and N; depths: bytes of a pixel in each source.
     """
-    deep = all(depth % 64 == 0 for depth in depths)
     if columns <= 32:
-        return Plan(Tile(256 if rows >= 256 * processors else 128, 32 if columns > 16 else 16, 32, 4, 3))
-    if up or packed or columns <= 64:
-        return Plan(SMALL, _splits(rows, columns, SMALL, depths, taps, processors) if not up else 1)
-    large = Tile(256, 128, 64 if deep else 32, 8, 3)
-    programs = _programs(rows, columns, large)
-    if programs >= 2 * processors:
-        return Plan(large)
-    if 2 * programs > processors or not deep:
-        return Plan(SMALL, _splits(rows, columns, SMALL, depths, taps, processors))
-    return Plan(large, _splits(rows, columns, large, depths, taps, processors))
+        return Plan(Tile(128, 32 if columns > 16 else 16, 32, 4, 3))
+    positions = 4 if up else 1
+    if columns > 64 and all(depth % 64 == 0 for depth in depths):
+        splits = 1 if up else _splits(rows, columns, LARGE, depths, taps, processors)
+        programs = _programs(rows, columns, LARGE) * splits * positions
+        if programs / (-(-programs // processors) * processors) >= BUSY:
+            return Plan(LARGE, splits)
+    return Plan(SMALL, 1 if up else _splits(rows, columns, SMALL, depths, taps, processors))
 
 
 def _splits(rows: int, columns: int, tile: Tile, depths: tuple[int, ...], taps: int, processors: int) -> int:
@@ -230,7 +226,7 @@ def conv2d(
     )
     rows, device = n * oh * ow, sources[0].codes.device
     depths = tuple(x.codes.shape[-1] for x in sources)
-    chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, out_amax is not None, device)
+    chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, device)
     factor = 2 if up else 1
     shape = (n, factor * oh, factor * ow, outputs)
     require_offsets(depths, (n, h, w), (n, oh, ow), shape, taps, stride, padding, dilation)

@@ -18,6 +18,7 @@ from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
 VECTOR = 8
+COMBINING = 1024  # threads that combine the parts of a group
 PARTS = 264  # of a batch: two for each multiprocessor of a large GPU
 
 
@@ -70,5 +71,5 @@ def combine(
     ab = torch.empty(n, 2, c, dtype=torch.float32, device=weight.device)
     launch = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqi", {"DTYPE": "__half"}, weight.device).launch
     vectors = (moments.parts, bias, weight, beta, ab)
-    launch((groups, n), THREADS, *vectors, eps, h * w, c, groups, moments.rows, moments.per_item)
+    launch((groups, n), COMBINING, *vectors, eps, h * w, c, groups, moments.rows, moments.per_item)
     return ab

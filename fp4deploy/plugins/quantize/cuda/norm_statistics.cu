@@ -11,8 +11,8 @@
 //
 // Sums are added in a fixed order, so that two runs give the same bits.
 //
-// Launch: block 256; chunk_moments: grid (chunks, N), C a multiple of 8, at most 2048; combine_moments: grid
-// (groups, N), at most 256 channels a group.
+// Launch: chunk_moments: block 256, grid (chunks, N), C a multiple of 8, at most 2048; combine_moments: block 1024, so
+// that a thread adds few of the many parts of one image, grid (groups, N), at most 256 channels a group.
 #include "channels.cuh"
 
 using channels::VECTOR;
@@ -72,10 +72,10 @@ __device__ float block_sum(float value, float* shared) {
 
 // ab [N, 2, C] of one (group, batch item). A part has `rows` pixels. With per_item = 0 parts are cut from all pixels of
 // the batch, so that one may touch two items; otherwise every item has per_item parts of its own.
-extern "C" __global__ void __launch_bounds__(256) combine_moments(
+extern "C" __global__ void __launch_bounds__(1024) combine_moments(
     const float* moments, const float* bias, const float* gamma, const float* beta, float* ab, float eps,
     long long pixels, int C, int groups, long long rows, int per_item) {
-    __shared__ float sums[3][256], shared[32];
+    __shared__ float sums[3][1024], shared[32];
     const int width = C / groups, lanes = blockDim.x / width, lane = threadIdx.x / width;
     const int c = blockIdx.x * width + threadIdx.x % width;
     const long long n = blockIdx.y, begin = n * pixels, end = begin + pixels;
