@@ -109,9 +109,11 @@ def main() -> None:
         flush=True,
     )
     chosen = [tuple([*row.split(":"), ""][:4]) for row in options.rows.split(",")] if options.rows else ROWS
+    write(options.json, document)
     for placement, method, correction, activations in chosen:
         if time.monotonic() - began > options.seconds:
             document["rows"].append({"placement": placement, "method": method, "skipped": "no time left"})
+            write(options.json, document)
             continue
         row: dict[str, Any] = {"placement": placement, "method": method, "correction": correction}
         try:
@@ -142,8 +144,13 @@ def main() -> None:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
         document["rows"].append(row)
         print({key: each for key, each in row.items() if key != "units"}, flush=True)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write(options.json, document)
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """What was measured so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 @torch.no_grad()

@@ -167,7 +167,8 @@ def reconstruct(
             after = before
         for each, needed in saved:
             each.requires_grad_(needed)
-            each.grad = None
+    for each in module.parameters():
+        each.grad = None
     return before, after
 
 
