@@ -76,8 +76,12 @@ MODELS_HELP = f"Any of {', '.join(MODELS)}, in order."
 DEFAULT = ",".join(DEFAULT_MODELS)
 ModelsOption = Annotated[str, typer.Option("--models", help=MODELS_HELP, autocompletion=completion.models)]
 TaskOption = Annotated[
-    Literal["semantic", "instance"] | None,
-    typer.Option("--task", help="Segment classes (semantic) or objects (instance).", show_default="semantic"),
+    Literal["semantic", "instance", "detection"] | None,
+    typer.Option(
+        "--task",
+        help="Segment classes (semantic) or objects (instance), or find boxes (detection).",
+        show_default="semantic",
+    ),
 ]
 RecipeOption = Annotated[
     str | None,

@@ -8,6 +8,7 @@ takes as long to import as torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,11 @@ class Scores:
     def text(self) -> str:
         """For a person."""
         return f"mIoU {100 * self.miou:.2f}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For a JSON file; NaN becomes None."""
+        values = {"miou": self.miou, "pixel_accuracy": self.pixel_accuracy}
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 class SegmentationScore:

@@ -101,6 +101,7 @@ ORT_RTX = Library(
     "runs canonical .onnx on RTX GPUs, in ONNX Runtime",
     "pip install onnxruntime-ep-nv-tensorrt-rtx",
 )
+FASTER_COCO_EVAL = Library("faster_coco_eval", "counts COCO's AP sooner", "pip install 'fp4deploy[coco]'")
 RAY = Library("ray", "runs sweeps on a cluster", "pip install 'fp4deploy[distributed]'")
 
 

@@ -131,10 +131,12 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
     if as_json:
         height, width = prediction.mask.shape
         entry: dict[str, Any] = {"file": STDIN, "height": height, "width": width, "classes": prediction.classes()}
-        if prediction.instances is not None:
+        if prediction.counts_objects:
             entry["objects"] = prediction.objects()
         print_json({**describe(predictor, model), "images": [entry]})
         return
+    if prediction.detections is not None:
+        raise InputError("A detector gives boxes and no mask: add --json, or predict a file into a folder.")
     if sys.stdout.isatty():
         raise InputError(
             "The mask is a PNG and stdout is a terminal; redirect it: fp4deploy predict - < in.jpg > mask.png"

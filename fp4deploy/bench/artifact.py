@@ -39,7 +39,7 @@ def bench_artifact(
 ) -> ArtifactEntry:
     """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
-    max_detections, results: of instance models, as of `instances.evaluate_instances`.
+    max_detections, results: of models that find objects, as of `evaluate_task`.
     timeout, provider: of an ONNX file, form: of a checkpoint, as of `open_runtime`.
 
     The bytes of weights and activations are in the entry where the runtime knows them (`runtimes.packed.memory`).
@@ -73,6 +73,7 @@ def bench_artifact(
         per_class=dict(found.scores.per_class) if found else {},
         boundary_f1=found.boundary_f1 if found else None,
         recall_by_size=found.recall_by_size if found else {},
+        errors=found.errors if found else {},
         split=split if found else None,
         data_sha256=found.data_sha256 if found else None,
         evidence=found.evidence if found else None,

@@ -13,12 +13,13 @@ import torch
 
 from fp4deploy.bench.detail import SegmentationDetail
 from fp4deploy.bench.evidence import Accuracy, write_pixels
-from fp4deploy.bench.instances import evaluate_instances
+from fp4deploy.bench.instances import evaluate_objects
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, EvalTransform, eval_loader, validation_set
 from fp4deploy.data.digest import DigestedDataset
 from fp4deploy.errors import InputError
 from fp4deploy.metrics import SegmentationScore
+from fp4deploy.tasks import task_of
 
 BATCH = 8
 Progress = Callable[[int, int], None]  # images done, images in all
@@ -33,17 +34,17 @@ def evaluate_task(
     results: Path | None = None,
     split: str = VAL,
 ) -> Accuracy:
-    """Accuracy of a runtime in its own task: mIoU, or AP; `max_detections` and `results` as of `evaluate_instances`.
+    """Accuracy of a runtime in its own task: mIoU, or AP; `max_detections` and `results` as of `evaluate_objects`.
 
     Raises:
         InputError: the data does not fit the model, or cannot be read; `max_detections` of a semantic model.
     """
-    if runtime.card.head is not None:
-        return evaluate_instances(runtime, data, batch, progress, max_detections, results, split)
+    if task_of(runtime.card).counts_objects:
+        return evaluate_objects(runtime, data, batch, progress, max_detections, results, split)
     if max_detections is not None:
         raise InputError(
-            "--max-dets is for instance models, and this one predicts a class for every pixel. Leave it out, or train "
-            "one with: fp4deploy train --task instance"
+            "--max-dets is for instance models and detectors, and this one predicts a class for every pixel. Leave it "
+            "out, or train one with: fp4deploy train --task instance"
         )
     return evaluate(runtime, data, batch, progress, split)
 

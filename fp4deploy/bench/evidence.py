@@ -27,7 +27,7 @@ from fp4deploy.metrics import Scores
 class Accuracy:
     """What one evaluation gives: the scores, counts of its images, and the digest of the images and labels.
 
-    boundary_f1, recall_by_size: of semantic models, see `detail`.
+    boundary_f1, recall_by_size: of semantic models, see `detail`. errors: of detectors, see `detection.errors`.
     """
 
     scores: Scores | InstanceScores
@@ -35,6 +35,7 @@ class Accuracy:
     data_sha256: str
     boundary_f1: float | None = None
     recall_by_size: dict[str, float | None] = field(default_factory=dict)
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class PixelCounts:

@@ -1,9 +1,9 @@
-"""Instances of a runtime: their average precision, and on request the files that other tools read.
+"""Objects of a runtime: their average precision, and on request the files that other tools read.
 
-DIR/results.json                COCO results: one RLE an instance, at the size of the original image
-DIR/scores.json                 AP, AP50, AP75, by size and class
-DIR/panoptic.json, panoptic/    segments as PNG and their list, COCO's panoptic format
-DIR/overlays/                   the instances over the images
+DIR/results.json                COCO results: an RLE or a box for each object, at the size of the original image
+DIR/scores.json                 AP, AP50, AP75, by size and class; of boxes also the kinds of errors
+DIR/panoptic.json, panoptic/    segments as PNG and their list, COCO's panoptic format (instance models)
+DIR/overlays/                   the objects over the images
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from PIL import Image
 
 from fp4deploy.bench.evidence import Accuracy, write_matches
 from fp4deploy.bench.runtimes.protocol import Runtime
-from fp4deploy.data import VAL, CocoDataset, NumberedEvalTransform, eval_loader, instance_set
+from fp4deploy.data import VAL, eval_loader
 from fp4deploy.data.digest import DigestedDataset
+from fp4deploy.detection import DetectionEvaluation, Detections
+from fp4deploy.detection.draw import draw_boxes
+from fp4deploy.detection.errors import Errors
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.instances import InstanceEvaluation, Instances, InstanceScores, write_results
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.instances.panoptic import PanopticWriter
-from fp4deploy.models import InstanceHead, ModelCard
+from fp4deploy.instances.results import Result
+from fp4deploy.models import ModelCard
+from fp4deploy.models.boxes import SHOWN
+from fp4deploy.tasks import task_of
 
 OVERLAYS = 16  # pictures written with the results, evenly spaced
 
 
-def evaluate_instances(
+def evaluate_objects(
     runtime: Runtime,
     data: Path,
     batch: int,
@@ -41,58 +47,69 @@ def evaluate_instances(
     results: Path | None = None,
     split: str = VAL,
 ) -> Accuracy:
-    """Average precision of a runtime over a split.
+    """Average precision of a runtime over a split, of masks or of boxes.
 
     Args:
-        max_detections: most instances of an image; None: as the card says.
+        max_detections: most objects of an image; None: as the card says.
         results: folder for the results, which may exist.
 
     Raises:
         InputError: the data does not fit the model or cannot be read, or the folder cannot be written.
     """
-    card = runtime.card
-    head = _head(card, max_detections)
-    dataset = instance_set(card, data, split=split)
+    task, card = task_of(runtime.card), _limited(runtime.card, max_detections)
+    dataset = task.for_card(card, data, split)
     digested = DigestedDataset(dataset)
-    evaluation = InstanceEvaluation(dataset, head)
-    files = _Files(results, dataset) if results is not None else None
-    transform = NumberedEvalTransform(card.height, card.width, card.mean, card.std)
+    evaluation: Any = task.evaluation(dataset, card)
+    finish = _keep(results, evaluation) if results is not None else None
+    decodes = isinstance(evaluation, DetectionEvaluation) and getattr(runtime, "decodes", False)
+    transform = task.transform(card.height, card.width, card.mean, card.std)
     seen = 0
     for images, indices in eval_loader(digested, transform, batch, 0):
-        outputs = torch.from_numpy(runtime.infer(images.numpy()))
-        if outputs.shape[1] != head.channels:
-            raise InputError(
-                f"The model's output has {outputs.shape[1]} channels, its card has {head.channels}. Export it again."
-            )
-        for output, index in zip(outputs, indices.tolist(), strict=True):
-            found = evaluation.decode(output, index)
-            evaluation.add(index, found)
-            if files:
-                files.add(index, found)
+        if decodes:
+            evaluation.update_decoded(runtime.detect(images.numpy()), indices)  # type: ignore[attr-defined]
+        else:
+            outputs = torch.from_numpy(runtime.infer(images.numpy()))
+            if outputs.shape[1] != card.channels:
+                raise InputError(
+                    f"The model's output has {outputs.shape[1]} channels, its card has {card.channels}. Export it "
+                    "again."
+                )
+            evaluation.update(outputs, indices)
         seen += len(images)
         if progress:
             progress(seen, len(dataset))
     scores = evaluation.compute()
-    if files:
-        files.finish(evaluation, scores)
+    errors = evaluation.errors() if isinstance(evaluation, DetectionEvaluation) else {}
+    if finish:
+        finish(scores, errors)
     assert scores.matches is not None
     truth = json.dumps(evaluation.ground_truth, sort_keys=True, default=str)
     digest = hashlib.sha256((digested.digest() + truth).encode()).hexdigest()
-    return Accuracy(scores, write_matches(scores.matches), digest)
+    return Accuracy(scores, write_matches(scores.matches), digest, errors=errors)
 
 
-def _head(card: ModelCard, max_detections: int | None) -> InstanceHead:
+def _limited(card: ModelCard, max_detections: int | None) -> ModelCard:
     assert card.head is not None
-    return dataclasses.replace(card.head, max_detections=max_detections) if max_detections else card.head
+    if not max_detections:
+        return card
+    return dataclasses.replace(card, head=dataclasses.replace(card.head, max_detections=max_detections))
+
+
+Finish = Callable[[InstanceScores, Errors], None]
+
+
+def _keep(folder: Path, evaluation: Any) -> Finish:
+    """Write what belongs to single images as an evaluation finds it; the function that writes the rest at the end."""
+    files = (_BoxFiles if isinstance(evaluation, DetectionEvaluation) else _Files)(folder, evaluation)
+    evaluation.listener = files.add
+    return files.finish
 
 
 class _Files:
-    """Writes what belongs to single images as they come, and the rest at the end."""
-
-    def __init__(self, folder: Path, dataset: CocoDataset) -> None:
-        self.folder, self.dataset = folder, dataset
-        self.panoptic = PanopticWriter(folder, dataset)
-        self.every = max(1, len(dataset) // OVERLAYS)
+    def __init__(self, folder: Path, evaluation: InstanceEvaluation) -> None:
+        self.folder, self.evaluation, self.dataset = folder, evaluation, evaluation.dataset
+        self.panoptic = PanopticWriter(folder, self.dataset)
+        self.every = max(1, len(self.dataset) // OVERLAYS)
 
     def add(self, index: int, found: Instances) -> None:
         self.panoptic.add(index, found)
@@ -101,9 +118,29 @@ class _Files:
             with atomic_write(self.folder / "overlays" / self.dataset.picture_name(index)) as temporary:
                 Image.fromarray(draw_instances(sample.image, found.ids)).save(temporary, format="PNG")
 
-    def finish(self, evaluation: InstanceEvaluation, scores: InstanceScores) -> None:
+    def finish(self, scores: InstanceScores, errors: Errors) -> None:
         self.panoptic.finish()
-        write_results(evaluation.results(), self.folder / "results.json")
-        content: dict[str, Any] = {**scores.to_json(), "per_class": scores.per_class}
-        with atomic_write(self.folder / "scores.json") as temporary:
-            temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        _write(self.folder, self.evaluation.results(), {**scores.to_json(), "per_class": scores.per_class})
+
+
+class _BoxFiles:
+    def __init__(self, folder: Path, evaluation: DetectionEvaluation) -> None:
+        self.folder, self.evaluation, self.dataset = folder, evaluation, evaluation.dataset
+        self.every = max(1, len(self.dataset) // OVERLAYS)
+
+    def add(self, index: int, found: Detections) -> None:
+        if index % self.every == 0:
+            sample = self.dataset.load(index)
+            with atomic_write(self.folder / "overlays" / self.dataset.picture_name(index)) as temporary:
+                drawn = draw_boxes(sample.image, found.above(SHOWN))
+                Image.fromarray(drawn).save(temporary, format="PNG")
+
+    def finish(self, scores: InstanceScores, errors: Errors) -> None:
+        content = {**scores.to_json(), "per_class": scores.per_class, "errors": errors}
+        _write(self.folder, self.evaluation.results(), content)
+
+
+def _write(folder: Path, results: list[Result], scores: dict[str, Any]) -> None:
+    write_results(results, folder / "results.json")
+    with atomic_write(folder / "scores.json") as temporary:
+        temporary.write_text(json.dumps(scores, indent=2, allow_nan=False) + "\n", encoding="utf-8")

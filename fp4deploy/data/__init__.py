@@ -1,12 +1,14 @@
 """Datasets: reading COCO annotations and PNG masks, joint augmentation, generated scenes, checking."""
 
 from fp4deploy.data.balance import ClassCounts, cached_counts, class_balance, count_classes
+from fp4deploy.data.boxes import BoxDataset
 from fp4deploy.data.cache import CachedDataset, cache_dataset
 from fp4deploy.data.check import check_dataset
 from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import Defect
-from fp4deploy.data.dataset import has_split, open_dataset, open_instances
-from fp4deploy.data.for_model import instance_set, validation_set
+from fp4deploy.data.dataset import has_split, open_boxes, open_dataset, open_instances
+from fp4deploy.data.for_model import box_set, instance_set, validation_set
+from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
 from fp4deploy.data.importing import import_coco
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
 from fp4deploy.data.sample import (
@@ -32,16 +34,20 @@ __all__ = [
     "SPLITS",
     "TEST",
     "VAL",
+    "BoxDataset",
+    "BoxTrainTransform",
     "CachedDataset",
     "ClassCounts",
     "CocoDataset",
     "Defect",
     "EpochLoader",
     "EvalTransform",
+    "LetterboxTransform",
     "NumberedEvalTransform",
     "Sample",
     "SegmentationDataset",
     "TrainTransform",
+    "box_set",
     "cache_dataset",
     "cached_counts",
     "check_dataset",
@@ -53,6 +59,8 @@ __all__ = [
     "has_split",
     "import_coco",
     "instance_set",
+    "letterbox",
+    "open_boxes",
     "open_dataset",
     "open_instances",
     "summarise",

@@ -55,7 +55,7 @@ def cache_dataset(dataset: SegmentationDataset, budget: int = DEFAULT_BUDGET) ->
 
 def _frozen_bytes(sample: Sample) -> int:
     """Make the arrays of a sample read-only; how much memory they take."""
-    arrays = [array for array in (sample.image, sample.mask, sample.instances) if array is not None]
+    arrays = [array for array in (sample.image, sample.mask, sample.instances, sample.boxes) if array is not None]
     for array in arrays:
         array.flags.writeable = False
     return sum(array.nbytes for array in arrays)

@@ -144,6 +144,8 @@ def _box_defects(box: object, image: ImageRecord) -> Iterator[tuple[str, str]]:
         yield "broken-box", "has a bbox that is not [x, y, width, height]"
         return
     x, y, width, height = box
+    if width == 0 or height == 0:
+        yield "empty-box", f"has the bbox {box}, which has no area"
     inside = min(x, y) >= -_BOX_TOLERANCE and width >= 0 and height >= 0
     if not (inside and x + width <= image.width + _BOX_TOLERANCE and y + height <= image.height + _BOX_TOLERANCE):
         yield "box-outside", f"has the bbox {box}, outside its image of {image.width}x{image.height} pixels"

@@ -85,8 +85,14 @@ class CocoDataset:
         self._annotations: dict[int, list[Annotation]] = {}
         for annotation in parsed.annotations:
             self._annotations.setdefault(annotation.image_id, []).append(annotation)
+        self._require_regions(parsed)
+
+    def _require_regions(self, parsed: CocoFile) -> None:
+        """Refuse a file without any segmentation."""
         if parsed.annotations and not any(annotation.segmentation for annotation in parsed.annotations):
-            raise data_error(root, f"{path} holds boxes only: no annotation has a segmentation to learn from.")
+            raise data_error(
+                self.root, f"{parsed.path} holds boxes only: no annotation has a segmentation to learn from."
+            )
 
     def __len__(self) -> int:
         return len(self._images)

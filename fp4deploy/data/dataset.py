@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fp4deploy.data.boxes import BoxDataset
 from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.layouts import LAYOUTS, find_annotations, has_mask_split, has_masks
 from fp4deploy.data.masks import MaskDataset
@@ -57,6 +58,23 @@ def open_instances(
             f"annotations/instances_{split}2017.json; or train with: --task semantic"
         )
     return CocoDataset(root, split, classes, instances=numbered, stuff=stuff)
+
+
+def open_boxes(root: Path, split: str, classes: Sequence[str] | None = None) -> BoxDataset:
+    """Open one split with the boxes of its objects; arguments as of `open_dataset`.
+
+    Raises:
+        InputError: as `open_dataset`; and there are masks only, or a box is damaged.
+    """
+    root = Path(root)
+    require_split(split)
+    require_folder(root)
+    if find_annotations(root, split) is None and has_masks(root):
+        raise InputError(
+            f"{root} holds semantic masks, which have no boxes. Detection needs "
+            f"annotations/instances_{split}2017.json; or train with: --task semantic"
+        )
+    return BoxDataset(root, split, classes)
 
 
 def open_dataset(root: Path, split: str, classes: Sequence[str] | None = None) -> SegmentationDataset:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp4deploy.data.boxes import BoxDataset
 from fp4deploy.data.coco import CocoDataset
-from fp4deploy.data.dataset import open_dataset, open_instances
+from fp4deploy.data.dataset import open_boxes, open_dataset, open_instances
 from fp4deploy.data.sample import VAL, SegmentationDataset
 from fp4deploy.errors import InputError
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.heads import InstanceHead
 
 
 def validation_set(card: ModelCard, data: Path, split: str = VAL) -> SegmentationDataset:
@@ -35,9 +37,18 @@ def instance_set(card: ModelCard, data: Path, numbered: bool = False, split: str
     Raises:
         InputError: the data has no instances, or lacks one of the classes.
     """
-    assert card.head is not None
+    assert isinstance(card.head, InstanceHead)
     stuff = [card.class_names[number] for number in card.head.stuff]
     return open_instances(data, split, card.class_names[1:], stuff, numbered)
+
+
+def box_set(card: ModelCard, data: Path, split: str = VAL) -> BoxDataset:
+    """Open the validation split, or another one, with the boxes of the classes a model knows.
+
+    Raises:
+        InputError: the data has no boxes, or lacks one of the classes.
+    """
+    return open_boxes(data, split, card.class_names[1:])
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from fp4deploy.children import isolated_start
+from fp4deploy.data.letterbox import PAD
 from fp4deploy.data.sample import SegmentationDataset
 from fp4deploy.data.transforms import Transform
 from fp4deploy.errors import InputError
@@ -75,6 +77,17 @@ class EpochSampler(Sampler[Key]):
         if self._seed is not None:
             order = np.random.default_rng((_SHUFFLE, self._seed, self.epoch)).permutation(self._length)
         return iter([(self.epoch, int(index)) for index in order])
+
+
+def collate(samples: list[Batch]) -> Batch:
+    """Stack a batch; boxes [M, 5] are padded with rows of the class `PAD` to the largest M."""
+    labels = [label for _, label in samples]
+    if labels[0].is_floating_point() and labels[0].ndim == 2:
+        most = max(len(label) for label in labels)
+        padded = [functional.pad(label, (0, 0, 0, most - len(label)), value=PAD) for label in labels]
+        samples = [(image, label) for (image, _), label in zip(samples, padded, strict=True)]
+    stacked: Batch = tuple(default_collate(samples))
+    return stacked
 
 
 class TransformedDataset(Dataset[Batch]):
@@ -176,5 +189,6 @@ def _loader(
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_leave_signals_to_the_parent if workers else None,
+        collate_fn=collate,
         generator=torch.Generator(),  # workers' seeds are drawn here, so the caller's random state is left alone
     )

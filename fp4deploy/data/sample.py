@@ -30,6 +30,9 @@ IMAGE_STD = (0.229, 0.224, 0.225)
 
 Pixels = NDArray[np.uint8]
 InstanceIds = NDArray[np.int32]
+Boxes = NDArray[
+    np.floating
+]  # [M, 5]: class or 255 (crowd), left, top, right, bottom in pixels; or [M, 4] without class
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,14 @@ class Sample:
     """One labelled image: `image` uint8 [H, W, 3] RGB, `mask` uint8 [H, W] of class ids or 255, `name` for messages.
 
     `instances` int32 [H, W]: 0 where there is no object, else its number, 1, 2, ...; None for semantic training.
+    `boxes` float32 [M, 5] of a detection dataset, whose mask is empty.
     """
 
     image: Pixels
     mask: Pixels
     name: str
     instances: InstanceIds | None = None
+    boxes: Boxes | None = None
 
 
 class SegmentationDataset(Protocol):

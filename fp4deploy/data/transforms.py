@@ -43,7 +43,7 @@ Labels = Pixels | InstanceIds  # [H, W] of class ids, or [2, H, W] of class ids 
 _GREY = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601 luma
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])  # NTSC, 1953
 _TO_RGB = np.linalg.inv(_YIQ)
-_AUGMENT = 1  # keeps these random streams apart from the one that shuffles
+AUGMENT = 1  # keeps these random streams apart from the one that shuffles
 
 
 class Transform(Protocol):
@@ -60,15 +60,24 @@ def expand(images: Tensor, labels: Tensor, mean: Rgb = IMAGE_MEAN, std: Rgb = IM
 
     Args:
         images: uint8 [..., H, W, 3], or float32 [..., 3, H, W].
-        labels: of any integer type and shape.
+        labels: of any type and shape.
 
     Returns:
-        float32 [..., 3, H, W], strided as the pixels were (channels last), and the labels as int64.
+        float32 [..., 3, H, W], strided as the pixels were (channels last), and the labels: int64, or boxes as they are.
     """
     if images.dtype != torch.uint8:
-        return images, labels.long()
+        return images, _whole(labels)
     scale, offset = _on(images.device, mean, std)
-    return (images.float() * scale + offset).movedim(-1, -3), labels.long()
+    return (images.float() * scale + offset).movedim(-1, -3), _whole(labels)
+
+
+def _whole(labels: Tensor) -> Tensor:
+    return labels if labels.is_floating_point() else labels.long()
+
+
+def padding_colour(mean: Rgb) -> tuple[int, ...]:
+    """The 8-bit colour that normalisation takes to 0."""
+    return tuple(round(255 * value) for value in mean)
 
 
 class EvalTransform:
@@ -77,6 +86,7 @@ class EvalTransform:
     def __init__(self, height: int, width: int, mean: Rgb = IMAGE_MEAN, std: Rgb = IMAGE_STD) -> None:
         self.height, self.width = height, width
         self._mean, self._std = mean, std
+        self.padding = padding_colour(mean)
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         image, labels = expand(*self.compact(sample, epoch, index), self._mean, self._std)
@@ -124,7 +134,7 @@ class TrainTransform:
         self.zoom, self.jitter, self.upside_down = zoom, jitter, upside_down
         self.flip, self.rotate, self.aspect, self.hue = flip, rotate, aspect, hue
         self._mean, self._std = mean, std
-        self._padding = tuple(round(255 * value) for value in mean)
+        self.padding = padding_colour(mean)
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         image, labels = expand(*self.compact(sample, epoch, index), self._mean, self._std)
@@ -132,7 +142,7 @@ class TrainTransform:
 
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         """(Image uint8 [H, W, 3], labels uint8 [H, W] or int32 [2, H, W])."""
-        random = np.random.default_rng((_AUGMENT, self.seed, epoch, index))
+        random = np.random.default_rng((AUGMENT, self.seed, epoch, index))
         zoom = float(np.exp(random.uniform(*np.log(self.zoom))))
         across, down, flip = random.random(), random.random(), random.random() < self.flip
         brightness, contrast, saturation = random.uniform(1 - self.jitter, 1 + self.jitter, size=3)
@@ -144,7 +154,7 @@ class TrainTransform:
         pixels, labels, top, left = self._window(sample, (zoom * side, zoom / side), across, down)
         if self.rotate:
             pixels, labels = self._turn(pixels, labels, self.rotate * angle)
-        image = _recolour(pixels, brightness, contrast, saturation, self.hue * hue)
+        image = recolour(pixels, brightness, contrast, saturation, self.hue * hue)
         if labels.shape[-2:] != (self.height, self.width):
             image, labels = self._pad(image, labels, top, left)
         if flip:
@@ -163,14 +173,14 @@ class TrainTransform:
         return *_resample(sample, (left, top, right, bottom), rows, columns), row, column
 
     def _turn(self, pixels: Pixels, labels: Labels, degrees: float) -> tuple[Pixels, Labels]:
-        image = Image.fromarray(pixels).rotate(degrees, Image.Resampling.BILINEAR, fillcolor=self._padding)
+        image = Image.fromarray(pixels).rotate(degrees, Image.Resampling.BILINEAR, fillcolor=self.padding)
         maps = [(labels, IGNORE)] if labels.ndim == 2 else [(labels[0], IGNORE), (labels[1], 0)]
         turned = [Image.fromarray(part).rotate(degrees, Image.Resampling.NEAREST, fillcolor=out) for part, out in maps]
         return np.asarray(image), _together([np.asarray(part) for part in turned])
 
     def _pad(self, image: Pixels, labels: Labels, top: int, left: int) -> tuple[Pixels, Labels]:
         padded = np.empty((self.height, self.width, 3), dtype=np.uint8)
-        padded[:] = self._padding
+        padded[:] = self.padding
         void: Labels = np.zeros((*labels.shape[:-2], self.height, self.width), dtype=labels.dtype)
         (void[0] if void.ndim == 3 else void)[:] = IGNORE
         height, width = labels.shape[-2:]
@@ -202,7 +212,7 @@ def _together(maps: list[Labels]) -> Labels:
     return maps[0] if len(maps) == 1 else np.stack(maps, dtype=np.int32)
 
 
-def _recolour(image: Pixels, brightness: float, contrast: float, saturation: float, turn: float) -> Pixels:
+def recolour(image: Pixels, brightness: float, contrast: float, saturation: float, turn: float) -> Pixels:
     """Colour jitter as the module says; `turn` 1 is the full circle of hues."""
     if brightness == contrast == saturation == 1 and not turn:
         return image

@@ -17,16 +17,19 @@ from torch import nn
 
 from fp4deploy import provenance
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.verify.outputs import (
     Agreement,
     check_request,
     require_agreement,
+    require_same_boxes,
     validation_images,
     verify_decomposed,
 )
 from fp4deploy.files import atomic_write
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import deployed, load_model, quantized_layers
 
@@ -109,7 +112,8 @@ def export_onnx(
     Args:
         checkpoint: a .safetensors file that `fp4deploy train` wrote; or a module, prepared and calibrated or plain.
         out: the .onnx file; an existing one is replaced. Of a module: an example input [N, C, H, W].
-        portable: also write the decomposed graph for plain ONNX Runtime, as NAME.portable.onnx in the same folder. Of a
+        portable: also write the decomposed graph for plain ONNX Runtime, as NAME.portable.onnx in the same folder; that
+            of a detector also decodes the boxes (`onnx.boxes`). Of a
             module: the .onnx file (and `with_portable` for the other one).
         data: dataset whose validation split is used to verify. Of a module: inputs to verify on, one batch or several;
             by default the example input.
@@ -148,6 +152,10 @@ def export_onnx(
         samples = validation_images(Path(data), found, images)
         verification = verify_decomposed(model, decomposed, samples, head=found.head)
         require_agreement(verification, str(checkpoint))
+    if portable and decomposed is not None and isinstance(found.head, DetectionHead):
+        decomposed = with_boxes(decomposed, found.head, (found.height, found.width))
+        if verify and data is not None:
+            require_same_boxes(decomposed, found, validation_images(Path(data), found, images))
     written = _write_all(model, canonical, decomposed if portable else None, out, found, verification)
     for path in filter(None, (written.path, written.portable_path)):
         provenance.record("export", path, [checkpoint])

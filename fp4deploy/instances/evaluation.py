@@ -29,6 +29,7 @@ class InstanceEvaluation:
         self.ground_truth = ground_truth or dataset.ground_truth()
         self._images, self._categories = dataset.images, dataset.category_ids
         self._found: dict[int, list[Result]] = {}
+        self.listener: Callable[[int, Instances], None] | None = None  # is given every image's instances
 
     def update(self, outputs: Tensor, indices: Tensor, gather: Callable[..., Any] | None = None) -> None:
         """Decode outputs [N, channels, h, w] of the images with these indices, int64 [N]."""
@@ -42,18 +43,24 @@ class InstanceEvaluation:
 
     def add(self, index: int, found: Instances) -> None:
         """Take the instances of one image as they are."""
+        if self.listener is not None:
+            self.listener(index, found)
         self._found[index] = as_results(found, self._images[index].id, self._categories)
 
     def results(self) -> list[Result]:
         """COCO results of all images, in the dataset's order; of every process where there are several."""
-        found = self._found
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            parts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, found)
-            found = {index: results for part in parts for index, results in part.items()}
-        return [result for index in sorted(found) for result in found[index]]
+        return gathered(self._found)
 
     def compute(self) -> InstanceScores:
         """Score everything seen so far against the whole split."""
         with torch.inference_mode(False):
             return average_precision(self.ground_truth, self.results(), self.head.max_detections)
+
+
+def gathered(found: dict[int, list[Result]]) -> list[Result]:
+    """Results of all images by their index, of every process where there are several."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, found)
+        found = {index: results for part in parts for index, results in part.items()}
+    return [result for index in sorted(found) for result in found[index]]

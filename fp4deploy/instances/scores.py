@@ -1,4 +1,4 @@
-"""Average precision of instance masks, by pycocotools.
+"""Average precision of instance masks and of boxes, by pycocotools or, where it is installed, by faster-coco-eval.
 
 For each overlap threshold t, detections are taken in the order of their score and each is matched with the best still
 unmatched object of its class whose IoU is at least t. Precision over recall, made monotone and read at 101 recalls,
@@ -17,7 +17,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,10 @@ from pycocotools.cocoeval import COCOeval
 from fp4deploy.data.regions import pixel_count
 from fp4deploy.errors import InputError
 from fp4deploy.instances.matches import Matches, matches_of
+from fp4deploy.requirements import FASTER_COCO_EVAL
 
+Kind = Literal["segm", "bbox"]
+Evaluator = Literal["pycocotools", "faster-coco-eval"]
 SIZES = ("all", "small", "medium", "large")
 
 
@@ -74,7 +77,12 @@ class InstanceScores:
 
 
 def average_precision(
-    ground_truth: dict[str, Any], results: Sequence[dict[str, Any]], max_detections: int = 100
+    ground_truth: dict[str, Any],
+    results: Sequence[dict[str, Any]],
+    max_detections: int = 100,
+    kind: Kind = "segm",
+    evaluator: Evaluator | None = None,
+    matches: bool = True,
 ) -> InstanceScores:
     """Score results against a ground truth.
 
@@ -82,14 +90,19 @@ def average_precision(
         ground_truth: content of a COCO file, segmentations as RLE (`CocoDataset.ground_truth`).
         results: COCO results (`results.as_results`).
         max_detections: most detections of an image and class that count.
+        kind: overlaps of "segm", masks, or of "bbox", boxes [x, y, width, height].
+        evaluator: "pycocotools", or "faster-coco-eval", which gives the same numbers sooner and no matches; None for
+            it where it is installed and no matches are asked for.
+        matches: keep which detection found which object.
 
     Raises:
         InputError: a result names an image or category that the ground truth does not have.
+        UnavailableError: the evaluator that was asked for is not installed.
     """
     _check_known(ground_truth, results)
     with contextlib.redirect_stdout(io.StringIO()):
-        evaluation = COCOeval(
-            _indexed(ground_truth), _indexed({**ground_truth, "annotations": _detected(results)}), "segm"
+        evaluation = _evaluator(evaluator, matches)(
+            _indexed(ground_truth), _indexed({**ground_truth, "annotations": _detected(results, kind)}), kind
         )
         evaluation.params.maxDets = [max_detections]
         evaluation.evaluate()
@@ -114,7 +127,7 @@ def average_precision(
         max_detections=max_detections,
         detections=len(results),
         per_class=per_class,
-        matches=matches_of(evaluation, ground_truth),
+        matches=matches_of(evaluation, ground_truth) if matches and evaluator != "faster-coco-eval" else None,
     )
 
 
@@ -136,12 +149,23 @@ def _indexed(content: dict[str, Any]) -> COCO:
     return coco
 
 
-def _detected(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _detected(results: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:
     """Results as annotations; what COCO.loadRes does, which fails on an empty list."""
     return [
-        {**result, "id": number, "area": pixel_count(result["segmentation"]), "iscrowd": 0}
+        {**result, "id": number, "area": _area(result, kind), "iscrowd": 0}
         for number, result in enumerate(results, start=1)
     ]
+
+
+def _area(result: dict[str, Any], kind: Kind) -> float:
+    return pixel_count(result["segmentation"]) if kind == "segm" else result["bbox"][2] * result["bbox"][3]
+
+
+def _evaluator(name: Evaluator | None, matches: bool) -> Any:
+    """The class that evaluates, with the interface of pycocotools' COCOeval."""
+    if name == "pycocotools" or (name is None and (matches or FASTER_COCO_EVAL.why_missing() is not None)):
+        return COCOeval
+    return FASTER_COCO_EVAL.require("faster-coco-eval").COCOeval_faster
 
 
 def _check_known(ground_truth: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """Networks, their model cards and checkpoints."""
 
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.build import build_model
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.models.checkpoint import load_weights, read_card, save_checkpoint
@@ -9,6 +10,7 @@ from fp4deploy.models.unet import UNet, build_unet
 
 __all__ = [
     "CARD_KEY",
+    "DetectionHead",
     "InstanceHead",
     "ModelCard",
     "ModelSpec",

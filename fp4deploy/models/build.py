@@ -17,19 +17,24 @@ from typing import Any
 from torch import nn
 
 from fp4deploy.errors import InputError, suggest
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.detector import UNetDetector, pyramid_detector
 from fp4deploy.models.output import with_logits
-from fp4deploy.models.sources import SOURCES, call_factory
+from fp4deploy.models.sources import BACKBONES, SOURCES, call_factory
 from fp4deploy.models.spec import KNOWN, UNET, ModelSpec, require_named
 from fp4deploy.models.unet import build_unet
 
 
-def build_model(spec: ModelSpec, channels: int, scale: float = 1.0, digits: bool = False) -> nn.Module:
+def build_model(
+    spec: ModelSpec, channels: int, scale: float = 1.0, digits: bool = False, head: DetectionHead | None = None
+) -> nn.Module:
     """A freshly initialised network. User's code is imported and run: `spec` is one that the user gave.
 
     Args:
         channels: of the logits.
         scale, digits: of this project's UNet; the spec's own scale comes first.
+        head: of a detector, which the spec's network is the backbone of.
 
     Raises:
         InputError: an unknown name, wrong arguments, or a factory that returns no module.
@@ -43,9 +48,12 @@ def build_model(spec: ModelSpec, channels: int, scale: float = 1.0, digits: bool
         if spec.arguments:
             names = ", ".join(spec.arguments)
             raise InputError(f"A unet takes no model.args ({names}); it has model.scale and model.digits.")
-        return build_unet(channels, spec.scale if spec.scale is not None else scale, digits)
+        width = spec.scale if spec.scale is not None else scale
+        return build_unet(channels, width, digits) if head is None else UNetDetector(head, width, digits)
     if digits:
         raise InputError(f"model.digits is an input encoding of this project's unet; {spec.text} has none.")
+    if head is not None:
+        return pyramid_detector(_backbone(spec, channels, head), head, spec.text)
     if spec.known:
         network = SOURCES[spec.source](spec.name, channels, spec.arguments)
     else:
@@ -64,7 +72,19 @@ def network_for(card: ModelCard, where: object = "The model card", model: str | 
         InputError: as of `build_model`, another model, or code of the user that they did not name.
         UnavailableError: the library is not installed.
     """
-    return build_model(require_named(card.spec, where, model), card.channels, card.scale, card.digits)
+    head = card.head if isinstance(card.head, DetectionHead) else None
+    return build_model(require_named(card.spec, where, model), card.channels, card.scale, card.digits, head)
+
+
+def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:
+    if not spec.known:
+        return call_factory(_factory(spec), spec.text, channels, spec.arguments)
+    if spec.source not in BACKBONES:
+        raise InputError(
+            f"{spec.text} gives a map of logits, and a detector needs feature maps of several strides. Take unet, "
+            f"{', '.join(f'{name}:NAME' for name in BACKBONES)}, or a function of your own that returns them."
+        )
+    return BACKBONES[spec.source](spec.name, head.strides, spec.arguments)
 
 
 def _factory(spec: ModelSpec) -> Callable[..., Any]:

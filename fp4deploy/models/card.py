@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from fp4deploy.errors import InputError
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import MOST_CLASSES, InstanceHead
 from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
 from fp4deploy.schema import Bool, Count, Float, Name, parse_json, validated
@@ -27,6 +28,7 @@ MOST_PIXELS = 16_384  # height or width
 Pixels = Annotated[Count, Field(ge=1, le=MOST_PIXELS)]
 Channel = Annotated[Float, Field(ge=-100, le=100)]  # a mean, in units of [0, 1] RGB
 Spread = Annotated[Float, Field(ge=0.01, le=100)]  # a standard deviation; the largest input still fits FP16
+TaskName = Literal["semantic", "instance", "detection"]
 Precision = Literal["fp16", "nvfp4", "unknown"]  # unknown: of an engine without a ledger, never of a file
 Patterns = Annotated[tuple[Name, ...], Field(max_length=1000)]
 
@@ -37,8 +39,8 @@ class ModelCard:
 
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
-    `exclude` are the patterns that chose the quantised layers; None for the default choice. `task` is "semantic" or
-    "instance", and `head` the layout of an instance model's channels. `digits`: the model
+    `exclude` are the patterns that chose the quantised layers; None for the default choice. `task` is "semantic",
+    "instance" or "detection", and `head` the layout of the output of the latter two. `digits`: the model
     encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its input is the same.
     `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
     `output` the name or number of the logits where it has several outputs.
@@ -58,8 +60,8 @@ class ModelCard:
     architecture: Name = "unet"
     include: Patterns | None = None
     exclude: Patterns | None = None
-    task: Literal["semantic", "instance"] = "semantic"
-    head: InstanceHead | None = None
+    task: TaskName = "semantic"
+    head: Annotated[InstanceHead | DetectionHead, Field(discriminator="method")] | None = None
     digits: Bool = False
     arguments: Annotated[dict[Name, Any], Field(max_length=100)] = field(default_factory=dict, hash=False)
     output: Name | None = None
@@ -107,9 +109,20 @@ class ModelCard:
             (_names_a_model(self.architecture), f"architecture = '{self.architecture}': {_one_of(KNOWN)}"),
             (len(set(self.class_names)) == names, "class_names: a name is given twice"),
             (self.recipe is None or self.precision != "fp16", f"precision = 'fp16' with recipe = '{self.recipe}'"),
-            ((self.task == "instance") == (head is not None), f"task = '{self.task}' {_with(head)} an instance head"),
+            (
+                (self.task == "detection") == isinstance(head, DetectionHead),
+                f"task = '{self.task}' {_with(head)} a detection head",
+            ),
         ]
-        if head is not None:
+        if self.task != "detection":
+            fits = (self.task == "instance") == isinstance(head, InstanceHead)
+            checks.append((fits, f"task = '{self.task}' {_with(head)} an instance head"))
+        if isinstance(head, DetectionHead):
+            checks += [
+                (head.classes == names - 1, f"head.classes = {head.classes}, and there are {names} class_names"),
+                (list(head.strides) == sorted(set(head.strides)), "head.strides: they do not ascend"),
+            ]
+        if isinstance(head, InstanceHead):
             few = (names,) if head.method == "centres" else (0, names)
             checks += [
                 (head.classes in few, f"head.classes = {head.classes}, and there are {names} class_names"),
@@ -130,5 +143,5 @@ def _one_of(known: Sequence[str]) -> str:
     return f"known are: {', '.join(known)}"
 
 
-def _with(head: InstanceHead | None) -> str:
+def _with(head: object) -> str:
     return "without" if head is None else "with"

@@ -15,7 +15,7 @@ one that stays in FP16, and its outputs of hundreds of pixels would leave few bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
@@ -37,6 +37,21 @@ def require_odd(value: int) -> int:
     return value
 
 
+class Head(Protocol):
+    """Layout of a model's output. unit: what `agreeing` counts; compared: what it compares; both for messages."""
+
+    unit: ClassVar[str]
+
+    @property
+    def channels(self) -> int: ...
+    @property
+    def compared(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    def output_size(self, height: int, width: int) -> tuple[int, ...]: ...
+    def agreeing(self, expected: torch.Tensor, given: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class InstanceHead:
     """Layout of the channels, and how instances are read from them. The types limit what a card in a file may say.
@@ -52,6 +67,7 @@ class InstanceHead:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    unit: ClassVar[str] = "pixels"
 
     method: Literal["centres", "set"]
     classes: Annotated[Count, Field(le=MOST_CLASSES)]
@@ -65,6 +81,32 @@ class InstanceHead:
     def channels(self) -> int:
         """Output channels of the model."""
         return self.classes + (3 if self.method == "centres" else self.masks)
+
+    @property
+    def compared(self) -> str:
+        """What two outputs agree on, for messages."""
+        return "class, centre score and offset" if self.method == "centres" else "class and mask"
+
+    @property
+    def layout(self) -> str:
+        """The channels, for messages."""
+        masks = f" of {self.masks} masks" if self.method == "set" else ""
+        stuff = f", {len(self.stuff)} of them stuff" if self.stuff else ""
+        return f"'{self.method}'{masks} and {self.classes} semantic channels{stuff}"
+
+    def output_size(self, height: int, width: int) -> tuple[int, ...]:
+        """The axes after the channels, for an input of height x width pixels."""
+        return height, width
+
+    def agreeing(self, expected: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Pixels [N, H, W] with the same class and mask, centre score and offset within `CLOSE`."""
+        same = given.isfinite().all(1)
+        if self.classes:
+            same &= self.semantic(expected).argmax(1) == self.semantic(given).argmax(1)
+        if self.method == "set":
+            return same & (_mask(self.mask_logits(expected)) == _mask(self.mask_logits(given)))
+        apart = (expected - given)[:, self.classes :].abs().amax(1)
+        return same & (apart <= CLOSE)
 
     def semantic(self, outputs: torch.Tensor) -> torch.Tensor:
         """Semantic logits [..., classes, H, W] of outputs [..., channels, H, W]."""
@@ -83,25 +125,28 @@ class InstanceHead:
         return outputs.narrow(-3, self.classes, self.masks)
 
 
-def agreeing(expected: torch.Tensor, given: torch.Tensor, head: InstanceHead | None = None) -> torch.Tensor:
-    """Pixels on which two outputs [N, channels, H, W] of one model agree.
+def agreeing(expected: torch.Tensor, given: torch.Tensor, head: Head | None = None) -> torch.Tensor:
+    """Where two outputs [N, channels, ...] of one model mean the same; NaN and Inf agree with nothing.
 
-    Semantic models: the class with the largest logit is the same. Instance models: so are the class and the mask, and
-    neither centre score nor offset differs by more than `CLOSE`, which is a third of a pixel. NaN and Inf agree with
-    nothing.
+    Semantic models, which have no head: the class with the largest logit is the same. Instance models: so are the class
+    and the mask, and neither centre score nor offset differs by more than `CLOSE`, which is a third of a pixel.
 
     Returns:
-        bool [N, H, W]
+        bool, one value for each of the head's units; [N, H, W] for pixels.
     """
-    same = given.isfinite().all(1)
-    if head is None:
-        return same & (expected.argmax(1) == given.argmax(1))
-    if head.classes:
-        same &= head.semantic(expected).argmax(1) == head.semantic(given).argmax(1)
-    if head.method == "set":
-        return same & (_mask(head.mask_logits(expected)) == _mask(head.mask_logits(given)))
-    apart = (expected - given)[:, head.classes :].abs().amax(1)
-    return same & (apart <= CLOSE)
+    if head is not None:
+        return head.agreeing(expected, given)
+    return given.isfinite().all(1) & (expected.argmax(1) == given.argmax(1))
+
+
+def compared(head: Head | None) -> str:
+    """What `agreeing` compares, for messages."""
+    return "argmax" if head is None else head.compared
+
+
+def counted_unit(head: Head | None) -> str:
+    """What `agreeing` counts, for messages."""
+    return "pixels" if head is None else head.unit
 
 
 def _mask(logits: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -117,6 +117,19 @@ def _timm(name: str, channels: int, arguments: Arguments) -> nn.Module:
     return PyramidSegmenter(backbone, tuple(backbone.feature_info.channels()), channels, width)  # type: ignore[union-attr, operator]
 
 
+def _timm_maps(name: str, strides: Sequence[int], arguments: Arguments) -> nn.Module:
+    """A backbone that returns its feature maps of these strides, as far as it has them."""
+    timm = _library("timm")
+    given = _harmless(f"timm:{name}", arguments)
+    if not timm.is_model(_plain_name(name)):
+        raise InputError(f"timm has no model '{name}'.{suggest(name, timm.list_models())} Write timm:NAME.")
+    wanted = {"model_name": name, **given, "pretrained": False, "features_only": True}
+    whole: Any = call_factory(timm.create_model, f"timm:{name}", 0, wanted)
+    kept = [place for place, stride in enumerate(whole.feature_info.reduction()) if stride in strides]
+    return call_factory(timm.create_model, f"timm:{name}", 0, {**wanted, "out_indices": tuple(kept)})
+
+
+BACKBONES: dict[str, Callable[[str, Sequence[int], Arguments], nn.Module]] = {"timm": _timm_maps}
 SOURCES: dict[str, Callable[[str, int, Arguments], nn.Module]] = {
     "smp": _smp,
     "torchvision": _torchvision,

@@ -21,6 +21,7 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.models.heads import Head
 from fp4deploy.packed.graph import (
     Activation,
     Affine,
@@ -50,7 +51,7 @@ AGAIN = "Export the model again: fp4deploy export --format packed"
 Requirement = tuple[str, str, list[int]]  # tensor, type, shape
 
 
-def check_graph(graph: Graph, channels: int | None = None) -> Shapes:
+def check_graph(graph: Graph, channels: int | None = None, head: Head | None = None) -> Shapes:
     """Check the whole graph; the shapes of its activations at the example's size.
 
     Args:
@@ -82,7 +83,7 @@ def check_graph(graph: Graph, channels: int | None = None) -> Shapes:
         except InputError as error:
             raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
     if channels is not None:
-        _check_logits(graph, shapes, channels)
+        _check_logits(graph, shapes, channels, head)
     return shapes
 
 
@@ -234,12 +235,14 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
                 yield node.bias, "F16", shape
 
 
-def _check_logits(graph: Graph, shapes: Shapes, channels: int) -> None:
+def _check_logits(graph: Graph, shapes: Shapes, channels: int, head: Head | None) -> None:
     logits, image = shapes[graph.outputs[0].activation], tuple(graph.inputs[0].shape)
-    if channels < 1 or len(image) != 4 or logits != (image[0], channels, *image[2:]):
+    size = image[2:] if head is None or len(image) != 4 else head.output_size(int(image[2]), int(image[3]))
+    if channels < 1 or len(image) != 4 or logits != (image[0], channels, *size):
+        places = "the input's size" if size == image[2:] else f"{size[0]} places"
         raise InputError(
             f"The first output of the graph is {list(logits)} for an input {list(image)}, and the model card has "
-            f"{channels} channels of the input's size. {AGAIN}"
+            f"{channels} channels of {places}. {AGAIN}"
         )
 
 

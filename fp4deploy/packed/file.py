@@ -85,7 +85,7 @@ def packed_file(path: Path, card: ModelCard | None, graph: Graph, tensors: Mappi
         for name, tensor in host.items()
     }
     graph = Graph.model_validate(graph.model_copy(update={"tensors": infos}).model_dump())
-    check_graph(graph, card.channels if card else None)
+    check_graph(graph, card.channels if card else None, card.head if card else None)
     _check_values(path, graph, host)
     return PackedFile(Path(path), card, graph, host, __version__)
 
@@ -125,7 +125,7 @@ def read_packed(path: Path) -> PackedFile:
     if metadata["format"] == "packed/1":
         graph, tensors = _with_amaxes(graph, tensors)
     try:
-        check_graph(graph, card.channels if card else None)
+        check_graph(graph, card.channels if card else None, card.head if card else None)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     _check_values(path, graph, tensors)

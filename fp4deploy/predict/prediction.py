@@ -10,26 +10,45 @@ from PIL import Image
 
 from fp4deploy.data.regions import encode_ids
 from fp4deploy.data.sample import Pixels
+from fp4deploy.detection import Detections
+from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.instances.decode import Instances
 from fp4deploy.instances.draw import draw_instances
+from fp4deploy.models.boxes import SHOWN
 from fp4deploy.predict.palette import Palette, png_palette, tinted
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Classes of all pixels and, of an instance model, the objects.
+    """Classes of all pixels and, of an instance model or a detector, the objects.
 
     mask: uint8 [H, W] of class ids. palette: a colour of each class, None for background.
-    instances: None where the model is a semantic one.
+    instances: of an instance model. detections: of a detector, whose mask is empty.
     """
 
     mask: Pixels
     class_names: tuple[str, ...]
     palette: Palette
     instances: Instances | None = None
+    detections: Detections | None = None
+
+    @property
+    def counts_objects(self) -> bool:
+        """Whether objects were looked for."""
+        return self.instances is not None or self.detections is not None
 
     def classes(self) -> list[dict[str, Any]]:
-        """The classes in this image, the largest first: id, name, pixels, and the share of the image in 0..1."""
+        """The classes in this image, the largest first: id, name, pixels, and the share of the image in 0..1.
+
+        Of a detector those of its boxes, the most frequent first: id, name, and how many objects.
+        """
+        if self.detections is not None:
+            numbers, counts = np.unique(self.detections.classes, return_counts=True)
+            order = np.argsort(-counts, kind="stable")
+            return [
+                {"id": int(numbers[at]), "name": self.class_names[numbers[at]], "objects": int(counts[at])}
+                for at in order
+            ]
         pixels = np.bincount(self.mask.reshape(-1), minlength=len(self.class_names))
         found = sorted(np.flatnonzero(pixels).tolist(), key=lambda number: -pixels[number])
         return [
@@ -45,8 +64,11 @@ class Prediction:
     def objects(self) -> list[dict[str, Any]]:
         """Objects in the terms of COCO annotations, the highest score first; [] for a semantic model.
 
-        category_id is the class id, bbox is [left, top, width, height] in pixels, the segmentation a compressed RLE.
+        category_id is the class id, bbox is [left, top, width, height] in pixels, the segmentation a compressed RLE;
+        boxes have none.
         """
+        if self.detections is not None:
+            return self._boxes(self.detections)
         if self.instances is None:
             return []
         found = self.instances
@@ -62,6 +84,20 @@ class Prediction:
             for number, rle in encode_ids(found.ids).items()
         ]
 
+    @staticmethod
+    def _boxes(found: Detections) -> list[dict[str, Any]]:
+        sides = found.boxes[:, 2:] - found.boxes[:, :2]
+        return [
+            {
+                "category_id": int(number),
+                "score": float(score),
+                "bbox": [float(value) for value in (*box[:2], *side)],
+                "area": float(side[0] * side[1]),
+                "iscrowd": 0,
+            }
+            for box, side, number, score in zip(found.boxes, sides, found.classes, found.scores, strict=True)
+        ]
+
     def mask_image(self) -> Image.Image:
         """The mask as an indexed image: pixel values are class ids, the palette shows them in colour."""
         image = Image.fromarray(self.mask, mode=None)
@@ -70,6 +106,8 @@ class Prediction:
 
     def overlay(self, image: Pixels) -> Pixels:
         """Classes, or objects, drawn over the image uint8 [H, W, 3] that this was predicted for."""
+        if self.detections is not None:
+            return draw_boxes(image, self.detections.above(SHOWN), self.class_names)
         if self.instances is not None:
             return draw_instances(image, self.instances.ids)
         return tinted(image, self.mask, self.palette)

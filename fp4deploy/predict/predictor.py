@@ -3,7 +3,7 @@
     image, any size -> resized and normalised as the model card says -> runtime -> outputs -> enlarged to the image's
     own size -> class of each pixel (argmax), or objects
 
-Preprocessing is that of `bench` (`data.transforms.EvalTransform`), so that what is drawn is what was measured. Outputs
+Preprocessing is that of `bench` (the `transform` of its task), so that what is drawn is what was measured. Outputs
 are enlarged bilinearly before the class is decided, in bands of rows, so that memory does not grow with the image.
 """
 
@@ -22,12 +22,16 @@ from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data.images import upright_image
 from fp4deploy.data.sample import Pixels, Sample
-from fp4deploy.data.transforms import EvalTransform, expand
+from fp4deploy.data.transforms import expand
+from fp4deploy.detection import Detections, decode_boxes
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
+from fp4deploy.models.boxes import DetectionHead
+from fp4deploy.models.heads import InstanceHead
 from fp4deploy.predict.palette import colours
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.tiles import tiled
+from fp4deploy.tasks import task_of
 
 Picture = Path | str | Image.Image | Pixels
 BAND = 2**25  # elements of enlarged outputs that are held at once
@@ -67,9 +71,11 @@ class Predictor:
         self.overlap = min(card.height, card.width) // 4 if overlap is None else overlap
         self.min_score = min_score
         self.background = card.background or card.head is not None
-        self._transform = EvalTransform(card.height, card.width, card.mean, card.std)
-        if tile and card.head is not None and card.head.method == "set":
+        self._transform = task_of(card).transform(card.height, card.width, card.mean, card.std)
+        if tile and isinstance(card.head, InstanceHead) and card.head.method == "set":
             raise InputError("The masks of this instance model have no meaning across tiles. Leave out --tile.")
+        if tile and isinstance(card.head, DetectionHead):
+            raise InputError("Boxes are not joined across tiles. Leave out --tile.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -130,6 +136,8 @@ class Predictor:
         logits = torch.from_numpy(np.ascontiguousarray(output))
         if self.card.head is None:
             return self._semantic(class_map(logits, size), len(output))
+        if isinstance(self.card.head, DetectionHead):
+            return self._boxes(decode_boxes(logits, self.card.head, (self.card.height, self.card.width), size), size)
         if logits.shape[0] * size[0] * size[1] > LARGEST_INSTANCES:
             raise InputError(
                 f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Make it smaller first."
@@ -157,13 +165,18 @@ class Predictor:
         names = self.class_names or tuple(f"class {number}" for number in range(channels))
         return Prediction(mask, names, colours(len(names), self.background))
 
+    def _boxes(self, found: Detections, size: tuple[int, int]) -> Prediction:
+        names = self.class_names
+        empty = np.zeros(size, np.uint8)
+        return Prediction(empty, names, colours(len(names), True), detections=found.above(self.min_score))
+
     def _instances(self, found: Instances) -> Prediction:
         kept = int((found.scores >= self.min_score).sum())  # scores descend
         ids = np.where(found.ids <= kept, found.ids, 0)
         shown = Instances(ids, found.classes[:kept], found.scores[:kept], found.semantic)
         classes = np.concatenate([[0], shown.classes]).astype(np.uint8)
         mask = found.semantic.copy()
-        if self.card.head is not None:
+        if isinstance(self.card.head, InstanceHead):
             things = ~np.isin(mask, (0, *self.card.head.stuff))
             mask[things] = 0
         mask = np.where(ids > 0, classes[ids], mask).astype(np.uint8)

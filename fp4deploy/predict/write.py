@@ -175,13 +175,15 @@ def _image_entry(
     written: Written, source: Source, pixels: Pixels, found: Prediction, out: Path, overlays: bool
 ) -> dict[str, Any]:
     height, width = found.mask.shape
-    entry: dict[str, Any] = {"height": height, "width": width, "mask": f"{source.name}.mask.png", "overlay": None}
-    _write_png(found.mask_image(), out / entry["mask"])
+    entry: dict[str, Any] = {"height": height, "width": width, "mask": None, "overlay": None}
+    if found.detections is None:
+        entry["mask"] = f"{source.name}.mask.png"
+        _write_png(found.mask_image(), out / entry["mask"])
     if overlays:
         entry["overlay"] = f"{source.name}.overlay.png"
         _write_png(Image.fromarray(found.overlay(pixels)), out / entry["overlay"])
     entry["classes"] = found.classes()
-    if found.instances is not None:
+    if found.counts_objects:
         number = len(written.images) + 1
         written.images.append({"id": number, "file_name": str(source.path), "height": height, "width": width})
         objects = found.objects()
@@ -211,7 +213,7 @@ def mean_shares(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int, float
     shares: dict[str, list[float]] = {}
     measured = [entry for entry in entries if "classes" in entry]
     for entry in measured:
-        for found in entry["classes"]:
+        for found in (each for each in entry["classes"] if "share" in each):
             shares.setdefault(found["name"], []).append(found["share"])
     rows = [(name, len(values), float(np.sum(values) / len(measured))) for name, values in shares.items()]
     return sorted(rows, key=lambda row: -row[2])

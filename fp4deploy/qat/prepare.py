@@ -2,8 +2,9 @@
 
 Kept in high precision by default: the first layer with weights (it reads the image, of which FP4 leaves 3 bits where
 `models.input_encoding` has not encoded it as 13 channels), the last one (its error goes straight into the logits, with
-no normalisation after it), and everything that is not a GEMM (normalisation, pooling, activation functions). A layer
-that no quantised class implements (a subclass with a forward of its own, an embedding) says so.
+no normalisation after it; a network with several output layers names them in `output_layers`), and everything that is
+not a GEMM (normalisation, pooling, activation functions). A layer that no quantised class implements (a subclass with a
+forward of its own, an embedding) says so.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def layer_plan(
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     block = _block(find_recipe(recipe))
     gemms = [name for name, layer in layers if _is_gemm(layer)]
+    outputs = tuple(getattr(model, "output_layers", ())) or tuple(gemms[-1:])
     _check_include(include, layers)
     _check_patterns(exclude, [name for name, _ in layers])
     as_it_is = include is None and exclude is None
@@ -74,7 +76,7 @@ def layer_plan(
     hidden = _hidden_children(model)
     plans = []
     for name, layer in layers:
-        kept = hidden.get(name) or _reason_to_keep(name, layer, gemms, include, exclude)
+        kept = hidden.get(name) or _reason_to_keep(name, layer, (gemms[:1], outputs), include, exclude)
         if prepared and isinstance(layer, QuantizedLayer):
             kept = None
         elif prepared and kept is None:
@@ -182,7 +184,7 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _reason_to_keep(
-    name: str, layer: nn.Module, gemms: list[str], include: Selection, exclude: Selection
+    name: str, layer: nn.Module, ends: tuple[Sequence[str], Sequence[str]], include: Selection, exclude: Selection
 ) -> str | None:
     reason = _reason_impossible(layer)
     if reason:
@@ -196,9 +198,9 @@ def _reason_to_keep(
         return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
     if groups > 1 and channels % NVFP4_BLOCK:
         return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
-    if name == gemms[0]:
+    if name in ends[0]:
         return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
-    if name == gemms[-1]:
+    if name in ends[1]:
         return "output layer: its error goes straight into the logits"
     return None
 

@@ -17,6 +17,7 @@ from fp4deploy.report.model import EngineEntry, ModelEntry, ReportData
 from fp4deploy.report.run_folder import RunData, TrainedModel, checkpoint_entry
 from fp4deploy.report.summary import summary
 from fp4deploy.runs import Run
+from fp4deploy.tasks import TASKS
 
 FROM_CONFIG = "# from config.yaml; the command of this run was not recorded"
 
@@ -72,7 +73,7 @@ def _model(name: str, model: TrainedModel, found: RunData) -> ModelEntry:
     checkpoint = checkpoint_entry(found.artifacts, name)
     measured = model.measured is not None
     score = model.measured if measured else model.best and model.best.score
-    instance = found.task == "instance"
+    key = TASKS[found.task].key
     return ModelEntry(
         precision=model.precision,
         architecture=model.architecture,
@@ -85,8 +86,8 @@ def _model(name: str, model: TrainedModel, found: RunData) -> ModelEntry:
         epochs=model.epochs,
         checkpoint=f"{name}/best.safetensors",
         task=found.task,
-        miou=None if instance else score,
-        ap=score if instance else None,
+        miou=score if key == "miou" else None,
+        ap=score if key == "ap" else None,
         ap50=checkpoint.ap50 if checkpoint else None,
         per_class=model.measured_per_class or (model.best.per_class if model.best else {}),
         accuracy_from="measured" if measured else "validation during training",

@@ -22,9 +22,9 @@ from typing import Any
 from pydantic import Field
 
 from fp4deploy.bench.records import Record
-from fp4deploy.report.model import METRIC_KEYS, MODEL_TITLES, PER_CLASS
+from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData, TrainedModel
-from fp4deploy.train.tasks import METRICS
+from fp4deploy.tasks import TASKS
 
 PREFERRED = ("nvfp4", "nvfp4_ptq", "fp16_control", "fp16")  # the most quantised model of a run first
 SIZES = {"ap": "all", "ap_small": "small", "ap_medium": "medium", "ap_large": "large"}
@@ -208,7 +208,7 @@ def scores(runs: Sequence[RunData], groups: Sequence[Sequence[Member]]) -> list[
                 ScoreRow(
                     run=run.label,
                     model=name,
-                    metric=METRICS[run.task],
+                    metric=TASKS[run.task].metric,
                     epochs=model.epochs,
                     planned=model.planned,
                     best_epoch=model.best.epoch if model.best else None,
@@ -256,7 +256,7 @@ def class_changes(runs: Sequence[RunData], group: Sequence[Member]) -> ChangeTab
         return None
     rows = [_row(name, [found.get(name) for _, found in columns]) for name in names]
     members = [member for member, _ in columns]
-    metric = PER_CLASS[runs[members[0][0]].task]
+    metric = TASKS[runs[members[0][0]].task].per_class
     return ChangeTable(**_columns(runs, members), metric=metric, of=of, rows=sorted(rows, key=_mean_change))
 
 
@@ -296,20 +296,20 @@ def artifacts(runs: Sequence[RunData]) -> list[ArtifactRow]:
         for run in runs:
             entry = next((entry for entry in run.artifacts if entry.path == path), None)
             if entry is not None:
-                accuracy = getattr(entry, METRIC_KEYS[run.task])
+                accuracy = getattr(entry, TASKS[run.task].key)
                 kept = entry.model_dump(exclude={"metric", "accuracy"})
-                found.append(ArtifactRow(**kept, run=run.label, metric=METRICS[run.task], accuracy=accuracy))
+                found.append(ArtifactRow(**kept, run=run.label, metric=TASKS[run.task].metric, accuracy=accuracy))
     return found
 
 
 def cannot(runs: Sequence[RunData]) -> list[str]:
     """What is not compared or only with care, in sentences."""
     found = []
-    tasks = {task: [run.label for run in runs if run.task == task] for task in METRICS}
+    tasks = {task: [run.label for run in runs if run.task == task] for task in TASKS}
     if all(tasks.values()):
-        listed = "; ".join(f"{METRICS[task]} of {', '.join(named)}" for task, named in tasks.items())
+        listed = "; ".join(f"{TASKS[task].metric} of {', '.join(named)}" for task, named in tasks.items())
         found.append(f"The runs learn different tasks, which are not subtracted from each other: {listed}.")
-    for task in METRICS:
+    for task in TASKS:
         same = [run for run in runs if run.task == task and run.class_names]
         other = [run for run in same if run.class_names != same[0].class_names]
         if other:

@@ -7,9 +7,10 @@ from contextlib import suppress
 from pydantic import Field, ValidationError
 
 from fp4deploy.bench.records import Record, Scores
-from fp4deploy.report.model import Task
+from fp4deploy.models.card import TaskName
 from fp4deploy.runs import Run
 from fp4deploy.schema import Count, whole_lines
+from fp4deploy.tasks import TASKS
 
 
 class Epoch(Record):
@@ -21,9 +22,10 @@ class Epoch(Record):
     ap: float | None = None
     per_class: Scores = Field(default_factory=dict)
 
-    def score(self, task: Task) -> float | None:
-        """mIoU of a semantic model, AP of an instance model."""
-        return self.ap if task == "instance" else self.miou
+    def score(self, task: TaskName) -> float | None:
+        """mIoU of a semantic model, AP of one that finds objects."""
+        found: float | None = getattr(self, TASKS[task].key)
+        return found
 
 
 def history(run: Run, model: str) -> list[Epoch]:

@@ -17,8 +17,8 @@ from fp4deploy.bench.records import Machine
 from fp4deploy.errors import counted
 from fp4deploy.predict.palette import colours
 from fp4deploy.report.figures.overlays import Overlay
-from fp4deploy.report.model import MODEL_TITLES, PER_CLASS, ReportData, count_titles
-from fp4deploy.train.tasks import METRICS
+from fp4deploy.report.model import MODEL_TITLES, ReportData, count_titles
+from fp4deploy.tasks import TASKS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -89,7 +89,7 @@ def render_html(report: ReportData, pictures: Pictures) -> str:
             overlays=pictures.overlays,
             legend=legend,
             counts=count_titles(report),
-            per_class=PER_CLASS[report.task],
+            per_class=TASKS[report.task].per_class,
             classes=_classes(report),
             machine=described(report.environment),
         )
@@ -118,7 +118,7 @@ def _network(report: ReportData) -> str:
 def _tiles(report: ReportData) -> list[Tile]:
     baseline = tables.baseline_of(report.artifacts)
     reference = baseline.accuracy if baseline else None
-    metric = METRICS[report.task]
+    metric = TASKS[report.task].metric
     found = []
     for name, model in report.models.items():
         note = "points, on the validation images"

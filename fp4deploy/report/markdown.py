@@ -5,7 +5,8 @@ from __future__ import annotations
 from fp4deploy.bench import tables
 from fp4deploy.bench.records import Machine
 from fp4deploy.errors import counted
-from fp4deploy.report.model import PER_CLASS, ModelEntry, ReportData, count_titles
+from fp4deploy.report.model import ModelEntry, ReportData, count_titles
+from fp4deploy.tasks import TASKS
 
 
 def render_markdown(report: ReportData) -> str:
@@ -19,7 +20,7 @@ def render_markdown(report: ReportData) -> str:
         counts = count_titles(report)
         body = [[e.engine, e.built, *(str(e.counts.get(name, 0)) for name in counts)] for e in report.ledgers]
         parts += ["## Engines\n", tables.markdown(("engine", "built by", *counts.values()), body)]
-    parts += [f"## {PER_CLASS[report.task]} per class, points\n", per_class(report.models)]
+    parts += [f"## {TASKS[report.task].per_class} per class, points\n", per_class(report.models)]
     parts += ["## Measured on\n", _machine(report.environment)]
     return "\n".join(parts)
 

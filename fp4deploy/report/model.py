@@ -17,12 +17,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from fp4deploy.bench.records import ArtifactEntry, Machine, Record, Scores
-
-Task = Literal["semantic", "instance"]
+from fp4deploy.models.card import TaskName
 
 MODEL_TITLES = {"fp16": "FP16", "nvfp4": "NVFP4", "fp16_control": "FP16 control", "nvfp4_ptq": "NVFP4 PTQ"}
-METRIC_KEYS = {"semantic": "miou", "instance": "ap"}  # of an artefact's entry and of a line of metrics.jsonl
-PER_CLASS = {"semantic": "IoU", "instance": "AP"}
 
 
 class ModelEntry(Record):
@@ -38,7 +35,7 @@ class ModelEntry(Record):
     class_names: list[str]
     epochs: int
     checkpoint: str
-    task: Task
+    task: TaskName
     miou: float | None
     ap: float | None
     ap50: float | None
@@ -94,7 +91,7 @@ class ReportData(Record):
     created: str
     rewritten: str | None = None
     data: str
-    task: Task
+    task: TaskName
     fine_tuned: bool
     models: dict[str, ModelEntry]
     artifacts: list[ArtifactEntry]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field, ValidationError
 
@@ -35,10 +35,12 @@ from fp4deploy.bench.records import NOT_MEASURED, ArtifactEntry, Machine, Record
 from fp4deploy.errors import InputError, counted
 from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
+from fp4deploy.models.card import TaskName
 from fp4deploy.report.history import Epoch, history
-from fp4deploy.report.model import METRIC_KEYS, Measurement, StageTime, Task
+from fp4deploy.report.model import Measurement, StageTime
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run
 from fp4deploy.schema import parse_json, read_text, read_yaml
+from fp4deploy.tasks import TASKS
 from fp4deploy.train.schedule import epochs_of
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class RunData(Record):
     label: str
     path: str
     created: str | None
-    task: Task
+    task: TaskName
     class_names: list[str]
     data: str | None
     config: dict[str, Any]
@@ -118,7 +120,7 @@ def read_run(run: Run, label: str | None = None, measurement: Measurement | None
     remarks: list[str] = []
     config = _config(run, remarks)
     settings = flat(config.model_dump(mode="json")) if config else _settings_as_they_are(run)
-    task: Task = "instance" if settings.get("task") == "instance" else "semantic"
+    task = cast(TaskName, settings.get("task", "semantic"))
     models = {model: found for model in MODELS if (found := _model(run, model, task, config, remarks)) is not None}
     benched = [] if measurement else _benched(run, settings.get("data.root"), remarks)
     kept = measurement or _recorded_measurement(run, benched, remarks)
@@ -126,7 +128,7 @@ def read_run(run: Run, label: str | None = None, measurement: Measurement | None
     for name, model in models.items():
         checkpoint = checkpoint_entry(artifacts, name)
         if checkpoint is not None:
-            model.measured = getattr(checkpoint, METRIC_KEYS[task])
+            model.measured = getattr(checkpoint, TASKS[task].key)
             model.measured_per_class = checkpoint.per_class
             model.instances = checkpoint.instances
     if not models:
@@ -203,7 +205,7 @@ def _settings_as_they_are(run: Run) -> dict[str, Any]:
     except InputError:
         tree = None
     settings = flat(tree) if isinstance(tree, dict) else {}
-    if settings.get("task", "semantic") not in METRIC_KEYS:
+    if settings.get("task", "semantic") not in TASKS:
         settings["task"] = "semantic"
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))  # noqa: TID251  of this process
     return plain
@@ -223,7 +225,7 @@ def _recorded_measurement(run: Run, benched: list[KeptEntry], remarks: list[str]
         return Measurement(artifacts=[])
 
 
-def _model(run: Run, model: str, task: Task, config: Config | None, remarks: list[str]) -> TrainedModel | None:
+def _model(run: Run, model: str, task: TaskName, config: Config | None, remarks: list[str]) -> TrainedModel | None:
     """Scores of one model, None where nothing of it is there."""
     epochs = history(run, model)
     has_file = run.checkpoint(model).is_file()
@@ -252,7 +254,7 @@ def _card(run: Run, model: str, remarks: list[str]) -> dict[str, Any]:
         return {"checkpoint": False}
 
 
-def _score(entry: Epoch, task: Task) -> EpochScore | None:
+def _score(entry: Epoch, task: TaskName) -> EpochScore | None:
     score = entry.score(task)
     if score is None:
         return None

@@ -9,7 +9,7 @@ from fp4deploy.bench import tables
 from fp4deploy.bench.artifact import NOT_RUN
 from fp4deploy.errors import counted
 from fp4deploy.report.model import ReportData
-from fp4deploy.train.tasks import METRICS
+from fp4deploy.tasks import TASKS
 
 SIZES = {".onnx": "ONNX file", ".fp4": "packed file", ".plan": "engine"}
 
@@ -39,7 +39,7 @@ def _accuracy(report: ReportData) -> list[str]:
     verb = "loses" if gain < 0 else "gains"
     title = "the FP16 control" if control == "fp16_control" else "FP16"
     values = f"({100 * quantised:.2f} and {100 * reference:.2f})"
-    metric = METRICS[report.task]
+    metric = TASKS[report.task].metric
     if tables.signed(quantised - reference) == "0.00":
         sentences = [f"NVFP4 reaches the same {metric} as {title} {values}."]
     else:

@@ -18,6 +18,7 @@ from fp4deploy.files import atomic_write
 from fp4deploy.report.collect import collect, now
 from fp4deploy.report.comparison import Comparison, SampleImages, compare, labels, main_model, model_groups
 from fp4deploy.report.comparison_html import render_comparison
+from fp4deploy.report.figures.box_overlays import draw_box_overlays
 from fp4deploy.report.figures.curves import draw_comparison, draw_curves, save_curves
 from fp4deploy.report.figures.instance_overlays import draw_instance_overlays
 from fp4deploy.report.figures.overlays import Overlay, data_uri, draw_overlays
@@ -30,6 +31,7 @@ from fp4deploy.report.model import Measurement, ReportData
 from fp4deploy.report.run_folder import read_run, readable
 from fp4deploy.runs import Run, open_run
 
+DRAWN = {"semantic": draw_overlays, "instance": draw_instance_overlays, "detection": draw_box_overlays}
 NO_SAMPLES = "Samples are left out"
 
 
@@ -88,8 +90,7 @@ def draw_page(run: Run, report: ReportData, data: Path | None) -> str:
     if curves:
         save_curves(run, curves)
     pair = run.checkpoint("fp16"), run.checkpoint("nvfp4")
-    draw = draw_instance_overlays if report.task == "instance" else draw_overlays
-    overlays: list[Overlay] = draw(*pair, data) if data and all(path.is_file() for path in pair) else []
+    overlays: list[Overlay] = DRAWN[report.task](*pair, data) if data and all(path.is_file() for path in pair) else []
     return render_html(report, Pictures(_svg(curves), telemetry_pictures(run, report.models), overlays))
 
 

@@ -9,13 +9,11 @@ from accelerate import PartialState
 
 from fp4deploy.data import (
     EpochLoader,
-    EvalTransform,
-    NumberedEvalTransform,
     SegmentationDataset,
-    TrainTransform,
     eval_loader,
     train_loader,
 )
+from fp4deploy.tasks import TASKS
 from fp4deploy.train.config import Config
 
 MOST_WORKERS = 12
@@ -26,7 +24,7 @@ def make_loaders(
 ) -> tuple[EpochLoader, EpochLoader]:
     """Batches to train and to validate on, augmented and sized as the configuration says."""
     size = (config.data.height, config.data.width)
-    augment = TrainTransform(
+    augment = TASKS[config.task].augmentation(
         *size,
         seed=config.seed,
         zoom=config.train.zoom,
@@ -41,7 +39,7 @@ def make_loaders(
 def validation_loader(config: Config, data: SegmentationDataset) -> EpochLoader:
     """Batches of a whole split to score a model on, sized as the configuration says."""
     size = (config.data.height, config.data.width)
-    plain = NumberedEvalTransform(*size) if config.task == "instance" else EvalTransform(*size)
+    plain = TASKS[config.task].transform(*size)
     return eval_loader(data, plain, config.train.batch_size, _workers(config.data.workers), compact=True)
 
 

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.files import atomic_write
+from fp4deploy.models.card import TaskName
 from fp4deploy.models.spec import UNET
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
@@ -25,6 +26,7 @@ from fp4deploy.schema import briefly, parse_yaml, read_yaml
 from fp4deploy.train.sections import (
     AugmentSection,
     DataSection,
+    DetectionSection,
     DistillSection,
     InstanceSection,
     ModelSection,
@@ -41,7 +43,7 @@ class Config(Section):
     """A whole training."""
 
     seed: int = Field(0, ge=0, lt=1 << 63, description="of initial weights, shuffling and augmentation")
-    task: Literal["semantic", "instance"] = Field("semantic", description="segment classes or objects")
+    task: TaskName = Field("semantic", description="segment classes or objects, or find boxes")
     recipe: str = Field("nvfp4_qat", description="what is quantised, and how")
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -51,13 +53,35 @@ class Config(Section):
     distill: DistillSection = DistillSection()
     telemetry: TelemetrySection = TelemetrySection()
     instance: InstanceSection = InstanceSection()
+    detection: DetectionSection = DetectionSection()
 
     @model_validator(mode="after")
     def _can_be_distilled(self) -> Config:
-        if self.task == "instance" and self.distill.weight:
+        if self.task != "semantic" and self.distill.weight:
+            article = "an instance" if self.task == "instance" else f"a {self.task}"
             raise ValueError(
                 f"distill.weight = {self.distill.weight:g}: distillation compares the softmax over classes, and the "
-                "outputs of an instance model are not all of classes; leave it 0, or train with task=semantic"
+                f"outputs of {article} model are not all of classes; leave it 0, or train with task=semantic"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _serves_boxes(self) -> Config:
+        if self.task != "detection":
+            return self
+        if self.augment.rotate:
+            raise ValueError(
+                f"augment.rotate = {self.augment.rotate:g}: the box around a rotated box is larger than its object; "
+                "leave it 0 for task=detection"
+            )
+        given = [
+            name
+            for name in ("class_weights", "class_balance", "label_smoothing")
+            if getattr(self.train, name) not in (None, 0.0)
+        ]
+        if given:
+            raise ValueError(
+                f"train.{given[0]} is of losses over pixels; task=detection has detection.alpha and .gamma"
             )
         return self
 

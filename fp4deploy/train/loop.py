@@ -31,6 +31,7 @@ from fp4deploy.plugins import available
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse
 from fp4deploy.qat.learned import keep_positive
+from fp4deploy.tasks import TaskScores
 from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.distributed import agreed_signal, share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
@@ -43,7 +44,7 @@ from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learnin
 from fp4deploy.train.schedule import TrainingJob, learning_rate
 from fp4deploy.train.sections import TelemetrySection, TrainSection
 from fp4deploy.train.state import Progress, SavingPace, load_state, save_state
-from fp4deploy.train.tasks import Task, TaskScores
+from fp4deploy.train.tasks import TrainingTask
 
 MAX_CONSECUTIVE_SKIPPED = 30
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
@@ -59,7 +60,7 @@ class Trainer:
         card: ModelCard,
         settings: TrainSection,
         loaders: tuple[EpochLoader, EpochLoader],
-        task: Task,
+        task: TrainingTask,
         auxiliary: AuxiliaryLosses | None = None,
         clip_rates: tuple[float, float] = (1.0, 0.0),
         telemetry: TelemetrySection | None = None,

@@ -25,13 +25,10 @@ from fp4deploy.data import (
     IMAGE_MEAN,
     IMAGE_STD,
     SPLITS,
-    CocoDataset,
     EpochLoader,
     SegmentationDataset,
     cache_dataset,
     expand,
-    open_dataset,
-    open_instances,
 )
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.models import ModelCard, load_weights, read_card
@@ -40,6 +37,7 @@ from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
+from fp4deploy.tasks import TASKS
 from fp4deploy.terminal import printable
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
@@ -48,7 +46,7 @@ from fp4deploy.train.logging.trackers import check_trackers
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.schedule import QUANTIZED_MODELS, epochs_of, is_fine_tuned, training_job
 from fp4deploy.train.state import Progress, read_progress
-from fp4deploy.train.tasks import METRICS, class_weights, make_head, make_task, require_same_head, require_same_task
+from fp4deploy.train.tasks import class_weights, make_head, make_task, require_same_head, require_same_task
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def _train(
         progress.seconds,
         job.checkpoint,
         dict(progress.per_class),
-        METRICS[config.task],
+        TASKS[config.task].metric,
     )
 
 
@@ -215,9 +213,8 @@ def open_splits(config: Config) -> tuple[SegmentationDataset, SegmentationDatase
         raise InputError("The configuration names no data. Set data.root, or give --data DIR.")
     root = Path(config.data.root)
     classes, stuff = config.data.classes, config.instance.stuff
-    if config.task == "semantic":
-        return open_dataset(root, SPLITS[0], classes), open_dataset(root, SPLITS[1], classes)
-    train, val = (open_instances(root, split, classes, stuff, numbered=split == SPLITS[0]) for split in SPLITS)
+    task = TASKS[config.task]
+    train, val = (task.open(root, split, classes, stuff, labelled=split == SPLITS[0]) for split in SPLITS)
     return train, val
 
 
@@ -323,7 +320,7 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         include=include,
         exclude=exclude,
         task=config.task,
-        head=make_head(config, data) if isinstance(data, CocoDataset) and config.task == "instance" else None,
+        head=make_head(config, data),
     )
 
 

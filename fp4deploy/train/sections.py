@@ -13,7 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.fields import FieldInfo
 
 from fp4deploy.errors import Fp4DeployError
+from fp4deploy.models.boxes import MOST_DEPTH, MOST_WIDTH
 from fp4deploy.models.card import MOST_PIXELS
+from fp4deploy.models.detector import GROUPS
 from fp4deploy.models.heads import MOST_DETECTIONS, MOST_MASKS, MOST_NMS, require_odd
 from fp4deploy.models.spec import UNET, parse_spec
 from fp4deploy.models.unet import channel_widths
@@ -169,6 +171,28 @@ class InstanceSection(Section):
     @classmethod
     def _is_odd(cls, value: int) -> int:
         return require_odd(value)
+
+
+class DetectionSection(Section):
+    """Object detection only (`task: detection`)."""
+
+    width: int = Field(128, ge=16, le=MOST_WIDTH, description="channels of the towers of the head")
+    depth: int = Field(2, ge=1, le=MOST_DEPTH, description="convolutions of each tower")
+    max_detections: int = Field(100, ge=1, le=MOST_DETECTIONS, description="most boxes of an image, and COCO's maxDets")
+    threshold: float = Field(0.05, ge=0, lt=1, description="smallest score of a box")
+    nms: float = Field(0.6, gt=0, le=1, description="IoU above which the box with the lower score is left out")
+    class_loss: float = Field(1.0, ge=0, description="weight of the focal loss")
+    box_loss: float = Field(1.0, ge=0, description="weight of the GIoU loss")
+    centre_loss: float = Field(1.0, ge=0, description="weight of the loss of centre-ness")
+    alpha: float = Field(0.25, ge=0, le=1, description="weight of objects in the focal loss")
+    gamma: float = Field(2.0, ge=0, description="exponent of the focal loss")
+
+    @field_validator("width")
+    @classmethod
+    def _has_whole_groups(cls, value: int) -> int:
+        if value % GROUPS:
+            raise ValueError(f"GroupNorm has {GROUPS} groups: give a multiple of {GROUPS}, such as 128")
+        return value
 
 
 class AugmentSection(Section):

@@ -1,139 +1,92 @@
-"""A task in the training loop: its loss, its evaluation, its warnings.
+"""A task in the training loop: its loss and its warnings; `fp4deploy.tasks` has what it has in common with bench.
 
 | task | labels | loss | best checkpoint by |
 |---|---|---|---|
 | semantic | classes [N, H, W] | cross-entropy + Dice | mIoU at the size of the input |
 | instance, centres | classes and numbers [N, 2, H, W] | semantic + heatmap + offsets | AP at the images' own size |
 | instance, set | classes and numbers [N, 2, H, W] | matched BCE + Dice, and semantic | AP at the images' own size |
+| detection | boxes [N, M, 5] | focal + GIoU + centre-ness | AP at the images' own size |
 
-A validation batch of an instance task comes with the indices of its images in place of labels, because AP is measured
+A validation batch of the last three comes with the indices of its images in place of labels, because AP is measured
 against the annotations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4deploy.data import CocoDataset, SegmentationDataset, cached_counts, class_balance
 from fp4deploy.errors import InputError
-from fp4deploy.instances import InstanceEvaluation
-from fp4deploy.metrics import Scores, SegmentationScore
-from fp4deploy.models import InstanceHead, ModelCard
+from fp4deploy.models import DetectionHead, InstanceHead, ModelCard
+from fp4deploy.models.heads import Head
 from fp4deploy.runs import Run
+from fp4deploy.tasks import TASKS, Evaluation
 from fp4deploy.train.config import Config
+from fp4deploy.train.losses.boxes import BoxLoss
 from fp4deploy.train.losses.centres import CentreLoss
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 from fp4deploy.train.losses.sets import SetLoss
-from fp4deploy.train.sections import InstanceSection, TrainSection
+from fp4deploy.train.sections import TrainSection
 
 COUNTS_FILE = "class_counts.json"
-METRICS = {"semantic": "mIoU", "instance": "AP"}
-Gather = Callable[..., Any]
 ByName = dict[str, float]  # class -> weight
 
 
-class TaskScores(Protocol):
-    """Scores of one validation."""
+class TrainingTask:
+    """One task on one validation split.
 
-    @property
-    def score(self) -> float: ...
-    def line(self) -> dict[str, Any]: ...
-    def text(self) -> str: ...
+    loss: of (outputs, labels). metric: its score's key in files.
+    """
 
-
-class Evaluation(Protocol):
-    """Collects one validation; `gather` joins what several processes have."""
-
-    def update(self, outputs: Tensor, labels: Tensor, gather: Gather) -> None: ...
-    def compute(self) -> TaskScores: ...
-
-
-class Task(Protocol):
-    """One task; `metric` is its score's name in files."""
-
-    metric: str
-    loss: Any
-
-    def evaluation(self) -> Evaluation: ...
-    def warnings(self) -> list[str]: ...
-
-
-class SemanticTask:
-    """A class for every pixel."""
-
-    metric = "miou"
-
-    def __init__(self, settings: TrainSection, card: ModelCard, balance: ByName | None = None) -> None:
-        self.class_names = card.class_names
-        self.loss = semantic_loss(settings, card, balance)
-
-    def evaluation(self) -> Evaluation:
-        """mIoU."""
-        return _SemanticEvaluation(self.class_names)
-
-    def warnings(self) -> list[str]:
-        """None."""
-        return []
-
-
-class _SemanticEvaluation:
-    def __init__(self, class_names: tuple[str, ...]) -> None:
-        self._score = SegmentationScore(len(class_names), class_names)
-
-    def update(self, outputs: Tensor, labels: Tensor, gather: Gather) -> None:
-        prediction, labels = gather((outputs.argmax(dim=1), labels))
-        self._score.update(prediction, labels)
-
-    def compute(self) -> Scores:
-        return self._score.compute()
-
-
-class InstanceTask:
-    """An object for every pixel of a thing."""
-
-    metric = "ap"
-
-    def __init__(
-        self,
-        settings: TrainSection,
-        instance: InstanceSection,
-        card: ModelCard,
-        val: CocoDataset,
-        balance: ByName | None = None,
-    ) -> None:
-        assert card.head is not None
-        self.head, self._val = card.head, val
-        semantic = semantic_loss(settings, card, balance)
-        self.loss: CentreLoss | SetLoss
-        if card.head.method == "centres":
-            self.loss = CentreLoss(card.head, semantic, instance.heatmap, instance.offset, instance.sigma)
-        else:
-            self.loss = SetLoss(card.head, semantic, instance.mask_bce, instance.mask_dice, instance.empty)
+    def __init__(self, loss: Any, card: ModelCard, val: SegmentationDataset) -> None:
+        self.loss, self.card, self._val = loss, card, val
+        self._task = TASKS[card.task]
+        self.metric = self._task.key
 
     @cached_property
-    def _ground_truth(self) -> dict[str, Any]:
-        return self._val.ground_truth()
+    def _ground_truth(self) -> dict[str, Any] | None:
+        return self._task.ground_truth(self._val)
 
     def evaluation(self) -> Evaluation:
-        """COCO's AP."""
-        return InstanceEvaluation(self._val, self.head, self._ground_truth)
+        """A new validation."""
+        return self._task.evaluation(self._val, self.card, self._ground_truth)
 
     def warnings(self) -> list[str]:
         """Those of the loss."""
-        return self.loss.warnings()
+        found: list[str] = self.loss.warnings() if hasattr(self.loss, "warnings") else []
+        return found
 
 
-def make_task(config: Config, card: ModelCard, val: Any, balance: ByName | None = None) -> Task:
+def make_task(config: Config, card: ModelCard, val: Any, balance: ByName | None = None) -> TrainingTask:
     """The task of a configuration; `val` is the validation split, not cached, `balance` as of `semantic_loss`."""
-    if config.task == "semantic":
-        return SemanticTask(config.train, card, balance)
-    return InstanceTask(config.train, config.instance, card, val, balance)
+    return TrainingTask(LOSSES[config.task](config, card, balance), card, val)
+
+
+def _semantic(config: Config, card: ModelCard, balance: ByName | None) -> SegmentationLoss:
+    return semantic_loss(config.train, card, balance)
+
+
+def _instance(config: Config, card: ModelCard, balance: ByName | None) -> CentreLoss | SetLoss:
+    assert isinstance(card.head, InstanceHead)
+    chosen, semantic = config.instance, semantic_loss(config.train, card, balance)
+    if card.head.method == "centres":
+        return CentreLoss(card.head, semantic, chosen.heatmap, chosen.offset, chosen.sigma)
+    return SetLoss(card.head, semantic, chosen.mask_bce, chosen.mask_dice, chosen.empty)
+
+
+def _detection(config: Config, card: ModelCard, balance: ByName | None) -> BoxLoss:
+    assert isinstance(card.head, DetectionHead)
+    chosen = config.detection
+    weights = chosen.class_loss, chosen.box_loss, chosen.centre_loss
+    return BoxLoss(card.head, (card.height, card.width), weights, chosen.alpha, chosen.gamma)
+
+
+LOSSES: dict[str, Any] = {"semantic": _semantic, "instance": _instance, "detection": _detection}
 
 
 def class_weights(config: Config, run: Run, train_data: SegmentationDataset) -> ByName | None:
@@ -150,8 +103,14 @@ def class_weights(config: Config, run: Run, train_data: SegmentationDataset) -> 
     return class_balance(counts, config.train.class_balance, config.train.balance_power)
 
 
-def make_head(config: Config, data: CocoDataset) -> InstanceHead:
-    """Layout of the channels that the configuration asks for on this data."""
+def make_head(config: Config, data: SegmentationDataset) -> InstanceHead | DetectionHead | None:
+    """Layout of the output that the configuration asks for on this data; None of a semantic model."""
+    found: InstanceHead | DetectionHead | None = HEADS[config.task](config, data)
+    return found
+
+
+def _instance_head(config: Config, data: SegmentationDataset) -> InstanceHead:
+    assert isinstance(data, CocoDataset)
     chosen, classes = config.instance, len(data.class_names)
     common: dict[str, Any] = {
         "stuff": data.stuff,
@@ -162,6 +121,26 @@ def make_head(config: Config, data: CocoDataset) -> InstanceHead:
     if chosen.method == "centres":
         return InstanceHead("centres", classes, **common)
     return InstanceHead("set", classes if classes > 2 else 0, chosen.channels, **common)
+
+
+def _no_head(config: Config, data: SegmentationDataset) -> None:
+    return None
+
+
+def _detection_head(config: Config, data: SegmentationDataset) -> DetectionHead:
+    chosen = config.detection
+    return DetectionHead(
+        "fcos",
+        len(data.class_names) - 1,
+        width=chosen.width,
+        depth=chosen.depth,
+        threshold=chosen.threshold,
+        nms=chosen.nms,
+        max_detections=chosen.max_detections,
+    )
+
+
+HEADS: dict[str, Any] = {"semantic": _no_head, "instance": _instance_head, "detection": _detection_head}
 
 
 def semantic_loss(settings: TrainSection, card: ModelCard, balance: ByName | None = None) -> SegmentationLoss:
@@ -187,23 +166,18 @@ def require_same_task(path: Path, found: ModelCard, expected: ModelCard) -> None
         )
 
 
-def require_same_head(path: Path, found: InstanceHead | None, expected: InstanceHead | None) -> None:
+def require_same_head(path: Path, found: Head | None, expected: Head | None) -> None:
     """Let a checkpoint be fine-tuned only with the channels it was trained with; how they are decoded may differ.
 
     Raises:
         InputError: the channels mean something else.
     """
-    layouts = [(head.method, head.classes, head.masks, head.stuff) if head else None for head in (found, expected)]
-    if layouts[0] != layouts[1]:
+    if _layout(found) != _layout(expected) or getattr(found, "stuff", ()) != getattr(expected, "stuff", ()):
         raise InputError(
             f"{path} has the instance head {_layout(found)}, and this run {_layout(expected)}. Give both the same "
             "instance.method, instance.channels and instance.stuff, or choose another checkpoint."
         )
 
 
-def _layout(head: InstanceHead | None) -> str:
-    if head is None:
-        return "none"
-    masks = f" of {head.masks} masks" if head.method == "set" else ""
-    stuff = f", {len(head.stuff)} of them stuff" if head.stuff else ""
-    return f"'{head.method}'{masks} and {head.classes} semantic channels{stuff}"
+def _layout(head: Head | None) -> str:
+    return "none" if head is None else head.layout

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp4deploy.data import IGNORE, Sample, TrainTransform
-from fp4deploy.data.transforms import _GREY, _recolour
+from fp4deploy.data.transforms import _GREY, recolour
 
 PLAIN = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "zoom": (1.0, 1.0), "jitter": 0.0}
 
@@ -65,9 +65,9 @@ def test_the_share_of_flips(flip: float, flipped: int) -> None:
 
 def test_a_turn_of_the_hue_keeps_the_luma_and_a_full_circle_the_colour() -> None:
     image = np.random.default_rng(0).integers(80, 180, (5, 6, 3), dtype=np.uint8)
-    turned = _recolour(image, 1.0, 1.0, 1.0, 0.1)
+    turned = recolour(image, 1.0, 1.0, 1.0, 0.1)
     np.testing.assert_allclose(turned @ _GREY, image @ _GREY, atol=1.2)
     assert np.abs(turned.astype(int) - image).max() > 12
-    np.testing.assert_allclose(_recolour(image, 1.0, 1.0, 1.0, 1.0), image, atol=1)
+    np.testing.assert_allclose(recolour(image, 1.0, 1.0, 1.0, 1.0), image, atol=1)
     grey = np.full((2, 2, 3), 100, np.uint8)
-    np.testing.assert_allclose(_recolour(grey, 1.0, 1.0, 1.0, 0.3), grey, atol=1)
+    np.testing.assert_allclose(recolour(grey, 1.0, 1.0, 1.0, 0.3), grey, atol=1)

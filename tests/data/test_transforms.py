@@ -21,7 +21,7 @@ from fp4deploy.data import (
     open_dataset,
     train_loader,
 )
-from fp4deploy.data.transforms import _recolour
+from fp4deploy.data.transforms import recolour
 from fp4deploy.errors import InputError
 
 
@@ -184,5 +184,5 @@ def test_jitter_is_the_three_steps_to_8_bits():
     x = grey + saturation * (x - grey)
     x = grey.mean() + contrast * (x - grey.mean())
     expected = np.clip(brightness * x, 0, 1) * 255
-    assert np.abs(_recolour(image, brightness, contrast, saturation, 0.0) - expected).max() < 0.51
-    assert _recolour(image, 1.0, 1.0, 1.0, 0.0) is image
+    assert np.abs(recolour(image, brightness, contrast, saturation, 0.0) - expected).max() < 0.51
+    assert recolour(image, 1.0, 1.0, 1.0, 0.0) is image

@@ -18,9 +18,11 @@ from fp4deploy.runs import create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.estimate import estimate, measure
+from fp4deploy.train.losses.centres import CentreLoss
+from fp4deploy.train.losses.segmentation import SegmentationLoss
 from fp4deploy.train.models import model_card, open_splits
 from fp4deploy.train.state import _progress
-from fp4deploy.train.tasks import InstanceTask, SemanticTask, make_task
+from fp4deploy.train.tasks import make_task
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_weights_of_classes_reach_the_loss_of_every_task(tiny: Config, task: str
     )
     _, val = open_splits(config)
     made = make_task(config, model_card(config, "fp16", val), val, balance={"circle": 0.5, "background": 2.0})
-    assert isinstance(made, InstanceTask if task == "instance" else SemanticTask)
+    assert isinstance(made.loss, CentreLoss if task == "instance" else SegmentationLoss)
     semantic = made.loss.semantic if task == "instance" else made.loss
     place = val.class_names.index("circle")
     assert (semantic.label_smoothing, semantic.dice) == (0.2, 0.5)

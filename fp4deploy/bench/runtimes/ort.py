@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime as ort
@@ -18,8 +19,10 @@ import onnxruntime as ort
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array
+from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
+from fp4deploy.export.onnx.boxes import OUTPUTS
 from fp4deploy.export.onnx.canonical import foreign_graph
 from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.session import portable_session
@@ -65,6 +68,19 @@ class OrtRuntime:
         """Logits float32 [N, classes, H, W]."""
         return self._run({self._input: images})
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the file gives boxes as well (`export.onnx.boxes`)."""
+        return [value.name for value in self._session.get_outputs()][1:] == list(OUTPUTS)
+
+    def detect(self, images: Array) -> list[FoundBoxes]:
+        """Boxes [K, 4] in pixels of the input, classes [K] and scores [K] of each image, of a file that `decodes`."""
+        _, image, *found = self._outputs({self._input: images})
+        return [
+            (found[0][image == number], found[1][image == number], found[2][image == number])
+            for number in range(len(images))
+        ]
+
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds a session run."""
         feed = {self._input: images}
@@ -72,14 +88,17 @@ class OrtRuntime:
         return time_cpu(lambda: self._session.run(None, feed), warmup, iterations, max_seconds)
 
     def _run(self, feed: dict[str, Array]) -> Array:
+        found: Array = self._outputs(feed)[0]
+        return found
+
+    def _outputs(self, feed: dict[str, Array]) -> list[Any]:
         options = ort.RunOptions()
         options.log_severity_level = FATAL
         timer = threading.Timer(self._timeout, setattr, (options, "terminate", True))
         timer.daemon = True
         timer.start()
         try:
-            found: Array = self._session.run(None, feed, options)[0]
-            return found
+            return list(self._session.run(None, feed, options))
         except Exception as error:
             if not options.terminate:
                 with foreign_graph(self._path):

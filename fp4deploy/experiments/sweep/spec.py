@@ -13,7 +13,7 @@
       qad: {model: nvfp4, set: {distill.weight: 1}, against: qad_control}
 
 Every variant that is fine-tuned starts from the FP16 model of its seed, which is trained once, so that a difference
-within a seed is not that of two FP16 trainings. A variant that changes the network, its instance head or the data
+within a seed is not that of two FP16 trainings. A variant that changes the network, its head or the data
 (`model.*`, `data.*`) has an FP16 model of its own, or starts from the one that `base` names: a network with
 `model.digits` can start from one without. `fp16` names the common model as a variant.
 """
@@ -31,13 +31,15 @@ from pydantic import Field, ValidationError
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.runs import MODELS
 from fp4deploy.schema import problems, read_yaml
+from fp4deploy.tasks import TASKS
 from fp4deploy.train.config import Config, load_config
 from fp4deploy.train.schedule import is_fine_tuned
 from fp4deploy.train.sections import Section
-from fp4deploy.train.tasks import METRICS
 
 BASE = "fp16"
-OF_THE_BASE = ("model.", "data.", "instance.method", "instance.channels", "instance.stuff")
+OF_THE_BASE = (
+    "model.", "data.", "instance.method", "instance.channels", "instance.stuff", "detection.width", "detection.depth",
+)  # fmt: skip
 NOT_OF_THE_BASE = ("data.root", "data.workers", "data.cache_gib")
 
 
@@ -98,7 +100,7 @@ class Sweep:
     @cached_property
     def metric(self) -> str:
         """What is compared, "mIoU" or "AP"; all variants have one task."""
-        return METRICS[self.config(self.variants[0], self.seeds[0]).task]
+        return TASKS[self.config(self.variants[0], self.seeds[0]).task].metric
 
     def variant(self, name: str) -> Variant:
         """Look a variant up.

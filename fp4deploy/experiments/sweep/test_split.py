@@ -12,20 +12,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fp4deploy.bench.records import Record
-from fp4deploy.data import TEST, CocoDataset, expand, has_split, instance_set, validation_set
+from fp4deploy.data import TEST, CocoDataset, expand, has_split
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.qat import load_model
 from fp4deploy.runs import Run
 from fp4deploy.schema import Share, read_json, validated
+from fp4deploy.tasks import TASKS, TaskScores, task_of
 from fp4deploy.train.batches import validation_loader
 from fp4deploy.train.config import Config
-from fp4deploy.train.tasks import TaskScores, make_task
+from fp4deploy.train.tasks import make_task
 
 FILE = "test.json"
 
@@ -58,7 +58,7 @@ def needs_test_score(config: Config, run: Run, model: str) -> bool:
     root = config.data.root
     if root is None or (run.model_dir(model) / FILE).is_file():
         return False
-    return has_split(Path(root), TEST, config.task == "instance")
+    return has_split(Path(root), TEST, TASKS[config.task].counts_objects)
 
 
 class _TestScores(Record):
@@ -88,17 +88,12 @@ def forget_test(run: Run, model: str) -> None:
 def _score(config: Config, root: Path, checkpoint: Path) -> tuple[int, TaskScores]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network, card = load_model(checkpoint, device)
-    data = validation_set(card, root, TEST) if card.head is None else instance_set(card, root, split=TEST)
+    data = task_of(card).for_card(card, root, TEST)
     if isinstance(data, CocoDataset) and not data.annotated:
         raise InputError(f"The test split of {root} has images and no annotations: there is nothing to score.")
     evaluation = make_task(config, card, data).evaluation()
     with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
         for batch in validation_loader(config, data):
             images, labels = expand(*(part.to(device, non_blocking=True) for part in batch))
-            evaluation.update(network(images), labels, _alone)
+            evaluation.update(network(images), labels)
     return len(data), evaluation.compute()
-
-
-def _alone(parts: Any, *_: Any) -> Any:
-    """What a gathering of one process gives."""
-    return parts

@@ -22,9 +22,12 @@ from numpy.typing import NDArray
 
 
 class NodeWriter:
-    """Inserts nodes before the node `before`; names begin with `prefix`, values have `dtype` unless told otherwise."""
+    """Inserts nodes before the node `before`, or at the end of the graph.
 
-    def __init__(self, graph: ir.Graph, prefix: str, before: ir.Node, dtype: ir.DataType | None = None) -> None:
+    Names begin with `prefix`; values have `dtype` unless told otherwise.
+    """
+
+    def __init__(self, graph: ir.Graph, prefix: str, before: ir.Node | None, dtype: ir.DataType | None = None) -> None:
         self.graph, self.prefix, self.before, self.dtype = graph, prefix, before, dtype
 
     def constant(
@@ -77,7 +80,10 @@ class NodeWriter:
         """Insert a node named `prefix.role` with these outputs, and return them."""
         name = f"{self.prefix}.{role}"
         node = ir.node(op, list(inputs), attributes, domain=domain, outputs=list(outputs), name=name)
-        self.graph.insert_before(self.before, node)
+        if self.before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self.before, node)
         return node.outputs
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:

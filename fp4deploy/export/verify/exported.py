@@ -23,7 +23,7 @@ from torch import nn
 from fp4deploy.export.onnx.canonical import parse_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.verify.outputs import Agreement, verify_decomposed
-from fp4deploy.models.heads import InstanceHead
+from fp4deploy.models.heads import Head
 from fp4deploy.qat.load import deployed
 
 
@@ -31,7 +31,7 @@ def verify(
     model: nn.Module,
     exported: Path | str | onnx.ModelProto,
     inputs: torch.Tensor | Iterable[torch.Tensor],
-    head: InstanceHead | None = None,
+    head: Head | None = None,
 ) -> Agreement:
     """Compare an ONNX file, run by ONNX Runtime, with the model that it was exported from.
 

@@ -30,7 +30,7 @@ from torch import nn
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.formats import pad_to_blocks
-from fp4deploy.models.heads import InstanceHead, agreeing
+from fp4deploy.models.heads import Head, agreeing
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 
 REFERENCE = ".from_torch"
@@ -78,7 +78,7 @@ class CutGraph:
 
 
 def compare_layerwise(
-    model: nn.Module, portable: onnx.ModelProto, images: Iterable[torch.Tensor], head: InstanceHead | None = None
+    model: nn.Module, portable: onnx.ModelProto, images: Iterable[torch.Tensor], head: Head | None = None
 ) -> LayerwiseAgreement:
     """Compare on `images`, float32 [N, C, H, W] each; the activations of one batch are held at a time."""
     layers = quantized_layers(model)

@@ -23,13 +23,17 @@ import onnx
 import torch
 from torch import nn
 
-from fp4deploy.data import EvalTransform, open_dataset
+from fp4deploy.data import VAL
+from fp4deploy.detection import decode_boxes
+from fp4deploy.detection.decode import iou
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
-from fp4deploy.models.heads import InstanceHead, agreeing
+from fp4deploy.models.heads import Head, agreeing, compared, counted_unit
 from fp4deploy.qat import quantized_layers
+from fp4deploy.tasks import task_of
 
 REQUIRED_AGREEMENT = 0.999  # of the pixels
 ALLOWED_ELEMENTS = 0.001  # of a layer's quantised input, with reference inputs
@@ -49,7 +53,7 @@ class Agreement:
     differing: int
     largest: float
     layerwise: LayerwiseAgreement | None = None
-    head: InstanceHead | None = None
+    head: Head | None = None
 
     @property
     def share(self) -> float:
@@ -65,25 +69,18 @@ class Agreement:
 
     def sentence(self) -> str:
         """The agreement as a sentence."""
-        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of pixels"
+        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of {counted_unit(self.head)}"
         if self.layerwise is None:
             return text
         share = 100 * self.layerwise.share
         return f"{text} end to end, where FP4 amplifies last bits, and on {share:.3f} % with reference inputs per layer"
 
 
-def compared(head: InstanceHead | None) -> str:
-    """What `agreeing` compares, for messages."""
-    if head is None:
-        return "argmax"
-    return "class, centre score and offset" if head.method == "centres" else "class and mask"
-
-
 def compare_with_torch(
     model: nn.Module,
     portable: onnx.ModelProto,
     images: Iterable[torch.Tensor],
-    head: InstanceHead | None = None,
+    head: Head | None = None,
 ) -> Agreement:
     """Run both on `images` (float32 [N, C, H, W] each) and compare the outputs [N, channels, ...] along axis 1."""
     session = portable_session(portable)
@@ -110,7 +107,7 @@ def verify_decomposed(
     portable: onnx.ModelProto,
     images: Iterable[torch.Tensor],
     enough: float = REQUIRED_AGREEMENT,
-    head: InstanceHead | None = None,
+    head: Head | None = None,
 ) -> Agreement:
     """Compare end to end; where that fails and the model is quantised, layer by layer too."""
     kept = list(images)
@@ -131,7 +128,7 @@ def require_agreement(agreement: Agreement, name: str) -> None:
     cause = "there was nothing to compare"
     if agreement.pixels:
         cause = (
-            f"{100 * (1 - agreement.share):.3f} % of {agreement.pixels} pixels "
+            f"{100 * (1 - agreement.share):.3f} % of {agreement.pixels} {counted_unit(agreement.head)} "
             f"({agreement.images} images; logits differ by up to {agreement.largest:.3g})"
         )
     if agreement.layerwise is not None:
@@ -140,6 +137,29 @@ def require_agreement(agreement: Agreement, name: str) -> None:
         f"{name}: ONNX Runtime and torch disagree: {cause}. At most {100 * (1 - REQUIRED_AGREEMENT):g} % may differ. "
         "Nothing was written; to write the file all the same, export with --no-verify."
     )
+
+
+def require_same_boxes(portable: onnx.ModelProto, card: ModelCard, images: Iterable[torch.Tensor]) -> None:
+    """Pass a file that decodes boxes only if they are those that `detection.decode_boxes` reads from its raw output.
+
+    Raises:
+        GateError: more than 1 % of the boxes have no partner of the same class and score with an IoU of 0.99.
+    """
+    assert isinstance(card.head, DetectionHead)
+    session, size = portable_session(portable), (card.height, card.width)
+    (name,) = (value.name for value in session.get_inputs())
+    count = lonely = 0
+    for batch in images:
+        raw, _, boxes, classes, scores = session.run(None, {name: batch[:1].numpy()})
+        order = np.argsort(-scores, kind="stable")[: card.head.max_detections]
+        expected = decode_boxes(torch.from_numpy(raw[0]), card.head, size, size)
+        given = boxes[order].clip(0, [size[1], size[0]] * 2)
+        same = (iou(expected.boxes, given) > 0.99) & (expected.classes[:, None] == classes[order])
+        same &= np.abs(expected.scores[:, None] - scores[order]) < 1e-4
+        count += len(expected) + len(order)
+        lonely += int((~same.any(1)).sum() + (~same.any(0)).sum())
+    if lonely > 0.01 * count:
+        raise GateError(f"{lonely} of {count} boxes that the ONNX file decodes differ from those that torch decodes.")
 
 
 def _explain(found: LayerwiseAgreement) -> str | None:
@@ -184,10 +204,11 @@ def validation_images(data: Path, card: ModelCard, count: int) -> Iterator[torch
     Raises:
         InputError: there is no usable validation set at `data`.
     """
-    dataset = open_dataset(data, "val")
+    task = task_of(card)
+    dataset = task.open(data, VAL, labelled=False)
     if not len(dataset):
         raise InputError(f"{data} has no validation images to verify the export on. Give another --data.")
-    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    transform = task.transform(card.height, card.width, card.mean, card.std)
     indices = np.unique(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).round().astype(int))
     for index in indices:
         yield transform(dataset.load(int(index)))[0][None]

@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import GateError
-from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, REQUIRED_AGREEMENT, compared
+from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, REQUIRED_AGREEMENT
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph.capture import Inputs
-from fp4deploy.models.heads import InstanceHead, agreeing
+from fp4deploy.models.heads import Head, agreeing, compared, counted_unit
 from fp4deploy.packed import PackedFile, PackedNetwork
 from fp4deploy.packed.graph import GroupNormReLU, Layer, Node
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
@@ -44,7 +44,7 @@ class PackedAgreement:
     pixels: int
     differing: int
     nodes: dict[str, float] | None = None
-    head: InstanceHead | None = None
+    head: Head | None = None
 
     @property
     def share(self) -> float:
@@ -53,7 +53,7 @@ class PackedAgreement:
 
     def sentence(self) -> str:
         """The agreement as a sentence."""
-        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of pixels"
+        text = f"{compared(self.head)} equal to torch on {100 * self.share:.3f} % of {counted_unit(self.head)}"
         if self.nodes is None:
             return text
         worst = max(self.nodes.values(), default=0.0)
@@ -112,7 +112,11 @@ def require_packed(found: PackedAgreement, name: str) -> None:
     wrong = [(node, error) for node, error in (found.nodes or {}).items() if not error <= ALLOWED_ELEMENTS]
     if found.nodes and not wrong:
         return
-    cause = "there was nothing to compare" if not found.pixels else f"{100 * (1 - found.share):.3f} % of the pixels"
+    cause = (
+        "there was nothing to compare"
+        if not found.pixels
+        else f"{100 * (1 - found.share):.3f} % of the {counted_unit(found.head)}"
+    )
     if wrong:
         cause += f", and with reference inputs the first node to differ is {wrong[0][0]}, by {wrong[0][1]:.2g}"
     raise GateError(
@@ -122,7 +126,7 @@ def require_packed(found: PackedAgreement, name: str) -> None:
 
 
 def compare_nodes(
-    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor, head: InstanceHead | None = None
+    model: nn.Module, network: PackedNetwork, *inputs: torch.Tensor, head: Head | None = None
 ) -> dict[str, float]:
     """The error of each node that is a layer of torch, with reference inputs from torch: by layer, in their order.
 
@@ -188,7 +192,7 @@ def _outputs(model: nn.Module, *inputs: torch.Tensor) -> dict[str, list[torch.Te
     return seen
 
 
-def _disagreement(got: Activation, expected: Activation, head: InstanceHead | None) -> float:
+def _disagreement(got: Activation, expected: Activation, head: Head | None) -> float:
     """Share of pixels on which two outputs [N, channels, H, W] disagree."""
     return float((~agreeing(cast(torch.Tensor, expected), cast(torch.Tensor, got), head)).float().mean())
 

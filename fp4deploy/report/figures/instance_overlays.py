@@ -17,6 +17,7 @@ from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, NumberedEvalTransform, instance_set
 from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances
+from fp4deploy.models.heads import InstanceHead
 from fp4deploy.report.figures.overlays import CANDIDATES, DIFFERENCE, SHOWN, Overlay, Pixels, png_uri
 
 LARGEST = 420  # side of a picture in pixels
@@ -27,7 +28,8 @@ def draw_instance_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]
     """Overlays of two checkpoints of one run: the images with the most objects, and that where they differ most."""
     models = TorchRuntime(fp16), TorchRuntime(nvfp4)
     card = models[0].card
-    assert card.head is not None
+    head = card.head
+    assert isinstance(head, InstanceHead)
     dataset = instance_set(card, data, numbered=True)
     transform = NumberedEvalTransform(card.height, card.width, card.mean, card.std)
     predictions: list[_Prediction] = []
@@ -37,10 +39,7 @@ def draw_instance_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]
         size = (sample.mask.shape[0], sample.mask.shape[1])
         image = transform(sample)[0].numpy()[None]
         outputs = [torch.from_numpy(model.infer(image)[0]) for model in models]
-        first, second = (
-            decode(output, model.card.head or card.head, size).ids
-            for output, model in zip(outputs, models, strict=True)
-        )
+        first, second = (decode(output, head, size).ids for output in outputs)
         void = sample.mask == IGNORE
         predictions.append(_Prediction(sample.name, sample.image, sample.instances, void, first, second))
     worst = max(predictions, key=lambda prediction: prediction.differing)

@@ -6,7 +6,7 @@ one on which the models differ most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,21 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
-from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, instance_set, validation_set
+from fp4deploy.data import IGNORE
+from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances
-from fp4deploy.predict.palette import colours, tinted
+from fp4deploy.models.heads import InstanceHead
+from fp4deploy.predict.palette import Palette, colours, tinted
 from fp4deploy.report.comparison import Member, comparable
+from fp4deploy.report.figures.box_overlays import find_boxes, lonely_share, true_boxes
 from fp4deploy.report.figures.instance_overlays import different
 from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, png_uri
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData, readable
 from fp4deploy.runs import Run
+from fp4deploy.tasks import task_of
 
 CANDIDATES, SHOWN = 12, 3  # images compared, and images shown
 LARGEST = 360  # side of a picture in pixels
@@ -81,47 +85,88 @@ def _rows(
     models = [TorchRuntime(Run(Path(runs[place].path)).checkpoint(model)) for place, model in chosen]
     titles = [f"{runs[place].label}: {MODEL_TITLES[model]}" for place, model in chosen]
     card = models[0].card
-    instance = card.head is not None
-    dataset: Any = instance_set(card, data, numbered=True) if instance else validation_set(card, data)
+    kind = KINDS[card.task]
+    dataset: Any = task_of(card).for_card(card, data, labelled=True)
     if not len(dataset):
         raise InputError(f"the validation split of {data} holds no images.")
     palette = colours(len(card.class_names), card.background)
     found = []
     for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
         sample = dataset.load(index)
-        predictions = [_predict(model, sample) for model in models]
-        unlike = [different(predictions[0], a) if instance else predictions[0] != a for a in predictions[1:]]
-        differing = [float(pixels.mean()) for pixels in unlike]
-        rich = int(sample.instances.max(initial=0)) if instance else len(np.unique(sample.mask))
-        found.append((sample, predictions, max(differing, default=0.0), rich))
+        predictions = [kind.predict(model, sample) for model in models]
+        differing = [kind.differing(predictions[0], each) for each in predictions[1:]]
+        found.append((sample, predictions, max(differing, default=0.0), kind.richness(sample)))
     most = max(found, key=lambda entry: entry[2])
     others = sorted((entry for entry in found if entry is not most), key=lambda entry: -entry[3])
     rows = []
     for sample, predictions, most_differing, _ in (*others[: SHOWN - 1], most):
-        void = sample.mask == IGNORE
-        if instance:
-            drawn = [draw_instances(sample.image, sample.instances, void)]
-            drawn += [draw_instances(sample.image, prediction) for prediction in predictions]
-        else:
-            drawn = [tinted(sample.image, mask, palette) for mask in (sample.mask, *predictions)]
+        drawn = [kind.truth(sample, palette), *(kind.draw(sample.image, each, palette) for each in predictions)]
         named = zip(("image", "truth", *titles), (sample.image, *drawn), strict=True)
-        difference = (
-            "" if len(models) < 2 else f": up to {100 * most_differing:.2f} % of pixels differ from {titles[0]}"
-        )
+        unlike = f": up to {100 * most_differing:.2f} % of {kind.unit} differ from {titles[0]}"
+        difference = "" if len(models) < 2 else unlike
         rows.append(
             PictureRow(f"{sample.name}{difference}", [(title, png_uri(pixels, LARGEST)) for title, pixels in named])
         )
-    return rows, [] if instance else [(n, c) for n, c in zip(card.class_names, palette, strict=True) if c]
+    legend = [(n, c) for n, c in zip(card.class_names, palette, strict=True) if c] if kind.legend else []
+    return rows, legend
 
 
-def _predict(model: TorchRuntime, sample: Any) -> NDArray[Any]:
-    """Class ids, or numbers of objects, [H, W] at the image's own size."""
-    card = model.card
+@dataclass(frozen=True)
+class _Kind:
+    """How predictions of one task are made, compared and drawn; `richness` orders images, `unit` is what differs."""
+
+    predict: Callable[[TorchRuntime, Any], Any]
+    differing: Callable[[Any, Any], float]
+    richness: Callable[[Any], int]
+    truth: Callable[[Any, Palette], Any]
+    draw: Callable[[Any, Any, Palette], Any]
+    unit: str = "pixels"
+    legend: bool = False
+
+
+def _classes(model: TorchRuntime, sample: Any) -> NDArray[Any]:
+    """Class ids [H, W] at the image's own size."""
     height, width = sample.mask.shape
-    numbered = NumberedEvalTransform if card.head else EvalTransform
-    image = numbered(card.height, card.width, card.mean, card.std)(sample)[0].numpy()[None]
-    output = model.infer(image)[0]
-    if card.head:
-        return np.asarray(decode(torch.from_numpy(output), card.head, (height, width)).ids)
-    mask = Image.fromarray(output.argmax(0).astype(np.uint8)).resize((width, height), Image.Resampling.NEAREST)
-    return np.asarray(mask)
+    mask = Image.fromarray(_output(model, sample).argmax(0).astype(np.uint8))
+    return np.asarray(mask.resize((width, height), Image.Resampling.NEAREST))
+
+
+def _numbers(model: TorchRuntime, sample: Any) -> NDArray[Any]:
+    """Numbers of objects [H, W] at the image's own size."""
+    head = model.card.head
+    assert isinstance(head, InstanceHead)
+    height, width = sample.mask.shape
+    return np.asarray(decode(torch.from_numpy(_output(model, sample)), head, (height, width)).ids)
+
+
+def _output(model: TorchRuntime, sample: Any) -> NDArray[Any]:
+    card = model.card
+    image = task_of(card).transform(card.height, card.width, card.mean, card.std)(sample)[0].numpy()[None]
+    return model.infer(image)[0]
+
+
+KINDS = {
+    "semantic": _Kind(
+        predict=_classes,
+        differing=lambda first, second: float((first != second).mean()),
+        richness=lambda sample: len(np.unique(sample.mask)),
+        truth=lambda sample, palette: tinted(sample.image, sample.mask, palette),
+        draw=tinted,
+        legend=True,
+    ),
+    "instance": _Kind(
+        predict=_numbers,
+        differing=lambda first, second: float(different(first, second).mean()),
+        richness=lambda sample: int(sample.instances.max(initial=0)),
+        truth=lambda sample, _: draw_instances(sample.image, sample.instances, sample.mask == IGNORE),
+        draw=lambda image, found, _: draw_instances(image, found),
+    ),
+    "detection": _Kind(
+        predict=find_boxes,
+        differing=lonely_share,
+        richness=lambda sample: len(sample.boxes),
+        truth=lambda sample, _: draw_boxes(sample.image, true_boxes(sample)),
+        draw=lambda image, found, _: draw_boxes(image, found),
+        unit="boxes",
+    ),
+}

@@ -1,0 +1,100 @@
+"""Overlays of detectors: image, truth, FP16, NVFP4, and the boxes that only one of the two models has.
+
+Boxes of a score from `SHOWN` are drawn. A box has a partner where one of the same class in the other model overlaps it
+by an IoU of a half at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fp4deploy.bench.runtimes.pytorch import TorchRuntime
+from fp4deploy.data import IGNORE, LetterboxTransform, Sample, box_set
+from fp4deploy.detection import Detections, decode_boxes
+from fp4deploy.detection.decode import iou
+from fp4deploy.detection.draw import draw_boxes
+from fp4deploy.models.boxes import SHOWN as SCORE
+from fp4deploy.models.boxes import DetectionHead
+from fp4deploy.report.figures.overlays import CANDIDATES, SHOWN, Overlay, Pixels, png_uri
+
+LARGEST = 420  # side of a picture in pixels
+PARTNER = 0.5  # IoU
+
+
+def draw_box_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
+    """Overlays of two checkpoints of one run: the images with the most objects, and that where they differ most."""
+    models = TorchRuntime(fp16), TorchRuntime(nvfp4)
+    dataset = box_set(models[0].card, data)
+    found: list[_Prediction] = []
+    for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
+        sample = dataset.load(index)
+        first, second = (find_boxes(model, sample) for model in models)
+        found.append(_Prediction(sample.name, sample.image, true_boxes(sample), first, second))
+    worst = max(found, key=lambda prediction: prediction.differing)
+    rich = sorted((each for each in found if each is not worst), key=lambda prediction: -len(prediction.truth))
+    return [prediction.draw(prediction is worst) for prediction in (*rich[: SHOWN - 1], worst)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Prediction:
+    name: str
+    image: Pixels
+    truth: Detections
+    first: Detections
+    second: Detections
+
+    @property
+    def differing(self) -> float:
+        return lonely_share(self.first, self.second)
+
+    def draw(self, worst: bool) -> Overlay:
+        grey = np.repeat(self.image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
+        for one, other in ((self.first, self.second), (self.second, self.first)):
+            grey = draw_boxes(grey, _chosen(one, lonely(one, other)))
+        pictures = {
+            "image": self.image,
+            "truth": draw_boxes(self.image, self.truth),
+            "FP16": draw_boxes(self.image, self.first),
+            "NVFP4": draw_boxes(self.image, self.second),
+            "difference": grey,
+        }
+        uris = {title: png_uri(pixels, LARGEST) for title, pixels in pictures.items()}
+        return Overlay(self.name, uris, self.differing, worst)
+
+
+def find_boxes(model: TorchRuntime, sample: Sample) -> Detections:
+    """The boxes of a model on an image, of those scores that are drawn."""
+    card = model.card
+    assert isinstance(card.head, DetectionHead)
+    image = LetterboxTransform(card.height, card.width, card.mean, card.std)(sample)[0].numpy()[None]
+    size = (sample.image.shape[0], sample.image.shape[1])
+    output = torch.from_numpy(model.infer(image)[0])
+    return decode_boxes(output, card.head, (card.height, card.width), size).above(SCORE)
+
+
+def true_boxes(sample: Sample) -> Detections:
+    """The annotated boxes of a sample of a `BoxDataset`, without crowds."""
+    assert sample.boxes is not None
+    whole = sample.boxes[sample.boxes[:, 0] != IGNORE]
+    return Detections(whole[:, 1:].astype(np.float32), whole[:, 0].astype(np.int64), np.ones(len(whole), np.float32))
+
+
+def lonely(one: Detections, other: Detections) -> NDArray[np.bool_]:
+    """Which boxes of `one` have no partner in `other`, bool [K]."""
+    same = one.classes[:, None] == other.classes[None]
+    return ~((iou(one.boxes, other.boxes) >= PARTNER) & same).any(1)
+
+
+def lonely_share(one: Detections, other: Detections) -> float:
+    """Share of the boxes of both models that have no partner in the other."""
+    count = len(one) + len(other)
+    return float(lonely(one, other).sum() + lonely(other, one).sum()) / count if count else 0.0
+
+
+def _chosen(found: Detections, which: NDArray[np.bool_]) -> Detections:
+    return Detections(found.boxes[which], found.classes[which], found.scores[which])

@@ -1,0 +1,51 @@
+"""Object detection: a box for every object, scored by COCO's AP at the images' own size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from fp4deploy.data import (
+    VAL,
+    BoxDataset,
+    BoxTrainTransform,
+    LetterboxTransform,
+    SegmentationDataset,
+    box_set,
+    open_boxes,
+)
+from fp4deploy.detection import DetectionEvaluation
+from fp4deploy.models.boxes import DetectionHead
+from fp4deploy.models.card import ModelCard
+
+
+class DetectionTask:
+    """`Task` of object detection."""
+
+    name, key, metric, per_class = "detection", "ap", "AP", "AP"
+    counts_objects = True
+    transform = LetterboxTransform
+    augmentation = BoxTrainTransform
+
+    def open(
+        self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
+        labelled: bool = True,
+    ) -> SegmentationDataset:  # fmt: skip
+        """A split with its boxes."""
+        return open_boxes(root, split, classes)
+
+    def for_card(self, card: ModelCard, data: Path, split: str = VAL, labelled: bool = False) -> SegmentationDataset:
+        """A split with the classes of a model."""
+        return box_set(card, data, split)
+
+    def evaluation(
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+    ) -> DetectionEvaluation:
+        """AP of boxes."""
+        assert isinstance(card.head, DetectionHead)
+        return DetectionEvaluation(cast(BoxDataset, dataset), card.head, (card.height, card.width), ground_truth)
+
+    def ground_truth(self, dataset: SegmentationDataset) -> dict[str, Any]:
+        """The annotations as pycocotools reads them."""
+        return cast(BoxDataset, dataset).ground_truth()

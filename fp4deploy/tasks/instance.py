@@ -1,0 +1,51 @@
+"""Instance segmentation: an object for every pixel of a thing, scored by COCO's AP at the images' own size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from fp4deploy.data import (
+    VAL,
+    CocoDataset,
+    NumberedEvalTransform,
+    SegmentationDataset,
+    TrainTransform,
+    instance_set,
+    open_instances,
+)
+from fp4deploy.instances import InstanceEvaluation
+from fp4deploy.models.card import ModelCard
+from fp4deploy.models.heads import InstanceHead
+
+
+class InstanceTask:
+    """`Task` of instance segmentation."""
+
+    name, key, metric, per_class = "instance", "ap", "AP", "AP"
+    counts_objects = True
+    transform = NumberedEvalTransform
+    augmentation = TrainTransform
+
+    def open(
+        self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
+        labelled: bool = True,
+    ) -> SegmentationDataset:  # fmt: skip
+        """A split, with numbers of objects where it is to be trained on."""
+        return open_instances(root, split, classes, stuff, labelled)
+
+    def for_card(self, card: ModelCard, data: Path, split: str = VAL, labelled: bool = False) -> SegmentationDataset:
+        """A split with the classes and the stuff of a model."""
+        return instance_set(card, data, labelled, split)
+
+    def evaluation(
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+    ) -> InstanceEvaluation:
+        """AP of masks."""
+        assert isinstance(card.head, InstanceHead)
+        return InstanceEvaluation(cast(CocoDataset, dataset), card.head, ground_truth)
+
+    def ground_truth(self, dataset: SegmentationDataset) -> dict[str, Any]:
+        """The annotations as pycocotools reads them."""
+        return cast(CocoDataset, dataset).ground_truth()

@@ -1,0 +1,115 @@
+"""What every stage asks of a task: labels, images to score on, scores. No stage compares the name of a task.
+
+| stage | asks for |
+|---|---|
+| train | `open`: the splits; `evaluation`: the score that selects the best checkpoint; losses are in `train.tasks` |
+| export | `head.agreeing` of the model card (`models.heads`): when two outputs mean the same |
+| bench, sweep | `for_card`, `transform`, `evaluation` |
+| report | `key`, `metric`, `per_class`: names of the scores |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fp4deploy.data import VAL, EvalTransform, SegmentationDataset, TrainTransform
+from fp4deploy.models.card import ModelCard
+
+Gather = Callable[..., Any]
+
+
+class TaskScores(Protocol):
+    """Scores of one validation."""
+
+    @property
+    def score(self) -> float:
+        """The number that selects the best checkpoint: the larger, the better."""
+        ...
+
+    @property
+    def per_class(self) -> dict[str, float | None]:
+        """Score of each class; None where nothing of it is there to be found."""
+        ...
+
+    def line(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        ...
+
+    def text(self) -> str:
+        """For a person."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """For `bench --json`; NaN becomes None."""
+        ...
+
+
+class Evaluation(Protocol):
+    """Collects the outputs of one validation."""
+
+    def update(self, outputs: Tensor, labels: Tensor, gather: Gather | None = None) -> None:
+        """Add a batch: outputs [N, channels, ...], labels as the validation's transform gives them.
+
+        gather: joins what several processes have; None where there is one.
+        """
+        ...
+
+    def compute(self) -> TaskScores:
+        """Scores of everything seen so far."""
+        ...
+
+
+class Task(Protocol):
+    """One task.
+
+    name: in settings and model cards. key: of its score in files. metric, per_class: titles of its score and of a
+    class's. counts_objects: its output is a list of objects, scored by COCO's AP. transform: sample -> input of a
+    validation; augmentation: sample -> input and labels of a training.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def metric(self) -> str: ...
+    @property
+    def per_class(self) -> str: ...
+    @property
+    def counts_objects(self) -> bool: ...
+    @property
+    def transform(self) -> type[EvalTransform]: ...
+    @property
+    def augmentation(self) -> type[TrainTransform]: ...
+    def open(
+        self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
+        labelled: bool = True,
+    ) -> SegmentationDataset:  # fmt: skip
+        """Open a split; `labelled`: to train on.
+
+        Raises:
+            InputError: the data cannot be read, or does not serve the task.
+        """
+        ...
+
+    def for_card(self, card: ModelCard, data: Path, split: str = VAL, labelled: bool = False) -> SegmentationDataset:
+        """Open a split with the classes that a model knows.
+
+        Raises:
+            InputError: the data lacks one of them, or does not serve the task.
+        """
+        ...
+
+    def evaluation(
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+    ) -> Evaluation:
+        """Scores of a model on a split; `ground_truth` of the split where it is known already."""
+        ...
+
+    def ground_truth(self, dataset: SegmentationDataset) -> dict[str, Any] | None:
+        """What `evaluation` scores against, where that is made once for many validations."""
+        ...

@@ -1,0 +1,62 @@
+"""Semantic segmentation: a class for every pixel, scored by mIoU at the size of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fp4deploy.data import VAL, EvalTransform, SegmentationDataset, TrainTransform, open_dataset, validation_set
+from fp4deploy.metrics import Scores, SegmentationScore
+from fp4deploy.models.card import ModelCard
+from fp4deploy.tasks.protocol import Gather
+
+
+class SemanticTask:
+    """`Task` of semantic segmentation."""
+
+    name, key, metric, per_class = "semantic", "miou", "mIoU", "IoU"
+    counts_objects = False
+    transform = EvalTransform
+    augmentation = TrainTransform
+
+    def open(
+        self, root: Path, split: str, classes: Sequence[str] | None = None, stuff: Sequence[str] = (),
+        labelled: bool = True,
+    ) -> SegmentationDataset:  # fmt: skip
+        """A split with its masks."""
+        return open_dataset(root, split, classes)
+
+    def for_card(self, card: ModelCard, data: Path, split: str = VAL, labelled: bool = False) -> SegmentationDataset:
+        """A split with the classes of a model."""
+        return validation_set(card, data, split)
+
+    def evaluation(
+        self, dataset: SegmentationDataset, card: ModelCard, ground_truth: dict[str, Any] | None = None
+    ) -> SemanticEvaluation:
+        """mIoU over the classes of the data."""
+        return SemanticEvaluation(dataset.class_names)
+
+    def ground_truth(self, dataset: SegmentationDataset) -> None:
+        """None: masks come with the batches."""
+        return
+
+
+class SemanticEvaluation:
+    """Collects the most likely class of each pixel."""
+
+    def __init__(self, class_names: tuple[str, ...]) -> None:
+        self._score = SegmentationScore(len(class_names), class_names)
+
+    def update(self, outputs: Tensor, labels: Tensor, gather: Gather | None = None) -> None:
+        """Logits [N, classes, H, W] and masks [N, H, W]."""
+        prediction = outputs.argmax(dim=1)
+        if gather is not None:
+            prediction, labels = gather((prediction, labels))
+        self._score.update(prediction, labels)
+
+    def compute(self) -> Scores:
+        """mIoU, IoU of each class, pixel accuracy."""
+        return self._score.compute()

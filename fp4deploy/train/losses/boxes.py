@@ -1,0 +1,173 @@
+"""Loss of a detector: which place should find which object, and how far its output is from that.
+
+Assignment. An object belongs to the stride s that suits its larger side m: the smallest s with m <= 16 s, else the
+largest. Of the places of that stride it takes those inside its box and within 1.5 s of its centre in both directions,
+and always the place that its centre lies in, so that a box smaller than a stride is not lost. A place that several
+objects take belongs to the smallest of them. Places inside a crowd that belong to no object count neither way.
+
+    class       focal loss  -a_t (1 - p_t)^g log p_t  over places and classes      / number of places with an object
+    box         1 - GIoU, weighted by the centre-ness of the place                 / sum of the weights
+    centre-ness BCE against sqrt(min(l, r) / max(l, r) * min(t, b) / max(t, b))    / number of places with an object
+
+    GIoU = IoU - (hull - union) / hull            hull: the smallest box around both
+
+p_t is the probability of what is true, a_t is `alpha` for an object and 1 - alpha for none. Both boxes of a pair hold
+their place, so overlap and hull are products of sums of the smaller and of the larger distances: no coordinates are
+needed. The sums run over all processes, as those of the other losses do.
+
+Sources: Lin et al., "Focal Loss for Dense Object Detection", 2017; Rezatofighi et al., "Generalized Intersection over
+Union", 2019; Tian et al., "FCOS", 2019, of which the assignment differs: there each place chooses by its own distances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4deploy.data.letterbox import PAD
+from fp4deploy.data.sample import IGNORE
+from fp4deploy.models.boxes import DetectionHead, map_sizes, places
+from fp4deploy.train.distributed import summed
+
+SIDES = 16.0  # strides: the largest side of an object of a stride
+RADIUS = 1.5  # strides
+LEAST_DISTANCE = 0.02  # strides, of a place that lies outside its small box
+PAIRS = 2**25  # objects times places that are compared at once
+BACKGROUND = -1
+
+
+@dataclass(frozen=True)
+class BoxTargets:
+    """Of each place: class int64 [N, P] from 0, `BACKGROUND` for none; distances float32 [N, 4, P]; ignored."""
+
+    classes: Tensor
+    distances: Tensor
+    ignored: Tensor
+
+    @property
+    def positive(self) -> Tensor:
+        """Places with an object, bool [N, P]."""
+        return self.classes >= 0
+
+
+class BoxLoss:
+    """`BoxLoss(...)(outputs [N, classes + 5, places], boxes float32 [N, M, 5])` -> float32 scalar."""
+
+    def __init__(
+        self,
+        head: DetectionHead,
+        size: tuple[int, int],
+        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        alpha: float = 0.25,
+        gamma: float = 2.0,
+    ) -> None:
+        """`size`: height and width of the input; `weights`: of class, box and centre-ness."""
+        self.head, self.size, self.weights = head, size, weights
+        self.alpha, self.gamma = alpha, gamma
+
+    @torch.compiler.disable
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Labels are rows of class, left, top, right, bottom in pixels of the input; class 255: crowd, -1: no box."""
+        head = self.head
+        with torch.autocast(outputs.device.type, enabled=False):
+            outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+            targets = assign(labels, head, self.size)
+            positive = targets.positive
+            truth = torch.stack([targets.classes == number for number in range(head.classes)], 1).to(outputs.dtype)
+            focal = focal_loss(head.class_logits(outputs), truth, self.alpha, self.gamma)
+            distances = targets.distances.to(outputs.dtype)
+            overlap, centred = giou(head.distances(outputs), distances), centre_ness(distances)
+            centre = F.binary_cross_entropy_with_logits(head.centredness(outputs), centred, reduction="none")
+            sums = [
+                (focal * ~targets.ignored[:, None]).sum(),
+                ((1 - overlap) * centred * positive).sum(),
+                (centre * positive).sum(),
+                positive.sum().to(outputs.dtype),
+                (centred * positive).sum(),
+            ]
+            of_class, of_box, of_centre, count, mass = summed(torch.stack(sums)).unbind()
+            parts = torch.stack(
+                (of_class / count.clamp(min=1), of_box / mass.clamp(min=1), of_centre / count.clamp(min=1))
+            )
+            return (parts * parts.new_tensor(self.weights)).sum()
+
+
+def focal_loss(logits: Tensor, truth: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
+    """Focal loss of every element; `truth` 0 or 1, of the shape of `logits`."""
+    entropy = F.binary_cross_entropy_with_logits(logits, truth, reduction="none")
+    right = torch.exp(-entropy)
+    balance = alpha * truth + (1 - alpha) * (1 - truth)
+    return balance * (1 - right) ** gamma * entropy
+
+
+def giou(first: Tensor, second: Tensor) -> Tensor:
+    """GIoU [N, P] of boxes around one place, each as distances [N, 4, P] above 0."""
+
+    def sides(distances: Tensor) -> Tensor:
+        return (distances[:, 0] + distances[:, 2]) * (distances[:, 1] + distances[:, 3])
+
+    shared, hull = sides(torch.minimum(first, second)), sides(torch.maximum(first, second))
+    union = sides(first) + sides(second) - shared
+    return shared / union - (hull - union) / hull
+
+
+def centre_ness(distances: Tensor) -> Tensor:
+    """[N, P] of distances [N, 4, P]: 1 in the middle of the box, 0 at its border."""
+    left, top, right, bottom = distances.unbind(1)
+    across = torch.minimum(left, right) / torch.maximum(left, right)
+    down = torch.minimum(top, bottom) / torch.maximum(top, bottom)
+    return (across * down).sqrt()
+
+
+def assign(labels: Tensor, head: DetectionHead, size: tuple[int, int]) -> BoxTargets:
+    """What every place should give; `labels` as of `BoxLoss`."""
+    x, y, stride = places(head.strides, *size, device=labels.device)
+    each = max(1, PAIRS // (labels.shape[1] * len(x)))
+    parts = [_assign(part, head, size, (x, y, stride)) for part in labels.float().split(each)]
+    return BoxTargets(
+        torch.cat([part.classes for part in parts]),
+        torch.cat([part.distances for part in parts]),
+        torch.cat([part.ignored for part in parts]),
+    )
+
+
+def _assign(
+    labels: Tensor, head: DetectionHead, size: tuple[int, int], grid: tuple[Tensor, Tensor, Tensor]
+) -> BoxTargets:
+    x, y, stride = grid
+    kind, box = labels[..., 0], labels[..., 1:]
+    crowd = kind == IGNORE
+    left, top, right, bottom = (edge.unsqueeze(-1) for edge in box.unbind(-1))  # [N, M, 1]
+    width, height = right - left, bottom - top
+    valid = (kind > PAD) & ~crowd & (width > 0).squeeze(-1) & (height > 0).squeeze(-1)
+    sides = torch.stack((x - left, y - top, right - x, bottom - y))  # [4, N, M, P]
+    inside = sides.amin(0) > 0
+    strides = stride.new_tensor(head.strides)
+    level = torch.searchsorted(strides * SIDES, torch.maximum(width, height)).clamp(max=len(strides) - 1)  # [N, M, 1]
+    across, down = (left + right) / 2, (top + bottom) / 2
+    near = ((x - across).abs() <= RADIUS * stride) & ((y - down).abs() <= RADIUS * stride)
+    taken = inside & near & (strides[level] == stride)
+    taken = taken.scatter(2, _own_place(level, across, down, head, size), True) & valid[..., None]
+    area = (width * height).expand_as(taken).where(taken, torch.inf)
+    smallest, owner = area.min(1)  # [N, P]
+    found = smallest.isfinite()
+    classes = kind.long().gather(1, owner) - 1
+    distances = torch.stack([side.gather(1, owner[:, None])[:, 0] for side in sides], 1) / stride
+    distances = distances.clamp(min=LEAST_DISTANCE).where(found[:, None], 1.0)
+    ignored = (inside & crowd[..., None]).any(1) & ~found
+    return BoxTargets(classes.where(found, BACKGROUND), distances, ignored)
+
+
+def _own_place(level: Tensor, across: Tensor, down: Tensor, head: DetectionHead, size: tuple[int, int]) -> Tensor:
+    """The place [N, M, 1] that the centre of each box lies in, on its own stride."""
+    sizes = map_sizes(head.strides, *size)
+    rows, columns = (level.new_tensor([pair[axis] for pair in sizes])[level] for axis in (0, 1))
+    counts = [rows * columns for rows, columns in sizes]
+    first = level.new_tensor([sum(counts[:at]) for at in range(len(counts))])[level]
+    stride = across.new_tensor(head.strides)[level]
+    row = (down / stride).floor().long().clamp(min=0).minimum(rows - 1)
+    column = (across / stride).floor().long().clamp(min=0).minimum(columns - 1)
+    return first + row * columns + column

@@ -1,0 +1,166 @@
+"""Boxes of COCO annotations, damaged ones included, and boxes that move with the pixels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fp4deploy.data import check_dataset, open_boxes, train_loader
+from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox, visible
+from fp4deploy.data.sample import Sample
+from fp4deploy.errors import InputError
+
+
+def dataset(root: Path, annotations: list[dict[str, Any]], images: int = 2) -> Path:
+    for split in ("train", "val"):
+        (root / split).mkdir(parents=True)
+        (root / "annotations").mkdir(exist_ok=True)
+        for number in range(1, images + 1):
+            Image.fromarray(np.full((40, 80, 3), 90, np.uint8)).save(root / split / f"{number}.png")
+        content = {
+            "images": [{"id": n, "file_name": f"{n}.png", "height": 40, "width": 80} for n in range(1, images + 1)],
+            "annotations": [
+                {"id": n, "image_id": 1, "category_id": 7, **each} for n, each in enumerate(annotations, 1)
+            ],
+            "categories": [{"id": 7, "name": "cup"}, {"id": 9, "name": "dish"}],
+        }
+        (root / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
+    return root
+
+
+def test_boxes_without_segmentations(tmp_path: Path) -> None:
+    root = dataset(tmp_path, [{"bbox": [10, 5, 20, 10]}, {"bbox": [1, 1, 2, 3], "category_id": 9, "iscrowd": 1}])
+    data = open_boxes(root, "train")
+    boxes = data.load(0).boxes
+    assert boxes is not None
+    assert boxes.tolist() == [[1, 10, 5, 30, 15], [255, 1, 1, 3, 4]]
+    empty = data.load(1).boxes
+    assert empty is not None
+    assert empty.shape == (0, 5)
+    truth = data.ground_truth()["annotations"]
+    assert [(each["bbox"], each["area"], each["iscrowd"]) for each in truth] == [
+        ([10, 5, 20, 10], 200, 0),
+        ([1, 1, 2, 3], 6, 1),
+    ]
+
+
+def test_boxes_of_segmentations_where_there_is_no_bbox(tmp_path: Path) -> None:
+    root = dataset(tmp_path, [{"segmentation": [[10, 5, 30, 5, 30, 15, 10, 15]]}])
+    boxes = open_boxes(root, "train").load(0).boxes
+    assert boxes is not None
+    assert boxes[0].tolist() == [1, 10, 5, 30, 15]
+
+
+def test_what_has_no_area_is_left_out_and_what_is_beyond_the_border_is_cut(tmp_path: Path) -> None:
+    given = [[10, 5, 0, 10], [10, 5, 4, 0], [200, 5, 4, 4], [-30, 0, 10, 10], [70, -5, 30, 15], [3, 3, -2, 5]]
+    root = dataset(tmp_path, [{"bbox": box} for box in given])
+    boxes = open_boxes(root, "train").load(0).boxes
+    assert boxes is not None
+    assert boxes.tolist() == [[1, 70, 0, 80, 10]]
+    kinds = [defect.kind for defect in check_dataset(root) if defect.file.endswith("train.json")]
+    assert kinds.count("empty-box") == 2
+    assert kinds.count("box-outside") == 4
+
+
+@pytest.mark.parametrize(
+    "box", [[float("nan"), 0, 1, 1], [0, 0, float("inf"), 1], [0, 0, 1], "box", [0, 0, "1", 1], [True, 0, 1, 1]]
+)
+def test_a_damaged_box_is_an_error_that_names_it(tmp_path: Path, box: Any) -> None:
+    root = dataset(tmp_path, [{"bbox": box}])
+    with pytest.raises(InputError, match=r"Annotation 1 \(image 1.png\) has a bbox that is not four finite numbers"):
+        open_boxes(root, "train")
+    assert "broken-box" in {defect.kind for defect in check_dataset(root)}
+
+
+def test_an_unknown_category_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="names the category id 3"):
+        open_boxes(dataset(tmp_path, [{"bbox": [0, 0, 5, 5], "category_id": 3}]), "train")
+
+
+def test_masks_alone_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "masks" / "train").mkdir(parents=True)
+    with pytest.raises(InputError, match="have no boxes"):
+        open_boxes(tmp_path, "train")
+
+
+def test_a_subset_of_classes_drops_the_others(tmp_path: Path) -> None:
+    root = dataset(tmp_path, [{"bbox": [0, 0, 5, 5]}, {"bbox": [9, 9, 5, 5], "category_id": 9}])
+    data = open_boxes(root, "train", ["dish"])
+    boxes = data.load(0).boxes
+    assert boxes is not None
+    assert boxes.tolist() == [[1, 9, 9, 14, 14]]
+    assert [each["category_id"] for each in data.ground_truth()["annotations"]] == [9]
+
+
+@pytest.mark.parametrize(
+    ("size", "target"), [((50, 100), (64, 64)), ((100, 50), (64, 96)), ((7, 5), (64, 64)), ((64, 64), (64, 64))]
+)
+def test_letterbox_keeps_the_aspect_ratio_and_comes_back(size: tuple[int, int], target: tuple[int, int]) -> None:
+    placed = letterbox(size, target)
+    assert placed.rows <= target[0]
+    assert placed.columns <= target[1]
+    assert placed.rows == target[0] or placed.columns == target[1]
+    assert placed.across == pytest.approx(placed.down, rel=0.6 / min(placed.rows, placed.columns))
+    boxes = np.array([[1.0, 2.0, 4.5, 5.0]], np.float32)
+    np.testing.assert_allclose(placed.to_image(placed.to_input(boxes)), boxes, rtol=1e-5)
+
+
+def marked(height: int, width: int, box: tuple[int, int, int, int]) -> Sample:
+    """A grey image whose box alone is white."""
+    image = np.full((height, width, 3), 100, np.uint8)
+    left, top, right, bottom = box
+    image[top:bottom, left:right] = 255
+    return Sample(image, np.zeros((height, width), np.uint8), "one", boxes=np.array([[1, *box]], np.float32))
+
+
+def white(image: np.ndarray) -> tuple[int, int, int, int]:
+    rows, columns = np.nonzero(image[..., 0] > 180)
+    return int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1
+
+
+@pytest.mark.parametrize("epoch", range(12))
+def test_training_moves_boxes_with_the_pixels(epoch: int) -> None:
+    sample = marked(60, 100, (30, 20, 62, 44))
+    augment = BoxTrainTransform(64, 96, seed=3, zoom=(0.6, 1.8), jitter=0.0, aspect=1.3, upside_down=True)
+    image, boxes = augment.compact(sample, epoch, 0)
+    assert image.shape == (64, 96, 3)
+    assert boxes.shape == (1, 5)
+    np.testing.assert_allclose(boxes[0, 1:].numpy(), white(image.numpy()), atol=1.5)
+
+
+def test_evaluation_letterboxes_as_training_does_without_zoom() -> None:
+    sample = marked(60, 100, (30, 20, 62, 44))
+    image, index = LetterboxTransform(64, 64).compact(sample, 0, 5)
+    assert int(index) == 5
+    box = letterbox((60, 100), (64, 64)).to_input(np.array([[30, 20, 62, 44]], np.float32))[0]
+    np.testing.assert_allclose(white(image.numpy()), box, atol=1.0)
+    assert (image[40:] == image[63, 63]).all()
+
+
+def test_random_numbers_depend_on_seed_epoch_and_index_alone() -> None:
+    sample = marked(60, 100, (30, 20, 62, 44))
+    first, second = BoxTrainTransform(64, 64, seed=1), BoxTrainTransform(64, 64, seed=1)
+    assert (first.compact(sample, 2, 3)[0] == second.compact(sample, 2, 3)[0]).all()
+    assert not (first.compact(sample, 2, 3)[0] == first.compact(sample, 3, 3)[0]).all()
+
+
+def test_what_is_left_of_a_cut_box_must_be_enough() -> None:
+    boxes = np.array([[1, -30, 0, 10, 10], [1, -20, 0, 20, 10], [2, 60, 60, 64.5, 63], [1, 5, 5, 5.5, 9]], np.float32)
+    kept = visible(boxes, (64, 64))
+    assert kept.tolist() == [[1, 0, 0, 10, 10], [1, 0, 0, 20, 10], [2, 60, 60, 64, 63]]
+    assert len(visible(np.array([[1, -31, 0, 10, 10]], np.float32), (64, 64))) == 0
+
+
+def test_a_batch_is_padded_to_the_most_boxes(tmp_path: Path) -> None:
+    root = dataset(tmp_path, [{"bbox": [10, 5, 20, 10]}, {"bbox": [40, 5, 20, 10]}])
+    loader = train_loader(open_boxes(root, "train"), BoxTrainTransform(32, 64, zoom=(1.0, 1.0)), 2, compact=True)
+    images, boxes = next(iter(loader))
+    assert images.shape == (2, 32, 64, 3)
+    assert boxes.shape == (2, 2, 5)
+    assert sorted((boxes[..., 0] > 0).sum(1).tolist()) == [0, 2]
+    assert (boxes[(boxes[..., 0] > 0).sum(1) == 0][..., 0] == -1).all()

@@ -1,0 +1,133 @@
+"""AP of boxes by both evaluators, the golden numbers of pycocotools' examples, and the kinds of errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp4deploy.data import open_boxes
+from fp4deploy.detection.errors import KINDS, error_kinds
+from fp4deploy.instances import average_precision
+from fp4deploy.instances.scores import Evaluator
+
+EXAMPLES = "FP4DEPLOY_COCO_EXAMPLES"  # folder with instances_val2014_100.json and the two fake results
+
+
+def evaluators() -> list[Any]:
+    faster = pytest.param("faster-coco-eval", marks=pytest.mark.skipif(not _installed(), reason="not installed"))
+    return ["pycocotools", faster]
+
+
+def _installed() -> bool:
+    try:
+        import faster_coco_eval  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("evaluator", evaluators())
+@pytest.mark.parametrize(("kind", "ap"), [("bbox", 0.504581), ("segm", 0.319545)])
+def test_golden_ap(evaluator: Evaluator, kind: Any, ap: float) -> None:
+    folder = Path(os.environ.get(EXAMPLES, ""))
+    if not os.environ.get(EXAMPLES):
+        pytest.skip(f"{EXAMPLES} names no folder with pycocotools' example annotations and results")
+    truth = json.loads((folder / "instances_val2014_100.json").read_text())
+    name = "fakebbox100" if kind == "bbox" else "fakesegm100"
+    results = json.loads((folder / f"instances_val2014_{name}_results.json").read_text())
+    assert average_precision(truth, results, 100, kind, evaluator).ap == pytest.approx(ap, abs=5e-7)
+
+
+def noisy(truth: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+    random = np.random.default_rng(seed)
+    results = []
+    for annotation in truth["annotations"]:
+        for _ in range(random.integers(0, 3)):
+            x, y, width, height = annotation["bbox"]
+            move, grow = random.normal(0, 0.15, 2), np.exp(random.normal(0, 0.2, 2))
+            box = [x + move[0] * width, y + move[1] * height, width * grow[0], height * grow[1]]
+            category = annotation["category_id"] if random.random() < 0.8 else truth["categories"][0]["id"]
+            score = round(float(random.random()), 2)  # ties
+            results.append({"image_id": annotation["image_id"], "category_id": category, "bbox": box, "score": score})
+    return results
+
+
+@pytest.mark.skipif(not _installed(), reason="faster-coco-eval is not installed")
+@pytest.mark.parametrize("most", [1, 5, 100])
+def test_both_evaluators_agree(shapes: Path, most: int) -> None:
+    truth = open_boxes(shapes, "train").ground_truth()
+    for seed in range(5):
+        results = noisy(truth, seed)
+        slow, fast = (
+            average_precision(truth, results, most, "bbox", each).to_json()
+            for each in ("pycocotools", "faster-coco-eval")
+        )
+        assert slow == pytest.approx(fast, abs=1e-12, nan_ok=True)
+
+
+def truth_of(*boxes: tuple[int, list[float]], crowd: int | None = None) -> dict[str, Any]:
+    return {
+        "images": [{"id": 1, "file_name": "a", "height": 100, "width": 100}],
+        "categories": [{"id": 1, "name": "one"}, {"id": 2, "name": "two"}],
+        "annotations": [
+            {
+                "id": n,
+                "image_id": 1,
+                "category_id": category,
+                "bbox": box,
+                "area": box[2] * box[3],
+                "iscrowd": int(n == crowd),
+            }
+            for n, (category, box) in enumerate(boxes, start=1)
+        ],
+    }
+
+
+def found(*boxes: tuple[int, list[float], float]) -> list[dict[str, Any]]:
+    return [{"image_id": 1, "category_id": category, "bbox": box, "score": score} for category, box, score in boxes]
+
+
+A, B = [0.0, 0.0, 20.0, 20.0], [50.0, 50.0, 20.0, 20.0]
+
+
+@pytest.mark.parametrize(
+    ("results", "kind"),
+    [
+        (found((1, A, 0.9), (1, B, 0.8)), "classification"),
+        (found((1, A, 0.9), (2, [50.0, 60.0, 20.0, 20.0], 0.8)), "localisation"),
+        (found((1, A, 0.9), (1, [50.0, 60.0, 20.0, 20.0], 0.8)), "both"),
+        (found((1, A, 0.9), (2, B, 0.9), (1, [0.0, 0.0, 20.0, 19.0], 0.8)), "duplicate"),
+        (found((1, A, 0.9), (2, B, 0.9), (1, [80.0, 0.0, 9.0, 9.0], 0.8)), "background"),
+        (found((1, A, 0.9)), "missed"),
+    ],
+)
+def test_each_kind_of_error_is_recognised(results: list[dict[str, Any]], kind: str) -> None:
+    errors = error_kinds(truth_of((1, A), (2, B)), results)
+    counts = {name: entry["count"] for name, entry in errors.items()}
+    missed = {"both": {"missed": 1}}.get(kind, {})
+    assert counts == {**dict.fromkeys(KINDS, 0), kind: 1, **missed}
+
+
+def test_correcting_a_wrong_class_gives_its_ap_back() -> None:
+    errors = error_kinds(truth_of((1, A), (2, B)), found((1, A, 0.9), (1, B, 0.95)))
+    assert errors["classification"]["ap50"] == pytest.approx(1 - (0.5 + 0) / 2)
+
+
+def test_right_detections_have_no_errors_and_crowds_take_theirs() -> None:
+    truth = truth_of((1, A), (2, B), (1, [80.0, 0.0, 20.0, 40.0]), crowd=3)
+    errors = error_kinds(truth, found((1, A, 0.9), (2, B, 0.8), (1, [82.0, 5.0, 5.0, 5.0], 0.7)))
+    assert all(entry == {"count": 0, "ap50": 0.0} for entry in errors.values())
+
+
+def test_no_detection_and_nothing_to_find() -> None:
+    errors = error_kinds(truth_of((1, A), (2, B)), [])
+    assert errors["missed"]["count"] == 2
+    assert all(entry["count"] == 0 for entry in error_kinds(truth_of(), []).values())
+    only_crowd = truth_of((1, A), crowd=1)
+    assert error_kinds(only_crowd, found((2, B, 0.5)))["background"]["count"] == 1
+    assert np.isnan(average_precision(only_crowd, [], 100, "bbox").ap)
