@@ -144,3 +144,17 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     rule = ["---:" if name in NUMERIC else "---" for name in head]
     lines = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, rule, *body))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def error_rows(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, ...], list[list[str]]] | None:
+    """Head and body of the table of a detector's errors, a row a checkpoint; None where there are none."""
+    measured = [entry for entry in artifacts if entry.errors and entry.path.endswith(".safetensors")]
+    if not measured:
+        return None
+    kinds = list(measured[0].errors)
+    body = []
+    for entry in measured:
+        found = [entry.errors.get(kind, {}) for kind in kinds]
+        cells = [f"{each.get('count') or 0:.0f} ({points(each.get('ap50'))})" for each in found]
+        body.append([str(entry.model), *cells])
+    return ("model", *kinds), body

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4deploy.data import EvalTransform, validation_set
 from fp4deploy.data.sample import TRAIN
 from fp4deploy.errors import InputError
 from fp4deploy.models import ModelCard, load_weights, read_card, save_checkpoint
@@ -18,6 +17,7 @@ from fp4deploy.models.checkpoint import network_of
 from fp4deploy.models.spec import UNET
 from fp4deploy.ptq.quantize import Result, quantize
 from fp4deploy.qat.prepare import Selection
+from fp4deploy.tasks import task_of
 
 
 def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4) -> Iterator[Tensor]:
@@ -29,8 +29,9 @@ def calibration_images(checkpoint: Path, data: Path, count: int, batch: int = 4)
         InputError: not a checkpoint, or data that does not fit it.
     """
     card = read_card(checkpoint)
-    dataset = validation_set(card, data, TRAIN)
-    transform = EvalTransform(card.height, card.width, card.mean, card.std)
+    task = task_of(card)
+    dataset = task.for_card(card, data, TRAIN)
+    transform = task.transform(card.height, card.width, card.mean, card.std)
     count = min(count, len(dataset))
     places = [at * len(dataset) // count for at in range(count)]
     for start in range(0, count, batch):

@@ -1,0 +1,138 @@
+"""`--task detection` from training to artefacts, prediction and report, and what does not go with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from fp4deploy.data import open_boxes
+from fp4deploy.instances import average_precision
+from fp4deploy.models import DetectionHead, read_card
+from tests.cli.command_line import Invoke, run_in
+
+TINY = (
+    "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
+    "--set", "train.epochs=2", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
+    "--set", "detection.width=16", "--set", "detection.depth=1", "--set", "detection.threshold=0.001",
+    "--set", "telemetry.plots=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
+    """A folder in which detectors were trained and exported."""
+    return run_in(
+        tmp_path_factory.mktemp("home"),
+        app,
+        ("train", "--task", "detection", "--data", str(shapes), "--out", "runs/one", *TINY),
+        ("export", "--format", "onnx", "--portable"),
+        ("export", "--format", "packed"),
+    )
+
+
+def test_the_card_says_what_the_output_is(home: Path) -> None:
+    card = read_card(home / "runs" / "one" / "nvfp4" / "best.safetensors")
+    assert card.task == "detection"
+    assert isinstance(card.head, DetectionHead)
+    assert (card.head.classes, card.channels, card.head.width) == (6, 11, 16)
+
+
+def test_the_output_layers_stay_in_fp16(at_home: Invoke) -> None:
+    result = at_home("check", "runs/one/nvfp4/best.safetensors", "--json")
+    assert result.exit_code == 0, result.stderr
+    layers = {layer["name"]: layer["precision"] for layer in json.loads(result.stdout)["layers"]}
+    assert layers["head.class_logits"] == layers["head.distances"] == layers["encoder.0.conv1"] == "FP16"
+    assert layers["head.class_tower.0"] == layers["head.lateral.0"] == layers["head.deeper.0"] == "FP4"
+
+
+def test_every_artefact_has_the_same_ap(at_home: Invoke, home: Path) -> None:
+    result = at_home("bench", "--json", "-", "--iterations", 1)
+    assert result.exit_code == 0, result.stderr
+    entries = json.loads(result.stdout)["artifacts"]
+    assert len(entries) == 8
+    assert all(entry["instances"]["detections"] > 0 and set(entry["errors"]) >= {"missed"} for entry in entries)
+    for model in ("fp16", "nvfp4"):
+        aps = [entry["ap"] for entry in entries if entry["model"] == model]
+        assert aps == pytest.approx([aps[0]] * 4, abs=0.02)
+
+
+def test_the_portable_file_decodes_with_standard_operators(home: Path) -> None:
+    model = onnx.load(home / "runs" / "one" / "export" / "unet.portable.onnx")
+    assert [value.name for value in model.graph.output][1:] == ["images", "boxes", "classes", "scores"]
+    assert "NonMaxSuppression" in {node.op_type for node in model.graph.node}
+    assert all(node.domain in ("", "ai.onnx") for node in model.graph.node)
+    canonical = onnx.load(home / "runs" / "one" / "export" / "unet.onnx")
+    assert len(canonical.graph.output) == 1
+
+
+def test_results_are_coco_json(at_home: Invoke, home: Path, shapes: Path) -> None:
+    result = at_home("bench", "--engine", "unet.portable.onnx", "--results", "kept", "--iterations", 1)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads((home / "kept" / "results.json").read_text())
+    scores = json.loads((home / "kept" / "scores.json").read_text())
+    again = average_precision(open_boxes(shapes, "val").ground_truth(), found, scores["max_detections"], "bbox")
+    assert again.ap == pytest.approx(scores["ap"])
+    assert len(list((home / "kept" / "overlays").glob("*.png"))) == 6
+
+
+def test_predict_draws_boxes_and_lists_them(at_home: Invoke, home: Path, shapes: Path) -> None:
+    image = next((shapes / "val2017").glob("*.jpg"))
+    result = at_home("predict", image, "--model", "unet.onnx", "--out", "seen", "--json")
+    assert result.exit_code == 0, result.stderr
+    (entry,) = json.loads(result.stdout)["images"]
+    assert entry["mask"] is None
+    assert (home / "seen" / entry["overlay"]).is_file()
+    listed = json.loads((home / "seen" / "instances.json").read_text())["annotations"]
+    assert len(listed) == entry["objects"] > 0
+    assert all(len(each["bbox"]) == 4 and 0 < each["score"] <= 1 for each in listed)
+    result = at_home("predict", image, "--model", "unet.onnx", "--tile")
+    assert result.exit_code == 2
+    assert "Boxes are not joined across tiles" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("augment.rotate=10", "box around a rotated box"),
+        ("train.class_balance=effective_number", "losses over pixels"),
+        ("detection.width=20", "multiple of 8"),
+        ("detection.nms=0", "detection.nms"),
+        ("distill.weight=1", "a detection model"),
+        ("model.spec=smp:Unet/resnet18", "feature maps of several strides"),
+    ],
+)
+def test_what_does_not_go_with_boxes(invoke: Invoke, shapes: Path, setting: str, message: str) -> None:
+    result = invoke("train", "--task", "detection", "--data", shapes, *TINY, "--set", setting)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_backbone_of_ones_own(invoke: Invoke, shapes: Path) -> None:
+    Path("net.py").write_text(
+        "from torch import nn\n"
+        "class Maps(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        sizes = [(3, 16, 4), (16, 32, 2), (32, 32, 2)]\n"
+        "        self.steps = nn.ModuleList(nn.Conv2d(a, b, 3, stride=s, padding=1) for a, b, s in sizes)\n"
+        "    def forward(self, x):\n"
+        "        found = []\n"
+        "        for step in self.steps:\n"
+        "            x = step(x).relu()\n"
+        "            found.append(x)\n"
+        "        return found\n"
+    )
+    result = invoke(
+        "train", "--task", "detection", "--model", "net.py:Maps", "--data", shapes, *TINY, "--models", "fp16",
+        "--set", "train.epochs=1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    Path("flat.py").write_text("from torch import nn\ndef build():\n    return nn.Conv2d(3, 8, 3, padding=1)\n")
+    result = invoke("train", "--task", "detection", "--model", "flat.py:build", "--data", shapes, *TINY)
+    assert result.exit_code == 2
+    assert "Let the backbone return a list" in result.stderr
