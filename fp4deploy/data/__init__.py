@@ -8,8 +8,8 @@ from fp4deploy.data.coco import CocoDataset
 from fp4deploy.data.coco_json import Defect
 from fp4deploy.data.dataset import has_split, open_boxes, open_dataset, open_instances
 from fp4deploy.data.for_model import box_set, instance_set, validation_set
-from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
 from fp4deploy.data.importing import import_coco
+from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
 from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
 from fp4deploy.data.sample import (
     IGNORE,
