@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, LetterboxTransform, Sample, box_set
 from fp4deploy.detection import Detections, decode_boxes
@@ -67,7 +68,7 @@ class _Prediction:
         return Overlay(self.name, uris, self.differing, worst)
 
 
-def find_boxes(model: TorchRuntime, sample: Sample) -> Detections:
+def find_boxes(model: Runtime, sample: Sample) -> Detections:
     """The boxes of a model on an image, of those scores that are drawn."""
     card = model.card
     assert isinstance(card.head, DetectionHead)

@@ -14,14 +14,18 @@ from fp4deploy.bench.evidence import PixelCounts, read_evidence
 from fp4deploy.bench.records import Evidence
 from fp4deploy.bench.runtimes.open import open_runtime
 from fp4deploy.bench.runtimes.protocol import Runtime
-from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, Sample, instance_set, validation_set
+from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, Sample
+from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.files import atomic_write
 from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models import ModelCard
+from fp4deploy.models.heads import InstanceHead
 from fp4deploy.predict.palette import Palette, colours, tinted
+from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes
 from fp4deploy.report.figures.overlays import DIFFERENCE, Pixels
+from fp4deploy.tasks import task_of
 
 MOST = 5
 FOLDER = "lost"
@@ -53,8 +57,8 @@ def draw_lost(
         other = None
     models = [model for model in (other, runtime) if model is not None]
     card = runtime.card
-    dataset = validation_set(card, data, split) if card.head is None else instance_set(card, data, True, split)
-    draw = _semantic if card.head is None else _instances
+    dataset = task_of(card).for_card(card, data, split, labelled=True)
+    draw = DRAWN[card.task]
     wanted = dict.fromkeys(images)
     samples = (dataset.load(index) for index in range(len(dataset)))
     found = {sample.name: sample for sample in samples if sample.name in wanted}
@@ -80,7 +84,7 @@ def _semantic(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pix
 
 def _instances(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
     """The columns of one image at its own size: image, truth, and the objects that each model finds."""
-    assert card.head is not None
+    assert isinstance(card.head, InstanceHead)
     assert sample.instances is not None
     tensor, _ = NumberedEvalTransform(card.height, card.width, card.mean, card.std)(sample)
     size = (sample.mask.shape[0], sample.mask.shape[1])
@@ -88,6 +92,15 @@ def _instances(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pi
     drawn = [draw_instances(sample.image, decode(output, card.head, size).ids) for output in outputs]
     truth = draw_instances(sample.image, sample.instances, sample.mask == IGNORE)
     return np.concatenate([sample.image, truth, *drawn], axis=1)
+
+
+def _boxes(card: ModelCard, sample: Sample, models: Sequence[Runtime]) -> Pixels:
+    """The columns of one image at its own size: image, true boxes, and the boxes that each model finds."""
+    drawn = [draw_boxes(sample.image, find_boxes(model, sample)) for model in models]
+    return np.concatenate([sample.image, draw_boxes(sample.image, true_boxes(sample)), *drawn], axis=1)
+
+
+DRAWN = {"semantic": _semantic, "instance": _instances, "detection": _boxes}
 
 
 def _row(image: Pixels, truth: Pixels, predictions: Sequence[Pixels], palette: Palette) -> Pixels:
