@@ -83,7 +83,7 @@ def encode(
         gpu.driver.Context.pop()
     if result:
         raise KernelError(
-            f"The driver encodes no tensor map of {list(sizes)[::-1]} bytes in boxes of {list(box)[::-1]}: CUDA error "
+            f"The driver encodes no tensor map of {list(sizes)[::-1]} in boxes of {list(box)[::-1]}: CUDA error "
             f"{result}."
         )
     return ctypes.string_at(place, SIZE)
