@@ -8,8 +8,8 @@ which minimises the error of the layer's output, given what is rounded already. 
 taps' channels (`matrix`), so the columns of a block of 16 stand together; its scale is chosen when its first column is
 reached, from the weights as they have become (`grid.choose_scales` with the block's own part of H).
 
-The last column of a block is the last that can give it a code of 6 or 4, without which the block would not be found
-again; such a block, which is rare, is rounded to nearest as it was when it was reached.
+A block whose codes all end below 4 would be no fixed point of quantisation (`grid`); such a block, which is rare, is
+rounded to nearest as it was when it was reached.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2023; the
 choice of block scales inside it is this project's.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, found_again, signed_values, steps
+from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, is_fixed_point, signed_values, steps
 
 DAMPING = 0.01  # of the mean of H's diagonal
 GROUP = 256  # columns whose updates of the rest are applied together
@@ -84,7 +84,7 @@ def _round_block(
         deltas[:, column] = (left_over - codes[:, column] * step[:, 0]) * inverse[column]
         inner[:, column + 1 :] -= deltas[:, column : column + 1] * factor[column, column + 1 :]
     largest = before.abs().amax(-1, keepdim=True)
-    kept = found_again(codes.unsqueeze(1), scale, largest, amax)
+    kept = is_fixed_point(codes.unsqueeze(1), scale, largest, amax)
     codes = torch.where(kept, codes, encode(before, step))
     nearest = ~kept.squeeze(-1)
     if nearest.any():

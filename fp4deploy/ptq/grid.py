@@ -1,10 +1,10 @@
 """Block scales chosen freely, in weights that every later step quantises to exactly these codes.
 
 A checkpoint keeps weights, not codes; training, export and packing quantise them by the recipe. A method that chooses
-scales and codes itself therefore writes weights that *are* values of the format, on a grid that the recipe finds again.
+scales and codes itself therefore writes weights that *are* values of the format, fixed points of its quantiser.
 The recipe is 4/6 (`formats.four_over_six`): of the block scales that map the block's amax to 6 and to 4 it takes the
-one with the smaller error. So a block is found again, with error 0, where its largest code is 6 or 4, and the tensor's
-amax A where the block that holds it keeps 6 * 256 or 4 * 384:
+one with the smaller error. So a block is a fixed point, with error 0, where its largest code is 6 or 4, and the
+tensor's amax A where the block that holds it keeps 6 * 256 or 4 * 384:
 
     step = d8 A / (6 * 256)     codes = E2M1(w / step)     max |code| in {6, 4}     max |code| d8 <= 6 * 256
 
@@ -50,7 +50,7 @@ def steps(scales: Tensor, amax: Tensor) -> Tensor:
 
 
 def choose_scales(rows: Tensor, amax: Tensor, hessian: Tensor | None = None) -> Tensor:
-    """The block scales d8 [R, B] with the smallest error among those that are found again.
+    """The block scales d8 [R, B] with the smallest error among those that make a fixed point.
 
     Args:
         rows: matrix [R, K].
@@ -69,13 +69,13 @@ def choose_scales(rows: Tensor, amax: Tensor, hessian: Tensor | None = None) -> 
         step = steps(scale, amax).unsqueeze(-1)
         codes = encode(cut, step)
         error = block_error(cut - codes * step, hessian)
-        error = torch.where(found_again(codes, scale, largest, amax), error, float("inf"))
+        error = torch.where(is_fixed_point(codes, scale, largest, amax), error, float("inf"))
         better = error < best
         best, chosen = torch.where(better, error, best), torch.where(better, scale, chosen)
     return chosen
 
 
-def found_again(codes: Tensor, scale: Tensor, largest: Tensor, amax: Tensor) -> Tensor:
+def is_fixed_point(codes: Tensor, scale: Tensor, largest: Tensor, amax: Tensor) -> Tensor:
     """bool [R, B]: the recipe quantises the block to these codes and this scale again."""
     top = codes.abs().amax(-1)
     product = top * scale

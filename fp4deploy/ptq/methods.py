@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fp4deploy.errors import InputError, suggest
 
 NEAREST = "nvfp4_qat"
-FREE_SCALES = "nvfp4_4o6_weight_qat"  # the recipe that finds chosen scales again, see `grid`
+FREE_SCALES = "nvfp4_4o6_weight_qat"  # the recipe whose fixed points they are, see `grid`
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ x' is what the unit gets from the quantised network before it, x from the full-p
 up for the error of the units before it. A unit is one layer (AdaRound) or the block that holds several (BRECQ), where
 roundings of one layer can make up for those of another; biases and the affine parameters of norms in it are trained
 as well. E2M1's neighbours lie 0.5 apart below 2 and 2 apart above 4, and the scale of a block stays what
-`grid.choose_scales` chose: the largest code of a block is not learned, so that the block is found again.
+`grid.choose_scales` chose: the largest code of a block is not learned, so that the
+block stays a fixed point of quantisation.
 
 Sources: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020; Li et al., "BRECQ: Pushing
 the Limit of Post-Training Quantization by Block Reconstruction", 2021; rounding between the neighbours of a

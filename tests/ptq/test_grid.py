@@ -1,4 +1,4 @@
-"""Weights on the grid are found again by the recipe, scales are the best of all, and matrices are undone."""
+"""Weights on the grid are fixed points of quantisation, scales are the best of all, and matrices are undone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fp4deploy.ptq.grid import (
     diagonal_blocks,
     e4m3_values,
     encode,
-    found_again,
     hold_amax,
+    is_fixed_point,
     steps,
 )
 from fp4deploy.ptq.matrix import WeightMatrix, blocks, input_rows
@@ -35,7 +35,7 @@ def correlated(count: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("draw", ["normal", "heavy", "tiny"])
-def test_the_recipe_finds_scales_and_codes_again(draw: str) -> None:
+def test_the_recipe_quantises_to_the_same_scales_and_codes(draw: str) -> None:
     torch.manual_seed(0)
     rows = torch.randn(24, 64)
     if draw == "heavy":
@@ -48,7 +48,7 @@ def test_the_recipe_finds_scales_and_codes_again(draw: str) -> None:
     assert float(found.abs().max()) == pytest.approx(float(rows.abs().max()), rel=1e-6)
 
 
-def test_the_scale_is_the_best_of_all_that_are_found_again() -> None:
+def test_the_scale_is_the_best_of_all_fixed_points() -> None:
     """Against a loop over every E4M3 value, with and without H."""
     torch.manual_seed(1)
     rows = torch.randn(6, 32)
@@ -61,7 +61,7 @@ def test_the_scale_is_the_best_of_all_that_are_found_again() -> None:
             step = steps(every, amax).unsqueeze(-1)
             codes = encode(blocks(rows), step)
             error = block_error(blocks(rows) - codes * step, hessian)
-            allowed = found_again(codes, every, blocks(rows).abs().amax(-1), amax)
+            allowed = is_fixed_point(codes, every, blocks(rows).abs().amax(-1), amax)
             best = torch.minimum(best, torch.where(allowed, error, float("inf")))
         step = steps(chosen, amax).unsqueeze(-1)
         error = block_error(blocks(rows) - encode(blocks(rows), step) * step, hessian)

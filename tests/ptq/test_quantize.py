@@ -50,7 +50,7 @@ def error(model: nn.Module, reference: nn.Module, batches: list[torch.Tensor]) -
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_leaves_weights_that_are_found_again(method: str, images: list[torch.Tensor]) -> None:
+def test_every_method_leaves_fixed_points_of_quantisation(method: str, images: list[torch.Tensor]) -> None:
     model = network()
     reference = copy.deepcopy(model)
     found = quantize(model, images, method, iterations=10, correction="none")
