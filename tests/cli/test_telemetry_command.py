@@ -47,13 +47,13 @@ def test_train_tracks_and_draws(run: Path) -> None:
 
 
 def test_heatmaps_are_redrawn_from_the_files(run: Path, invoke: Invoke) -> None:
-    target = run / "plots" / "heatmaps" / "nvfp4" / "weights" / "dequantized" / "semantic_sqnr_db.json"
+    target = run / "plots" / "heatmaps" / "fp16" / "weights" / "prequantize" / "semantic_std.json"
     before = target.read_bytes()
     shutil.rmtree(run / "plots")
-    result = invoke("telemetry", "plot", run, "--model", "nvfp4")
+    result = invoke("telemetry", "plot", run, "--model", "fp16")
     assert result.exit_code == 0, result.stderr
     assert target.read_bytes() == before
-    assert not (run / "plots" / "heatmaps" / "fp16").exists()
+    assert not (run / "plots" / "heatmaps" / "nvfp4").exists()
 
 
 def test_the_study_of_a_checkpoint(run: Path, invoke: Invoke, tmp_path: Path) -> None:
