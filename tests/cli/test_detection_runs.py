@@ -136,3 +136,16 @@ def test_a_backbone_of_ones_own(invoke: Invoke, shapes: Path) -> None:
     result = invoke("train", "--task", "detection", "--model", "flat.py:build", "--data", shapes, *TINY)
     assert result.exit_code == 2
     assert "Let the backbone return a list" in result.stderr
+
+
+def test_one_command_goes_all_the_way(invoke: Invoke, shapes: Path) -> None:
+    result = invoke("run", "--task", "detection", "--data", shapes, *TINY, "--set", "train.epochs=1", "--out", "whole")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(Path("whole/report.json").read_text())
+    assert facts["task"] == "detection"
+    assert facts["models"]["nvfp4"]["ap"] is not None
+    page, written = Path("whole/report.html").read_text(), Path("whole/report.md").read_text()
+    for text in (page, written):
+        assert "Kinds of errors" in text
+        assert "mIoU" not in text
+    assert page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0].count("data:image/png;base64") == 20

@@ -143,12 +143,12 @@ def require_same_boxes(portable: onnx.ModelProto, card: ModelCard, images: Itera
     """Pass a file that decodes boxes only if they are those that `detection.decode_boxes` reads from its raw output.
 
     Raises:
-        GateError: more than 1 % of the boxes have no partner of the same class and score with an IoU of 0.99.
+        GateError: more than 1 % of the boxes have no match of the same class and score with an IoU of 0.99.
     """
     assert isinstance(card.head, DetectionHead)
     session, size = portable_session(portable), (card.height, card.width)
     (name,) = (value.name for value in session.get_inputs())
-    count = lonely = 0
+    count = unmatched = 0
     for batch in images:
         raw, _, boxes, classes, scores = session.run(None, {name: batch[:1].numpy()})
         order = np.argsort(-scores, kind="stable")[: card.head.max_detections]
@@ -157,9 +157,11 @@ def require_same_boxes(portable: onnx.ModelProto, card: ModelCard, images: Itera
         same = (iou(expected.boxes, given) > 0.99) & (expected.classes[:, None] == classes[order])
         same &= np.abs(expected.scores[:, None] - scores[order]) < 1e-4
         count += len(expected) + len(order)
-        lonely += int((~same.any(1)).sum() + (~same.any(0)).sum())
-    if lonely > 0.01 * count:
-        raise GateError(f"{lonely} of {count} boxes that the ONNX file decodes differ from those that torch decodes.")
+        unmatched += int((~same.any(1)).sum() + (~same.any(0)).sum())
+    if unmatched > 0.01 * count:
+        raise GateError(
+            f"{unmatched} of {count} boxes that the ONNX file decodes differ from those that torch decodes."
+        )
 
 
 def _explain(found: LayerwiseAgreement) -> str | None:

@@ -1,6 +1,6 @@
 """Overlays of detectors: image, truth, FP16, NVFP4, and the boxes that only one of the two models has.
 
-Boxes of a score from `SHOWN` are drawn. A box has a partner where one of the same class in the other model overlaps it
+Boxes of a score from `SHOWN` are drawn. A box is matched where one of the same class in the other model overlaps it
 by an IoU of a half at least.
 """
 
@@ -24,7 +24,7 @@ from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.report.figures.overlays import CANDIDATES, SHOWN, Overlay, Pixels, png_uri
 
 LARGEST = 420  # side of a picture in pixels
-PARTNER = 0.5  # IoU
+MATCHED = 0.5  # IoU
 
 
 def draw_box_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
@@ -51,12 +51,12 @@ class _Prediction:
 
     @property
     def differing(self) -> float:
-        return lonely_share(self.first, self.second)
+        return unmatched_share(self.first, self.second)
 
     def draw(self, worst: bool) -> Overlay:
         grey = np.repeat(self.image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
         for one, other in ((self.first, self.second), (self.second, self.first)):
-            grey = draw_boxes(grey, _chosen(one, lonely(one, other)))
+            grey = draw_boxes(grey, _chosen(one, unmatched(one, other)))
         pictures = {
             "image": self.image,
             "truth": draw_boxes(self.image, self.truth),
@@ -85,16 +85,16 @@ def true_boxes(sample: Sample) -> Detections:
     return Detections(whole[:, 1:].astype(np.float32), whole[:, 0].astype(np.int64), np.ones(len(whole), np.float32))
 
 
-def lonely(one: Detections, other: Detections) -> NDArray[np.bool_]:
-    """Which boxes of `one` have no partner in `other`, bool [K]."""
+def unmatched(one: Detections, other: Detections) -> NDArray[np.bool_]:
+    """Which boxes of `one` have no match in `other`, bool [K]."""
     same = one.classes[:, None] == other.classes[None]
-    return ~((iou(one.boxes, other.boxes) >= PARTNER) & same).any(1)
+    return ~((iou(one.boxes, other.boxes) >= MATCHED) & same).any(1)
 
 
-def lonely_share(one: Detections, other: Detections) -> float:
-    """Share of the boxes of both models that have no partner in the other."""
+def unmatched_share(one: Detections, other: Detections) -> float:
+    """Share of the boxes of both models that have no match in the other."""
     count = len(one) + len(other)
-    return float(lonely(one, other).sum() + lonely(other, one).sum()) / count if count else 0.0
+    return float(unmatched(one, other).sum() + unmatched(other, one).sum()) / count if count else 0.0
 
 
 def _chosen(found: Detections, which: NDArray[np.bool_]) -> Detections:

@@ -25,7 +25,7 @@ from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.predict.palette import Palette, colours, tinted
 from fp4deploy.report.comparison import Member, comparable
-from fp4deploy.report.figures.box_overlays import find_boxes, lonely_share, true_boxes
+from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes, unmatched_share
 from fp4deploy.report.figures.instance_overlays import different
 from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, png_uri
 from fp4deploy.report.model import MODEL_TITLES
@@ -163,7 +163,7 @@ KINDS = {
     ),
     "detection": _Kind(
         predict=find_boxes,
-        differing=lonely_share,
+        differing=unmatched_share,
         richness=lambda sample: len(sample.boxes),
         truth=lambda sample, _: draw_boxes(sample.image, true_boxes(sample)),
         draw=lambda image, found, _: draw_boxes(image, found),
