@@ -24,7 +24,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -188,7 +188,7 @@ def lines_of(path: Path) -> list[bytes]:
         return []
 
 
-def validated(wanted: type[T], value: Any, source: object, advice: str = "") -> T:
+def validated(wanted: type[T], value: Any, source: object, advice: str = "", tags: Sequence[str] = ()) -> T:
     """`value` as the type, a pydantic model or anything else that pydantic knows.
 
     Raises:
@@ -198,7 +198,7 @@ def validated(wanted: type[T], value: Any, source: object, advice: str = "") -> 
         found: T = _adapter(cast(Hashable, wanted)).validate_python(value)
         return found
     except ValidationError as error:
-        raise InputError(_sentence(f"{source}: {'; '.join(problems(error))}", advice)) from None
+        raise InputError(_sentence(f"{source}: {'; '.join(problems(error, tags))}", advice)) from None
 
 
 @lru_cache
@@ -206,10 +206,15 @@ def _adapter(wanted: Any) -> TypeAdapter[Any]:
     return TypeAdapter(wanted)
 
 
-def problems(error: ValidationError) -> list[str]:
-    """What is wrong, as "field = value: limit"; at most `MOST_PROBLEMS`, and how many more there are."""
+def problems(error: ValidationError, tags: Sequence[str] = ()) -> list[str]:
+    """What is wrong, as "field = value: limit"; at most `MOST_PROBLEMS`, and how many more there are.
+
+    tags: parts of a place that name a member of a union and no field.
+    """
     found = error.errors(include_url=False)
-    listed = [_problem(each) for each in found[:MOST_PROBLEMS]]
+    listed = [
+        _problem({**each, "loc": [part for part in each["loc"] if part not in tags]}) for each in found[:MOST_PROBLEMS]
+    ]
     return [*listed, *([f"and {len(found) - MOST_PROBLEMS} more"] if len(found) > MOST_PROBLEMS else [])]
 
 
@@ -225,6 +230,10 @@ _BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxtuple = 2, 4, 4, 4
 
 def _problem(entry: Any) -> str:
     field = ".".join(re.sub(r"\s+", " ", str(part))[:60] for part in entry["loc"])
+    if entry["type"] == "union_tag_invalid":
+        context = entry["ctx"]
+        name = str(context["discriminator"]).strip("'")
+        return f"{field}.{name} = {briefly(context['tag'])}: input should be one of {context['expected_tags']}"
     if entry["type"] == "missing":
         return f"{field} is missing"
     if entry["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

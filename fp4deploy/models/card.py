@@ -22,6 +22,7 @@ from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
 from fp4deploy.schema import Bool, Count, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
+HEADS = ("centres", "set", "fcos")  # `method` of a head
 AGAIN = "Export or train the model again."
 MOST_PIXELS = 16_384  # height or width
 
@@ -95,7 +96,7 @@ class ModelCard:
         Raises:
             InputError: the text is not a card, or a field is missing, unknown or beyond its limits.
         """
-        card = validated(cls, parse_json(text, source, AGAIN), source, AGAIN)
+        card = validated(cls, parse_json(text, source, AGAIN), source, AGAIN, HEADS)
         wrong = card._contradictions()
         if wrong:
             raise InputError(f"{source}: {wrong[0]}. {AGAIN}")
