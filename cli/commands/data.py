@@ -11,6 +11,7 @@ import typer
 from fp4deploy.errors import GateError, InputError, counted
 
 from ..console import done, note, print_json, results, shown
+from ..numbers import finite
 from ..settings import SHAPES
 
 if TYPE_CHECKING:
@@ -110,10 +111,10 @@ def import_(
         Path | None, typer.Option("--test-json", help="Annotations to test on.", show_default="none")
     ] = None,
     val_share: Annotated[
-        float, typer.Option("--val-share", min=0, max=0.9, help="Share of the images to validate on.")
+        float, typer.Option("--val-share", min=0, max=0.9, callback=finite, help="Share of the images to validate on.")
     ] = 0.0,
     test_share: Annotated[
-        float, typer.Option("--test-share", min=0, max=0.9, help="Share of the images to test on.")
+        float, typer.Option("--test-share", min=0, max=0.9, callback=finite, help="Share of the images to test on.")
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the division by shares.")] = 0,
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke
@@ -228,18 +229,21 @@ def test_a_path_that_the_system_refuses_is_said_in_words(invoke: Invoke, tmp_pat
     assert "defect" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("bench", "--max-drop"), ("bench", "--timeout"), ("build", "--require-fp4"), ("estimate", "--efficiency"),
-        ("predict", "--min-score"), ("sweep", "--minutes"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("value", ["nan", "inf", "1e300"])
-def test_a_number_that_is_none_is_refused(invoke: Invoke, command: str, option: str, value: str) -> None:
-    if (option, value) == ("--max-drop", "1e300"):  # a number, and any drop is allowed
-        return
-    given = [] if command in ("bench", "build", "estimate") else ["x"]
-    result = invoke(command, *given, option, value)
-    assert result.exit_code == 2, result.stderr
-    assert option in result.stderr
+def floats(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every option of every command that takes a float."""
+    if hasattr(command, "commands"):
+        return [each for name, below in command.commands.items() for each in floats(below, (*path, name))]
+    return [(*path, each.opts[0]) for each in command.params if "float" in each.type.name]
+
+
+def test_every_number_is_finite_and_every_timer_is_one_of_the_system(app: Any, invoke: Invoke) -> None:
+    found = floats(get_command(app))
+    assert ("bench", "--timeout") in found
+    assert ("sweep", "--minutes") in found
+    for *command, option in found:
+        for value in ("nan", "inf"):
+            result = invoke(*command, "x", option, value)
+            assert result.exit_code == 2, (command, option, result.stderr)
+            assert option in result.stderr
+    for command, option in (("bench", "--timeout"), ("sweep", "--minutes")):
+        assert invoke(command, "x", option, "1e300").exit_code == 2
