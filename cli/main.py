@@ -52,7 +52,7 @@ from .commands import (
     train,
     verify,
 )
-from .process import lasting_output, refused_by_system, stop_on_signals
+from .process import is_out_of_memory, lasting_output, refused_by_system, stop_on_signals
 
 DEBUG = "--debug"
 SILENT = ("--quiet", "-q")
@@ -83,19 +83,17 @@ class CommandGroup(TyperGroup):
             _traceback(ctx)
             _say("Error:", str(error))
             raise typer.Exit(error.exit_code) from None
-        except MemoryError:
-            _traceback(ctx)
-            _say("Error:", "This machine has not enough free memory. Take smaller images, batches or models.")
-            raise typer.Exit(UnavailableError.exit_code) from None
         except Exception as error:
             if hasattr(error, "format_message"):  # Typer's own usage errors: it prints them, exit 2
                 raise
+            _traceback(ctx)
+            if is_out_of_memory(error):
+                _say("Error:", "This machine has not enough free memory. Take smaller images, batches or models.")
+                raise typer.Exit(UnavailableError.exit_code) from None
             cause = refused_by_system(error)
             if cause is not None:
-                _traceback(ctx)
                 _say("Error:", cause)
                 raise typer.Exit(InputError.exit_code) from None
-            _traceback(ctx)
             _say("Error:", f"{_first_line(error)} This is a defect of fp4deploy; run again with --debug to see where.")
             raise typer.Exit(1) from None
 

@@ -80,6 +80,15 @@ def lasting_output() -> Iterator[None]:
         )
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was refused: by Python, the system, or torch, whose CPU allocator raises a RuntimeError."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error)
+    torch = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    return torch or isinstance(error, MemoryError)
+
+
 def refused_by_system(error: Exception) -> str | None:
     """One sentence for an error of the operating system about a file: a name that is too long, no permission, a full
     disk; None for other errors. Readers and writers have their own messages: this is for what looks at a path before.

@@ -229,6 +229,23 @@ def test_a_path_that_the_system_refuses_is_said_in_words(invoke: Invoke, tmp_pat
     assert "defect" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_said(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fp4deploy.models.build.build_model", refuse)
+    refused(invoke("check", "unet:0.125"), "not enough free memory", code=3)
+
+
 def floats(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Every option of every command that takes a float."""
     if hasattr(command, "commands"):

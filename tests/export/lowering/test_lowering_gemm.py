@@ -146,7 +146,9 @@ def constants(graph: CanonicalGraph) -> set[str]:
 
 
 def test_modes_are_refused_in_plain_words() -> None:
-    with pytest.raises(InputError, match=r"TensorRT-RTX takes no plugins.*--backend tensorrt\..*: auto, qdq, gemm\."):
+    with pytest.raises(
+        InputError, match=r"TensorRT-RTX takes no plugins.*--backend tensorrt\..*: auto, qdq, gemm, fp8\."
+    ):
         lower(one_layer("3x3"), "plugin", "tensorrt-rtx")
     with pytest.raises(InputError, match="Did you mean 'gemm'"):
         lower(one_layer("3x3"), "gem")
