@@ -159,13 +159,17 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     """Height and width of "HxW", in pixels.
 
     Raises:
-        InputError: the text is not of that form.
+        InputError: the text is not of that form, or a side is beyond the limit.
     """
     if text is None:
         return None
+    from fp4deploy.models.card import MOST_PIXELS
+
     numbers = text.lower().split("x")
-    if len(numbers) != 2 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise InputError(f"--size takes HEIGHTxWIDTH in pixels, such as 352x480, not '{text}'.")
+    if len(numbers) != 2 or not all(re.fullmatch("[0-9]{1,5}", number) and int(number) > 0 for number in numbers):
+        raise InputError(f"--size takes HEIGHTxWIDTH in pixels, such as 352x480, not '{text[:60]}'.")
+    if max(map(int, numbers)) > MOST_PIXELS:
+        raise InputError(f"--size is {text}, and a side has at most {MOST_PIXELS} pixels.")
     return int(numbers[0]), int(numbers[1])
 
 

@@ -23,9 +23,9 @@ app = typer.Typer(help="Generate a dataset, check one, or make one of annotation
 @app.command("shapes")
 def shapes(
     out: Annotated[Path, typer.Argument(help="Folder to create.")],
-    train: Annotated[int, typer.Option("--train", min=1, help="Training images.")] = SHAPES["train"],
-    val: Annotated[int, typer.Option("--val", min=1, help="Validation images.")] = SHAPES["val"],
-    size: Annotated[int, typer.Option("--size", min=32, help="Height and width in pixels.")] = SHAPES["size"],
+    train: Annotated[int, typer.Option("--train", min=1, max=1_000_000, help="Training images.")] = SHAPES["train"],
+    val: Annotated[int, typer.Option("--val", min=1, max=1_000_000, help="Validation images.")] = SHAPES["val"],
+    size: Annotated[int, typer.Option("--size", min=32, max=8192, help="Height and width in pixels.")] = SHAPES["size"],
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed; the same one gives the same pixels.")] = SHAPES[
         "seed"
     ],

@@ -246,6 +246,13 @@ def test_too_little_memory_is_said(invoke: Invoke, monkeypatch: pytest.MonkeyPat
     refused(invoke("check", "unet:0.125"), "not enough free memory", code=3)
 
 
+@pytest.mark.parametrize(
+    "size", ["0x32", "32", "32x", "x", "-1x32", "32x16385", "9" * 5000 + "x32", "32x32x32", "1e3x32"]
+)
+def test_a_size_that_is_none(invoke: Invoke, size: str) -> None:
+    refused(invoke("build", "x.onnx", "--size", size), "--size")
+
+
 def floats(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Every option of every command that takes a float."""
     if hasattr(command, "commands"):
