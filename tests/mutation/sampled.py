@@ -25,6 +25,7 @@ from fp4deploy.bench.environment import environment
 from tests.mutation.copies import copy_to, run_python
 
 SECONDS = 3600  # for one room
+KILLED = ("killed", "timeout")  # other verdicts: survived, no tests, not checked, suspicious
 HEAD = f"{'room':<10} {'mutants':>8} {'drawn':>6} {'killed':>7} {'survived':>9} {'score':>6}"
 
 
@@ -118,7 +119,7 @@ def mutate(name: str, count: int, seed: int) -> dict[str, Any]:
         run_python(folder, "-m", "mutmut", "run", "--max-children", "1", *drawn, seconds=SECONDS, output=output)
         text = _results(folder)
         verdicts = {mutant: text.get(mutant, "not run") for mutant in drawn}
-        survivors = [mutant for mutant, verdict in verdicts.items() if verdict in ("survived", "no tests", "not run")]
+        survivors = [mutant for mutant, verdict in verdicts.items() if verdict not in KILLED]
         killed = len(drawn) - len(survivors)
         share = f"{killed / len(drawn):.0%}"
         print(f"{name:<10} {len(every):>8} {len(drawn):>6} {killed:>7} {len(survivors):>9} {share:>6}", flush=True)
