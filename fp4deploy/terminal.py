@@ -47,5 +47,11 @@ def console(stream: TextIO | None = None, **options: Any) -> Console:
         def render_str(self, text: str, **rest: Any) -> Text:
             return super().render_str(printable(text), **{**rest, "markup": False, "emoji": False})
 
+        def render(self, renderable: Any, options: Any = None) -> Any:
+            """Also text that did not come through `render_str`, such as `Text(name)` in a table."""
+            for segment in super().render(renderable, options):
+                shown = segment.text if segment.control else printable(segment.text)
+                yield segment if shown == segment.text else segment._replace(text=shown)
+
     where: dict[str, Any] = {"stderr": True} if stream is None else {"file": stream}
     return Literal(**where, highlight=False, **options)

@@ -354,6 +354,21 @@ def test_names_are_printed_literally(app: Any, capsys: pytest.CaptureFixture[str
     assert "\x1b" not in printed
 
 
+def test_what_is_styled_is_printed_literally(capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib import import_module
+
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("layer")
+    table.add_row(Text("a\x1b[2Jb", style="green"))
+    import_module(f"{PACKAGE}.console").results().print(table, Text("c\x1b]0;title\x07d"))
+    printed = capsys.readouterr().out
+    assert r"a\x1b[2Jb" in printed
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+
+
 def test_an_error_prints_names_literally(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     import fp4deploy.bench.environment as environment
 
