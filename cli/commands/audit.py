@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp4deploy.errors import GateError, counted
+from fp4deploy.terminal import printable
 
 from ..console import print_json, results
 
@@ -64,6 +65,6 @@ def _print(found: Audit) -> None:
     for row in found.rows:
         style = "yellow" if row.fell_back else "green" if row.runs == "FP4" else None
         cells = (row.layer, row.operator, row.weight, row.activation, row.runs, row.reason)
-        table.add_row(*map(Text, cells), style=style)
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
     console.print(table)
     console.print(f"\n{found.summary()}", markup=False, soft_wrap=True)

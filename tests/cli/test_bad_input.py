@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke
@@ -253,15 +254,21 @@ def test_a_size_that_is_none(invoke: Invoke, size: str) -> None:
     refused(invoke("build", "x.onnx", "--size", size), "--size")
 
 
-def floats(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Every option of every command that takes a float."""
-    if hasattr(command, "commands"):
-        return [each for name, below in command.commands.items() for each in floats(below, (*path, name))]
-    return [(*path, each.opts[0]) for each in command.params if "float" in each.type.name]
+def floats(app: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every option of every command that takes a float, from the annotations, which are text."""
+    found = []
+    for command in app.registered_commands:
+        for parameter in inspect.signature(command.callback).parameters.values():
+            text = str(parameter.annotation)
+            if re.match(r"Annotated\[\s*float\b", text):
+                found.append((*path, command.name, re.findall(r"['\"](--[\w-]+)['\"]", text)[0]))
+    return found + [
+        each for group in app.registered_groups for each in floats(group.typer_instance, (*path, group.name))
+    ]
 
 
 def test_every_number_is_finite_and_every_timer_is_one_of_the_system(app: Any, invoke: Invoke) -> None:
-    found = floats(get_command(app))
+    found = floats(app)
     assert ("bench", "--timeout") in found
     assert ("sweep", "--minutes") in found
     for *command, option in found:

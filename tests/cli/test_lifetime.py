@@ -360,7 +360,7 @@ def test_what_is_styled_is_printed_literally(capsys: pytest.CaptureFixture[str])
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("layer")
+    table = Table("layer of the network")
     table.add_row(Text("a\x1b[2Jb", style="green"))
     import_module(f"{PACKAGE}.console").results().print(table, Text("c\x1b]0;title\x07d"))
     printed = capsys.readouterr().out
