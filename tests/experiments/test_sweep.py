@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import re
 import signal
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fp4deploy.experiments.sweep.run import run_sweep
 from fp4deploy.experiments.sweep.spec import load_sweep
 from fp4deploy.train import Config
 from fp4deploy.train.loop import Trainer
+from tests.processes import LIMIT, wait_until
 
 SWEEPS = sorted((Path(__file__).parents[2] / "configs").glob("sweep_*.yaml"))
 TINY = "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 2, train.finetune_epochs: 2"
@@ -167,19 +169,23 @@ def test_a_sweep_stops_when_its_minutes_are_over(
 ) -> None:
     if where is not None:
         request.getfixturevalue(where)
-    original = Trainer._step
+    original, interrupt, training = Trainer._step, _thread.interrupt_main, threading.Event()
 
-    def slow(self: Trainer, *batch: torch.Tensor) -> None:
+    def in_a_training(number: int) -> None:
+        assert training.wait(LIMIT)
+        interrupt(number)
+
+    def until_interrupted(self: Trainer, *batch: torch.Tensor) -> None:
+        training.set()
+        wait_until(lambda: self.interrupt.requested, "the end of the minutes")
         original(self, *batch)
-        time.sleep(0.3)
 
-    monkeypatch.setattr(Trainer, "_step", slow)
+    monkeypatch.setattr(Trainer, "_step", until_interrupted)
+    monkeypatch.setattr(_thread, "interrupt_main", in_a_training)
     said: list[str] = []
-    start = time.monotonic()
-    results = run_sweep(load_sweep(written(tmp_path, tiny_data)), tmp_path / "out", minutes=1 / 60, say=said.append)
-    assert time.monotonic() - start < 10
-    assert said[-1].startswith("0.0166667 minutes are over")
-    assert results["variants"]["fp16"]["runs"]["0"]["status"] in ("unfinished", "done")
+    results = run_sweep(load_sweep(written(tmp_path, tiny_data)), tmp_path / "out", minutes=1 / 600, say=said.append)
+    assert said[-1].startswith("0.00166667 minutes are over")
+    assert results["variants"]["fp16"]["runs"]["0"]["status"] == "unfinished"
     assert results["variants"]["scratch"]["runs"]["1"]["status"] == "missing"
     assert (tmp_path / "out" / "sweep.md").is_file()
 
