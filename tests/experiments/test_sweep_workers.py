@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
@@ -22,6 +23,7 @@ from fp4deploy.experiments.sweep.run import run_sweep
 from fp4deploy.experiments.sweep.spec import Sweep, Variant, load_sweep
 from fp4deploy.experiments.sweep.variant import LOG
 from fp4deploy.runs import Run
+from fp4deploy.train.loop import Trainer
 from tests.processes import plant
 
 FILE = """
@@ -145,12 +147,23 @@ def with_environment(entry: str) -> list[str]:
     return found
 
 
+def slowly(run: Run) -> None:
+    """Called in the process of a run: its steps take time, and little of the CPU's."""
+    step = Trainer._step
+
+    def slow(self: Trainer, *batch: torch.Tensor) -> None:
+        time.sleep(0.2)
+        step(self, *batch)
+
+    Trainer._step = slow  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 def test_minutes_stop_processes_of_a_background_job(tmp_path: Path) -> None:
     sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        results = run_sweep(sweep, out, ("control",), minutes=0.2, say=lambda _: None, jobs=2)
+        results = run_sweep(sweep, out, ("control",), minutes=0.2, say=lambda _: None, started=slowly, jobs=2)
     finally:
         signal.signal(signal.SIGINT, before)
     assert children() == []
@@ -170,7 +183,7 @@ def test_an_interruption_is_passed_on_and_saved(tmp_path: Path) -> None:
     watcher = threading.Thread(target=interrupt_when_both_train, daemon=True)
     watcher.start()
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, out, ("control",), say=lambda _: None, jobs=2)
+        run_sweep(sweep, out, ("control",), say=lambda _: None, started=slowly, jobs=2)
     watcher.join()
     assert children() == []
     runs = json.loads((out / "sweep.json").read_text())["variants"]["fp16"]["runs"]
