@@ -28,30 +28,9 @@ from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, UnavailableError
 from fp4deploy.terminal import QUIET, printable
 
-from .commands import (
-    audit,
-    bench,
-    build,
-    check,
-    data,
-    doctor,
-    estimate,
-    export,
-    inspect,
-    kernels,
-    open_page,
-    predict,
-    quantize,
-    report,
-    run,
-    search,
-    selftest,
-    settings,
-    sweep,
-    telemetry,
-    train,
-    verify,
-)
+from .commands.machine import data, doctor, kernels, selftest
+from .commands.results import audit, check, inspect, open_page, report, settings, telemetry, verify
+from .commands.stages import bench, build, estimate, export, predict, quantize, run, search, sweep, train
 from .process import is_out_of_memory, lasting_output, refused_by_system, stop_on_signals
 
 DEBUG = "--debug"

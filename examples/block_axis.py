@@ -40,7 +40,7 @@ from torch import nn
 
 from fp4deploy.bench.environment import environment
 from fp4deploy.data import EvalTransform, TrainTransform, eval_loader, open_dataset, train_loader
-from fp4deploy.data.shapes import generate_shapes
+from fp4deploy.data.generated.shapes import generate_shapes
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models.unet import Block, UNet, build_unet

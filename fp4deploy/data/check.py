@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fp4deploy.data.coco_json import Annotation, CocoFile, Defect, ImageRecord, parse
+from fp4deploy.data.coco.annotations import Annotation, CocoFile, Defect, ImageRecord, parse
+from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.dataset import has_split, require_folder
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
 from fp4deploy.data.layouts import find_annotations, find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import class_colours, class_values
-from fp4deploy.data.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.sample import SPLITS, TEST
 from fp4deploy.data.summary import shared_images
 from fp4deploy.errors import InputError

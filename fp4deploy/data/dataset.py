@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp4deploy.data.boxes import BoxDataset
-from fp4deploy.data.coco import CocoDataset
+from fp4deploy.data.coco.boxes import BoxDataset
+from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.layouts import LAYOUTS, find_annotations, has_mask_split, has_masks
 from fp4deploy.data.masks import MaskDataset
 from fp4deploy.data.sample import ALL_SPLITS, SegmentationDataset

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp4deploy.data.boxes import BoxDataset
-from fp4deploy.data.coco import CocoDataset
+from fp4deploy.data.coco.boxes import BoxDataset
+from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.dataset import open_boxes, open_dataset, open_instances
 from fp4deploy.data.sample import VAL, SegmentationDataset
 from fp4deploy.errors import InputError

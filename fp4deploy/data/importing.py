@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.data.coco_json import CocoFile, parse
+from fp4deploy.data.coco.annotations import CocoFile, parse
 from fp4deploy.data.sample import TEST, TRAIN, VAL
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write

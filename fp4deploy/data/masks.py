@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp4deploy.data.coco_json import parse
+from fp4deploy.data.coco.annotations import parse
 from fp4deploy.data.images import Colours, ImageError, read_class_ids, read_image
 from fp4deploy.data.layouts import find_annotations, find_images, mask_files, split_images
 from fp4deploy.data.sample import ALL_SPLITS, IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes

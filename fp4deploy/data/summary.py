@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4deploy.data.coco_json import parse
+from fp4deploy.data.coco.annotations import parse
 from fp4deploy.data.dataset import has_split, require_folder
 from fp4deploy.data.images import ImageError, image_size
 from fp4deploy.data.layouts import find_annotations, find_images, has_masks, split_images

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.data.coco.regions import RegionError, encode, encode_ids
 from fp4deploy.data.images import MOST_PIXELS
-from fp4deploy.data.regions import RegionError, encode, encode_ids
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.instances.decode import Instances

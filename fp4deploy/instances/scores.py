@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from fp4deploy.data.regions import pixel_count
+from fp4deploy.data.coco.regions import pixel_count
 from fp4deploy.errors import InputError
 from fp4deploy.instances.matches import Matches, matches_of
 from fp4deploy.requirements import FASTER_COCO_EVAL

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fp4deploy.data.regions import encode_ids
+from fp4deploy.data.coco.regions import encode_ids
 from fp4deploy.data.sample import Pixels
 from fp4deploy.detection import Detections
 from fp4deploy.detection.draw import draw_boxes

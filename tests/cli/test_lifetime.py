@@ -347,7 +347,7 @@ def test_names_are_printed_literally(app: Any, capsys: pytest.CaptureFixture[str
     entry = ArtifactEntry(
         path=name, model=None, backend=name, precision="FP16", size_bytes=1, sha256="0", status="ok", reason=name
     )
-    import_module(f"{PACKAGE}.commands.bench").print_table([entry])
+    import_module(f"{PACKAGE}.commands.stages.bench").print_table([entry])
     import_module(f"{PACKAGE}.console").done(name)
     printed = capsys.readouterr().out
     assert printed.count(r"[/x] [red]:smile: \x1b[2J\x1b]0;title\x07 \u202egnp.x") >= 3

@@ -13,9 +13,9 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from fp4deploy.data import CocoDataset, check_dataset, open_dataset
-from fp4deploy.data.coco_json import inside_folder, parse
+from fp4deploy.data.coco.annotations import inside_folder, parse
+from fp4deploy.data.coco.regions import decode, pixel_count, pixels_of
 from fp4deploy.data.images import ImageError, read_image
-from fp4deploy.data.regions import decode, pixel_count, pixels_of
 from fp4deploy.errors import InputError
 
 
@@ -147,6 +147,6 @@ def test_annotations_that_cover_an_image_a_million_times(make_coco: Any, monkeyp
     root = make_coco()
     dataset = CocoDataset(root, "train")
     dataset.load(0)
-    monkeypatch.setattr("fp4deploy.data.coco.MOST_DRAWN", 3)
+    monkeypatch.setattr("fp4deploy.data.coco.dataset.MOST_DRAWN", 3)
     with pytest.raises(InputError, match="pixels together; the limit is 3"):
         dataset.load(0)

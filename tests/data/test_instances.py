@@ -17,8 +17,8 @@ from fp4deploy.data import (
     generate_shapes,
     open_instances,
 )
-from fp4deploy.data.coco import CocoDataset
-from fp4deploy.data.regions import decode, encode_ids
+from fp4deploy.data.coco.dataset import CocoDataset
+from fp4deploy.data.coco.regions import decode, encode_ids
 from fp4deploy.data.sample import Sample
 from fp4deploy.errors import InputError
 from tests.data.hand_made import HEIGHT, WIDTH, runs

@@ -80,7 +80,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path, monke
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fp4deploy.data.shapes._save", full)
+    monkeypatch.setattr("fp4deploy.data.generated.shapes._save", full)
     with pytest.raises(InputError, match="No space left"):
         generate_shapes(tmp_path / "new", 1, 1, 32, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

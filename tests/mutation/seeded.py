@@ -118,12 +118,12 @@ FAULTS: dict[str, Seeded] = {
         "tests/instances/test_scores.py::test_a_second_detection_of_one_object_is_false",
     ),
     "regions of equal area are drawn in reverse": Seeded(
-        "fp4deploy/data/coco.py", "sorted(objects, key=lambda item: -item[0])",
+        "fp4deploy/data/coco/dataset.py", "sorted(objects, key=lambda item: -item[0])",
         "sorted(objects[::-1], key=lambda item: -item[0])",
         "tests/data/test_instances.py::test_regions_of_equal_area_are_drawn_in_the_order_of_the_file",
     ),
     "small regions are drawn under large ones": Seeded(
-        "fp4deploy/data/coco.py", "sorted(objects, key=lambda item: -item[0])",
+        "fp4deploy/data/coco/dataset.py", "sorted(objects, key=lambda item: -item[0])",
         "sorted(objects, key=lambda item: item[0])", "tests/data/test_instances.py tests/data/test_coco.py",
     ),
     "a drop of exactly the limit fails": Seeded(

@@ -8,9 +8,9 @@ import typer
 
 from fp4deploy.errors import counted
 
-from ..console import done, note, print_json, results
-from ..numbers import finite
-from ..settings import (
+from ...console import done, note, print_json, results
+from ...numbers import finite
+from ...settings import (
     DEFAULT,
     BatchSizeOption,
     ClassesOption,

@@ -10,8 +10,8 @@ import typer
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import latest_run, open_run
 
-from .. import completion
-from ..console import done, note, print_json, results, shown
+from ... import completion
+from ...console import done, note, print_json, results, shown
 
 
 def verify(

@@ -13,7 +13,7 @@ import typer
 
 from fp4deploy.errors import GateError, InputError, UnavailableError
 
-from ..console import note, notes, print_json, results, shown
+from ...console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
     from fp4deploy.emulator.cases.case import Case, Outcome, Setting

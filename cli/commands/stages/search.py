@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..console import done, note, shown
-from ..settings import NamedModelOption, expect
+from ...console import done, note, shown
+from ...settings import NamedModelOption, expect
 
 
 def search(

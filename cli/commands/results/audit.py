@@ -11,7 +11,7 @@ import typer
 from fp4deploy.errors import GateError, counted
 from fp4deploy.terminal import printable
 
-from ..console import print_json, results
+from ...console import print_json, results
 
 if TYPE_CHECKING:
     from fp4deploy.audit.report import Audit

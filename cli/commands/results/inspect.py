@@ -11,8 +11,8 @@ import typer
 
 from fp4deploy.errors import InputError, counted
 
-from .. import completion
-from ..console import print_json, results
+from ... import completion
+from ...console import print_json, results
 
 
 def inspect(

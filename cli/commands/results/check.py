@@ -10,9 +10,9 @@ import typer
 
 from fp4deploy.errors import InputError
 
-from .. import completion
-from ..console import print_json, results
-from ..settings import NamedModelOption, expect
+from ... import completion
+from ...console import print_json, results
+from ...settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,8 +11,8 @@ import typer
 
 from fp4deploy.errors import InputError
 
-from ..console import done, note, print_json, progress, results, shown
-from ..numbers import finite
+from ...console import done, note, print_json, progress, results, shown
+from ...numbers import finite
 
 if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from fp4deploy.data.coco import CocoDataset
-from fp4deploy.data.coco_json import Annotation, CocoFile, ImageRecord
+from fp4deploy.data.coco.annotations import Annotation, CocoFile, ImageRecord
+from fp4deploy.data.coco.dataset import CocoDataset
+from fp4deploy.data.coco.regions import RegionError, box, encode
 from fp4deploy.data.images import ImageError, read_image
-from fp4deploy.data.regions import RegionError, box, encode
 from fp4deploy.data.sample import IGNORE, Boxes, Sample, data_error
 
 LARGEST = 1e9  # pixels; a coordinate beyond it is damage

@@ -8,8 +8,8 @@ import typer
 
 from fp4deploy.runs import Run, hold, is_first_process, latest_run, open_run
 
-from ..console import done, note, shown
-from ..settings import (
+from ...console import done, note, shown
+from ...settings import (
     DEFAULT,
     MODELS_HELP,
     BatchSizeOption,
@@ -32,8 +32,8 @@ from ..settings import (
     parse_models,
     settings,
 )
+from ..results.telemetry import draw
 from .estimate import run_estimate
-from .telemetry import draw
 
 if TYPE_CHECKING:
     from fp4deploy.train import Config, TrainResult

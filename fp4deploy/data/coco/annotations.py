@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.data.coco.regions import Polygons, RegionError, Rle, parse_segmentation
 from fp4deploy.data.images import MOST_PIXELS
-from fp4deploy.data.regions import Polygons, RegionError, Rle, parse_segmentation
 from fp4deploy.schema import briefly
 
 MOST_JSON_BYTES = 2 << 30  # COCO's largest file has 0.5 GB

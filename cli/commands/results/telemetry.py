@@ -10,8 +10,8 @@ import typer
 from fp4deploy.errors import InputError, counted
 from fp4deploy.runs import Run, latest_run, open_run
 
-from .. import completion
-from ..console import done, note, shown
+from ... import completion
+from ...console import done, note, shown
 
 app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
 

@@ -10,9 +10,9 @@ import typer
 
 from fp4deploy.errors import GateError, InputError, counted
 
-from ..console import done, note, print_json, results, shown
-from ..numbers import finite
-from ..settings import SHAPES
+from ...console import done, note, print_json, results, shown
+from ...numbers import finite
+from ...settings import SHAPES
 
 if TYPE_CHECKING:
     from fp4deploy.data.summary import SplitSummary

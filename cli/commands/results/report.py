@@ -11,8 +11,8 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
-from .. import completion
-from ..console import done, note, print_json, shown
+from ... import completion
+from ...console import done, note, print_json, shown
 
 if TYPE_CHECKING:
     from fp4deploy.runs import Run

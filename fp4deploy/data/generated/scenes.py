@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from fp4deploy.data.regions import Polygons, Rle, decode, encode
+from fp4deploy.data.coco.regions import Polygons, Rle, decode, encode
 from fp4deploy.data.sample import Pixels
 
 Random = np.random.Generator

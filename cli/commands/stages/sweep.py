@@ -9,9 +9,9 @@ import typer
 
 from fp4deploy.errors import GateError, InputError, counted
 
-from ..console import done, note, shown
-from ..numbers import MOST_SECONDS, finite
-from ..settings import DataOption, SetOption
+from ...console import done, note, shown
+from ...numbers import MOST_SECONDS, finite
+from ...settings import DataOption, SetOption
 
 
 def sweep(

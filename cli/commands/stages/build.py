@@ -10,10 +10,10 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
-from .. import completion
-from ..console import done, note, shown
-from ..numbers import finite
-from ..settings import parse_size
+from ... import completion
+from ...console import done, note, shown
+from ...numbers import finite
+from ...settings import parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.export.engine.build import BuildResult

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from fp4deploy.data.coco_json import Annotation, CocoFile, ImageRecord, parse
+from fp4deploy.data.coco.annotations import Annotation, CocoFile, ImageRecord, parse
+from fp4deploy.data.coco.regions import RegionError, Rle, box, encode, pixel_count, pixels_of
 from fp4deploy.data.images import ImageError, check_size, read_image
 from fp4deploy.data.layouts import find_annotations, find_images
-from fp4deploy.data.regions import RegionError, Rle, box, encode, pixel_count, pixels_of
 from fp4deploy.data.sample import IGNORE, InstanceIds, Pixels, Sample, data_error, select_classes
 from fp4deploy.errors import InputError, suggest
 

@@ -9,7 +9,7 @@ import typer
 
 from fp4deploy.errors import GateError, InputError, UnavailableError
 
-from ..console import done, note, results, shown
+from ...console import done, note, results, shown
 
 if TYPE_CHECKING:
     from fp4deploy.selftest.records import CheckRecord

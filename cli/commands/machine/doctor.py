@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..console import print_json, results
+from ...console import print_json, results
 
 
 def doctor(

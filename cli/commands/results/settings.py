@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..console import print_json, results
-from ..settings import ConfigOption, SetOption
-from ..settings import settings as resolve
+from ...console import print_json, results
+from ...settings import ConfigOption, SetOption
+from ...settings import settings as resolve
 
 
 def settings(

@@ -11,8 +11,8 @@ import typer
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.runs import latest_run, open_run
 
-from .. import completion
-from ..console import done, shown
+from ... import completion
+from ...console import done, shown
 
 PAGES = ("report.html", "comparison.html")
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from fp4deploy.data.generated.scenes import SHAPES, Drawn, draw_scene
 from fp4deploy.data.sample import SPLITS
-from fp4deploy.data.scenes import SHAPES, Drawn, draw_scene
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 

@@ -11,10 +11,10 @@ import typer
 
 from fp4deploy.errors import InputError, UnavailableError
 
-from .. import completion
-from ..console import note, notes, print_json, progress, results, shown
-from ..numbers import MOST_SECONDS, finite
-from ..settings import NamedModelOption, expect
+from ... import completion
+from ...console import note, notes, print_json, progress, results, shown
+from ...numbers import MOST_SECONDS, finite
+from ...settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.bench.gate.baseline import Baseline

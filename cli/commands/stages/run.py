@@ -10,9 +10,9 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import processes
 
-from .. import completion
-from ..console import done, note, results, shown
-from ..settings import (
+from ... import completion
+from ...console import done, note, results, shown
+from ...settings import (
     DEFAULT,
     BatchSizeOption,
     ClassesOption,

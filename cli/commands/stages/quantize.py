@@ -10,8 +10,8 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
-from ..console import done, note, shown
-from ..settings import NamedModelOption, expect
+from ...console import done, note, shown
+from ...settings import NamedModelOption, expect
 
 MOST_IMAGES = 256
 

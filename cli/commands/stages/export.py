@@ -10,8 +10,8 @@ import typer
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
-from ..console import done, note, shown
-from ..settings import NamedModelOption, expect, parse_size
+from ...console import done, note, shown
+from ...settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.export import ExportResult

@@ -1,0 +1,1 @@
+"""Generated scenes in COCO's format, for demos and tests."""
