@@ -50,6 +50,8 @@ def test_a_shown_command_is_valid(program: click.Command, page: str, command: st
         while words and words[0].startswith("-"):
             assert any(words[0] in option.opts for option in current.params), f"{page}: {command}"
             words.pop(0)
+        if not words:  # an option of the program itself, such as --install-completion
+            return
         name, found, words = current.resolve_command(context, words)
         assert found is not None, f"{page}: {command}"
         current = found
