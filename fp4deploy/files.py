@@ -36,10 +36,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
     The caller makes the temporary path a file, or a folder where `path` is an empty folder or does not exist.
 
     Raises:
-        InputError: the disk is full or the folder cannot be written; `path` keeps its previous content. `__cause__` is
-            the `OSError`.
+        InputError: the disk is full, the folder cannot be written, or `path` is a device or pipe; `path` keeps its
+            previous content. `__cause__` is the `OSError`, if there is one.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{path} is a device or a pipe, and would be replaced by a file. Give the name of a file.")
     private = path.with_name(f".{secrets.token_hex(8)}.partial")
     temporary = private / path.name
     try:

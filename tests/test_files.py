@@ -131,3 +131,14 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
 def test_a_digest_depends_on_where_parts_end() -> None:
     assert digest_of([b"ab", b"c"]) != digest_of([b"a", b"bc"]) != digest_of([b"abc"])
     assert digest_of([b"ab", b"c"]) == digest_of(iter([b"ab", b"c"]))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_device_or_pipe_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        mode = path.stat().st_mode
+        with pytest.raises(InputError, match="is a device or a pipe"), atomic_write(path) as temporary:
+            temporary.write_text("content")
+        assert path.stat().st_mode == mode
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]

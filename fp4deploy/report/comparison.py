@@ -305,8 +305,8 @@ def artifacts(runs: Sequence[RunData]) -> list[ArtifactRow]:
 def cannot(runs: Sequence[RunData]) -> list[str]:
     """What is not compared or only with care, in sentences."""
     found = []
-    tasks = {task: [run.label for run in runs if run.task == task] for task in TASKS}
-    if all(tasks.values()):
+    tasks = {task: named for task in TASKS if (named := [run.label for run in runs if run.task == task])}
+    if len(tasks) > 1:
         listed = "; ".join(f"{TASKS[task].metric} of {', '.join(named)}" for task, named in tasks.items())
         found.append(f"The runs learn different tasks, which are not subtracted from each other: {listed}.")
     for task in TASKS:

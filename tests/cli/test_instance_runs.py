@@ -191,9 +191,11 @@ def test_the_set_head_says_once_that_it_has_too_few_channels(invoke: Invoke, sha
     assert bench.exit_code == 0, bench.stderr
 
 
-def test_one_command_goes_all_the_way(invoke: Invoke, shapes: Path) -> None:
+def test_one_command_goes_all_the_way(invoke: Invoke, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ("--set", "train.epochs=1", "--set", "telemetry.plots=true", "--out", "whole")
-    result = invoke("run", "--task", "instance", "--data", shapes, *TINY, *more)
+    arguments = ("run", "--task", "instance", "--data", str(shapes), *TINY, *more)
+    monkeypatch.setattr("sys.argv", ["fp4deploy", *map(str, arguments)])
+    result = invoke(*arguments)
     assert result.exit_code == 0, result.stderr
     facts = json.loads(Path("whole/report.json").read_text())
     assert facts["task"] == "instance"

@@ -195,9 +195,9 @@ def test_a_compiled_model_is_probed(config: Config, tmp_path: Path, monkeypatch:
     """
     compile_, evaluate = torch.compile, Trainer.evaluate
 
-    def eagerly(self: Trainer) -> Any:
+    def eagerly(self: Trainer, *arguments: Any) -> Any:
         with torch.compiler.set_stance("force_eager"):
-            return evaluate(self)
+            return evaluate(self, *arguments)
 
     monkeypatch.setattr(Trainer, "evaluate", eagerly)
     monkeypatch.setattr(torch, "compile", lambda *args, **named: compile_(*args, **{**named, "backend": "eager"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,8 +49,8 @@ def test_the_average_is_what_is_scored_and_kept(tiny: Config, tmp_path: Path, mo
     """Every epoch is an improvement here, so that the checkpoint is that of the last one, as the state is."""
     scored, original = [], Trainer.evaluate
 
-    def rising(self: Trainer) -> object:
-        scores = original(self)
+    def rising(self: Trainer, *arguments: Any) -> object:
+        scores = original(self, *arguments)
         scored.append(next(iter(self.bare.parameters())).detach().clone())
         object.__setattr__(scores, "miou", 0.1 * len(scored))
         return scores
