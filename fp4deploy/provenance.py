@@ -1,6 +1,6 @@
 """RUN/provenance.jsonl: which file was made of which, by SHA-256, from the data to the engine.
 
-    data --train--> checkpoint --export--> ONNX, .fp4 --build--> engine
+    data --train, quantize--> checkpoint --export--> ONNX, .fp4 --build--> engine
 
 Every stage appends a line when its file is whole: the file, what it was made of, each with its digest at that moment.
 The last line of a file counts. `verify_run` walks the chain and compares it with the files that are there now: a file
@@ -30,8 +30,8 @@ from fp4deploy.runs import Run, is_first_process, run_of
 from fp4deploy.schema import Name, whole_lines
 
 FILE = "provenance.jsonl"
-Stage = Literal["train", "export", "build"]
-STAGES: tuple[Stage, ...] = ("train", "export", "build")
+Stage = Literal["train", "quantize", "export", "build"]
+STAGES: tuple[Stage, ...] = ("train", "quantize", "export", "build")
 CONTENT = (".json", ".txt", ".csv", ".yaml", ".yml")  # suffixes of a dataset's files whose content is digested
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 

@@ -46,6 +46,16 @@ def test_a_whole_chain(run: Run) -> None:
     assert lines[0]["inputs"][0]["path"] == str(run.path.parent / "data")
 
 
+def test_stages_are_walked_in_their_order(run: Run) -> None:
+    quantised = run.path / "fp16" / "nvfp4-gptq.safetensors"
+    quantised.parent.mkdir()
+    quantised.write_text("codes")
+    record("quantize", quantised, [run.checkpoint("nvfp4"), run.path.parent / "data"])
+    assert [link.stage for link in links(run)] == ["train", "quantize", "export", "build"]
+    run.checkpoint("nvfp4").write_text("trained further")
+    assert statuses(run)["fp16/nvfp4-gptq.safetensors"] == OUTDATED
+
+
 def test_a_run_may_be_moved(run: Run, tmp_path: Path) -> None:
     moved = Run(tmp_path / "elsewhere" / "named anew")
     moved.path.parent.mkdir()

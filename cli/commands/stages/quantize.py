@@ -62,6 +62,7 @@ def quantize(
     expect(model)
     import torch
 
+    from fp4deploy import provenance
     from fp4deploy.bench.locate import data_of
     from fp4deploy.ptq.checkpoint import calibration_images, quantize_checkpoint
     from fp4deploy.ptq.methods import find_method
@@ -89,6 +90,7 @@ def quantize(
         seed=seed,
         say=note,
     )
+    provenance.record("quantize", target, [source, where])
     done(f"{shown(target)} ({method}, correction {correction}, {result.images} images, {result.seconds:.1f} s)")
     note("Compare it with: fp4deploy bench --engine FILE --baseline fp16; export it with: fp4deploy export FILE")
 
