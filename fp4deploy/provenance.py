@@ -96,15 +96,7 @@ def links(run: Run) -> list[Link]:
 
 def verify_run(run: Run) -> list[Finding]:
     """Compare every link with the files as they are now, from the data to the engines."""
-    known: dict[str, str | None] = {}
-
-    def now(path: str) -> str | None:
-        if path not in known:
-            where = run.path / path  # an absolute path stays itself
-            known[path] = digest(where) if where.exists() else None
-        return known[path]
-
-    return [_finding(link, now) for link in links(run)]
+    return _findings(run, links(run))
 
 
 def outdated(path: Path) -> str | None:
@@ -113,8 +105,8 @@ def outdated(path: Path) -> str | None:
     if run is None:
         return None
     name = _name(run, path)
-    broken = [finding for finding in verify_run(run) if finding.status in (CHANGED, OUTDATED)]
-    return next((finding.text for finding in broken if finding.path == name), None)
+    own = _findings(run, [link for link in links(run) if link.path == name])
+    return next((finding.text for finding in own if finding.status in (CHANGED, OUTDATED)), None)
 
 
 def digest(path: Path) -> str:
@@ -135,6 +127,19 @@ def _parts(folder: Path) -> list[bytes]:
     return parts
 
 
+def _findings(run: Run, chain: Sequence[Link]) -> list[Finding]:
+    """What became of each link; a file that several name is read once."""
+    known: dict[str, str | None] = {}
+
+    def now(path: str) -> str | None:
+        if path not in known:
+            where = run.path / path  # an absolute path stays itself
+            known[path] = digest(where) if where.exists() else None
+        return known[path]
+
+    return [_finding(link, now) for link in chain]
+
+
 def _finding(link: Link, now: Callable[[str], str | None]) -> Finding:
     found = now(link.path)
     if found is None:
@@ -152,14 +157,11 @@ def _finding(link: Link, now: Callable[[str], str | None]) -> Finding:
         if before != source.sha256:
             text = (
                 f"{link.path} was made of another {source.path}: SHA-256 {source.sha256[:12]} then, {before[:12]} now. "
-                f"Repeat: {_AGAIN[link.stage]}"
+                f"Repeat: fp4deploy {link.stage}"
             )
             return Finding(link.stage, link.path, OUTDATED, text)
     made = ", ".join(source.path for source in link.inputs)
     return Finding(link.stage, link.path, OK, f"{link.path} <- {made}")
-
-
-_AGAIN: dict[str, str] = {stage: f"fp4deploy {stage}" for stage in STAGES}
 
 
 def _name(run: Run, path: Path) -> str:

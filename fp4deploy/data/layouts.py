@@ -77,8 +77,10 @@ def split_images(root: Path, split: str) -> dict[str, Path]:
     """Images of a split with masks, by their stem; of Pascal VOC, whose splits share a folder, those on its list."""
     folder = find_images(root, split)
     found = image_files(folder) if folder is not None else {}
-    listing = None if _mask_folder(root, split) else _voc_list(root, split)
-    return found if listing is None else {stem: found[stem] for stem in _stems(listing) if stem in found}
+    if _mask_folder(root, split) is not None or not (root / VOC_MASKS).is_dir():
+        return found
+    listing = _voc_list(root, split)
+    return {} if listing is None else {stem: found[stem] for stem in _stems(listing) if stem in found}
 
 
 def _names(split: str) -> tuple[str, ...]:

@@ -56,20 +56,19 @@ def shared_images(root: Path) -> list[Shared]:
         InputError: `root` is not a dataset folder.
     """
     require_folder(root)
-    places = [path for split in ALL_SPLITS for path in _files(root, split)]
-    split_of = {path: split for split in ALL_SPLITS for path in _files(root, split)}
-    by_size: dict[int, list[Path]] = {}
-    for path in places:
-        if path.is_file():
-            by_size.setdefault(path.stat().st_size, []).append(path)
+    by_size: dict[int, list[tuple[Path, str]]] = {}
+    for split in ALL_SPLITS:
+        for path in _files(root, split):
+            if path.is_file():
+                by_size.setdefault(path.stat().st_size, []).append((path, split))
     found = []
     for equal in by_size.values():
-        if len({split_of[path] for path in equal}) < 2:
+        if len({split for _, split in equal}) < 2:
             continue
-        first: dict[str, Path] = {}
-        for path in equal:
-            before = first.setdefault(file_digest(path), path)
-            if split_of[before] != split_of[path]:
+        first: dict[str, tuple[Path, str]] = {}
+        for path, split in equal:
+            before, origin = first.setdefault(file_digest(path), (path, split))
+            if origin != split:
                 found.append(Shared(before.relative_to(root).as_posix(), path.relative_to(root).as_posix()))
     return found
 
