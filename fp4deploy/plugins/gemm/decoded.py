@@ -32,6 +32,7 @@ from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm.arguments import TYPES, require_offsets, run
+from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.schema import Int, read_json, validated
@@ -216,14 +217,8 @@ def conv2d(
     n, h, w = sources[0].shape[:3]
     outputs, kh, kw, _ = weight.shape
     taps = (1, 1) if up else (kh, kw)
-    oh, ow = (
-        (h, w)
-        if up
-        else (
-            (h + 2 * padding - dilation * (kh - 1) - 1) // stride + 1,
-            (w + 2 * padding - dilation * (kw - 1) - 1) // stride + 1,
-        )
-    )
+    geometry = (stride, padding, dilation)
+    oh, ow = (h, w) if up else (output_size(h, kh, *geometry), output_size(w, kw, *geometry))
     rows, device = n * oh * ow, sources[0].codes.device
     depths = tuple(x.codes.shape[-1] for x in sources)
     chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, device)
@@ -239,7 +234,6 @@ def conv2d(
     if chosen.splits > 1:
         target = torch.empty(chosen.splits, math.prod(shape), dtype=torch.float32, device=device)
     items = 0 if found is None else 1 if n == 1 or (oh * ow) % tall == 0 else 2
-    geometry = (stride, padding, dilation)
     call = conv_call(
         sources, weight, bias, (n, h, w), (n, oh, ow), target, scales, out_amax, found, items, dtype, taps, geometry,
         relu, up, chosen, asm,
