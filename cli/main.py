@@ -31,6 +31,7 @@ from fp4deploy.terminal import QUIET, printable
 from .commands.machine import data, doctor, kernels, selftest
 from .commands.results import audit, check, inspect, open_page, report, settings, telemetry, verify
 from .commands.stages import bench, build, estimate, export, predict, quantize, run, search, sweep, train
+from .deferred import deferred
 from .process import is_out_of_memory, lasting_output, refused_by_system, stop_on_signals
 
 DEBUG = "--debug"
@@ -137,26 +138,26 @@ def _root(
     pass
 
 
-app.command("run")(run.run)
-app.command("train")(train.train)
-app.command("estimate")(estimate.estimate)
-app.command("sweep")(sweep.sweep)
-app.command("quantize")(quantize.quantize)
-app.command("search")(search.search)
-app.command("export")(export.export)
-app.command("build")(build.build)
-app.command("bench")(bench.bench)
-app.command("predict")(predict.predict)
-app.command("report")(report.report)
-app.command("open")(open_page.open_page)
-app.command("settings")(settings.settings)
-app.command("check")(check.check)
-app.command("verify")(verify.verify)
-app.command("inspect")(inspect.inspect)
-app.command("audit")(audit.audit)
-app.command("doctor")(doctor.doctor)
-app.command("kernels")(kernels.kernels)
-app.command("selftest")(selftest.selftest)
+deferred(app, "run")(run.run)
+deferred(app, "train")(train.train)
+deferred(app, "estimate")(estimate.estimate)
+deferred(app, "sweep")(sweep.sweep)
+deferred(app, "quantize")(quantize.quantize)
+deferred(app, "search")(search.search)
+deferred(app, "export")(export.export)
+deferred(app, "build")(build.build)
+deferred(app, "bench")(bench.bench)
+deferred(app, "predict")(predict.predict)
+deferred(app, "report")(report.report)
+deferred(app, "open")(open_page.open_page)
+deferred(app, "settings")(settings.settings)
+deferred(app, "check")(check.check)
+deferred(app, "verify")(verify.verify)
+deferred(app, "inspect")(inspect.inspect)
+deferred(app, "audit")(audit.audit)
+deferred(app, "doctor")(doctor.doctor)
+deferred(app, "kernels")(kernels.kernels)
+deferred(app, "selftest")(selftest.selftest)
 app.add_typer(data.app, name="data")
 app.add_typer(telemetry.app, name="telemetry")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
@@ -64,6 +65,16 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     codes, loaded = json.loads(result.stdout)
     assert codes == [0] * (1 + len(COMMANDS) + 3)
     assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_help_reads_no_options_of_commands(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer.main
+
+    group = typer.main.get_command(app)
+    monkeypatch.setattr(typer.main, "get_command", lambda app: group)
+    assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+    assert [name for name, command in group.commands.items() if vars(command).get("params")] == []
+    assert [parameter.name for parameter in group.commands["report"].params] != []
 
 
 def test_the_contract_of_commands(app: Any) -> None:

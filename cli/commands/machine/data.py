@@ -11,6 +11,7 @@ import typer
 from fp4deploy.errors import GateError, InputError, counted
 
 from ...console import done, note, print_json, results, shown
+from ...deferred import deferred
 from ...numbers import finite
 from ...settings import SHAPES
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Generate a dataset, check one, or make one of annotation files.", no_args_is_help=True)
 
 
-@app.command("shapes")
+@deferred(app, "shapes")
 def shapes(
     out: Annotated[Path, typer.Argument(help="Folder to create.")],
     train: Annotated[int, typer.Option("--train", min=1, max=1_000_000, help="Training images.")] = SHAPES["train"],
@@ -38,7 +39,7 @@ def shapes(
     note(f"Train on them with: fp4deploy train --data {shown(out)}")
 
 
-@app.command("check")
+@deferred(app, "check")
 def check(
     folder: Annotated[Path, typer.Argument(help="Dataset folder: COCO, Roboflow, masks or Pascal VOC.")],
     sheet: Annotated[
@@ -97,7 +98,7 @@ def _print(splits: list[SplitSummary]) -> None:
     results().print(table)
 
 
-@app.command("import")
+@deferred(app, "import")
 def import_(
     out: Annotated[Path, typer.Option("--out", help="Folder to create.", show_default=False)],
     train_json: Annotated[Path, typer.Option("--train-json", help="COCO annotations.", show_default=False)],

@@ -12,11 +12,12 @@ from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
 from ...console import done, note, shown
+from ...deferred import deferred
 
 app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
 
 
-@app.command("plot")
+@deferred(app, "plot")
 def plot(
     run: Annotated[
         Path | None,
@@ -36,7 +37,7 @@ def plot(
     draw(found, [model] if model else models)
 
 
-@app.command("study")
+@deferred(app, "study")
 def study(
     checkpoint: Annotated[
         Path | None, typer.Argument(help="Checkpoint.", show_default="nvfp4, else fp16, of the latest run")
