@@ -23,7 +23,7 @@ from torch import nn
 
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
-from fp4deploy.qat.fused_unet import fuse
+from fp4deploy.qat.fused_unet import fuse_unet
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 STEPS, BATCH, SIZE, CLASSES, SCALE = 50, 8, 128, 4, 0.5
@@ -45,7 +45,7 @@ def losses(kernels: str, fused: bool, seed: int = 0) -> list[float]:
     torch.manual_seed(seed)
     model: nn.Module = prepare(build_unet(CLASSES, SCALE)).cuda()
     model = model.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-    model = fuse(model) if fused else model
+    model = fuse_unet(model) if fused else model
     optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), torch.amp.GradScaler("cuda")
     loss_of, found = SegmentationLoss(), []
     for step in range(STEPS):

@@ -36,7 +36,7 @@ from fp4deploy.export.verify.packed import compare_nodes
 from fp4deploy.packed import activation_bytes, read_packed
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.qat import load_model
-from fp4deploy.qat.fused_unet import fuse
+from fp4deploy.qat.fused_unet import fuse_unet
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -79,7 +79,7 @@ def measure(run: Path, data: Path, batches: list[int]) -> dict[str, Any]:
         "bytes": {"fp16": half, "packed": path.stat().st_size, "ratio": path.stat().st_size / half},
     }
     print("weights: {packed} of {fp16} bytes, {ratio:.3f}".format(**result["bytes"]))
-    fused = fuse(copy.deepcopy(emulated))
+    fused = fuse_unet(copy.deepcopy(emulated))
 
     def emulate_fused(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.float16):

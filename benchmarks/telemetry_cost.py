@@ -34,7 +34,7 @@ from torch import nn
 
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
-from fp4deploy.qat.fused_unet import FusedUNet, fuse
+from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.train.config import TelemetrySection
 from fp4deploy.train.logging.telemetry import Telemetry
 from fp4deploy.train.losses.segmentation import SegmentationLoss
@@ -55,7 +55,7 @@ class Training:
         layout = torch.channels_last if device == "cuda" else torch.contiguous_format
         self.model = model.to(device, memory_format=layout).train()  # type: ignore[call-overload]
         if device == "cuda":
-            fuse(self.model)
+            fuse_unet(self.model)
         batch, height, width = SHAPES[device]
         generator = torch.Generator(device).manual_seed(0)
         images = torch.randn(batch, 3, height, width, device=device, generator=generator)

@@ -34,7 +34,7 @@ from torch import nn
 
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
-from fp4deploy.qat.fused_unet import fuse
+from fp4deploy.qat.fused_unet import fuse_unet
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
@@ -109,7 +109,7 @@ def measure(scale: float, chosen: list[str], repeats: int) -> list[dict[str, Any
         if precision == "nvfp4":
             prepare(model, recipe)
         model = model.cuda().to(memory_format=layout)  # type: ignore[call-overload]
-        return fuse(model) if fused else model
+        return fuse_unet(model) if fused else model
 
     def compiled(mode: str) -> nn.Module:
         return torch.compile(plain("fp16", False), mode=mode, dynamic=False)  # type: ignore[return-value]

@@ -4,6 +4,7 @@
 
     fd.prepare(model, "nvfp4_qat")                             # fake-quantise a torch model in place, then train it
     fd.calibrate(model, batches)                               # static activation scales
+    fd.fuse(model)                                             # on a GPU: quantisation inside the kernels around it
     fd.quantize(model, images, method="gptq")                  # NVFP4 without training
     fd.export_onnx(checkpoint, "unet.onnx", data="data/coco")  # ONNX with FP4 Q/DQ nodes, compared with torch
     fd.pack(checkpoint, "unet.fp4", data="data/coco")          # NVFP4 codes and scales for this project's kernels

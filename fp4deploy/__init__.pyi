@@ -13,6 +13,7 @@ from .plugins.gemm.linear import fp4_cached_linear, fp4_linear, fp4_matmul
 from .plugins.gemm.weight_cache import FP4WeightCache, fp4_quantize
 from .predict.predictor import load
 from .ptq.quantize import quantize
+from .qat.fusion.fuse import fuse
 from .qat.load import load_model
 from .qat.prepare import calibrate, layer_plan, prepare, restore
 from .qat.recipes import RECIPES, QuantSpec, Recipe
@@ -38,6 +39,7 @@ __all__ = [
     "fp4_linear",
     "fp4_matmul",
     "fp4_quantize",
+    "fuse",
     "layer_plan",
     "load",
     "load_model",

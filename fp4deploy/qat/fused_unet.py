@@ -3,9 +3,9 @@
     unfused   conv, + bias, GroupNorm, ReLU, amax, quantise, ...     each a pass over the activation, GroupNorm in FP32
     fused     conv, [+ bias + GroupNorm + ReLU + amax + quantise]    two reads and one write
 
-`fuse` turns a UNet into a `FusedUNet` in place; parameters, names and results are the same, up to the rounding of FP16
-where the unfused model holds FP32 between GroupNorm and the next convolution. An FP16 model gains as well: it is the
-same path without the quantisers.
+`fuse_unet` turns a UNet into a `FusedUNet` in place; parameters, names and results are the same, up to the rounding of
+FP16 where the unfused model holds FP32 between GroupNorm and the next convolution. An FP16 model gains as well: it is
+the same path without the quantisers.
 
 The fused forward does not call the submodules. Whenever that would matter (a hook on one of them, a calibration, a
 recipe that the kernels do not have, no autocast, no GPU), the plain forward runs instead.
@@ -38,11 +38,16 @@ SIMPLE_WEIGHT = QuantSpec()
 Observe = Callable[[nn.Module, torch.Size, Callable[[slice], torch.Tensor]], None]
 
 
-def fuse(model: nn.Module) -> nn.Module:
+def fuse_unet(model: nn.Module) -> nn.Module:
     """Give a UNet the fused forward, in place; any other model is returned as it is."""
     if type(model) is UNet:
         model.__class__ = FusedUNet
     return model
+
+
+def has_kernels(model: nn.Module) -> bool:
+    """The kernels compute what every layer of this network does, by its recipe and channels."""
+    return isinstance(model, UNet) and all(_is_simple(module) for module in model.modules() if module is not model)
 
 
 class FusedUNet(UNet):

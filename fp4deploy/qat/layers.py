@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.formats import finite_amax
-from fp4deploy.plugins.quantize.dispatch import previous_amax
+from fp4deploy.plugins.quantize.dispatch import finite_amax, previous_amax
 from fp4deploy.qat.backward_gemms import quantized_gemms
+from fp4deploy.qat.fusion import traced
 from fp4deploy.qat.gemms import ConvGemms, LinearGemms
 from fp4deploy.qat.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import QuantSpec, Recipe
@@ -42,6 +42,7 @@ class QuantizedLayer(nn.Module):
     input_amax: torch.Tensor | None
     delayed_amax: torch.Tensor | None  # what the last training step quantised with, where that is not input_amax
     observing: bool
+    fusible = False  # `fuse` compiles this layer
     weight: torch.Tensor
 
     def attach(self, recipe: Recipe, amax: torch.Tensor | None = None) -> None:
@@ -59,6 +60,7 @@ class QuantizedLayer(nn.Module):
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
         del self.recipe, self.observing, self.delayed_amax, self.input_amax
+        self.__dict__.pop("fusible", None)
 
     @property
     def is_static(self) -> bool:
@@ -91,6 +93,10 @@ class QuantizedLayer(nn.Module):
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantise the input for the forward GEMM; in training the tracked amax follows."""
         gemms = self.gemms()
+        if self._is_traced() and traced.can_trace(self.recipe.activation):
+            choice = traced.choice_of(cast(QuantSpec, self.recipe.activation))
+            if traced.takes(x, gemms.input_axis, gemms.groups, choice):
+                return self._traced_input(x, gemms.input_axis, gemms.groups, choice)
         operand = (self.recipe.activation, (gemms.input_axis,))
         if self.recipe.amax_learned:
             amax = cast(torch.Tensor, self.static_amax(x))
@@ -101,9 +107,36 @@ class QuantizedLayer(nn.Module):
         self.follow(largest)
         return quantized
 
+    def _is_traced(self) -> bool:
+        """The compiler of `fuse` is capturing this layer."""
+        return self.fusible and torch.compiler.is_dynamo_compiling()
+
+    def _traced_input(self, x: torch.Tensor, axis: int, groups: int, choice: traced.Choice) -> torch.Tensor:
+        """`quantized_input` in operators that a compiler fuses."""
+        if not self.is_static:
+            return traced.quantize(x, traced.amax(x), axis, groups, False, choice)
+        amax = cast(torch.Tensor, self.input_amax)
+        if self.recipe.amax_learned:
+            used = torch.where(amax > 0, amax, float("nan"))
+            return traced.quantize_learned(x, used, axis, groups, choice)
+        if self.moves_amax:
+            with torch.no_grad():
+                largest = traced.amax(x)
+                moved = torch.maximum(largest, amax * self.recipe.amax_decay)
+                amax_used = torch.where(amax > 0, amax, largest) if self.is_delayed else moved
+                used = torch.where(amax_used > 0, amax_used, float("nan"))
+                amax.copy_(moved)
+        else:
+            used = cast(torch.Tensor, self.static_amax(x))
+        return traced.quantize(x, used, axis, groups, True, choice)
+
     def quantized_weight(self) -> torch.Tensor:
         """Fake-quantise the weight for the forward GEMM, with its own amax."""
         gemms = self.gemms()
+        spec = self.recipe.weight
+        if self._is_traced() and spec is not None and traced.can_trace(spec):
+            groups, choice = gemms.weight_groups, traced.choice_of(spec)
+            return traced.quantize_weight(self.weight, spec.block, gemms.weight_axes, groups, choice)
         return fake_quantize(self.weight, self.recipe.weight, gemms.weight_axes, groups=gemms.weight_groups)
 
     def static_amax(self, x: torch.Tensor) -> torch.Tensor | None:

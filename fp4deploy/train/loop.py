@@ -29,7 +29,9 @@ from fp4deploy.files import append_line, remove_leftovers
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
 from fp4deploy.qat import quantized_layers
-from fp4deploy.qat.fused_unet import FusedUNet, fuse
+from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
+from fp4deploy.qat.fusion.compiler import backend
+from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.learned import keep_positive
 from fp4deploy.tasks import TaskScores
 from fp4deploy.train.checkpointing import checkpoint_blocks
@@ -47,6 +49,7 @@ from fp4deploy.train.state import Progress, SavingPace, load_state, save_state
 from fp4deploy.train.tasks import TrainingTask
 
 MAX_CONSECUTIVE_SKIPPED = 30
+STEPS_WORTH_COMPILING = 2000  # compiling took a minute, launching layer by layer about 30 ms a step, on an H200's host
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
 
 
@@ -76,44 +79,54 @@ class Trainer:
         on_gpu = torch.cuda.is_available()
         self.accelerator = Accelerator(mixed_precision="fp16" if on_gpu else "no", cpu=not on_gpu)
         self.device = self.accelerator.device
-        fused = settings.fused and not settings.checkpointing and available(self.device)
+        self.train_batches: Any = loaders[0]
+        self.val_batches: Any = loaders[1]
+        self.layers = tuple(quantized_layers(model).values())
+        fused = bool(settings.fused) and not settings.checkpointing and available(self.device)
         self.kernels = "cuda" if fused else "torch"
-        if self.kernels == "cuda":
-            fuse(model)
+        if fused and (settings.fused is True or has_kernels(model)):
+            fuse_unet(model)
         if settings.checkpointing:
             checkpoint_blocks(model)
-        channels_last = settings.channels_last or isinstance(model, FusedUNet)
+        self.fuses = fused and not isinstance(model, FusedUNet) and self._compiling_pays()
+        self.compiled = self.fuses or (settings.compile and not isinstance(model, FusedUNet))
+        channels_last = settings.channels_last or isinstance(model, FusedUNet) or self.fuses
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.bare = model.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
-        self.layers = tuple(quantized_layers(model).values())
         self.optimizer = make_optimizer(model, job.lr, settings.weight_decay, *clip_rates)
         self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
         self.average = WeightAverage(model, settings.ema) if settings.ema else None
         self.auxiliary = auxiliary and auxiliary.placed(self.device, self.layout, fused)
         self.sampler = loaders[0].sampler
-        self.train_batches: Any = loaders[0]
-        self.val_batches: Any = loaders[1]
         if not self._alone:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
         self.loss: Any = task.loss
         if settings.compile:
             self.loss = torch.compile(self.loss.__call__)
-            if not isinstance(model, FusedUNet):
-                self.model = torch.compile(self.model)
+        if self.fuses:
+            mark_fusible(self.bare)
+            self.model = torch.compile(self.model, backend=backend(), dynamic=False)
+        elif self.compiled:
+            self.model = torch.compile(self.model)
         self.telemetry = Telemetry(
             telemetry or TelemetrySection(every=0, trackers=[]),
             job.folder,
             self.bare,
             self.steps,
             active=self.accelerator.is_main_process,
-            compiled=settings.compile and not isinstance(model, FusedUNet),
+            compiled=self.compiled,
             config={"model": job.model, "recipe": card.recipe, "lr": job.lr, **settings.model_dump(mode="json")},
         )
         self.progress = Progress()
         self.statistics = RunningStatistics(self.device, EpochStatistics(), settings.spike)
         self.interrupt = Interrupt()
         self.pace = SavingPace(settings.save_minutes)
+
+    def _compiling_pays(self) -> bool:
+        """With train.fused=auto: the steps are many enough for what `fuse` needs to compile."""
+        asked = self.settings.fused == "auto" and bool(self.layers)
+        return asked and self._alone and self.steps >= STEPS_WORTH_COMPILING
 
     @property
     def steps(self) -> int:
@@ -158,7 +171,7 @@ class Trainer:
         """Score on the validation split; `validated(batches, of)` is called after each batch."""
         evaluation, total = self.task.evaluation(), len(self.val_batches)
         self.model.eval()
-        with self._averaged(), torch.inference_mode(), self.accelerator.autocast():
+        with self._uncompiled(), self._averaged(), torch.inference_mode(), self.accelerator.autocast():
             for number, (images, labels) in enumerate(self._on_device(self.val_batches), start=1):
                 self._pause_if_asked()
                 evaluation.update(self.model(images), labels, self.accelerator.gather_for_metrics)
@@ -316,6 +329,10 @@ class Trainer:
                 f"{path} was trained on {epoch} batches an epoch, and there are {len(self.train_batches)} now: the "
                 "data, the batch size or the number of processes changed. Give the original ones, or start a new run."
             )
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """An evaluation is too short to compile for, and needs no gradient, which is what fusion is for."""
+        return torch.compiler.set_stance("force_eager") if self.fuses else nullcontext()
 
     def _averaged(self) -> AbstractContextManager[None]:
         return self.average.applied() if self.average is not None else nullcontext()

@@ -110,7 +110,9 @@ class TrainSection(Section):
     )
     channels_last: bool = Field(False, description="NHWC memory format")
     compile: bool = Field(False, description="torch.compile the network")
-    fused: bool = Field(True, description="use the fused kernels where they apply")
+    fused: bool | Literal["auto"] = Field(
+        True, description="use the fused kernels where they apply; auto: also torch.compile other quantised networks"
+    )
     ema: float = Field(
         0.0,
         ge=0,

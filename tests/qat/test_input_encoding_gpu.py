@@ -12,7 +12,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS, encode_input
 from fp4deploy.plugins import available
 from fp4deploy.qat import prepare, quantized_layers
-from fp4deploy.qat.fused_unet import FusedUNet, fuse
+from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.qat.telemetry.collect import Watcher
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
@@ -69,7 +69,7 @@ def test_the_kernel_that_quantises_the_first_input_keeps_every_digit(recipe: str
 def test_the_fused_unet_is_as_exact_as_the_plain_one(quantised: str) -> None:
     """Against FP32, as without digits; the first layer multiplies the same digits in all three."""
     exact = unet(quantised)
-    plain, fused = copy.deepcopy(exact), fuse(copy.deepcopy(exact))
+    plain, fused = copy.deepcopy(exact), fuse_unet(copy.deepcopy(exact))
     assert isinstance(fused, FusedUNet)
     assert fused._fusable()
     x = images().cuda()
@@ -89,7 +89,7 @@ def test_the_fused_unet_is_as_exact_as_the_plain_one(quantised: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4_qat", "nvfp4_qat_delayed"])
 def test_the_fused_unet_recomputes_what_it_computed(recipe: str) -> None:
-    model = fuse(unet("all layers", recipe))
+    model = fuse_unet(unet("all layers", recipe))
     other = copy.deepcopy(model)
     with torch.backends.cudnn.flags(deterministic=True):
         for seed in range(2):
@@ -105,7 +105,7 @@ def test_the_fused_unet_recomputes_what_it_computed(recipe: str) -> None:
 
 @pytest.mark.parametrize("quantised", ["by default", "all layers"])
 def test_the_fused_forward_shows_the_digits(quantised: str) -> None:
-    model, x = fuse(unet(quantised)), images().cuda().contiguous(memory_format=torch.channels_last)
+    model, x = fuse_unet(unet(quantised)), images().cuda().contiguous(memory_format=torch.channels_last)
     assert isinstance(model, FusedUNet)
     seen: list[torch.Tensor] = []
     first = model.get_submodule(FIRST)
@@ -127,7 +127,7 @@ def test_the_fused_forward_shows_the_digits(quantised: str) -> None:
 
 def test_evaluation_gives_the_same_classes_as_the_plain_forward() -> None:
     plain = unet("nothing").eval()
-    fused, x = fuse(copy.deepcopy(plain)), images().cuda()
+    fused, x = fuse_unet(copy.deepcopy(plain)), images().cuda()
     with torch.inference_mode(), torch.autocast("cuda", dtype=torch.float16):
         expected, found = plain(x).argmax(1), fused(x).argmax(1)
     assert float((found == expected).float().mean()) > 0.99

@@ -12,7 +12,7 @@ from torch import nn
 from fp4deploy.models import build_unet
 from fp4deploy.plugins import available
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, calibrate, prepare, quantized_layers
-from fp4deploy.qat.fused_unet import FusedUNet, fuse
+from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.qat.quantizers import quantize_operand
 from fp4deploy.qat.telemetry.collect import (
     ACTIVATION,
@@ -396,7 +396,7 @@ def test_the_fused_forward_is_seen_and_left_alone(recipe: str | None) -> None:
             prepare(model, recipe)
         model = model.cuda().to(memory_format=torch.channels_last).train()
         if fused:
-            fuse(model)
+            fuse_unet(model)
         x = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0)).cuda()
         x = x.to(memory_format=torch.channels_last)
         watcher = Watcher(model)

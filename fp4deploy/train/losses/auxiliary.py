@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from fp4deploy.qat import QuantizedLayer
-from fp4deploy.qat.fused_unet import FusedUNet, fuse
+from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.train.sections import DistillSection
 
 
@@ -51,7 +51,7 @@ class AuxiliaryLosses:
         """Move the teacher to the device, frozen, in the layout of the student's images."""
         if self.teacher is not None:
             if fused:
-                fuse(self.teacher)
+                fuse_unet(self.teacher)
             layout = torch.channels_last if isinstance(self.teacher, FusedUNet) else layout
             self.teacher.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload]
         return self

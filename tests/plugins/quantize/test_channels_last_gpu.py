@@ -15,7 +15,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.plugins import available
 from fp4deploy.plugins.quantize.weights import fake_quantize_weights
 from fp4deploy.qat import prepare, quantized_layers
-from fp4deploy.qat.fused_unet import FusedUNet, fuse
+from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 pytestmark = [
@@ -251,7 +251,7 @@ def test_a_delayed_step_computes_what_evaluation_before_it_does(fused: bool) -> 
     """Bitwise; and the amaxes move by the largest value of the step, which a copy without a memory finds."""
     torch.manual_seed(0)
     model = prepare(build_unet(5, 0.25), "nvfp4_qat_delayed").cuda().to(memory_format=torch.channels_last).train()
-    model = fuse(model) if fused else model
+    model = fuse_unet(model) if fused else model
     with torch.backends.cudnn.flags(deterministic=True), torch.autocast("cuda", dtype=torch.float16), torch.no_grad():
         for seed, factor in enumerate((1.0, 0.3, 3.0, 1.0)):
             images = feature_map((2, 3, 64, 96), torch.float32, seed) * factor
@@ -269,7 +269,7 @@ def test_a_delayed_step_computes_what_evaluation_before_it_does(fused: bool) -> 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_fused_unet_recomputes_what_it_computed(recipe: str, reentrant: bool) -> None:
     torch.manual_seed(0)
-    model = fuse(prepare(build_unet(5, 0.25), recipe).cuda().to(memory_format=torch.channels_last).train())
+    model = fuse_unet(prepare(build_unet(5, 0.25), recipe).cuda().to(memory_format=torch.channels_last).train())
     other = copy.deepcopy(model)
     with torch.backends.cudnn.flags(deterministic=True):
         for seed, factor in enumerate((1.0, 0.3, 3.0)):
@@ -293,7 +293,7 @@ def test_the_fused_unet_is_as_exact_as_the_plain_one(quantised: str) -> None:
     if quantised != "nothing":
         prepare(exact, include=["*"] if quantised == "all layers" else None)
     exact = exact.cuda().to(memory_format=torch.channels_last).train()
-    plain, fused = copy.deepcopy(exact), fuse(copy.deepcopy(exact))
+    plain, fused = copy.deepcopy(exact), fuse_unet(copy.deepcopy(exact))
     assert isinstance(fused, FusedUNet)
     assert fused._fusable()
     images = torch.randn(4, 3, 96, 128, device="cuda")
@@ -312,7 +312,7 @@ def test_the_fused_unet_is_as_exact_as_the_plain_one(quantised: str) -> None:
 
 
 def test_hooks_and_calibration_take_the_plain_path() -> None:
-    model = fuse(prepare(build_unet(3, 0.25)).cuda().to(memory_format=torch.channels_last))
+    model = fuse_unet(prepare(build_unet(3, 0.25)).cuda().to(memory_format=torch.channels_last))
     assert model._fusable()
     handle = model.encoder[1].conv1.register_forward_hook(lambda *_: None)
     assert not model._fusable()

@@ -1,0 +1,180 @@
+"""One training step of networks of other libraries: FP16 and NVFP4, eager, compiled and fused, a process for each case.
+
+    python benchmarks/training_models.py --json benchmarks/results/training_models_h200.json
+
+Batch 16, 352 x 480, 12 classes, channels_last, FP16 autocast over FP32 weights, the loss and the optimiser of
+`fp4deploy train`, gradients clipped; random input that stays on the GPU. "compiled" is torch.compile alone, "fused" is
+`fp4deploy.fuse`. All processes compile at the same time; then one after another takes its median of whole steps by CUDA
+events, while the others wait. Peak memory is PyTorch's, of the timed steps; `first_step_s` is with compiling beside the
+others; `kernels_ms` is the sum of the kernels of one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4deploy.models import build_unet
+from fp4deploy.models.sources import SOURCES
+from fp4deploy.qat import prepare
+from fp4deploy.qat.fusion.fuse import fuse
+from fp4deploy.train.losses.segmentation import SegmentationLoss
+
+BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
+CASES = tuple(
+    f"{network},{recipe},{way}"
+    for network in ("smp:Unet/resnet34", "monai:BasicUNet", "torchvision:deeplabv3_resnet50")
+    for recipe, way in (("nvfp4_qat", "fused"), ("fp16", "compiled"), ("fp16", "eager"), ("nvfp4_4o6_qat", "fused"))
+)
+
+
+def make_step(model: nn.Module) -> Callable[[], None]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    images = torch.randn(BATCH, 3, HEIGHT, WIDTH, device="cuda", generator=generator)
+    images = images.to(memory_format=torch.channels_last)
+    masks = torch.randint(0, CLASSES, (BATCH, HEIGHT, WIDTH), device="cuda", generator=generator)
+    loss: Any = SegmentationLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.float16):
+            logits = model(images)
+            logits = logits["out"] if isinstance(logits, dict) else logits
+        scaler.scale(loss(logits, masks)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def median_ms(step: Callable[[], None], repeats: int = 15) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def build(network: str, recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    source, _, name = network.partition(":")
+    model: nn.Module = build_unet(CLASSES, float(name)) if source == "unet" else SOURCES[source](name, CLASSES, {})
+    if recipe != "fp16":
+        prepare(model, recipe)
+    return model.cuda().to(memory_format=torch.channels_last).train()  # type: ignore[no-any-return, call-overload]
+
+
+def profile(step: Callable[[], None], path: Path) -> float:
+    """Kernel times of one step into a text file; returns their sum in ms."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    events = [each for each in found.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda each: -each.self_device_time_total)
+    lines = [f"{each.self_device_time_total / 1e3:9.3f} ms {each.count:5d}  {each.key[:200]}" for each in events[:60]]
+    path.write_text("\n".join(lines) + "\n")
+    return float(sum(each.self_device_time_total for each in events) / 1e3)
+
+
+def measure(case: str, folder: Path, place: int, total: int, deadline: float) -> None:
+    """One case, in a process of its own; the result is a file in `folder`."""
+    os.nice(min(2 * place, 19))
+    network, recipe, way = case.split(",")
+    row: dict[str, Any] = {"network": network, "recipe": recipe, "way": way}
+    try:
+        step = _first_step(row)
+        (folder / f"{place}.ready").touch()
+        while len(list(folder.glob("*.ready"))) < total and time.time() < deadline:
+            time.sleep(0.2)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            torch.backends.cudnn.benchmark = True  # not before: the choice takes measurements
+            for _ in range(5):
+                step()
+            torch.cuda.reset_peak_memory_stats()
+            row["ms"] = median_ms(step)
+            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            row["kernels_ms"] = profile(step, folder / f"{case}.txt".replace("/", "_").replace(":", "_"))
+    except Exception as error:  # one case must not end the others
+        row["error"] = f"{type(error).__name__}: {error}"[:600]
+        (folder / f"{place}.ready").touch()
+    (folder / f"{place}.json").write_text(json.dumps(row))
+
+
+def _first_step(row: dict[str, Any]) -> Callable[[], None]:
+    model = build(row["network"], row["recipe"])
+    if row["way"] == "compiled":
+        model.compile(dynamic=False)
+    elif row["way"] == "fused":
+        fuse(model)
+    step = make_step(model)
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    row["first_step_s"] = round(time.perf_counter() - start, 1)
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profiles", type=Path, help="folder for a table of kernel times of each case")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="NETWORK,RECIPE,WAY")
+    parser.add_argument("--compile-seconds", type=float, default=900, help="then time what is compiled")
+    parser.add_argument("--seconds", type=float, default=1800, help="end what is not done by then")
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        folder, place, total, deadline = arguments.one
+        measure(arguments.cases[0], Path(folder), int(place), int(total), float(deadline))
+        return
+    start = time.time()
+    folder = arguments.profiles or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    count = str(len(arguments.cases))
+    own = [sys.executable, __file__, "--cases"]
+    children = [
+        subprocess.Popen([*own, case, "--one", str(folder), str(place), count, str(start + arguments.compile_seconds)])
+        for place, case in enumerate(arguments.cases)
+    ]
+    for child in children:
+        try:
+            child.wait(max(0.1, start + arguments.seconds - time.time()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    machine["python"] = platform.python_version()
+    report = {"command": "python benchmarks/training_models.py", "machine": machine, "rows": rows}
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

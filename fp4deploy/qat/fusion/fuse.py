@@ -1,0 +1,63 @@
+"""`fuse`: the fastest way to train a prepared network on the GPU at hand, with its results kept.
+
+    our UNet, a recipe with kernels      FusedUNet: kernels for norm + ReLU + quantise, nothing to compile
+    anything else                        torch.compile with the passes of this folder
+
+The module stays the one it was: class (but for the UNet), parameters, names and hooks of the module itself. A network
+that is compiled takes its time at the first step, once for each shape of its input.
+
+What the compiler generates for the quantisers was read, for SM90, but has not run on a GPU; that they give the bits of
+the reference was tested on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4deploy.plugins import available
+from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
+from fp4deploy.qat.fusion.compiler import backend
+from fp4deploy.qat.prepare import quantized_layers
+
+
+def fuse(model: nn.Module, example_inputs: Any = None) -> nn.Module:
+    """Fuse quantisation with the layers around it, in place; without a GPU the model is returned as it is.
+
+    Args:
+        model: on its device; prepared for a recipe, or plain.
+        example_inputs: a batch, or a tuple of the forward's arguments. Given, a training step's forward and backward
+            run at once, so that the time to compile is spent here; gradients, buffers and the state of random
+            generators are as before.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if not available(device) or has_kernels(model):
+        return fuse_unet(model)
+    mark_fusible(model)
+    model.compile(backend=backend(), dynamic=False)
+    if example_inputs is not None:
+        _warm_up(model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
+    return model
+
+
+def mark_fusible(model: nn.Module) -> None:
+    """Let the quantised layers write their quantisers in elementary operators when they are captured."""
+    for layer in quantized_layers(model).values():
+        layer.fusible = True
+
+
+def _warm_up(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Compile forward and backward, and leave no trace."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with torch.random.fork_rng(), torch.enable_grad():
+        outputs = torch.utils._pytree.tree_leaves(model(*inputs))
+        tensors = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
+        torch.autograd.backward([each.float().sum() for each in tensors])
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])

@@ -1,0 +1,317 @@
+"""Quantisation in operators that a compiler fuses, and the passes that place it: the bits of the plain path."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import fp4deploy as fd
+from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, finite_amax
+from fp4deploy.qat import calibrate, prepare, quantized_layers
+from fp4deploy.qat.fusion import norms, traced
+from fp4deploy.qat.fusion.compiler import backend
+from fp4deploy.qat.fusion.fuse import mark_fusible
+from fp4deploy.qat.learned import fake_quantize_learned
+from fp4deploy.qat.recipes import QuantSpec
+
+SHAPES = [(2, 48, 5, 3), (1, 16, 1, 1), (3, 24, 4, 5), (2, 7, 3, 3), (2, 33, 6)]
+CHOICES: list[traced.Choice] = [None, ("mae", 256, False), ("mse", 448, True)]
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def hard_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normal values of very different size, with ties of E2M1, zeros, and a NaN and an Inf in blocks of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** (torch.rand(shape, generator=generator) * 8 - 6)
+    flat = x.flatten()
+    flat[::7] = torch.tensor([0.25, 0.75, 1.25, 2.5, 5.0, -3.5, 0.0]).repeat(len(flat))[: len(flat[::7])]
+    if len(flat) > 500:
+        flat[3], flat[401] = float("nan"), float("-inf")
+    return flat.view(shape).to(dtype)
+
+
+def layouts(x: torch.Tensor) -> list[torch.Tensor]:
+    """Contiguous, channels_last where there are four axes, and strided."""
+    strided = torch.stack([x, x], -1)[..., 0]
+    last = [x.to(memory_format=torch.channels_last)] if x.ndim == 4 else []
+    return [x, strided, *last]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(1e9), other.nan_to_num(1e9))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients_are_the_references(
+    shape: tuple[int, ...], dtype: torch.dtype, choice: traced.Choice
+) -> None:
+    axis = 1 - len(shape)
+    for seed, (x, amax) in enumerate(
+        (x, amax) for x in layouts(hard_values(shape, dtype)) for amax in (None, 2.7, 0.3)
+    ):
+        static = finite_amax(x) if amax is None else torch.tensor(amax)
+        four_over_six = FourOverSix(*choice) if choice else None
+        expected, mask = fake_quantize_nvfp4(x, (axis,), static, four_over_six=four_over_six)
+        upstream = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        for clips in (True, False):
+            given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+            if not traced.takes(given, axis, 1, choice):
+                continue
+            values = traced.quantize(given, static, axis, 1, clips, choice)
+            values.backward(upstream)
+            assert same(values, expected)
+            assert values.dtype == dtype
+            assert given.grad is not None
+            assert torch.equal(given.grad, upstream * mask if clips else upstream)
+
+
+@pytest.mark.parametrize("amax", [0.0, float("nan"), 1e-30, 3e38, 1e-38])
+def test_extreme_global_scales(amax: float) -> None:
+    x = hard_values((4, 32), torch.float32).nan_to_num(0, 0, 0)
+    x[0] *= amax if amax == amax else 1
+    expected, _ = fake_quantize_nvfp4(x, (-1,), torch.tensor(amax))
+    assert same(traced.quantize(x, torch.tensor(amax), -1, 1, True, None), expected)
+
+
+def test_every_e4m3_scale_and_tie() -> None:
+    """Blocks whose scale lies on, and an ulp beside, every E4M3 value and every midpoint between two."""
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    points = torch.cat([scales, (scales[1:] + scales[:-1]) / 2])
+    points = torch.cat([points, points.nextafter(torch.tensor(1e9)), points.nextafter(torch.tensor(0.0))])
+    x = torch.randn(len(points), 16, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
+    x[:, 3] = 1.0
+    x = x * (points / 448 * 5.1)[:, None]
+    expected, _ = fake_quantize_nvfp4(x, (-1,), torch.tensor(5.1))
+    assert torch.equal(traced.quantize(x, torch.tensor(5.1), -1, 1, True, None), expected)
+
+
+def test_no_block_crosses_a_group() -> None:
+    x = hard_values((2, 40, 3, 3), torch.float32).nan_to_num(0, 0, 0)
+    found = traced.quantize(x, torch.tensor(2.0), -3, 2, True, None)
+    halves = [fake_quantize_nvfp4(half, (1,), torch.tensor(2.0))[0] for half in x.chunk(2, 1)]
+    assert torch.equal(found, torch.cat(halves, 1))
+
+
+def test_relu_and_quantiser_share_a_bit() -> None:
+    x, upstream = hard_values((2, 40, 5, 5), torch.float16).nan_to_num(0, 0, 0), torch.randn(2, 40, 5, 5).half()
+    sides = []
+    for function in (
+        lambda x: traced.quantize(torch.relu(x), torch.tensor(1.5), -3, 1, True, None),
+        lambda x: traced.relu_and_quantize(x, torch.tensor(1.5), -3, 1, True, None),
+    ):
+        given = x.clone().requires_grad_()
+        y = function(given)
+        y.backward(upstream)
+        sides.append((y.detach(), given.grad))
+    assert torch.equal(sides[0][0], sides[1][0])
+    assert torch.equal(sides[0][1], sides[1][1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.1])
+def test_a_relu_with_bits(slope: float) -> None:
+    x, upstream = torch.randn(2, 9, 4), torch.randn(2, 9, 4)
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, z = traced.rectify(one, slope), F.leaky_relu(other, slope)
+    y.backward(upstream)
+    z.backward(upstream)
+    assert torch.equal(y, z)
+    assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_learned_amax_has_the_same_gradient() -> None:
+    x, upstream = torch.randn(2, 40, 5, 5), torch.randn(2, 40, 5, 5)
+    sides = []
+    for function in (
+        lambda x, amax: traced.quantize_learned(x, amax, -3, 1, None),
+        lambda x, amax: fake_quantize_learned(x, QuantSpec(scale="static"), -3, amax),
+    ):
+        given, amax = x.clone().requires_grad_(), torch.tensor(1.1, requires_grad=True)
+        y = function(given, amax)
+        y.backward(upstream)
+        sides.append((y.detach(), given.grad, amax.grad))
+    for one, other in zip(*sides, strict=True):
+        assert torch.equal(one, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("groups", [0, 1, 4, 12])
+def test_amax_from_moments(groups: int, slope: float) -> None:
+    """Of BatchNorm (0), GroupNorm and InstanceNorm, also with negative weights: an ulp from that of the output."""
+    x, weight, bias = torch.randn(3, 12, 7, 5) * 3 + 1, torch.randn(12), torch.randn(12)
+    if groups:
+        y, mean, rstd = norms.group_norm(x, groups, weight, bias, 1e-5, True)
+        torch.testing.assert_close(y, F.group_norm(x, groups, weight, bias))
+    else:
+        running = [torch.zeros(12), torch.ones(12)]
+        y, mean, rstd = norms.batch_norm(x, *(each.clone() for each in running), weight, bias, 0.1, 1e-5)
+        assert torch.equal(y, F.batch_norm(x, *running, weight, bias, True))
+    found = norms.amax_of_norm(x, mean, rstd, weight, bias, y, slope)
+    torch.testing.assert_close(found, finite_amax(F.leaky_relu(y, slope)), rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 12])
+def test_the_gradient_of_a_group_norm(groups: int) -> None:
+    x, weight, bias = torch.randn(2, 12, 4, 3).double(), torch.randn(12).double(), torch.randn(12).double()
+    sides = []
+    for function in (
+        lambda x, w, b: norms.group_norm(x, groups, w, b, 1e-5, True)[0],
+        lambda x, w, b: F.group_norm(x, groups, w, b),
+    ):
+        leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+        function(*leaves).backward(torch.linspace(-1, 1, x.numel()).view(x.shape).double())
+        sides.append([leaf.grad for leaf in leaves])
+    for one, other in zip(*sides, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # the sums are in float32
+
+
+def test_repeated_pixels() -> None:
+    x = torch.randn(2, 5, 3, 4).to(memory_format=torch.channels_last)
+    found = norms.repeat_pixels(x, 2, 3)
+    assert torch.equal(found, F.interpolate(x, scale_factor=(2, 3)))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+class Residual(nn.Module):
+    """Two readers of one tensor, an addition in place, a ReLU in place."""
+
+    def __init__(self, before: int, after: int, norm: Any) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, padding=1, bias=False), norm(after)
+        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, padding=1, bias=False), norm(after)
+        self.short = nn.Sequential(nn.Conv2d(before, after, 1, bias=False), norm(after))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        y += self.short(x)
+        return self.relu(y)
+
+
+class Network(nn.Module):
+    def __init__(self, norm: Any, activation: Any) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1), norm(24), activation())
+        self.block = nn.Sequential(nn.MaxPool2d(3, 2, 1), Residual(24, 48, norm))
+        self.up = nn.Upsample(scale_factor=2)
+        self.last = nn.Sequential(nn.Conv2d(72, 16, 3, padding=1), norm(16), nn.Dropout(0.0), activation())
+        self.head = nn.Sequential(nn.Conv2d(16, 16, 1), nn.SiLU(), nn.Conv2d(16, 4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.stem(x)
+        return self.head(self.last(torch.cat([self.up(self.block(skip)), skip], 1)))
+
+
+def compiled(model: nn.Module, seen: list[Counter[str]]) -> Any:
+    mark_fusible(model)
+
+    def inner(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        seen.append(Counter(getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)  # type: ignore[arg-type]
+
+    return torch.compile(model, backend=backend(inner), fullgraph=True, dynamic=False)
+
+
+def step(model: nn.Module, x: torch.Tensor, forward: Any = None) -> list[torch.Tensor]:
+    model.zero_grad()
+    y = (model if forward is None else forward)(x)
+    y.square().mean().backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return [y.detach(), torch.cat(gradients)]
+
+
+def images(seed: int = 0) -> torch.Tensor:
+    x = torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(seed))
+    return x.to(memory_format=torch.channels_last)
+
+
+def prepared(norm: Any, activation: Any, recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = prepare(Network(norm, activation), recipe).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    calibrate(model, images())
+    return model.train()
+
+
+CASES = [
+    (nn.BatchNorm2d, nn.ReLU, "nvfp4_qat"),
+    (lambda channels: nn.InstanceNorm2d(channels, affine=True), lambda: nn.LeakyReLU(0.1, True), "nvfp4_qat_delayed"),
+    (lambda channels: nn.GroupNorm(4, channels), nn.ReLU, "nvfp4_qat+learned"),
+]
+
+
+@pytest.mark.parametrize(("norm", "activation", "recipe"), CASES, ids=["batch", "instance", "group"])
+def test_a_network_through_all_passes(norm: Any, activation: Any, recipe: str) -> None:
+    model = prepared(norm, activation, recipe)
+    eager, seen = copy.deepcopy(model), list[Counter[str]]()
+    forward = compiled(model, seen)
+    for seed in range(2):
+        found, expected = step(model, images(seed), forward), step(eager, images(seed))
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).norm() <= 1e-5 * other.norm()
+    for (name, one), (_, other) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
+    assert len(seen) == 1
+    assert seen[0]["repeat_pixels"] == 1
+    assert not {"relu", "leaky_relu", "dropout", "interpolate"} & seen[0].keys()
+    if recipe != "nvfp4_qat+learned":  # two layers read what the pooling gives, one reads two parts of a concatenation
+        assert seen[0]["quantize"] + seen[0]["relu_and_quantize"] == len(quantized_layers(model)) - 1 + 1
+        assert seen[0]["amax"] == (1 if recipe == "nvfp4_qat" else 3)  # of a sum; two of a pooling that may be negative
+    if recipe == "nvfp4_qat":
+        assert seen[0]["relu_and_quantize"] == 2
+
+
+def test_a_shared_quantiser_takes_the_larger_amax() -> None:
+    model = prepared(nn.BatchNorm2d, nn.ReLU, "nvfp4_qat+delayed")
+    block: Any = model.block[1]  # type: ignore[index]
+    block.conv1.input_amax.fill_(4.0)
+    block.short[0].input_amax.fill_(6.0)
+    eager = copy.deepcopy(model)
+    eager.block[1].conv1.input_amax.fill_(6.0)  # type: ignore[index, union-attr]
+    found, expected = step(model, images(), compiled(model, [])), step(eager, images())
+    assert torch.equal(found[0], expected[0])
+    assert block.conv1.input_amax < block.short[0].input_amax, "each follows its own"
+
+
+class InPlace(nn.Module):
+    """What overwrites a tensor that is read again must stay as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        z = self.conv(F.relu_(y))
+        return z + y
+
+
+def test_an_overwritten_tensor_that_is_read_again() -> None:
+    torch.manual_seed(0)
+    model = prepare(InPlace(), "nvfp4_qat", include="conv").train()
+    calibrate(model, torch.randn(2, 16, 4, 4))
+    eager = copy.deepcopy(model)
+    x = torch.randn(2, 16, 4, 4)
+    for one, other in zip(step(model, x, compiled(model, [])), step(eager, x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_without_a_gpu_fuse_changes_nothing() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    model = prepared(nn.BatchNorm2d, nn.ReLU, "nvfp4_qat")
+    assert fd.fuse(model) is model
+    assert model._compiled_call_impl is None

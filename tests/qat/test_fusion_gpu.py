@@ -1,0 +1,121 @@
+"""Compiled by inductor on a GPU: the bits of the kernels, and networks as exact as uncompiled ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from fp4deploy.formats import FourOverSix
+from fp4deploy.plugins import available
+from fp4deploy.plugins.quantize.dispatch import fake_quantize_nvfp4, mask_gradient
+from fp4deploy.qat import calibrate, prepare
+from fp4deploy.qat.fusion import traced
+from fp4deploy.qat.fusion.fuse import fuse
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not available(), reason="no NVIDIA GPU that kernels run on"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def feature_map(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, device="cuda", generator=generator)
+    x = x * torch.logspace(-4, 1, x.shape[1], device="cuda").view(1, -1, 1, 1)
+    return x.to(dtype).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("choice", [None, ("mae", 256, False), ("mse", 448, True)])
+@pytest.mark.parametrize(
+    ("channels", "dtype"), [(64, torch.float16), (40, torch.bfloat16), (48, torch.float32), (16, torch.float16)]
+)
+def test_the_bits_of_the_kernels(channels: int, dtype: torch.dtype, choice: traced.Choice) -> None:
+    x = feature_map((2, channels, 9, 13), dtype)
+    x[0, 3, 2, 2], x[1, 5, 4, 4] = float("inf"), float("nan")
+    amax = torch.tensor(3.7, device="cuda")
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def quantize(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+        return traced.quantize(x, amax, -3, 1, True, choice)
+
+    given = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    values = quantize(given, amax)
+    upstream = feature_map(tuple(x.shape), dtype, 1)
+    values.backward(upstream)
+    expected, mask = fake_quantize_nvfp4(x, (1,), amax, four_over_six=FourOverSix(*choice) if choice else None)
+    assert torch.equal(values.nan_to_num(9), expected.nan_to_num(9))
+    assert mask is not None
+    assert torch.equal(given.grad, mask_gradient(upstream, mask, expected.stride(), 1))  # type: ignore[arg-type]
+
+
+class Residual(nn.Module):
+    def __init__(self, before: int, after: int, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, padding=1, bias=False), norm(after)
+        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, padding=1, bias=False), norm(after)
+        self.short = nn.Sequential(nn.Conv2d(before, after, 1, bias=False), norm(after))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        y += self.short(x)
+        return self.relu(y)
+
+
+class Network(nn.Module):
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), norm(32), nn.ReLU(inplace=True))
+        self.blocks = nn.Sequential(nn.MaxPool2d(3, 2, 1), Residual(32, 48, norm), Residual(48, 40, norm))
+        self.up = nn.Upsample(scale_factor=2)
+        self.decoder = nn.Sequential(nn.Conv2d(72, 32, 3, padding=1), norm(32), nn.LeakyReLU(0.1))
+        self.last = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), norm(32), nn.ReLU())
+        self.head = nn.Conv2d(32, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.stem(x)
+        return self.head(self.last(self.decoder(torch.cat([self.up(self.blocks(skip)), skip], 1))))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        y = model(x)
+    y.float().square().mean().mul(1024).backward()
+    return y.detach().float(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_qat", "nvfp4_4o6_qat", "nvfp4_qat+learned", "nvfp4_qat_2d"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_a_network_as_exact_as_uncompiled(norm: type[nn.Module], recipe: str) -> None:
+    """Both are compared with float32 norms in between: what is compiled keeps more than the uncompiled one rounds."""
+    torch.manual_seed(0)
+    model = prepare(Network(norm), recipe).cuda().to(memory_format=torch.channels_last).train()  # type: ignore
+    images = feature_map((4, 3, 48, 64), torch.float32)
+    calibrate(model, images)
+    plain, exact = copy.deepcopy(model), copy.deepcopy(model)
+    fuse(model)
+    found, eager = step(model, images), step(plain, images)
+    exact.zero_grad()
+    y = exact(images)
+    y.square().mean().mul(1024).backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in exact.parameters()])  # type: ignore
+    for one, other, reference in zip(found, eager, (y.detach(), gradients), strict=True):
+        assert relative(one, reference) < 1.5 * relative(other, reference) + 0.02
+    for (name, one), (_, other) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=1e-3, msg=name)
