@@ -368,7 +368,7 @@ def _collect_weights(graph: fx.Graph) -> None:
     found = [node for node in _calls(graph, traced.quantize_weight) if _collectable(node)]
     if len(found) < 2:
         return
-    axes = tuple(node.args[1:][1][-1] % node.args[0].meta["example_value"].ndim for node in found)  # type: ignore
+    axes = tuple(node.args[1:][1][-1] % node.args[0].meta["example_value"].ndim for node in found)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         together = graph.call_function(weights.quantize_together, (axes, *(node.args[0] for node in found)))
