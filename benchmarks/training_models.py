@@ -4,9 +4,10 @@
 
 Batch 16, 352 x 480, 12 classes, channels_last, FP16 autocast over FP32 weights, the loss and the optimiser of
 `fp4deploy train`, gradients clipped; random input that stays on the GPU. "compiled" is torch.compile alone, "fused" is
-`fp4deploy.fuse`. All processes compile at the same time; then one after another takes its median of whole steps by CUDA
-events, while the others wait. Peak memory is PyTorch's, of the timed steps; `first_step_s` is with compiling beside the
-others; `kernels_ms` is the sum of the kernels of one step.
+`fp4deploy.fuse`. All processes compile at the same time; those that are not done in time are ended. Then one after
+another takes its median of whole steps by CUDA events, while the others wait. Peak memory is PyTorch's, of the timed
+steps; `first_step_s` is with compiling beside the others; `kernels_ms` and `kernels` are the sum and the number of the
+kernels of one step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -85,8 +85,8 @@ def build(network: str, recipe: str) -> nn.Module:
     return model.cuda().to(memory_format=torch.channels_last).train()  # type: ignore[no-any-return, call-overload]
 
 
-def profile(step: Callable[[], None], path: Path) -> float:
-    """Kernel times of one step into a text file; returns their sum in ms."""
+def profile(step: Callable[[], None], path: Path) -> dict[str, float]:
+    """Kernel times of one step into a text file; returns their sum in ms, and their number."""
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -94,20 +94,20 @@ def profile(step: Callable[[], None], path: Path) -> float:
         torch.cuda.synchronize()
     events = [each for each in found.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda each: -each.self_device_time_total)
-    lines = [f"{each.self_device_time_total / 1e3:9.3f} ms {each.count:5d}  {each.key[:200]}" for each in events[:60]]
+    lines = [f"{each.self_device_time_total / 1e3:9.3f} ms {each.count:5d}  {each.key[:200]}" for each in events[:80]]
     path.write_text("\n".join(lines) + "\n")
-    return float(sum(each.self_device_time_total for each in events) / 1e3)
+    total = sum(each.self_device_time_total for each in events) / 1e3
+    return {"kernels_ms": float(total), "kernels": sum(each.count for each in events)}
 
 
-def measure(case: str, folder: Path, place: int, total: int, deadline: float) -> None:
+def measure(case: str, folder: Path, place: int) -> None:
     """One case, in a process of its own; the result is a file in `folder`."""
-    os.nice(min(2 * place, 19))
     network, recipe, way = case.split(",")
     row: dict[str, Any] = {"network": network, "recipe": recipe, "way": way}
     try:
         step = _first_step(row)
         (folder / f"{place}.ready").touch()
-        while len(list(folder.glob("*.ready"))) < total and time.time() < deadline:
+        while not (folder / "go").exists():
             time.sleep(0.2)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -117,7 +117,7 @@ def measure(case: str, folder: Path, place: int, total: int, deadline: float) ->
             torch.cuda.reset_peak_memory_stats()
             row["ms"] = median_ms(step)
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            row["kernels_ms"] = profile(step, folder / f"{case}.txt".replace("/", "_").replace(":", "_"))
+            row |= profile(step, folder / f"{case}.txt".replace("/", "_").replace(":", "_"))
     except Exception as error:  # one case must not end the others
         row["error"] = f"{type(error).__name__}: {error}"[:600]
         (folder / f"{place}.ready").touch()
@@ -145,21 +145,26 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="NETWORK,RECIPE,WAY")
     parser.add_argument("--compile-seconds", type=float, default=900, help="then time what is compiled")
     parser.add_argument("--seconds", type=float, default=1800, help="end what is not done by then")
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        folder, place, total, deadline = arguments.one
-        measure(arguments.cases[0], Path(folder), int(place), int(total), float(deadline))
+        folder, place = arguments.one
+        measure(arguments.cases[0], Path(folder), int(place))
         return
     start = time.time()
     folder = arguments.profiles or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    count = str(len(arguments.cases))
     own = [sys.executable, __file__, "--cases"]
     children = [
-        subprocess.Popen([*own, case, "--one", str(folder), str(place), count, str(start + arguments.compile_seconds)])
-        for place, case in enumerate(arguments.cases)
+        subprocess.Popen([*own, case, "--one", str(folder), str(place)]) for place, case in enumerate(arguments.cases)
     ]
+    while time.time() < start + arguments.compile_seconds and len(list(folder.glob("*.ready"))) < len(children):
+        time.sleep(0.2)
+    for place, child in enumerate(children):
+        if not (folder / f"{place}.ready").exists():
+            child.kill()
+            print(f"{arguments.cases[place]}: not compiled in time", flush=True)
+    (folder / "go").touch()
     for child in children:
         try:
             child.wait(max(0.1, start + arguments.seconds - time.time()))

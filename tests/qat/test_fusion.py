@@ -151,7 +151,7 @@ def test_a_learned_amax_has_the_same_gradient() -> None:
 @pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("groups", [0, 1, 4, 12])
 def test_amax_from_moments(groups: int, slope: float) -> None:
-    """Of BatchNorm (0), GroupNorm and InstanceNorm, also with negative weights: an ulp from that of the output."""
+    """Of BatchNorm (0), GroupNorm and InstanceNorm, also with negative weights: never below that of the output."""
     x, weight, bias = torch.randn(3, 12, 7, 5) * 3 + 1, torch.randn(12), torch.randn(12)
     if groups:
         y, mean, rstd = norms.group_norm(x, groups, weight, bias, 1e-5, True)
@@ -161,7 +161,8 @@ def test_amax_from_moments(groups: int, slope: float) -> None:
         y, mean, rstd = norms.batch_norm(x, *(each.clone() for each in running), weight, bias, 0.1, 1e-5)
         assert torch.equal(y, F.batch_norm(x, *running, weight, bias, True))
     found = norms.amax_of_norm(x, mean, rstd, weight, bias, y, slope)
-    torch.testing.assert_close(found, finite_amax(F.leaky_relu(y, slope)), rtol=5e-7, atol=0)
+    expected = finite_amax(F.leaky_relu(y, slope))
+    assert expected <= found <= expected * (1 + 4 * (norms.MARGIN - 1))
 
 
 @pytest.mark.parametrize("groups", [1, 4, 12])
@@ -255,15 +256,21 @@ CASES = [
 
 @pytest.mark.parametrize(("norm", "activation", "recipe"), CASES, ids=["batch", "instance", "group"])
 def test_a_network_through_all_passes(norm: Any, activation: Any, recipe: str) -> None:
+    """With an amax above every element, then with that of the step, beyond which the largest element may lie."""
     model = prepared(norm, activation, recipe)
     eager, seen = copy.deepcopy(model), list[Counter[str]]()
     forward = compiled(model, seen)
-    for seed in range(2):
+    for seed, factor in enumerate((1.5, 1.0 if recipe == "nvfp4_qat+learned" else 0.1)):
+        with torch.no_grad():
+            for each in (model, eager):
+                for layer in quantized_layers(each).values():
+                    layer.input_amax.mul_(factor)  # type: ignore[union-attr]
         found, expected = step(model, images(seed), forward), step(eager, images(seed))
-        for one, other in zip(found, expected, strict=True):
+        compared = 1 if factor < 1 else 2  # an ulp decides whether the element on the edge has a gradient
+        for one, other in list(zip(found, expected, strict=True))[:compared]:
             assert (one - other).norm() <= 1e-5 * other.norm()
     for (name, one), (_, other) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6, msg=name)
     assert len(seen) == 1
     assert seen[0]["repeat_pixels"] == 1
     assert not {"relu", "leaky_relu", "dropout", "interpolate"} & seen[0].keys()
