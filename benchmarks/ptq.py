@@ -5,10 +5,12 @@
 Trains FP16 first (`--epochs`, the settings of `--config`), or takes `--checkpoint`. Placements: `default`, all layers
 but the first and the last; `all`, every layer, the image in the multi-term FP4 encoding, which takes the FP16 weights
 as they are; `rgb`, every layer on the plain image. Rows `input` quantise the input of the first layer and nothing else:
-what they lose is no longer in the image. Rows `fp8` are `amax` with the convolutions of `build --conv fp8`, emulated in
+what they lose without any training. Rows `fp8` are `amax` with the convolutions of `build --conv fp8`, emulated in
 E4M3. Calibration images are of the training split, evenly spaced, at evaluation size. A drop is FP16 minus the row,
 points of mIoU, with the 95 % interval of the gate's bootstrap over images. The file is written after every row;
-`--seconds` skips rows when the time is over.
+`--seconds` skips rows when the time is over. Files of several seeds become one, with intervals over seeds:
+
+    python benchmarks/ptq.py --gather seed0.json seed1.json seed2.json --json benchmarks/results/ptq_camvid_h200.json
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import tempfile
 import time
 import traceback
@@ -30,6 +33,7 @@ from fp4deploy.bench.environment import environment
 from fp4deploy.bench.evidence import PixelCounts
 from fp4deploy.bench.gate.bootstrap import paired_drop, value
 from fp4deploy.data import IGNORE, EvalTransform, open_dataset
+from fp4deploy.experiments.sweep.results import interval
 from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.models import build_unet, load_weights, read_card
 from fp4deploy.ptq import quantize
@@ -60,7 +64,7 @@ ROWS: list[tuple[str, str, str, str]] = [  # placement, method, correction, acti
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="FP16 checkpoint instead of training one")
     parser.add_argument("--epochs", type=int, default=200)
@@ -72,8 +76,14 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=100_000, help="images of the split at most")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--rows", help="placement:method:correction[:activations],...")
+    parser.add_argument("--gather", type=Path, nargs="+", help="files of seeds 0, 1, ... to put together")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    if options.gather:
+        write(options.json, gather([json.loads(path.read_text(encoding="utf-8")) for path in options.gather]))
+        return
+    if options.data is None:
+        parser.error("--data is needed")
     began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
@@ -145,6 +155,51 @@ def main() -> None:
         document["rows"].append(row)
         print({key: each for key, each in row.items() if key != "units"}, flush=True)
         write(options.json, document)
+
+
+def gather(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """One document of those of several seeds: each row's drops by seed, their mean and its interval by Student's t.
+
+    A row that is not there for every seed is left out and named in "incomplete".
+
+    Raises:
+        ValueError: the documents differ in what they measured.
+    """
+    common = ("split", "images", "calibration_images", "scale")
+    if any(each[key] != seeds[0][key] for each in seeds for key in common):
+        raise ValueError(f"The files differ in one of: {', '.join(common)}.")
+    machine = seeds[0]["environment"]
+    found: dict[str, Any] = {
+        "commands": [each["command"] for each in seeds],
+        "machine": {"gpu": machine["gpus"][0]["name"], "torch": machine["packages"]["torch"]},
+        **{key: seeds[0][key] for key in common},
+        **{key: [each[key] for each in seeds] for key in ("fp16_miou", "fp16_encoded_miou")},
+        "rows": [],
+        "incomplete": [],
+    }
+    by_name = [{_name(row): row for row in each["rows"] if "drop" in row} for each in seeds]
+    for row in seeds[0]["rows"]:
+        name = _name(row)
+        if not all(name in rows for rows in by_name):
+            found["incomplete"].append(name)
+            continue
+        drops = [rows[name]["drop"] for rows in by_name]
+        low, high = interval(drops)
+        found["rows"].append(
+            {
+                **{key: row[key] for key in ("placement", "method", "correction")},
+                "by_seed": drops,
+                "over_images": [[rows[name]["low"], rows[name]["high"]] for rows in by_name],
+                "mean": statistics.fmean(drops),
+                "low": low,
+                "high": high,
+            }
+        )
+    return found
+
+
+def _name(row: dict[str, Any]) -> str:
+    return ":".join((row["placement"], row["method"], row.get("correction", "none")))
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

@@ -1,0 +1,66 @@
+"""A finished sweep as a file of benchmarks/results: its scores, the command that made them, and the machine.
+
+    python -m benchmarks.sweep_result runs/SWEEP --json benchmarks/results/NAME.json --command "fp4deploy sweep ..."
+
+Run it on the machine of the sweep. From the runs it adds what `sweep.json` leaves out: AP50 and AP75 of the best epoch,
+mean and standard deviation over seeds. Times are left out: trainings of a sweep with --jobs share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from fp4deploy.bench.environment import environment
+
+MORE = ("ap50", "ap75")
+OF_THE_MACHINE = ("seconds", "images_per_s")
+
+
+def main() -> None:
+    """Write the result of one sweep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--command", required=True)
+    options = parser.parse_args()
+    found = {"command": options.command, "machine": machine(), **gather(options.folder)}
+    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """GPU and version of torch, as results name them."""
+    found = environment()
+    gpus = found["gpus"]
+    return {"gpu": gpus[0]["name"] if gpus else None, "torch": found["packages"]["torch"]}
+
+
+def gather(folder: Path) -> dict[str, Any]:
+    """`sweep.json` with AP50 and AP75 where the runs have them."""
+    found: dict[str, Any] = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    for row in found["variants"].values():
+        finished = [run for run in row["runs"].values() if run["status"] == "done"]
+        for run in row["runs"].values():
+            for key in OF_THE_MACHINE:
+                run.pop(key, None)
+        for run in finished:
+            run |= _best_epoch(folder / run["path"] / row["model"] / "metrics.jsonl", run["best_epoch"])
+        for key in MORE:
+            values = [run[key] for run in finished if key in run]
+            if values:
+                spread = statistics.stdev(values) if len(values) > 1 else None
+                row[key] = {"mean": statistics.fmean(values), "sd": spread}
+    return found
+
+
+def _best_epoch(metrics: Path, epoch: int) -> dict[str, float]:
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    best = next(line for line in lines if line["epoch"] == epoch)
+    return {key: best[key] for key in MORE if key in best}
+
+
+if __name__ == "__main__":
+    main()
