@@ -7,7 +7,8 @@ folder is searched for `instances_*.json`, then for `panoptic_*.json` with the f
 by their names. Of an image that is found again, the first annotations count: folders in the order given, instances
 before panoptic ones. Panoptic segments of things become instances; they differ a little, as no two of them overlap.
 
-`--side` shrinks an image whose longer side is larger, and its annotations with it: AP is then measured at that size.
+`--side` shrinks an image whose longer side is larger, and its annotations with it: AP is then measured at that size. An
+object that covers no pixel any more is left out.
 Every fourth image or so goes to the validation split, by a hash of its name (`fp4deploy.data.importing`): the split
 does not change when folders are added. Where COCO has an image, train2017 or val2017, does not matter for it.
 """
@@ -130,7 +131,9 @@ def write(images: dict[int, Found], categories: dict[int, str], folder: Path, si
                 (folder / image.path.name).write_bytes(image.path.read_bytes())
         records.append({"id": number, "file_name": image.path.name, "width": size[0], "height": size[1]})
         for annotation in image.annotations:
-            annotations.append({**scaled(annotation, image.size, size), "id": len(annotations) + 1})
+            found = scaled(annotation, image.size, size)
+            if pixels(found["segmentation"], size):
+                annotations.append({**found, "id": len(annotations) + 1})
     content = {
         "images": records,
         "annotations": annotations,
@@ -139,6 +142,16 @@ def write(images: dict[int, Found], categories: dict[int, str], folder: Path, si
     path = folder / "instances.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
+
+
+def pixels(region: Any, size: tuple[int, int]) -> int:
+    """How many pixels a segmentation covers in an image of `size` (width, height); overlaps count twice."""
+    rle = coco_mask.frPyObjects(region, size[1], size[0]) if _is_raw(region) else region
+    return int(np.sum(coco_mask.area(rle)))
+
+
+def _is_raw(region: Any) -> bool:
+    return isinstance(region, list) or not isinstance(region["counts"], str)
 
 
 def shrunk(size: tuple[int, int], side: int | None) -> tuple[int, int]:
@@ -163,7 +176,7 @@ def scaled(annotation: dict[str, Any], before: tuple[int, int], after: tuple[int
         factors = (across, down)
         new: Any = [[round(value * factors[at % 2], 2) for at, value in enumerate(polygon)] for polygon in region]
     else:
-        rle = region if isinstance(region["counts"], str) else coco_mask.frPyObjects(region, before[1], before[0])
+        rle = coco_mask.frPyObjects(region, before[1], before[0]) if _is_raw(region) else region
         mask = Image.fromarray(coco_mask.decode(rle)).resize(after, Image.Resampling.NEAREST)
         new = encoded(np.asarray(mask))
     box = [round(value * (across, down)[at % 2], 2) for at, value in enumerate(annotation["bbox"])]

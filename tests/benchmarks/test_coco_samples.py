@@ -91,7 +91,9 @@ def test_things_of_panoptic_annotations_become_instances(tmp_path: Path) -> None
 
 
 def test_a_shrunk_set_has_its_annotations_shrunk_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = folder(tmp_path / "a", {number: [polygon(number, 40), crowd(number)] for number in range(1, 9)})
+    lost = {**polygon(1, 40), "segmentation": [[10.1, 10.1, 10.9, 10.1, 10.9, 10.2]]}
+    images = {number: [polygon(number, 40), crowd(number)] for number in range(1, 9)}
+    source = folder(tmp_path / "a", {**images, 1: [lost, *images[1]]})
     out = tmp_path / "out"
     monkeypatch.setattr(sys, "argv", ["coco_samples", str(source), "--side", "40", "--out", str(out)])
     coco_samples.main()
