@@ -143,8 +143,7 @@ def _assign(
     left, top, right, bottom = (edge.unsqueeze(-1) for edge in box.unbind(-1))  # [N, M, 1]
     width, height = right - left, bottom - top
     valid = (kind > PAD) & ~crowd & (width > 0).squeeze(-1) & (height > 0).squeeze(-1)
-    sides = torch.stack((x - left, y - top, right - x, bottom - y))  # [4, N, M, P]
-    inside = sides.amin(0) > 0
+    inside = (x > left) & (x < right) & (y > top) & (y < bottom)  # [N, M, P]
     strides = stride.new_tensor(head.strides)
     level = torch.searchsorted(strides * SIDES, torch.maximum(width, height)).clamp(max=len(strides) - 1)  # [N, M, 1]
     across, down = (left + right) / 2, (top + bottom) / 2
@@ -155,7 +154,8 @@ def _assign(
     smallest, owner = area.min(1)  # [N, P]
     found = smallest.isfinite()
     classes = kind.long().gather(1, owner) - 1
-    distances = torch.stack([side.gather(1, owner[:, None])[:, 0] for side in sides], 1) / stride
+    left, top, right, bottom = box.gather(1, owner[..., None].expand(-1, -1, 4)).unbind(-1)  # [N, P]
+    distances = torch.stack((x - left, y - top, right - x, bottom - y), 1) / stride
     distances = distances.clamp(min=LEAST_DISTANCE).where(found[:, None], 1.0)
     ignored = (inside & crowd[..., None]).any(1) & ~found
     return BoxTargets(classes.where(found, BACKGROUND), distances, ignored)
