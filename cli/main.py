@@ -57,7 +57,7 @@ class CommandGroup(TyperGroup):
         except KeyboardInterrupt as error:
             number = error.number if isinstance(error, Interrupted) else signal.SIGINT
             head = "Interrupted." if number == signal.SIGINT else f"Ended by {signal.Signals(number).name}."
-            _say(head, _resume_hint(ctx))
+            _say(head, _resume_hint(ctx, getattr(error, "resume", "")))
             raise typer.Exit(128 + number) from None
         except Fp4DeployError as error:
             _traceback(ctx)
@@ -94,15 +94,15 @@ def _first_line(error: Exception) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _resume_hint(ctx: Any) -> str:
-    if ctx.invoked_subcommand == "train":
-        return "Finished epochs are kept; continue with: fp4deploy train --resume"
-    if ctx.invoked_subcommand == "run":
-        return "Finished stages are kept; continue training with: fp4deploy train --resume"
-    if ctx.invoked_subcommand == "selftest":
-        return "What was checked is in the JSON file and its page."
+def _resume_hint(ctx: Any, command: str) -> str:
     if ctx.invoked_subcommand == "sweep":
         return "Finished runs are kept; give the same command to go on."
+    if command:
+        return f"Finished epochs are kept; resume with: {command}"
+    if ctx.invoked_subcommand == "run":
+        return "Finished stages are kept."
+    if ctx.invoked_subcommand == "selftest":
+        return "What was checked is in the JSON file and its page."
     return "Nothing half-written is left."
 
 

@@ -12,6 +12,7 @@ A message is one short paragraph: the cause, the valid values, the next command.
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 from fp4deploy.terminal import printable
@@ -52,11 +53,19 @@ class UnavailableError(Fp4DeployError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGHUP asked this process to end; `number` is the signal. The command line exits with 128 + number."""
+    """A signal asked this process to end. The command line exits with 128 + number.
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    number: the signal.
+    resume: the command that goes on from what was saved; "" where there is none.
+    """
+
+    def __init__(self, number: int, resume: str = "") -> None:
+        super().__init__(number, resume)
+        self.number, self.resume = number, resume
+
+    def __str__(self) -> str:
+        name = signal.Signals(self.number).name
+        return f"ended by {name}; resume with: {self.resume}" if self.resume else f"ended by {name}"
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:

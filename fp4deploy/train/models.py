@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from fp4deploy.data import (
     cache_dataset,
     expand,
 )
-from fp4deploy.errors import InputError, suggest
+from fp4deploy.errors import InputError, Interrupted, suggest
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.build import network_for
 from fp4deploy.models.initial import load_initial
@@ -38,7 +39,6 @@ from fp4deploy.models.spec import UNET
 from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
 from fp4deploy.tasks import TASKS
-from fp4deploy.terminal import printable
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.distillation import make_auxiliary_losses
@@ -82,7 +82,7 @@ def train_models(
         InputError: unknown model or class, no data, a model that is trained already, a configuration that changed since
             the run began, a folder that another process trains into, an unwritable disk.
         GateError: the training diverged.
-        KeyboardInterrupt: after Ctrl-C, with the state saved and the command that resumes printed.
+        Interrupted: after Ctrl-C, SIGTERM or SIGHUP, with the state saved; it names the command that resumes.
     """
     for model in models:
         if model not in MODELS:
@@ -127,10 +127,9 @@ def _train_all(
     loaders = make_loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
     try:
         return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
-    except KeyboardInterrupt:
-        command = f"fp4deploy train --out {shlex.quote(str(run.path))} --resume"
-        print(printable(f"interrupted; resume with: {command}"), file=sys.stderr)
-        raise
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+        raise Interrupted(number, f"fp4deploy train --out {shlex.quote(str(run.path))} --resume") from None
 
 
 def _train(

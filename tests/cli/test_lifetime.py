@@ -56,7 +56,8 @@ def test_a_signal_saves_and_the_status_names_it(tiny_data: Path, tmp_path: Path,
     progress = read_progress(tmp_path / "run" / "fp16" / "state" / "last.safetensors")
     assert epochs(tmp_path / "run") == list(range(1, progress.epoch + 1))  # of the signal, not of an epoch before
     assert "Traceback" not in command.stderr
-    assert command.stderr.rstrip().endswith("continue with: fp4deploy train --resume")
+    assert command.stderr.rstrip().endswith("resume with: fp4deploy train --out run --resume")
+    assert command.stderr.count("--resume") == 1
     assert ("Interrupted." if number == signal.SIGINT else f"Ended by {signal.Signals(number).name}.") in command.stderr
     assert not partial(tmp_path)
 

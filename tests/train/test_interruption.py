@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, Interrupted
 from fp4deploy.files import append_line
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models
@@ -77,7 +77,6 @@ def test_ctrl_c_saves_inside_the_epoch_and_resumes_exactly(
     straight: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
     model: str,
     method: str,
     call: int,
@@ -94,9 +93,9 @@ def test_ctrl_c_saves_inside_the_epoch_and_resumes_exactly(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, method, signalled)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Interrupted) as stopped:
             train_models(config, run, resume=True)
-    assert f"resume with: fp4deploy train --out '{run.path}' --resume" in capfd.readouterr().err
+    assert str(stopped.value) == f"ended by SIGINT; resume with: fp4deploy train --out '{run.path}' --resume"
     progress = read_progress(run.model_dir(model) / "state" / "last.safetensors")
     assert (progress.epoch, progress.batch) == position
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

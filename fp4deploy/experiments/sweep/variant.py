@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from fp4deploy.errors import Fp4DeployError, InputError
+from fp4deploy.errors import Fp4DeployError, InputError, Interrupted
 from fp4deploy.experiments.sweep.results import ERROR_FILE, outcome, run_of
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import forget_test, needs_test_score, score_test
 from fp4deploy.files import atomic_write
 from fp4deploy.runs import Run
+from fp4deploy.terminal import printable
 from fp4deploy.train.batches import share_of_workers
 from fp4deploy.train.config import Config, with_settings
 from fp4deploy.train.models import train_models
@@ -96,7 +98,11 @@ def train_logged(
     """`train_variant` in a worker: output goes to `train.log` of the run; returns what is to be said."""
     texts: list[str] = []
     with _output_to(run_of(out, variant, seed).path / LOG):
-        train_variant(sweep, out, variant, seed, texts.append, started, jobs)
+        try:
+            train_variant(sweep, out, variant, seed, texts.append, started, jobs)
+        except Interrupted as error:
+            print(printable(str(error)), file=sys.stderr)
+            raise
     return texts
 
 
