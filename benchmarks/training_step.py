@@ -98,7 +98,7 @@ def modelopt_model(scale: float) -> nn.Module:
 def measure(scale: float, chosen: list[str], repeats: int) -> list[dict[str, Any]]:
     """Rows of name, times and peak memory; each model is freed before the next.
 
-    chosen: parts of the names to measure; all where it is empty.
+    chosen: names of the rows to measure; all where it is empty.
     """
 
     def plain(
@@ -132,6 +132,8 @@ def measure(scale: float, chosen: list[str], repeats: int) -> list[dict[str, Any
         ("peer: ModelOpt NVFP4 QAT, channels_last", lambda: modelopt_model(scale), False, nhwc, "on"),
         ("peer: ModelOpt NVFP4 QAT, compiled", lambda: torch.compile(modelopt_model(scale)), False, nchw, "on"),
     ]
+    if unknown := set(chosen) - {name for name, *_ in cases}:
+        raise SystemExit(f"No row {sorted(unknown)}. Rows: {', '.join(name for name, *_ in cases)}.")
     rows = []
     for name, make, compiled_loss, layout, kernels in cases:
         if chosen and name not in chosen:
