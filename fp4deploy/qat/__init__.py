@@ -10,7 +10,7 @@ from fp4deploy.qat.layers import (
     QuantLinear,
 )
 from fp4deploy.qat.load import deployed, load_model, prepare_as, round_to_deployed
-from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers, restore
+from fp4deploy.qat.prepare import LayerPlan, calibrate, layer_plan, prepare, quantized_layers, restore, set_products
 from fp4deploy.qat.recipes import RECIPES, QuantSpec, Recipe, find_recipe
 
 __all__ = [
@@ -35,4 +35,5 @@ __all__ = [
     "quantized_layers",
     "restore",
     "round_to_deployed",
+    "set_products",
 ]

@@ -27,6 +27,7 @@ Conv1d and Conv3d are the same with one and with three spatial axes: X [N, C, L]
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +65,22 @@ class LinearGemms:
         """dW [O, C], from G and X as they are."""
         return gradient.flatten(0, -2).T @ x.flatten(0, -2).to(gradient.dtype)
 
+    @property
+    def unfolds_input(self) -> bool:
+        """The wgrad reads X unfolded."""
+        return False
+
     def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """G [tokens, O] and X [tokens, C]."""
-        return gradient.flatten(0, -2), x.flatten(0, -2)
+        return self.wgrad_gradient(gradient, x.shape), self.wgrad_input(x, gradient.shape)
+
+    def wgrad_gradient(self, gradient: torch.Tensor, x_shape: Sequence[int]) -> torch.Tensor:
+        """G [tokens, O]."""
+        return gradient.flatten(0, -2)
+
+    def wgrad_input(self, x: torch.Tensor, gradient_shape: Sequence[int]) -> torch.Tensor:
+        """X [tokens, C]."""
+        return x.flatten(0, -2)
 
     def wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dW [O, C], from the (quantised) operands of `wgrad_operands`."""
@@ -143,9 +157,23 @@ class ConvGemms:
 
     def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """G and X as [N, rows, pixels], float32; the one with the larger height and width unfolded."""
+        return self.wgrad_gradient(gradient, x.shape), self.wgrad_input(x, gradient.shape)
+
+    @property
+    def unfolds_input(self) -> bool:
+        """The wgrad reads X unfolded: a row for each channel and tap, where a convolution has more than one tap."""
+        pixelwise = {*self.kernel, *self.stride} == {1} and not any(self.padding)
+        return not (self.transposed or pixelwise)
+
+    def wgrad_gradient(self, gradient: torch.Tensor, x_shape: Sequence[int]) -> torch.Tensor:
+        """G [N, rows, pixels], float32; of a transposed convolution unfolded."""
         if self.transposed:
-            return self._unfold(gradient, x), x.to(torch.float32).flatten(2)
-        return gradient.to(torch.float32).flatten(2), self._unfold(x, gradient)
+            return self._unfold(gradient, tuple(x_shape[2:]))
+        return gradient.to(torch.float32).flatten(2)
+
+    def wgrad_input(self, x: torch.Tensor, gradient_shape: Sequence[int]) -> torch.Tensor:
+        """X [N, rows, pixels], float32; of a convolution unfolded."""
+        return self._unfold(x, tuple(gradient_shape[2:])) if self.unfolds_input else x.to(torch.float32).flatten(2)
 
     def wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dW like `weight`, from the (quantised) operands of `wgrad_operands`."""
@@ -158,11 +186,11 @@ class ConvGemms:
         """db [O]."""
         return gradient.sum((0, *range(2, gradient.ndim)))
 
-    def _unfold(self, activation: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
-        """im2col: [N, channels * taps, pixels], cropped to the height and width of `pixels`."""
+    def _unfold(self, activation: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        """im2col: [N, channels * taps, pixels], cropped to `sizes`, the height and width of the other operand."""
         kernel = self.kernel
         if len(kernel) != 2:
-            return self._unfold_taps(activation.to(torch.float32), tuple(pixels.shape[2:]))
+            return self._unfold_taps(activation.to(torch.float32), sizes)
         unfolded = F.unfold(activation.to(torch.float32), kernel, self.dilation, self.padding, self.stride)
         extents = (
             size + 2 * padding - dilation * (taps - 1) - 1
@@ -171,7 +199,7 @@ class ConvGemms:
             )
         )
         grid = tuple(extent // stride + 1 for extent, stride in zip(extents, self.stride, strict=True))
-        height, width = pixels.shape[2:]
+        height, width = sizes
         return unfolded.unflatten(-1, grid)[..., :height, :width].flatten(-2)
 
     def _unfold_taps(self, activation: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:

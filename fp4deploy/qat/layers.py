@@ -28,6 +28,8 @@ from torch import nn
 
 from fp4deploy.plugins.quantize.dispatch import finite_amax, previous_amax
 from fp4deploy.qat.backward_gemms import quantized_gemms
+from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
+from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS
 from fp4deploy.qat.fusion import traced
 from fp4deploy.qat.gemms import ConvGemms, LinearGemms
 from fp4deploy.qat.learned import fake_quantize_learned
@@ -43,11 +45,13 @@ class QuantizedLayer(nn.Module):
     delayed_amax: torch.Tensor | None  # what the last training step quantised with, where that is not input_amax
     observing: bool
     fusible = False  # `fuse` compiles this layer
+    products: str  # how the GEMMs of a recipe that quantises gradients are computed, one of `fp4_gemms`' PRODUCTS
     weight: torch.Tensor
 
     def attach(self, recipe: Recipe, amax: torch.Tensor | None = None) -> None:
         """Give a layer whose class was just changed its quantiser state; `amax`: a calibrated one to keep."""
         self.recipe = recipe
+        self.products = PRODUCTS[0]
         self.observing = False
         self.delayed_amax = None
         self.register_buffer("input_amax", None)
@@ -59,7 +63,7 @@ class QuantizedLayer(nn.Module):
 
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
-        del self.recipe, self.observing, self.delayed_amax, self.input_amax
+        del self.recipe, self.products, self.observing, self.delayed_amax, self.input_amax
         self.__dict__.pop("fusible", None)
 
     @property
@@ -87,7 +91,8 @@ class QuantizedLayer(nn.Module):
             self.track(x)
             return gemms.forward(x, self.weight, cast(Any, self.bias))
         if not self.recipe.straight_through:
-            return quantized_gemms(x, self.weight, cast(Any, self.bias), gemms, self.recipe, self.static_amax(x))
+            train = packed_gemms if self.products == "fp4" else quantized_gemms
+            return train(x, self.weight, cast(Any, self.bias), gemms, self.recipe, self.static_amax(x))
         return gemms.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:

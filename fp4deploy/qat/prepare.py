@@ -19,6 +19,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.recipes import Recipe, find_recipe
 
@@ -115,6 +116,27 @@ def prepare(
         layer = model.get_submodule(name)
         layer.__class__ = QUANTIZED[type(layer)]
         layer.attach(chosen, calibrated.get(name))  # type: ignore[operator]
+    return model
+
+
+def set_products(model: nn.Module, products: str) -> nn.Module:
+    """Choose, in place, how the layers of a prepared model multiply: "emulated" or "fp4" (`fp4_gemms`).
+
+    Raises:
+        InputError: another name, or a recipe that cannot train through FP4 GEMMs, with the reasons.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), "nvfp4_train", include="0")
+    >>> set_products(model, "fp4")[0].products
+    'fp4'
+    """
+    if products not in PRODUCTS:
+        raise InputError(f"Unknown products '{products}'. Valid: {', '.join(PRODUCTS)}.")
+    layers = quantized_layers(model).values()
+    if products == "fp4":
+        for recipe in {layer.recipe for layer in layers}:
+            require_packed(recipe)
+    for layer in layers:
+        layer.products = products
     return model
 
 

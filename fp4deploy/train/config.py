@@ -22,6 +22,7 @@ from fp4deploy.models.card import TaskName
 from fp4deploy.models.spec import UNET
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
+from fp4deploy.qat.fp4_gemms.requirements import require_packed
 from fp4deploy.schema import briefly, parse_yaml, read_yaml
 from fp4deploy.train.sections import (
     AugmentSection,
@@ -83,6 +84,12 @@ class Config(Section):
             raise ValueError(
                 f"train.{given[0]} is of losses over pixels; task=detection has detection.alpha and .gamma"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _multiplies_fp4(self) -> Config:
+        if self.train.products == "fp4":
+            checked(find_recipe(self.recipe), require_packed)
         return self
 
     @model_validator(mode="after")

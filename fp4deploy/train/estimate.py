@@ -33,7 +33,7 @@ from fp4deploy.children import owned_folder
 from fp4deploy.data import EpochLoader, Sample, SegmentationDataset, cache_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.models.build import network_for
-from fp4deploy.qat import prepare_as
+from fp4deploy.qat import prepare_as, set_products
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config
 from fp4deploy.train.loop import Trainer
@@ -224,7 +224,7 @@ def _speed(
     card = model_card(config, model, data)
     network: nn.Module = network_for(card, "The configuration")
     if model in QUANTIZED_MODELS:
-        prepare_as(network, card)
+        set_products(prepare_as(network, card), config.train.products)
         calibrate_on(network, loaders[0], config)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -36,7 +36,7 @@ from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.build import network_for
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.spec import UNET
-from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as
+from fp4deploy.qat import calibrate_percentile, find_recipe, prepare_as, set_products
 from fp4deploy.runs import DEFAULT_MODELS, MODELS, Run, hold, is_first_process
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.batches import make_loaders
@@ -151,7 +151,7 @@ def _train(
         path = _starting_point(config, run, model, card)
         load_weights(network, path, to_encoding=card.digits and not read_card(path).digits)
     if model in QUANTIZED_MODELS:
-        prepare_as(network, card)
+        set_products(prepare_as(network, card), config.train.products)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
             calibrate_on(network, loaders[0], config)
     auxiliary = make_auxiliary_losses(

@@ -128,6 +128,10 @@ class TrainSection(Section):
     checkpointing: bool = Field(
         False, description="compute blocks again in the backward pass, for less memory; not on the fused path"
     )
+    products: Literal["emulated", "fp4"] = Field(
+        "emulated",
+        description="fp4: forward, dgrad and wgrad multiply packed FP4; for recipes that quantise gradients",
+    )
     from_scratch: bool = Field(False, description="do not start nvfp4 from the fp16 checkpoint")
     init_checkpoint: str | None = Field(None, description="checkpoint that fine-tuning starts from")
 

@@ -96,3 +96,11 @@ def test_what_a_resume_may_change() -> None:
     old = Config()
     assert changed_settings(old, with_settings(old, ["data.workers=4", "data.root=/elsewhere"])) == []
     assert changed_settings(old, with_settings(old, ["train.lr=0.5"])) == [f"train.lr: {old.train.lr} -> 0.5"]
+
+
+def test_fp4_products_need_a_recipe_that_quantises_gradients() -> None:
+    assert load_config(None, ["train.products=fp4", "recipe=tetrajet"]).train.products == "fp4"
+    with pytest.raises(InputError, match=r"'nvfp4_qat' cannot train with train\.products=fp4.*nvfp4_train"):
+        load_config(None, ["train.products=fp4"])
+    with pytest.raises(InputError, match=r"train\.products = fp8: input should be 'emulated' or 'fp4'"):
+        load_config(None, ["train.products=fp8"])

@@ -22,6 +22,7 @@ from fp4deploy import formats
 from fp4deploy.errors import InputError
 from fp4deploy.formats import FourOverSix, Mxfp4Tensor, Nvfp4Tensor
 from fp4deploy.formats.blocks import normalized_axis
+from fp4deploy.formats.hadamard import WIDTH
 from fp4deploy.formats.mxfp4 import SCALE_RULES
 from fp4deploy.formats.nvfp4 import BLOCK_AXES, check_options, static_amax
 from fp4deploy.formats.philox import ROUNDINGS, draw_seed, signed
@@ -63,7 +64,7 @@ def fake_quantize_nvfp4(
         return values.to(x.dtype), in_range if mask else None
     axes = tuple(normalized_axis(x, axis) for axis in axes)
     check_options(axes, row_scaled, four_over_six, rounding)
-    random, variant = _random(x, rounding, seed, offset), _variant(four_over_six, hadamard, row_scaled)
+    random, variant = random_state(x, rounding, seed, offset), nvfp4_variant(four_over_six, hadamard, row_scaled)
     scale = _global_amax(x, axes[-1], amax, row_scaled, hadamard)
     if len(axes) == 2:
         values, in_range = ops.quantize_tiles(x.detach(), *axes, scale, random, variant, mask)
@@ -89,9 +90,9 @@ def fake_quantize_and_amax(
         return values, in_range, finite_amax(x)
     axis = normalized_axis(x, axes[0])
     check_options((axis,), False, four_over_six, rounding)
-    scale, random = _global_amax(x, axis, amax, False, False), _random(x, rounding, None, 0)
+    scale, random = _global_amax(x, axis, amax, False, False), random_state(x, rounding, None, 0)
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = ops.quantize_and_amax(
-        x.detach(), axis, scale, random, _variant(four_over_six, False, False)
+        x.detach(), axis, scale, random, nvfp4_variant(four_over_six, False, False)
     )
     return result
 
@@ -109,10 +110,10 @@ def fake_quantize_mxfp4(
     if not runs_on_gpu(x) or scale_rule not in SCALE_RULES:
         source = formats.random_hadamard(x, axis) if hadamard else x
         return formats.fake_quantize_mxfp4(source, axis, scale_rule, rounding, seed, offset).to(x.dtype)
-    random = _random(x, rounding, seed, offset)
+    random = random_state(x, rounding, seed, offset)
     values: torch.Tensor
     values, _ = ops.quantize_along(
-        x.detach(), normalized_axis(x, axis), None, random, _mx_variant(scale_rule, hadamard), False
+        x.detach(), normalized_axis(x, axis), None, random, mx_variant(scale_rule, hadamard), False
     )
     return values
 
@@ -127,24 +128,29 @@ def quantize_nvfp4(
     seed: Seed = None,
     offset: int | torch.Tensor = 0,
     axis: int = -1,
+    hadamard: bool = False,
 ) -> Nvfp4Tensor:
     """`formats.quantize_nvfp4` along `axis` (moved last in the result), on a GPU by a kernel."""
     if not runs_on_gpu(x) or block not in BLOCK_AXES or (block == "2d" and (axis % x.ndim != x.ndim - 1 or x.ndim < 2)):
         moved = x.movedim(axis, -1) if x.ndim else x
-        return formats.quantize_nvfp4(moved, block, amax, row_scaled, four_over_six, rounding, seed, offset)
+        source = formats.random_hadamard(moved) if hadamard else moved
+        return formats.quantize_nvfp4(source, block, amax, row_scaled, four_over_six, rounding, seed, offset)
     axis = normalized_axis(x, axis)
     check_options(BLOCK_AXES[block], row_scaled, four_over_six, rounding)
-    random, variant = _random(x, rounding, seed, offset), _variant(four_over_six, False, row_scaled)
+    random, variant = random_state(x, rounding, seed, offset), nvfp4_variant(four_over_six, hadamard, row_scaled)
     if row_scaled and isinstance(amax, torch.Tensor) and amax.ndim:
         amax = amax.unsqueeze(axis)
-    scale = _global_amax(x, axis, amax, row_scaled, False)
+    scale = _global_amax(x, axis, amax, row_scaled, hadamard)
     if block == "2d":
         codes, scales = ops.pack_tiles(x.detach(), scale, random, variant)
     else:
         codes, scales = ops.pack_along(x.detach(), axis, scale, random, variant, False)
-    shape = torch.Size([*(size for at, size in enumerate(x.shape) if at != axis), x.shape[axis]])
     return Nvfp4Tensor(
-        codes, scales.view(torch.float8_e4m3fn), scale.squeeze(axis) if row_scaled else scale, shape, variant[1]
+        codes,
+        scales.view(torch.float8_e4m3fn),
+        scale.squeeze(axis) if row_scaled else scale,
+        _packed_shape(x, axis, hadamard),
+        variant[1],
     )
 
 
@@ -155,15 +161,17 @@ def quantize_mxfp4(
     seed: Seed = None,
     offset: int | torch.Tensor = 0,
     axis: int = -1,
+    hadamard: bool = False,
 ) -> Mxfp4Tensor:
     """`formats.quantize_mxfp4` along `axis` (moved last in the result), on a GPU by a kernel."""
     if not runs_on_gpu(x) or scale_rule not in SCALE_RULES:
-        return formats.quantize_mxfp4(x.movedim(axis, -1) if x.ndim else x, scale_rule, rounding, seed, offset)
+        moved = x.movedim(axis, -1) if x.ndim else x
+        source = formats.random_hadamard(moved) if hadamard else moved
+        return formats.quantize_mxfp4(source, scale_rule, rounding, seed, offset)
     axis = normalized_axis(x, axis)
-    random = _random(x, rounding, seed, offset)
-    codes, scales = ops.pack_along(x.detach(), axis, None, random, _mx_variant(scale_rule, False), False)
-    shape = torch.Size([*(size for at, size in enumerate(x.shape) if at != axis), x.shape[axis]])
-    return Mxfp4Tensor(codes, scales, shape)
+    random = random_state(x, rounding, seed, offset)
+    codes, scales = ops.pack_along(x.detach(), axis, None, random, mx_variant(scale_rule, hadamard), False)
+    return Mxfp4Tensor(codes, scales, _packed_shape(x, axis, hadamard))
 
 
 def finite_amax(x: torch.Tensor) -> torch.Tensor:
@@ -202,6 +210,12 @@ def mask_gradient(gradient: torch.Tensor, in_range: torch.Tensor, strides: tuple
     return masked
 
 
+def _packed_shape(x: torch.Tensor, axis: int, hadamard: bool) -> torch.Size:
+    """The shape with `axis` moved last; a Hadamard transform pads it to whole groups."""
+    size = -(-x.shape[axis] // WIDTH) * WIDTH if hadamard else x.shape[axis]
+    return torch.Size([*(other for at, other in enumerate(x.shape) if at != axis), size])
+
+
 def _has_tiles(x: torch.Tensor, axes: tuple[int, ...], rounding: str) -> bool:
     """1-D blocks; or 2-D ones of a tensor of up to four axes, in the order that random bits are numbered in."""
     if len(axes) == 1:
@@ -223,18 +237,20 @@ def _global_amax(
     return whole
 
 
-def _variant(four_over_six: FourOverSix | None, hadamard: bool, row_scaled: bool) -> list[int]:
+def nvfp4_variant(four_over_six: FourOverSix | None, hadamard: bool, row_scaled: bool) -> list[int]:
+    """What the kernels of `operators` are compiled for."""
     if four_over_six is None:
         return [0, 448, 0, 0, int(hadamard), int(row_scaled)]
     squared, fast = int(four_over_six.metric == "mse"), int(four_over_six.fast)
     return [1, four_over_six.e4m3_max, squared, fast, int(hadamard), int(row_scaled)]
 
 
-def _mx_variant(scale_rule: str, hadamard: bool) -> list[int]:
+def mx_variant(scale_rule: str, hadamard: bool) -> list[int]:
+    """`nvfp4_variant` of MXFP4."""
     return [2 + SCALE_RULES.index(scale_rule), 448, 0, 0, int(hadamard), 0]
 
 
-def _random(x: torch.Tensor, rounding: str, seed: Seed, offset: int | torch.Tensor) -> torch.Tensor | None:
+def random_state(x: torch.Tensor, rounding: str, seed: Seed, offset: int | torch.Tensor) -> torch.Tensor | None:
     """Seed and offset, int64 [2] on the device of `x`; None for rounding to nearest."""
     if rounding not in ROUNDINGS:
         raise InputError(f"Unknown rounding '{rounding}'. Valid roundings: {', '.join(ROUNDINGS)}.")

@@ -1,0 +1,166 @@
+"""Training through FP4 GEMMs beside their emulation and FP16: losses of 50 steps, time of a step, peak memory.
+
+    python benchmarks/fp4_training.py --json benchmarks/results/fp4_training_h200.json
+    python benchmarks/fp4_training.py --device cpu --scales 0.125 --recipes nvfp4_train --size 32 --batch 2
+
+The UNet on random images and masks that follow from them, FP16 autocast over FP32 weights (float32 on a CPU), the loss
+and the optimiser of `fp4deploy train`. All rows of a scale start from the same weights and see the same batches.
+
+| row | forward, dgrad, wgrad of the quantised layers |
+|---|---|
+| `fp16` | nothing is quantised |
+| RECIPE `emulated` | quantised, dequantised, multiplied in FP16 |
+| RECIPE `fp4` | packed FP4 operands: on SM90 decoded in registers, from SM100 block-scaled instructions |
+
+Times are medians of steps by CUDA events after a warm-up. `peak_gb` is the most that the allocator held in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import machine
+from torch import nn
+from training_step import median_ms
+
+from fp4deploy.models import build_unet
+from fp4deploy.qat import prepare, set_products
+from fp4deploy.train.losses.segmentation import SegmentationLoss
+
+CLASSES, HEIGHT, WIDTH = 4, 352, 480
+
+
+def batches(device: str, batch: int, size: tuple[int, int], count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Smooth random images, and masks of their first channel's quartiles: something that a network can learn."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        coarse = torch.randn(batch, 3, size[0] // 16, size[1] // 16, generator=generator)
+        images = nn.functional.interpolate(coarse, size=size, mode="bilinear")
+        masks = torch.bucketize(images[:, 0].contiguous(), torch.tensor([-0.4, 0.0, 0.4]))
+        found.append((images.to(device), masks.to(device)))
+    return found
+
+
+def trainer(model: nn.Module, device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """One training step of `model`; returns the loss."""
+    loss_of, optimizer = SegmentationLoss(), torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
+
+    def step(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, dtype=torch.float16, enabled=device == "cuda"):
+            logits = model(images)
+        loss = loss_of(logits, masks)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def measure(scale: float, recipe: str | None, products: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One row."""
+    device, size = arguments.device, (arguments.size or HEIGHT, arguments.size or WIDTH)
+    torch.manual_seed(0)
+    model: nn.Module = build_unet(CLASSES, scale)
+    if recipe:
+        set_products(prepare(model, recipe), products)
+    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    data = [
+        (images.contiguous(memory_format=torch.channels_last), masks)
+        for images, masks in batches(device, arguments.batch, size, 8)
+    ]
+    step = trainer(model, device)
+    torch.manual_seed(2)  # of stochastic rounding
+    losses = torch.stack([step(*data[at % len(data)]) for at in range(arguments.steps)]).tolist()
+    row: dict[str, Any] = {"scale": scale, "recipe": recipe, "products": products if recipe else "fp16"}
+    row["losses"] = [round(value, 5) for value in losses]
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step(*data[0])
+        torch.cuda.synchronize()
+        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        row["ms"] = median_ms(lambda: step(*data[0]), arguments.repeats, 2)
+    return row
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each recipe how far the losses of fp4 lie from those of the emulation."""
+    found = []
+    for row in rows:
+        if row.get("products") != "fp4" or "losses" not in row:
+            continue
+        beside = [
+            other["losses"]
+            for other in rows
+            if (other["scale"], other["recipe"], other["products"]) == (row["scale"], row["recipe"], "emulated")
+            and "losses" in other
+        ]
+        if beside:
+            apart = [abs(a - b) for a, b in zip(row["losses"], beside[0], strict=True)]
+            found.append(
+                {
+                    "scale": row["scale"],
+                    "recipe": row["recipe"],
+                    "first_step_apart": apart[0],
+                    "largest_apart": max(apart),
+                    "mean_of_last_ten": [sum(row["losses"][-10:]) / 10, sum(beside[0][-10:]) / 10],
+                }
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--scales", type=float, nargs="+", default=[0.25, 1.0])
+    parser.add_argument("--recipes", nargs="+", default=["nvfp4_train", "tetrajet"])
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--size", type=int, help=f"square images of this size; default {HEIGHT} x {WIDTH}")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    cases: list[tuple[str | None, str]] = [(None, "fp16")]
+    cases += [(recipe, products) for recipe in arguments.recipes for products in ("emulated", "fp4")]
+    rows: list[dict[str, Any]] = []
+    for scale in arguments.scales:
+        for recipe, products in cases:
+            try:
+                row = measure(scale, recipe, products, arguments)
+            except Exception as error:  # the other rows are worth having
+                row = {"scale": scale, "recipe": recipe, "products": products}
+                row["error"] = f"{type(error).__name__}: {error}"[:300]
+            if arguments.device == "cuda":
+                torch.cuda.empty_cache()
+            rows.append(row)
+            told = row.get("error") or (
+                f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}  "
+                f"{row.get('ms', float('nan')):8.2f} ms  peak {row.get('peak_gb', float('nan')):6.2f} GB"
+            )
+            print(f"scale {scale:5} {recipe or '-':16s} {row['products']:9s} {told}", flush=True)
+            if arguments.json:
+                write(arguments.json, rows)
+    for line in compare(rows):
+        print(line)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """After every row: a run that is stopped keeps what it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {"command": "python benchmarks/fp4_training.py", "machine": machine(), "rows": rows}
+    path.write_text(json.dumps(report | {"fp4_beside_emulated": compare(rows)}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Launching the GEMMs of a training step (`triton.training`): operands packed in NVFP4 or MXFP4, outputs plain.
+
+    gather_gemm   [N, H, W, C] x [outputs, KH, KW, C] -> [N, OH, OW, outputs]     forward and dgrad
+    rows_gemm     [N, rows, P] x [N, columns, P] -> [rows, columns]               wgrad
+
+On SM90 codes are decoded in registers; from SM100 on block-scaled instructions take them. The caller checks that
+kernels run (`arguments.runs_kernels`). Nothing synchronises. `*_call` describe a launch for tensors on any device,
+which tests pass to Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.formats import E2M1_MAX, Mxfp4Tensor, Nvfp4Tensor
+from fp4deploy.plugins.aot.spec import Call, Launch
+from fp4deploy.plugins.gemm.arguments import require_32_bit, run
+from fp4deploy.plugins.gemm.triton.tiles import FILL, NATIVE_FROM, Tile
+
+Packed = Nvfp4Tensor | Mxfp4Tensor
+Pair = tuple[int, int]
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+NARROW, WIDE = Tile(64, 64, 32, 4, 3), Tile(128, 128, 32, 8, 3)
+ROWS_NARROW, ROWS_WIDE = Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)
+WAVES = 2  # of programs that split-K fills a GPU with
+GATHER_SIZES = ("H", "W", "CB", "OH", "OW", "M", "outputs")
+GATHER_STEPS = ("stride_y", "stride_x", "padding_y", "padding_x", "dilation_y", "dilation_x")
+
+
+@dataclass(frozen=True)
+class Window:
+    """How the taps of a filter lie on a feature map, (vertical, horizontal) each."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+
+POINTWISE = Window((1, 1), (1, 1), (0, 0), (1, 1))
+
+
+def gather_gemm(
+    x: Packed,
+    weight: Packed,
+    window: Window,
+    pixels: Pair,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    inverse: bool = False,
+) -> torch.Tensor:
+    """An implicit GEMM of a feature map and a filter, blocks of both along their last axis.
+
+    Args:
+        x: packed [N, H, W, C].
+        weight: packed [outputs, KH, KW, C], of the format of `x`.
+        window: of the convolution.
+        pixels: height and width of the output.
+        dtype: of the output, float16, bfloat16 or float32.
+        bias: [outputs].
+        inverse: the adjoint of the convolution: an input gradient, or a transposed convolution.
+
+    Returns:
+        [N, OH, OW, outputs].
+
+    Raises:
+        InputError: sizes beyond the kernel's 32-bit counters.
+    """
+    device = x.codes.device
+    out = torch.empty((x.shape[0], *pixels, weight.shape[0]), dtype=dtype, device=device)
+    sizes = {"output pixels": out.numel() // max(1, out.shape[-1]), "output channels": out.shape[-1]}
+    require_32_bit(sizes | {"bytes of a filter": weight.codes.numel() // max(1, weight.shape[0])})
+    run(gather_call(x, weight, window, out, bias, inverse, _capability(device)), device)
+    return out
+
+
+def rows_gemm(a: Packed, b: Packed) -> torch.Tensor:
+    """a b^T over the last axis, summed over the first.
+
+    Args:
+        a: packed [N, rows, P].
+        b: packed [N, columns, P], of the format of `a`.
+
+    Returns:
+        float32 [rows, columns].
+
+    Raises:
+        InputError: sizes beyond the kernel's 32-bit counters.
+    """
+    device = a.codes.device
+    require_32_bit({"bytes of a row": a.codes.shape[-1], "rows": a.shape[1], "columns": b.shape[1]})
+    capability = _capability(device)
+    splits = split_count(a, b, rows_tile(a, capability))
+    out = torch.empty((splits, a.shape[1], b.shape[1]), dtype=torch.float32, device=device)
+    run(rows_call(a, b, out, capability), device)
+    return out.sum(0) if splits > 1 else out[0]
+
+
+def gather_call(
+    x: Packed,
+    weight: Packed,
+    window: Window,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    inverse: bool,
+    capability: int,
+    tile: Tile | None = None,
+    asm: bool = True,
+) -> Call:
+    """The launch of `gather_gemm_kernel` into `out` [N, OH, OW, outputs]."""
+    batch, oh, ow, outputs = out.shape
+    m, cb, mx = batch * oh * ow, x.codes.shape[-1], isinstance(x, Mxfp4Tensor)
+    tile = tile or (NARROW if outputs <= 64 or m <= 64 * FILL else WIDE)
+    constants = {
+        "KH": window.kernel[0],
+        "KW": window.kernel[1],
+        "INVERSE": inverse,
+        "MX": mx,
+        "BIAS": bias is not None,
+        "OUT": TYPES[out.dtype],
+        **_constants(tile, capability, asm),
+    }
+    types = _operand_types("x") | _operand_types("w") | {"bias": "*fp32", "out": f"*{TYPES[out.dtype]}"}
+    types |= dict.fromkeys((*GATHER_SIZES, *GATHER_STEPS), "i32") | {"x_range": "fp32", "w_range": "fp32"}
+    values = (*_operand(x), *_operand(weight), x.codes if bias is None else bias.float().contiguous(), out)
+    sizes = (x.shape[1], x.shape[2], cb, oh, ow, m, outputs)
+    steps = (*window.stride, *window.padding, *window.dilation)
+    launch = _launch("gather_gemm_kernel", types, constants, ("CB",) if cb % 16 == 0 else (), tile)
+    grid = (-(-m // tile.bm) * -(-outputs // tile.bn), 1, 1)
+    return Call(launch, (*values, *sizes, *steps, _range(x), _range(weight)), grid)
+
+
+def rows_tile(a: Packed, capability: int) -> Tile:
+    """The tile of `rows_gemm`; block-scaled MMA of SM100 needs 128 rows."""
+    return ROWS_WIDE if a.shape[1] > 64 or capability >= NATIVE_FROM else ROWS_NARROW
+
+
+def split_count(a: Packed, b: Packed, tile: Tile) -> int:
+    """How often K is split: as many programs as fill a GPU, each with eight steps at least."""
+    tiles = -(-a.shape[1] // tile.bm) * -(-b.shape[1] // tile.bn)
+    steps = a.shape[0] * -(-a.codes.shape[-1] // tile.bk)
+    return max(1, min(WAVES * FILL // tiles, steps // 8))
+
+
+def rows_call(
+    a: Packed, b: Packed, out: torch.Tensor, capability: int, tile: Tile | None = None, asm: bool = True
+) -> Call:
+    """The launch of `rows_gemm_kernel` into `out`, float32 [splits, rows, columns]."""
+    tile = tile or rows_tile(a, capability)
+    splits, rows, columns = out.shape
+    batch, kb = a.shape[0], a.codes.shape[-1]
+    split_steps = -(-(batch * -(-kb // tile.bk)) // splits)
+    constants = {"MX": isinstance(a, Mxfp4Tensor), **_constants(tile, capability, asm)}
+    types = _operand_types("a") | _operand_types("b") | {"out": "*fp32"}
+    types |= dict.fromkeys(("rows", "columns", "KB", "batch", "split_steps"), "i32")
+    types |= {"a_range": "fp32", "b_range": "fp32"}
+    launch = _launch("rows_gemm_kernel", types, constants, ("KB",) if kb % 16 == 0 else (), tile)
+    values = (*_operand(a), *_operand(b), out, rows, columns, kb, batch, split_steps, _range(a), _range(b))
+    return Call(launch, values, (-(-rows // tile.bm) * -(-columns // tile.bn), splits, 1))
+
+
+def _constants(tile: Tile, capability: int, asm: bool) -> dict[str, Any]:
+    return {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "NATIVE": capability >= NATIVE_FROM, "ASM": asm}
+
+
+def _operand_types(name: str) -> dict[str, str]:
+    return {name: "*u8", f"{name}_scales": "*u8", f"{name}_amax": "*fp32"}
+
+
+def _operand(x: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scales = x.scales.view(torch.uint8).contiguous()
+    codes = x.codes.contiguous()
+    codes, scales = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (codes, scales))
+    return codes, scales, x.amax if isinstance(x, Nvfp4Tensor) else codes
+
+
+def _range(x: Packed) -> float:
+    return E2M1_MAX * x.e4m3_max if isinstance(x, Nvfp4Tensor) else 1.0
+
+
+def _launch(
+    kernel: str, types: dict[str, str], constants: dict[str, Any], multiples: tuple[str, ...], tile: Tile
+) -> Launch:
+    divisible = tuple(name for name, kind in types.items() if kind == "*u8" or name in multiples)
+    if constants["MX"]:  # not read
+        types = {name: "*u8" if name.endswith("amax") else kind for name, kind in types.items()}
+    if constants.get("BIAS") is False:
+        types = types | {"bias": "*u8"}
+    return Launch(
+        f"training:{kernel}", tuple(types.items()), tuple(constants.items()), divisible, tile.warps, tile.stages
+    )
+
+
+def _capability(device: torch.device) -> int:
+    return Architecture.of_device(device.index).number

@@ -1,0 +1,211 @@
+"""The GEMMs of a training step on packed FP4, NVFP4 or MXFP4: a convolution and its input gradient, a weight gradient.
+
+**gather_gemm_kernel**, an implicit GEMM without im2col in memory, any stride, padding and dilation along each axis:
+
+    out[m, n] = sum over taps and channels of x[pixel(m, tap), c] * w[n, tap, c] + bias[n]
+
+    forward    pixel(m, tap) = m * stride - padding + tap * dilation              conv2d, dgrad of a transposed one
+    INVERSE    pixel(m, tap) = (m + padding - tap * dilation) / stride            dgrad of conv2d, a transposed one
+               where that is a whole number; other taps add nothing
+
+Blocks of both operands run along c: input channels for a forward, output channels for a dgrad.
+
+**rows_gemm_kernel**, split-K, the weight gradient:
+
+    out[split, m, n] = sum over images and pixels of a[image, m, p] * b[image, n, p]
+
+Rows are channels of G and channels and taps of the unfolded X (or the reverse), blocks run along the pixels of an
+image, the last one padded with zeros. The contraction is N * H * W long and the output small, so that K is cut into
+splits, each computed by programs of its own; the caller adds them, always in the same order.
+
+NVFP4 is decoded to float16 as in `decode`. An MXFP4 value, E2M1 times a power of two, is exact in bfloat16, whose
+exponent has the range of E8M0. Triton's interpreter cannot multiply bfloat16; without ASM these are float32.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4deploy.plugins.gemm.triton.decode import SCALED, decode, permute
+
+
+@triton.jit
+def gather_gemm_kernel(
+    x,  # codes, uint8 [batch, H, W, CB]
+    x_scales,  # uint8 [batch, H, W, CB / 8], E4M3; with MX [..., CB / 16], E8M0
+    x_amax,  # float32 []; not read with MX
+    w,  # uint8 [outputs, KH, KW, CB]
+    w_scales,
+    w_amax,
+    bias,  # float32 [outputs]; not read without BIAS
+    out,  # OUT [batch, OH, OW, outputs]
+    H,
+    W,
+    CB,
+    OH,
+    OW,
+    M,  # batch * OH * OW
+    outputs,
+    stride_y,
+    stride_x,
+    padding_y,
+    padding_x,
+    dilation_y,
+    dilation_x,
+    x_range,  # 6 * 448, or 6 * 256 with 4/6
+    w_range,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    INVERSE: tl.constexpr,
+    MX: tl.constexpr,
+    BIAS: tl.constexpr,
+    OUT: tl.constexpr,  # "fp16", "bf16" or "fp32"
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,  # bytes of a step: 2 BK elements
+    NATIVE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    BLOCK: tl.constexpr = 16 if MX else 8  # bytes that share a scale
+    CB = CB // BLOCK * BLOCK  # no change of the value; it tells the compiler how wide the loads can be
+    columns = tl.cdiv(outputs, BN)
+    m = (tl.program_id(0) // columns) * BM + tl.arange(0, BM)
+    n = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    has = n < outputs
+    ox, rest = m % OW, m // OW
+    oy, item = rest % OH, (rest // OH).to(tl.int64)
+    byte, scale = tl.arange(0, BK), tl.arange(0, BK // BLOCK)
+    steps = tl.cdiv(CB, BK)
+    row = n.to(tl.int64) * (KH * KW)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(KH * KW * steps):
+        tap, first = step // steps, (step % steps) * BK
+        ky, kx = tap // KW, tap % KW
+        if INVERSE:
+            ty, tx = oy + padding_y - ky * dilation_y, ox + padding_x - kx * dilation_x
+            iy, ix = ty // stride_y, tx // stride_x
+            reads = (ty >= 0) & (tx >= 0) & (iy * stride_y == ty) & (ix * stride_x == tx)
+        else:
+            iy, ix = oy * stride_y - padding_y + ky * dilation_y, ox * stride_x - padding_x + kx * dilation_x
+            reads = (iy >= 0) & (ix >= 0)
+        reads = reads & (iy < H) & (ix < W) & (m < M)
+        pixel = (item * H + iy) * W + ix
+        left, left_scales = (first + byte < CB)[None, :], (first // BLOCK + scale < CB // BLOCK)[None, :]
+        at, at_scale = (first + byte)[None, :], (first // BLOCK + scale)[None, :]
+        a = tl.load(x + (pixel * CB)[:, None] + at, mask=reads[:, None] & left, other=0)
+        sa = tl.load(x_scales + (pixel * (CB // BLOCK))[:, None] + at_scale, mask=reads[:, None] & left_scales, other=0)
+        b = tl.load(w + ((row + tap) * CB)[:, None] + at, mask=has[:, None] & left, other=0)
+        sb = tl.load(
+            w_scales + ((row + tap) * (CB // BLOCK))[:, None] + at_scale, mask=has[:, None] & left_scales, other=0
+        )
+        acc = _multiply(acc, a, sa, b, sb, BM, BN, BK, MX, NATIVE, ASM)
+    acc = _rescale(acc, x_amax, x_range, w_amax, w_range, MX, NATIVE)
+    if BIAS:
+        acc += tl.load(bias + n, mask=has, other=0.0)[None, :]
+    y = acc.to(tl.float16) if OUT == "fp16" else acc.to(tl.bfloat16) if OUT == "bf16" else acc
+    place = m.to(tl.int64) * outputs
+    tl.store(out + place[:, None] + n[None, :], y, mask=(m < M)[:, None] & has[None, :])
+
+
+@triton.jit
+def rows_gemm_kernel(
+    a,  # codes, uint8 [batch, rows, KB]
+    a_scales,
+    a_amax,
+    b,  # uint8 [batch, columns, KB]
+    b_scales,
+    b_amax,
+    out,  # float32 [splits, rows, columns]
+    rows,
+    columns,
+    KB,  # bytes of a row
+    batch,
+    split_steps,  # steps of BK bytes of a split
+    a_range,
+    b_range,
+    MX: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    BLOCK: tl.constexpr = 16 if MX else 8
+    KB = KB // BLOCK * BLOCK
+    across = tl.cdiv(columns, BN)
+    m = (tl.program_id(0) // across) * BM + tl.arange(0, BM)
+    n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
+    has_m, has_n = (m < rows)[:, None], (n < columns)[:, None]
+    byte, scale = tl.arange(0, BK), tl.arange(0, BK // BLOCK)
+    steps = tl.cdiv(KB, BK)
+    begin = tl.program_id(1) * split_steps
+    end = tl.minimum(begin + split_steps, batch * steps)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(begin, end):
+        item, first = (step // steps).to(tl.int64), (step % steps) * BK
+        left, left_scales = (first + byte < KB)[None, :], (first // BLOCK + scale < KB // BLOCK)[None, :]
+        at, at_scale = (first + byte)[None, :], (first // BLOCK + scale)[None, :]
+        row_a, row_b = (item * rows + m)[:, None], (item * columns + n)[:, None]
+        codes_a = tl.load(a + row_a * KB + at, mask=has_m & left, other=0)
+        sa = tl.load(a_scales + row_a * (KB // BLOCK) + at_scale, mask=has_m & left_scales, other=0)
+        codes_b = tl.load(b + row_b * KB + at, mask=has_n & left, other=0)
+        sb = tl.load(b_scales + row_b * (KB // BLOCK) + at_scale, mask=has_n & left_scales, other=0)
+        acc = _multiply(acc, codes_a, sa, codes_b, sb, BM, BN, BK, MX, NATIVE, ASM)
+    acc = _rescale(acc, a_amax, a_range, b_amax, b_range, MX, NATIVE)
+    place = (tl.program_id(1).to(tl.int64) * rows + m) * columns
+    tl.store(out + place[:, None] + n[None, :], acc, mask=has_m & (n < columns)[None, :])
+
+
+@triton.jit
+def _multiply(
+    acc, a, sa, b, sb, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, MX: tl.constexpr, NATIVE: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """acc + a b^T of codes a [BM, BK], b [BN, BK] and their block scales sa, sb."""
+    if NATIVE:
+        if not MX:
+            sa, sb = sa.to(tl.float8e4nv, bitcast=True), sb.to(tl.float8e4nv, bitcast=True)
+        acc = tl.dot_scaled(a, sa, "e2m1", tl.trans(b), sb, "e2m1", acc)
+    else:
+        if MX:
+            a_even, a_odd = decode_mx(a, sa, BM, BK, ASM)
+            b_even, b_odd = decode_mx(b, sb, BN, BK, ASM)
+        else:
+            a_even, a_odd = decode(a, sa, BM, BK, ASM)
+            b_even, b_odd = decode(b, sb, BN, BK, ASM)
+        acc = tl.dot(a_even, tl.trans(b_even), acc)
+        acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+    return acc
+
+
+@triton.jit
+def _rescale(acc, a_amax, a_range, b_amax, b_range, MX: tl.constexpr, NATIVE: tl.constexpr):
+    """The two global scales of NVFP4, one after the other: their product may underflow."""
+    if not MX:
+        first = tl.load(a_amax) / a_range
+        if not NATIVE:
+            first = first * (SCALED * SCALED)
+        acc = (acc * first) * (tl.load(b_amax) / b_range)
+    return acc
+
+
+@triton.jit
+def decode_mx(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, ASM: tl.constexpr):
+    """(even elements, odd elements), each [ROWS, BYTES] in permuted order: bfloat16, or float32 without ASM.
+
+    codes: uint8 [ROWS, BYTES]; scales: uint8 [ROWS, BYTES // 16], E8M0; 0xFF is NaN.
+    """
+    bits = tl.where(scales == 0, 1 << 22, scales.to(tl.int32) << 23)
+    wide = tl.where(scales == 0xFF, float("nan"), bits.to(tl.float32, bitcast=True))
+    wide = tl.reshape(tl.broadcast_to(tl.expand_dims(wide, 2), (ROWS, BYTES // 16, 16)), (ROWS, BYTES))
+    codes, wide = permute(codes, ROWS, BYTES), permute(wide, ROWS, BYTES)
+    even, odd = _value(codes & 15) * wide, _value(codes >> 4) * wide
+    if ASM:
+        even, odd = even.to(tl.bfloat16), odd.to(tl.bfloat16)
+    return even, odd
+
+
+@triton.jit
+def _value(code):
+    """The E2M1 value of a code, float32: in a float's top bits it is times 2^-126, subnormal codes included."""
+    word = code.to(tl.int32)
+    return (((word & 8) << 28) | ((word & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37

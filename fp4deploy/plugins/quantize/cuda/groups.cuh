@@ -1,0 +1,151 @@
+// What a thread of a quantising kernel does with a group of 16 elements along K (MXFP4: 32, or two adjacent lanes): find
+// the scale of its block, quantise, and write values, or codes and scales. Macros as in quantize.cu, which it is for.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "fp4.cuh"
+
+#ifndef DTYPE
+#define DTYPE __nv_bfloat16
+#endif
+#ifndef E
+#define E 448
+#endif
+#ifndef MEASURE
+#define MEASURE 0
+#endif
+
+constexpr bool MX = FORMAT >= 2;
+constexpr int GROUPS = MX && INNER ? 2 : 1;  // groups of 16 that a thread holds along K
+constexpr int WIDTH = INNER ? INNER : 1;     // inner positions that a thread holds
+constexpr int LENGTH = 16 * GROUPS;
+using fp4::BlockScale;
+#if BIG
+using Index = long long;
+#else
+using Index = uint32_t;
+#endif
+
+struct alignas(sizeof(DTYPE) * WIDTH) Neighbours {
+    DTYPE value[WIDTH];
+};
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <typename T> __device__ __forceinline__ T narrow(float x);
+template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
+template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+__device__ __forceinline__ float finite_magnitude(float x) { return fabsf(x) < INFINITY ? fabsf(x) : 0.f; }
+
+struct View {
+    long long K, inner, groups;
+    __device__ long long padded() const { return HADAMARD ? (K + 15) / 16 * 16 : K; }
+};
+
+__device__ __forceinline__ float largest_of(const float (&v)[LENGTH]) {
+    float amax = 0.f;
+#pragma unroll
+    for (int i = 0; i < LENGTH; ++i) amax = fp4::nan_max(amax, fabsf(v[i]));
+    // MXFP4 along rows: a block of 32 is in two adjacent lanes.
+    if (MX && !INNER) amax = fp4::nan_max(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
+    return amax;
+}
+
+__device__ __forceinline__ BlockScale scale_of(const float (&v)[LENGTH], const fp4::GlobalScale& global) {
+    float amax = largest_of(v);
+#if FORMAT == 0
+    return fp4::block_scale(amax, global);
+#elif FORMAT == 1
+    fp4::Candidates candidates = fp4::four_over_six(amax, global);
+    float six = fp4::row_error<SQUARED, FAST>(v, candidates.six, global);
+    float four = fp4::row_error<SQUARED, FAST>(v, candidates.four, global);
+    return four < six ? candidates.four : candidates.six;
+#else
+    return fp4::mx_scale(amax, FORMAT == 3);
+#endif
+}
+
+__device__ __forceinline__ long long scale_index(long long row, long long k, long long count) {
+#if PACKED == 2
+    // The 128x4 layout of cuBLASLt and tcgen05: tiles of 128 rows x 4 scales, rows 32 apart adjacent.
+    return row % 32 * 16 + row / 32 % 4 * 4 + k % 4 + k / 4 * 512 + row / 128 * 512 * ((count + 3) / 4);
+#else
+    return row * count + k;
+#endif
+}
+
+// One or two groups of a row. `v` is read, and becomes the fake-quantised values or is written as codes and scales. All
+// threads of a warp call this (shuffles); `has` says whether a thread has elements.
+__device__ __forceinline__ void quantize(
+    float (&v)[LENGTH], const float* amax, const uint64_t* random, uint8_t* codes, uint8_t* scales, uint16_t* in_range,
+    const View& view, long long row, long long group, long long mask_index, bool has) {
+#if HADAMARD
+#pragma unroll
+    for (int part = 0; part < GROUPS; ++part) {
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x[i] = v[part * 16 + i];
+        fp4::hadamard(x);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[part * 16 + i] = x[i];
+    }
+#endif
+#if PACKED == 3
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < LENGTH; ++i) largest = fmaxf(largest, fabsf(v[i]) < INFINITY ? fabsf(v[i]) : 0.f);
+    for (int offset = 16; offset; offset /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    if (threadIdx.x % 32 == 0 && largest > 0.f) atomicMax(reinterpret_cast<int*>(codes), __float_as_int(largest));
+    return;
+#endif
+    const fp4::GlobalScale global = MX ? fp4::GlobalScale{} : fp4::global_scale<E>(amax[ROWS && has ? row : 0]);
+    const BlockScale block = scale_of(v, global);
+    if (!has) return;  // only now: the shuffles above need all lanes
+#pragma unroll
+    for (int part = 0; part < GROUPS; ++part) {
+#if STOCHASTIC
+        fp4::Words words = fp4::philox(uint64_t(row) * view.groups + group + part, random[0], random[1]);
+#endif
+        uint32_t packed[2] = {0u, 0u}, bits = 0u;
+        float scaled[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            float u = scaled[i] = v[part * 16 + i] * block.encode;
+#if STOCHASTIC
+            float q = fp4::round_e2m1(u, fp4::byte_of(words, i));
+            packed[i / 8] += fp4::encode_e2m1(q, u) << (4 * (i % 8));
+#else
+            float q = fp4::round_e2m1(u);
+#endif
+#if IN_RANGE
+            bits |= (fabsf(u) <= 6.f ? 1u : 0u) << i;
+#endif
+#if !PACKED
+            v[part * 16 + i] = block.step * q;
+#endif
+        }
+#if PACKED
+#if !STOCHASTIC
+        packed[0] = fp4::encode_eight(scaled), packed[1] = fp4::encode_eight(scaled + 8);
+#endif
+        if (block.encode != block.encode) packed[0] = packed[1] = 0u;  // a block with NaN or Inf: codes 0, scale NaN
+        reinterpret_cast<uint2*>(codes)[row * view.groups + group + part] = make_uint2(packed[0], packed[1]);
+#if FORMAT < 2
+        scales[scale_index(row, group + part, view.groups)] = uint8_t(fp4::encode_e4m3(block.d8));
+#else
+        if ((group + part) % 2 == 0)
+            scales[scale_index(row, (group + part) / 2, view.groups / 2)] =
+                uint8_t(block.step != block.step ? 0xFFu : fp4::bits(block.step) >> 23);
+#endif
+#endif
+#if IN_RANGE
+        in_range[mask_index + part * view.inner] = uint16_t(bits);
+#endif
+    }
+}

@@ -1,0 +1,44 @@
+// Packs the unfolded (im2col) feature map that a weight gradient contracts along its pixels; it is never written
+// unfolded. Row (n, channel, tap) has as K the OH * OW output pixels of image n in row-major order, and element
+// (oy, ox) is
+//
+//   x[n, channel, oy * stride - padding + tap_y * dilation, ox * stride - padding + tap_x * dilation]     0 outside
+//
+// A thread has a group of 16 pixels (MXFP4: two adjacent lanes share a block of 32). The bytes, and the counters of
+// Philox, are those of packing the unfolded tensor [N, channels * taps, OH * OW] along its last axis.
+//
+// Macros: DTYPE, FORMAT, E, SQUARED, FAST, STOCHASTIC, HADAMARD as of quantize.cu; PACKED 1, or 3 for the finite amax
+//   alone (codes: int32 [1], zero before); ROWS, IN_RANGE, INNER, LINEAR and BIG are 0.
+// Arguments: x DTYPE [planes, H, W] (planes: images * channels); amax, random, scales as of quantize.cu; codes uint8
+//   [rows, 8 G], both only of the rows of this launch; rows of this launch, and the number of its first row.
+// Launch: block 256, grid ceil(rows * G / 256).
+#include "groups.cuh"
+
+extern "C" __global__ void __launch_bounds__(256) pack_taps(
+    const DTYPE* x, const float* amax, const uint64_t* random, uint8_t* codes, uint8_t* scales, long long rows,
+    long long first, int height, int width, int out_height, int out_width, int taps, int taps_x, int stride_y,
+    int stride_x, int padding_y, int padding_x, int dilation_y, int dilation_x) {
+    const long long pixels = (long long)out_height * out_width;
+    const View view{pixels, 1, MX ? (pixels + 31) / 32 * 2 : (pixels + 15) / 16};
+    const long long thread = (long long)blockIdx.x * 256 + threadIdx.x, row = thread / view.groups;
+    const long long group = thread - row * view.groups;
+    const bool has = row < rows;
+    const long long plane = (first + row) / taps;
+    const int tap = int(first + row - plane * taps), tap_y = tap / taps_x, tap_x = tap - tap_y * taps_x;
+    const long long begin = group * 16;
+    int oy = int(begin / out_width), ox = int(begin - (long long)oy * out_width);
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const int iy = oy * stride_y - padding_y + tap_y * dilation_y;
+        const int ix = ox * stride_x - padding_x + tap_x * dilation_x;
+        const bool inside = has && begin + i < pixels && iy >= 0 && iy < height && ix >= 0 && ix < width;
+        v[i] = inside ? widen(x[(plane * height + iy) * width + ix]) : 0.f;
+        if (++ox == out_width) ox = 0, ++oy;
+    }
+    // `quantize` writes to the place of the row's number.
+    const long long blocks = MX ? view.groups / 2 : view.groups;
+    quantize(
+        v, amax, random, PACKED == 3 ? codes : codes - first * view.groups * 8, scales - first * blocks, nullptr, view,
+        first + row, group, 0, has);
+}

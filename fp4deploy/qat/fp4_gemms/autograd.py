@@ -1,0 +1,169 @@
+"""The three GEMMs of a layer on packed operands, as one autograd function: what `backward_gemms` emulates.
+
+What the backward keeps of the activation:
+
+    recipe and layer                                     kept                                     bits an element
+    double_quantization                                  X packed for the forward                 4.5 (MXFP4: 4.25)
+    Linear, ConvTranspose2d, Conv of one tap, stride 1   X packed for the wgrad                   4.5 (4.25)
+    any other convolution                                X as it came                             16 or 32
+
+The wgrad of a convolution with several taps cuts its blocks after a tap has shifted the activation, so that an
+element is in one block for each tap. Packed for nine taps it would take 40.5 bits, more than it has. There X is kept as
+it came, usually the tensor that the activation function before it keeps anyway. Gradients are packed when they arrive
+and dropped after their GEMM.
+
+For the same seeds codes are those of the emulation. Random numbers are drawn in its order, except that an activation
+which is packed in the forward and rounded stochastically is drawn there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp4deploy.plugins.quantize.dispatch import mask_gradient
+from fp4deploy.qat.fp4_gemms import dispatch
+from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
+from fp4deploy.qat.fp4_gemms.reference import Gemms
+from fp4deploy.qat.gemms import ConvGemms
+from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.recipes import QuantSpec, Recipe
+
+
+class _PackedGemms(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gemms: Gemms,
+        recipe: Recipe,
+        amax: torch.Tensor | None,
+        recording: bool,
+    ) -> torch.Tensor:
+        dtype = _output_dtype(x)
+        packed = pack_operand(x, _spec(recipe.activation), (gemms.input_axis,), amax, (gemms.groups,))
+        filters = pack_operand(weight, _spec(recipe.weight), gemms.weight_axes, None, gemms.weight_groups)
+        if recording:
+            ctx.x_shape, ctx.gemms, ctx.recipe = x.shape, gemms, recipe
+            _keep(ctx, x, weight, packed, filters, amax)
+            ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return dispatch.fprop(packed, filters, bias, gemms, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        in_range, *saved = ctx.saved_tensors
+        weight, activation = saved[: ctx.counts], saved[ctx.counts :]
+        gemms, (x_dtype, weight_dtype, bias_dtype) = ctx.gemms, ctx.dtypes
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = _dgrad(gradient, weight, ctx).to(x_dtype)
+            dx = dx if in_range is None else mask_gradient(dx, in_range, ctx.strides, gemms.input_axis)
+        if ctx.needs_input_grad[1]:
+            dw = _wgrad(gradient, activation, x_dtype, ctx).to(weight_dtype)
+        if ctx.needs_input_grad[2]:
+            db = gemms.bias_gradient(gradient).to(bias_dtype)
+        return dx, dw, db, None, None, None, None
+
+
+@torch.compiler.disable
+def packed_gemms(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemms: Gemms,
+    recipe: Recipe,
+    amax: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Y of a layer whose three GEMMs have packed FP4 operands; `backward_gemms.quantized_gemms` is its emulation.
+
+    Args:
+        x: [..., C] for a linear layer; [N, C, H, W] or [C, H, W] for a convolution, with its own spatial axes.
+        weight, bias: the layer's own; bias may be None.
+        recipe: one that `requirements.require_packed` accepts.
+        amax: static global amax of `x`, float32 [], where the recipe's activation is static.
+    """
+    single = x.ndim == (1 + len(gemms.kernel) if isinstance(gemms, ConvGemms) else 1)
+    recording = torch.is_grad_enabled()
+    y: torch.Tensor = _PackedGemms.apply(x[None] if single else x, weight, bias, gemms, recipe, amax, recording)
+    return y[0] if single else y
+
+
+def _keep(
+    ctx: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    packed: PackedOperand,
+    filters: PackedOperand,
+    amax: torch.Tensor | None,
+) -> None:
+    """Save for the backward what the module's table says."""
+    gemms, recipe, in_range = ctx.gemms, ctx.recipe, None
+    if amax is not None:
+        values, in_range = quantize_operand(x, recipe.activation, (gemms.input_axis,), amax, (gemms.groups,))
+        ctx.strides = values.stride()
+    ctx.packed = None
+    kept: tuple[torch.Tensor, ...] = ()
+    source: tuple[torch.Tensor, ...] = (weight,)
+    if recipe.double_quantization:
+        ctx.filters, source = filters.described(), filters.tensors()
+    if not ctx.needs_input_grad[1]:
+        pass
+    elif recipe.double_quantization:
+        ctx.packed, kept = packed.described(), packed.tensors()
+    elif gemms.unfolds_input:
+        kept = (x,)
+    else:
+        rows = gemms.wgrad_input(x, ())
+        operand = pack_operand(rows, _spec(recipe.wgrad_activation), (gemms.wgrad_axis,))
+        ctx.packed, kept = operand.described(), operand.tensors()
+    ctx.weight, ctx.counts = (weight.shape, weight.dtype), len(source)
+    ctx.save_for_backward(in_range, *source, *kept)
+
+
+def _dgrad(gradient: torch.Tensor, saved: list[torch.Tensor], ctx: Any) -> torch.Tensor:
+    """dX; `saved`: the weight, or with double quantisation that of the forward, packed."""
+    gemms, recipe, double = ctx.gemms, ctx.recipe, ctx.recipe.double_quantization
+    g = pack_operand(gradient, _spec(recipe.dgrad_gradient), (gemms.input_axis,), None, (gemms.groups,))
+    axes, groups = gemms.weight_axes[::-1], gemms.weight_groups[::-1]
+    weight = ctx.filters.with_tensors(saved).dequantize(ctx.weight[1]) if double else saved[0]
+    w = pack_operand(weight, _spec(recipe.dgrad_weight), axes, None, groups)
+    return dispatch.dgrad(g, w, gemms, ctx.x_shape, gradient.dtype)
+
+
+def _wgrad(gradient: torch.Tensor, saved: list[torch.Tensor], x_dtype: torch.dtype, ctx: Any) -> torch.Tensor:
+    """dW; `saved`: the activation as the module's table says."""
+    gemms, recipe, axes, shape = ctx.gemms, ctx.recipe, (ctx.gemms.wgrad_axis,), ctx.weight[0]
+    of_gradient, of_input = _spec(recipe.wgrad_gradient), _spec(recipe.wgrad_activation)
+    packed = ctx.packed is not None and not recipe.double_quantization
+    operand = ctx.packed.with_tensors(saved) if packed else None
+    transposed = isinstance(gemms, ConvGemms) and gemms.transposed
+    if operand is not None and transposed and dispatch.unfolds_on_gpu(gradient, gemms, of_gradient, of_input):
+        return dispatch.unfolded_wgrad(operand, gradient, ctx.x_shape[2:], of_gradient, gemms, shape)
+    x = None
+    if operand is None:
+        x = ctx.packed.with_tensors(saved).dequantize(x_dtype) if recipe.double_quantization else saved[0]
+        if gemms.unfolds_input and dispatch.unfolds_on_gpu(x, gemms, of_gradient, of_input):
+            rows = pack_operand(gradient.flatten(2), of_gradient, axes)
+            return dispatch.unfolded_wgrad(rows, x, gradient.shape[2:], of_input, gemms, shape)
+    g = pack_operand(gemms.wgrad_gradient(gradient, ctx.x_shape), of_gradient, axes)
+    if x is not None:
+        operand = pack_operand(gemms.wgrad_input(x, gradient.shape), of_input, axes)
+    return dispatch.wgrad(g, operand, gemms, shape, gradient.dtype)
+
+
+def _spec(spec: QuantSpec | None) -> QuantSpec:
+    assert spec is not None  # `requirements.require_packed`
+    return spec
+
+
+def _output_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of torch's own layer: that of autocast, which leaves float64 alone, or of the input."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype

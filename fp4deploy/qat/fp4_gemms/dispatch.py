@@ -1,0 +1,217 @@
+"""The three GEMMs of packed operands: kernels where these run, `reference` elsewhere.
+
+| GEMM | NVFP4, FP16 or BF16 output | otherwise |
+|---|---|---|
+| forward; dgrad of Linear and ConvTranspose2d | inference kernels (`plugins.gemm.dispatch`) | `gather_gemm` |
+| dgrad of a stride-1 convolution | the same: a convolution of G with the flipped filter | `gather_gemm` |
+| dgrad with a stride; a transposed forward other than 2 x 2, stride 2 | `gather_gemm` | `gather_gemm` |
+| wgrad | `rows_gemm`, split-K; the unfolded operand is packed a few images at a time | the same |
+
+MXFP4, FP32 outputs and steps that differ between the axes are in the last column. Groups, Conv1d, Conv3d and
+row-scaled operands run by the reference, on a GPU too. The kernels' filters are [rows, KH, KW, K], their feature maps
+[N, H, W, K]: the layout that packing along the contraction axis leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.plugins.gemm import dispatch as inference
+from fp4deploy.plugins.gemm.arguments import runs_kernels
+from fp4deploy.plugins.gemm.training import POINTWISE, TYPES, Packed, Window, gather_gemm, rows_gemm
+from fp4deploy.plugins.quantize.dispatch import runs_on_gpu
+from fp4deploy.plugins.quantize.unfolded import Unfolding, pack_unfolded
+from fp4deploy.qat.fp4_gemms import reference
+from fp4deploy.qat.fp4_gemms.operands import PackedOperand
+from fp4deploy.qat.fp4_gemms.reference import Gemms
+from fp4deploy.qat.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.recipes import QuantSpec
+
+
+def fprop(
+    x: PackedOperand, weight: PackedOperand, bias: torch.Tensor | None, gemms: Gemms, dtype: torch.dtype
+) -> torch.Tensor:
+    """`reference.fprop`."""
+    if not _runs(x, weight, gemms, dtype):
+        return reference.fprop(x, weight, bias, gemms, dtype)
+    if isinstance(gemms, LinearGemms):
+        return _matmul(x.packed, weight.packed, bias, dtype)
+    filters, (height, width) = _filters(weight), _sizes(x.packed)
+    steps = zip((height, width), gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, strict=True)
+    if gemms.transposed:
+        pixels = tuple(
+            (size - 1) * stride - 2 * padding + dilation * (taps - 1) + 1 + extra
+            for (size, taps, stride, padding, dilation), extra in zip(steps, gemms.output_padding, strict=True)
+        )
+    else:
+        pixels = tuple(
+            (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
+            for size, taps, stride, padding, dilation in steps
+        )
+    return _convolve(x.packed, filters, gemms, pixels, dtype, bias, inverse=gemms.transposed)
+
+
+def dgrad(
+    gradient: PackedOperand, weight: PackedOperand, gemms: Gemms, x_shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """`reference.dgrad`."""
+    if not _runs(gradient, weight, gemms, dtype):
+        return reference.dgrad(gradient, weight, gemms, x_shape, dtype)
+    if isinstance(gemms, LinearGemms):
+        return _matmul(gradient.packed, weight.packed, None, dtype)
+    pixels = tuple(x_shape[2:])
+    return _convolve(gradient.packed, _filters(weight), gemms, pixels, dtype, None, inverse=not gemms.transposed)
+
+
+def wgrad(
+    gradient: PackedOperand, x: PackedOperand, gemms: Gemms, weight_shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """`reference.wgrad`; by a kernel float32."""
+    if not _runs(gradient, x, gemms, dtype):
+        return reference.wgrad(gradient, x, gemms, weight_shape, dtype)
+    first, second = (x, gradient) if isinstance(gemms, ConvGemms) and gemms.transposed else (gradient, x)
+    return rows_gemm(_rows(first.packed), _rows(second.packed)).view(weight_shape)
+
+
+def unfolds_on_gpu(operand: torch.Tensor, gemms: Gemms, *specs: QuantSpec) -> bool:
+    """Whether `unfolded_wgrad` takes a wgrad whose unfolded operand is `operand`."""
+    fits = isinstance(gemms, ConvGemms) and len(gemms.kernel) == 2 and gemms.groups == 1
+    plain = len({spec.format for spec in specs}) == 1 and not any(spec.row_scaled for spec in specs)
+    return fits and plain and runs_on_gpu(operand) and runs_kernels(operand)
+
+
+def unfolded_wgrad(
+    rows: PackedOperand,
+    operand: torch.Tensor,
+    grid: Sequence[int],
+    spec: QuantSpec,
+    gemms: ConvGemms,
+    weight_shape: torch.Size,
+) -> torch.Tensor:
+    """dW, float32, of a convolution whose operand with the larger height and width is not packed yet.
+
+    Args:
+        rows: the other operand, packed [N, rows, P].
+        operand: [N, channels, H, W]: X, or of a transposed convolution G.
+        grid: height and width of the other operand.
+        spec: how `operand` is quantised, once unfolded.
+    """
+    taps: Any = (gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, tuple(grid))
+    rule = spec.scale_rule if spec.format == "mxfp4" else None
+    total: torch.Tensor | None = None
+    unfolding = Unfolding(*taps)
+    for images, packed in pack_unfolded(operand, unfolding, rule, spec.rounding, spec.four_over_six, spec.hadamard):
+        part = rows_gemm(_images(rows.packed, images), packed)
+        total = part if total is None else total + part
+    assert total is not None
+    return total.view(weight_shape)
+
+
+def _runs(a: PackedOperand, b: PackedOperand, gemms: Gemms, dtype: torch.dtype) -> bool:
+    spatial = isinstance(gemms, LinearGemms) or (len(gemms.kernel) == 2 and gemms.groups == 1)
+    single = all(not isinstance(x.packed, Nvfp4Tensor) or x.packed.amax.numel() == 1 for x in (a, b))
+    filled = a.packed.codes.numel() > 0 and b.packed.codes.numel() > 0
+    fits = spatial and single and filled and not (a.split or b.split) and dtype in TYPES
+    return fits and type(a.packed) is type(b.packed) and runs_kernels(a.packed.codes)
+
+
+def _matmul(a: Packed, b: Packed, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """a [..., K] b [rows, K]^T."""
+    if _for_inference(a, b, dtype):
+        out = inference.matmul(a, b, bias, dtype=dtype)  # type: ignore[arg-type]
+        assert isinstance(out, torch.Tensor)
+        return out
+    flat = _reshaped(a, (1, 1, -1))
+    product = gather_gemm(flat, _reshaped(b, (-1, 1, 1)), POINTWISE, tuple(flat.shape[1:3]), dtype, bias)
+    return product.view(*a.shape[:-1], b.shape[0])
+
+
+def _convolve(
+    x: Packed,
+    filters: Packed,
+    gemms: ConvGemms,
+    pixels: Any,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    inverse: bool,
+) -> torch.Tensor:
+    """[N, rows, OH, OW] in channels_last; `inverse`: the adjoint of the convolution with the window of `gemms`."""
+    known = _by_inference(x, filters, gemms, pixels, dtype, bias, inverse)
+    if known is None:
+        window = Window(*(tuple(sizes) for sizes in (gemms.kernel, gemms.stride, gemms.padding, gemms.dilation)))  # type: ignore[arg-type]
+        known = gather_gemm(x, filters, window, pixels, dtype, bias, inverse)
+    return known.permute(0, 3, 1, 2)
+
+
+def _by_inference(
+    x: Packed,
+    filters: Packed,
+    gemms: ConvGemms,
+    pixels: tuple[int, int],
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    inverse: bool,
+) -> torch.Tensor | None:
+    """[N, OH, OW, rows] by a kernel of the inference path, or None where none has this geometry."""
+    each = [{*sizes} for sizes in (gemms.kernel, gemms.stride, gemms.padding, gemms.dilation)]
+    square = all(len(sizes) == 1 for sizes in each)
+    if not square or not _for_inference(x, filters, dtype) or gemms.kernel[0] ** 2 > inference.TAPS:
+        return None
+    taps, stride, padding, dilation = (sizes.pop() for sizes in each)
+    found: Any = None
+    if not inverse:
+        found = inference.conv2d((x,), filters, bias, stride, padding, dilation, dtype=dtype)  # type: ignore[arg-type]
+    elif stride == 1 and dilation * (taps - 1) >= padding:
+        around = dilation * (taps - 1) - padding
+        found = inference.conv2d((x,), _flipped(filters), bias, 1, around, dilation, dtype=dtype)  # type: ignore[arg-type]
+    elif (taps, stride, padding, dilation) == (2, 2, 0, 1) and pixels == (2 * x.shape[1], 2 * x.shape[2]):
+        found = inference.conv_transpose2d(x, filters, bias, dtype=dtype)  # type: ignore[arg-type]
+    return found if found is not None and tuple(found.shape[1:3]) == tuple(pixels) else None
+
+
+def _for_inference(a: Packed, b: Packed, dtype: torch.dtype) -> bool:
+    return isinstance(a, Nvfp4Tensor) and isinstance(b, Nvfp4Tensor) and dtype in inference.DTYPES
+
+
+def _filters(weight: PackedOperand) -> Packed:
+    """[rows, KH, KW, K]; 2-D blocks lie as [KH, KW, rows, K]."""
+    return _moved(weight.packed, (2, 0, 1, 3)) if len(weight.axes) == 2 else weight.packed
+
+
+def _rows(x: Packed) -> Packed:
+    """[N, rows, P] of a convolution; a linear layer's [rows, tokens] as one image."""
+    return _reshaped(x, (1, -1)) if len(x.shape) == 2 else x
+
+
+def _sizes(x: Packed) -> tuple[int, int]:
+    return x.shape[1], x.shape[2]
+
+
+def _parts(x: Packed, change: Any, shape: Sequence[int]) -> Packed:
+    codes, scales = change(x.codes), change(x.scales.view(torch.uint8)).view(x.scales.dtype)
+    changed: Packed = replace(x, codes=codes, scales=scales, shape=torch.Size(shape))
+    return changed
+
+
+def _moved(x: Packed, order: tuple[int, ...]) -> Packed:
+    return _parts(x, lambda t: t.permute(order).contiguous(), [x.shape[at] for at in order])
+
+
+def _flipped(x: Packed) -> Packed:
+    return _parts(x, lambda t: t.flip((1, 2)), x.shape)
+
+
+def _reshaped(x: Packed, leading: tuple[int, ...]) -> Packed:
+    """The axes before the last as `leading`, one of which may be -1."""
+    shape = (*x.codes.reshape(*leading, x.codes.shape[-1]).shape[:-1], x.shape[-1])
+    return _parts(x, lambda t: t.reshape(*leading, t.shape[-1]), shape)
+
+
+def _images(x: Packed, images: slice) -> Packed:
+    part = x.codes[images]
+    return _parts(x, lambda t: t[images], (part.shape[0], *x.shape[1:]))

@@ -1,0 +1,106 @@
+"""Runs the GEMMs of a training step in Triton's interpreter; prints, as JSON, how each case compares with float64.
+
+    TRITON_INTERPRET=1 python tests/plugins/gemm/interpreted_training.py
+
+A process of its own, which `test_interpreted_training.py` starts once. Outputs lie between guards and are poisoned
+(`interpreted_gemms.Guarded`). References are torch's convolutions and their autograd, of dequantised operands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_mxfp4, quantize_nvfp4
+from fp4deploy.plugins.gemm.arguments import just_in_time
+from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call, split_count
+from fp4deploy.plugins.gemm.triton.tiles import Tile
+from tests.plugins.gemm.interpreted_gemms import SM90, Guarded
+
+TINY, DEEP = Tile(32, 32, 32, 4, 1), Tile(32, 32, 64, 4, 1)
+# name: (N, H, W), channels in and out, window, float32 output
+CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], tuple[int, int], Window]] = {
+    "3x3": ((2, 5, 6), (20, 33), Window((3, 3), (1, 1), (1, 1), (1, 1))),
+    "stride 2": ((1, 7, 6), (40, 17), Window((3, 3), (2, 2), (1, 1), (1, 1))),
+    "uneven": ((1, 9, 7), (16, 8), Window((2, 3), (2, 1), (1, 2), (3, 1))),
+    "stride 3, dilation 2": ((1, 8, 9), (33, 5), Window((2, 2), (3, 3), (0, 1), (2, 2))),
+    "2x2 stride 2": ((2, 4, 6), (80, 20), Window((2, 2), (2, 2), (0, 0), (1, 1))),
+    "1x1, one pixel": ((3, 1, 1), (1, 1), Window((1, 1), (1, 1), (0, 0), (1, 1))),
+}
+# name: images, rows, columns, pixels
+ROWS = {
+    "rows 1 x 1 x 1": (1, 1, 1, 1),
+    "rows 33 x 40 x 35": (2, 33, 40, 35),
+    "rows 5 x 70 x 64": (3, 5, 70, 64),
+    "rows 40 x 9 x 700": (1, 40, 9, 700),
+}
+FORMATS = ("nvfp4", "mxfp4")
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+
+
+def names() -> list[str]:
+    gathers = [
+        f"{kind}, {name}, {form}, {dtype}"
+        for kind in ("forward", "inverse")
+        for name in CONVOLUTIONS
+        for form, dtype in zip(FORMATS, DTYPES, strict=True)
+    ]
+    return [*gathers, "forward, 3x3, mxfp4, fp16", *(f"{name}, {form}" for name in ROWS for form in FORMATS)]
+
+
+def packed(form: str, *shape: int) -> Nvfp4Tensor | Mxfp4Tensor:
+    x = torch.randn(*shape) * 10.0 ** torch.linspace(-3, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    return quantize_nvfp4(x) if form == "nvfp4" else quantize_mxfp4(x)
+
+
+def gather(kind: str, name: str, form: str, dtype: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    (batch, height, width), (channels, outputs), window = CONVOLUTIONS[name]
+    filters = packed(form, outputs, *window.kernel, channels)
+    weight = filters.dequantize(torch.float64).permute(0, 3, 1, 2)
+    steps = (window.stride, window.padding, window.dilation)
+    bias = torch.randn(outputs) if kind == "forward" else None
+    if kind == "forward":
+        source = packed(form, batch, height, width, channels)
+        x = source.dequantize(torch.float64).permute(0, 3, 1, 2)
+        assert bias is not None
+        expected = F.conv2d(x, weight, bias.double(), *steps)
+    else:  # the filter's rows are what the input gradient has as channels
+        image = torch.zeros(batch, outputs, height, width, dtype=torch.float64, requires_grad=True)
+        y = F.conv2d(image, weight.transpose(0, 1), None, *steps)
+        source = packed(form, batch, *y.shape[2:], channels)
+        (expected,) = torch.autograd.grad(y, image, source.dequantize(torch.float64).permute(0, 3, 1, 2))
+    expected = expected.permute(0, 2, 3, 1)
+    out = Guarded(tuple(expected.shape), DTYPES[dtype])
+    just_in_time(gather_call(source, filters, window, out.inner, bias, kind == "inverse", SM90, TINY, asm=False))
+    return found(out, expected)
+
+
+def rows(name: str, form: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    batch, m, n, pixels = ROWS[name]
+    a, b = packed(form, batch, m, pixels), packed(form, batch, n, pixels)
+    expected = torch.einsum("bmp,bnp->mn", a.dequantize(torch.float64), b.dequantize(torch.float64))
+    splits = max(split_count(a, b, DEEP), 2 if pixels > 600 else 1)
+    out = Guarded((splits, m, n), torch.float32)
+    just_in_time(rows_call(a, b, out.inner, SM90, DEEP, asm=False))
+    return found(out, expected, splits)
+
+
+def found(out: Guarded, expected: torch.Tensor, splits: int = 0) -> dict[str, Any]:
+    values = out.inner.double().sum(0) if splits else out.inner.double()
+    error = float((values - expected).norm() / expected.norm())
+    return {"error": error if values.isfinite().all() else math.inf, "intact": out.intact()}
+
+
+if __name__ == "__main__":
+    results = {}
+    for case in names():
+        kind, *rest = case.split(", ")
+        results[case] = rows(kind, *rest) if kind in ROWS else gather(kind, ", ".join(rest[:-2]), rest[-2], rest[-1])
+    json.dump(results, sys.stdout)
