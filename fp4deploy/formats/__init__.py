@@ -13,6 +13,7 @@ from fp4deploy.formats.constants import (
 from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.four_over_six import FourOverSix
 from fp4deploy.formats.hadamard import random_hadamard
+from fp4deploy.formats.ms_eden import quantize_ms_eden, rotate
 from fp4deploy.formats.mxfp4 import (
     Mxfp4Tensor,
     decode_e8m0,
@@ -55,10 +56,12 @@ __all__ = [
     "pack_codes",
     "pad_to_blocks",
     "philox4x32",
+    "quantize_ms_eden",
     "quantize_mxfp4",
     "quantize_nvfp4",
     "random_bytes",
     "random_hadamard",
+    "rotate",
     "round_e2m1",
     "swizzle_scales",
     "unpack_codes",

@@ -16,7 +16,7 @@ import torch
 
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.qat.gemms import ConvGemms, LinearGemms
-from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.recipes import Recipe
 
 Gemms = LinearGemms | ConvGemms
@@ -82,9 +82,10 @@ def quantized_gemms(
 
 
 def _dgrad(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, gemms: Gemms, recipe: Recipe) -> torch.Tensor:
-    g, _ = quantize_operand(gradient, recipe.dgrad_gradient, (gemms.input_axis,), None, (gemms.groups,))
+    rotation = shared_rotation(recipe.dgrad_gradient, gradient.device)
+    g, _ = quantize_operand(gradient, recipe.dgrad_gradient, (gemms.input_axis,), None, (gemms.groups,), rotation)
     axes, groups = gemms.weight_axes[::-1], gemms.weight_groups[::-1]
-    w, _ = quantize_operand(weight, recipe.dgrad_weight, axes, None, groups)
+    w, _ = quantize_operand(weight, recipe.dgrad_weight, axes, None, groups, rotation)
     return gemms.dgrad(g, w.to(g.dtype), x)
 
 
@@ -92,7 +93,8 @@ def _wgrad(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gemms:
     if not (recipe.wgrad_gradient or recipe.wgrad_activation):
         return gemms.plain_wgrad(gradient, x, weight)
     axes = (gemms.wgrad_axis,)
+    rotation = shared_rotation(recipe.wgrad_gradient, gradient.device)
     g, x = gemms.wgrad_operands(gradient, x)
-    g, _ = quantize_operand(g, recipe.wgrad_gradient, axes)
-    x, _ = quantize_operand(x, recipe.wgrad_activation, axes)
+    g, _ = quantize_operand(g, recipe.wgrad_gradient, axes, rotation=rotation)
+    x, _ = quantize_operand(x, recipe.wgrad_activation, axes, rotation=rotation)
     return gemms.wgrad(g.to(gradient.dtype), x.to(gradient.dtype), weight)

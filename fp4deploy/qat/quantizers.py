@@ -11,6 +11,8 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.formats.ms_eden import ROTATION
+from fp4deploy.formats.philox import draw_seed
 from fp4deploy.plugins.quantize.dispatch import (
     fake_quantize_and_amax,
     fake_quantize_mxfp4,
@@ -26,6 +28,7 @@ def quantize_operand(
     axes: tuple[int, ...],
     amax: torch.Tensor | None = None,
     groups: tuple[int, ...] = (1,),
+    rotation: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantise and dequantise `x` by `spec`; None returns it as it is.
 
@@ -34,16 +37,36 @@ def quantize_operand(
         axes: the contraction axis, preceded by the other axis of a weight; 1-D blocks use the contraction axis alone.
         amax: static global amax, float32 [].
         groups: groups of each of `axes`.
+        rotation: `shared_rotation` of the GEMM, where it has one.
 
     Returns:
-        x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16), and the
-        in-range mask of elements that did not saturate, for `plugins.quantize.dispatch.mask_gradient`; None where no
-        static scale clips.
+        x' in the dtype of `x` (after a Hadamard transform the contraction axis is padded to a multiple of 16, after a
+        rotation to one of 128), and the in-range mask of elements that did not saturate, for
+        `plugins.quantize.dispatch.mask_gradient`; None where no static scale clips.
     """
     if spec is None:
         return x, None
+    if spec.rounding == "ms_eden":
+        assert rotation is not None
+        return _rotate_and_quantize(x, spec, axes, groups, rotation), None
     values, in_range, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
     return values, in_range
+
+
+def shared_rotation(spec: QuantSpec | None, device: torch.device) -> torch.Tensor | None:
+    """The seed of the signs that both operands of a GEMM are rotated with, drawn now; None where neither is."""
+    return draw_seed(device) if spec is not None and spec.rounding == "ms_eden" else None
+
+
+def _rotate_and_quantize(
+    x: torch.Tensor, spec: QuantSpec, axes: tuple[int, ...], groups: tuple[int, ...], rotation: torch.Tensor
+) -> torch.Tensor:
+    view, (axis,), split = split_groups(x, spec, axes, groups)
+    packed = formats.quantize_ms_eden(view, rotation, draw_seed(x.device), axis)
+    values = packed.dequantize(x.dtype).movedim(-1, axis)
+    for at in split:
+        values = values.flatten(at, at + 1)
+    return values
 
 
 def quantize_and_measure(
@@ -68,7 +91,7 @@ def split_groups(
     if spec.block == "1d":
         axes, groups = axes[-1:], groups[-1:]
     axes = tuple(axis % x.ndim for axis in axes)
-    block = NVFP4_BLOCK if spec.format == "nvfp4" else MXFP4_BLOCK
+    block = ROTATION if spec.rounding == "ms_eden" else NVFP4_BLOCK if spec.format == "nvfp4" else MXFP4_BLOCK
     split = {axis: count for axis, count in zip(axes, groups, strict=True) if x.shape[axis] // count % block}
     shape = x.shape
     for axis, count in sorted(split.items(), reverse=True):

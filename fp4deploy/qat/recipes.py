@@ -17,7 +17,10 @@ forward GEMM used; with all four None the gradients pass straight through, as qu
 Sources: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025 (`nvfp4_train`); Chmiel et al., "FP4 All the Way",
 2025; Chen et al., "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), 2025; Rouhani et al.,
 "Microscaling Data Formats for Deep Learning", 2023 (`mx_baseline`); Mishra et al., "Recipes for Pre-training LLMs with
-MXFP8", 2025 (`nvidia_round_to_infinity`).
+MXFP8", 2025 (`nvidia_round_to_infinity`); Chen et al., "TetraJet-v2: Accurate NVFP4 Training for Large Language Models
+with Oscillation Suppression and Outlier Control", arXiv 2510.27527, 2025 (`tetrajet_v2`: its six quantisers with the
+global scale of a tensor instead of one for each 128 elements, without its two other algorithms); Panferov et al.,
+"Quartet II", arXiv 2601.22813, 2026 (`quartet_2`).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _CHOICES = {
     "block": ("1d", "2d"),
     "scale": ("dynamic", "static"),
     "scale_rule": ("floor", "ceil"),
-    "rounding": ("nearest", "stochastic"),
+    "rounding": ("nearest", "stochastic", "ms_eden"),
 }
 AMAX_TIMINGS = ("current", "delayed")
 
@@ -45,7 +48,8 @@ class QuantSpec:
     block: "1d" (along the contraction axis) or "2d" (16 x 16 over output and input channels; NVFP4 weights only).
     scale: global scale "dynamic" (from the tensor itself) or "static" (from the tracked amax; the activation only).
     scale_rule: "floor" or "ceil", MXFP4's block scale.
-    rounding: "nearest" or "stochastic".
+    rounding: "nearest", "stochastic", or "ms_eden" (NVFP4, unbiased; both operands of a backward GEMM are rotated in
+        groups of 128, and its scales are rounded stochastically: `formats.ms_eden`).
     four_over_six: NVFP4 blocks may map their amax to 4.
     hadamard: transform groups of 16 first; on both operands of a GEMM, so that it cancels.
     row_scaled: NVFP4 with a global scale a row.
@@ -84,6 +88,8 @@ class QuantSpec:
             wrong.append("a static scale is tracked before the Hadamard transform, it does not fit what comes after")
         if self.four_over_six and self.rounding == "stochastic":
             wrong.append("4/6 goes with rounding to nearest")
+        if self.rounding == "ms_eden" and replace(self, rounding="nearest") != QuantSpec():
+            wrong.append("ms_eden has its own rotation and scales: nvfp4 in 1-D blocks and nothing else")
         if wrong:
             raise InputError("QuantSpec: " + "; ".join(wrong) + ".")
 
@@ -96,7 +102,7 @@ class QuantSpec:
             "rows" if self.row_scaled else "",
             "static" if self.scale == "static" else "",
         ]
-        return " ".join(["SR" if self.rounding == "stochastic" else "RN", *filter(None, details)])
+        return " ".join([_ROUNDINGS[self.rounding], *filter(None, details)])
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,9 @@ class Recipe:
         ):
             if _transforms(getattr(self, one)) != _transforms(getattr(self, other)):
                 wrong.append(f"{one} and {other}: the Hadamard transform cancels only when both have it")
+        for operand in ("activation", "weight"):
+            if (spec := getattr(self, operand)) and spec.rounding == "ms_eden":
+                wrong.append(f"{operand}: ms_eden is for the operands of backward GEMMs")
         reused = self.double_quantization or self.dgrad_weight is None or self.wgrad_activation is None
         if _transforms(self.activation) and reused:
             wrong.append("activation and weight: the backward GEMMs reuse them, so neither may be transformed")
@@ -194,8 +203,14 @@ class Recipe:
         return ", ".join(sorted(names)) or "-"
 
 
-def _transforms(spec: QuantSpec | None) -> bool:
-    return spec is not None and spec.hadamard
+def _transforms(spec: QuantSpec | None) -> str:
+    """The rotation of an operand, which the other one of its GEMM must have as well; empty for none."""
+    if spec is None:
+        return ""
+    return "ms_eden" if spec.rounding == "ms_eden" else "hadamard" if spec.hadamard else ""
+
+
+_ROUNDINGS = {"nearest": "RN", "stochastic": "SR", "ms_eden": "EDEN"}
 
 
 _HEADINGS = {
@@ -212,6 +227,9 @@ NVFP4_STATIC = QuantSpec(scale="static")
 NVFP4_2D = QuantSpec(block="2d")
 NVFP4_STOCHASTIC = QuantSpec(rounding="stochastic")
 NVFP4_HADAMARD = QuantSpec(hadamard=True)
+NVFP4_ROTATED = QuantSpec(rounding="stochastic", hadamard=True)
+NVFP4_EDEN = QuantSpec(rounding="ms_eden")
+NVFP4_4O6 = QuantSpec(four_over_six=FourOverSix("mse"))
 MXFP4_FLOOR = QuantSpec("mxfp4")
 MXFP4_CEIL = QuantSpec("mxfp4", scale_rule="ceil")
 MXFP4_CEIL_STOCHASTIC = replace(MXFP4_CEIL, rounding="stochastic")
@@ -251,6 +269,8 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4_HADAMARD, rounding="stochastic"),
             NVFP4_HADAMARD,
         ),
+        replace(_everywhere("tetrajet_v2", NVFP4_ROTATED), activation=NVFP4, weight=NVFP4, double_quantization=True),
+        Recipe("quartet_2", NVFP4_4O6, NVFP4_4O6, *[NVFP4_EDEN] * 4, double_quantization=True),
     )
 }
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.formats import quantize_mxfp4, quantize_nvfp4, random_hadamard
+from fp4deploy.formats import quantize_ms_eden, quantize_mxfp4, quantize_nvfp4, random_hadamard
 from fp4deploy.qat import QuantSpec, Recipe
 
 Pair = tuple[int, int]
@@ -32,6 +32,8 @@ def blocked(t: torch.Tensor, spec: QuantSpec | None, amax: torch.Tensor | None =
     if spec is None:
         return t.double()
     t = t.float()
+    if spec.rounding == "ms_eden":
+        return quantize_ms_eden(t.contiguous(), 0, 0).dequantize().double()
     if spec.hadamard:
         t = random_hadamard(t.contiguous())
     if spec.format == "mxfp4":

@@ -27,7 +27,7 @@ from fp4deploy.qat.fp4_gemms import dispatch
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
 from fp4deploy.qat.fp4_gemms.reference import Gemms
 from fp4deploy.qat.gemms import ConvGemms
-from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 
 
@@ -115,8 +115,8 @@ def _keep(
         pass
     elif recipe.double_quantization:
         ctx.packed, kept = packed.described(), packed.tensors()
-    elif gemms.unfolds_input:
-        kept = (x,)
+    elif gemms.unfolds_input or _spec(recipe.wgrad_activation).rounding == "ms_eden":
+        kept = (x,)  # a rotation is shared with the gradient, which is not there yet
     else:
         rows = gemms.wgrad_input(x, ())
         operand = pack_operand(rows, _spec(recipe.wgrad_activation), (gemms.wgrad_axis,))
@@ -128,10 +128,11 @@ def _keep(
 def _dgrad(gradient: torch.Tensor, saved: list[torch.Tensor], ctx: Any) -> torch.Tensor:
     """dX; `saved`: the weight, or with double quantisation that of the forward, packed."""
     gemms, recipe, double = ctx.gemms, ctx.recipe, ctx.recipe.double_quantization
-    g = pack_operand(gradient, _spec(recipe.dgrad_gradient), (gemms.input_axis,), None, (gemms.groups,))
+    rotation = shared_rotation(recipe.dgrad_gradient, gradient.device)
+    g = pack_operand(gradient, _spec(recipe.dgrad_gradient), (gemms.input_axis,), None, (gemms.groups,), rotation)
     axes, groups = gemms.weight_axes[::-1], gemms.weight_groups[::-1]
     weight = ctx.filters.with_tensors(saved).dequantize(ctx.weight[1]) if double else saved[0]
-    w = pack_operand(weight, _spec(recipe.dgrad_weight), axes, None, groups)
+    w = pack_operand(weight, _spec(recipe.dgrad_weight), axes, None, groups, rotation)
     return dispatch.dgrad(g, w, gemms, ctx.x_shape, gradient.dtype)
 
 
@@ -139,6 +140,7 @@ def _wgrad(gradient: torch.Tensor, saved: list[torch.Tensor], x_dtype: torch.dty
     """dW; `saved`: the activation as the module's table says."""
     gemms, recipe, axes, shape = ctx.gemms, ctx.recipe, (ctx.gemms.wgrad_axis,), ctx.weight[0]
     of_gradient, of_input = _spec(recipe.wgrad_gradient), _spec(recipe.wgrad_activation)
+    rotation = shared_rotation(of_gradient, gradient.device)
     packed = ctx.packed is not None and not recipe.double_quantization
     operand = ctx.packed.with_tensors(saved) if packed else None
     transposed = isinstance(gemms, ConvGemms) and gemms.transposed
@@ -150,9 +152,9 @@ def _wgrad(gradient: torch.Tensor, saved: list[torch.Tensor], x_dtype: torch.dty
         if gemms.unfolds_input and dispatch.unfolds_on_gpu(x, gemms, of_gradient, of_input):
             rows = pack_operand(gradient.flatten(2), of_gradient, axes)
             return dispatch.unfolded_wgrad(rows, x, gradient.shape[2:], of_input, gemms, shape)
-    g = pack_operand(gemms.wgrad_gradient(gradient, ctx.x_shape), of_gradient, axes)
+    g = pack_operand(gemms.wgrad_gradient(gradient, ctx.x_shape), of_gradient, axes, rotation=rotation)
     if x is not None:
-        operand = pack_operand(gemms.wgrad_input(x, gradient.shape), of_input, axes)
+        operand = pack_operand(gemms.wgrad_input(x, gradient.shape), of_input, axes, rotation=rotation)
     return dispatch.wgrad(g, operand, gemms, shape, gradient.dtype)
 
 

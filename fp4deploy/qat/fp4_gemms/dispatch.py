@@ -81,7 +81,8 @@ def wgrad(
 def unfolds_on_gpu(operand: torch.Tensor, gemms: Gemms, *specs: QuantSpec) -> bool:
     """Whether `unfolded_wgrad` takes a wgrad whose unfolded operand is `operand`."""
     fits = isinstance(gemms, ConvGemms) and len(gemms.kernel) == 2 and gemms.groups == 1
-    plain = len({spec.format for spec in specs}) == 1 and not any(spec.row_scaled for spec in specs)
+    special = any(spec.row_scaled or spec.rounding == "ms_eden" for spec in specs)
+    plain = len({spec.format for spec in specs}) == 1 and not special
     return fits and plain and runs_on_gpu(operand) and runs_kernels(operand)
 
 

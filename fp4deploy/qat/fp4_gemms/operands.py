@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor
+from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_ms_eden
+from fp4deploy.formats.philox import draw_seed
 from fp4deploy.plugins.quantize.dispatch import quantize_mxfp4, quantize_nvfp4
 from fp4deploy.qat.quantizers import split_groups
 from fp4deploy.qat.recipes import QuantSpec
@@ -71,6 +72,7 @@ def pack_operand(
     axes: tuple[int, ...],
     amax: torch.Tensor | None = None,
     groups: tuple[int, ...] = (1,),
+    rotation: torch.Tensor | None = None,
 ) -> PackedOperand:
     """Quantise `x` by `spec` and keep it packed; the arguments are those of `quantizers.quantize_operand`.
 
@@ -80,7 +82,14 @@ def pack_operand(
     >>> packed.packed.codes.shape, packed.dequantize().shape
     (torch.Size([2, 3, 3, 16]), torch.Size([2, 32, 3, 3]))
     """
-    view, at, split = split_groups(x.detach(), spec, axes, groups)
+    view = x.detach()
+    split: tuple[int, ...] = ()
+    at = tuple(axis % x.ndim for axis in (axes if spec.block == "2d" else axes[-1:]))
+    if max(groups) > 1:
+        view, at, split = split_groups(view, spec, axes, groups)
+    if spec.rounding == "ms_eden":
+        assert rotation is not None
+        return PackedOperand(quantize_ms_eden(view, rotation, draw_seed(x.device), at[-1]), at, split)
     if spec.format == "mxfp4":
         mx = quantize_mxfp4(view, spec.scale_rule, spec.rounding, axis=at[-1], hadamard=spec.hadamard)
         return PackedOperand(mx, at[-1:], split)

@@ -11,16 +11,23 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_mxfp4, quantize_nvfp4
+from fp4deploy.plugins.gemm import training
 from fp4deploy.plugins.gemm.arguments import just_in_time
 from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call, split_count
 from fp4deploy.plugins.gemm.triton.tiles import Tile
+from fp4deploy.qat import prepare, set_products
+from fp4deploy.qat.fp4_gemms import dispatch
 from tests.plugins.gemm.interpreted_gemms import SM90, Guarded
+from tests.qat.layer_cases import make
+from tests.qat.reference_gemms import one_step
 
 TINY, DEEP = Tile(32, 32, 32, 4, 1), Tile(32, 32, 64, 4, 1)
 # name: (N, H, W), channels in and out, window, float32 output
@@ -40,6 +47,16 @@ ROWS = {
     "rows 40 x 9 x 700": (1, 40, 9, 700),
 }
 FORMATS = ("nvfp4", "mxfp4")
+STEPS = [
+    "linear ragged, 3-D",
+    "conv",
+    "conv stride 2, dilation 2",
+    "conv uneven everything",
+    "conv unbatched",
+    "transposed",
+    "transposed output padding",
+]
+STEP_RECIPES = ("nvfp4_train", "tetrajet")
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -50,7 +67,8 @@ def names() -> list[str]:
         for name in CONVOLUTIONS
         for form, dtype in zip(FORMATS, DTYPES, strict=True)
     ]
-    return [*gathers, "forward, 3x3, mxfp4, fp16", *(f"{name}, {form}" for name in ROWS for form in FORMATS)]
+    steps = [f"step, {name}, {recipe}, fp32" for name in STEPS for recipe in STEP_RECIPES]
+    return [*steps, *gathers, "forward, 3x3, mxfp4, fp16", *(f"{name}, {form}" for name in ROWS for form in FORMATS)]
 
 
 def packed(form: str, *shape: int) -> Nvfp4Tensor | Mxfp4Tensor:
@@ -92,6 +110,28 @@ def rows(name: str, form: str) -> dict[str, Any]:
     return found(out, expected, splits)
 
 
+def step(name: str, recipe: str) -> dict[str, Any]:
+    """A layer's forward and backward through `qat.fp4_gemms.dispatch`, by kernels and by the reference."""
+    results = []
+    calls: list[int] = []
+    for kernels in (False, True):
+        dispatch.runs_kernels = lambda _, on=kernels: on
+        training.run = lambda call, _: (calls.append(1), just_in_time(call))  # type: ignore[assignment]
+        layer, x = make(name)
+        torch.manual_seed(6)
+        model = set_products(prepare(torch.nn.Sequential(layer), recipe, include=["0"]), "fp4")
+        results.append(one_step(model, x)[0])
+    reference, kernel = results
+    parts = [(getattr(kernel, part), getattr(reference, part)) for part in ("y", "dx", "dw", "db")]
+    errors = [((a.double() - b).norm() / b.double().norm()).item() for a, b in parts if a is not None]
+    return {"error": max(errors), "intact": len(calls) == 3}
+
+
+def small(call: Callable[..., Any], tile: Tile) -> Callable[..., Any]:
+    """A description of a launch for the interpreter."""
+    return partial(call, tile=tile, asm=False)
+
+
 def found(out: Guarded, expected: torch.Tensor, splits: int = 0) -> dict[str, Any]:
     values = out.inner.double().sum(0) if splits else out.inner.double()
     error = float((values - expected).norm() / expected.norm())
@@ -99,8 +139,15 @@ def found(out: Guarded, expected: torch.Tensor, splits: int = 0) -> dict[str, An
 
 
 if __name__ == "__main__":
+    training.gather_call, training.rows_call = small(gather_call, TINY), small(rows_call, DEEP)
+    training._capability = lambda _: SM90
     results = {}
     for case in names():
         kind, *rest = case.split(", ")
-        results[case] = rows(kind, *rest) if kind in ROWS else gather(kind, ", ".join(rest[:-2]), rest[-2], rest[-1])
+        if kind == "step":
+            results[case] = step(", ".join(rest[:-2]), rest[-2])
+        elif kind in ROWS:
+            results[case] = rows(kind, *rest)
+        else:
+            results[case] = gather(kind, ", ".join(rest[:-2]), rest[-2], rest[-1])
     json.dump(results, sys.stdout)

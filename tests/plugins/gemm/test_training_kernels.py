@@ -1,0 +1,40 @@
+"""The GEMMs of a training step compiled for Hopper and Blackwell: which instructions multiply."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4deploy.formats import quantize_mxfp4, quantize_nvfp4
+from fp4deploy.plugins.aot import compile as aot_compile
+from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call
+
+pytestmark = pytest.mark.skipif(aot_compile.triton_version() is None, reason="Triton is missing: pip install triton")
+WINDOW = Window((3, 3), (2, 2), (1, 1), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "form", "capability", "instruction"),
+    [
+        ("gather", "nvfp4", 90, "wgmma.mma_async m64n128k16 f16"),
+        ("rows", "mxfp4", 90, "wgmma.mma_async m64n128k16 bf16"),
+        ("gather", "mxfp4", 120, "mma.sync m16n8k64 kind::mxf4nvf4"),
+        ("rows", "nvfp4", 120, "mma.sync m16n8k64 kind::mxf4nvf4"),
+        ("gather", "nvfp4", 100, "tcgen05.mma kind::mxf4nvf4"),
+        ("rows", "mxfp4", 100, "tcgen05.mma kind::mxf4"),
+    ],
+)
+def test_instructions(kernel: str, form: str, capability: int, instruction: str) -> None:
+    pack = quantize_nvfp4 if form == "nvfp4" else quantize_mxfp4
+    a = pack(torch.ones(1, 2, 2, 64) if kernel == "gather" else torch.ones(2, 128, 640))
+    if kernel == "gather":
+        out = torch.empty(1000, 20, 20, 128, dtype=torch.float16)
+        call = gather_call(a, pack(torch.ones(128, 3, 3, 64)), WINDOW, out, None, True, capability)
+    else:
+        call = rows_call(a, a, torch.empty(4, 128, 128), capability)
+    arch = f"sm_{capability}"
+    if aot_compile.too_old(arch, native=capability >= 100):
+        pytest.skip(aot_compile.too_old(arch, native=capability >= 100))
+    compiled = aot_compile.compile_launch(call.launch, arch)
+    assert compiled.instructions == (instruction,)
+    assert compiled.spills == 0
