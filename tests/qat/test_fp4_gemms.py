@@ -41,7 +41,7 @@ FEW = [
 ]
 CASES = [(recipe, name) for recipe in RECIPES_HERE for name in FEW]
 CASES += [(recipe, name) for recipe in ("nvfp4_train", "tetrajet") for name in LAYERS if name not in FEW]
-U = 2.0**-24
+U, ROTATION = 2.0**-24, torch.tensor(5)
 
 
 def gemms_of(layer: Any) -> LinearGemms | ConvGemms:
@@ -80,9 +80,9 @@ def test_packed_codes_are_the_emulations(recipe: str, name: str) -> None:
     for place, (x, spec, axes, groups) in enumerate(operands(name, RECIPES_HERE[recipe])):
         amax = torch.tensor(2.0) if spec.scale == "static" else None
         torch.manual_seed(place)
-        expected, _ = quantize_operand(x, spec, axes, amax, groups)
+        expected, _ = quantize_operand(x, spec, axes, amax, groups, ROTATION)
         torch.manual_seed(place)
-        packed = pack_operand(x, spec, axes, amax, groups)
+        packed = pack_operand(x, spec, axes, amax, groups, ROTATION)
         assert torch.equal(packed.dequantize(x.dtype), expected), place
         codes, scales = packed.packed.codes, packed.packed.scales
         assert codes.dtype == torch.uint8
