@@ -24,6 +24,7 @@ from fp4deploy.ptq.matrix import blocks
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 RANGE = nvfp4_range(E4M3_MAX_FOUR_OVER_SIX)  # 6 * 256
 BELOW, ABOVE = 3, 7  # E4M3 values tried below and above a / 6
+AT_ONCE = 2**18  # weights times scales; small matrices, as in GPTQ, try all scales in a few launches
 
 
 def e4m3_values(device: torch.device) -> Tensor:
@@ -64,19 +65,21 @@ def choose_scales(rows: Tensor, amax: Tensor, hessian: Tensor | None = None) -> 
     middle = torch.searchsorted(table, ideal.contiguous()).clamp(max=len(table) - 1)
     best = torch.full_like(largest, float("inf"))
     chosen = torch.zeros_like(largest)
-    for offset in range(-BELOW, ABOVE + 1):
-        scale = table[(middle + offset).clamp(0, len(table) - 1)]
-        step = steps(scale, amax).unsqueeze(-1)
+    offsets = torch.arange(-BELOW, ABOVE + 1, device=rows.device).view(-1, 1, 1)
+    for part in offsets.split(max(1, AT_ONCE // rows.numel())):
+        scales = table[(middle + part).clamp(0, len(table) - 1)]  # [offsets, R, B]
+        step = steps(scales, amax).unsqueeze(-1)
         codes = encode(cut, step)
-        error = block_error(cut - codes * step, hessian)
-        error = torch.where(is_fixed_point(codes, scale, largest, amax), error, float("inf"))
-        better = error < best
-        best, chosen = torch.where(better, error, best), torch.where(better, scale, chosen)
+        errors = block_error(cut - codes * step, hessian)
+        errors = torch.where(is_fixed_point(codes, scales, largest, amax), errors, float("inf"))
+        for error, scale in zip(errors, scales, strict=True):
+            better = error < best
+            best, chosen = torch.where(better, error, best), torch.where(better, scale, chosen)
     return chosen
 
 
 def is_fixed_point(codes: Tensor, scale: Tensor, largest: Tensor, amax: Tensor) -> Tensor:
-    """bool [R, B]: the recipe quantises the block to these codes and this scale again."""
+    """bool [..., R, B]: the recipe quantises the block to these codes and this scale again."""
     top = codes.abs().amax(-1)
     product = top * scale
     holds = largest >= amax * (1 - 1e-6)  # the amax of the tensor
@@ -84,10 +87,10 @@ def is_fixed_point(codes: Tensor, scale: Tensor, largest: Tensor, amax: Tensor) 
 
 
 def block_error(difference: Tensor, hessian: Tensor | None) -> Tensor:
-    """Error [R, B] of differences [R, B, 16]."""
+    """Error [..., R, B] of differences [..., R, B, 16]."""
     if hessian is None:
         return difference.square().sum(-1)
-    weighted = torch.matmul(difference.transpose(0, 1), hessian).transpose(0, 1)
+    weighted = torch.matmul(difference.transpose(-3, -2), hessian).transpose(-3, -2)
     return (weighted * difference).sum(-1)
 
 
