@@ -35,6 +35,7 @@ class DetectionEvaluation:
         self.ground_truth = ground_truth or dataset.ground_truth()
         self._images, self._categories = dataset.images, dataset.category_ids
         self._found: dict[int, list[Result]] = {}
+        self.matches = True  # keep which detection found which object
         self.listener: Callable[[int, Detections], None] | None = None  # is given every image's boxes
 
     def update(self, outputs: Tensor, labels: Tensor, gather: Callable[..., Any] | None = None) -> None:
@@ -67,7 +68,8 @@ class DetectionEvaluation:
     def compute(self) -> InstanceScores:
         """Score everything seen so far against the whole split."""
         with torch.inference_mode(False):
-            return average_precision(self.ground_truth, self.results(), self.head.max_detections, "bbox")
+            found = self.results()
+            return average_precision(self.ground_truth, found, self.head.max_detections, "bbox", matches=self.matches)
 
 
 def as_results(found: Detections, image_id: int, category_ids: dict[int, int]) -> list[Result]:

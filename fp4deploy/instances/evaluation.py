@@ -29,6 +29,7 @@ class InstanceEvaluation:
         self.ground_truth = ground_truth or dataset.ground_truth()
         self._images, self._categories = dataset.images, dataset.category_ids
         self._found: dict[int, list[Result]] = {}
+        self.matches = True  # keep which detection found which object
         self.listener: Callable[[int, Instances], None] | None = None  # is given every image's instances
 
     def update(self, outputs: Tensor, indices: Tensor, gather: Callable[..., Any] | None = None) -> None:
@@ -54,7 +55,7 @@ class InstanceEvaluation:
     def compute(self) -> InstanceScores:
         """Score everything seen so far against the whole split."""
         with torch.inference_mode(False):
-            return average_precision(self.ground_truth, self.results(), self.head.max_detections)
+            return average_precision(self.ground_truth, self.results(), self.head.max_detections, matches=self.matches)
 
 
 def gathered(found: dict[int, list[Result]]) -> list[Result]:

@@ -47,6 +47,8 @@ class SemanticTask:
 class SemanticEvaluation:
     """Collects the most likely class of each pixel."""
 
+    matches = False
+
     def __init__(self, class_names: tuple[str, ...]) -> None:
         self._score = SegmentationScore(len(class_names), class_names)
 

@@ -54,7 +54,9 @@ class TrainingTask:
 
     def evaluation(self) -> Evaluation:
         """A new validation."""
-        return self._task.evaluation(self._val, self.card, self._ground_truth)
+        found = self._task.evaluation(self._val, self.card, self._ground_truth)
+        found.matches = False
+        return found
 
     def warnings(self) -> list[str]:
         """Those of the loss."""
