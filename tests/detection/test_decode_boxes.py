@@ -33,6 +33,22 @@ def test_iou_by_hand() -> None:
     assert distance_iou(one, other).item() == pytest.approx(1 / 7)
 
 
+def test_suppression_in_chunks_is_that_of_one_box_after_the_other() -> None:
+    random = np.random.default_rng(0)
+    centres, sides = random.uniform(0, 200, (60, 2)), random.uniform(4, 40, (60, 2))
+    near = random.integers(0, 60, 700)  # several chunks
+    corners = np.concatenate((centres - sides / 2, centres + sides / 2), 1)[near] + random.normal(0, 2, (700, 4))
+    boxes, classes = corners.astype(np.float32), random.integers(0, 2, 700)
+    kept: list[int] = []
+    for place in range(700):
+        same = [other for other in kept if classes[other] == classes[place]]
+        if not (iou(boxes[same], boxes[place : place + 1]) > 0.6).any():
+            kept.append(place)
+    assert suppress(boxes, classes, 0.6, 700).tolist() == kept
+    assert suppress(boxes, classes, 0.6, 50).tolist() == kept[:50]
+    assert kept[-1] > 512
+
+
 def test_suppression_is_within_a_class_and_in_the_order_of_the_scores() -> None:
     boxes = np.array([[0, 0, 10, 10], [0, 0, 10, 9], [0, 0, 10, 9], [0, 5, 10, 15], [0, 0, 10, 6]], np.float32)
     classes = np.array([0, 0, 1, 0, 0])
