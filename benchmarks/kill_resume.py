@@ -117,7 +117,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import fp4deploy.train  # noqa: F401, before the processes are forked
+    import torchmetrics.classification  # noqa: F401, before the processes are forked
+
+    import fp4deploy.train  # noqa: F401
     from fp4deploy.data import generate_shapes
 
     batches = 2 * arguments.steps

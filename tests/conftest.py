@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest_plugins = ["tests.fixtures"]
+
+MANY_MODULES = 100
+_frozen_modules = 0
 
 
 def pytest_configure() -> None:
@@ -20,9 +24,20 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
+    _freeze_what_is_imported()
+
+
+def pytest_runtest_teardown() -> None:
+    if len(sys.modules) > _frozen_modules + MANY_MODULES:  # what tests import late: compilers, exporters, figures
+        _freeze_what_is_imported()
+
+
+def _freeze_what_is_imported() -> None:
     """Keep what was imported out of the garbage collections that every training asks for: a third of its seconds."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:

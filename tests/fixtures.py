@@ -108,3 +108,14 @@ def plan(untrained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_engine(untrained.export_dir / "unet.onnx", folder / "unet.plan")
 
     return made_once(tmp_path_factory, "engines", build) / "unet.plan"
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run of every stage; beside it are stdout.txt and stderr.txt."""
+    from tests.contract.schemas import small_run
+
+    def run(folder: Path) -> None:
+        small_run(folder)
+
+    return made_once(tmp_path_factory, "small_run", run) / "run"

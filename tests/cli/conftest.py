@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
+from tests.contract.internals import short_measurements
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_measurements() -> Iterator[None]:
+    """What is timed here is also tested in tests/bench."""
+    with short_measurements():
+        yield
 
 
 @pytest.fixture(scope="session")

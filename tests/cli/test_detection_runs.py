@@ -10,9 +10,11 @@ import onnx
 import pytest
 
 from fp4deploy.data import open_boxes
+from fp4deploy.export import to_onnx
 from fp4deploy.instances import average_precision
 from fp4deploy.models import DetectionHead, read_card
 from tests.cli.command_line import Invoke, run_in
+from tests.export.exported_models import traced_once
 
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
@@ -20,18 +22,33 @@ TINY = (
     "--set", "detection.width=16", "--set", "detection.depth=1", "--set", "detection.threshold=0.001",
     "--set", "telemetry.plots=false",
 )  # fmt: skip
+FORMS = (".onnx", ".portable.onnx", ".fp4")
+ARTEFACTS = ("fp16", "nvfp4", *(f"unet{model}{suffix}" for model in ("", "-fp16") for suffix in FORMS))
 
 
 @pytest.fixture(scope="module")
 def home(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
-    """A folder in which detectors were trained and exported."""
-    return run_in(
-        tmp_path_factory.mktemp("home"),
-        app,
-        ("train", "--task", "detection", "--data", str(shapes), "--out", "runs/one", *TINY),
-        ("export", "--format", "onnx", "--portable"),
-        ("export", "--format", "packed"),
-    )
+    """A folder in which one command trained, exported, built, measured and reported detectors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(to_onnx, "export_graph", traced_once(to_onnx.export_graph))
+        return run_in(
+            tmp_path_factory.mktemp("home"),
+            app,
+            ("run", "--task", "detection", "--data", str(shapes), "--out", "runs/one", *TINY),
+            ("export", "--format", "onnx", "--portable", "--images", "2"),
+        )
+
+
+def test_one_command_goes_all_the_way(home: Path) -> None:
+    run = home / "runs" / "one"
+    facts = json.loads((run / "report.json").read_text())
+    assert facts["task"] == "detection"
+    assert facts["models"]["nvfp4"]["ap"] is not None
+    page, written = (run / "report.html").read_text(), (run / "report.md").read_text()
+    for text in (page, written):
+        assert "Kinds of errors" in text
+        assert "mIoU" not in text
+    assert page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0].count("data:image/png;base64") == 20
 
 
 def test_the_card_says_what_the_output_is(home: Path) -> None:
@@ -50,7 +67,8 @@ def test_the_output_layers_stay_in_fp16(at_home: Invoke) -> None:
 
 
 def test_every_artefact_has_the_same_ap(at_home: Invoke, home: Path) -> None:
-    result = at_home("bench", "--json", "-", "--iterations", 1)
+    engines = [part for name in ARTEFACTS for part in ("--engine", name)]
+    result = at_home("bench", *engines, "--json", "-", "--iterations", 1)
     assert result.exit_code == 0, result.stderr
     entries = json.loads(result.stdout)["artifacts"]
     assert len(entries) == 8
@@ -136,16 +154,3 @@ def test_a_backbone_of_ones_own(invoke: Invoke, shapes: Path) -> None:
     result = invoke("train", "--task", "detection", "--model", "flat.py:build", "--data", shapes, *TINY)
     assert result.exit_code == 2
     assert "Let the backbone return a list" in result.stderr
-
-
-def test_one_command_goes_all_the_way(invoke: Invoke, shapes: Path) -> None:
-    result = invoke("run", "--task", "detection", "--data", shapes, *TINY, "--set", "train.epochs=1", "--out", "whole")
-    assert result.exit_code == 0, result.stderr
-    facts = json.loads(Path("whole/report.json").read_text())
-    assert facts["task"] == "detection"
-    assert facts["models"]["nvfp4"]["ap"] is not None
-    page, written = Path("whole/report.html").read_text(), Path("whole/report.md").read_text()
-    for text in (page, written):
-        assert "Kinds of errors" in text
-        assert "mIoU" not in text
-    assert page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0].count("data:image/png;base64") == 20

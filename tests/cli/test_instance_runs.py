@@ -11,29 +11,52 @@ import pytest
 from PIL import Image
 
 from fp4deploy.data import open_instances
+from fp4deploy.export import to_onnx
 from fp4deploy.instances import average_precision, read_results
 from fp4deploy.instances.panoptic import from_rgb, read_panoptic
 from fp4deploy.models import read_card
 from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke, run_in
+from tests.export.exported_models import traced_once
 
+FORMS = (".onnx", ".portable.onnx", ".fp4")
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
     "--set", "train.epochs=3", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
     "--set", "instance.threshold=0.02", "--set", "instance.max_detections=300", "--set", "telemetry.plots=false",
 )  # fmt: skip
+RUN = ("run", "--task", "instance", "--out", "runs/one", *TINY)
+ARTEFACTS = ("fp16", "nvfp4", *(f"unet{model}{suffix}" for model in ("", "-fp16") for suffix in FORMS))
 
 
 @pytest.fixture(scope="module")
 def home(app: Any, tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
-    """A folder in which instance models were trained and exported."""
-    return run_in(
-        tmp_path_factory.mktemp("home"),
-        app,
-        ("train", "--task", "instance", "--data", str(shapes), "--out", "runs/one", *TINY),
-        ("export", "--format", "onnx", "--portable"),
-        ("export", "--format", "packed"),
-    )
+    """A folder in which one command trained, exported, built, measured and reported instance models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["fp4deploy", *RUN, "--data", str(shapes)])
+        patch.setattr(to_onnx, "export_graph", traced_once(to_onnx.export_graph))
+        return run_in(
+            tmp_path_factory.mktemp("home"),
+            app,
+            (*RUN, "--data", str(shapes)),
+            ("export", "--format", "onnx", "--portable", "--images", "2"),
+        )
+
+
+def test_one_command_goes_all_the_way(home: Path) -> None:
+    run = home / "runs" / "one"
+    facts = json.loads((run / "report.json").read_text())
+    assert facts["task"] == "instance"
+    assert facts["models"]["nvfp4"]["ap"] is not None
+    assert facts["commands"][0].startswith("fp4deploy run --task instance")
+    page = (run / "report.html").read_text()
+    assert "AP per class" in page
+    assert "mIoU" not in page
+    samples = page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0]
+    assert samples.count("data:image/png;base64") == 20
+    written = (run / "report.md").read_text()
+    assert " AP" in written
+    assert "mIoU" not in written
 
 
 def test_the_best_checkpoint_is_that_with_the_highest_ap(home: Path) -> None:
@@ -49,7 +72,8 @@ def test_the_best_checkpoint_is_that_with_the_highest_ap(home: Path) -> None:
 
 
 def test_every_artefact_is_scored_by_the_same_code(at_home: Invoke, home: Path) -> None:
-    result = at_home("bench", "--json", "-", "--iterations", 1)
+    engines = [part for name in ARTEFACTS for part in ("--engine", name)]
+    result = at_home("bench", *engines, "--json", "-", "--iterations", 1)
     assert result.exit_code == 0, result.stderr
     assert "AP50" in result.stderr
     assert "mIoU" not in result.stderr
@@ -189,24 +213,3 @@ def test_the_set_head_says_once_that_it_has_too_few_channels(invoke: Invoke, sha
     assert read_card(path).channels == 9
     bench = invoke("bench", "--iterations", 1)
     assert bench.exit_code == 0, bench.stderr
-
-
-def test_one_command_goes_all_the_way(invoke: Invoke, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = ("--set", "train.epochs=1", "--set", "telemetry.plots=true", "--out", "whole")
-    arguments = ("run", "--task", "instance", "--data", str(shapes), *TINY, *more)
-    monkeypatch.setattr("sys.argv", ["fp4deploy", *map(str, arguments)])
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.stderr
-    facts = json.loads(Path("whole/report.json").read_text())
-    assert facts["task"] == "instance"
-    assert facts["models"]["nvfp4"]["ap"] is not None
-    assert facts["commands"][0].startswith("fp4deploy run --task instance")
-    page = Path("whole/report.html").read_text()
-    assert "AP per class" in page
-    assert "mIoU" not in page
-    samples = page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0]
-    assert samples.count("data:image/png;base64") == 20
-    assert "<h2>Telemetry</h2>" in page
-    written = Path("whole/report.md").read_text()
-    assert " AP" in written
-    assert "mIoU" not in written

@@ -46,6 +46,11 @@ def test_train_tracks_and_draws(run: Path) -> None:
     assert yaml.safe_load((run / "config.yaml").read_text())["telemetry"]["every"] == 2
 
 
+def test_the_report_shows_them(run: Path, invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("report", run, "--out", tmp_path / "page.html").exit_code == 0
+    assert "<h2>Telemetry</h2>" in (tmp_path / "page.html").read_text()
+
+
 def test_heatmaps_are_redrawn_from_the_files(run: Path, invoke: Invoke) -> None:
     target = run / "plots" / "heatmaps" / "fp16" / "weights" / "prequantize" / "semantic_std.json"
     before = target.read_bytes()

@@ -21,10 +21,12 @@ KEYED = re.compile(r".*/(models|per_class|sizes|packages)|.*/ledgers/\[\]/counts
 
 
 def small_run(folder: Path) -> Path:
-    """A run of `fp4deploy run` on eight images of 32 x 32 pixels, one epoch a model."""
+    """A run of `fp4deploy run` on eight images of 32 x 32 pixels, one epoch a model; beside it what was printed."""
     must(*DATA, folder=folder)
     with internals.short_measurements():
-        must("run", "--data", "shapes", "--out", "run", *SMALL, folder=folder)
+        done = must("run", "--data", "shapes", "--out", "run", *SMALL, folder=folder)
+    (folder / "stdout.txt").write_text(done.stdout, encoding="utf-8")
+    (folder / "stderr.txt").write_text(done.stderr, encoding="utf-8")
     return folder / "run"
 
 

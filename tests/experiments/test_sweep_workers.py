@@ -29,7 +29,7 @@ from tests.processes import plant
 FILE = """
 set: {model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: EPOCHS, train.finetune_epochs: 1,
       train.batch_size: 4, data.root: ROOT}
-seeds: [0, 1]
+seeds: SEEDS
 against: control
 variants:
   control: {model: fp16_control}
@@ -37,69 +37,59 @@ variants:
 """
 
 
-def sweep_of(folder: Path, epochs: int = 1) -> Sweep:
+def sweep_of(folder: Path, epochs: int = 1, seeds: tuple[int, ...] = (0, 1)) -> Sweep:
     data = folder / "data"
     if not data.is_dir():
         generate_shapes(data, train=8, val=4, size=32, seed=0)
     file = folder / "mine.yaml"
-    file.write_text(FILE.replace("ROOT", json.dumps(str(data))).replace("EPOCHS", str(epochs)))
+    text = FILE.replace("ROOT", json.dumps(str(data))).replace("EPOCHS", str(epochs))
+    file.write_text(text.replace("SEEDS", json.dumps(seeds)))
     return load_sweep(file)
 
 
-def note_start_method(run: Run) -> None:
-    """Called in the process of a run: how the workers of its loaders will be started."""
+def note_start_method_or_die(run: Run) -> None:
+    """Called in the process of a run: how the workers of its loaders will be started; the first run is killed."""
     (run.path / "start_method").write_text(multiprocessing.get_start_method())
-
-
-@pytest.mark.slow
-def test_two_at_a_time_give_what_one_gives(tmp_path: Path) -> None:
-    sweep, said = sweep_of(tmp_path), list[str]()
-    alone = run_sweep(sweep, tmp_path / "alone", say=lambda _: None)
-    parallel = run_sweep(sweep, tmp_path / "parallel", say=said.append, started=note_start_method, jobs=2)
-    methods = {file.read_text() for file in (tmp_path / "parallel").rglob("start_method")}
-    assert methods == {multiprocessing.get_start_method()}
-    for name, row in alone["variants"].items():
-        for seed, run in row["runs"].items():
-            other = parallel["variants"][name]["runs"][seed]
-            assert {key: run.get(key) for key in ("status", "best", "last", "epochs")} == {
-                key: other.get(key) for key in ("status", "best", "last", "epochs")
-            }, (name, seed)
-    for variant in ("fp16", "control"):
-        model = sweep.variant(variant).model
-        files = [tmp_path / out / variant / "seed1" / model / "best.safetensors" for out in ("alone", "parallel")]
-        one, other = map(load_file, files)
-        assert all((value == other[key]).all() for key, value in one.items())
-    assert sum("starting" in text for text in said) == 6
-    assert said.index("fp16, seed 1: starting") < said.index("control, seed 1: starting")
-    assert sum("bad, seed" in text and "failed" in text for text in said) == 2
-    assert "epoch 1/1" in (tmp_path / "parallel" / "control" / "seed1" / LOG).read_text()
-    assert json.loads((tmp_path / "parallel" / "sweep.json").read_text()) == parallel
-
-    said.clear()
-    run_sweep(sweep, tmp_path / "parallel", ("control",), say=said.append, jobs=2)
-    assert sorted(said) == sorted(text for text in said if ": done, mIoU " in text)
-    assert len(said) == 4
-
-
-def die(run: Run) -> None:
-    """Called in the process of a run: kill it where it is the first."""
     if run.path.parts[-2:] == ("fp16", "seed0"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_costs_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep, said, mark = sweep_of(tmp_path), list[str](), tmp_path / "executed"
+def test_two_at_a_time_give_what_one_gives_and_one_that_dies_costs_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single, said, mark = sweep_of(tmp_path, seeds=(1,)), list[str](), tmp_path / "executed"
+    alone = run_sweep(single, tmp_path / "alone", say=lambda _: None)
+    sweep, out = sweep_of(tmp_path), tmp_path / "parallel"
     monkeypatch.chdir(plant(tmp_path / "planted", mark))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "planted"))
-    results = run_sweep(sweep, tmp_path / "out", ("control",), say=said.append, started=die, jobs=2)
+    parallel = run_sweep(sweep, out, say=said.append, started=note_start_method_or_die, jobs=2)
     assert not mark.exists(), mark.read_text()  # workers import nothing from the current folder
-    runs = {(name, seed): run for name, row in results["variants"].items() for seed, run in row["runs"].items()}
-    assert runs["fp16", "0"]["status"] == "failed"
-    assert "Its process died (signal SIGKILL)" in runs["fp16", "0"]["error"]
-    assert runs["control", "0"]["status"] == "failed"
-    assert runs["fp16", "1"]["status"] == runs["control", "1"]["status"] == "done"
+    methods = {file.read_text() for file in out.rglob("start_method")}
+    assert methods == {multiprocessing.get_start_method()}
+    for name, row in alone["variants"].items():
+        run, other = row["runs"]["1"], parallel["variants"][name]["runs"]["1"]
+        for key in ("status", "best", "last", "epochs"):
+            assert run.get(key) == other.get(key), (name, key)
+    for variant in ("fp16", "control"):
+        model = sweep.variant(variant).model
+        files = [folder / variant / "seed1" / model / "best.safetensors" for folder in (tmp_path / "alone", out)]
+        one, two = map(load_file, files)
+        assert all((value == two[key]).all() for key, value in one.items())
+    assert said.index("fp16, seed 1: starting") < said.index("control, seed 1: starting")
+    assert sum("bad, seed 1: failed" in text for text in said) == 1
+    assert "epoch 1/1" in (out / "control" / "seed1" / LOG).read_text()
+    assert json.loads((out / "sweep.json").read_text()) == parallel
+
+    first = {name: row["runs"]["0"] for name, row in parallel["variants"].items()}
+    assert {run["status"] for run in first.values()} == {"failed"}
+    assert "Its process died (signal SIGKILL)" in first["fp16"]["error"]
     assert sum("fp16, seed 0: failed. Its process died" in text for text in said) == 1
+
+    said.clear()
+    run_sweep(single, tmp_path / "alone", ("control",), say=said.append, jobs=2)
+    assert sorted(said) == sorted(text for text in said if ": done, mIoU " in text)
+    assert len(said) == 2
 
 
 CALLER = """

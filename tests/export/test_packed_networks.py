@@ -18,7 +18,7 @@ from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_p
 from fp4deploy.packed.describe import describe_packed
 from fp4deploy.packed.graph import Affine, Concat, Conv2d, Layer
 from fp4deploy.qat import quantized_layers
-from tests.export.packable_networks import NETWORKS, MobileNet, deployed
+from tests.export.packable_networks import FPN, NETWORKS, deployed
 
 
 @cache
@@ -123,19 +123,19 @@ def test_two_sources_instead_of_a_concatenation() -> None:
 
 
 def test_pack_writes_what_was_compared(tmp_path: Path) -> None:
-    model, _, x = made("MobileNet")
+    model, _, x = made("FPN")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = fd.pack(model, tmp_path / "own.fp4", example_inputs=x)
     assert result.verification is not None
     assert result.verification.images == len(x)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     runtime = fd.open_runtime(tmp_path / "own.fp4")
-    assert runtime.infer(x.numpy()).shape == (2, 5, 32, 32)
+    assert runtime.infer(x.numpy()).shape == (2, 5, 32, 40)
 
 
 def test_a_plain_module_is_packed_in_fp16(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = MobileNet(), torch.randn(1, 3, 32, 32)
+    model, x = FPN(), torch.randn(1, 3, 32, 40)
     deployed(model, x, None)
     file = fd.pack(model, tmp_path / "plain.fp4", example_inputs=x).file
     torch.testing.assert_close(PackedNetwork(file)(x), model(x).detach(), rtol=0, atol=2e-4)

@@ -38,6 +38,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
+from fp4deploy.export.onnx.operator_table import kept_operator_table
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
 from fp4deploy.graph.capture import quiet, why_not_captured
 from fp4deploy.models.card import CARD_KEY, ModelCard
@@ -111,7 +112,7 @@ def _trace(model: nn.Module, input_shape: tuple[int, ...], dynamic_size: bool) -
         axes |= dict.fromkeys(range(2, len(input_shape) + 1), torch.export.Dim.DYNAMIC)
     example = torch.zeros((2, *input_shape), dtype=torch.float16)  # batch 1 would be taken for a constant
     try:
-        with quiet("torch.onnx", logging.ERROR):
+        with quiet("torch.onnx", logging.ERROR), kept_operator_table():
             program = torch.onnx.export(
                 model,
                 (example,),
