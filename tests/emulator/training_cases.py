@@ -1,0 +1,121 @@
+"""Cases of the GEMMs of a training step: dgrad by `gather_gemm`, wgrad by `rows_gemm`, and what packs its operand.
+
+Sums are exact, as in `gemms`, so that there is one right answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fp4deploy import formats
+from fp4deploy.emulator.cases.case import Case, Outcome, Setting, normal, packed
+from fp4deploy.emulator.cases.cuda import emulated
+from fp4deploy.emulator.launch import emulate_triton
+from fp4deploy.formats import FourOverSix, Nvfp4Tensor
+from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call
+from fp4deploy.plugins.quantize.unfolded import Unfolding, pack_unfolded
+
+STRIDE_2 = Window((3, 3), (2, 2), (1, 1), (1, 1))
+
+
+@dataclass(frozen=True)
+class InputGradient:
+    """dX [1, outputs, H, W] of a convolution with a stride; blocks of G and W along `channels`."""
+
+    channels: int = 48
+    outputs: int = 20
+    size: tuple[int, int] = (9, 8)
+    window: Window = STRIDE_2
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        steps = (self.window.stride, self.window.padding, self.window.dilation)
+        filters = packed(setting, self.outputs, *self.window.kernel, self.channels, seed=1, weight=True)
+        image = torch.zeros(1, self.outputs, *self.size, dtype=torch.float64, requires_grad=True)
+        y = F.conv2d(image, filters.dequantize(torch.float64).permute(3, 0, 1, 2), None, *steps)
+        source = packed(setting, 1, *y.shape[2:], self.channels, seed=2)
+        (dx,) = torch.autograd.grad(y, image, source.dequantize(torch.float64).permute(0, 3, 1, 2))
+        out = torch.empty(1, *self.size, self.outputs, dtype=torch.float32)
+        call = gather_call(source, filters, self.window, out, None, True, setting.capability)
+        _emulate(setting, outcome, call, out)
+        outcome.compare(out, dx.permute(0, 2, 3, 1).float().contiguous())
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """dW [rows, columns] over `pixels` of `images`."""
+
+    images: int = 2
+    rows: int = 20
+    columns: int = 33
+    pixels: int = 99
+    splits: int = 2
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        a = packed(setting, self.images, self.rows, self.pixels, seed=1, weight=True)
+        b = packed(setting, self.images, self.columns, self.pixels, seed=2)
+        out = torch.empty(self.splits, self.rows, self.columns, dtype=torch.float32)
+        _emulate(setting, outcome, rows_call(a, b, out, setting.capability), out)
+        values = (x.dequantize(torch.float64) for x in (a, b))
+        outcome.compare(out.sum(0), torch.einsum("nrp,ncp->rc", *values).float())
+
+
+@dataclass(frozen=True)
+class PackUnfolded:
+    """Codes and scales of an unfolded feature map, one image at a time."""
+
+    unfolding: Unfolding
+    rule: str | None = None
+    rounding: str = "nearest"
+    four_over_six: FourOverSix | None = None
+    hadamard: bool = False
+    dtype: torch.dtype = torch.float16
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        x = normal(setting, 2, 3, 9, 8, seed=5).to(self.dtype)
+        of = self.unfolding
+        rows = F.unfold(x.float(), of.kernel, of.dilation, of.padding, of.stride)
+        rows = formats.random_hadamard(rows) if self.hadamard else rows
+        torch.manual_seed(setting.seed)
+        expected: Any = (
+            formats.quantize_mxfp4(rows, self.rule, self.rounding)
+            if self.rule
+            else formats.quantize_nvfp4(rows, four_over_six=self.four_over_six, rounding=self.rounding)
+        )
+        torch.manual_seed(setting.seed)
+        with emulated(setting, outcome):
+            options: Any = (self.rule, self.rounding, self.four_over_six, self.hadamard)
+            for images, found in pack_unfolded(x, of, *options, most_bytes=1):
+                outcome.compare(found.codes, expected.codes[images])
+                outcome.compare(found.scales.view(torch.uint8), expected.scales[images].view(torch.uint8))
+                if isinstance(found, Nvfp4Tensor):
+                    outcome.compare(found.amax, expected.amax)
+
+
+def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor) -> None:
+    outcome.add(emulate_triton(call, setting.arch, [out], setting.model, setting.edit, setting.grid, setting.gpu))
+
+
+THREE = Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (9, 8))
+STRIDED = Unfolding((2, 3), (2, 1), (1, 2), (1, 2), (5, 8))
+
+CASES = (
+    Case("dgrad 3x3, stride 2", "training", InputGradient()),
+    Case(
+        "dgrad 2x3, stride 1x2, dilation 2",
+        "training",
+        InputGradient(24, 40, (7, 8), Window((2, 3), (1, 2), (0, 2), (2, 1))),
+    ),
+    Case("wgrad, two splits", "training", WeightGradient()),
+    Case("wgrad, one pixel", "training", WeightGradient(1, 5, 7, 1, 1)),
+    Case("packing unfolded", "training", PackUnfolded(THREE)),
+    Case("packing unfolded, stochastic, RHT", "training", PackUnfolded(STRIDED, None, "stochastic", None, True)),
+    Case("packing unfolded, MXFP4, stochastic", "training", PackUnfolded(STRIDED, "ceil", "stochastic")),
+    Case("packing unfolded, 4/6", "training", PackUnfolded(THREE, four_over_six=FourOverSix("mse"))),
+)
