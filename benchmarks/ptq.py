@@ -10,7 +10,7 @@ E4M3. Calibration images are of the training split, evenly spaced, at evaluation
 points of mIoU, with the 95 % interval of the gate's bootstrap over images. The file is written after every row;
 `--seconds` skips rows when the time is over. Files of several seeds become one, with intervals over seeds:
 
-    python benchmarks/ptq.py --gather seed0.json seed1.json seed2.json --json benchmarks/results/ptq_camvid_h200.json
+    python benchmarks/ptq.py --gather seed0.json seed1.json seed2.json --command "what made them" --json FILE
 """
 
 from __future__ import annotations
@@ -77,10 +77,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--rows", help="placement:method:correction[:activations],...")
     parser.add_argument("--gather", type=Path, nargs="+", help="files of seeds 0, 1, ... to put together")
+    parser.add_argument("--command", help="with --gather: commands that trained the models and measured them")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     if options.gather:
-        write(options.json, gather([json.loads(path.read_text(encoding="utf-8")) for path in options.gather]))
+        documents = [json.loads(path.read_text(encoding="utf-8")) for path in options.gather]
+        write(options.json, {"command": options.command or documents[0]["command"], **gather(documents)})
         return
     if options.data is None:
         parser.error("--data is needed")
@@ -170,7 +172,6 @@ def gather(seeds: list[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(f"The files differ in one of: {', '.join(common)}.")
     machine = seeds[0]["environment"]
     found: dict[str, Any] = {
-        "commands": [each["command"] for each in seeds],
         "machine": {"gpu": machine["gpus"][0]["name"], "torch": machine["packages"]["torch"]},
         **{key: seeds[0][key] for key in common},
         **{key: [each[key] for each in seeds] for key in ("fp16_miou", "fp16_encoded_miou")},
@@ -193,6 +194,7 @@ def gather(seeds: list[dict[str, Any]]) -> dict[str, Any]:
                 "mean": statistics.fmean(drops),
                 "low": low,
                 "high": high,
+                "seconds": [rows[name].get("seconds") for rows in by_name],
             }
         )
     return found

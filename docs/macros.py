@@ -286,6 +286,41 @@ def dsb2018() -> str:
     return markdown(["model", "epochs", "AP", "AP50", "AP75", "gap in AP"], rows)
 
 
+PLACEMENTS = {"default": "21 of 23 layers", "all": "every layer, multi-term input", "rgb": "every layer, plain image"}
+CORRECTIONS = {"none": "", "norm": "norms", "bias": "biases", "both": "norms and biases"}
+
+
+def ptq_camvid() -> str:
+    """Drops of every method of post-training quantisation, points of mIoU, over three seeds."""
+    found = {(row["placement"], row["method"], row["correction"]): row for row in result("ptq_camvid_h200")["rows"]}
+    rows = []
+    for method, correction in dict.fromkeys(key[1:] for key in found):
+        label = "only the input of the first layer" if method == "input" else f"`{method}`"
+        cells = [_drop(found.get((placement, method, correction))) for placement in PLACEMENTS]
+        rows.append([label, CORRECTIONS[correction], *cells])
+    return markdown(["method", "corrected", *PLACEMENTS.values()], rows, 2)
+
+
+def image_input() -> str:
+    """What quantising the image itself costs on CamVid's test split, every layer in FP4."""
+    found = result("camvid_sweep_h200")["variants"]
+    shown = {
+        "calibrated, plain image": "ptq_all",
+        "calibrated, multi-term input": "ptq_all_digits",
+        "QAT, plain image": "qat_all",
+        "QAT, multi-term input": "qat_all_digits",
+    }
+    rows = [[label, gap(found[name]["gap_test"])] for label, name in shown.items()]
+    return markdown(["every layer in FP4", "gap on the test split"], rows)
+
+
+def _drop(row: dict[str, Any] | None) -> str:
+    """A drop as a difference to FP16, with its interval."""
+    if row is None:
+        return ""
+    return gap({"mean": -row["mean"], "low": -row["high"], "high": -row["low"]})
+
+
 def scaling() -> str:
     """Training on several GPUs."""
     rows = []
@@ -500,7 +535,8 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network, packed_latency,
-        packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, scaling, estimates, telemetry_cost,
+        packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, ptq_camvid,
+        image_input, scaling, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test,
     )
