@@ -83,7 +83,7 @@ def _classes(ctx: Any) -> Iterable[str]:
     root = ctx.params.get("data")
     files = sorted(Path(root).rglob("*.json")) if root else []
     for file in files:
-        if file.stat().st_size > MOST_ANNOTATIONS:
+        if not file.is_file() or file.stat().st_size > MOST_ANNOTATIONS:
             continue
         tree = json.loads(file.read_text(encoding="utf-8"))  # noqa: TID251  a key of the shell waits
         if isinstance(tree, dict) and isinstance(tree.get("categories"), list):

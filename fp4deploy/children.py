@@ -4,7 +4,8 @@
 current folder first on the path, and so does an empty entry in PYTHONPATH. Children are started in Python's isolated
 mode (`-I`, which every supported version has; `-P` exists from 3.11 on) and get the parent's path of modules without
 the current folder (`import_path`). multiprocessing starts its processes by `python -c`: `isolated_start` adds the
-option there.
+option there. Programs are looked up in absolute folders only, and their own lists of folders have no others
+(`search_path`): nvcc looks for the host compiler, and that for its headers.
 
 **End.** A child that outlives its parent keeps a GPU, writes into a run that is being resumed, and leaves its files.
 There are two mechanisms, because `kill -9` gives the parent no chance to act:
@@ -38,6 +39,8 @@ from dataclasses import dataclass
 from multiprocessing import spawn, util
 from pathlib import Path
 from typing import IO, Any
+
+from fp4deploy.search_path import keep_absolute
 
 PREFIX = "fp4deploy-"  # of temporary folders
 LOCK = ".fp4deploy.lock"  # inside of them
@@ -81,12 +84,13 @@ def start(
     Raises:
         OSError: there is no such program, or it cannot be started.
     """
-    program = shutil.which(command[0])
+    settings = keep_absolute(dict(os.environ))
+    program = shutil.which(command[0], path=settings.get("PATH", os.defpath))
     if program is None:
         raise FileNotFoundError(2, "there is no such program", str(command[0]))
     whole = [os.path.abspath(program), *map(str, command[1:])]
     if os.name == "nt":
-        with subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=output, stderr=error) as process:
+        with subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=output, stderr=error, env=settings) as process:
             try:
                 yield process
             finally:
@@ -96,7 +100,9 @@ def start(
     try:
         supervised = [sys.executable, "-I", "-S", str(_SUPERVISOR), *whole]
         try:
-            process = subprocess.Popen(supervised, stdin=watched, stdout=output, stderr=error, start_new_session=True)
+            process = subprocess.Popen(
+                supervised, stdin=watched, stdout=output, stderr=error, env=settings, start_new_session=True
+            )
         finally:
             os.close(watched)
         try:

@@ -13,6 +13,7 @@ is created by the caller as any other, with the permissions of the umask.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -22,7 +23,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fp4deploy.errors import InputError
 
@@ -107,7 +108,13 @@ def digest_of(parts: Iterable[bytes]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
+    """Hexadecimal SHA-256 of a regular file.
+
+    Raises:
+        InputError: it is missing, or a folder, device or pipe, which may never end.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} is no file.")
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -118,19 +125,29 @@ def file_digest(path: Path) -> str:
 def append_line(path: Path, line: dict[str, Any]) -> None:
     """Append one line of JSON and synchronise it, so that a crash loses nothing; NaN becomes null, which JSON has.
 
+    A last line without its newline, which a killed process leaves, stays a line of its own.
+
     Raises:
-        InputError: the disk is full or the folder cannot be written.
+        InputError: the disk is full, the folder cannot be written, or `path` is a device or pipe.
     """
     clean = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(clean, allow_nan=False) + "\n")
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
+        with path.open("ab+") as file:
+            cut = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"
+            file.write(b"\n" * cut + json.dumps(clean, allow_nan=False).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise InputError(
             f"{path} could not be written: {error.strerror}. Free some space or choose another place."
         ) from error
+
+
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,14 +26,18 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fp4deploy.errors import InputError
 from fp4deploy.files import append_line, digest_of, file_digest
 from fp4deploy.runs import Run, is_first_process, run_of
-from fp4deploy.schema import Name, whole_lines
+from fp4deploy.schema import MOST_BYTES, Name, whole_lines
 
 FILE = "provenance.jsonl"
 Stage = Literal["train", "quantize", "export", "build"]
 STAGES: tuple[Stage, ...] = ("train", "quantize", "export", "build")
 CONTENT = (".json", ".txt", ".csv", ".yaml", ".yml")  # suffixes of a dataset's files whose content is digested
+MOST_FILES = 10_000_000  # of a dataset
+MOST_CONTENT = 8 << 30  # bytes of its JSON and text files
+MOST_LINKS = 1000  # files of a run
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 OK, MISSING, CHANGED, OUTDATED = "ok", "missing", "changed", "outdated"
@@ -76,22 +81,29 @@ def record(stage: Stage, output: Path, inputs: Sequence[Path]) -> None:
     run = next((found for path in (*inputs, output) if (found := run_of(path)) is not None), None)
     if run is None or not is_first_process():
         return
-    sources = [Source(path=_name(run, path), sha256=digest(path)).model_dump() for path in inputs if path.exists()]
+    sources = []
+    for path in inputs:
+        with suppress(InputError):  # not there, or cannot be read: the stage is done nevertheless
+            sources.append(Source(path=_name(run, path), sha256=digest(path)).model_dump())
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     line = {"stage": stage, "path": _name(run, output), "sha256": digest(output), "inputs": sources, "at": at}
     append_line(run.path / FILE, line)
 
 
 def links(run: Run) -> list[Link]:
-    """The last line of each file, in the order of the stages; lines that cannot be read are left out."""
+    """The last line of each file, in the order of the stages; lines that cannot be read are left out.
+
+    At most `MOST_LINKS`, those that were written last.
+    """
     found: dict[str, Link] = {}
-    for line in whole_lines(run.path / FILE):
+    for line in whole_lines(run.path / FILE, MOST_BYTES):
         try:
             link = Link.model_validate(line)
         except ValidationError:
             continue
+        found.pop(link.path, None)
         found[link.path] = link
-    return sorted(found.values(), key=lambda link: STAGES.index(link.stage))
+    return sorted(list(found.values())[-MOST_LINKS:], key=lambda link: STAGES.index(link.stage))
 
 
 def verify_run(run: Run) -> list[Finding]:
@@ -110,20 +122,37 @@ def outdated(path: Path) -> str | None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, or of a dataset's folder as the module says."""
-    if path.is_dir():
+    """SHA-256 of a file, or of a dataset's folder as the module says.
+
+    Raises:
+        InputError: neither is there, a file of the folder cannot be read, or it has more of them than `MOST_FILES`.
+    """
+    if not path.is_dir():
+        return file_digest(path)
+    try:
         return digest_of(_parts(path))
-    return file_digest(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.filename or path}: {error.strerror or error}.") from error
 
 
 def _parts(folder: Path) -> list[bytes]:
+    if folder.resolve() == Path(folder.resolve().anchor):
+        raise InputError(f"{folder} is the root of the file system, and no dataset.")
     parts = []
+    content = 0
     for root, folders, files in os.walk(folder):
         folders.sort()
         for name in sorted(files):
             file = Path(root) / name
+            regular = file.is_file()  # neither a pipe, which never ends, nor a link to nothing
+            size = file.stat().st_size if regular else 0
+            whole = regular and file.suffix in CONTENT
+            content += size * whole
             parts += [file.relative_to(folder).as_posix().encode(errors="surrogateescape")]
-            parts += [file_digest(file).encode() if file.suffix in CONTENT else str(file.stat().st_size).encode()]
+            parts += [file_digest(file).encode() if whole else str(size).encode()]
+            if len(parts) > 2 * MOST_FILES or content > MOST_CONTENT:
+                most = f"{MOST_FILES} files, or {MOST_CONTENT >> 30} GiB of JSON and text"
+                raise InputError(f"{folder} has more than {most}: it is no dataset.")
     return parts
 
 
@@ -133,9 +162,9 @@ def _findings(run: Run, chain: Sequence[Link]) -> list[Finding]:
 
     def now(path: str) -> str | None:
         if path not in known:
-            where = run.path / path  # an absolute path stays itself
-            known[path] = digest(where) if where.exists() else None
-        return known[path]
+            with suppress(OSError, InputError):  # a name that is too long, a device, a folder without permission
+                known[path] = digest(run.path / path)  # an absolute path stays itself
+        return known.setdefault(path, None)
 
     return [_finding(link, now) for link in chain]
 

@@ -222,12 +222,12 @@ def _note_owner(file: Path) -> None:
 
 
 def _owner(file: Path) -> dict[str, Any] | None:
-    from fp4deploy.schema import read_json
+    from fp4deploy.schema import read_json, validated
 
     with suppress(InputError):
-        found = read_json(file)
-        if isinstance(found, dict) and {"pid", "host", "command"} <= found.keys():
-            return found
+        found = validated(dict[str, Any], read_json(file), file)
+        if type(found.get("pid")) is int and all(isinstance(found.get(key), str) for key in ("host", "command")):
+            return {key: found[key] if key == "pid" else found[key][:200] for key in ("pid", "host", "command")}
     return None
 
 
@@ -270,7 +270,8 @@ def latest_run(root: Path = RUNS) -> Run:
     Raises:
         InputError: there is no run under `root`.
     """
-    configs = sorted(root.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime_ns)
+    configs = [path for path in root.glob("*/config.yaml") if path.is_file()]  # not a link to nothing
+    configs.sort(key=lambda path: path.stat().st_mtime_ns)
     if not configs:
         raise InputError(f"There is no run under {root}/ yet. Train one with: fp4deploy train")
     return Run(configs[-1].parent)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import reprlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -64,7 +65,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES, advice: str = "") -> bytes:
         if not path.is_file():
             raise InputError(_sentence(f"There is no file {path}", advice))
         with path.open("rb") as file:
-            content = file.read(most + 1)
+            content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)  # what is asked for is allocated
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         cause = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise InputError(_sentence(f"{path} cannot be read: {cause}", advice)) from None
@@ -171,17 +172,17 @@ def read_lines(path: Path, advice: str = "") -> Iterator[tuple[int, Any]]:
         raise InputError(_sentence(f"{path} cannot be read: {error.strerror or error}", advice)) from None
 
 
-def whole_lines(path: Path) -> Iterator[Any]:
-    """Values of the lines of a JSON Lines file that can be read; nothing where the file cannot."""
-    for line in lines_of(path):
+def whole_lines(path: Path, most: int = MOST_LINES_BYTES) -> Iterator[Any]:
+    """Values of the lines of a JSON Lines file that can be read; nothing where the file cannot, or is larger."""
+    for line in lines_of(path, most):
         with suppress(InputError):
             yield parse_json(line.decode("utf-8", errors="replace"), path, nan="none")
 
 
-def lines_of(path: Path) -> list[bytes]:
-    """Lines of a file of at most `MOST_LINES_BYTES`, without their ends; [] where it is missing or cannot be read."""
+def lines_of(path: Path, most: int = MOST_LINES_BYTES) -> list[bytes]:
+    """Lines of a file of at most `most` bytes, without their ends; [] where it is missing or cannot be read."""
     try:
-        if not path.is_file() or path.stat().st_size > MOST_LINES_BYTES:
+        if not path.is_file() or path.stat().st_size > most:
             return []
         return path.read_bytes().splitlines()
     except OSError:
@@ -238,7 +239,8 @@ def _problem(entry: Any) -> str:
         return f"{field} is missing"
     if entry["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{field} is not a known field"
-    message = entry["msg"].removeprefix("Value error, ").rstrip(".")
+    message = entry["msg"].removeprefix("Value error, ")
+    message = message if message.endswith("...") else message.rstrip(".")
     message = message[:1].lower() + message[1:]
     return f"{field} = {briefly(entry['input'])}: {message}" if field else message
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fp4deploy import children
+from fp4deploy.plugins.runtime.nvcc import find_nvcc
 from tests.processes import end, pids_in, plant, runs, script, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -218,3 +219,26 @@ def test_folders_of_dead_processes_are_removed_by_the_next(tmp_path: Path, monke
         finally:
             end(alive)
     assert (users / "photo.jpg").exists()
+
+
+@pytest.mark.parametrize("entry", ["", ".", "bin"])
+def test_no_program_of_the_current_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+    """PATH=$PATH:$UNSET has an empty entry, which means the current folder; so for libraries and headers."""
+    for folder in (tmp_path, tmp_path / "bin"):
+        folder.mkdir(exist_ok=True)
+        for name in ("nvcc", "some-compiler"):
+            (folder / name).write_text("#!/bin/sh\ntouch PWNED\n")
+            (folder / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    folders = os.pathsep.join([entry, os.environ["PATH"], entry])
+    for name in ("PATH", "LD_LIBRARY_PATH", "CPATH"):
+        monkeypatch.setenv(name, folders)
+    with pytest.raises(FileNotFoundError):
+        children.run(["some-compiler"])
+    assert (find_nvcc() or tmp_path.parent).is_absolute()
+    assert tmp_path not in (find_nvcc() or Path("/")).resolve().parents
+    child = children.run(["sh", "-c", 'some-compiler; echo "$PATH:$LD_LIBRARY_PATH:$CPATH"'])
+    found = child.output.strip().split(os.pathsep)
+    assert found
+    assert all(map(os.path.isabs, found))
+    assert not (tmp_path / "PWNED").exists()

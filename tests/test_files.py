@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fp4deploy.errors import InputError
-from fp4deploy.files import atomic_write, digest_of, remove_leftovers
+from fp4deploy.files import append_line, atomic_write, digest_of, file_digest, remove_leftovers
+from fp4deploy.schema import whole_lines
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
@@ -142,3 +143,23 @@ def test_a_device_or_pipe_is_not_replaced(tmp_path: Path) -> None:
             temporary.write_text("content")
         assert path.stat().st_mode == mode
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_line_that_was_cut_stays_a_line_of_its_own(tmp_path: Path) -> None:
+    """A process was killed while it wrote; what the next one appends is whole."""
+    path = tmp_path / "lines.jsonl"
+    append_line(path, {"a": 1})
+    with path.open("ab") as file:
+        file.write(b'{"a": ')
+    append_line(path, {"a": 2})
+    append_line(path, {"a": 3})
+    assert list(whole_lines(path)) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_no_line_is_appended_to_a_pipe_and_none_is_digested(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file"):
+        append_line(tmp_path / "pipe", {})
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / "nothing"):
+        with pytest.raises(InputError, match="is no file"):
+            file_digest(path)

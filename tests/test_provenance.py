@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -100,3 +101,31 @@ def test_files_outside_any_run_are_not_noted(tmp_path: Path) -> None:
     (tmp_path / "a.onnx").write_text("graph")
     record("export", tmp_path / "a.onnx", [])
     assert list(tmp_path.iterdir()) == [tmp_path / "a.onnx"]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/", "pipe", "x" * 5000, "../../../../../../dev/zero"])
+def test_a_line_may_name_anything(run: Run, tmp_path: Path, path: str) -> None:
+    """A run that was copied from a stranger: what is no file is missing, and nothing waits."""
+    os.mkfifo(run.path / "pipe")
+    own = provenance.digest(run.checkpoint("nvfp4"))
+    line = {"stage": "train", "path": "nvfp4/best.safetensors", "sha256": own, "at": "now"}
+    for changed in ({**line, "path": path, "inputs": []}, {**line, "inputs": [{"path": path, "sha256": own}]}):
+        (run.path / provenance.FILE).write_text(json.dumps(changed) + "\n")
+        assert {finding.status for finding in verify_run(run)} <= {MISSING}
+        assert outdated(run.checkpoint("nvfp4")) is None
+
+
+def test_data_with_pipes_and_links_to_nothing_are_digested(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "odd"
+    data.mkdir()
+    os.mkfifo(data / "a.json")
+    (data / "b.json").symlink_to(tmp_path / "nowhere")
+    record("train", run.checkpoint("nvfp4"), [data])
+    assert statuses(run)["nvfp4/best.safetensors"] == OK
+
+
+def test_a_run_of_many_links_keeps_the_last(run: Run) -> None:
+    line = {"stage": "export", "sha256": "0" * 64, "at": "now", "inputs": []}
+    with (run.path / provenance.FILE).open("a") as file:
+        file.writelines(json.dumps({**line, "path": f"{number}.onnx"}) + "\n" for number in range(3000))
+    assert [link.path for link in links(run)] == [f"{number}.onnx" for number in range(2000, 3000)]

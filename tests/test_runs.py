@@ -120,3 +120,11 @@ def test_what_a_dead_process_has_left_is_waited_for(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
     timer.join()
     worker.wait()
+
+
+def test_a_link_to_nothing_is_no_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "config.yaml").touch()
+    (tmp_path / "b" / "config.yaml").symlink_to(tmp_path / "nowhere")
+    assert latest_run(tmp_path).path == tmp_path / "a"

@@ -24,7 +24,7 @@ import numpy as np
 from fp4deploy.data.sample import IGNORE, SegmentationDataset
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
-from fp4deploy.schema import read_json, validated
+from fp4deploy.schema import Count, read_json, validated
 
 METHODS = ("median_frequency", "effective_number")
 MOST_IMAGES = 4000  # evenly spaced over a larger set: frequencies to a few percent, minutes instead of an hour
@@ -36,10 +36,19 @@ class ClassCounts:
     """Of each class: its pixels, the images that hold it, and all labelled pixels of those images."""
 
     class_names: tuple[str, ...]
-    images: int
-    pixels: tuple[int, ...]
-    images_with: tuple[int, ...]
-    pixels_beside: tuple[int, ...]
+    images: Count
+    pixels: tuple[Count, ...]
+    images_with: tuple[Count, ...]
+    pixels_beside: tuple[Count, ...]
+
+    @property
+    def agree(self) -> bool:
+        """Whether the numbers are possible: of every class, none without an image, none beyond what is labelled."""
+        columns = (self.pixels, self.images_with, self.pixels_beside)
+        return all(len(column) == len(self.class_names) for column in columns) and all(
+            pixels <= beside and (pixels > 0) == (images > 0) and images <= self.images
+            for pixels, images, beside in zip(*columns, strict=True)
+        )
 
 
 def count_classes(dataset: SegmentationDataset, most: int = MOST_IMAGES) -> ClassCounts:
@@ -85,7 +94,9 @@ def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> Cl
     try:
         kept = read_json(path)
         if kept["of"] == key:
-            return validated(ClassCounts, kept["counts"], path)
+            counts = validated(ClassCounts, kept["counts"], path)
+            if counts.agree:
+                return counts
     except (InputError, KeyError, TypeError):
         pass
     counts = count_classes(dataset)

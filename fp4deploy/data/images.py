@@ -60,6 +60,8 @@ def open_image(path: Path | str | BinaryIO, size: tuple[int, int] | None = None)
 
 @contextmanager
 def _opened(path: Path | str | BinaryIO) -> Iterator[Image.Image]:
+    if isinstance(path, str | Path) and Path(path).exists() and not Path(path).is_file():
+        raise ImageError("is no file.")  # reading a pipe would wait, a device may never end
     try:
         with Image.open(path, formats=FORMATS) as image:  # noqa: TID251  here
             yield image
@@ -170,8 +172,10 @@ def read_class_ids(path: Path, colours: Colours | None = None) -> Pixels:
 
 
 def _classes_of_colours(pixels: Pixels, colours: Colours) -> Pixels:
-    packed = pixels.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
-    classes = np.full(packed.shape, 255, np.uint8)
+    table = np.full(1 << 24, 255, np.uint8)
     for (red, green, blue), value in colours.items():
-        classes[packed == (red << 16) + (green << 8) + blue] = value
+        table[(red << 16) + (green << 8) + blue] = value
+    classes = np.empty(pixels.shape[:2], np.uint8)
+    for row, values in zip(classes, pixels, strict=True):  # a row at a time: 32-bit values of a whole image are 0.7 GB
+        row[:] = table[values @ np.array([1 << 16, 1 << 8, 1], np.uint32)]
     return classes

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.data.coco.annotations import CocoFile, parse
+from fp4deploy.data.coco.annotations import MOST_JSON_BYTES, parse_content
 from fp4deploy.data.sample import TEST, TRAIN, VAL
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
-from fp4deploy.schema import parse_json
+from fp4deploy.schema import parse_json, read_bytes
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def import_coco(
         raise InputError(f"--val-share and --test-share take {val_share + test_share:g} of the images; leave some.")
     contents = {split: _read(path) for split, path in files.items()}
     names = {split: [str(image["file_name"]) for image in content["images"]] for split, content in contents.items()}
-    places = {name: _find(name, images) for split in names for name in names[split]}
+    places = {name: _find(name, images) for name in dict.fromkeys(name for each in names.values() for name in each)}
     flat = _flat_names(places)
     found = []
     with atomic_write(out) as folder:
@@ -84,14 +84,19 @@ def import_coco(
 
 def _read(path: Path) -> dict[str, Any]:
     """The content of a COCO file whose records are all usable; repeated annotation ids are, too."""
-    parsed: CocoFile = parse(path)
+    try:
+        whole = read_bytes(path, MOST_JSON_BYTES)
+        text = whole.decode(json.detect_encoding(whole), "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}.") from None
+    content = parse_json(text, path, nan="keep")
+    parsed = parse_content(path, content)
     fatal = [defect for defect in parsed.defects if defect.kind != "duplicate-annotation"]
     if fatal:
         more = f" ({len(fatal) - 1} more defects)" if len(fatal) > 1 else ""
         raise InputError(f"{path} {fatal[0].message}{more}")
-    content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"), path, nan="keep")
-    known = parsed.categories.keys()
-    kept = [category for category in content["categories"] if category["id"] in known]
+    known = parsed.categories.values()
+    kept = [category for category in content["categories"] if category.get("name") in known]
     return {**content, "categories": kept}
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from fp4deploy.data.images import IMAGE_SUFFIXES
 from fp4deploy.data.sample import ALL_SPLITS, VAL
-from fp4deploy.schema import lines_of
+from fp4deploy.errors import InputError
+from fp4deploy.schema import MOST_BYTES, briefly, lines_of
 
 LAYOUTS = (
     "annotations/instances_{train,val}2017.json with {train,val}2017/ (COCO), {train,valid}/_annotations.coco.json "
@@ -28,6 +29,7 @@ LAYOUTS = (
     "JPEGImages/ and ImageSets/Segmentation/{train,val}.txt (Pascal VOC)"
 )
 ALIASES = {VAL: (VAL, "valid", "validation")}
+LONGEST_STEM = 240  # bytes; file systems take 255 with the suffix
 VOC_MASKS, VOC_IMAGES, VOC_LISTS = "SegmentationClass", "JPEGImages", Path("ImageSets") / "Segmentation"
 
 
@@ -106,6 +108,14 @@ def _masks(root: Path, split: str) -> Iterator[Path]:
 
 
 def _stems(listing: Path) -> list[str]:
-    """The names on a list of Pascal VOC, without folders: nothing outside the dataset is named."""
-    lines = (line.decode("utf-8", errors="replace").strip() for line in lines_of(listing))
-    return list(dict.fromkeys(Path(line.split()[0]).name for line in lines if line))
+    """The names on a list of Pascal VOC, without folders: nothing outside the dataset is named.
+
+    Raises:
+        InputError: a name is longer than a file's can be.
+    """
+    lines = (line.decode("utf-8", errors="replace").strip() for line in lines_of(listing, MOST_BYTES))
+    stems = list(dict.fromkeys(Path(line.split()[0]).name for line in lines if line))
+    for stem in stems:
+        if len(stem.encode()) > LONGEST_STEM or "\0" in stem:
+            raise InputError(f"{listing} names a file {briefly(stem)}: at most {LONGEST_STEM} bytes are valid.")
+    return stems

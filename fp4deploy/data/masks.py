@@ -29,7 +29,7 @@ from fp4deploy.data.layouts import find_annotations, find_images, mask_files, sp
 from fp4deploy.data.sample import ALL_SPLITS, IGNORE, SPLITS, TEST, Pixels, Sample, data_error, select_classes
 from fp4deploy.schema import lines_of, read_bytes
 
-MOST_LISTING_BYTES = 1 << 20  # of classes.txt
+MOST_LISTING_BYTES = 1 << 20  # of classes.txt and labelmap.txt
 LABEL = re.compile(r"([^:]{1,200}):(\d{1,3}),(\d{1,3}),(\d{1,3}):[^:]*:[^:]*")
 
 
@@ -133,7 +133,7 @@ def _label_map(root: Path) -> list[tuple[str, tuple[int, int, int]]]:
     """Names and colours of CVAT's labelmap.txt; [] where there is none."""
     path = root / "labelmap.txt"
     found = []
-    for line in lines_of(path):
+    for line in lines_of(path, MOST_LISTING_BYTES):
         text = line.decode("utf-8", errors="replace").strip()
         if not text or text.startswith("#"):
             continue

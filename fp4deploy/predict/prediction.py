@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fp4deploy.data.coco.regions import encode_ids
+from fp4deploy.data.coco.regions import box, encode_ids, pixel_count
 from fp4deploy.data.sample import Pixels
 from fp4deploy.detection import Detections
 from fp4deploy.detection.draw import draw_boxes
@@ -76,8 +76,8 @@ class Prediction:
             {
                 "category_id": int(found.classes[number - 1]),
                 "score": float(found.scores[number - 1]),
-                "bbox": _box(found.ids == number),
-                "area": int((found.ids == number).sum()),
+                "bbox": [int(value) for value in box(rle)],
+                "area": pixel_count(rle),
                 "segmentation": {"size": rle["size"], "counts": rle["counts"].decode("ascii")},
                 "iscrowd": 0,
             }
@@ -111,9 +111,3 @@ class Prediction:
         if self.instances is not None:
             return draw_instances(image, self.instances.ids)
         return tinted(image, self.mask, self.palette)
-
-
-def _box(where: np.ndarray) -> list[int]:
-    rows, columns = np.flatnonzero(where.any(1)), np.flatnonzero(where.any(0))
-    top, left = int(rows[0]), int(columns[0])
-    return [left, top, int(columns[-1]) - left + 1, int(rows[-1]) - top + 1]

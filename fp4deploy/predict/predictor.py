@@ -112,13 +112,7 @@ class Predictor:
 
     def _infer(self, images: list[Pixels]) -> NDArray[np.float32]:
         """Outputs [N, channels, h, w] of images that are resized to the network's input."""
-        outputs = self.runtime.infer(self.prepared(images))
-        if outputs.shape[1] != self.card.channels and self.card.class_names:
-            raise InputError(
-                f"The model's output has {outputs.shape[1]} channels, its card has {self.card.channels}. "
-                "Export it again: fp4deploy export"
-            )
-        return outputs
+        return self.runtime.infer(self.prepared(images))
 
     def prepared(self, images: list[Pixels]) -> NDArray[np.float32]:
         """Images resized and normalised as the network reads them, [N, 3, h, w]."""

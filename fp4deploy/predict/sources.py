@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,10 @@ def find_sources(given: Iterable[str]) -> list[Source]:
             found.setdefault(path, name)
     stems = [name.with_suffix("") for name in found.values()]
     sources = []
+    times = Counter(stems)
     for (path, name), stem in zip(found.items(), stems, strict=True):
-        sources.append(Source(path, str(name if stems.count(stem) > 1 else stem)))
-    names = [source.name for source in sources]
-    twice = next((name for name in names if names.count(name) > 1), None)
+        sources.append(Source(path, str(name if times[stem] > 1 else stem)))
+    twice = next((name for name, count in Counter(source.name for source in sources).items() if count > 1), None)
     if twice is not None:
         raise InputError(
             f"Two of the given files are called {twice}. Predict them one after the other, each with its --out."

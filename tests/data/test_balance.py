@@ -75,3 +75,16 @@ def test_counts_are_kept_and_redone_when_they_do_not_fit(tmp_path: Path) -> None
         path.write_text(damage)
         assert cached_counts(data, path, "elsewhere") == first
     assert len(data.read) == 15
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pixels": [1]}, {"pixels": [-1, 0, 0]}, {"pixels_beside": [0, 0, 0]}, {"images_with": [9, 9, 9]}, {"images": -1}],
+)
+def test_counts_that_no_dataset_gives_are_counted_again(tmp_path: Path, wrong: dict[str, object]) -> None:
+    path = tmp_path / "counts.json"
+    right = cached_counts(Masks(), path, "here")
+    kept = json.loads(path.read_text())
+    kept["counts"] |= wrong
+    path.write_text(json.dumps(kept))
+    assert cached_counts(Masks(), path, "here") == right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from fp4deploy.data import CocoDataset, check_dataset, open_dataset
+from fp4deploy.data import CocoDataset, check_dataset, import_coco, open_dataset
 from fp4deploy.data.coco.annotations import inside_folder, parse
 from fp4deploy.data.coco.regions import decode, pixel_count, pixels_of
-from fp4deploy.data.images import ImageError, read_image
+from fp4deploy.data.images import ImageError, _classes_of_colours, read_image
+from fp4deploy.data.layouts import mask_files
 from fp4deploy.errors import InputError
 
 
@@ -58,14 +60,14 @@ def test_a_declared_size_beyond_every_image(make_coco: Any, side: int) -> None:
 
 def test_a_declared_size_is_compared_before_anything_is_drawn(make_coco: Any) -> None:
     root = changed(make_coco(), height=13_000, width=13_000)
-    start = time.perf_counter()
+    start = time.process_time()
     assert "size-mismatch" in {d.kind for d in check_dataset(root)}
     dataset = CocoDataset(root, "train", instances=True)
     with pytest.raises(InputError, match="but its annotation says 13000x13000"):
         dataset.ground_truth()
     with pytest.raises(InputError, match="but its annotation says 13000x13000"):
         dataset.load(0)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_ids_and_areas_beyond_64_bits(make_coco: Any) -> None:
@@ -100,12 +102,12 @@ def test_a_hundred_thousand_categories_are_read_in_linear_time(make_coco: Any) -
         content["categories"] += [{"id": 1000 + number, "name": f"class {number}"} for number in range(100_000)]
 
     root = make_coco(change)
-    start = time.perf_counter()
+    start = time.process_time()
     parsed = parse(root / "annotations" / "instances_train2017.json")
     assert len(parsed.categories) > 100_000
     with pytest.raises(InputError, match="at most 254 can be learned at once"):
         open_dataset(root, "train")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_deep_json_is_a_defect(make_coco: Any) -> None:
@@ -150,3 +152,39 @@ def test_annotations_that_cover_an_image_a_million_times(make_coco: Any, monkeyp
     monkeypatch.setattr("fp4deploy.data.coco.dataset.MOST_DRAWN", 3)
     with pytest.raises(InputError, match="pixels together; the limit is 3"):
         dataset.load(0)
+
+
+def test_a_pipe_or_device_is_neither_image_nor_mask_nor_annotations(make_coco: Any, tmp_path: Path) -> None:
+    """An archive can hold pipes, and one that is opened for reading waits for ever."""
+    root = make_coco()
+    image = next((root / "train2017").iterdir())
+    image.unlink()
+    os.mkfifo(image)
+    assert (f"train2017/{image.name}", "unreadable-image") in {(d.file, d.kind) for d in check_dataset(root)}
+    masks = tmp_path / "set"
+    (masks / "masks" / "train").mkdir(parents=True)
+    os.mkfifo(masks / "masks" / "train" / "a.png")
+    (masks / "train").mkdir()
+    (masks / "train" / "a.png").symlink_to("/dev/zero")
+    assert {"unreadable-mask"} <= {defect.kind for defect in check_dataset(masks)}
+    for path in (image, Path("/dev/zero")):
+        assert [defect.kind for defect in parse(path).defects] == ["broken-json"]
+        with pytest.raises(InputError, match="There is no file"):
+            import_coco({"train": path}, [tmp_path], tmp_path / "out", val_share=0.5)
+
+
+def test_a_name_that_no_file_system_takes(make_coco: Any, tmp_path: Path) -> None:
+    root = changed(make_coco(), file_name=f"{'a' * 300}.jpg")
+    assert "broken-image" in {defect.kind for defect in check_dataset(root)}
+    listing = tmp_path / "ImageSets" / "Segmentation" / "train.txt"
+    listing.parent.mkdir(parents=True)
+    listing.write_text("a" * 300)
+    (tmp_path / "SegmentationClass").mkdir()
+    with pytest.raises(InputError, match="at most 240 bytes"):
+        mask_files(tmp_path, "train")
+
+
+def test_masks_in_colours_are_read_by_them() -> None:
+    colours = {(0, 0, 0): 0, (128, 64, 128): 1, (255, 255, 255): 2}
+    pixels = np.array([[(0, 0, 0), (128, 64, 128)], [(255, 255, 255), (1, 0, 0)]], np.uint8)
+    assert _classes_of_colours(pixels, colours).tolist() == [[0, 1], [2, 255]]

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from fp4deploy.data import check_dataset, generate_shapes, import_coco, open_dataset, summarise
+from fp4deploy.data.coco.annotations import parse
 from fp4deploy.errors import InputError
 
 COLOURS = [(0, 0, 0), (255, 0, 0), (0, 200, 10), (9, 9, 250), (200, 100, 0), (120, 0, 120), (1, 2, 3)]
@@ -195,7 +196,7 @@ def test_what_cannot_be_imported_leaves_nothing(coco: Path, tmp_path: Path) -> N
         ({"train": path}, [tmp_path], {"val_share": 0.6, "test_share": 0.4}, "leave some"),
         ({"train": path, "val": file_of(coco, "val")}, [tmp_path], {"val_share": 0.5}, "a file of val already"),
         ({"train": path}, [tmp_path], {"val_share": 1e-9}, "No image falls into the split val"),
-        ({"train": tmp_path / "images"}, [tmp_path], {"val_share": 0.5}, "cannot be read as JSON"),
+        ({"train": tmp_path / "images"}, [tmp_path], {"val_share": 0.5}, "There is no file"),
     ):
         with pytest.raises(InputError, match=said):
             import_coco(files, folders, out, **options)
@@ -220,3 +221,26 @@ def test_a_summary_counts_images_annotations_and_sizes(coco: Path) -> None:
     assert (train.split, train.images, val.images) == ("train", 4, 3)
     assert sum((train.annotations or {}).values()) == len(content["annotations"])
     assert set(train.sizes) == {(32, 32)}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32"])
+def test_annotations_in_another_encoding_are_imported_as_they_are_checked(
+    coco: Path, tmp_path: Path, encoding: str
+) -> None:
+    path = label_studio(coco, tmp_path)
+    path.write_bytes(path.read_text().encode(encoding))
+    assert not parse(path).defects
+    import_coco({"train": path}, [tmp_path], tmp_path / "out", val_share=0.5, seed=1)
+    assert check_dataset(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("group", [{}, {"id": [1]}, {"id": 0}])
+def test_the_name_of_a_group_is_left_out_whatever_its_id_is(coco: Path, tmp_path: Path, group: dict[str, Any]) -> None:
+    path = label_studio(coco, tmp_path)
+    content = json.loads(path.read_text())
+    for category in content["categories"]:
+        category["supercategory"] = "shapes"
+    content["categories"].insert(0, {**group, "name": "shapes", "supercategory": "none"})
+    path.write_text(json.dumps(content))
+    import_coco({"train": path}, [tmp_path], tmp_path / "out", val_share=0.5, seed=1)
+    assert "shapes" not in open_dataset(tmp_path / "out", "train").class_names

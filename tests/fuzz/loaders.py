@@ -35,7 +35,8 @@ from fp4deploy.export.lowering.lower import lower, read_buildable
 from fp4deploy.export.onnx.layers import describe_onnx
 from fp4deploy.files import digest_of
 from fp4deploy.instances import InstanceEvaluation, read_results
-from fp4deploy.models import InstanceHead, ModelCard, build_unet, load_weights, read_card, save_checkpoint
+from fp4deploy.models import ModelCard, build_unet, load_weights, read_card, save_checkpoint
+from fp4deploy.models.build import network_for
 from fp4deploy.models.card import CARD_KEY
 from fp4deploy.models.checkpoint import network_of
 from fp4deploy.models.initial import load_initial
@@ -52,14 +53,16 @@ from fp4deploy.train.logging.metrics_log import keep_epochs
 from fp4deploy.train.logging.trackers import JsonlTracker
 from fp4deploy.train.state import Progress, read_progress, save_state
 from tests.export.lowering.engine_graphs import CanonicalGraph
+from tests.fuzz.datasets import dataset_loaders
 from tests.fuzz.harness import Loader
 from tests.fuzz.mutate import TOKENS, YAML_TOKENS, of_bytes, of_json, of_lines, of_safetensors, of_text, of_tree
+from tests.fuzz.predicted import CARD, DETECTION, INSTANCE, of_onnx, predicted_loaders
+from tests.fuzz.runs import run_loaders
 from tests.packed.small_networks import packed
 from tests.plugins.aot.minimal_cubin import minimal_cubin
 
-CARD = ModelCard("fp16", 0.125, ("background", "a", "b"), 32, 32, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), True)
 NVFP4 = dataclasses.replace(CARD, precision="nvfp4", recipe="nvfp4_qat", include=("*",))
-INSTANCE = dataclasses.replace(CARD, task="instance", head=InstanceHead("centres", 3, stuff=(1,)))
+CARDS = (CARD, NVFP4, INSTANCE, DETECTION)
 PACKED_KEY, PACKED_SIGNED = "fp4deploy.packed", ("format", "version", "card", "graph")
 
 
@@ -70,7 +73,7 @@ def loaders(folder: Path) -> dict[str, Loader]:
     generate_shapes(data, train=2, val=2, size=32, seed=0)
     annotations = (data / "annotations" / "instances_train2017.json").read_bytes()
     found = [
-        Loader("card", "card.json", tuple(c.to_json().encode() for c in (CARD, NVFP4, INSTANCE)), of_json, _card),
+        Loader("card", "card.json", tuple(card.to_json().encode() for card in CARDS), of_json, _card),
         Loader("config", "run.yaml", _configs(), _of_yaml, lambda path: load_config(path)),
         Loader("sweep", "sweep.yaml", _sweeps(), _of_yaml, lambda path: load_sweep(path)),
         Loader("checkpoint", "best.safetensors", _checkpoints(folder), of_safetensors, _checkpoint),
@@ -87,7 +90,7 @@ def loaders(folder: Path) -> dict[str, Loader]:
         Loader("kernel", "a.kernel", (_kernel(),), _of_kernel, _use_kernel),
         Loader("packed", "unet.fp4", _packed(folder), _of_packed, _use_packed),
         Loader("weight", "weight.safetensors", _weights(folder), of_safetensors, FP4WeightCache.load),
-        Loader("onnx", "model.onnx", _graphs(), _of_onnx, _use_onnx),
+        Loader("onnx", "model.onnx", _graphs(), of_onnx, _use_onnx),
         Loader(
             "models",
             "run/models.json",
@@ -104,8 +107,9 @@ def loaders(folder: Path) -> dict[str, Loader]:
             of_text(TOKENS),
             lambda path: class_values(path.parent),
         ),
-        Loader("served", "model.onnx", _served(), _of_onnx, _use_served),
+        Loader("served", "model.onnx", _served(), of_onnx, _use_served),
     ]
+    found += [*dataset_loaders(data), *run_loaders(data, _bench()), *predicted_loaders()]
     return {loader.name: loader for loader in found}
 
 
@@ -143,7 +147,8 @@ def _checkpoints(folder: Path) -> tuple[bytes, ...]:
         for extra in (None, {"fp4deploy.epoch": "1"}):
             save_checkpoint(path, build_unet(card.channels, card.scale), card, extra)
             found.append(path.read_bytes())
-    return tuple(found)
+    save_checkpoint(path, network_for(DETECTION), DETECTION)
+    return (*found, path.read_bytes())
 
 
 def _checkpoint(path: Path) -> object:
@@ -370,16 +375,6 @@ def _graphs() -> tuple[bytes, ...]:
     x = graph.norm_relu("norm2", graph.conv("conv2", x, 32))
     x = graph.conv("head", graph.up("up", x, 16), 4, kernel=1, fp4=False)
     return (graph.model(x).SerializeToString(),)
-
-
-def _of_onnx(content: bytes, draw: random.Random) -> bytes:
-    """Change the bytes, or the JSON in the metadata."""
-    if draw.random() < 0.6:
-        return of_bytes(content, draw)
-    model = onnx.load_from_string(content)
-    entry = draw.choice(model.metadata_props)
-    entry.value = of_json(entry.value.encode(), draw).decode("utf-8", errors="replace")
-    return model.SerializeToString()
 
 
 def _use_onnx(path: Path) -> Any:

@@ -18,18 +18,23 @@ from tests.fuzz.harness import Loader, Outcome, run_case
 from tests.fuzz.loaders import loaders
 
 CASES = {"checkpoint": 40, "packed": 25, "onnx": 25, "report": 40, "annotations": 60, "sweep": 40, "config": 60,
-         "served": 20, "initial": 60}  # fmt: skip
+         "served": 20, "initial": 60, "boxes": 40, "roboflow": 15, "imported": 40, "listing": 30, "colours": 30,
+         "counts": 60, "predicted": 60}  # fmt: skip
 OTHERS = 150
 TOLERANT = (
     "metrics",
     "telemetry",
     "report",
     "commands",
+    "provenance",
+    "measured",
+    "counts",
 )  # damaged lines are left out, a damaged report.json is a remark
 NAMES = (
     "card", "config", "sweep", "checkpoint", "state", "ledger", "baseline", "metrics", "telemetry", "report",
     "commands", "annotations", "image", "results", "kernel", "packed", "weight", "onnx",
-    "models", "initial", "account", "classes", "served",
+    "models", "initial", "account", "classes", "served", "boxes", "roboflow", "imported", "listing", "colours",
+    "provenance", "measured", "search", "counts", "predicted",
 )  # fmt: skip
 
 

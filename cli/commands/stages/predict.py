@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
     from fp4deploy.predict.sources import Source
 
+MOST_STDIN = 1 << 30  # bytes of one image; an uncompressed one of the most pixels that are decoded has half of it
+
 
 def predict(
     images: Annotated[
@@ -123,7 +125,11 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
     from fp4deploy.predict.sources import STDIN
     from fp4deploy.predict.write import describe, png_bytes
 
-    content = sys.stdin.buffer.read()
+    content = b""
+    while chunk := sys.stdin.buffer.read(1 << 20):
+        content += chunk
+        if len(content) > MOST_STDIN:
+            raise InputError(f"stdin gave more than {MOST_STDIN >> 20} MiB, the limit for one image.")
     if not content:
         raise InputError("stdin gave nothing; pipe an image into it: fp4deploy predict - < photo.jpg > mask.png")
     pixels = upright_image(io.BytesIO(content))
@@ -180,7 +186,6 @@ def _files(
 
 
 def _print(document: dict[str, Any], out: Path) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     from fp4deploy.predict.write import mean_shares
@@ -190,7 +195,7 @@ def _print(document: dict[str, Any], out: Path) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, count, share in mean_shares(entries):
-        table.add_row(escape(name), str(count), f"{100 * share:.1f} %")
+        table.add_row(name, str(count), f"{100 * share:.1f} %")
     console = results()
     console.print(table)
     objects = [entry["objects"] for entry in entries if "objects" in entry]

@@ -13,12 +13,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, checked
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
@@ -66,7 +67,8 @@ class OrtRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        return self._run({self._input: images})
+        outputs = self._run({self._input: images})
+        return outputs if self._card is None else checked(outputs, images, self._card, self._path)
 
     @property
     def decodes(self) -> bool:
@@ -75,10 +77,11 @@ class OrtRuntime:
 
     def detect(self, images: Array) -> list[FoundBoxes]:
         """Boxes [K, 4] in pixels of the input, classes [K] and scores [K] of each image, of a file that `decodes`."""
-        _, image, *found = self._outputs({self._input: images})
+        _, image, boxes, classes, scores = self._outputs({self._input: images})
+        if not _are_boxes(image, boxes, classes, scores, self.card.channels):
+            raise InputError(f"{self._path} answers no boxes of its classes. Export it again: fp4deploy export")
         return [
-            (found[0][image == number], found[1][image == number], found[2][image == number])
-            for number in range(len(images))
+            (boxes[image == number], classes[image == number], scores[image == number]) for number in range(len(images))
         ]
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
@@ -109,6 +112,18 @@ class OrtRuntime:
             ) from error
         finally:
             timer.cancel()
+
+
+def _are_boxes(image: Array, boxes: Array, classes: Array, scores: Array, channels: int) -> bool:
+    """Whether these are images [K], boxes [K, 4], classes [K] of a model of so many channels, and scores [K]."""
+    count = len(boxes) if boxes.ndim else 0
+    return (
+        (image.shape, boxes.shape, classes.shape, scores.shape) == ((count,), (count, 4), (count,), (count,))
+        and boxes.dtype.kind == scores.dtype.kind == "f"
+        and image.dtype.kind == classes.dtype.kind == "i"
+        and bool(np.isfinite(boxes).all() and ((scores >= 0) & (scores <= 1)).all())
+        and bool(((classes >= 1) & (classes <= channels - 5)).all())
+    )
 
 
 def find_card(model: onnx.ModelProto, path: Path) -> ModelCard | None:

@@ -23,7 +23,7 @@ import torch
 
 from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.ort import find_card, is_canonical, require_card
-from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.bench.runtimes.protocol import Array, checked
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export import read_onnx
 from fp4deploy.requirements import ORT_RTX
@@ -42,6 +42,7 @@ class OrtRtxRuntime:
 
     def __init__(self, path: Path) -> None:
         model = read_onnx(path)
+        self._path = path
         self.card = require_card(find_card(model, path), path)
         if not is_canonical(model):
             raise InputError(f"{path} is the decomposed graph, for CPUs. {TITLE} takes the canonical file.")
@@ -61,7 +62,7 @@ class OrtRtxRuntime:
         """Logits float32 [N, classes, H, W]."""
         binding, logits = self._bound(images)
         self._session.run_with_iobinding(binding)
-        return logits.float().cpu().numpy()
+        return checked(logits.float().cpu().numpy(), images, self.card, self._path)
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds of a session run; images and logits stay on the GPU."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4deploy.errors import InputError
 from fp4deploy.models.card import ModelCard
 
 Array = NDArray[np.float32]
@@ -43,3 +44,27 @@ class Runtime(Protocol):
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds of each of up to `iterations` runs after `warmup` runs, stopping after `max_seconds`."""
         ...
+
+
+def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: object) -> Array:
+    """Outputs as float32, where they are what the card says of these images.
+
+    A file may be anyone's, and whoever reads its outputs relies on their shape. Without names of classes in the card
+    their number is open, and so is the size.
+
+    Raises:
+        InputError: another type or shape; `source` begins the message.
+    """
+    height, width = images.shape[2:]
+    size = (height, width) if card.head is None else card.head.output_size(height, width)
+    expected = (len(images), card.channels, *size)
+    if card.channels:
+        fits = outputs.shape == expected
+    else:
+        fits = outputs.ndim == len(expected) and len(outputs) == len(images) and min(outputs.shape) > 0
+    if not fits or outputs.dtype.kind != "f":
+        raise InputError(
+            f"{source} answers {outputs.dtype} {list(outputs.shape)} where its card promises float {list(expected)}. "
+            "Export it again: fp4deploy export"
+        )
+    return outputs.astype(np.float32, copy=False)

@@ -19,7 +19,7 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.bench.latency import time_cuda
 from fp4deploy.bench.ledgers import TITLES, built_by
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, checked
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine import build as engine
@@ -65,7 +65,8 @@ class TensorRtRuntime:
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]; more images than the engine's largest batch run batch by batch."""
         largest = self._engine.get_tensor_profile_shape(self._input, 0)[2][0]
-        return np.concatenate([self._run(images[i : i + largest]) for i in range(0, len(images), largest)])
+        parts = [self._run(images[i : i + largest]) for i in range(0, len(images), largest)]
+        return checked(np.concatenate(parts), images, self.card, self._path)
 
     def _run(self, images: Array) -> Array:
         _given, output = self._bind(torch.from_numpy(images))  # _given stays alive: the engine reads it by address

@@ -16,7 +16,8 @@ from typing import Any
 
 from fp4deploy.data.coco.regions import Polygons, RegionError, Rle, parse_segmentation
 from fp4deploy.data.images import MOST_PIXELS
-from fp4deploy.schema import briefly
+from fp4deploy.errors import InputError
+from fp4deploy.schema import briefly, read_bytes
 
 MOST_JSON_BYTES = 2 << 30  # COCO's largest file has 0.5 GB
 LONGEST_NAME = 500
@@ -78,22 +79,29 @@ class CocoFile:
 
 def parse(path: Path) -> CocoFile:
     """Read an annotation file; what is wrong with it is in `.defects`, the rest is usable. Never raises."""
-    parsed = CocoFile(path)
     try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            parsed.report("broken-json", f"is larger than {MOST_JSON_BYTES >> 30} GiB, the limit for annotations.")
-            return parsed
-        content = json.loads(path.read_bytes())  # noqa: TID251  what is wrong becomes a list of defects
+        content = json.loads(read_bytes(path, MOST_JSON_BYTES))  # noqa: TID251  what is wrong becomes a list of defects
     except RecursionError:
-        parsed.report("broken-json", "cannot be read as JSON: it is nested too deeply.")
-        return parsed
-    except (OSError, ValueError) as error:
-        parsed.report("broken-json", f"cannot be read as JSON: {error}.")
-        return parsed
+        return _unreadable(path, "it is nested too deeply")
+    except (InputError, ValueError) as error:
+        return _unreadable(path, str(error).rstrip("."))
+    return parse_content(path, content)
+
+
+def _unreadable(path: Path, cause: str) -> CocoFile:
+    parsed = CocoFile(path)
+    parsed.report("broken-json", f"cannot be read as JSON: {cause}.")
+    return parsed
+
+
+def parse_content(path: Path, content: object) -> CocoFile:
+    """`parse` of what the JSON of `path` holds."""
+    parsed = CocoFile(path)
     for key in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             parsed.report("broken-json", f"is not a COCO annotation file: it has no list '{key}'.")
             return parsed
+    assert isinstance(content, dict)
     _parse_categories(parsed, _without_group(content["categories"], content["annotations"]))
     _parse_images(parsed, content["images"])
     _parse_annotations(parsed, content["annotations"])
@@ -108,7 +116,7 @@ def _whole(record: object, *keys: str) -> bool:
 
 
 def _name(value: object) -> bool:
-    """Whether this is text that a table, a file or a message can hold."""
+    """Whether this is text that a table or a message can hold."""
     if not isinstance(value, str) or not 0 < len(value) <= LONGEST_NAME or "\0" in value:
         return False
     try:
@@ -126,6 +134,11 @@ def inside_folder(name: str) -> bool:
     """
     parts = re.split(r"[\\/]", name)
     return parts[0] != "" and ".." not in parts and re.match(r"[A-Za-z]:", name) is None
+
+
+def _file_name(value: object) -> bool:
+    """Whether this is text that file systems take as a path: at most 255 bytes a part."""
+    return _name(value) and max(len(part.encode()) for part in re.split(r"[\\/]", str(value))) < 256
 
 
 def _without_group(categories: list[Any], annotations: list[Any]) -> list[Any]:
@@ -161,7 +174,7 @@ def _parse_categories(parsed: CocoFile, records: list[Any]) -> None:
 
 def _parse_images(parsed: CocoFile, records: list[Any]) -> None:
     for record in records:
-        if not _whole(record, "id", "height", "width") or not _name(record.get("file_name")):
+        if not _whole(record, "id", "height", "width") or not _file_name(record.get("file_name")):
             parsed.report(
                 "broken-image", f"holds an image without 'id', 'file_name', 'height', 'width': {briefly(record)}."
             )

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from fp4deploy.bench.detail import SegmentationDetail
 from fp4deploy.bench.gate.bootstrap import value
+from fp4deploy.bench.records import Record as Line
 from fp4deploy.errors import InputError
 from fp4deploy.files import append_line
 from fp4deploy.ptq import quantize
 from fp4deploy.ptq.forward import autocast
 from fp4deploy.qat.load import round_to_deployed
-from fp4deploy.schema import read_lines
+from fp4deploy.schema import MOST_BYTES, Name, whole_lines
 
 Labelled = Sequence[tuple[Tensor, Tensor]]  # batches of images [N, 3, H, W] and labels [N, H, W]
+
+
+class Measured(Line):
+    """One line of the record: an error (relative, squared) or an mIoU."""
+
+    of: Name
+    value: Annotated[float, Field(strict=True, ge=0, le=1e30, allow_inf_nan=False)]
 
 
 class Record:
@@ -33,24 +44,32 @@ class Record:
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
         self.values: dict[str, float] = {}
-        lines = [line for _, line in read_lines(path)]
-        if not lines:
+        lines = list(whole_lines(path, MOST_BYTES))
+        if not path.exists():
             append_line(path, {"identity": identity})
             return
-        if not isinstance(lines[0], dict) or lines[0].get("identity") != identity:
+        if not lines or not isinstance(lines[0], dict) or lines[0].get("identity") != identity:
             raise InputError(
                 f"{path} belongs to a search of another checkpoint, method or choice of images. Give another folder: "
                 "--out DIR"
             )
         for line in lines[1:]:
-            if isinstance(line, dict) and isinstance(line.get("value"), float) and isinstance(line.get("of"), str):
-                self.values[line["of"]] = line["value"]
+            with suppress(ValidationError):
+                kept = Measured.model_validate(line)
+                self.values[kept.of] = kept.value
 
-    def measure(self, of: str, work: Any) -> float:
-        """The kept value, or what `work()` gives, which is kept."""
+    def measure(self, of: str, work: Callable[[], float]) -> float:
+        """The kept value, or what `work()` gives, which is kept.
+
+        Raises:
+            InputError: it is not finite: the model answers NaN or infinity.
+        """
         if of not in self.values:
-            self.values[of] = float(work())
-            append_line(self.path, {"of": of, "value": self.values[of]})
+            measured = float(work())
+            if not math.isfinite(measured):
+                raise InputError(f"{of} is {measured}: the checkpoint answers NaN or infinity. Train it again.")
+            self.values[of] = measured
+            append_line(self.path, {"of": of, "value": measured})
         return self.values[of]
 
 

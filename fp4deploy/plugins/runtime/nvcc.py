@@ -52,8 +52,8 @@ def find_nvcc() -> Path | None:
     pip = importlib.util.find_spec("nvidia")
     packages = [Path(root) for root in (pip.submodule_search_locations or [])] if pip else []
     wheels = [str(folder) for package in packages for folder in sorted(package.glob("*/bin"))]
-    folders = [*homes, os.environ.get("PATH", os.defpath), f"{TOOLKIT}/bin", *wheels]
-    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    folders = [*homes, *os.environ.get("PATH", os.defpath).split(os.pathsep), f"{TOOLKIT}/bin", *wheels]
+    found = shutil.which("nvcc", path=os.pathsep.join(filter(os.path.isabs, folders)))  # never ./nvcc
     return Path(found) if found else None
 
 

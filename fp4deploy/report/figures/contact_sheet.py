@@ -32,14 +32,15 @@ def draw_contact_sheet(root: Path, split: str, out: Path) -> int:
     for index in chosen:
         sample = dataset.load(int(index))
         present |= set(np.unique(sample.mask).tolist())
-        cells.append((sample.name, Image.fromarray(tinted(sample.image, sample.mask, palette))))
+        image = Image.fromarray(tinted(sample.image, sample.mask, palette))
+        image.thumbnail((SIDE - 8, SIDE - 8))  # at once: twelve whole photos may be gigabytes
+        cells.append((sample.name, image))
     shown = [entry for number, entry in enumerate(legend, int(dataset.background)) if number in present]
     rows = -(-len(cells) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * SIDE, rows * (SIDE + LINE) + _legend_height(shown)), PAPER)
     pen = ImageDraw.Draw(sheet)
     for place, (name, image) in enumerate(cells):
         x, y = place % COLUMNS * SIDE, place // COLUMNS * (SIDE + LINE)
-        image.thumbnail((SIDE - 8, SIDE - 8))
         sheet.paste(image, (x + 4, y + 4))
         pen.text((x + 4, y + SIDE - 2), name[-48:].encode("ascii", "replace").decode(), fill=INK)
     _draw_legend(pen, shown, rows * (SIDE + LINE))
