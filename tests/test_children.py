@@ -19,12 +19,14 @@ from tests.processes import end, pids_in, plant, runs, script, wait_until
 ROOT = Path(__file__).resolve().parents[1]
 posix = pytest.mark.skipif(os.name == "nt", reason="process groups and locks of POSIX")
 
-# Loads children.py by itself, so that any Python can run it: the module imports the standard library alone.
+# Loads children.py by itself, so that any Python can run it: the two modules import the standard library alone.
 LOAD = f"""
 import importlib.util, os, sys
-spec = importlib.util.spec_from_file_location("children", {str(ROOT / "fp4deploy" / "children.py")!r})
-children = sys.modules["children"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(children)
+for name in ("search_path", "children"):
+    spec = importlib.util.spec_from_file_location(name, os.path.join({str(ROOT / "fp4deploy")!r}, name + ".py"))
+    module = sys.modules[name] = sys.modules["fp4deploy." + name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+children = module
 """
 
 STARTS_CHILDREN = (
