@@ -16,6 +16,7 @@ import torch
 from fp4deploy.bench.runtimes.tensorrt import TensorRtRuntime, _layer_times, open_plan, wait_for
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.ledger.ledger import ledger_path
+from fp4deploy.models import ModelCard
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
@@ -228,7 +229,8 @@ def test_a_batch_that_the_engine_does_not_take() -> None:
 @pytest.mark.parametrize("images", [1, 4, 5, 7, 8])
 def test_more_images_than_the_largest_batch_all_run(images: int) -> None:
     runtime = object.__new__(TensorRtRuntime)
-    runtime._input = "image"
+    runtime._input, runtime._path = "image", Path("unet.plan")
+    runtime.card = ModelCard("unknown", 0.0, (), 2, 2, (0.5,) * 3, (0.5,) * 3, background=False)
     runtime._engine = SimpleNamespace(get_tensor_profile_shape=lambda name, index: ((1,), (1,), (4, 3, 2, 2)))
     sizes: list[int] = []
 
