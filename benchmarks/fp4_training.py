@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     cases: list[tuple[str | None, str]] = [(None, "fp16")]
-    cases += [(recipe, products) for recipe in arguments.recipes for products in ("emulated", "fp4")]
+    cases += [(recipe, products) for recipe in arguments.recipes for products in ("fp4", "emulated")]
     rows: list[dict[str, Any]] = []
     for scale in arguments.scales:
         for recipe, products in cases:

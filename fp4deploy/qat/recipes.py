@@ -17,8 +17,10 @@ forward GEMM used; with all four None the gradients pass straight through, as qu
 Sources: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025 (`nvfp4_train`); Chmiel et al., "FP4 All the Way",
 2025; Chen et al., "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), 2025; Rouhani et al.,
 "Microscaling Data Formats for Deep Learning", 2023 (`mx_baseline`); Mishra et al., "Recipes for Pre-training LLMs with
-MXFP8", 2025 (`nvidia_round_to_infinity`); Panferov et al.,
-"Quartet II", arXiv 2601.22813, 2026 (`ms_eden`).
+MXFP8", 2025 (`nvidia_round_to_infinity`); Chen et al., "TetraJet-v2: Accurate NVFP4 Training for Large Language Models
+with Oscillation Suppression and Outlier Control", arXiv 2510.27527, 2025 (`tetrajet_v2`: its six quantisers with the
+global scale of a tensor instead of one for each 128 elements, without its two other algorithms); Panferov et al.,
+"Quartet II", arXiv 2601.22813, 2026 (`quartet_2`).
 """
 
 from __future__ import annotations
@@ -225,6 +227,9 @@ NVFP4_STATIC = QuantSpec(scale="static")
 NVFP4_2D = QuantSpec(block="2d")
 NVFP4_STOCHASTIC = QuantSpec(rounding="stochastic")
 NVFP4_HADAMARD = QuantSpec(hadamard=True)
+NVFP4_ROTATED = QuantSpec(rounding="stochastic", hadamard=True)
+NVFP4_EDEN = QuantSpec(rounding="ms_eden")
+NVFP4_4O6 = QuantSpec(four_over_six=FourOverSix("mse"))
 MXFP4_FLOOR = QuantSpec("mxfp4")
 MXFP4_CEIL = QuantSpec("mxfp4", scale_rule="ceil")
 MXFP4_CEIL_STOCHASTIC = replace(MXFP4_CEIL, rounding="stochastic")
@@ -264,6 +269,8 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4_HADAMARD, rounding="stochastic"),
             NVFP4_HADAMARD,
         ),
+        replace(_everywhere("tetrajet_v2", NVFP4_ROTATED), activation=NVFP4, weight=NVFP4, double_quantization=True),
+        Recipe("quartet_2", NVFP4_4O6, NVFP4_4O6, *[NVFP4_EDEN] * 4, double_quantization=True),
     )
 }
 

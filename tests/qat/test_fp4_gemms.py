@@ -29,11 +29,7 @@ MINE = {
     "4/6": Recipe("i", *[QuantSpec(four_over_six=FourOverSix("mse", 448))] * 6),
     "transformed": Recipe("j", *[QuantSpec(hadamard=True)] * 6),
     "MX transformed": Recipe("m", *[QuantSpec("mxfp4")] * 4, *[QuantSpec("mxfp4", hadamard=True)] * 2),
-    "rotated": Recipe("t", *[QuantSpec()] * 2, *[QuantSpec(rounding="stochastic", hadamard=True)] * 4),
     "MS-EDEN": Recipe("e", *[QuantSpec()] * 2, *[QuantSpec(rounding="ms_eden")] * 4),
-    "MS-EDEN double": Recipe(
-        "q", *[QuantSpec(four_over_six=FourOverSix("mse"))] * 2, *[QuantSpec(rounding="ms_eden")] * 4, True
-    ),
     "rows": Recipe("r", QuantSpec(row_scaled=True), *[QuantSpec()] * 4, QuantSpec(row_scaled=True)),
 }
 RECIPES_HERE = {name: RECIPES[name] for name in TRAINING} | MINE

@@ -21,6 +21,8 @@ fp4_all_the_way           | NVFP4       | RN | RN    | SR | RN    | SR     | SR 
 nvfp4_qat                 | NVFP4       | RN static | RN | - | - | -      | -      | straight-through
 nvfp4_qat_delayed         | NVFP4       | RN static delayed | RN | - | - | - | - | straight-through
 nvfp4_train               | NVFP4       | RN | RN 2D | SR | RN 2D | SR RHT | RN RHT | no
+tetrajet_v2               | NVFP4       | RN | RN    | SR RHT | SR RHT | SR RHT | SR RHT | yes
+quartet_2 | NVFP4 | RN 4/6 MSE/256 strict | RN 4/6 MSE/256 strict | EDEN | EDEN | EDEN | EDEN | yes
 """
 ROWS = {row.split("|")[0].strip(): [cell.strip() for cell in row.split("|")] for row in TABLE.strip().splitlines()}
 HEADINGS = ["recipe", "format", "X", "W^T", "G", "W", "G^T", "X (dW)", "double quant"]
