@@ -8,8 +8,9 @@
 | wgrad | `rows_gemm`, split-K; the unfolded operand is packed a few images at a time | the same |
 
 MXFP4, FP32 outputs and steps that differ between the axes are in the last column. Groups, Conv1d, Conv3d and
-row-scaled operands run by the reference, on a GPU too. The kernels' filters are [rows, KH, KW, K], their feature maps
-[N, H, W, K]: the layout that packing along the contraction axis leaves.
+row-scaled operands run by the reference, on a GPU too, and so does everything without Triton, which compiles these
+kernels when they are first used. The kernels' filters are [rows, KH, KW, K], their feature maps [N, H, W, K]: the
+layout that packing along the contraction axis leaves.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.gemm import dispatch as inference
 from fp4deploy.plugins.gemm.arguments import runs_kernels
 from fp4deploy.plugins.gemm.training import POINTWISE, TYPES, Packed, Window, gather_gemm, rows_gemm
@@ -83,7 +85,7 @@ def unfolds_on_gpu(operand: torch.Tensor, gemms: Gemms, *specs: QuantSpec) -> bo
     fits = isinstance(gemms, ConvGemms) and len(gemms.kernel) == 2 and gemms.groups == 1
     special = any(spec.row_scaled or spec.rounding == "ms_eden" for spec in specs)
     plain = len({spec.format for spec in specs}) == 1 and not special
-    return fits and plain and runs_on_gpu(operand) and runs_kernels(operand)
+    return fits and plain and runs_on_gpu(operand) and _has_kernels(operand)
 
 
 def unfolded_wgrad(
@@ -118,7 +120,11 @@ def _runs(a: PackedOperand, b: PackedOperand, gemms: Gemms, dtype: torch.dtype) 
     single = all(not isinstance(x.packed, Nvfp4Tensor) or x.packed.amax.numel() == 1 for x in (a, b))
     filled = a.packed.codes.numel() > 0 and b.packed.codes.numel() > 0
     fits = spatial and single and filled and not (a.split or b.split) and dtype in TYPES
-    return fits and type(a.packed) is type(b.packed) and runs_kernels(a.packed.codes)
+    return fits and type(a.packed) is type(b.packed) and _has_kernels(a.packed.codes)
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return triton_version() is not None and runs_kernels(x)
 
 
 def _matmul(a: Packed, b: Packed, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
