@@ -26,7 +26,7 @@ Pair = tuple[int, int]
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 NARROW, WIDE = Tile(64, 64, 32, 4, 3), Tile(128, 128, 32, 8, 3)
 ROWS_NARROW, ROWS_WIDE = Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)
-ROWS_NARROW_MX, ROWS_WIDE_MX = Tile(64, 128, 32, 4, 3), Tile(128, 128, 32, 8, 3)  # decoding to BF16 needs registers
+ROWS_MX = Tile(64, 128, 32, 4, 3)  # decoding to BF16 takes more registers: larger tiles spill
 WAVES = 2  # of programs that split-K fills a GPU with
 GATHER_SIZES = ("H", "W", "CB", "OH", "OW", "M", "outputs")
 GATHER_STEPS = ("stride_y", "stride_x", "padding_y", "padding_x", "dilation_y", "dilation_x")
@@ -140,7 +140,7 @@ def rows_tile(a: Packed, capability: int) -> Tile:
     if capability >= NATIVE_FROM:
         return ROWS_WIDE
     if isinstance(a, Mxfp4Tensor):
-        return ROWS_WIDE_MX if a.shape[1] > 64 else ROWS_NARROW_MX
+        return ROWS_MX
     return ROWS_WIDE if a.shape[1] > 64 else ROWS_NARROW
 
 
