@@ -38,6 +38,10 @@ BAND = 2**25  # elements of enlarged outputs that are held at once
 LARGEST_INSTANCES = 2**28  # elements of an instance model's outputs at the size of the image (1 GiB)
 
 
+class TooLarge(InputError):
+    """One image is too large for this model; others may not be."""
+
+
 def load(path: Path | str, tile: bool = False, overlap: int | None = None, min_score: float = 0.0) -> Predictor:
     """Open an artefact for prediction.
 
@@ -133,7 +137,7 @@ class Predictor:
         if isinstance(self.card.head, DetectionHead):
             return self._boxes(decode_boxes(logits, self.card.head, (self.card.height, self.card.width), size), size)
         if logits.shape[0] * size[0] * size[1] > LARGEST_INSTANCES:
-            raise InputError(
+            raise TooLarge(
                 f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Make it smaller first."
             )
         return self._instances(decode(logits, self.card.head, size))
@@ -149,7 +153,7 @@ class Predictor:
                 channels = len(band)
             return self._semantic(mask, channels)
         if channels * size[0] * size[1] > LARGEST_INSTANCES:
-            raise InputError(
+            raise TooLarge(
                 f"An image of {size[1]}x{size[0]} pixels is too large to find objects in. Cut it into parts first."
             )
         outputs = np.concatenate([band for _, band in bands], axis=1)

@@ -27,7 +27,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
 from fp4deploy.predict.palette import colours
 from fp4deploy.predict.prediction import Prediction
-from fp4deploy.predict.predictor import Predictor
+from fp4deploy.predict.predictor import Predictor, TooLarge
 from fp4deploy.predict.sources import Source
 from fp4deploy.predict.video import predict_video
 
@@ -137,10 +137,19 @@ def _results(
 def _predicted(
     predictor: Predictor, waiting: Sequence[tuple[Source, Pixels]]
 ) -> Iterator[tuple[Source, tuple[Pixels | None, Result]]]:
-    if waiting:
+    if not waiting:
+        return
+    try:
         predictions = predictor.predict_batch([pixels for _, pixels in waiting])
-        for (source, pixels), prediction in zip(waiting, predictions, strict=True):
-            yield source, (pixels, prediction)
+    except TooLarge as error:
+        if len(waiting) == 1:
+            yield waiting[0][0], (None, InputError(f"{waiting[0][0].path}: {error}"))
+            return
+        for each in waiting:
+            yield from _predicted(predictor, [each])
+        return
+    for (source, pixels), prediction in zip(waiting, predictions, strict=True):
+        yield source, (pixels, prediction)
 
 
 def _video(predictor: Predictor, source: Source, out: Path, batch: int) -> Result:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.bench.runtimes.protocol import Array, checked
 from fp4deploy.data import EvalTransform
 from fp4deploy.data.sample import Sample
 from fp4deploy.errors import InputError
@@ -21,6 +21,8 @@ from fp4deploy.models.heads import OFFSET_UNIT
 from fp4deploy.predict import predictor as module
 from fp4deploy.predict.palette import colours, png_palette, tinted
 from fp4deploy.predict.predictor import Predictor, class_map, load
+from fp4deploy.predict.sources import find_sources
+from fp4deploy.predict.write import predict_files
 from fp4deploy.runs import Run
 from tests.predict.pointwise import Pointwise, card, classes_of, photo
 
@@ -188,3 +190,31 @@ def test_a_set_of_masks_cannot_be_tiled() -> None:
 def test_unnamed_classes_are_numbered() -> None:
     runtime = Pointwise(dataclasses.replace(card(), class_names=()))
     assert Predictor(runtime).predict(photo(32, 48)).class_names == ("class 0", "class 1", "class 2", "class 3")
+
+
+def test_an_image_that_is_too_large_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = dataclasses.replace(card(), task="instance", head=InstanceHead("centres", 4))
+    runtime = Pointwise(instance)
+    runtime.infer = lambda images: np.zeros((len(images), instance.channels, 32, 48), np.float32)  # type: ignore[method-assign]
+    predictor = Predictor(runtime)
+    for name, side in (("a", 32), ("b", 64), ("c", 32)):
+        Image.fromarray(photo(side, side)).save(tmp_path / f"{name}.png")
+    monkeypatch.setattr(module, "LARGEST_INSTANCES", instance.channels * 32 * 32)
+    document, failures = predict_files(
+        predictor, Path("model"), find_sources([str(tmp_path)]), tmp_path / "out", batch=3, overlays=False
+    )
+    assert [("error" in entry) for entry in document["images"]] == [False, True, False]
+    assert "b.png: An image of 64x64 pixels is too large" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 3, 4, 4), "f4"), ((2, 4, 4), "f4"), ((), "f4"), ((2, 3, 4, 4), "i8"), ((2, 3, 0, 4), "f4")],
+)
+def test_outputs_that_are_not_what_the_card_says(shape: tuple[int, ...], dtype: str) -> None:
+    images = np.zeros((2, 3, 4, 4), np.float32)
+    named = dataclasses.replace(card(), class_names=("a", "b", "c"))
+    for each in (named, dataclasses.replace(named, class_names=())):
+        with pytest.raises(InputError, match=r"model.onnx answers .* where its card promises float \[2, "):
+            checked(np.zeros(shape, dtype), images, each, "model.onnx")
+    assert checked(np.zeros((2, 3, 4, 4), np.float16), images, named, "model.onnx").dtype == np.float32
