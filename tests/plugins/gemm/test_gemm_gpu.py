@@ -11,6 +11,7 @@ from fp4deploy.formats import FourOverSix, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.gemm import arguments, dispatch
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
+from fp4deploy.plugins.gemm.triton.tiles import TALL_NARROW, gemm_tile
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 
 pytestmark = [
@@ -90,6 +91,39 @@ def test_two_sources(first: int, second: int, outputs: int) -> None:
     expected = conv2d_reference((x, y), w, None, padding=1, dtype=torch.float64, accumulate=torch.float64)
     poison()
     assert error(dispatch.conv2d((x, y), w, None, padding=1), expected) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("image", "channels", "outputs", "options"),
+    [
+        ((1, 192, 192), (64, 64), 64, {"padding": 1}),
+        ((5, 83, 101), (128, 64), 50, {"padding": 1}),
+        ((1, 187, 191), (32, 32), 33, {"padding": 1}),
+        ((2, 131, 137), (48, 112), 61, {"padding": 2, "dilation": 2}),
+        ((1, 371, 373), (64, 96), 64, {"padding": 1, "stride": 2}),
+        ((1, 184, 184), (512, 512), 64, {"padding": 1}),
+    ],
+    ids=str,
+)
+def test_two_sources_in_a_tall_tile(
+    image: tuple[int, int, int], channels: tuple[int, int], outputs: int, options: dict
+) -> None:
+    """128 accumulators a thread. K of both sources in whole steps, in several taps a step, and in neither."""
+    if arguments._capability(0) != 90:
+        pytest.skip("a tile of SM90")
+    torch.manual_seed(0)
+    n, h, w = image
+    sources = (packed(n, h, w, channels[0]), packed(n, h, w, channels[1], scale=3.0))
+    weight, bias = packed(outputs, 3, 3, sum(channels)), torch.randn(outputs, device="cuda")
+    expected = conv2d_reference(sources, weight, bias, dtype=torch.float64, accumulate=torch.float64, **options)
+    assert isinstance(expected, torch.Tensor)
+    assert gemm_tile(expected[..., 0].numel(), outputs, 90, two=True) == TALL_NARROW
+    poison()
+    found = dispatch.conv2d(sources, weight, bias, **options)
+    assert isinstance(found, torch.Tensor)
+    assert error(found, expected) < LIMIT / 3
+    wrong = (found.double() - expected).abs() > LIMIT * expected.abs() + LIMIT / 10 * expected.abs().amax()
+    assert not wrong.any(), f"{int(wrong.sum())} outputs, the first at {wrong.nonzero()[0].tolist()}"
 
 
 def test_a_source_of_zeros_adds_nothing() -> None:
