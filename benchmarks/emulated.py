@@ -34,6 +34,7 @@ from fp4deploy.emulator.cases.case import Setting
 from fp4deploy.plugins.aot.compile import triton_version
 
 GEMMS = ("linear", "conv", "several taps", "two sources", "transposed", "packed output", "W4A16", "GEMV")
+GEMMS += ("decoded weights", "split-K")
 
 
 def main() -> None:

@@ -208,6 +208,7 @@ class Machine:
         self.flying: dict[str, tuple[Array, Array]] = {}  # registers that an asynchronous instruction writes
         self.frozen: dict[str, tuple[Array, Array]] = {}  # and those that it reads
         self.loading: dict[str, Array] = {}  # registers that tcgen05.ld has loaded and nobody has waited for
+        self.fresh: dict[str, Array] | None = {} if "wgmma" in families else None  # written since wgmma.fence
         self.ready: dict[int, Array] = {0: self.started.copy()}
         self.parked: dict[int, Array] = {}  # at an mbarrier
         self.held: dict[int, Array] = {}  # until the other lanes of a warp come
@@ -318,6 +319,9 @@ class Machine:
                 raise Hazard("unwaited copy", f"the register {name} is written before wgmma was waited for")
         if value.ndim == 0:
             value = np.full(self.count, value)
+        if self.fresh is not None:
+            before = None if active.full else self.fresh.get(name)
+            self.fresh[name] = active.mask if before is None else before | active.mask
         if active.full:
             self.registers[name] = value
             self.partial.pop(name, None)

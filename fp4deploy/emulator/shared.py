@@ -18,6 +18,7 @@ from fp4deploy.emulator.faults import Hazard
 from fp4deploy.emulator.order import WHOLE, Accesses, Order
 
 Array = NDArray[Any]
+UNFENCED = "wgmma reads what cp.async has copied, without fence.proxy.async"
 
 
 class SharedMemory:
@@ -33,10 +34,21 @@ class SharedMemory:
         self.written = np.full(blocks * size, unwritten)
         self.pending = np.zeros(blocks * size, bool)
         self.reserved = np.zeros(blocks * size, bool)  # mbarriers
+        self.copied = np.zeros(blocks * size, bool)  # by cp.async
         self.accesses = Accesses(order, blocks * size)
 
-    def read(self, at: Array, rows: Array, lanes: Array | None = None, unit: bool = False) -> Array:
-        """Bytes at positions `at` [n, size]; `unit`: by the asynchronous proxy."""
+    def read(
+        self,
+        at: Array,
+        rows: Array,
+        lanes: Array | None = None,
+        unit: bool = False,
+        remarks: set[str] | None = None,
+    ) -> Array:
+        """Bytes at positions `at` [n, size]; `unit`: by the asynchronous proxy.
+
+        remarks: takes UNFENCED, which is a hazard otherwise.
+        """
         self._usable(at)
         if not self.written[at].all():
             raise Hazard(
@@ -49,6 +61,9 @@ class SharedMemory:
                 "race", "shared memory is read, and the write before it may still come" + self._where(at, late)
             )
         hidden = self.accesses.unfenced(at, row) if unit else late
+        if remarks is not None and (hidden & self.copied[at]).any():
+            remarks.add(UNFENCED)
+            hidden &= ~self.copied[at]
         if hidden.any():
             what = "shared memory is read by the asynchronous proxy without fence.proxy.async after the write"
             raise Hazard("race", what + self._where(at, hidden))
@@ -86,10 +101,11 @@ class SharedMemory:
         """The copy has arrived: from now on `rows` is who wrote it; `generic`: by which proxy."""
         self.pending[at] = False
         self._put(at, values, rows, lanes, generic)
+        self.copied[at] = generic
 
     def _put(self, at: Array, values: Array, rows: Array, lanes: Array | None, generic: bool) -> None:
         self.content[at] = values
-        self.written[at] = True
+        self.written[at], self.copied[at] = True, False
         self.accesses.write(at, rows[:, None], _column(lanes, rows), generic)
 
     def _usable(self, at: Array) -> None:

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU"),
 ]
 EXACT = ("linear", "conv 3x3, packed output", "W4A16, K = 36", "plugin, quantiser", "pack rows", "GroupNorm and pack")
+EXACT += ("decoded weights, 3x3", "split-K, two sources, moments", "statistics of GroupNorm")
 
 
 def setting(**options: object) -> Setting:
@@ -31,7 +32,7 @@ def test_every_byte_is_the_gpus(name: str) -> None:
     assert outcome.statistics.device_bytes
 
 
-@pytest.mark.parametrize("name", ["linear", "W4A16, 100 rows"])
+@pytest.mark.parametrize("name", ["linear", "W4A16, 100 rows", "split-K"])
 def test_the_accumulator_is_the_gpus(name: str) -> None:
     (case,) = cases([name])[:1]
     hardware, exact = (case.outcome(setting(inexact=True, model=model)).statistics for model in ("hardware", "exact"))

@@ -3,6 +3,7 @@
 | module | kernels |
 |---|---|
 | `gemms` | Triton's: implicit GEMMs, W4A16 |
+| `decoded` | Triton's: convolutions with decoded weights, split-K, moments |
 | `plugins` | the entry points of the TensorRT plugins |
 | `cuda` | quantisers, weights, channels_last operations, GroupNorm with packing, GEMV |
 
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp4deploy.emulator.cases import cuda, gemms, plugins
+from fp4deploy.emulator.cases import cuda, decoded, gemms, plugins
 from fp4deploy.emulator.cases.case import Case
 from fp4deploy.errors import InputError, suggest
 
-TRITON = (*gemms.CASES, *plugins.CASES)
+TRITON = (*gemms.CASES, *decoded.CASES, *plugins.CASES)
 CUDA = cuda.CASES
 
 

@@ -1,7 +1,7 @@
 """tcgen05: tensor memory and the tensor core that works on it (SM100, SM103).
 
-Source: PTX ISA, "Tensor Memory", "tcgen05.ld", "tcgen05.st", "tcgen05.mma", "Instruction descriptor", "Shared memory
-descriptor", "Scale Factor Layout in the Tensor Memory".
+Source: PTX ISA, "Tensor Memory", "tcgen05.ld", "tcgen05.st", "tcgen05.cp", "tcgen05.mma", "Instruction descriptor",
+"Shared memory descriptor", "Scale Factor Layout in the Tensor Memory".
 
 Tensor memory has 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. Warp w of a group of four
 reaches lanes 32 w to 32 w + 31. `.32x32b`: lane i of the warp, consecutive columns. Row m of D (M = 128) is lane m, its
@@ -16,6 +16,9 @@ A multiplication takes 32 bytes of K a row of A and B, in shared memory as descr
                      32 lanes
     kind::f16        16 elements of FP16 or BF16. A may lie in tensor memory, its rows as those of D, two elements a
                      column
+
+`tcgen05.cp` copies scales from shared memory in the order of the multiplications. Triton stores them from registers
+instead, so that no shipped kernel has it.
 
 The work is done as late as possible: when nobody else can run. It reads shared memory as an agent that knows what its
 issuer knew, so that operands which are overwritten too early are a race. Tensor memory that a multiplication will write
@@ -280,6 +283,25 @@ def wait(entry: Entry, instruction: Instruction) -> Step:
     return run
 
 
+@implements("tcgen05.cp")
+def copy(entry: Entry, instruction: Instruction) -> Step:
+    """Scales from shared memory: 32 rows of 16 bytes, to each of the four groups of 32 lanes."""
+    if {*instruction.parts} != {"tcgen05", "cp", "cta_group::1", "32x128b", "warpx4"}:
+        raise UnknownInstruction("this shape of tcgen05.cp is not implemented")
+    where, source = address(entry, instruction.operands[0]), reader(entry, instruction.operands[1], "u64")
+
+    def run(m: Machine, active: Active) -> None:
+        addresses, descriptors = (np.broadcast_to(each(m, active), (m.count,)) for each in (where, source))
+        for thread in active.index.tolist():
+            at, block = int(addresses[thread]), int(m.block[thread])
+            if at >> 16:
+                raise Hazard("misaligned", f"a copy to all groups of lanes begins at lane {at >> 16} of tensor memory")
+            copied = Copied(block, int(descriptors[thread]), 0, LANES, 4, m.launch.model)
+            _issue(m, thread, copied, matrix_region(block, at, LANES, 4), False)
+
+    return run
+
+
 @implements("tcgen05.mma")
 def multiply(entry: Entry, instruction: Instruction) -> Step:
     """D = A B^T + D: of E2M1 with a scale for 16 elements, or of FP16 and BF16."""
@@ -331,7 +353,7 @@ def _sizes(descriptor: int, types: tuple[int, int] | None, shift: int, possible:
 
 @dataclass(frozen=True)
 class Product(ABC):
-    """One multiplication of one block: descriptors or addresses of A and B, sizes, accumulator."""
+    """One multiplication or copy of one block: descriptors or addresses of A and B, sizes, accumulator."""
 
     block: int
     a: int
@@ -346,14 +368,27 @@ class Product(ABC):
 
     @abstractmethod
     def result(self, m: Machine, row: int, before: Array) -> Array:
-        """D, float32 [rows, columns]."""
+        """D, words [rows, columns]."""
 
-    def operand(self, m: Machine, row: int, descriptor: int, rows: int) -> Array:
-        """Bytes [rows, 32] of A or B in shared memory."""
+    def operand(self, m: Machine, row: int, descriptor: int, rows: int, size: int = 32) -> Array:
+        """Bytes [rows, size] of A or B in shared memory."""
         swizzle = SWIZZLES.get(descriptor >> 61 & 7)
         if swizzle is None:
             raise UnknownInstruction("this swizzle of a matrix descriptor is not implemented")
-        return read_matrix(m, self.block, row, matrix_positions(descriptor, rows, 32, swizzle))
+        return read_matrix(m, self.block, row, matrix_positions(descriptor, rows, size, swizzle))
+
+
+@dataclass(frozen=True)
+class Copied(Product):
+    """No product: 32 rows of four words, as descriptor A says, four times."""
+
+    def reads(self) -> list[Region]:
+        """Nothing."""
+        return []
+
+    def result(self, m: Machine, row: int, before: Array) -> Array:
+        """uint32 [128, 4]"""
+        return np.tile(np.ascontiguousarray(self.operand(m, row, self.a, WARP, 16)).view(np.uint32), (4, 1))
 
 
 @dataclass(frozen=True)
@@ -406,8 +441,15 @@ class Halves(Product):
         return plain(a, b, before, half_precision(m.launch.capability), smallest, self.model)
 
 
+def issuers(m: Machine) -> dict[int, set[int]]:
+    """Of each block the threads that have issued multiplications or copies since their last commit."""
+    found: dict[int, set[int]] = m.units.setdefault("tcgen05.mma", {})
+    return found
+
+
 def _issue(m: Machine, thread: int, product: Product, to: Region, add: bool) -> None:
     tensor, row = memory(m), m.tensor_row(product.block)
+    issuers(m).setdefault(product.block, set()).add(thread)
     for region in (to, *product.reads()):
         tensor.usable(region)
     tensor.writes[to] += 1
@@ -445,6 +487,9 @@ def commit(entry: Entry, instruction: Instruction) -> Step:
         addresses = where(m, active)
         for thread in active.index.tolist():
             block = int(m.block[thread])
+            if (threads := issuers(m).setdefault(block, set())) - {thread}:
+                raise Hazard("barrier", "tcgen05.commit by another thread than the one that issued what is under way")
+            threads.clear()
             position = place(m, int(addresses[thread]), block)
             barrier_at(m, position)
             arrived: Callable[[], None] = partial(_arrive, m, position, block)

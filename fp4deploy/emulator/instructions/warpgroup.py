@@ -47,13 +47,13 @@ def matrix_positions(descriptor: int, rows: int, size: int, swizzle: int) -> Arr
     return linear ^ ((linear >> 7 & (swizzle // 16 - 1)) << 4)
 
 
-def read_matrix(m: Machine, block: int, row: int, addresses: Array) -> Array:
-    """Bytes at addresses in the shared memory of a block, read by an agent."""
+def read_matrix(m: Machine, block: int, row: int, addresses: Array, remarks: set[str] | None = None) -> Array:
+    """Bytes at addresses in the shared memory of a block, read by an agent; `remarks`: see `SharedMemory.read`."""
     offset = addresses.reshape(-1) - SHARED_BASE
     if (offset < 0).any() or (offset >= m.shared.size).any():
         raise Hazard("out of bounds", "a matrix descriptor reaches beyond shared memory")
     at = (block * m.shared.size + offset)[:, None]
-    return m.shared.read(at, np.full(len(at), row), unit=True).reshape(addresses.shape)
+    return m.shared.read(at, np.full(len(at), row), unit=True, remarks=remarks).reshape(addresses.shape)
 
 
 def unit(m: Machine, warp: int) -> int:
@@ -79,8 +79,27 @@ def _groups(m: Machine) -> Groups:
 
 @implements("wgmma.fence")
 def fence(entry: Entry, instruction: Instruction) -> Step:
-    """Registers written before are seen; memory is in order here anyway."""
-    return lambda m, active: None
+    """Registers written before are seen by what multiplies after."""
+
+    def run(m: Machine, active: Active) -> None:
+        _fenced(m, active, list(m.fresh or ()))
+
+    return run
+
+
+def _fenced(m: Machine, active: Active, names: list[str]) -> None:
+    assert m.fresh is not None
+    for name in names:
+        rest = m.fresh.pop(name) & ~active.mask
+        if rest.any():
+            m.fresh[name] = rest
+
+
+def _require_fence(m: Machine, active: Active, names: list[str]) -> None:
+    assert m.fresh is not None
+    for name in names:
+        if name in m.fresh and (m.fresh[name] & active.mask).any():
+            raise Hazard("race", f"wgmma uses the register {name}, which was written with no wgmma.fence after it")
 
 
 @implements("wgmma.mma_async")
@@ -106,6 +125,7 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
         warps = m.whole_warps(active, "wgmma").reshape(-1, GROUP)
         if (warps % GROUP != np.arange(GROUP)).any():
             raise Hazard("barrier", "wgmma is executed by other warps than four consecutive ones")
+        _require_fence(m, active, [*names, *kept])
         groups = _groups(m)
         flying = {name: m.flying.pop(name) for name in names if name in m.flying}
         add = np.broadcast_to(adds(m, active), (m.count,))
@@ -131,6 +151,7 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
         numbers = half_precision(m.launch.capability)
         after = plain(np.stack(lefts), np.stack(rights), before, numbers, -126 if bfloat else -14, m.launch.model)
         _write(m, active, results, after, warps)
+        _fenced(m, active, names)  # sums of one shape are in order
         for name in names:
             mask = flying[name][0] if name in flying else np.zeros(m.count, bool)
             m.flying[name] = (mask | active.mask, groups.count.copy())
@@ -142,7 +163,7 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
 
 def _shared_operand(m: Machine, descriptor: int, rows: int, block: int, row: int, bfloat: bool) -> Array:
     addresses = matrix_positions(descriptor, rows, 32, SWIZZLES[descriptor >> 62 & 3])
-    bits = np.ascontiguousarray(read_matrix(m, block, row, addresses)).view(np.uint16)
+    bits = np.ascontiguousarray(read_matrix(m, block, row, addresses, m.statistics.remarks)).view(np.uint16)
     return half_values(bits, bfloat)
 
 
