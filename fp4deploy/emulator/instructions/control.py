@@ -274,6 +274,26 @@ def vote(entry: Entry, instruction: Instruction) -> Step:
     return together(instruction, members, work)
 
 
+@implements("redux", control=True)
+def reduce(entry: Entry, instruction: Instruction) -> Step:
+    """add, min, max, and, or, xor of a register over the member lanes."""
+    _, _, mode, kind = instruction.parts
+    if kind not in ("u32", "s32", "b32"):
+        raise UnknownInstruction("redux of this type is not implemented")
+    fold = {"add": np.add, "min": np.minimum, "max": np.maximum}
+    fold |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    neutral = {"min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min, "and": -1}.get(mode, 0)
+    result, source = writer(entry, instruction.operands[0]), reader(entry, instruction.operands[1], kind)
+    members = reader(entry, instruction.operands[2], "u32")
+
+    def work(m: Machine, active: Active, lanes: Array) -> None:
+        value = np.broadcast_to(source(m, active), (m.count,)).reshape(-1, WARP).astype(np.int64)
+        folded = fold[mode].reduce(np.where(lanes, value, neutral), axis=1)
+        result(m, active, np.repeat(folded.astype(np.uint32), WARP))
+
+    return together(instruction, members, work)
+
+
 @implements("activemask")
 def active_mask(entry: Entry, instruction: Instruction) -> Step:
     """Bits of the lanes that execute this together."""

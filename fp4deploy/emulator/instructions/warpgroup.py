@@ -71,6 +71,13 @@ class Groups:
         self.count = np.zeros(warps, np.int64)
         self.clocks: dict[int, list[Array]] = {}
 
+    def used(self, before: tuple[Array, Array] | None, active: Active) -> tuple[Array, Array]:
+        """Which threads' registers a multiplication uses, and in which group of their warp."""
+        if before is None:
+            return active.mask, self.count.copy()
+        mask, group = before
+        return mask | active.mask, np.where(active.mask.reshape(-1, WARP).any(1), self.count, group)
+
 
 def _groups(m: Machine) -> Groups:
     found: Groups = m.units.setdefault("wgmma", Groups(m.count // WARP))
@@ -127,7 +134,7 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
             raise Hazard("barrier", "wgmma is executed by other warps than four consecutive ones")
         _require_fence(m, active, [*names, *kept])
         groups = _groups(m)
-        flying = {name: m.flying.pop(name) for name in names if name in m.flying}
+        flying = {name: m.flying.pop(name, None) for name in names}
         add = np.broadcast_to(adds(m, active), (m.count,))
         unset = not add[active.mask].any()
         before = np.zeros((len(warps), GROUP * 16, columns), np.float32)
@@ -153,10 +160,9 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
         _write(m, active, results, after, warps)
         _fenced(m, active, names)  # sums of one shape are in order
         for name in names:
-            mask = flying[name][0] if name in flying else np.zeros(m.count, bool)
-            m.flying[name] = (mask | active.mask, groups.count.copy())
+            m.flying[name] = groups.used(flying[name], active)
         for name in kept:
-            m.frozen[name] = (active.mask, groups.count.copy())
+            m.frozen[name] = groups.used(m.frozen.get(name), active)
 
     return run
 
