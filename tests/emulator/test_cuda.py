@@ -81,6 +81,17 @@ FAULTS = {
         "a mask is inverted": planted.replaced(r"setp\.ge\.u32", "setp.lt.u32", 0),
         "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)1,", r"\g<1>2,", None),
     },
+    "statistics of GroupNorm, 6 channels a group": {
+        "a barrier is missing in the moments of a chunk": planted.without_barrier(0),
+        "a barrier is missing before lanes are added": planted.without_barrier(1),
+        "a barrier is missing in a sum over the block": planted.without_barrier(-1),
+        "a lane is added that there is not": planted.replaced(
+            r"ld\.shared\.f32(\s+%f\d+, \[%r\d+)\]", r"ld.shared.f32\1+4096]", -1
+        ),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)16,", r"\g<1>8,", None),
+        "the root of something else": planted.replaced(r"sqrt\.rn\.f32", "rcp.rn.f32", 0),
+        "a store is shifted": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", -1),
+    },
 }
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 
-from benchmarks.tiles import kind, representatives
-from fp4deploy.emulator.cases import CUDA, TRITON, cases
+from fp4deploy.emulator.cases import CUDA, TRITON, cases, decoded
 from fp4deploy.emulator.cases.case import Case, Setting
 from fp4deploy.emulator.machine import compiled
 from fp4deploy.emulator.ptx import parse
-from fp4deploy.plugins.aot.compile import compile_launch
+from fp4deploy.plugins.aot.compile import compile_launch, too_old
+from fp4deploy.plugins.aot.spec import Launch
+from fp4deploy.plugins.aot.store import TARGETS
+from fp4deploy.plugins.gemm.triton.variants import all_variants
+from fp4deploy.plugins.tensorrt.definitions import PLUGINS, Attributes
+from fp4deploy.plugins.tensorrt.kernels import node_kernels
 from tests.emulator import planted
 from tests.emulator.test_cuda import FAULTS as CUDA_FAULTS
+from tests.emulator.test_decoded import FAULTS as DECODED_FAULTS
 
 pytest.importorskip("triton")
 
 FIRST = ("linear", "conv 3x3", "conv 3x3, packed output", "W4A16, K = 36")  # in every run of the tests
-FAMILIES = tuple(dict.fromkeys(case.family for case in TRITON))
+FAMILIES = tuple(dict.fromkeys(case.family for case in TRITON if case not in decoded.CASES))
 
 
 def _marked(case: Case) -> object:
@@ -175,8 +182,9 @@ def test_a_planted_fault_is_found(case: Case, edit: planted.Edit, kind: str) -> 
 def test_every_family_has_five_planted_faults() -> None:
     families = {case.family for case in cases()}
     faults = {family: len(WEIGHT_ONLY_FAULTS if family == "W4A16" else GEMM_FAULTS) for family in FAMILIES}
-    for case in CUDA:
-        faults[case.family] = max(faults.get(case.family, 0), len(CUDA_FAULTS.get(case.name, ())))
+    for case in (*CUDA, *decoded.CASES):
+        planted_here = {**CUDA_FAULTS, **DECODED_FAULTS}.get(case.name, ())
+        faults[case.family] = max(faults.get(case.family, 0), len(planted_here))
     assert {family for family in families if faults.get(family, 0) < 5} == set()
 
 
@@ -209,11 +217,37 @@ def test_other_architectures_are_bit_equal_to_the_reference(arch: str, name: str
 
 
 @pytest.mark.emulate
-@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
-def test_every_instruction_of_every_tile_is_implemented(arch: str) -> None:
-    """One variant stands for a kind of GEMM and a tile; `compiled` raises at the first unknown instruction."""
-    found = representatives(arch)
-    assert len({kind(launch) for launch in found}) == 9
-    for launch in found:
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_instruction_of_every_kernel_is_implemented(arch: str) -> None:
+    """`compiled` raises at the first unknown instruction.
+
+    Of the hundreds of variants a sample: every pair of constants, such as tile and dtype, is in one of them; for
+    architectures that differ from another one in their name alone, every constant.
+    """
+    if why := too_old(arch, native=True):
+        pytest.skip(why)
+    for launch in covering(all_variants(arch), pairs=arch in ("sm_90", "sm_100", "sm_120")):
         code = compile_launch(launch, arch)
-        assert compiled(parse(code.ptx, code.name))
+        compiled(parse(code.ptx, code.name))
+    for plugin in PLUGINS.values() if arch in ("sm_100", "sm_120") else ():
+        attributes: Attributes = {key: [1] for key in ("stride", "padding", "dilation", "relu")}
+        attributes |= {"kernel": [3 - plugin.up] * 2, "channels": [64, 32][: plugin.sources], "out_channels": [40]}
+        for kernel in node_kernels(plugin, attributes, arch):
+            compiled(parse(kernel.ptx, kernel.name))
+
+
+def covering(launches: list[Launch], pairs: bool) -> list[Launch]:
+    """Launches in which every constant (every pair of constants) occurs that occurs in all of them."""
+
+    def facts(launch: Launch) -> set[object]:
+        own = {(launch.kernel, *each) for each in launch.constants}
+        return {*combinations(sorted(own, key=str), 2)} if pairs else {*own}
+
+    left = {launch: facts(launch) for launch in launches}
+    chosen = []
+    while left:
+        best = max(left, key=lambda launch: len(left[launch]))
+        found = left.pop(best)
+        chosen.append(best)
+        left = {launch: rest for launch, own in left.items() if (rest := own - found)}
+    return chosen

@@ -21,6 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from fp4deploy.emulator import instructions  # noqa: F401  registers what `machine` executes
+from fp4deploy.emulator.machine import compiled
+from fp4deploy.emulator.ptx import parse
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.runtime import nvcc
 from tests.plugins.runtime.launch_variants import BESIDES, Variant, launched
@@ -102,12 +105,14 @@ def test_every_value_of_a_macro_compiles(variant: Variant, tmp_path: Path) -> No
 @pytest.mark.parametrize("variant", [*VARIANTS, *BESIDES], ids=str)
 def test_every_variant_compiles_for_every_architecture(variant: Variant, tmp_path: Path) -> None:
     compile_for(known(MAIN, variant), variant, tmp_path)
+    require_emulated(tmp_path)
 
 
 @pytest.mark.variants
 @pytest.mark.parametrize("variant", FIRST, ids=str)
 def test_every_source_compiles_for_the_other_architectures(variant: Variant, tmp_path: Path) -> None:
     compile_for(known(OTHERS, variant), variant, tmp_path)
+    require_emulated(tmp_path)
 
 
 def test_the_sample_has_every_source_for_both_conversions_and_every_kind_of_architecture() -> None:
@@ -157,6 +162,14 @@ def compile_for(targets: list[str], variant: Variant, tmp_path: Path) -> None:
     assert len(report) >= count
     assert max(int(spilled) for _, *both in report for spilled in both) <= SPILLED
     assert max(int(stack) for stack, *_ in report) <= STACK
+
+
+def require_emulated(folder: Path) -> None:
+    """The emulator implements every instruction of every kernel that was compiled."""
+    for file in folder.glob("*.ptx"):
+        text = file.read_text()
+        for entry in ENTRY.finditer(text):
+            compiled(parse(text, entry[1]))
 
 
 def check_entry(entry: re.Match[str], signature: str, macros: dict[str, str | int], blackwell: bool) -> None:
