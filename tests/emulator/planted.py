@@ -39,9 +39,9 @@ def without_first_barriers(count: int = 2) -> Edit:
     return edit
 
 
-def late_wait(which: int = 0) -> Edit:
+def late_wait(which: int = 0, left: int = 7) -> Edit:
     """Copies are used before they were waited for: the wait allows more groups to be under way."""
-    return replaced(r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 7;", which)
+    return replaced(r"cp\.async\.wait_group\s+\d+;", f"cp.async.wait_group {left};", which)
 
 
 def swapped_scales(which: int = 0) -> Edit:

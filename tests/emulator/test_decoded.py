@@ -26,7 +26,7 @@ def of_parts(edit: planted.Edit) -> planted.Edit:
 FAULTS: dict[str, dict[str, tuple[planted.Edit, str]]] = {
     "decoded weights, 3x3": {
         "barriers are missing in the loop": (planted.without_first_barriers(), "race"),
-        "copies are waited for too late": (planted.late_wait(0), "unwaited copy"),
+        "copies are waited for too late": (planted.late_wait(0, 12), "unwaited copy"),
         "a copy of the weight is missing": (planted.without_copy(-1), "uninitialised"),
         "wgmma is not waited for": (planted.replaced(r"wgmma\.wait_group\.sync\.aligned 0;", "", None), ""),
         "registers are not fenced": (planted.replaced(r"wgmma\.fence\.sync\.aligned;", "", None), "race"),
@@ -56,7 +56,7 @@ FAULTS: dict[str, dict[str, tuple[planted.Edit, str]]] = {
         "a part has another row": (of_parts(planted.replaced(rf"({STORE} \[ %rd\d+ \+) 0 \]", r"\1 4 ]", 0)), ""),
         "a value of a part is not stored": (
             of_parts(planted.replaced(rf"^\s*@%p\d+ {STORE}[^;]*;", "", 0)),
-            "kernel left unwritten",
+            "decoded_conv_kernel left",
         ),
         "one split has the steps of another": (of_parts(planted.replaced(r"rem\.s32|div\.s32", "min.s32", -1)), ""),
     },

@@ -5,7 +5,8 @@
 | `gemms` | Triton's: implicit GEMMs, W4A16 |
 | `decoded` | Triton's: convolutions with decoded weights, split-K, moments |
 | `plugins` | the entry points of the TensorRT plugins |
-| `cuda` | quantisers, weights, channels_last operations, GroupNorm with packing, GEMV |
+| `cuda` | quantisers, weights, GEMV |
+| `channels_last` | feature maps in channels_last: GroupNorm, pooling, concatenation, gradients, packing |
 
 `case` says what a case is.
 """
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp4deploy.emulator.cases import cuda, decoded, gemms, plugins
+from fp4deploy.emulator.cases import channels_last, cuda, decoded, gemms, plugins
 from fp4deploy.emulator.cases.case import Case
 from fp4deploy.errors import InputError, suggest
 
 TRITON = (*gemms.CASES, *decoded.CASES, *plugins.CASES)
-CUDA = cuda.CASES
+CUDA = (*cuda.CASES, *channels_last.CASES)
 
 
 def cases(names: Sequence[str] = (), capability: int = 120) -> list[Case]:

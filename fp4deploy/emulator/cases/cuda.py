@@ -1,4 +1,4 @@
-"""Cases of the CUDA kernels: quantisers, weights, channels_last operations, GroupNorm with packing.
+"""Cases of the CUDA kernels: quantisers, weights, GEMV; `channels_last` has the others.
 
 The host code runs as on a GPU: operators compute macros, grids and arguments, and where they would launch, the emulator
 executes the PTX that nvcc makes of the same source with the same macros.
@@ -16,12 +16,11 @@ import torch
 from fp4deploy import formats
 from fp4deploy.architecture import Architecture
 from fp4deploy.emulator.cases.case import Case, Outcome, Setting, multiples, normal, packed
-from fp4deploy.emulator.faults import Fault
 from fp4deploy.emulator.instructions.bulk import encode
 from fp4deploy.emulator.launch import parsed, run
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.reference import matmul_reference
-from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, statistics, weights
+from fp4deploy.plugins.quantize import operators, weights
 from fp4deploy.plugins.runtime.launch import substituted
 from fp4deploy.plugins.runtime.nvcc import Macros, compile_ptx
 from fp4deploy.plugins.runtime.tma import tiling
@@ -233,116 +232,6 @@ def all_weights(setting: Setting, outcome: Outcome) -> None:
         outcome.compare(flat.as_strided(layer.shape, layer.stride(), start), expected)
 
 
-def _image(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
-    return (normal(setting, *shape, seed=seed) * 2 + 0.5).to(HALF).to(memory_format=torch.channels_last)
-
-
-def group_norm(setting: Setting, outcome: Outcome) -> None:
-    """GroupNorm, ReLU and fake quantisation; a and b of y = relu(a x + b) are near those of float64.
-
-    Statistics are sums in an order of the kernel's own, so that a and b have no bits that they must have. Everything
-    after them has: the output is compared with the reference on the kernel's a and b.
-    """
-    x, weight, beta = _image(setting, 2, 32, 5, 4), normal(setting, 32, seed=3), normal(setting, 32, seed=4)
-    tracked = torch.tensor(0.5)
-    with emulated(setting, outcome):
-        y, ab, _, _, largest = channels_last._group_norm_relu(x, None, weight, beta, 8, 1e-5, None, tracked, 0.9, True)
-    exact = norm_pack.affine(x.permute(0, 2, 3, 1).double(), None, weight.double(), beta.double(), 8, 1e-5)
-    if not torch.allclose(ab.double(), exact, rtol=2e-6, atol=2e-6):
-        raise Fault(f"a and b differ from float64 by {float((ab - exact).abs().max())}.")
-    rounded = _relu(x, ab)
-    outcome.compare(largest[0], torch.maximum(rounded.max(), torch.tensor(0.5) * torch.tensor(0.9)))
-    outcome.compare(y, formats.fake_quantize_nvfp4(rounded, (1,), largest[0])[0].to(HALF))
-
-
-def _relu(x: torch.Tensor, ab: torch.Tensor) -> torch.Tensor:
-    """relu(a x + b) of NCHW in float32, rounded once."""
-    a, b = ab.double()[..., None, None].unbind(1)
-    return torch.relu(a * x.double() + b).float()
-
-
-def pooling(setting: Setting, outcome: Outcome) -> None:
-    """2 x 2 maximum with fake quantisation."""
-    x, amax = _image(setting, 1, 32, 6, 4), torch.tensor([AMAX])
-    with emulated(setting, outcome):
-        pooled = channels_last._pool(x, amax)
-        plain = channels_last._pool(x, None)
-    expected = torch.nn.functional.max_pool2d(x.float(), 2)
-    outcome.compare(plain, expected.to(HALF))
-    outcome.compare(pooled, formats.fake_quantize_nvfp4(expected, (1,), amax[0])[0].to(HALF))
-
-
-def concatenation(setting: Setting, outcome: Outcome) -> None:
-    """Concatenation with fake quantisation, and its gradient."""
-    a, b, amax = _image(setting, 1, 32, 3, 5), _image(setting, 1, 48, 3, 5, seed=1), torch.tensor([AMAX])
-    gradient = _image(setting, 1, 80, 3, 5, seed=2)
-    with emulated(setting, outcome):
-        out, bits = channels_last._concat(a, b, amax)
-        da, db = channels_last._separate(gradient, bits, 32)
-    expected, inside = formats.fake_quantize_nvfp4(torch.cat([a, b], 1).float(), (1,), amax[0])
-    outcome.compare(out, expected.to(HALF))
-    masked = torch.where(inside, gradient, 0)
-    outcome.compare(da, masked[:, :32])
-    outcome.compare(db, masked[:, 32:])
-
-
-def tracking(setting: Setting, outcome: Outcome) -> None:
-    """The running amax of a tensor."""
-    x = _image(setting, 2, 16, 5, 3)
-    tracked = torch.tensor(0.5)
-    with emulated(setting, outcome):
-        amax = channels_last._track_amax(x, None, tracked, 0.9, True)
-    outcome.compare(amax[0], formats.finite_amax(x))
-
-
-def norm_statistics(*shape: int, groups: int = 8) -> Callable[[Setting, Outcome], None]:
-    """a and b of a GroupNorm for inference are near those of float64, from chunks and from tiles of two batch items."""
-
-    def case(setting: Setting, outcome: Outcome) -> None:
-        x, channels = _image(setting, *shape).permute(0, 2, 3, 1).contiguous(), shape[1]
-        bias, weight, beta = (normal(setting, channels, seed=seed) for seed in (3, 4, 5))
-        exact = norm_pack.affine(x.double(), bias.double(), weight.double(), beta.double(), groups, 1e-5)
-        for rows in (0, 16, 32):
-            tiles = _tile_moments(x, rows) if rows else None
-            with emulated(setting, outcome):
-                moments = tiles or statistics.chunk_moments(x)
-                ab = statistics.combine(moments, x.shape, bias, weight, beta, groups, 1e-5)
-            near = torch.isclose(ab.double(), exact, rtol=2e-6, atol=2e-6).byte()
-            outcome.compare(near, torch.ones_like(near))
-
-    return case
-
-
-def _tile_moments(x: torch.Tensor, rows: int) -> statistics.Moments:
-    """Moments of runs of `rows` pixels of the whole batch, as a convolution's tiles have them."""
-    n, h, w, c = x.shape
-    flat, item = x.double().reshape(-1, c), torch.arange(n * h * w) // (h * w)
-    parts = torch.full((-(-len(flat) // rows), 2, 2, c), float("nan"))
-    for tile, first in enumerate(range(0, len(flat), rows)):
-        part, items = flat[first : first + rows], item[first : first + rows]
-        for index, one in enumerate(items.unique()):
-            pixels = part[items == one]
-            parts[tile, index] = torch.stack([pixels.mean(0), (pixels - pixels.mean(0)).square().sum(0)])
-    return statistics.Moments(parts, rows)
-
-
-def norm_packing(setting: Setting, outcome: Outcome) -> None:
-    """relu(a x + b) packed, plain and pooled, in one pass."""
-    x = _image(setting, 2, 32, 4, 6).permute(0, 2, 3, 1).contiguous()
-    ab = normal(setting, 2, 2, 32, seed=3)
-    form, amax = norm_pack.OutputForm, torch.tensor(AMAX)
-    for forms in ([form(amax), form(None)], [form(amax), form(torch.tensor(4.0), pooled=True)]):
-        with emulated(setting, outcome):
-            got = norm_pack.apply_kernels(x, ab, forms)
-        for mine, expected in zip(got, norm_pack.apply_reference(x, ab, forms), strict=True):
-            if isinstance(mine, formats.Nvfp4Tensor) and isinstance(expected, formats.Nvfp4Tensor):
-                outcome.compare_packed(mine, expected)
-            else:
-                assert isinstance(mine, torch.Tensor)
-                assert isinstance(expected, torch.Tensor)
-                outcome.compare(mine, expected)
-
-
 def gemv_case(
     rows: int, k: int, outputs: int, dtype: torch.dtype, processors: int = 1
 ) -> Callable[[Setting, Outcome], None]:
@@ -379,7 +268,7 @@ def _encoded(matrix: torch.Tensor, rows: int, width: int, adjacent: int) -> byte
     return encode(matrix.data_ptr(), *tiling(n, w, rows, width, adjacent), width)
 
 
-QUANTIZERS, MAPS = "quantisers", "channels_last"
+QUANTIZERS = "quantisers"
 CASES = (
     Case("pack rows", QUANTIZERS, pack((24, 64), 1, HALF)),
     Case("pack rows, 4/6", QUANTIZERS, pack((16, 64), 1, BFLOAT, STRICT)),
@@ -396,13 +285,6 @@ CASES = (
     Case("blocks of 16 x 16", QUANTIZERS, tiles),
     Case("amax", QUANTIZERS, amaxes),
     Case("all weights", "weights", all_weights),
-    Case("GroupNorm, ReLU, fake quantisation", MAPS, group_norm),
-    Case("pool", MAPS, pooling),
-    Case("concatenate and separate", MAPS, concatenation),
-    Case("running amax", MAPS, tracking),
-    Case("GroupNorm and pack", "norm and pack", norm_packing),
-    Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),
-    Case("statistics of GroupNorm, 6 channels a group", "statistics", norm_statistics(1, 48, 9, 13)),
     Case("GEMV, 1 row", "GEMV", gemv_case(1, 512, 24, HALF), has_tma),
     Case("GEMV, 1 row, K = 1280", "GEMV", gemv_case(1, 1280, 72, HALF), has_tma),
     Case("GEMV, 5 rows, bfloat16", "GEMV", gemv_case(5, 512, 40, BFLOAT), has_tma),

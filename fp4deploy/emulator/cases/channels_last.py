@@ -1,0 +1,182 @@
+"""Cases of the CUDA kernels for channels_last feature maps: GroupNorm, pooling, concatenation, gradients, packing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from fp4deploy import formats
+from fp4deploy.emulator.cases.case import Case, Outcome, Setting, normal
+from fp4deploy.emulator.cases.cuda import AMAX, HALF, emulated
+from fp4deploy.emulator.faults import Fault
+from fp4deploy.plugins.quantize import channels_last, norm_pack, statistics
+
+
+def _image(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
+    return (normal(setting, *shape, seed=seed) * 2 + 0.5).to(HALF).to(memory_format=torch.channels_last)
+
+
+def group_norm(setting: Setting, outcome: Outcome) -> None:
+    """GroupNorm, ReLU and fake quantisation; a and b of y = relu(a x + b) are near those of float64.
+
+    Statistics are sums in an order of the kernel's own, so that a and b have no bits that they must have. Everything
+    after them has: the output is compared with the reference on the kernel's a and b.
+    """
+    x, weight, beta = _image(setting, 2, 32, 5, 4), normal(setting, 32, seed=3), normal(setting, 32, seed=4)
+    tracked = torch.tensor(0.5)
+    with emulated(setting, outcome):
+        y, ab, _, _, largest = channels_last._group_norm_relu(x, None, weight, beta, 8, 1e-5, None, tracked, 0.9, True)
+    exact = norm_pack.affine(x.permute(0, 2, 3, 1).double(), None, weight.double(), beta.double(), 8, 1e-5)
+    if not torch.allclose(ab.double(), exact, rtol=2e-6, atol=2e-6):
+        raise Fault(f"a and b differ from float64 by {float((ab - exact).abs().max())}.")
+    rounded = _relu(x, ab)
+    outcome.compare(largest[0], torch.maximum(rounded.max(), torch.tensor(0.5) * torch.tensor(0.9)))
+    outcome.compare(y, formats.fake_quantize_nvfp4(rounded, (1,), largest[0])[0].to(HALF))
+
+
+def _relu(x: torch.Tensor, ab: torch.Tensor) -> torch.Tensor:
+    """relu(a x + b) of NCHW in float32, rounded once."""
+    a, b = ab.double()[..., None, None].unbind(1)
+    return torch.relu(a * x.double() + b).float()
+
+
+def group_norm_gradient(setting: Setting, outcome: Outcome) -> None:
+    """The gradients of GroupNorm, ReLU and fake quantisation are near those of float64, stopped where y is clipped."""
+    x, dy, amax = _image(setting, 2, 32, 5, 4), _image(setting, 2, 32, 5, 4, seed=1), torch.tensor([0.8])
+    bias, weight, beta = (normal(setting, 32, seed=seed) for seed in (2, 3, 4))
+    with emulated(setting, outcome):
+        how = (x, bias, weight, beta, 8, 1e-5, amax, None, 0.0, True)
+        _, ab, mean_rstd, channel_mean, _ = channels_last._group_norm_relu(*how)
+        dx, sums = channels_last._group_norm_relu_backward(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, True)
+    inside = formats.fake_quantize_nvfp4(_relu(x, ab), (1,), amax[0])[1]
+    exact = [each.double().requires_grad_() for each in (x, weight, beta, bias)]
+    y = torch.relu(F.group_norm(exact[0] + exact[3][:, None, None], 8, exact[1], exact[2], 1e-5))
+    y.backward(dy.double() * inside)
+    outcome.compare(_near(dx, exact[0].grad, 2**-10), torch.ones(dx.shape, dtype=torch.uint8))
+    for got, each in zip(sums, exact[1:], strict=True):
+        outcome.compare(_near(got, each.grad, 1e-5), torch.ones(32, dtype=torch.uint8))
+
+
+def _near(got: torch.Tensor, exact: torch.Tensor | None, share: float) -> torch.Tensor:
+    """uint8: within a share of the value, or of the root of the mean square."""
+    assert exact is not None
+    return ((got.double() - exact).abs() <= share * exact.abs().maximum(exact.square().mean().sqrt())).byte()
+
+
+def pooling(setting: Setting, outcome: Outcome) -> None:
+    """2 x 2 maximum with fake quantisation."""
+    x, amax = _image(setting, 1, 32, 6, 4), torch.tensor([AMAX])
+    with emulated(setting, outcome):
+        pooled = channels_last._pool(x, amax)
+        plain = channels_last._pool(x, None)
+    expected = F.max_pool2d(x.float(), 2)
+    outcome.compare(plain, expected.to(HALF))
+    outcome.compare(pooled, formats.fake_quantize_nvfp4(expected, (1,), amax[0])[0].to(HALF))
+
+
+def pooling_gradient(setting: Setting, outcome: Outcome) -> None:
+    """The gradient of the maximum goes to the first of equal values, and is added to that of the other branch."""
+    y, dskip = _image(setting, 1, 32, 6, 4), _image(setting, 1, 32, 6, 4, seed=1)
+    y[0, :, 2:4, 2:4] = 1.0
+    dpooled, amax = _image(setting, 1, 32, 3, 2, seed=2), torch.tensor([AMAX])
+    with emulated(setting, outcome):
+        both = channels_last._pool_backward(y, dskip, dpooled, amax)
+        alone = channels_last._pool_backward(y, None, dpooled, None)
+    for got, skipped, quantised in ((both, dskip, True), (alone, torch.zeros_like(dskip), False)):
+        exact = y.float().requires_grad_()
+        pooled = F.max_pool2d(exact, 2)
+        inside = formats.fake_quantize_nvfp4(pooled.detach(), (1,), amax[0])[1] if quantised else 1.0
+        pooled.backward(dpooled.float() * inside)
+        assert exact.grad is not None
+        outcome.compare(got, (exact.grad + skipped).to(HALF))
+
+
+def concatenation(setting: Setting, outcome: Outcome) -> None:
+    """Concatenation with fake quantisation, and its gradient."""
+    a, b, amax = _image(setting, 1, 32, 3, 5), _image(setting, 1, 48, 3, 5, seed=1), torch.tensor([AMAX])
+    gradient = _image(setting, 1, 80, 3, 5, seed=2)
+    with emulated(setting, outcome):
+        out, bits = channels_last._concat(a, b, amax)
+        da, db = channels_last._separate(gradient, bits, 32)
+    expected, inside = formats.fake_quantize_nvfp4(torch.cat([a, b], 1).float(), (1,), amax[0])
+    outcome.compare(out, expected.to(HALF))
+    masked = torch.where(inside, gradient, 0)
+    outcome.compare(da, masked[:, :32])
+    outcome.compare(db, masked[:, 32:])
+
+
+def tracking(setting: Setting, outcome: Outcome) -> None:
+    """The running amax of a tensor."""
+    x = _image(setting, 2, 16, 5, 3)
+    tracked = torch.tensor(0.5)
+    with emulated(setting, outcome):
+        amax = channels_last._track_amax(x, None, tracked, 0.9, True)
+        first = channels_last._previous_amax(x, None, torch.tensor(0.0))
+        later = channels_last._previous_amax(x, None, torch.tensor(0.25))
+    outcome.compare(amax[0], formats.finite_amax(x))
+    outcome.compare(first[0], formats.finite_amax(x))
+    outcome.compare(later[0], torch.tensor(0.25))
+
+
+def norm_statistics(*shape: int, groups: int = 8) -> Callable[[Setting, Outcome], None]:
+    """a and b of a GroupNorm for inference are near those of float64, from chunks and from tiles of two batch items."""
+
+    def case(setting: Setting, outcome: Outcome) -> None:
+        x, channels = _image(setting, *shape).permute(0, 2, 3, 1).contiguous(), shape[1]
+        bias, weight, beta = (normal(setting, channels, seed=seed) for seed in (3, 4, 5))
+        exact = norm_pack.affine(x.double(), bias.double(), weight.double(), beta.double(), groups, 1e-5)
+        for rows in (0, 16, 32):
+            tiles = _tile_moments(x, rows) if rows else None
+            with emulated(setting, outcome):
+                moments = tiles or statistics.chunk_moments(x)
+                ab = statistics.combine(moments, x.shape, bias, weight, beta, groups, 1e-5)
+            near = torch.isclose(ab.double(), exact, rtol=2e-6, atol=2e-6).byte()
+            outcome.compare(near, torch.ones_like(near))
+
+    return case
+
+
+def _tile_moments(x: torch.Tensor, rows: int) -> statistics.Moments:
+    """Moments of runs of `rows` pixels of the whole batch, as a convolution's tiles have them."""
+    n, h, w, c = x.shape
+    flat, item = x.double().reshape(-1, c), torch.arange(n * h * w) // (h * w)
+    parts = torch.full((-(-len(flat) // rows), 2, 2, c), float("nan"))
+    for tile, first in enumerate(range(0, len(flat), rows)):
+        part, items = flat[first : first + rows], item[first : first + rows]
+        for index, one in enumerate(items.unique()):
+            pixels = part[items == one]
+            parts[tile, index] = torch.stack([pixels.mean(0), (pixels - pixels.mean(0)).square().sum(0)])
+    return statistics.Moments(parts, rows)
+
+
+def norm_packing(setting: Setting, outcome: Outcome) -> None:
+    """relu(a x + b) packed, plain and pooled, in one pass."""
+    x = _image(setting, 2, 32, 4, 6).permute(0, 2, 3, 1).contiguous()
+    ab = normal(setting, 2, 2, 32, seed=3)
+    form, amax = norm_pack.OutputForm, torch.tensor(AMAX)
+    for forms in ([form(amax), form(None)], [form(amax), form(torch.tensor(4.0), pooled=True)]):
+        with emulated(setting, outcome):
+            got = norm_pack.apply_kernels(x, ab, forms)
+        for mine, expected in zip(got, norm_pack.apply_reference(x, ab, forms), strict=True):
+            if isinstance(mine, formats.Nvfp4Tensor) and isinstance(expected, formats.Nvfp4Tensor):
+                outcome.compare_packed(mine, expected)
+            else:
+                assert isinstance(mine, torch.Tensor)
+                assert isinstance(expected, torch.Tensor)
+                outcome.compare(mine, expected)
+
+
+MAPS = "channels_last"
+CASES = (
+    Case("GroupNorm, ReLU, fake quantisation", MAPS, group_norm),
+    Case("gradients of GroupNorm", MAPS, group_norm_gradient),
+    Case("pool", MAPS, pooling),
+    Case("gradient of pool", MAPS, pooling_gradient),
+    Case("concatenate and separate", MAPS, concatenation),
+    Case("running amax", MAPS, tracking),
+    Case("GroupNorm and pack", "norm and pack", norm_packing),
+    Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),
+    Case("statistics of GroupNorm, 6 channels a group", "statistics", norm_statistics(1, 48, 9, 13)),
+)
