@@ -85,8 +85,8 @@ FAULTS = {
         "a barrier is missing in the moments of a chunk": planted.without_barrier(0),
         "a barrier is missing before lanes are added": planted.without_barrier(1),
         "a barrier is missing in a sum over the block": planted.without_barrier(-1),
-        "a lane is added that there is not": planted.replaced(
-            r"ld\.shared\.f32(\s+%f\d+, \[%r\d+)\]", r"ld.shared.f32\1+4096]", -1
+        "the variance has another count": planted.replaced(
+            r"(div\.rn\.f32\s+%f\d+, %f\d+, )%f\d+;", r"\g<1>0f42000000;", -1
         ),
         "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)16,", r"\g<1>8,", None),
         "the root of something else": planted.replaced(r"sqrt\.rn\.f32", "rcp.rn.f32", 0),

@@ -58,9 +58,19 @@ class Convolution:
             outcome.add(emulate_triton(call, *how))
 
         y, moments = decoded.conv2d(
-            *(sources, decoded.decode_weight(weight, self.channels, self.up), bias, self.stride, padding),
-            *(self.dilation, True, self.dtype, amax, self.moments, self.up, decoded.Plan(self.tile, self.splits)),
-            launch,
+            sources,
+            decoded.decode_weight(weight, self.channels, self.up),
+            bias,
+            self.stride,
+            padding,
+            self.dilation,
+            relu=True,
+            dtype=self.dtype,
+            out_amax=amax,
+            moments=self.moments,
+            up=self.up,
+            chosen=decoded.Plan(self.tile, self.splits),
+            launch=launch,
         )
         common = (True, self.dtype, amax, torch.float64)
         if self.up:
@@ -89,8 +99,9 @@ def _outputs(call: Call) -> list[torch.Tensor]:
     return [each for each in found if isinstance(each, torch.Tensor)]
 
 
-def _compare_moments(y: torch.Tensor, moments: Moments, outcome: Outcome) -> None:
+def _compare_moments(y: torch.Tensor | Nvfp4Tensor, moments: Moments, outcome: Outcome) -> None:
     """Mean and squared deviations of every part, of the rounded output, near those of float64."""
+    assert isinstance(y, torch.Tensor)
     n, h, w, channels = y.shape
     flat, item = y.double().reshape(-1, channels), torch.arange(n * h * w) // (h * w)
     near = []

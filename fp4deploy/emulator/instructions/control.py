@@ -280,7 +280,7 @@ def reduce(entry: Entry, instruction: Instruction) -> Step:
     _, _, mode, kind = instruction.parts
     if kind not in ("u32", "s32", "b32"):
         raise UnknownInstruction("redux of this type is not implemented")
-    fold = {"add": np.add, "min": np.minimum, "max": np.maximum}
+    fold: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
     fold |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
     neutral = {"min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min, "and": -1}.get(mode, 0)
     result, source = writer(entry, instruction.operands[0]), reader(entry, instruction.operands[1], kind)

@@ -73,6 +73,24 @@ def test_tiles_of_one_step_give_the_same_bits_as_each_other_and_as_packed_weight
         assert torch.equal(one, former)
 
 
+@pytest.mark.parametrize("tile", [decoded.SMALL, Tile(256, 64, 32, 4, 3), Tile(256, 128, 32, 8, 3)], ids=str)
+def test_every_run_gives_the_same_bits_on_a_busy_gpu(tile: Tile) -> None:
+    """Registers that wgmma reads must not be reused (`triton.decode.finished`): what is wrong then depends on time."""
+    sources, weight = operands(1, 192, 192, (64, 64), 64, 3)
+    planes, other = decoded.decode_weight(weight, (64, 64)), torch.randn(4096, 4096, device="cuda").half()
+    expected = conv2d_reference(tuple(sources), weight, padding=1, dtype=torch.float64, accumulate=torch.float64)
+    first, _ = decoded.conv2d(tuple(sources), planes, padding=1, chosen=Plan(tile))
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((first.double() - expected).norm() / expected.norm()) < 6e-4
+    beside = torch.cuda.Stream()
+    for _ in range(40):
+        with torch.cuda.stream(beside):
+            other @ other
+        again, _ = decoded.conv2d(tuple(sources), planes, padding=1, chosen=Plan(tile))
+        assert torch.equal(first, again)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("channels", [64, 128])
 def test_packed_output_and_transposed(channels: int) -> None:
     sources, weight = operands(2, 12, 10, (channels,), 64, 2)

@@ -70,3 +70,14 @@ def decode(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, ASM: tl.const
 def _bits(code):
     word = code.to(tl.uint16)
     return (((word & 8) << 12) | ((word & 7) << 9)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def finished(acc, ASM: tl.constexpr):
+    """acc, when the multiplications that add to it have read their operands.
+
+    On SM90 a multiplication (`wgmma`) reads decoded elements from registers while the program goes on, here to the next
+    step of the loop. ptxas before CUDA 13.3 gives these registers to what that step loads, although the multiplication
+    may not have read them. An instruction on acc, of no text, makes Triton wait for it.
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1) if ASM else acc

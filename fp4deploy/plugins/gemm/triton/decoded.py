@@ -21,7 +21,7 @@ each tile and channel, of the rounded values, so that no further pass reads the 
 import triton
 import triton.language as tl
 
-from fp4deploy.plugins.gemm.triton.decode import SCALED, decode
+from fp4deploy.plugins.gemm.triton.decode import SCALED, decode, finished
 from fp4deploy.plugins.gemm.triton.epilogue import finish, quantize
 
 
@@ -239,7 +239,7 @@ def _accumulate(
                 b_odd = tl.load(odd + at, mask=has[:, None], other=0.0)
             a_even, a_odd = decode(a, sa, BM, BK, ASM)
             acc = tl.dot(a_even, tl.trans(b_even), acc)
-            acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+            acc = finished(tl.dot(a_odd, tl.trans(b_odd), acc), ASM)
             c += BK  # tap and channel are counted up: a division would delay the addresses of the next loads
             last = c >= CB
             tap += last.to(tl.int32)
@@ -262,5 +262,5 @@ def _accumulate(
             b_odd = tl.load(odd + at, mask=has[:, None], other=0.0)
             a_even, a_odd = decode(a, sa, BM, BK, ASM)
             acc = tl.dot(a_even, tl.trans(b_even), acc)
-            acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+            acc = finished(tl.dot(a_odd, tl.trans(b_odd), acc), ASM)
     return acc
