@@ -115,11 +115,19 @@ class Case:
         return outcome
 
 
-def packed(setting: Setting, *shape: int, power: int = 8, seed: int = 0, weight: bool = False) -> Nvfp4Tensor:
-    """Normal values in NVFP4, whose global scale is 2^-power; inexact ones as `cancelling`."""
+def packed(
+    setting: Setting, *shape: int, power: int = 8, seed: int = 0, weight: bool = False, binary: bool = False
+) -> Nvfp4Tensor:
+    """Normal values in NVFP4, whose global scale is 2^-power; inexact ones as `cancelling`.
+
+    binary: the global scale of inexact ones is a power of two, too, so that quotients of them are exact.
+    """
     values = normal(setting, *shape, seed=seed)
     if setting.inexact:
-        return quantize_nvfp4(cancelling(values, -1 if weight else 1))
+        values = cancelling(values, -1 if weight else 1)
+        return quantize_nvfp4(
+            values, amax=SCALE * torch.exp2((values.abs().amax() / SCALE).log2().ceil()) if binary else None
+        )
     return quantize_nvfp4(values, amax=torch.tensor(SCALE / 2**power))
 
 

@@ -45,7 +45,10 @@ class Convolution:
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
-        sources = tuple(packed(setting, *self.image, c, power=8 + i, seed=2 + i) for i, c in enumerate(self.channels))
+        sources = tuple(
+            packed(setting, *self.image, channels, power=8 + i, seed=2 + i, binary=True)
+            for i, channels in enumerate(self.channels)
+        )
         taps = 2 if self.up else self.size
         weight = packed(setting, self.outputs, taps, taps, sum(self.channels), seed=1, weight=True)
         bias = multiples(setting, self.outputs, seed=7)
