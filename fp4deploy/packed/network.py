@@ -12,6 +12,9 @@ every runtime of this project that computes on a CPU: the numbers are those of t
 are decoded to FP16 once, at load, for kernels that decode activations only (`plugins.gemm.decoded`): faster, and 16
 bits an element of GPU memory instead of 4.5. `weights="packed"` keeps the codes. Both compute with the same elements.
 
+**Layers in FP16.** torch (cuDNN) computes them. With `plain="kernel"` convolutions of one group come from
+`plugins.gemm.plain`, whose bytes do not depend on a library: those that the C library gives (`fp4deploy.native`).
+
 With FP4DEPLOY_NVTX=on every node is an NVTX range, for Nsight Systems; FP4DEPLOY_GRAPHS=off launches node by node, so
 that kernels lie in their ranges.
 
@@ -47,7 +50,7 @@ from fp4deploy.packed.graph import (
 from fp4deploy.packed.memory import last_reads
 from fp4deploy.packed.operators import Context, compute, convolve
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_shape
-from fp4deploy.plugins.gemm import decoded
+from fp4deploy.plugins.gemm import decoded, plain
 from fp4deploy.plugins.gemm.decoded import DecodedWeight
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
@@ -63,15 +66,20 @@ class PackedNetwork:
     """A packed file on a device.
 
     weights: "decoded" or "packed", see above; None chooses. Ignored on the CPU and on Blackwell.
+    plain: "torch" or "kernel", see above; ignored on the CPU.
     dtype: of plain activations: float16 on a GPU, float32 on the CPU.
 
     Raises:
-        InputError: another choice of weights.
+        InputError: another choice of weights or of `plain`.
     """
 
-    def __init__(self, file: PackedFile, device: str | torch.device = "cpu", weights: str | None = None) -> None:
+    def __init__(
+        self, file: PackedFile, device: str | torch.device = "cpu", weights: str | None = None, plain: str = "torch"
+    ) -> None:
         if weights not in (None, "decoded", "packed"):
             raise InputError(f"weights is '{weights}'. Valid: decoded, packed.")
+        if plain not in ("torch", "kernel"):
+            raise InputError(f"plain is '{plain}'. Valid: torch, kernel.")
         self.file = file
         self.graph = file.graph
         self.device = torch.device(device)
@@ -80,6 +88,7 @@ class PackedNetwork:
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
         self._range: Callable[[str], AbstractContextManager[Any]] = torch.cuda.nvtx.range if marks else nullcontext
         self._decodes = weights != "packed" and decoded.available(self.device)
+        self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._decoded: dict[str, DecodedWeight] = {}
         self._wide: dict[str, torch.Tensor] = {}  # on the CPU: decoded to FP32
@@ -225,14 +234,22 @@ class PackedNetwork:
             return self._multiply_decoded(node, cast("list[Nvfp4Tensor]", inputs), bias, moments)
         if node.layer in self._packed and has_kernel(node, self._taps[node.layer]):
             return self._multiply(node, cast("list[Nvfp4Tensor]", inputs), bias)
+        if self._own and plain_kernel(node):
+            return self.forms(self._convolve(cast(Conv2d, node), cast("list[torch.Tensor]", inputs), bias), node.outputs)
         if node.precision == "nvfp4":
             axis = _axis(node)
-            plain = [cast(Nvfp4Tensor, x).dequantize(self.dtype).movedim(-1, axis) for x in inputs]
+            sources = [cast(Nvfp4Tensor, x).dequantize(self.dtype).movedim(-1, axis) for x in inputs]
             weight = self._packed[node.layer].dequantize(self.dtype).permute(_ORDERS[type(node)])
         else:
-            plain, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
-        y = convolve(node, plain, weight, None if bias is None else bias.to(self.dtype))
+            sources, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
+        y = convolve(node, sources, weight, None if bias is None else bias.to(self.dtype))
         return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs)
+
+    def _convolve(self, node: Conv2d, inputs: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        """A layer in FP16 by the kernel of this package."""
+        x, weight = channels_last(inputs[0]).permute(0, 2, 3, 1), self._plain[node.layer].permute(0, 2, 3, 1)
+        y = plain.conv2d(x, weight, bias, *plain_geometry(node), node.relu)
+        return y.permute(0, 3, 1, 2)
 
     def _multiply(self, node: Layer, inputs: list[Nvfp4Tensor], bias: torch.Tensor | None) -> list[FeatureMap]:
         """By kernels; one packed form is written by the kernel itself. On the CPU the same by the reference."""
@@ -345,6 +362,17 @@ def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
     place = cast(Conv2d, node)
     equal = all(len(set(pair)) == 1 for pair in (place.stride, place.padding, place.dilation))
     return equal and place.groups == 1 and taps[0] * taps[1] <= TAPS
+
+
+def plain_kernel(node: Layer) -> bool:
+    """Whether `plugins.gemm.plain` computes a layer in FP16."""
+    return isinstance(node, Conv2d) and node.precision == "fp16" and node.groups == 1 and len(node.inputs) == 1
+
+
+def plain_geometry(node: Conv2d) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Stride, padding and dilation of both directions."""
+    (a, b), (c, d), (e, f) = node.stride, node.padding, node.dilation
+    return (a, b), (c, d), (e, f)
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:

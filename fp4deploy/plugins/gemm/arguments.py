@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -47,9 +47,13 @@ def launch_gemm(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     out_amax: torch.Tensor | None,
+    capability: int | None = None,
+    launch: Callable[[Call], object] | None = None,
     **geometry: Any,
 ) -> torch.Tensor | Nvfp4Tensor:
     """Allocate the output of `shape` and fill it; see `gemm_call`.
+
+    capability, launch: of another GPU than the one that is present, and what takes the launch; for launch plans.
 
     Raises:
         InputError: sizes beyond the kernel's 32-bit counters and offsets (`require_32_bit`).
@@ -63,9 +67,12 @@ def launch_gemm(
     else:
         out = torch.empty((*shape[:-1], 8 * blocks), dtype=torch.uint8, device=device)
         scales = torch.empty((*shape[:-1], blocks), dtype=torch.uint8, device=device)
-    capability = _capability(device.index)
+    capability = capability or _capability(device.index)
     call = gemm_call(sources, weight, bias, extent, pixels, out, scales, out_amax, dtype, capability, **geometry)
-    run(call, device)
+    if launch is None:
+        run(call, device)
+    else:
+        launch(call)
     if scales is None or out_amax is None:
         return out
     return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape))

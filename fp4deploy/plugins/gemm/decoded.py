@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -115,6 +115,13 @@ def decode_weight(weight: Nvfp4Tensor, channels: tuple[int, ...], up: bool = Fal
     return DecodedWeight(pairs.contiguous(), weight.amax, (outputs, kh, kw, sum(channels)), channels, weight.e4m3_max)
 
 
+def planes_shape(shape: Sequence[int], channels: tuple[int, ...], up: bool = False) -> tuple[int, int, int]:
+    """The shape [2, rows, K] of the planes that `decode_weight` makes of a packed [O, KH, KW, C]."""
+    outputs, kh, kw, _ = shape
+    rows, taps = (outputs * kh * kw, 1) if up else (outputs, kh * kw)
+    return 2, rows, sum(-(-taps * _bytes(count) // PAD) * PAD for count in channels)
+
+
 def _elements(weight: Nvfp4Tensor) -> torch.Tensor:
     """Elements without the global scale, times 2^-7: exact in float16."""
     unit = torch.full((), float(E2M1_MAX * weight.e4m3_max), dtype=torch.float32, device=weight.codes.device)
@@ -128,8 +135,14 @@ def _bytes(channels: int) -> int:
 
 
 def chosen_plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, device: torch.device) -> Plan:
-    """The measured plan of a shape, else what `plan` says."""
-    name, processors = _device(device.index)
+    """`plan_for` the GPU that is present."""
+    return plan_for(*_device(device.index), rows, columns, depths, taps, up)
+
+
+def plan_for(
+    name: str, processors: int, rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool
+) -> Plan:
+    """The plan of a shape that was measured on a GPU of this name, else what `plan` says for its multiprocessors."""
     table = measured_plans(os.environ.get("FP4DEPLOY_PLANS", "")).get(name, {})
     found = table.get(key(rows, columns, depths, taps, up))
     if found is not None:

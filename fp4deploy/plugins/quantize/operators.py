@@ -13,7 +13,7 @@ import torch
 
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.plugins.quantize.layout import View, dense, view_along
-from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.launch import assumed_processors, kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
 
 SIGNATURE = "PPPPPPqqq"
@@ -43,10 +43,14 @@ LIBRARY.define("row_amax(Tensor x, int axis) -> Tensor")
 LIBRARY.define("mask_gradient(Tensor gradient, Tensor inside, int axis) -> Tensor")
 
 
-@lru_cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for anything else, where launches are only recorded."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Multiprocessors of a GPU; for anything else those that a recording assumes."""
+    return _processors(device) if device.type == "cuda" else assumed_processors()
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _block(variant: list[int]) -> int:

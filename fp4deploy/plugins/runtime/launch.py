@@ -49,20 +49,30 @@ _lock = threading.Lock()
 _gpus: dict[int, Gpu] = {}
 _kernels: dict[tuple, Kernel] = {}
 _substitute: Callable[..., Any] | None = None
+_assumed_processors = 1
 
 
 @contextmanager
-def substituted(factory: Callable[..., Any]) -> Iterator[None]:
+def substituted(factory: Callable[..., Any], processors: int = 1) -> Iterator[None]:
     """Let `kernel` return what `factory(source, name, signature, macros)` returns: for launches without a GPU.
 
     For one thread: other threads launch through it as well.
+
+    Args:
+        processors: multiprocessors of the GPU that the launches are for.
     """
-    global _substitute
-    before, _substitute = _substitute, factory
+    global _substitute, _assumed_processors
+    before = _substitute, _assumed_processors
+    _substitute, _assumed_processors = factory, processors
     try:
         yield
     finally:
-        _substitute = before
+        _substitute, _assumed_processors = before
+
+
+def assumed_processors() -> int:
+    """Multiprocessors of the GPU that launches are recorded for."""
+    return _assumed_processors
 
 
 def kernel(
