@@ -1,13 +1,14 @@
 """The C library beside the Python runtime on one GPU: the same bytes, and the latency of both.
 
     cmake -S native -B build && cmake --build build
-    python benchmarks/native_library.py --library build/libfp4deploy.so --json benchmarks/results/native_library_h200.json
+    python benchmarks/native_library.py --library build/libfp4deploy.so --json FILE
 
-UNets of random weights, calibrated on random images. `own`: first and last layer in FP16, computed by this package's kernel in
-both runtimes (`plain="kernel"`). `torch`: the Python runtime as it is, with cuDNN for these two layers; the share of
-pixels with the same class is compared. `digits`: every layer in FP4, so that the Python runtime needs no option. Bytes are
-compared for inputs in FP32 and FP16, outputs in FP16 and FP32, class maps, the host call and a replayed CUDA graph. Times:
-medians of CUDA events, launched one by one and replayed from a graph that torch captures on its stream, for both alike.
+UNets of random weights, calibrated on random images. `own`: first and last layer in FP16, computed by this package's
+kernel in both runtimes (`plain="kernel"`). `torch`: the Python runtime as it is, with cuDNN for these two layers; the
+share of pixels with the same class is compared. `digits`: every layer in FP4, so that the Python runtime needs no
+option. Bytes are compared for inputs in FP32 and FP16, outputs in FP16 and FP32, class maps, the host call and a
+replayed CUDA graph. Times: medians of CUDA events, launched one by one and replayed from a graph that torch captures on
+its stream, for both alike.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument("--scales", type=float, nargs="+", default=[0.25, 1.0])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--size", type=int, nargs=2, default=[352, 480], metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--no-times", action="store_true")
@@ -46,7 +48,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for scale in arguments.scales:
-            for kind in KINDS:
+            for kind in arguments.kinds:
                 rows += compare(arguments, Path(folder), scale, kind)
     if arguments.json:
         command = "python benchmarks/native_library.py --library build/libfp4deploy.so"

@@ -11,11 +11,12 @@
 | `bundle` | the plans with the machine code of their kernels as one file |
 
 A `.fp4` file is a network and says nothing of kernels. Which kernels run, with which tiles, grids and arguments, is
-decided by the code of `plugins`; here it decides on tensors without data, and what it would launch is written down. The C
-library checks the `.fp4` file and replays the plan, so that both runtimes launch the same kernels with the same arguments.
+decided by the code of `plugins`; here it decides on tensors without data, and what it would launch is written down. The
+C library checks the `.fp4` file and replays the plan, so that both runtimes launch the same kernels with the same
+arguments.
 
-None of these kernels needs a tensor map (TMA descriptor) or a programmatic dependent launch: those belong to the GEMV of
-linear layers, which no plan contains.
+None of these kernels needs a tensor map (TMA descriptor) or a programmatic dependent launch: those belong to the GEMV
+of linear layers, which no plan contains.
 """
 
 from fp4deploy.native.bundle import write_bundle

@@ -1,7 +1,7 @@
 """One block of memory for buffers that live from one launch to another: offsets without overlap in time and space.
 
-Buffers are placed from large to small, each at the lowest offset where no buffer that lives at the same time lies. That is
-not optimal (the problem is NP-hard), and needs no search.
+Buffers are placed from large to small, each at the lowest offset where no buffer that lives at the same time lies. That
+is not optimal (the problem is NP-hard), and needs no search.
 """
 
 from __future__ import annotations

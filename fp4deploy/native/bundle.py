@@ -8,7 +8,7 @@ three. `body` is JSON:
 |---|---|
 | `arch`, `gpu`, `processors` | the architecture that the code is for; the GPU that the plans are for |
 | `network` | SHA-256 of the graph that the plans launch (`graph_digest`): the library refuses another network |
-| `kernels` | `code` (a tensor and its SHA-256), `name` of the entry point, `parameters`, largest dynamic `shared` memory |
+| `kernels` | `code` (a tensor) and its `sha256`, entry point `name`, `parameters`, most dynamic `shared` memory |
 | `constants` | what is made from tensors of the `.fp4` file at load, with its bytes on the GPU (`plan.Constant`) |
 | `plans` | for each shape of the input: output shapes, bytes of the arena, and the launches of each stage |
 
@@ -16,9 +16,9 @@ A launch is [kernel, grid x, grid y, grid z, block, shared, arguments]. Paramete
 pointer, `q` and `i` integers of 64 and 32 bits, `f` a float. A pointer is null or [kind, number]: of a constant, the
 input, an output, or a byte of the arena.
 
-**Trust.** The library checks a bundle as it checks a network: digests, limits, every pointer inside its buffer. It cannot
-check what machine code does: a kernel runs with all rights of a GPU process, so take bundles from those you trust, as you
-would a shared library.
+**Trust.** The library checks a bundle as it checks a network: digests, limits, every pointer inside its buffer. It
+cannot check what machine code does: a kernel runs with all rights of a GPU process, so take bundles from those you
+trust, as you would a shared library.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Every launch of a packed network for one shape of its input, recorded on tensors without data, for a GPU that need not
-be present.
+"""Every launch of a packed network for one shape of its input, recorded for a GPU that need not be present.
 
-The functions that launch kernels for `PackedNetwork` run here on torch's meta device. Triton calls and CUDA launches are
-taken down instead of made; every tensor that appears as an argument is a buffer: a constant that the library makes from
-tensors of the `.fp4` file, the network's input or output, or a part of the arena. What a plan holds is what
-`PackedNetwork(file, "cuda", plain="kernel")` launches on that GPU, in the same order, with the same grids.
+The functions that launch kernels for `PackedNetwork` run here on torch's meta device, whose tensors have no data.
+Triton calls and CUDA launches are recorded instead of made; every tensor that appears as an argument is a buffer: a
+constant that the library makes from tensors of the `.fp4` file, the network's input or output, or a part of the arena.
+What a plan holds is what `PackedNetwork(file, "cuda", plain="kernel")` launches on that GPU, in the same order, with
+the same grids.
 
 A plan has three stages. `input` and `output` exist once for each type that the caller may use, `body` once:
 
@@ -28,10 +28,19 @@ import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
-from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
+from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.native.arena import Lifetime, place
 from fp4deploy.packed import PackedFile
-from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Layer, Node, named, weight_names
+from fp4deploy.packed.graph import (
+    Concat,
+    Conv2d,
+    ConvTranspose2d,
+    Form,
+    GroupNormReLU,
+    Node,
+    named,
+    weight_names,
+)
 from fp4deploy.packed.network import has_kernel, plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
 from fp4deploy.plugins.aot.spec import Call, Launch
@@ -142,9 +151,9 @@ class _Recorder:
     file: PackedFile
     gpu: Gpu
     weights: str | None
-    launches: dict[str, list[tuple[Launch | CudaKernel, tuple[int, int, int], int | None, int | None, tuple[Any, ...]]]] = (
-        field(default_factory=lambda: {stage: [] for stage in STAGES})
-    )
+    launches: dict[
+        str, list[tuple[Launch | CudaKernel, tuple[int, int, int], int | None, int | None, tuple[Any, ...]]]
+    ] = field(default_factory=lambda: {stage: [] for stage in STAGES})
     constants: dict[tuple[str, str], tuple[Constant, torch.Tensor]] = field(default_factory=dict)
     roles: dict[int, tuple[str, int]] = field(default_factory=dict)  # storage -> constant, input or output, and number
     alias: dict[int, int] = field(default_factory=dict)  # storage -> another that is the same memory
@@ -264,7 +273,9 @@ class _Recorder:
     def norm(self, node: GroupNormReLU, x: torch.Tensor, given: Moments | None) -> list[FeatureMap]:
         channels = x.shape[-1]
         if not channels_fit(channels) or channels > node.groups * THREADS:
-            raise InputError(f"its kernels take multiples of 16 channels, of a group at most {THREADS}; it has {channels}")
+            raise InputError(
+                f"its kernels take multiples of 16 channels, of a group at most {THREADS}; it has {channels}"
+            )
         forms = [OutputForm(self.amax(form), form.pooled) for form in node.outputs]
         if any(form.pooled for form in forms) and (x.shape[1] % 2 or x.shape[2] % 2):
             raise InputError(f"only torch pools {x.shape[1]} x {x.shape[2]} pixels; take a size that halves evenly")
@@ -322,9 +333,7 @@ class _Recorder:
         taps = (1, 1) if up else (shape[1], shape[2])
         rows = n * math.prod(output_size(size, each, *geometry) for size, each in zip((h, w), taps, strict=True))
         depths = tuple(x.codes.shape[-1] for x in sources)
-        chosen = decoded.plan_for(
-            self.gpu.name, self.gpu.processors, rows, shape[0], depths, taps[0] * taps[1], up
-        )
+        chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, rows, shape[0], depths, taps[0] * taps[1], up)
         y, found = decoded.conv2d(
             tuple(sources), weight, bias, *geometry, relu=not up and cast(Conv2d, node).relu, out_amax=amax,
             moments=wanted, up=up, chosen=chosen, launch=self.triton,
@@ -344,14 +353,18 @@ class _Recorder:
         """By the kernel of packed weights, as `dispatch.conv2d` and `conv_transpose2d` launch it."""
         up, names = isinstance(node, ConvTranspose2d), weight_names(node)
         codes, scales = (self.constant("bytes", name, self.like(name)) for name in names[:2])
-        weight = Nvfp4Tensor(codes, scales.view(torch.float8_e4m3fn), self.vector(names[2]), torch.Size(shape), node.e4m3_max)
+        weight = Nvfp4Tensor(
+            codes, scales.view(torch.float8_e4m3fn), self.vector(names[2]), torch.Size(shape), node.e4m3_max
+        )
         fused = len(node.outputs) == 1 and node.outputs[0].axis == "channels"
         amax = self.amax(node.outputs[0]) if fused else None
         n, h, w = sources[0].shape[:3]
         place: dict[str, Any] = {"capability": self.gpu.arch.number, "launch": self.triton}
         if up:
             whole, extent = (n, 2 * h, 2 * w, shape[0]), (n, h, w)
-            return launch_gemm(tuple(sources), weight, bias, extent, extent, whole, torch.float16, amax, up=True, **place)
+            return launch_gemm(
+                tuple(sources), weight, bias, extent, extent, whole, torch.float16, amax, up=True, **place
+            )
         oh, ow = (output_size(size, taps, *geometry) for size, taps in ((h, shape[1]), (w, shape[2])))
         stride, padding, dilation = geometry
         place |= {"taps": (shape[1], shape[2]), "stride": stride, "padding": padding, "dilation": dilation}
@@ -413,7 +426,10 @@ class _Substitute:
 def _times(counts: dict[str, int]) -> dict[str, int]:
     """The time of the first launch of each stage; the stages of the input, and those of the output, share theirs."""
     first = max(counts[stage] for stage in STAGES if stage.startswith("input"))
-    return {stage: 0 if stage.startswith("input") else first + (0 if stage == "body" else counts["body"]) for stage in STAGES}
+    return {
+        stage: 0 if stage.startswith("input") else first + (0 if stage == "body" else counts["body"])
+        for stage in STAGES
+    }
 
 
 def _storage(tensor: torch.Tensor) -> int:

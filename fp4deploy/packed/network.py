@@ -235,7 +235,9 @@ class PackedNetwork:
         if node.layer in self._packed and has_kernel(node, self._taps[node.layer]):
             return self._multiply(node, cast("list[Nvfp4Tensor]", inputs), bias)
         if self._own and plain_kernel(node):
-            return self.forms(self._convolve(cast(Conv2d, node), cast("list[torch.Tensor]", inputs), bias), node.outputs)
+            return self.forms(
+                self._convolve(cast(Conv2d, node), cast("list[torch.Tensor]", inputs), bias), node.outputs
+            )
         if node.precision == "nvfp4":
             axis = _axis(node)
             sources = [cast(Nvfp4Tensor, x).dequantize(self.dtype).movedim(-1, axis) for x in inputs]

@@ -1,5 +1,6 @@
 """`fp4deploy kernels`: compile the Triton kernels ahead of time (AOT), for GPUs that need not be present.
 
+With --for, only those that one packed network launches, with its launch plans, as a file for the C library (`bundle`).
 With --emulate the PTX of all kernels, Triton's and CUDA's, is executed on the CPU instead (`fp4deploy.emulator`).
 """
 
@@ -38,13 +39,35 @@ def kernels(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Also write them to this folder, for FP4DEPLOY_KERNEL_PATH.", show_default="the cache only"
+            "--out",
+            help="Also write them to this folder, for FP4DEPLOY_KERNEL_PATH; with --for, the file.",
+            show_default="the cache only",
         ),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Parallel processes.", show_default="one for each CPU core")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
+    network: Annotated[
+        Path | None, typer.Option("--for", help="Write the kernel bundle of this .fp4 file, for the C library.")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option("--size", help="With --for: HxW in pixels; repeatable.", show_default="as trained"),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, help="With --for: images; repeatable.", show_default="1")
+    ] = None,
+    tuned_for: Annotated[
+        str | None,
+        typer.Option(
+            "--tuned-for", help="With --for: a GPU that plans were measured on.", show_default="the GPU present"
+        ),
+    ] = None,
+    processors: Annotated[
+        int | None,
+        typer.Option("--processors", min=1, help="With --for: its multiprocessors.", show_default="of the GPU, or 132"),
+    ] = None,
     emulate: Annotated[
         bool, typer.Option("--emulate", help="Execute the PTX on the CPU and compare with the reference.")
     ] = False,
@@ -64,6 +87,13 @@ def kernels(
         return
     if gpu:
         raise InputError("--gpu is for --emulate; without it kernels are compiled, not run.")
+    if network is not None:
+        from .bundle import write
+
+        write(network, arch, size, batch, tuned_for, processors, out, jobs, as_json)
+        return
+    if size or batch or tuned_for or processors:
+        raise InputError("--size, --batch, --tuned-for and --processors are for --for, which names a packed network.")
     if names:
         raise InputError("Names are for --emulate; without it every kernel is compiled.")
     from fp4deploy.plugins.aot.build import build

@@ -139,9 +139,7 @@ def chosen_plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up:
     return plan_for(*_device(device.index), rows, columns, depths, taps, up)
 
 
-def plan_for(
-    name: str, processors: int, rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool
-) -> Plan:
+def plan_for(name: str, processors: int, rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool) -> Plan:
     """The plan of a shape that was measured on a GPU of this name, else what `plan` says for its multiprocessors."""
     table = measured_plans(os.environ.get("FP4DEPLOY_PLANS", "")).get(name, {})
     found = table.get(key(rows, columns, depths, taps, up))

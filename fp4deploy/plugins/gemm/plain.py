@@ -116,7 +116,7 @@ def write_planes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def class_map(x: torch.Tensor) -> torch.Tensor:
-    """The number of the largest channel of each pixel, uint8 [N, H, W], of float16 [N, H, W, C]; the first of equals."""
+    """The number of the largest channel of float16 [N, H, W, C], the first of equals, as uint8 [N, H, W]."""
     y = torch.empty(x.shape[:-1], dtype=torch.uint8, device=x.device)
     run = kernel("layout.cu", "class_map", "PPiq", {"VALUE": "float"}, x.device)
     run.launch(_blocks(y.numel()), THREADS, x, y, x.shape[-1], y.numel())

@@ -1,0 +1,95 @@
+"""`fp4deploy kernels --for FILE.fp4`: launch plans and kernels of a packed network in one file, for the C library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp4deploy.errors import InputError
+
+from ...console import note, print_json, results, shown
+from ...settings import parse_size
+
+if TYPE_CHECKING:
+    from fp4deploy.native import Gpu
+    from fp4deploy.packed import PackedFile
+
+LARGE = 132  # multiprocessors that plans assume where the GPU is not present
+
+
+def write(
+    network: Path,
+    arch: list[str] | None,
+    sizes: list[str] | None,
+    batches: list[int] | None,
+    tuned_for: str | None,
+    processors: int | None,
+    out: Path | None,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Record the plans of a network for one architecture, compile their kernels, and write both.
+
+    Raises:
+        InputError: no architecture or several, a size that the network does not take, or a node that has no plan.
+        UnavailableError: Triton or nvcc is missing, or a kernel does not compile.
+    """
+    from fp4deploy.native import record, write_bundle
+    from fp4deploy.native.bundle import SUFFIX
+    from fp4deploy.packed import read_packed
+
+    file, gpu = read_packed(network), _gpu(arch, tuned_for, processors)
+    shapes = list(dict.fromkeys((batch, *_image(file, size)) for size in sizes or [None] for batch in batches or [1]))
+    out = out or network.with_name(f"{network.stem}-{gpu.arch}{SUFFIX}")
+    plans = [record(file, gpu, shape) for shape in shapes]
+    note(f"Compiling the kernels of {len(plans)} plans for {gpu.arch}, {gpu.processors} multiprocessors ...")
+    count = write_bundle(out, file, plans, jobs)
+    about = {
+        "path": str(out),
+        "arch": str(gpu.arch),
+        "tuned_for": gpu.name,
+        "processors": gpu.processors,
+        "kernels": count,
+        "bytes": out.stat().st_size,
+        "plans": [{"input": list(plan.shape), "workspace_bytes": plan.arena} for plan in plans],
+    }
+    if as_json:
+        print_json(about)
+        return
+    for plan in plans:
+        results().print(f"{' x '.join(map(str, plan.shape))}: workspace {plan.arena / 1e6:.2f} MB", markup=False)
+    size = f"{count} kernels, {out.stat().st_size / 1e6:.2f} MB"
+    note(f"Wrote {shown(out)}: {size}. The C library opens it with {shown(network)}.")
+
+
+def _image(file: PackedFile, size: str | None) -> tuple[int, int, int]:
+    """Channels, height and width: as asked, else of the model card, else of the example."""
+    shape = file.graph.inputs[0].shape
+    if len(shape) != 4:
+        raise InputError(f"{file.path}: the C library takes networks of one input [N, C, H, W].")
+    wanted = parse_size(size)
+    if wanted is None:
+        wanted = (file.card.height, file.card.width) if file.card else (shape[2], shape[3])
+    return shape[1], *wanted
+
+
+def _gpu(names: list[str] | None, tuned_for: str | None, processors: int | None) -> Gpu:
+    """What the plans are for: the architecture that is asked for, and the GPU that is present if it is of that one."""
+    import torch
+
+    from fp4deploy.architecture import Architecture
+    from fp4deploy.native import Gpu
+    from fp4deploy.plugins.aot import store
+
+    present = Architecture.of_device() if torch.cuda.is_available() else None
+    if not names and present is None:
+        raise InputError("A bundle is for one architecture, and there is no GPU here: --arch sm90, --arch sm120, ...")
+    if names and (len(names) > 1 or names[0] == "all"):
+        raise InputError("A bundle is for one architecture: give --arch once.")
+    arch = store.supported(names[0]) if names else present
+    assert arch is not None
+    name, count = "", LARGE
+    if arch == present:
+        found = torch.cuda.get_device_properties(0)
+        name, count = found.name, found.multi_processor_count
+    return Gpu(arch, tuned_for or name, processors or count)
