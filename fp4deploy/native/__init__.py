@@ -6,9 +6,11 @@
 
 | module | what it holds |
 |---|---|
-| `plan` | every launch of a network for one shape of its input, recorded without a GPU |
+| `plan` | what a launch plan is: kernels, arguments, buffers |
+| `record`, `recording` | every launch of a network for one shape of its input, recorded without a GPU |
 | `arena` | one block of memory for all activations: where each lies, from when to when |
 | `bundle` | the plans with the machine code of their kernels as one file |
+| `library` | the C library called from Python, for comparisons |
 
 A `.fp4` file is a network and says nothing of kernels. Which kernels run, with which tiles, grids and arguments, is
 decided by the code of `plugins`; here it decides on tensors without data, and what it would launch is written down. The
@@ -20,6 +22,7 @@ of linear layers, which no plan contains.
 """
 
 from fp4deploy.native.bundle import write_bundle
-from fp4deploy.native.plan import Gpu, Plan, record
+from fp4deploy.native.plan import Gpu, Plan
+from fp4deploy.native.record import record
 
 __all__ = ["Gpu", "Plan", "record", "write_bundle"]

@@ -9,7 +9,7 @@
 namespace fp4d {
 namespace {
 
-constexpr char KEY[] = "fp4deploy.kernels", FORMAT[] = "kernels/1";
+constexpr char BUNDLE_KEY[] = "fp4deploy.kernels", BUNDLE_FORMAT[] = "kernels/1";
 constexpr Dialect BODY{true, false, true, true, 64};
 constexpr const char* NAMES[STAGES] = {"input.float32", "input.float16", "body", "output.float32", "output.float16", "output.classes"};
 constexpr int64_t MOST_SHARED = 227 << 10, MOST_MEMORY = int64_t(1) << 46;
@@ -178,11 +178,11 @@ private:
 
 Bundle::Bundle(std::vector<uint8_t> bytes, const Model& model) : content(std::move(bytes)) {
     file = read_safetensors(content.data(), content.size());
-    const auto text = file.metadata.find(KEY);
+    const auto text = file.metadata.find(BUNDLE_KEY);
     if (text == file.metadata.end()) refuse("the kernel bundle is none: write one with fp4deploy kernels --for FILE.fp4");
     const Value metadata = parse_json(text->second, BODY, "the kernel bundle's metadata");
     const std::string& format = field(metadata, "format", Value::String).text;
-    if (format != FORMAT) refuse("the kernel bundle has the format '" + shown(format) + "', and this library reads " + FORMAT);
+    if (format != BUNDLE_FORMAT) refuse("the kernel bundle has the format '" + shown(format) + "', and this library reads " + BUNDLE_FORMAT);
     Sha256 sum;
     for (const char* key : {"format", "version", "body"}) {
         const std::string& part = field(metadata, key, Value::String).text;

@@ -10,7 +10,6 @@
 namespace fp4d {
 namespace {
 
-constexpr int64_t BLOCK = 16;
 constexpr float LARGEST = 65504.f, SMALLEST_AMAX = 0x1p-100f;
 
 using Forms = std::map<std::string, Form>;

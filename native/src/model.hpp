@@ -11,6 +11,7 @@
 namespace fp4d {
 
 using Shape = std::vector<int64_t>;
+constexpr int64_t BLOCK = 16;  // elements of an NVFP4 block
 
 // A tensor of a safetensors file; `content` points into the file's bytes.
 struct Tensor {

@@ -6,7 +6,7 @@
 namespace fp4d {
 namespace {
 
-constexpr int64_t MOST_ELEMENTS = int64_t(1) << 28, KERNEL_ELEMENTS = (int64_t(1) << 31) - 1, BLOCK = 16, ENCODED = 13;
+constexpr int64_t MOST_ELEMENTS = int64_t(1) << 28, KERNEL_ELEMENTS = (int64_t(1) << 31) - 1, ENCODED = 13;
 
 [[noreturn]] void odd(const std::string& cause) { refuse(cause); }
 

@@ -39,7 +39,8 @@ def write(
     from fp4deploy.packed import read_packed
 
     file, gpu = read_packed(network), _gpu(arch, tuned_for, processors)
-    shapes = list(dict.fromkeys((batch, *_image(file, size)) for size in sizes or [None] for batch in batches or [1]))
+    images = [_image(file, size) for size in sizes] if sizes else [_image(file, None)]
+    shapes = list(dict.fromkeys((batch, *image) for image in images for batch in batches or [1]))
     out = out or network.with_name(f"{network.stem}-{gpu.arch}{SUFFIX}")
     plans = [record(file, gpu, shape) for shape in shapes]
     note(f"Compiling the kernels of {len(plans)} plans for {gpu.arch}, {gpu.processors} multiprocessors ...")

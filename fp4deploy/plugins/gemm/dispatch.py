@@ -118,7 +118,13 @@ def conv2d(
         raise InputError(f"A feature map of {h}x{w} with padding {padding} is smaller than the filter of {kh}x{kw}.")
     if not runs_kernels(sources[0].codes) or any(0 in x.shape for x in (*sources, weight)):
         return conv2d_reference(sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax)
-    geometry = {"taps": (kh, kw), "stride": stride, "padding": padding, "dilation": dilation, "relu": relu}
+    geometry: dict[str, Any] = {
+        "taps": (kh, kw),
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "relu": relu,
+    }
     shape = (n, oh, ow, outputs)
     return launch_gemm(sources, weight, bias, (n, h, w), (n, oh, ow), shape, dtype, out_amax, **geometry)
 
