@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins.gemm import gemv
+from fp4deploy.plugins.gemm import gemv, plain
 from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, statistics, weights
 from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.plugins.runtime import pdl
@@ -66,6 +66,7 @@ def launched() -> list[Variant]:
         mock.patch.object(channels_last, "kernel", recorder.kernel),
         mock.patch.object(norm_pack, "kernel", recorder.kernel),
         mock.patch.object(statistics, "kernel", recorder.kernel),
+        mock.patch.object(plain, "kernel", recorder.kernel),
         mock.patch.object(cuda_launch, "kernel", recorder.kernel),
         mock.patch.object(pdl, "launch", recorder.pdl),
         mock.patch.object(gemv, "tensor_map", return_value=bytes(128)),

@@ -1,0 +1,259 @@
+"""The C library on a machine without a GPU: files, launches and failures, under sanitizers.
+
+The driver is a test double that records (`recording_driver.c`): launches are compared with the plan, argument by argument,
+and nothing is computed. That the bytes are right is tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4deploy.errors import Fp4DeployError
+from fp4deploy.files import digest_of
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.models.checkpoint import digest, write_tensors
+from fp4deploy.native import Plan
+from fp4deploy.native.bundle import KEY, SIGNED
+from fp4deploy.native.plan import Buffer, Constant
+from fp4deploy.packed import PackedFile, read_packed
+from fp4deploy.packed import file as packed_format
+from fp4deploy.packed.graph import Layer
+from fp4deploy.plugins.gemm.decoded import decode_weight
+from tests.fuzz import loaders
+from tests.fuzz.mutate import of_safetensors, of_tree
+from tests.native.builds import run
+from tests.native.plain_bundle import code, write_plain_bundle
+from tests.packed.small_networks import packed
+from tests.packed.test_mutations import changed
+
+CASES = 24  # of each kind of mutation; thousands were compared once, without a difference
+
+
+def statuses(program: Path, mode: list[str], paths: list[Path]) -> list[tuple[int, str]]:
+    """Status and cause of each file; a sanitizer's report is a failure."""
+    status, out, err = run([program, *mode], given="\n".join(map(str, paths)) + "\n")
+    assert (status, err) == (0, "")
+    found = [line.partition("\t") for line in out.splitlines()]
+    assert len(found) == len(paths)
+    return [(int(number), cause) for number, _, cause in found]
+
+
+def rewritten(content: bytes, change: Callable[[dict[str, str]], None], key: str, signed: tuple[str, ...]) -> bytes:
+    """A file whose metadata was changed and signed again."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    metadata = json.loads(header["__metadata__"][key])
+    change(metadata)
+    metadata["sha256"] = digest_of(metadata[each].encode() for each in signed)
+    header["__metadata__"][key] = json.dumps(metadata)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + size :]
+
+
+def of_graph(content: bytes, draw: random.Random) -> bytes:
+    """Values of the graph exchanged for others of the graph."""
+
+    def change(metadata: dict[str, str]) -> None:
+        metadata["graph"] = json.dumps(changed(json.loads(metadata["graph"]), draw))
+
+    return rewritten(content, change, loaders.PACKED_KEY, loaders.PACKED_SIGNED)
+
+
+def python_accepts(path: Path) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            read_packed(path)
+        except Fp4DeployError:
+            return False
+    return True
+
+
+def test_mutated_files_are_refused_or_accepted_alike(sanitized: Path, tmp_path: Path) -> None:
+    seeds, draw = loaders._packed(tmp_path), random.Random(0)
+    paths = []
+    for number in range(2 * CASES + len(seeds)):
+        seed = seeds[number % len(seeds)]
+        content = seed if number < len(seeds) else (of_graph if number % 4 < 2 else loaders._of_packed)(seed, draw)
+        paths.append(tmp_path / f"{number}.fp4")
+        paths[-1].write_bytes(content)
+    found = statuses(sanitized, ["check"], paths)
+    expected = [python_accepts(path) for path in paths]
+    assert expected[: len(seeds)] == [True] * len(seeds)
+    assert 0 < sum(expected) < len(paths)
+    for path, accepted, (status, cause) in zip(paths, expected, found, strict=True):
+        assert accepted == (status == 0), (path, cause)
+        assert accepted == (cause == "")
+
+
+def _numbers(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor with a number that no packed network holds."""
+    flat, wrong = tensor.clone().flatten(), []
+    if tensor.dtype == torch.float8_e4m3fn:
+        for byte in (0x7F, 0x80):
+            changed_bytes = flat.view(torch.uint8).clone()
+            changed_bytes[-1] = byte
+            wrong.append(changed_bytes.view(tensor.dtype))
+    else:
+        values = [float("nan"), float("-inf")] + ([0.0, -1.0, 1e5, 2.0**-101] if name.endswith("input_amax") else [])
+        values += [-1.0] if name.endswith("weight.amax") else []
+        for value in values:
+            flat[0] = value
+            wrong.append(flat.clone())
+    return [each.reshape(tensor.shape) for each in wrong]
+
+
+def test_numbers_and_formats(sanitized: Path, unet: PackedFile, tmp_path: Path) -> None:
+    """Numbers that would reach a kernel, files of other formats, and networks of other nodes."""
+    kinds = ("conv1.weight.scales", "conv2.weight.amax", "conv2.input_amax", "norm1.weight", "head.bias")
+    paths = []
+    for kind in kinds:
+        name = next(name for name in unet.tensors if name.endswith(kind))
+        for number, tensor in enumerate(_numbers(name, unet.tensors[name])):
+            info = unet.graph.tensors[name].model_copy(update={"sha256": digest(tensor)})
+            graph = unet.graph.model_copy(update={"tensors": {**unet.graph.tensors, name: info}})
+            metadata = {"format": packed_format.FORMAT, "version": "0", "card": "", "graph": graph.model_dump_json()}
+            metadata["sha256"] = digest_of(each.encode() for each in metadata.values())
+            paths.append(tmp_path / f"{kind}-{number}.fp4")
+            write_tensors(paths[-1], {**unet.tensors, name: tensor}, {packed_format.KEY: json.dumps(metadata)})
+    assert not any(map(python_accepts, paths))
+    former = Path(__file__).resolve().parents[1] / "packed" / "files" / "packed_1.fp4"
+
+    def other_node(metadata: dict[str, str]) -> None:
+        metadata["graph"] = metadata["graph"].replace('"op":"group_norm_relu"', '"op":"softmax"', 1)
+
+    other = tmp_path / "other.fp4"
+    other.write_bytes(rewritten(unet.path.read_bytes(), other_node, loaders.PACKED_KEY, loaders.PACKED_SIGNED))
+    found = statuses(sanitized, ["check"], [*paths, former, tmp_path / "missing.fp4", tmp_path, other])
+    assert [status for status, _ in found] == [1] * (len(paths) + 3) + [3]
+    assert "packed/1" in found[len(paths)][1]
+    assert "cannot be" in found[-3][1]
+    assert "softmax" in found[-1][1]
+
+
+def test_mutated_bundles(sanitized: Path, driver: Path, unet: PackedFile, bundle: Path, tmp_path: Path) -> None:
+    """Refused with a cause, or every argument still lies inside its buffer; of another network or GPU: refused."""
+    draw, content, paths = random.Random(0), bundle.read_bytes(), [bundle]
+
+    def change(metadata: dict[str, str]) -> None:
+        metadata["body"] = json.dumps(of_tree(json.loads(metadata["body"]), draw))
+
+    for number in range(2 * CASES):
+        mutated = of_safetensors(content, draw) if number % 3 == 0 else rewritten(content, change, KEY, SIGNED)
+        paths.append(tmp_path / f"{number}.kernels")
+        paths[-1].write_bytes(mutated)
+    given = "\n".join(map(str, [*paths, unet.path])) + "\n"
+    status, out, err = run([sanitized, "bundle", unet.path], driver, given)
+    assert (status, err) == (0, "")
+    found = [line.partition("\t") for line in out.splitlines()]
+    assert found[0][0] == "0"
+    assert {number for number, *_ in found} <= {"0", "1", "2", "4"}
+    assert all((number == "0") == (cause == "") for number, _, cause in found)
+    assert "fp4deploy kernels --for" in found[-1][2]
+
+    other = tmp_path / "other.fp4"
+    file = packed("nvfp4_qat", 0.25, digits=True, everything=True)[1]
+    packed_format.write_packed(packed_format.packed_file(other, file.card, file.graph, file.tensors))
+    _, out, _ = run([sanitized, "bundle", other], driver, f"{bundle}\n")
+    assert "another network" in out
+    _, out, _ = run([sanitized, "bundle", unet.path], driver, f"{bundle}\n", RECORDING_DRIVER_ARCH="120")
+    assert out == "4\tthe kernel bundle is for sm90, and CUDA device 0 is sm120\n"
+    _, out, _ = run([sanitized, "bundle", unet.path], None, f"{bundle}\n")
+    assert out.startswith("4\tthe CUDA driver was not loaded")
+
+
+def test_launches(
+    sanitized: Path, driver: Path, unet: PackedFile, bundle: Path, plans: list[Plan], tmp_path: Path
+) -> None:
+    """Every function of the interface; the launches are the plan's, the constants are those that Python decodes."""
+    log = tmp_path / "log"
+    status, out, err = run([sanitized, "run", unet.path, bundle], driver, RECORDING_DRIVER_LOG=str(log))
+    assert (status, err) == (0, ""), out
+    lines = log.read_text(encoding="utf-8").splitlines()
+    assert lines[-1].split()[:6] == ["released", *"00000"]  # contexts, allocations, modules, streams, retained contexts
+    allocated = [int(line.split()[1]) for line in lines if line.startswith("allocate")]
+    constants = list(dict.fromkeys(constant for plan in plans for constant in plan.constants))
+    offsets = [sum(-(-each.size // 256) * 256 for each in constants[:number]) for number in range(len(constants))]
+    launches = [line.split() for line in lines if line.startswith("launch")]
+    at = 0
+    for number, plan in enumerate(plans):
+        for output in ("output.float32", "output.float16", "output.classes"):
+            for given in ("input.float32", "input.float16"):
+                for each in (*plan.stages[given], *plan.stages["body"], *plan.stages[output]):
+                    words, compiled = launches[at], code(each.kernel)
+                    at += 1
+                    assert words[1] == compiled.name
+                    block = compiled.block or each.block
+                    assert [int(word) for word in words[2:8]] == [*each.grid, block, 1, 1]
+                    content = bytes.fromhex(words[10])
+                    seen = struct.unpack("@" + compiled.parameters, content)
+                    for mine, value in zip(seen, each.arguments, strict=True):
+                        if isinstance(value, Buffer) and value.kind == "constant":
+                            expected = allocated[0] + offsets[constants.index(plan.constants[value.at])]
+                            assert mine == expected
+                        elif isinstance(value, Buffer) and value.kind == "arena":
+                            assert number or mine == allocated[1] + value.at
+                        elif isinstance(value, Buffer):
+                            assert mine
+                        else:
+                            wanted = 0 if value is None else value
+                            letter = compiled.parameters[each.arguments.index(value)]
+                            assert mine == (
+                                struct.unpack("f", struct.pack("f", wanted))[0] if letter == "f" else wanted
+                            )
+    assert at == len(launches)
+    content = Path(f"{log}.0").read_bytes()
+    for constant, offset in zip(constants, offsets, strict=True):
+        found, wanted = content[offset : offset + constant.size], bytes_of(unet, constant)
+        assert found == wanted, constant
+
+
+def bytes_of(file: PackedFile, constant: Constant) -> bytes:
+    """A constant as Python makes it."""
+    if constant.kind == "planes":
+        node = next(node for node in file.graph.nodes if isinstance(node, Layer) and node.layer == constant.tensor)
+        parts = [file.tensors[f"{constant.tensor}.weight.{part}"] for part in ("codes", "scales", "amax")]
+        shape = torch.Size((*parts[0].shape[:3], sum(constant.sources)))
+        weight = Nvfp4Tensor(*parts, shape, node.e4m3_max)
+        return decode_weight(weight, constant.sources, constant.up).planes.numpy().tobytes()
+    tensor = file.tensors[constant.tensor]
+    tensor = tensor.float() if constant.kind == "float32" else tensor
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("cuInit", 1), ("cuDevicePrimaryCtxRetain", 1), ("cuModuleLoadData", 3), ("cuModuleGetFunction", 2),
+     ("cuMemAlloc_v2", 1), ("cuMemcpyHtoD_v2", 1), ("cuMemAlloc_v2", 4), ("cuStreamCreate", 1), ("cuLaunchKernel", 40),
+     ("cuStreamSynchronize", 2), ("cuMemcpyDtoH_v2", 1)],
+)  # fmt: skip
+def test_failures_of_the_driver_leave_nothing_behind(
+    sanitized: Path, driver: Path, unet: PackedFile, bundle: Path, tmp_path: Path, name: str, at: int
+) -> None:
+    """The status and the driver's text; LeakSanitizer finds nothing, and the driver has everything back."""
+    log = tmp_path / "log"
+    failing = {"RECORDING_DRIVER_FAIL": name, "RECORDING_DRIVER_AT": str(at), "RECORDING_DRIVER_LOG": str(log)}
+    status, out, err = run([sanitized, "run", unet.path, bundle], driver, **failing)
+    assert (status in (0, 6), err) == (True, "")
+    assert "a planted failure" in out or "out of memory" in out
+    if name != "cuInit" and name != "cuDevicePrimaryCtxRetain":
+        assert log.read_text(encoding="utf-8").splitlines()[-1].split()[:6] == ["released", *"00000"]
+
+
+def test_a_spare_bundle_of_one_plan(
+    sanitized: Path, driver: Path, unet: PackedFile, plans: list[Plan], tmp_path: Path
+) -> None:
+    """A shape without a plan is refused with those that have one."""
+    path = tmp_path / "one.kernels"
+    write_plain_bundle(path, unet, plans[1:])
+    status, out, err = run([sanitized, "run", unet.path, path], driver)
+    assert (status, err) == (0, ""), out
+    assert out.count("workspace") == 1

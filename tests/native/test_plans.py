@@ -1,0 +1,113 @@
+"""Launch plans: what is recorded, where buffers lie, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.errors import InputError
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.native import Gpu, Plan, record
+from fp4deploy.native.arena import Lifetime, place
+from fp4deploy.native.bundle import graph_digest
+from fp4deploy.native.plan import Buffer, CudaKernel
+from fp4deploy.packed import PackedFile
+from fp4deploy.packed.graph import GroupNormReLU, Layer
+from fp4deploy.plugins.gemm.decoded import decode_weight, planes_shape
+from tests.native.conftest import GPU, SHAPES
+from tests.packed.small_networks import packed
+
+
+def names(plan: Plan, stage: str = "body") -> list[str]:
+    kernels = [each.kernel for each in plan.stages[stage]]
+    return [each.name if isinstance(each, CudaKernel) else each.kernel.partition(":")[2] for each in kernels]
+
+
+def test_a_unet(unet: PackedFile, plans: list[Plan]) -> None:
+    """One product a layer, one pass a normalisation, and nothing that the network does not need."""
+    found = names(plans[0])
+    layers = [node for node in unet.graph.nodes if isinstance(node, Layer)]
+    norms = [node for node in unet.graph.nodes if isinstance(node, GroupNormReLU)]
+    assert found.count("plain_conv") == sum(node.precision == "fp16" for node in layers) == 2
+    assert found.count("decoded_conv_kernel") == len(layers) - 2
+    assert found.count("norm_pack") + found.count("norm_pool_pack") == found.count("combine_moments") == len(norms)
+    assert {"input.float32": ["read_image"], "output.classes": ["class_map"]}.items() <= {
+        stage: names(plans[0], stage) for stage in plans[0].stages
+    }.items()
+    assert plans[1].outputs == ((2, 5, 64, 32),)
+
+
+def test_every_layer_in_fp4(unet: PackedFile) -> None:
+    """The multi-term encoding is the first launch; on Blackwell weights stay packed."""
+    _, file = packed("nvfp4_qat", 0.25, digits=True, everything=True)
+    plan = record(file, Gpu(Architecture(12, 0), "", 170), SHAPES[0])
+    assert names(plan, "input.float16") == ["encode_image"]
+    assert "implicit_gemm_kernel" in names(plan)
+    assert not {"plain_conv", "decoded_conv_kernel"} & set(names(plan))
+    assert "planes" not in {each.kind for each in plan.constants}
+    kept = record(unet, GPU, SHAPES[0], weights="packed")
+    assert "implicit_gemm_kernel" in names(kept)
+
+
+def test_buffers_that_live_together_lie_apart(plans: list[Plan]) -> None:
+    for plan in plans:
+        for launches in plan.stages.values():
+            for each in launches:
+                places = [value.at for value in each.arguments if isinstance(value, Buffer) and value.kind == "arena"]
+                assert all(0 <= at < plan.arena for at in places)
+
+
+def test_placing() -> None:
+    draw = random.Random(0)
+    for _ in range(30):
+        firsts = [draw.randrange(20) for _ in range(40)]
+        buffers = [Lifetime(draw.randrange(1, 5000), at, at + draw.randrange(6)) for at in firsts]
+        offsets, total = place(buffers)
+        for number, (one, at) in enumerate(zip(buffers, offsets, strict=True)):
+            assert at % 256 == 0
+            assert at + one.size <= total
+            for other, there in zip(buffers[:number], offsets, strict=False):
+                assert not one.meets(other) or at + one.size <= there or there + other.size <= at
+
+
+def test_planes_have_the_shape_of_the_decoded_weight() -> None:
+    for shape, channels, up in (((3, 3, 3, 40), (16, 24), False), ((5, 2, 2, 20), (20,), True)):
+        blocks = -(-shape[-1] // 16)
+        codes = torch.zeros((*shape[:-1], 8 * blocks), dtype=torch.uint8)
+        scales = torch.zeros((*shape[:-1], blocks)).to(torch.float8_e4m3fn)
+        weight = Nvfp4Tensor(codes, scales, torch.tensor(1.0), torch.Size(shape), 448)
+        assert tuple(decode_weight(weight, channels, up).planes.shape) == planes_shape(shape, channels, up)
+
+
+def test_refusals(unet: PackedFile) -> None:
+    with pytest.raises(InputError, match="multiples of 16 channels"):
+        record(packed("nvfp4_qat", 0.125)[1], GPU, SHAPES[0])
+    with pytest.raises(InputError, match="multiples of 16, such as"):
+        record(unet, GPU, (1, 3, 30, 30))
+    with pytest.raises(InputError, match="takes RGB images"):
+        record(unet, GPU, (1, 4, 32, 32))
+    graph = unet.graph
+    last = graph.nodes[-1]
+    second = graph.inputs[0].model_copy(update={"name": "second"})
+    two = dataclasses.replace(unet, graph=graph.model_copy(update={"inputs": [graph.inputs[0], second]}))
+    with pytest.raises(InputError, match="one input"):
+        record(two, GPU, SHAPES[0])
+    grouped = last.model_copy(update={"groups": 16})
+    with pytest.raises(InputError, match="node|Node"):
+        record(
+            dataclasses.replace(unet, graph=graph.model_copy(update={"nodes": [*graph.nodes[:-1], grouped]})),
+            GPU,
+            SHAPES[0],
+        )
+
+
+def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: Path) -> None:
+    graph = unet.graph
+    other = {name: info.model_copy(update={"sha256": "0" * 64}) for name, info in graph.tensors.items()}
+    assert graph_digest(graph.model_copy(update={"tensors": other})) == graph_digest(graph)
+    assert graph_digest(graph.model_copy(update={"digits": True})) != graph_digest(graph)
