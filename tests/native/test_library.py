@@ -1,7 +1,7 @@
 """The C library on a machine without a GPU: files, launches and failures, under sanitizers.
 
-The driver is a test double that records (`recording_driver.c`): launches are compared with the plan, argument by argument,
-and nothing is computed. That the bytes are right is tested on a GPU.
+The driver is a test double that records (`recording_driver.c`): launches are compared with the plan, argument by
+argument, and nothing is computed. That the bytes are right is tested on a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import struct
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from tests.native.plain_bundle import code, write_plain_bundle
 from tests.packed.small_networks import packed
 from tests.packed.test_mutations import changed
 
+INPUTS, OUTPUTS = ("input.float32", "input.float16"), ("output.float32", "output.float16", "output.classes")
 CASES = 24  # of each kind of mutation; thousands were compared once, without a difference
 
 
@@ -182,34 +184,26 @@ def test_launches(
     allocated = [int(line.split()[1]) for line in lines if line.startswith("allocate")]
     constants = list(dict.fromkeys(constant for plan in plans for constant in plan.constants))
     offsets = [sum(-(-each.size // 256) * 256 for each in constants[:number]) for number in range(len(constants))]
-    launches = [line.split() for line in lines if line.startswith("launch")]
-    at = 0
-    for number, plan in enumerate(plans):
-        for output in ("output.float32", "output.float16", "output.classes"):
-            for given in ("input.float32", "input.float16"):
-                for each in (*plan.stages[given], *plan.stages["body"], *plan.stages[output]):
-                    words, compiled = launches[at], code(each.kernel)
-                    at += 1
-                    assert words[1] == compiled.name
-                    block = compiled.block or each.block
-                    assert [int(word) for word in words[2:8]] == [*each.grid, block, 1, 1]
-                    content = bytes.fromhex(words[10])
-                    seen = struct.unpack("@" + compiled.parameters, content)
-                    for mine, value in zip(seen, each.arguments, strict=True):
-                        if isinstance(value, Buffer) and value.kind == "constant":
-                            expected = allocated[0] + offsets[constants.index(plan.constants[value.at])]
-                            assert mine == expected
-                        elif isinstance(value, Buffer) and value.kind == "arena":
-                            assert number or mine == allocated[1] + value.at
-                        elif isinstance(value, Buffer):
-                            assert mine
-                        else:
-                            wanted = 0 if value is None else value
-                            letter = compiled.parameters[each.arguments.index(value)]
-                            assert mine == (
-                                struct.unpack("f", struct.pack("f", wanted))[0] if letter == "f" else wanted
-                            )
-    assert at == len(launches)
+    launches = iter([line.split() for line in lines if line.startswith("launch")])
+    arenas: list[set[int]] = [set(), set()]
+    for (plan, arena), output, given in product(zip(plans, arenas, strict=True), OUTPUTS, INPUTS):
+        for each in (*plan.stages[given], *plan.stages["body"], *plan.stages[output]):
+            words, compiled = next(launches), code(each.kernel)
+            sizes = [*each.grid, compiled.block or each.block, 1, 1, each.shared if compiled.shared is None else 65536]
+            assert (words[1], [int(word) for word in words[2:9]]) == (compiled.name, sizes)
+            seen = struct.unpack("@" + compiled.parameters, bytes.fromhex(words[10]))
+            for letter, mine, value in zip(compiled.parameters, seen, each.arguments, strict=True):
+                if isinstance(value, Buffer) and value.kind == "arena":
+                    arena.add(mine - value.at)
+                elif isinstance(value, Buffer) and value.kind == "constant":
+                    assert mine == allocated[0] + offsets[constants.index(plan.constants[value.at])]
+                elif isinstance(value, Buffer):
+                    assert mine
+                else:
+                    assert struct.pack(letter, mine) == struct.pack(letter, value or 0)
+    assert next(launches, None) is None
+    assert [len(arena) for arena in arenas] == [1, 1]
+    assert arenas[0] == {allocated[1]}
     content = Path(f"{log}.0").read_bytes()
     for constant, offset in zip(constants, offsets, strict=True):
         found, wanted = content[offset : offset + constant.size], bytes_of(unet, constant)
@@ -248,7 +242,7 @@ def test_failures_of_the_driver_leave_nothing_behind(
         assert log.read_text(encoding="utf-8").splitlines()[-1].split()[:6] == ["released", *"00000"]
 
 
-def test_a_spare_bundle_of_one_plan(
+def test_a_bundle_of_one_plan(
     sanitized: Path, driver: Path, unet: PackedFile, plans: list[Plan], tmp_path: Path
 ) -> None:
     """A shape without a plan is refused with those that have one."""

@@ -98,12 +98,9 @@ def test_refusals(unet: PackedFile) -> None:
     with pytest.raises(InputError, match="one input"):
         record(two, GPU, SHAPES[0])
     grouped = last.model_copy(update={"groups": 16})
-    with pytest.raises(InputError, match="node|Node"):
-        record(
-            dataclasses.replace(unet, graph=graph.model_copy(update={"nodes": [*graph.nodes[:-1], grouped]})),
-            GPU,
-            SHAPES[0],
-        )
+    other = graph.model_copy(update={"nodes": [*graph.nodes[:-1], grouped]})
+    with pytest.raises(InputError, match="Node 44 of the graph"):
+        record(dataclasses.replace(unet, graph=other), GPU, SHAPES[0])
 
 
 def test_the_digest_of_a_graph_ignores_its_weights(unet: PackedFile, tmp_path: Path) -> None:

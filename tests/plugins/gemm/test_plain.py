@@ -33,7 +33,7 @@ def test_reference(places: dict[str, tuple[int, int]]) -> None:
 def test_convolution_in_the_emulator() -> None:
     """Every byte is the reference's: the same order, and products that are exact."""
     setting, outcome = Setting("sm_90"), Outcome()
-    cases = [
+    cases: list[tuple[tuple[int, ...], tuple[int, ...], int | None, dict[str, tuple[int, int]], bool]] = [
         ((1, 5, 7, 3), (18, 3, 3, 3), None, {"padding": (1, 1)}, False),
         ((2, 5, 4, 2), (3, 3, 2, 2), 3, PLACES, True),
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -154,7 +155,21 @@ HADAMARD, ROWS_HADAMARD, MX_HADAMARD = [0, 448, 0, 0, 1, 0], [0, 448, 0, 0, 1, 1
 H200, SM120 = (132, 232_448, 90), (188, 101_376, 120)
 MATRIX, ODD, IMAGE = (32, 64), (8, 17), (2, 32, 4, 6)
 
+
 # One of each kind; the products of all options are for the GPU tests.
+def _convolution() -> object:
+    return plain.conv2d(torch.zeros(1, 4, 4, 3).half(), torch.zeros(5, 3, 3, 3).half(), None, padding=(1, 1))
+
+
+def _copies(dtype: torch.dtype) -> None:
+    x, y = torch.zeros(1, 3, 4, 4, dtype=dtype), torch.zeros(1, 4, 4, 3).half()
+    plain.read_image(x)
+    plain.read_image(x, encoded=True)
+    plain.write_planes(y, dtype)
+    plain.concat([y, y])
+    plain.class_map(y)
+
+
 EXERCISES: list[Callable[[], object]] = [
     _along(MATRIX, 1, BFLOAT, PLAIN, inside=True),
     _along(MATRIX, 1, FLOAT, MX_CEIL),
@@ -191,6 +206,8 @@ EXERCISES: list[Callable[[], object]] = [
     _gemv(9, 40, HALF, *H200),
     _gemv(16, 8192, HALF, *H200),
     _gemv(16, 8192, BFLOAT, *SM120),
+    _convolution,
+    *(partial(_copies, dtype) for dtype in (FLOAT, HALF)),
 ]
 
 _QUANTIZE = (
