@@ -1,0 +1,61 @@
+"""The C library on a GPU: the bytes of the Python runtime, also from a CUDA graph and on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.native import Gpu, record, write_bundle
+from fp4deploy.native.library import Library
+from fp4deploy.packed import PackedNetwork, write_packed
+from tests.native.builds import ROOT, VERSION, compiled, compiler
+from tests.packed.small_networks import packed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or compiler() is None, reason="no NVIDIA GPU, or no compiler"),
+]
+SHAPES = ((1, 3, 64, 96), (4, 3, 64, 96))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    folder = tmp_path_factory.mktemp("library")
+    whole = folder / "whole.cpp"
+    whole.write_text("".join(f'#include "{each}"\n' for each in sorted((ROOT / "src").glob("*.cpp"))), encoding="utf-8")
+    out = folder / "libfp4deploy.so"
+    compiled("g++", "-std=c++17", "-shared", "-fPIC", "-I", ROOT / "include", VERSION, whole, "-ldl", "-o", out)
+    return Library(out)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["first and last layer in FP16", "every layer in FP4"])
+@torch.inference_mode()
+def test_the_bytes_of_the_python_runtime(library: Library, everything: bool, tmp_path: Path) -> None:
+    file = dataclasses.replace(packed("nvfp4_qat", 0.25, everything, everything)[1], path=tmp_path / "unet.fp4")
+    write_packed(file)
+    properties = torch.cuda.get_device_properties(0)
+    gpu = Gpu(Architecture.of_device(0), properties.name, properties.multi_processor_count)
+    write_bundle(tmp_path / "unet.kernels", file, [record(file, gpu, shape) for shape in SHAPES])
+    native = library.network(file.path, tmp_path / "unet.kernels")
+    python = PackedNetwork(file, "cuda", plain="torch" if everything else "kernel")
+    for shape in SHAPES:
+        run, x = native.run(shape), torch.randn(shape, device="cuda")
+        expected: Any = python(x)
+        wanted = expected.contiguous()
+        y = torch.empty_like(wanted)
+        run.enqueue(x, y)
+        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run.enqueue(x, y)
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+        classes = torch.empty((shape[0], *shape[2:]), dtype=torch.uint8)
+        run.host(x.cpu(), classes)
+        assert torch.equal(classes.long(), wanted.argmax(1).cpu())
