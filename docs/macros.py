@@ -531,6 +531,21 @@ def self_test() -> str:
     return markdown(["", "claim", "status", "evidence or reason"], rows, 4)
 
 
+def native_library() -> str:
+    """The C library beside the Python runtime: elements that differ, and milliseconds."""
+    rows = []
+    for row in result("native_library_h200")["rows"]:
+        every = row["kind"] == "digits"
+        layers = "every layer in FP4" if every else "first and last layer in FP16"
+        times = [f"{row[name]['graph_ms']:.2f}" for name in ("library", "python, own", "python, torch")]
+        times[1] = "-" if every else times[1]
+        differing = f"{sum(row['different'].values())} of {row['values']:,}"
+        launched = [f"{row[name]['launched_ms']:.2f}" for name in ("library", "python, torch")]
+        rows.append([f"{layers}, scale {row['scale']}", str(row["batch"]), differing, *times, *launched])
+    head = ["UNet, 352 x 480", "batch", "logits that differ", "library", 'Python, `plain="kernel"`', "Python"]
+    return markdown([*head, "library, launched", "Python, launched"], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -538,7 +553,7 @@ TABLES: dict[str, Callable[..., str]] = {
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, ptq_camvid,
         image_input, scaling, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
-        emulated_architectures, emulated_on_gpu, self_test,
+        emulated_architectures, emulated_on_gpu, self_test, native_library,
     )
 }  # fmt: skip
 

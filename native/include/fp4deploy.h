@@ -44,6 +44,7 @@ typedef enum fp4d_status {
     FP4D_OUT_OF_MEMORY = 6     /* of the host or of the GPU */
 } fp4d_status;
 
+/* Types of inputs and outputs. Functions take them as int32_t, so that a wrong number is refused and not undefined. */
 typedef enum fp4d_type { FP4D_FLOAT32 = 0, FP4D_FLOAT16 = 1, FP4D_CLASSES = 2 } fp4d_type;
 
 typedef struct fp4d_shape {
@@ -59,7 +60,7 @@ typedef struct CUstream_st *fp4d_stream; /* CUstream or cudaStream_t; NULL: the 
 /* Version of the library, "0.2.0". */
 FP4D_API const char *fp4d_version(void);
 /* "invalid file" and so on. */
-FP4D_API const char *fp4d_status_name(fp4d_status status);
+FP4D_API const char *fp4d_status_name(int32_t status);
 /* Why the last call of this thread failed; "" if none did. Valid until the thread's next call. */
 FP4D_API const char *fp4d_last_error(void);
 
@@ -113,11 +114,11 @@ FP4D_API void fp4d_run_close(fp4d_run *run); /* waits for the device if it owns 
  * outputs: device pointers, one for each output: [N, C, H, W] of FP4D_FLOAT32 or FP4D_FLOAT16; with FP4D_CLASSES of the
  * first output only, uint8 [N, H, W], the number of the largest of at most 256 channels (the first of equals). */
 FP4D_API fp4d_status fp4d_run_enqueue(
-    fp4d_run *run, fp4d_type input_type, const void *input, fp4d_type output_type, void *const *outputs, fp4d_stream stream);
+    fp4d_run *run, int32_t input_type, const void *input, int32_t output_type, void *const *outputs, fp4d_stream stream);
 
 /* The same with host memory, and wait for the result: input float32 [N, C, H, W]; output of the first output, of any type.
  * Slower than `fp4d_run_enqueue`: it allocates and copies. */
-FP4D_API fp4d_status fp4d_run_host(fp4d_run *run, const float *input, fp4d_type output_type, void *output);
+FP4D_API fp4d_status fp4d_run_host(fp4d_run *run, const float *input, int32_t output_type, void *output);
 
 #ifdef __cplusplus
 }

@@ -88,7 +88,7 @@ extern "C" {
 
 const char* fp4d_version(void) { return FP4D_VERSION; }
 
-const char* fp4d_status_name(fp4d_status status) {
+const char* fp4d_status_name(int32_t status) {
     static const char* const names[] = {"ok", "invalid file", "invalid argument", "unsupported network", "no GPU", "CUDA error", "out of memory"};
     return status >= 0 && status <= FP4D_OUT_OF_MEMORY ? names[status] : "unknown status";
 }
@@ -223,14 +223,14 @@ fp4d_status fp4d_run_create(fp4d_network* network, const fp4d_shape* input, void
 
 void fp4d_run_close(fp4d_run* run) { delete run; }
 
-fp4d_status fp4d_run_enqueue(fp4d_run* run, fp4d_type input_type, const void* input, fp4d_type output_type, void* const* outputs, fp4d_stream stream) {
+fp4d_status fp4d_run_enqueue(fp4d_run* run, int32_t input_type, const void* input, int32_t output_type, void* const* outputs, fp4d_stream stream) {
     return guarded([&] {
         given(run);
         run->run.enqueue(input_type, input, output_type, outputs, stream);
     });
 }
 
-fp4d_status fp4d_run_host(fp4d_run* run, const float* input, fp4d_type output_type, void* output) {
+fp4d_status fp4d_run_host(fp4d_run* run, const float* input, int32_t output_type, void* output) {
     return guarded([&] {
         given(run);
         run->run.host(input, output_type, output);

@@ -161,7 +161,7 @@ void Run::submit(std::vector<Ready>& stage, const void* input, void* const* outp
     }
 }
 
-void Run::enqueue(fp4d_type input_type, const void* input, fp4d_type output_type, void* const* outputs, Stream stream) {
+void Run::enqueue(int32_t input_type, const void* input, int32_t output_type, void* const* outputs, Stream stream) {
     if (input_type != FP4D_FLOAT32 && input_type != FP4D_FLOAT16) refuse_argument("the input is float32 or float16");
     if (output_type != FP4D_FLOAT32 && output_type != FP4D_FLOAT16 && output_type != FP4D_CLASSES) refuse_argument("an output is float32, float16 or classes");
     const Stage last = output_type == FP4D_FLOAT32 ? OutputFloat32 : output_type == FP4D_FLOAT16 ? OutputFloat16 : OutputClasses;
@@ -176,7 +176,7 @@ void Run::enqueue(fp4d_type input_type, const void* input, fp4d_type output_type
     submit(stages_[last], input, outputs, stream);
 }
 
-void Run::host(const float* input, fp4d_type output_type, void* output) {
+void Run::host(const float* input, int32_t output_type, void* output) {
     if (!input || !output) refuse_argument("the input or the output is a null pointer");
     if (output_type < FP4D_FLOAT32 || output_type > FP4D_CLASSES) refuse_argument("an output is float32, float16 or classes");
     const Current current(network_.context());

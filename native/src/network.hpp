@@ -57,8 +57,8 @@ public:
     ~Run();
     Run(const Run&) = delete;
 
-    void enqueue(fp4d_type input_type, const void* input, fp4d_type output_type, void* const* outputs, Stream stream);
-    void host(const float* input, fp4d_type output_type, void* output);
+    void enqueue(int32_t input_type, const void* input, int32_t output_type, void* const* outputs, Stream stream);
+    void host(const float* input, int32_t output_type, void* output);
 
 private:
     // A launch with its parameters as the kernel reads them; input and output pointers are written at each enqueue.

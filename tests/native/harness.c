@@ -67,12 +67,12 @@ static int run(const char *model_path, const char *kernels) {
         if (created) printf("%s\n", fp4d_last_error());
         fp4d_status done = FP4D_OK;
         for (int type = FP4D_FLOAT32; !created && !done && type <= FP4D_CLASSES; ++type) {
-            done = fp4d_run_host(one, image, (fp4d_type)type, logits);
-            if (!done) done = fp4d_run_enqueue(one, FP4D_FLOAT16, image, (fp4d_type)type, outputs, NULL);
+            done = fp4d_run_host(one, image, type, logits);
+            if (!done) done = fp4d_run_enqueue(one, FP4D_FLOAT16, image, type, outputs, NULL);
         }
         if (done) printf("%s\n", fp4d_last_error());
         if (!created && fp4d_run_enqueue(one, FP4D_FLOAT16, NULL, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 9;
-        if (!created && fp4d_run_enqueue(one, (fp4d_type)7, image, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 10;
+        if (!created && fp4d_run_enqueue(one, 7, image, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 10;
         if (!created && fp4d_run_enqueue(one, FP4D_FLOAT32, (char *)image + 1, FP4D_FLOAT16, outputs, NULL) != FP4D_INVALID_ARGUMENT) return 11;
         printf("weights %zu, workspace %zu\n", fp4d_network_weight_bytes(network), bytes);
         fp4d_run_close(created ? NULL : one);
