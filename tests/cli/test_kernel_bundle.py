@@ -1,0 +1,67 @@
+"""`fp4deploy kernels --for FILE.fp4`, without compiling; that is tested on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp4deploy.native import bundle as bundles
+from fp4deploy.packed import packed_file, write_packed
+from tests.cli.command_line import Invoke
+from tests.native.plain_bundle import code
+from tests.packed.small_networks import packed
+
+
+@pytest.fixture(autouse=True)
+def _no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "compiled", lambda kernels, plan, jobs=None: [code(kernel) for kernel in kernels])
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Path:
+    _, file = packed("nvfp4_qat", 0.25)
+    write_packed(packed_file(tmp_path / "unet.fp4", file.card, file.graph, file.tensors))
+    return tmp_path / "unet.fp4"
+
+
+def test_a_bundle(invoke: Invoke, network: Path) -> None:
+    result = invoke("kernels", "--for", network, "--arch", "sm90", "--batch", 1, "--batch", 3, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    path = network.with_name("unet-sm90.kernels")
+    assert found["path"] == str(path)
+    assert found["bytes"] == path.stat().st_size
+    assert (found["arch"], found["tuned_for"], found["processors"]) == ("sm90", "", 132)
+    assert [plan["input"] for plan in found["plans"]] == [[1, 3, 32, 32], [3, 3, 32, 32]]
+    other = network.with_name("other.kernels")
+    sizes = ("--size", "32x64", "--size", "64x32", "--tuned-for", "NVIDIA B200", "--processors", 148)
+    result = invoke("kernels", "--for", network, "--arch", "sm100", *sizes, "--out", other)
+    assert result.exit_code == 0, result.stderr
+    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == ["1 x 3 x 32 x 64", "1 x 3 x 64 x 32"]
+    assert "sm100, 148 multiprocessors" in result.stderr
+    assert other.is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (("--arch", "sm90", "--arch", "sm120"), "give --arch once"),
+        (("--arch", "all"), "give --arch once"),
+        (("--arch", "sm75"), "is not a supported GPU architecture"),
+        (("--arch", "sm90", "--size", "30x30"), "multiples of 16"),
+        (("--arch", "sm90", "--size", "30"), "HEIGHTxWIDTH"),
+    ],
+)
+def test_refusals(invoke: Invoke, network: Path, words: tuple[str, ...], cause: str) -> None:
+    result = invoke("kernels", "--for", network, *words)
+    assert result.exit_code == 2
+    assert cause in " ".join(result.stderr.split())
+
+
+def test_options_of_a_bundle_need_one(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("kernels", "--arch", "sm90", "--batch", 2)
+    assert result.exit_code == 2
+    assert "--for" in result.stderr
+    assert invoke("kernels", "--for", tmp_path / "none.fp4", "--arch", "sm90").exit_code == 2
