@@ -36,6 +36,7 @@ def test_convolution_in_the_emulator() -> None:
     cases: list[tuple[tuple[int, ...], tuple[int, ...], int | None, dict[str, tuple[int, int]], bool]] = [
         ((1, 5, 7, 3), (18, 3, 3, 3), None, {"padding": (1, 1)}, False),
         ((2, 5, 4, 2), (3, 3, 2, 2), 3, PLACES, True),
+        ((1, 3, 5, 16), (17, 3, 3, 16), 17, {"padding": (1, 1)}, False),  # 8 channels at once, a second step of K
     ]
     for image, filters, biases, places, relu in cases:
         x, weight = draw(*image).half(), draw(*filters, seed=1).half()
