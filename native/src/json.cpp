@@ -9,6 +9,8 @@
 namespace fp4d {
 namespace {
 
+constexpr size_t MOST_VALUES = 2'000'000;  // a graph of the most nodes and forms has fewer; bounds the memory
+
 class Parser {
 public:
     Parser(std::string_view text, const Dialect& dialect, const char* source)
@@ -38,6 +40,7 @@ private:
     }
 
     Value parse(int depth) {
+        if (++values_ > MOST_VALUES) fail("has too many values");
         Value value;
         switch (peek()) {
             case '{': return object(depth);
@@ -240,6 +243,7 @@ private:
     const char* end_;
     const Dialect& dialect_;
     const char* source_;
+    size_t values_ = 0;
 };
 
 bool is_utf8(std::string_view text) {

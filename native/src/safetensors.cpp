@@ -33,7 +33,7 @@ Safetensors read_safetensors(const uint8_t* content, size_t bytes) {
     const Value header = parse_json(text, HEADER, "the file's header");
 
     Safetensors found;
-    std::vector<std::pair<std::pair<uint64_t, uint64_t>, std::string>> order;
+    std::map<std::string, std::pair<uint64_t, uint64_t>> places;
     for (const auto& [name, about] : header.fields) {
         if (name == "__metadata__") {
             found.metadata.clear();
@@ -52,11 +52,11 @@ Safetensors read_safetensors(const uint8_t* content, size_t bytes) {
         Tensor tensor;
         tensor.dtype = dtype->text;
         for (const Value& size : shape->items) tensor.shape.push_back(int64_t(count(&size)));
-        const uint64_t first = count(&offsets->items[0]), last = count(&offsets->items[1]);
         found.tensors[name] = tensor;
-        order.erase(std::remove_if(order.begin(), order.end(), [&](const auto& each) { return each.second == name; }), order.end());
-        order.push_back({{first, last}, name});
+        places[name] = {count(&offsets->items[0]), count(&offsets->items[1])};
     }
+    std::vector<std::pair<std::pair<uint64_t, uint64_t>, std::string>> order;
+    for (const auto& [name, offsets] : places) order.push_back({offsets, name});
     std::sort(order.begin(), order.end());
     uint64_t next = 0;
     const uint64_t room = bytes - 8 - length;
