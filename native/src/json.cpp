@@ -9,7 +9,7 @@
 namespace fp4d {
 namespace {
 
-constexpr size_t MOST_VALUES = 2'000'000;  // a graph of the most nodes and forms has fewer; bounds the memory
+constexpr size_t MOST_VALUES = 4'000'000;  // a graph of the most nodes and forms has fewer; bounds the memory
 
 class Parser {
 public:
