@@ -153,7 +153,7 @@ def test_minutes_stop_processes_of_a_background_job(tmp_path: Path) -> None:
     sweep, out = sweep_of(tmp_path, epochs=100_000), tmp_path / "out"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        results = run_sweep(sweep, out, ("control",), minutes=0.2, say=lambda _: None, started=slowly, jobs=2)
+        results = run_sweep(sweep, out, ("control",), minutes=0.1, say=lambda _: None, started=slowly, jobs=2)
     finally:
         signal.signal(signal.SIGINT, before)
     assert children() == []
