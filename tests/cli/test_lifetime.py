@@ -68,14 +68,20 @@ def test_workers_of_a_loader_outlive_a_signal_and_end_with_the_training(
     tiny_data: Path, tmp_path: Path, number: int, status: int
 ) -> None:
     """SIGTERM goes to every process of the job, as in a batch system; `kill -9` to the training alone."""
-    command = fp4deploy(tmp_path, *train(tiny_data, "--out", "run", *FOR_EVER, "--set", "data.workers=1"))
-    command.wait_until(lambda: epochs(tmp_path / "run"), "the first epoch")
-    workers = children_of(command.process.pid)
-    assert len(workers) >= 2, command.stderr  # of training and of validation
-    for pid in workers if number == signal.SIGTERM else []:
-        os.kill(pid, number)
-    command.send(number)
-    assert command.wait() == status, command.stderr
+    arguments = train(tiny_data, "--out", "run", *FOR_EVER, "--set", "data.workers=1")
+    command = [sys.executable, "-m", PACKAGE, *map(str, arguments)]
+    with open(tmp_path / "notes", "w") as notes:
+        process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=notes, stderr=notes)
+    try:
+        wait_until(lambda: epochs(tmp_path / "run") or process.poll() is not None, "the first epoch")
+        workers = children_of(process.pid)
+        assert len(workers) >= 2, (tmp_path / "notes").read_text()  # of training and of validation
+        for pid in workers if number == signal.SIGTERM else []:
+            os.kill(pid, number)
+        process.send_signal(number)
+        assert process.wait(LIMIT) == status, (tmp_path / "notes").read_text()
+    finally:
+        process.kill()
     wait_until(lambda: not any(map(runs, workers)), "the end of the loader's workers")
     if number == signal.SIGTERM:
         progress = read_progress(tmp_path / "run" / "fp16" / "state" / "last.safetensors")
