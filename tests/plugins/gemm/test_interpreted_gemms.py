@@ -29,7 +29,8 @@ def interpret(script: str | None) -> dict[str, Any]:
     root = Path(__file__).resolve().parents[3]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
     environment.pop("FP4DEPLOY_KERNELS", None)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=280)
+    command = [sys.executable, "-m", "tests.plugins.interpreter", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads(done.stdout)
     return results

@@ -168,7 +168,8 @@ def interpreted() -> dict[str, Any]:
     script = Path(__file__).with_name("interpreted_plugins.py")
     root = os.pathsep.join([str(script.parents[3]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=280)
+    command = [sys.executable, "-m", "tests.plugins.interpreter", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
