@@ -158,7 +158,8 @@ def main() -> None:
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """After every row: a run that is stopped keeps what it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"command": "python benchmarks/fp4_training.py", "machine": machine(), "rows": rows}
+    where = machine() if torch.cuda.is_available() else {"gpu": None, "torch": torch.__version__}
+    report = {"command": "python benchmarks/fp4_training.py", "machine": where, "rows": rows}
     path.write_text(json.dumps(report | {"fp4_beside_emulated": compare(rows)}, indent=1) + "\n")
 
 

@@ -41,7 +41,8 @@ FEW = [
     "conv unbatched",
     "transposed groups, dilation",
 ]
-CASES = [(recipe, name) for recipe in RECIPES_HERE for name in FEW]
+CASES = [(recipe, name) for recipe in TRAINING for name in FEW]
+CASES += [(recipe, name) for recipe in MINE for name in ("linear ragged, 3-D", "conv ragged groups")]
 CASES += [(recipe, name) for recipe in ("nvfp4_train", "tetrajet") for name in LAYERS if name not in FEW]
 U, ROTATION = 2.0**-24, torch.tensor(5)
 

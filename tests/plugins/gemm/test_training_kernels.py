@@ -13,15 +13,19 @@ pytestmark = pytest.mark.skipif(aot_compile.triton_version() is None, reason="Tr
 WINDOW = Window((3, 3), (2, 2), (1, 1), (1, 1))
 
 
+def _rare(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.variants)
+
+
 @pytest.mark.parametrize(
     ("kernel", "form", "capability", "instruction"),
     [
-        ("gather", "nvfp4", 90, "wgmma.mma_async m64n128k16 f16"),
         ("rows", "mxfp4", 90, "wgmma.mma_async m64n128k16 bf16"),
-        ("gather", "mxfp4", 120, "mma.sync m16n8k64 kind::mxf4nvf4"),
         ("rows", "nvfp4", 120, "mma.sync m16n8k64 kind::mxf4nvf4"),
-        ("gather", "nvfp4", 100, "tcgen05.mma kind::mxf4nvf4"),
-        ("rows", "mxfp4", 100, "tcgen05.mma kind::mxf4"),
+        _rare("gather", "nvfp4", 90, "wgmma.mma_async m64n128k16 f16"),
+        _rare("gather", "mxfp4", 120, "mma.sync m16n8k64 kind::mxf4nvf4"),
+        _rare("gather", "nvfp4", 100, "tcgen05.mma kind::mxf4nvf4"),
+        _rare("rows", "mxfp4", 100, "tcgen05.mma kind::mxf4"),
     ],
 )
 def test_instructions(kernel: str, form: str, capability: int, instruction: str) -> None:
