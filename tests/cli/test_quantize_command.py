@@ -40,6 +40,7 @@ def test_what_quantize_and_search_refuse(invoke: Invoke, checkpoint: Path, shape
         (("quantize", "x.onnx", "--data", shapes), "quantize takes a checkpoint"),
         (("quantize", "absent.safetensors", "--data", shapes), "There is no checkpoint at absent.safetensors"),
         (("quantize", checkpoint, "--data", shapes, "--correction", "no"), "--correction is 'no'"),
+        (("quantize", checkpoint, "--data", shapes, "--out", checkpoint), "is the FP16 checkpoint"),
         (("search", checkpoint, "--data", shapes, "--budget", "fast"), "It takes drop=POINTS, bytes=COUNT"),
         (("search", checkpoint, "--data", shapes, "--budget", "ms=1", "--arch", "sm75"), "no published peaks"),
     ):

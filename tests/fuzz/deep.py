@@ -93,11 +93,10 @@ def main() -> int:
 
 
 def keep(path: Path, cases: int, row: dict[str, object]) -> None:
-    """Put the row of a loader into a file; those of another number of cases are dropped: one command made all."""
-    command = f"python -m tests.fuzz --cases {cases}"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"command": command, "rows": []}
-    rows = {each["loader"]: each for each in before["rows"] if before["command"] == command}
-    rows[str(row["loader"])] = row
+    """Put the row of a loader into a file, with the command that makes it; other rows stay."""
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    command = f"python -m tests.fuzz --cases {cases} --only {row['loader']}"
+    rows = {**{each["loader"]: each for each in before}, row["loader"]: {**row, "command": command}}
     ordered = [rows[name] for name in NAMES if name in rows]
-    text = json.dumps({"command": command, "machine": environment(), "rows": ordered}, indent=1) + "\n"
+    text = json.dumps({"command": "python -m tests.fuzz", "machine": environment(), "rows": ordered}, indent=1) + "\n"
     path.write_text(text, encoding="utf-8")

@@ -74,6 +74,8 @@ def quantize(
     if source.suffix != ".safetensors":
         raise InputError(f"quantize takes a checkpoint (.safetensors), not {source}. Write one with: fp4deploy train")
     target = out or source.with_name(f"nvfp4-{method.replace('/', 'o')}.safetensors")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise InputError(f"--out is the FP16 checkpoint {source} itself, which would be lost. Give another file.")
     where = data or data_of(source)
     result = quantize_checkpoint(
         source,
