@@ -18,6 +18,7 @@ from fp4deploy.bench.environment import environment
 
 MORE = ("ap50", "ap75")
 OF_THE_MACHINE = ("seconds", "images_per_s")
+SETTINGS_OF_THE_MACHINE = ("data.root=", "data.workers=")
 
 
 def main() -> None:
@@ -41,6 +42,7 @@ def machine() -> dict[str, Any]:
 def gather(folder: Path) -> dict[str, Any]:
     """`sweep.json` with AP50 and AP75 where the runs have them."""
     found: dict[str, Any] = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    found["settings"] = [each for each in found["settings"] if not each.startswith(SETTINGS_OF_THE_MACHINE)]
     for row in found["variants"].values():
         finished = [run for run in row["runs"].values() if run["status"] == "done"]
         for run in row["runs"].values():

@@ -44,8 +44,12 @@ def test_a_sweep_gets_ap50_of_the_best_epoch(tmp_path: Path) -> None:
         (tmp_path / path / "nvfp4" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         runs[seed] = {"status": "done", "path": path, "best_epoch": 2, "seconds": 3.0, "best": 0.5}
     runs["2"] = {"status": "unfinished", "path": "qat/seed2", "seconds": 1.0}
-    (tmp_path / "sweep.json").write_text(json.dumps({"variants": {"qat": {"model": "nvfp4", "runs": runs}}}))
-    row = sweep_result.gather(tmp_path)["variants"]["qat"]
+    settings = ["data.root=/data", "data.workers=2", "train.epochs=3"]
+    content = {"settings": settings, "variants": {"qat": {"model": "nvfp4", "runs": runs}}}
+    (tmp_path / "sweep.json").write_text(json.dumps(content))
+    found = sweep_result.gather(tmp_path)
+    assert found["settings"] == ["train.epochs=3"]
+    row = found["variants"]["qat"]
     assert row["ap50"] == pytest.approx({"mean": 0.85, "sd": 0.0707107})
     assert row["runs"]["0"] == {
         "status": "done",
