@@ -12,7 +12,7 @@ from tests.emulator import planted
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 
 OTHERS = ("sm_90", "sm_100")
-FIRST = ("pack rows", "amax", "GroupNorm and pack")  # in every run of the tests
+FIRST = ("pack rows", "amax", "GroupNorm and pack", "packing unfolded, stochastic, RHT")  # in every run of the tests
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.emulator.test_decoded import FAULTS as DECODED_FAULTS
 
 pytest.importorskip("triton")
 
-FIRST = ("linear", "conv 3x3", "conv 3x3, packed output", "W4A16, K = 36")  # in every run of the tests
+FIRST = ("linear", "conv 3x3", "conv 3x3, packed output", "W4A16, K = 36", "dgrad 3x3, stride 2", "wgrad, two splits")
 FAMILIES = tuple(dict.fromkeys(case.family for case in TRITON if case not in decoded.CASES))
 
 

@@ -105,17 +105,20 @@ def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor) -
 THREE = Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (9, 8))
 STRIDED = Unfolding((2, 3), (2, 1), (1, 2), (1, 2), (5, 8))
 
-CASES = (
-    Case("dgrad 3x3, stride 2", "training", InputGradient()),
+TRAINING = "training"
+GEMMS = (
+    Case("dgrad 3x3, stride 2", TRAINING, InputGradient()),
     Case(
         "dgrad 2x3, stride 1x2, dilation 2",
-        "training",
+        TRAINING,
         InputGradient(24, 40, (7, 8), Window((2, 3), (1, 2), (0, 2), (2, 1))),
     ),
-    Case("wgrad, two splits", "training", WeightGradient()),
-    Case("wgrad, one pixel", "training", WeightGradient(1, 5, 7, 1, 1)),
-    Case("packing unfolded", "training", PackUnfolded(THREE)),
-    Case("packing unfolded, stochastic, RHT", "training", PackUnfolded(STRIDED, None, "stochastic", None, True)),
-    Case("packing unfolded, MXFP4, stochastic", "training", PackUnfolded(STRIDED, "ceil", "stochastic")),
-    Case("packing unfolded, 4/6", "training", PackUnfolded(THREE, four_over_six=FourOverSix("mse"))),
+    Case("wgrad, two splits", TRAINING, WeightGradient()),
+    Case("wgrad, one pixel", TRAINING, WeightGradient(1, 5, 7, 1, 1)),
+)
+PACKING = (
+    Case("packing unfolded", TRAINING, PackUnfolded(THREE)),
+    Case("packing unfolded, stochastic, RHT", TRAINING, PackUnfolded(STRIDED, None, "stochastic", None, True)),
+    Case("packing unfolded, MXFP4, stochastic", TRAINING, PackUnfolded(STRIDED, "ceil", "stochastic")),
+    Case("packing unfolded, 4/6", TRAINING, PackUnfolded(THREE, four_over_six=FourOverSix("mse"))),
 )
