@@ -2,14 +2,15 @@
 
     python benchmarks/packed_latency.py --json benchmarks/results/packed_latency_h200.json
 
-UNets of random weights, calibrated on random images: latency and memory do not depend on the values (agreement of
-trained models: `packed_unet.py`). A case is SCALE:BATCHxHEIGHTxWIDTH. In one process, packed networks first, then form
-by form:
+Networks of random weights, calibrated on random images: latency and memory do not depend on the values (agreement of
+trained models: `packed_unet.py`). A case is MODEL:BATCHxHEIGHTxWIDTH, MODEL being the scale of our UNet, or a network
+of a library such as smp:Unet/resnet34. In one process, packed networks first, then form by form:
 
 * `fp16, FORM`: torch's FP16 model, in all forms of `peers`, with and without a CUDA graph;
 * `packed fp16`: the same FP16 weights in a packed file (`unet-fp16.fp4`): our executor and norm kernels, convolutions
   of cuDNN. What it gains over torch is the runtime's, not FP4's;
-* `packed nvfp4`: the packed file with 21 of 23 layers in NVFP4.
+* `packed nvfp4`: the packed file, first and last layer in FP16 and the others in NVFP4;
+* `packed nvfp4, node by node`: the same without the steps of several nodes (`fp4deploy/packed/producers.py`).
 
 `best` is the fastest FP16 form of torch, `ratio` the packed network's time over it, CUDA graphs on both sides: below 1
 the packed network is faster. On GPUs before Blackwell FP4 is decoded to FP16 in registers.
@@ -30,12 +31,14 @@ from peers import FORMS, forward, machine, measured
 from torch import nn
 
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.models import ModelCard, build_unet
+from fp4deploy.models import build_unet
+from fp4deploy.models.sources import SOURCES
 from fp4deploy.packed import packed_file, read_packed, write_packed
 from fp4deploy.packed.network import PackedNetwork
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
 RECIPE, CLASSES = "nvfp4_qat", tuple(f"class {i}" for i in range(12))
+NODES = "packed nvfp4, node by node"
 CASES = (
     *("1.0:16x352x480", "1.0:1x1024x2048", "1.0:4x512x512"),
     *("1.0:1x352x480", "0.25:16x352x480", "0.25:1x352x480"),
@@ -44,7 +47,7 @@ CASES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="SCALE:NxHxW")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="MODEL:NxHxW")
     parser.add_argument("--forms", nargs="*", default=list(reversed(FORMS)), choices=FORMS, help="of torch, in order")
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after so many")
     parser.add_argument("--json", type=Path)
@@ -53,8 +56,10 @@ def main() -> None:
     began = time.perf_counter()
     rows: dict[str, dict[str, Any]] = {case: {"case": case, "runs": {}} for case in arguments.cases}
     found = {"command": "python benchmarks/packed_latency.py", "machine": machine(), "recipe": RECIPE}
-    for name in ("packed nvfp4", "packed fp16", *(f"fp16, {form}" for form in arguments.forms)):
+    for name in ("packed nvfp4", "packed fp16", NODES, *(f"fp16, {form}" for form in arguments.forms)):
         for case, row in rows.items():
+            if name == NODES and case[0].isdecimal():
+                continue  # our UNet has no such steps
             if time.perf_counter() - began > arguments.seconds:
                 continue
             row["runs"][name] = measure(case, name)
@@ -68,10 +73,12 @@ def main() -> None:
 
 
 @lru_cache
-def model(scale: float, precision: str) -> nn.Module:
-    """A UNet of random weights as it is deployed, on the CPU."""
+def model(name: str, precision: str) -> nn.Module:
+    """A network of random weights as it is deployed, on the CPU."""
     torch.manual_seed(0)
-    made = build_unet(len(CLASSES), scale)
+    source, _, rest = name.partition(":")
+    made: nn.Module = SOURCES[source](rest, len(CLASSES), {}) if rest else build_unet(len(CLASSES), float(name))
+    made.eval()
     if precision == "nvfp4":
         prepare(made, RECIPE)
         calibrate(made.cuda(), [torch.randn(1, 3, 352, 480, device="cuda")])
@@ -80,32 +87,39 @@ def model(scale: float, precision: str) -> nn.Module:
 
 
 @lru_cache
-def network(scale: float, precision: str) -> PackedNetwork:
+def network(name: str, precision: str) -> PackedNetwork:
     """Its packed network on the GPU."""
     folder = Path(tempfile.gettempdir(), "fp4deploy_packed_latency")
-    path = folder / f"unet-{scale}-{precision}.fp4"
+    path = folder / f"{name.replace(':', '-').replace('/', '-')}-{precision}.fp4"
     if path.is_file():  # of an earlier run
         return PackedNetwork(read_packed(path), "cuda")
     folder.mkdir(exist_ok=True)
-    rgb = ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
-    card = ModelCard(precision, scale, CLASSES, 352, 480, *rgb, False, RECIPE if precision == "nvfp4" else None)
-    parts = pack_model(model(scale, precision), torch.zeros(1, 3, 352, 480), dynamic_size=False)
-    file = packed_file(path, card, *parts)
+    parts = pack_model(model(name, precision), torch.zeros(1, 3, 352, 480), dynamic_size=False)
+    file = packed_file(path, None, *parts)
     write_packed(file)
     return PackedNetwork(file, "cuda")
+
+
+def node_by_node(whole: PackedNetwork) -> PackedNetwork:
+    """The same network, running the nodes of its graph."""
+    made = PackedNetwork(whole.file, "cuda")
+    made.inputs, made.steps = made.graph.inputs, list(made.graph.nodes)
+    return made
 
 
 @torch.inference_mode()
 def measure(case: str, name: str) -> dict[str, Any]:
     """One run of one case."""
-    scale, _, size = case.partition(":")
+    spec, _, size = case.rpartition(":")
     batch, height, width = (int(part) for part in size.split("x"))
     x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
     began = time.perf_counter()
-    if name.startswith("packed "):
-        found = measured(partial(network(float(scale), name.removeprefix("packed ")), x))
+    if name == NODES:
+        found = measured(partial(node_by_node(network(spec, "nvfp4")), x))
+    elif name.startswith("packed "):
+        found = measured(partial(network(spec, name.removeprefix("packed ")), x))
     else:
-        found = measured(forward(model(float(scale), "fp16"), name.removeprefix("fp16, "), x))
+        found = measured(forward(model(spec, "fp16"), name.removeprefix("fp16, "), x))
     took = time.perf_counter() - began
     told = found.get("error") or "launched {launched_ms:8.3f} ms  graph {graph_ms:8.3f} ms".format(**found)
     print(f"{case:18s} {name:28s} {told}   ({took:.1f} s)", flush=True)

@@ -1,9 +1,11 @@
 """Running a packed network: one pass over its nodes; an activation is freed after its last reader.
 
 On a GPU activations are FP16 or packed, convolutions and linear layers of packed operands come from
-`plugins.gemm.dispatch` and GroupNorm with ReLU from `plugins.quantize.norm_pack`; everything else is torch
-(`operators`). On the CPU packed tensors are decoded before each convolution and everything between is FP32, as in
-every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the speed is not.
+`plugins.gemm.dispatch`, GroupNorm with ReLU from `plugins.quantize.norm_pack`, and groups of affine maps, norms,
+residual additions and activation functions from `plugins.quantize.pointwise_pack` (`producers` finds them); everything
+else is torch (`operators`). On the CPU packed tensors are decoded before each convolution and everything between is
+FP32, as in every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the
+speed is not.
 
     network = PackedNetwork(read_packed("unet.fp4"), "cuda")
     logits = network(images)                       [N, 3, H, W] -> [N, classes, H, W]
@@ -36,6 +38,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
+    Affine,
     Conv2d,
     ConvTranspose2d,
     Form,
@@ -44,19 +47,21 @@ from fp4deploy.packed.graph import (
     Layer,
     Linear,
     Node,
-    named,
+    Norm,
     weight_names,
 )
-from fp4deploy.packed.memory import last_reads
 from fp4deploy.packed.operators import Context, compute, convolve
+from fp4deploy.packed.producers import Move, Produce, Step, label, moved, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_shape
 from fp4deploy.plugins.gemm import decoded, plain
 from fp4deploy.plugins.gemm.decoded import DecodedWeight
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
-from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, norm_relu_pack
+from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
+from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
 from fp4deploy.plugins.quantize.statistics import Moments
+from fp4deploy.plugins.runtime.availability import available
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 SIZES = 16  # shapes of inputs whose fit is remembered
@@ -84,7 +89,10 @@ class PackedNetwork:
         self.graph = file.graph
         self.device = torch.device(device)
         self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
-        self._last = last_reads(self.graph)
+        on_gpu = self.device.type == "cuda" and available(self.device)
+        inputs, steps = plan(self.graph) if on_gpu else (self.graph.inputs, list(self.graph.nodes))
+        self.inputs: Sequence[Input] = inputs
+        self.steps: Sequence[Step] = steps
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
         self._range: Callable[[str], AbstractContextManager[Any]] = torch.cuda.nvtx.range if marks else nullcontext
         self._decodes = weights != "packed" and decoded.available(self.device)
@@ -94,6 +102,7 @@ class PackedNetwork:
         self._wide: dict[str, torch.Tensor] = {}  # on the CPU: decoded to FP32
         self._taps: dict[str, list[int]] = {}
         self._plain: dict[str, torch.Tensor] = {}
+        self._affines: dict[str, torch.Tensor] = {}
         self._fits: dict[tuple[Shape, ...], dict[str, int]] = {}
         shapes, names = shapes_of(self.graph), set[str]()
         for node in self.graph.nodes:
@@ -117,15 +126,17 @@ class PackedNetwork:
         with torch.inference_mode():
             live: dict[str, FeatureMap] = {}
             moments: dict[str, Moments] = {}
-            for each, x in zip(self.graph.inputs, inputs, strict=True):
+            last = {name: number for number, step in enumerate(self.steps) for name in step.inputs}
+            last |= {each.activation: len(self.steps) for each in self.graph.outputs}
+            for each, x in zip(self.inputs, inputs, strict=True):
                 live.update(zip([form.name for form in each.outputs], self.read_input(each, x), strict=True))
-            for number, node in enumerate(self.graph.nodes):
-                with self._range(named(node)):
-                    results = self.run_node(node, [live[name] for name in node.inputs], sizes, moments)
-                for name in node.inputs:
-                    if self._last[name] == number:
+            for number, step in enumerate(self.steps):
+                with self._range(label(step)):
+                    results = self.run_step(step, [live[name] for name in step.inputs], sizes, moments)
+                for name in step.inputs:
+                    if last[name] == number:
                         live.pop(name, None)
-                live.update(zip([form.name for form in node.outputs], results, strict=True))
+                live.update(zip([form.name for form in step.outputs], results, strict=True))
         return self.named([cast(torch.Tensor, live[each.activation]) for each in self.graph.outputs])
 
     def named(self, outputs: Sequence[torch.Tensor]) -> Result:
@@ -147,6 +158,17 @@ class PackedNetwork:
         if self.graph.digits:
             x = encode_input(x)
         return self.forms(channels_last(x), each.outputs)
+
+    def run_step(
+        self, step: Step, inputs: list[FeatureMap], sizes: dict[str, int], moments: dict[str, Moments] | None = None
+    ) -> list[FeatureMap]:
+        """`run_node` for what this device runs instead of nodes."""
+        if isinstance(step, Produce):
+            return self._produce(step, cast("list[torch.Tensor]", inputs))
+        if isinstance(step, Move):
+            context = Context(self._vectors.__getitem__, sizes)
+            return [moved(step.node, cast("list[Nvfp4Tensor]", inputs), context)]
+        return self.run_node(step, inputs, sizes, moments)
 
     def run_node(
         self,
@@ -208,6 +230,33 @@ class PackedNetwork:
     def amax(self, form: Form) -> torch.Tensor | None:
         """What a form is packed with; None for a plain one."""
         return self._vectors[form.amax] if form.amax else None
+
+    def _produce(self, step: Produce, inputs: list[torch.Tensor]) -> list[FeatureMap]:
+        x, *others = [channels_last(x).permute(0, 2, 3, 1) for x in inputs]
+        other_ab = None if step.second is None else self._affine(step.second)
+        first = self._normalizing(step.first, x) if isinstance(step.first, Norm) else step.first
+        ab = self._affine(first) if isinstance(first, Affine) else first
+        work = Pointwise(ab, others[0] if others else None, other_ab, step.activation, step.slope)
+        written = pointwise_pack(x, work, [OutputForm(self.amax(form)) for form in step.outputs])
+        return [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
+
+    def _affine(self, node: Affine) -> torch.Tensor:
+        """Scale and shift, float32 [1, 2, C], made at the first call."""
+        if node.layer not in self._affines:
+            pair = [self._vectors[f"{node.layer}.{part}"] for part in ("scale", "shift")]
+            self._affines[node.layer] = torch.stack(pair)[None]
+        return self._affines[node.layer]
+
+    def _normalizing(self, node: Norm, x: torch.Tensor) -> torch.Tensor:
+        """The affine map, float32 [N, 2, C], that normalises `x` [N, H, W, C]."""
+        channels = x.shape[-1]
+        groups = channels if node.op == "instance_norm" else node.groups
+        if node.layer is None:
+            ones = torch.ones(channels, device=x.device)
+            weight, bias = ones, torch.zeros_like(ones)
+        else:
+            weight, bias = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
+        return coefficients(x, None, weight, bias, groups, node.eps)
 
     def _norm(self, node: GroupNormReLU, x: torch.Tensor, moments: Moments | None = None) -> list[FeatureMap]:
         bias = self._vectors[node.bias] if node.bias else None

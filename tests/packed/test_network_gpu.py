@@ -14,7 +14,8 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed import network as network_module
 from fp4deploy.packed.capture import CapturedNetwork
-from fp4deploy.packed.graph import GroupNormReLU
+from fp4deploy.packed.graph import GroupNormReLU, Norm
+from fp4deploy.packed.producers import Produce
 from fp4deploy.plugins.gemm import reference
 from fp4deploy.plugins.quantize import norm_pack
 from tests.export.packable_networks import NETWORKS, deployed
@@ -168,6 +169,30 @@ def test_every_node_of_other_networks(name: str, monkeypatch: pytest.MonkeyPatch
     captured = CapturedNetwork(network)
     for one, other in zip(leaves(captured(x.cuda())), leaves(network(x.cuda())), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_steps_of_several_nodes(name: str) -> None:
+    """Each step from the inputs that the nodes give: the same bytes, but for the sums of a norm."""
+    torch.manual_seed(0)
+    factory, size = NETWORKS[name]
+    x = torch.randn(2, 3, *size)
+    network = PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x)), "cuda")
+    image, graph = x.cuda(), network.graph
+    sizes = {f"{graph.inputs[0].name}.{axis}": extent for axis, extent in enumerate(x.shape)}
+    live: dict[str, Any] = {}
+    for inputs in (graph.inputs[0], network.inputs[0]):
+        live.update(zip([form.name for form in inputs.outputs], network.read_input(inputs, image), strict=True))
+    for node in graph.nodes:
+        got = network.run_node(node, [live[each] for each in node.inputs], sizes)
+        live.update(zip([form.name for form in node.outputs], got, strict=True))
+    for step in network.steps:
+        got = network.run_step(step, [live[each] for each in step.inputs], sizes)
+        for form, one in zip(step.outputs, got, strict=True):
+            other = live.setdefault(form.name, one)
+            exact = not isinstance(step, Produce) or not isinstance(step.first, Norm)
+            different = float((values(one).nan_to_num(7) != values(other).nan_to_num(7)).float().mean())
+            assert different == 0 if exact else different < 0.02, step
 
 
 def test_no_more_memory_than_the_graph_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from fp4deploy import formats
 from fp4deploy.emulator.cases.case import Case, Outcome, Setting, normal
 from fp4deploy.emulator.cases.cuda import AMAX, HALF, emulated
 from fp4deploy.emulator.faults import Fault
-from fp4deploy.plugins.quantize import channels_last, norm_pack, statistics
+from fp4deploy.plugins.quantize import channels_last, norm_pack, pointwise_pack, statistics
 
 
 def _image(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -168,6 +169,20 @@ def norm_packing(setting: Setting, outcome: Outcome) -> None:
                 outcome.compare(mine, expected)
 
 
+def elementwise_layers(setting: Setting, outcome: Outcome) -> None:
+    """relu(a x + b + c r + d), and a leaky ReLU of x, packed and plain."""
+    x, other = (_image(setting, 2, 32, 3, 5).permute(0, 2, 3, 1).contiguous() for _ in range(2))
+    first, second = normal(setting, 2, 2, 32, seed=3), normal(setting, 1, 2, 32, seed=4)
+    form, work = norm_pack.OutputForm, pointwise_pack.Pointwise
+    for each in (work(first, other.flip(1), second, "relu"), work(None, None, None, "leaky_relu", 0.1)):
+        forms = [form(torch.tensor(AMAX)), form(None)]
+        with emulated(setting, outcome):
+            got = pointwise_pack.apply_kernels(x, each, forms)
+        mine, plain = pointwise_pack.apply_reference(x, each, forms)
+        outcome.compare_packed(cast(formats.Nvfp4Tensor, got[0]), cast(formats.Nvfp4Tensor, mine))
+        outcome.compare(cast(torch.Tensor, got[1]), cast(torch.Tensor, plain))
+
+
 MAPS = "channels_last"
 CASES = (
     Case("GroupNorm, ReLU, fake quantisation", MAPS, group_norm),
@@ -177,6 +192,7 @@ CASES = (
     Case("concatenate and separate", MAPS, concatenation),
     Case("running amax", MAPS, tracking),
     Case("GroupNorm and pack", "norm and pack", norm_packing),
+    Case("elementwise layers and pack", "norm and pack", elementwise_layers),
     Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),
     Case("statistics of GroupNorm, 6 channels a group", "statistics", norm_statistics(1, 48, 9, 13)),
 )

@@ -71,9 +71,25 @@ def norm_relu_pack(
         ab = combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
         return apply_kernels(x, ab, forms)
     except UnavailableError as error:
-        _refused.add(x.device)
-        warnings.warn(f"GroupNorm falls back from its CUDA kernel to torch on {x.device}: {error}", stacklevel=2)
+        _refuse(x.device, error)
         return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
+
+
+def coefficients(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    beta: torch.Tensor,
+    groups: int,
+    eps: float,
+) -> torch.Tensor:
+    """`affine` by kernels where they run."""
+    if _runs(x) and weight.numel() <= groups * THREADS:
+        try:
+            return combine(chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
+        except UnavailableError as error:
+            _refuse(x.device, error)
+    return affine(x, bias, weight, beta, groups, eps)
 
 
 def affine(
@@ -107,6 +123,11 @@ def _form(y: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
     return y if amax is None else formats.quantize_nvfp4(y, amax=amax)
 
 
+def _refuse(device: torch.device, error: UnavailableError) -> None:
+    _refused.add(device)
+    warnings.warn(f"GroupNorm falls back from its CUDA kernel to torch on {device}: {error}", stacklevel=3)
+
+
 def _runs(x: torch.Tensor) -> bool:
     fits = x.dtype in (torch.float16, torch.bfloat16) and channels_fit(x.shape[-1]) and x.numel() > 0
     return x.is_cuda and fits and x.device not in _refused and available(x.device)
@@ -118,7 +139,7 @@ def apply_kernels(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputForm]
     Raises:
         UnavailableError: the kernels do not compile or launch here.
     """
-    results: list[FeatureMap] = [_empty(x, each) for each in forms]
+    results: list[FeatureMap] = [empty(x, each) for each in forms]
     waiting = list(range(len(forms)))
     while waiting:
         served: dict[tuple[bool, bool], int] = {}
@@ -129,7 +150,8 @@ def apply_kernels(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputForm]
     return results
 
 
-def _empty(x: torch.Tensor, form: OutputForm) -> FeatureMap:
+def empty(x: torch.Tensor, form: OutputForm) -> FeatureMap:
+    """Memory for a form of the result for `x`."""
     n, h, w, c = x.shape
     shape = (n, h // 2, w // 2) if form.pooled else (n, h, w)
     if form.amax is None:
@@ -143,25 +165,25 @@ def _launch(x: torch.Tensor, ab: torch.Tensor, results: dict[tuple[bool, bool], 
     n, h, w, c = x.shape
     pooling = any(pooled for pooled, _ in results)
     pixels = h * w // 4 if pooling else h * w
-    chunks, per_chunk = _chunks(pixels, c, n)
+    count, per_chunk = chunks(pixels, c, n)
     macros: dict[str, str | int] = {"DTYPE": CUDA_TYPES[x.dtype]}
     if not pooling:
         norm = kernel("norm_pack.cu", "norm_pack", "PPPPPPqiq", macros, x.device)
-        norm.launch((chunks, n), THREADS, x, ab, *_pointers(results, False), pixels, c, per_chunk)
+        norm.launch((count, n), THREADS, x, ab, *pointers(results, False), pixels, c, per_chunk)
         return
     both = kernel("norm_pack.cu", "norm_pool_pack", "PPPPPPPPPPiqiq", macros, x.device)
-    targets = (*_pointers(results, False), *_pointers(results, True))
-    both.launch((chunks, n), THREADS, x, ab, *targets, w // 2, pixels, c, per_chunk)
+    targets = (*pointers(results, False), *pointers(results, True))
+    both.launch((count, n), THREADS, x, ab, *targets, w // 2, pixels, c, per_chunk)
 
 
-def _chunks(pixels: int, channels: int, batch: int) -> tuple[int, int]:
+def chunks(pixels: int, channels: int, batch: int) -> tuple[int, int]:
     """How many chunks a feature map is cut into, and the pixels of a chunk: one trip a thread for small ones."""
     count = max(1, min(-(-pixels // (THREADS // (channels // VECTOR))), -(-BLOCKS // batch)))
     per_chunk = -(-pixels // count)
     return -(-pixels // per_chunk), per_chunk
 
 
-def _pointers(results: dict[tuple[bool, bool], FeatureMap], pooled: bool) -> tuple[torch.Tensor | None, ...]:
+def pointers(results: dict[tuple[bool, bool], FeatureMap], pooled: bool) -> tuple[torch.Tensor | None, ...]:
     """amax, codes, scales, values."""
     packed, plain = results.get((pooled, False)), results.get((pooled, True))
     values = plain if isinstance(plain, torch.Tensor) else None

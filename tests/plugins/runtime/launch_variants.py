@@ -18,7 +18,7 @@ import torch
 
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import gemv, plain
-from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, statistics, weights
+from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, pointwise_pack, statistics, weights
 from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.plugins.runtime import pdl
 
@@ -66,6 +66,7 @@ def launched() -> list[Variant]:
         mock.patch.object(weights, "kernel", recorder.kernel),
         mock.patch.object(channels_last, "kernel", recorder.kernel),
         mock.patch.object(norm_pack, "kernel", recorder.kernel),
+        mock.patch.object(pointwise_pack, "kernel", recorder.kernel),
         mock.patch.object(statistics, "kernel", recorder.kernel),
         mock.patch.object(plain, "kernel", recorder.kernel),
         mock.patch.object(cuda_launch, "kernel", recorder.kernel),
@@ -135,6 +136,16 @@ def _packed_norms() -> None:
     statistics.combine(statistics.chunk_moments(x), x.shape, None, torch.ones(32), torch.zeros(32), 8, 1e-5)
 
 
+def _elementwise_layers() -> None:
+    x, ab, form = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(1, 2, 32), norm_pack.OutputForm
+    for activation in pointwise_pack.ACTIVATIONS:
+        work = pointwise_pack.Pointwise(ab, None, None, activation)
+        pointwise_pack.apply_kernels(x, work, [form(_amax()), form(None)])
+    for first, second in ((None, None), (None, ab), (ab, None), (ab, ab)):
+        work = pointwise_pack.Pointwise(first, x, second, "relu")
+        pointwise_pack.apply_kernels(x, work, [form(_amax())])
+
+
 def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
     x, out = torch.zeros(rows, 256, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
 
@@ -201,6 +212,7 @@ EXERCISES: list[Callable[[], object]] = [
     lambda: weights._fake_quantize_weights([torch.zeros(MATRIX)], [1], HALF),
     lambda: _images(True),
     _packed_norms,
+    _elementwise_layers,
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),

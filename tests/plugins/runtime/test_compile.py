@@ -32,10 +32,10 @@ from tests.plugins.runtime.launch_variants import BESIDES, Variant, launched
 BLACKWELL = ("sm_100a", "sm_120a", "sm_103a", "sm_121a", "sm_110a", "sm_107a")
 MAIN, OTHERS = ("sm_80", "sm_90a", *BLACKWELL[:2]), BLACKWELL[2:]
 CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
-CONVERTING = ("quantize_tensor", "norm_pack", "norm_pool_pack")
+CONVERTING = ("quantize_tensor", "norm_pack", "norm_pool_pack", "pointwise_pack")
 # Kernels whose loads are of 16 bytes; of `quantize.cu` with LINEAR those of every kernel.
 WIDE = {"pack_rows", "pack_rows_4o6", "finite_amax", "concat", "separate", "moments", "apply", "sums", "gradient"}
-WIDE |= {"norm_pack", "norm_pool_pack", "pool", "pool_gradient", "track_amax", "previous_amax"}
+WIDE |= {"norm_pack", "norm_pool_pack", "pointwise_pack", "pool", "pool_gradient", "track_amax", "previous_amax"}
 WIDE_LOAD = re.compile(r"ld\.(?:volatile\.)?global[.\w]*\.v4\.[bfsu]32")
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 SPILLED = 4  # bytes: one register, around the call of a rare path

@@ -12,37 +12,10 @@
 // Launch: block 256, grid (chunks, N). x, y: DTYPE [N, pixels, C], p: DTYPE [N, pixels / 4, C]; codes: 8 bytes and
 // scales: 1 byte for each 16 channels. C is a multiple of 16. norm_pool_pack: chunks of pooled pixels, W of the pooled
 // feature map.
-#include "channels.cuh"
+#include "pack_target.cuh"
 
 using channels::VECTOR;
 using channels::Walk;
-
-struct Target {
-    uint32_t* codes;
-    uint8_t* scales;
-    DTYPE* values;
-
-    // Eight channels starting at element `at`. All threads of a warp call this (shuffles); `has` says which of them
-    // write.
-    __device__ __forceinline__ void put(
-        const float (&v)[VECTOR], const fp4::GlobalScale& global, long long at, bool has) const {
-        if (values && has) channels::store(values + at, v);
-        if (!codes) return;
-        const fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), global);
-        float scaled[VECTOR];
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) scaled[i] = v[i] * block.encode;
-        uint32_t packed = fp4::encode_eight(scaled);
-        if (block.encode != block.encode) packed = 0u;  // a block with NaN or Inf: codes 0, scale NaN
-        if (!has) return;
-        codes[at / VECTOR] = packed;
-        // Two adjacent lanes have a block; one of them writes its scale.
-        if (threadIdx.x % 2 == 0) scales[at / fp4::GROUP] = uint8_t(fp4::encode_e4m3(block.d8));
-    }
-    __device__ __forceinline__ fp4::GlobalScale global(const float* amax) const {
-        return codes ? fp4::global_scale(*amax) : fp4::GlobalScale{};
-    }
-};
 
 struct Affine {
     float a[VECTOR], b[VECTOR];

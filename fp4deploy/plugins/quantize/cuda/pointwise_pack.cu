@@ -1,0 +1,89 @@
+// The layers between two convolutions that work on each element alone, in one pass: an affine map of each channel, the
+// addition of a residual branch with an affine map of its own, an activation function. The output is written packed,
+// plain or both (`pack_target.cuh`).
+//
+//   v = round(a x + b)                          FIRST 1; FIRST 0: v = x
+//   v = round(v + r), r = other                 SECOND 1; SECOND 2: r = round(c other + d); SECOND 0: nothing
+//   y = round(f(v))                             ACTIVATION 0 none, 1 relu, 2 leaky_relu, 3 silu, 4 hardswish, 5 gelu,
+//                                               6 relu6
+//
+// Every operation is in float32 and every line is rounded to DTYPE, so that the bytes are those of the layers one by
+// one. a and b are float32 [items, 2, C] with items 1 or N: `ab_item` floats lie between two items of a batch.
+//
+// Launch: block 256, grid (chunks, N). x, other, values: DTYPE [N, pixels, C]; codes: 8 bytes and scales: 1 byte for
+// each 16 channels. C is a multiple of 16.
+#include "pack_target.cuh"
+
+using channels::VECTOR;
+using channels::Walk;
+
+struct Affine {
+    float a[VECTOR], b[VECTOR];
+
+    __device__ Affine(const float* ab, long long ab_item, const Walk& walk, int C) {
+        if (!walk.active) return;
+        channels::load(ab + blockIdx.y * ab_item + walk.channel, a);
+        channels::load(ab + blockIdx.y * ab_item + C + walk.channel, b);
+    }
+    __device__ __forceinline__ void operator()(float (&v)[VECTOR]) const {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(a[i] * v[i] + b[i]));
+    }
+};
+
+__device__ __forceinline__ float activation(float v, float slope) {
+#if ACTIVATION == 1
+    return fp4::nan_max(v, 0.f);
+#elif ACTIVATION == 2
+    return v > 0.f ? v : v * slope;
+#elif ACTIVATION == 3
+    return v / (1.f + expf(-v));
+#elif ACTIVATION == 4
+    return v * fminf(fmaxf(v + 3.f, 0.f), 6.f) * (1.f / 6.f);
+#elif ACTIVATION == 5
+    return v * 0.5f * (1.f + erff(v * 0.70710678118654752f));
+#elif ACTIVATION == 6
+    v = fp4::nan_max(v, 0.f);
+    return v > 6.f ? 6.f : v;
+#else
+    return v;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(256) pointwise_pack(
+    const DTYPE* x, const float* ab, long long ab_item, const DTYPE* other, const float* other_ab,
+    long long other_ab_item, float slope, const float* amax, uint32_t* codes, uint8_t* scales, DTYPE* values,
+    long long pixels, int C, long long per_chunk) {
+    const Walk walk(pixels, C, per_chunk);
+#if FIRST
+    const Affine first(ab, ab_item, walk, C);
+#endif
+#if SECOND == 2
+    const Affine second(other_ab, other_ab_item, walk, C);
+#endif
+    const Target target{codes, scales, values};
+    const fp4::GlobalScale global = target.global(amax);
+    const long long item = (long long)blockIdx.y * pixels * C + walk.channel;
+#pragma unroll 4
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        const bool has = walk.has(trip);
+        const long long at = item + walk.pixel(trip) * C;
+        float v[VECTOR] = {};
+        if (has) channels::load(x + at, v);
+#if FIRST
+        first(v);
+#endif
+#if SECOND
+        float r[VECTOR] = {};
+        if (has) channels::load(other + at, r);
+#if SECOND == 2
+        second(r);
+#endif
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(v[i] + r[i]));
+#endif
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(activation(v[i], slope)));
+        target.put(v, global, at, has);
+    }
+}

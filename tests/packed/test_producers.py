@@ -1,0 +1,94 @@
+"""Steps instead of nodes: which nodes become one, and that the bytes stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp4deploy.export.to_packed import pack_model
+from fp4deploy.export.verify.packed import leaves
+from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
+from fp4deploy.packed.graph import Activation, Affine, Concat, Node, Norm, Resize
+from fp4deploy.packed.producers import Move, Produce, plan
+from tests.export.packable_networks import NETWORKS, deployed
+from tests.packed.small_networks import packed
+
+
+@cache
+def packed_network(name: str) -> tuple[PackedFile, torch.Tensor]:
+    torch.manual_seed(0)
+    factory, size = NETWORKS[name]
+    x = torch.randn(2, 3, *size)
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x)), x
+
+
+def steps(name: str) -> list[Any]:
+    return list(plan(packed_network(name)[0].graph)[1])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_results_of_the_nodes(name: str) -> None:
+    """On the CPU, by the reference of the kernel; the norms of one network are summed in another order."""
+    file, x = packed_network(name)
+    network, planned = PackedNetwork(file), PackedNetwork(file)
+    planned.inputs, planned.steps = plan(file.graph)
+    for one, other in zip(leaves(planned(x)), leaves(network(x)), strict=True):
+        if name == "InstanceNorm UNet":
+            assert float((one - other).norm() / other.norm()) < 0.02
+        else:
+            assert torch.equal(one, other)
+
+
+def test_a_residual_network_has_one_step_between_convolutions() -> None:
+    """BatchNorm, ReLU, both branches of an addition and packing; what is resized or concatenated is packed before."""
+    found = steps("ResNet encoder")
+    produced = [step for step in found if isinstance(step, Produce)]
+    assert not [step for step in found if isinstance(step, (Affine, Resize)) and _packs(step)]
+    adds = [step for step in produced if len(step.inputs) == 2]
+    assert Counter((step.first is not None, step.second is not None, step.activation) for step in adds) == {
+        (True, False, "relu"): 1,
+        (True, True, "relu"): 2,
+    }
+    assert all(step.activation == "relu" for step in produced)
+    moves = [step for step in found if isinstance(step, Move)]
+    assert moves
+    assert all(form.amax for step in moves for form in step.outputs)
+
+
+def _packs(node: Node) -> bool:
+    return any(form.amax for form in node.outputs)
+
+
+def test_norms_and_activations_are_one_step() -> None:
+    found = steps("InstanceNorm UNet")
+    produced = [step for step in found if isinstance(step, Produce)]
+    assert len(produced) == 10
+    assert all(isinstance(step.first, Norm) and step.activation == "leaky_relu" and step.slope for step in produced)
+    assert not [step for step in found if isinstance(step, (Norm, Activation))]
+
+
+def test_a_concatenation_of_packed_parts() -> None:
+    concats = [step for step in steps("ASPP") if isinstance(step, Move) and isinstance(step.node, Concat)]
+    assert [len(step.inputs) for step in concats] == [4]
+
+
+def test_every_form_is_written_once_and_before_it_is_read() -> None:
+    for name in NETWORKS:
+        inputs, found = plan(packed_network(name)[0].graph)
+        known = {form.name for each in inputs for form in each.outputs}
+        for step in found:
+            assert set(step.inputs) <= known
+            written = {form.name for form in step.outputs}
+            assert not written & known
+            known |= written
+        assert {each.activation for each in packed_network(name)[0].graph.outputs} <= known
+
+
+def test_our_network_has_its_own_kernels() -> None:
+    graph = packed()[1].graph
+    assert plan(graph)[1] == list(graph.nodes)
