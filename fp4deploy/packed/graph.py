@@ -15,6 +15,8 @@ in blocks along the channels or along the last axis), or pooled 2 x 2. Two reade
 | `max_pool`, `avg_pool`, `adaptive_pool`, `reduce`, `resize`, `pixel_shuffle` | sizes | torch |
 | `matmul`, `softmax`, `attention` | products of activations | torch |
 
+Where a GPU runs several nodes as one kernel, `producers` says which.
+
 A plain activation is FP16 on a GPU and FP32 on a CPU, with torch's axes (NCHW); a packed one has its blocks along the
 last axis (NHWC). No shape is stored but the inputs' example: `shapes` derives the others, for any size that the inputs
 may have. Sizes that a node must know (`reshape`, `resize`) are numbers, or expressions of the inputs' axes

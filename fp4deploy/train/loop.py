@@ -125,7 +125,8 @@ class Trainer:
 
     def _compiling_pays(self) -> bool:
         """With train.fused=auto: the steps are many enough for what `fuse` needs to compile."""
-        asked = self.settings.fused == "auto" and bool(self.layers)
+        fusible = bool(self.layers) and all(layer.recipe.straight_through for layer in self.layers)
+        asked = self.settings.fused == "auto" and fusible
         return asked and self._alone and self.steps >= STEPS_WORTH_COMPILING
 
     @property
