@@ -7,6 +7,10 @@
 FP16 where the unfused model holds FP32 between GroupNorm and the next convolution. An FP16 model gains as well: it is
 the same path without the quantisers.
 
+Activations in plain NVFP4, static or dynamic, are quantised inside these kernels. With 4/6 the kernels write FP16 and
+find the amax, and the kernel of 4/6 quantises. Weights are quantised in two launches together, or layer by layer where
+their format is not the plain one.
+
 The fused forward does not call the submodules. Whenever that would matter (a hook on one of them, a calibration, a
 recipe that the kernels do not have, no autocast, no GPU), the plain forward runs instead.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -29,6 +34,7 @@ from fp4deploy.plugins.quantize.channels_last import channels_fit
 from fp4deploy.plugins.quantize.weights import fake_quantize_weights, weight_fits
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.recipes import QuantSpec, Recipe
+from fp4deploy.qat.ste import fake_quantize
 
 ops = torch.ops.fp4deploy
 SIMPLE_INPUT = QuantSpec(scale="static")
@@ -113,7 +119,7 @@ class FusedUNet(UNet):
             if level < deepest:
                 y, largest = _norm(x, bias, block.norm2, None)
                 after = encoder[level + 1].conv1
-                skip, x = _SkipAndPool.apply(y, _track(y, largest, after, read=False))
+                skip, x = _pool(y, largest, after)
                 self._observe_input(after, x.shape, partial(_pooled, y))
                 skips.append((skip, largest))
             else:
@@ -142,12 +148,14 @@ class FusedUNet(UNet):
     def _weights(self, dtype: torch.dtype) -> dict[nn.Module, torch.Tensor]:
         """The weight of every convolution as it is multiplied, in `dtype`."""
         convolutions: list[Any] = [m for m in self._parts() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
-        quantized = [layer for layer in convolutions if isinstance(layer, QuantizedLayer)]
+        layers = [layer for layer in convolutions if isinstance(layer, QuantizedLayer)]
+        quantized = [layer for layer in layers if layer.recipe.weight == SIMPLE_WEIGHT]
+        others = {layer: layer.quantized_weight().to(dtype) for layer in layers if layer not in quantized}
         plain = [layer for layer in convolutions if not isinstance(layer, QuantizedLayer)]
         # The contraction axis: input channels of OIHW, of IOHW for a transposed convolution.
         axes = tuple(0 if isinstance(layer, nn.ConvTranspose2d) else 1 for layer in quantized)
         values = _Weights.apply(axes, dtype, *(layer.weight for layer in (*quantized, *plain)))
-        return dict(zip((*quantized, *plain), values, strict=True))
+        return others | dict(zip((*quantized, *plain), values, strict=True))
 
 
 class _Weights(torch.autograd.Function):
@@ -186,6 +194,7 @@ class _NormReLU(torch.autograd.Function):
         decay: float,
         quantize: bool,
         delayed: bool,
+        clips: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.contiguous(memory_format=torch.channels_last)
         y, ab, mean_rstd, channel_mean, largest = ops.group_norm_relu(
@@ -193,7 +202,7 @@ class _NormReLU(torch.autograd.Function):
         )
         used = largest if amax is None else amax
         ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used)
-        ctx.quantize = quantize
+        ctx.masks = quantize and clips
         ctx.mark_non_differentiable(largest)
         return y, largest
 
@@ -201,31 +210,33 @@ class _NormReLU(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, ab, mean_rstd, channel_mean, bias, weight, used = ctx.saved_tensors
         dx, sums = ops.group_norm_relu_backward(
-            x, gradients[0], ab, mean_rstd, channel_mean, bias, weight, used, ctx.quantize
+            x, gradients[0], ab, mean_rstd, channel_mean, bias, weight, used, ctx.masks
         )
         dgamma, dbeta, dbias = sums.unbind()
-        return dx, None if bias is None else dbias, dgamma, dbeta, *[None] * 7
+        return dx, None if bias is None else dbias, dgamma, dbeta, *[None] * 8
 
 
 class _SkipAndPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(y, amax)
+    def forward(ctx: Any, y: torch.Tensor, amax: torch.Tensor | None, clips: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(y, amax if clips else None)
         return y.view_as(y), ops.pool(y, amax)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y, amax = ctx.saved_tensors
         dskip, dpooled = gradients
-        return ops.pool_backward(y, dskip, dpooled, amax), None
+        return ops.pool_backward(y, dskip, dpooled, amax), None, None
 
 
 class _Concat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, *tracking: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, clips: bool, *tracking: Any
+    ) -> torch.Tensor:
         out, in_range = ops.concat(a, b, amax, *tracking)
-        ctx.arguments = 3 + len(tracking)
-        ctx.save_for_backward(in_range if amax is not None else None)
+        ctx.arguments = 4 + len(tracking)
+        ctx.save_for_backward(in_range if amax is not None and clips else None)
         ctx.first = a.shape[1]
         return out
 
@@ -240,16 +251,42 @@ def _norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(relu(norm(x + bias)) as the layer `after` reads it, its amax)."""
     amax = tracked = None
-    decay, quantize, delayed = 0.0, isinstance(after, QuantizedLayer), False
-    if isinstance(after, QuantizedLayer):
+    decay, delayed = 0.0, False
+    if isinstance(after, QuantizedLayer) and after.is_static:
         tracked = after.input_amax if after.moves_amax else None
         amax = None if after.moves_amax else _fixed_amax(after, x)
         decay, delayed = after.recipe.amax_decay, after.is_delayed and after.moves_amax
-    args = (norm.weight, norm.bias, norm.num_groups, norm.eps, amax, tracked, decay, quantize, delayed)
-    result: tuple[torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *args)
+    args = (norm.weight, norm.bias, norm.num_groups, norm.eps, amax, tracked, decay, _in_kernel(after), delayed)
+    result: tuple[torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *args, _clips(after))
+    y, largest = result
     if delayed:
-        cast(QuantizedLayer, after).remember(result[1])
-    return result
+        cast(QuantizedLayer, after).remember(largest)
+    return _quantized(y, after, largest if amax is None else amax), largest
+
+
+def _in_kernel(after: nn.Module | None) -> bool:
+    """The kernel that writes the input of the layer `after` quantises it."""
+    return isinstance(after, QuantizedLayer) and cast(QuantSpec, after.recipe.activation).four_over_six is None
+
+
+def _clips(after: nn.Module | None) -> bool:
+    """What saturates has no gradient: a static scale."""
+    return isinstance(after, QuantizedLayer) and after.is_static
+
+
+def _quantized(y: torch.Tensor, after: nn.Module | None, amax: torch.Tensor | None) -> torch.Tensor:
+    """The input of `after`, which a kernel wrote in FP16, quantised where that is still to be done."""
+    if not isinstance(after, QuantizedLayer) or _in_kernel(after):
+        return y
+    used = cast(torch.Tensor, amax).reshape(()) if after.is_static else None
+    return fake_quantize(y, after.recipe.activation, (1,), used)
+
+
+def _pool(y: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y for the skip connection, its 2 x 2 maximum as `after` reads it)."""
+    amax = _track(y, largest, after, read=False)
+    skip, pooled = _SkipAndPool.apply(y, amax if _in_kernel(after) else None, _clips(after))
+    return skip, _quantized(pooled, after, amax)
 
 
 def _normalized(x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm) -> torch.Tensor:
@@ -269,12 +306,14 @@ def _joined(skip: torch.Tensor, upwards: torch.Tensor, images: slice) -> torch.T
 
 
 def _track(x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool) -> torch.Tensor | None:
-    """The static amax that the layer `after` quantises its input with; None where it does not.
+    """The amax that the layer `after` quantises its input with; None where it does not.
 
     largest: amax of the rest of the input; `read`: `x` itself counts too.
     """
     if not isinstance(after, QuantizedLayer):
         return None
+    if not after.is_static:
+        return ops.track_amax(x.detach(), largest, None, 0.0, True) if read else largest  # type: ignore[no-any-return]
     if not after.moves_amax:
         return _fixed_amax(after, x)
     used: torch.Tensor = ops.track_amax(
@@ -291,13 +330,14 @@ def _fixed_amax(after: QuantizedLayer, x: torch.Tensor) -> torch.Tensor:
 def _concat(a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> torch.Tensor:
     """[a, b] as the layer `after` reads it; `largest` is the amax of a. Delayed, only the copy itself reads b."""
     tracking: tuple[Any, ...] = ()
-    if isinstance(after, QuantizedLayer) and after.moves_amax and after.is_delayed:
+    inside = _in_kernel(after)
+    if inside and isinstance(after, QuantizedLayer) and after.moves_amax and after.is_delayed:
         amax: torch.Tensor | None = after.remember(ops.previous_amax(b.detach(), largest, after.input_amax))
         tracking = (largest, after.input_amax, after.recipe.amax_decay)
     else:
         amax = _track(b, largest, after, read=True)
-    result: torch.Tensor = _Concat.apply(a, b, amax, *tracking)
-    return result
+    result: torch.Tensor = _Concat.apply(a, b, amax if inside else None, _clips(after), *tracking)
+    return _quantized(result, after, amax)
 
 
 def _cast(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -315,11 +355,13 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype | None:
 def _is_simple(module: nn.Module) -> bool:
     """The kernels compute what this module does."""
     if isinstance(module, QuantizedLayer):
-        return not module.observing and _has_kernels(module.recipe) and weight_fits(module.weight)
+        together = module.recipe.weight != SIMPLE_WEIGHT or weight_fits(module.weight)
+        return not module.observing and _has_kernels(module.recipe) and together
     return not isinstance(module, nn.GroupNorm) or channels_fit(module.num_channels)
 
 
 @lru_cache
 def _has_kernels(recipe: Recipe) -> bool:
-    simple = recipe.activation == SIMPLE_INPUT and recipe.weight == SIMPLE_WEIGHT
-    return simple and recipe.straight_through and not recipe.amax_learned
+    activation = recipe.activation
+    plain = activation and replace(activation, scale="static", four_over_six=None) == SIMPLE_INPUT
+    return bool(plain) and recipe.weight is not None and recipe.straight_through and not recipe.amax_learned
