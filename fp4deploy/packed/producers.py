@@ -162,7 +162,8 @@ def _fuse(nodes: list[Any], shapes: Shapes, kept: set[str]) -> list[Step]:
 
 def _group(node: Any, before: Any) -> tuple[Produce, list[Any]] | None:
     """A step that ends with `node` and the other nodes in it; None where the kernel would do nothing but this node."""
-    inside, last, x = [], node, node.inputs[0]
+    inside: list[Any] = []
+    last, x = node, node.inputs[0]
     activation, slope, first, second, other = "", 0.0, None, None, None
     if isinstance(last, Activation):
         activation, slope = last.function, (last.parameters or [0.0])[0]

@@ -17,7 +17,7 @@ recipe that the kernels do not have, no autocast, no GPU), the plain forward run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -150,12 +150,22 @@ class FusedUNet(UNet):
         convolutions: list[Any] = [m for m in self._parts() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
         layers = [layer for layer in convolutions if isinstance(layer, QuantizedLayer)]
         quantized = [layer for layer in layers if layer.recipe.weight == SIMPLE_WEIGHT]
-        others = {layer: layer.quantized_weight().to(dtype) for layer in layers if layer not in quantized}
         plain = [layer for layer in convolutions if not isinstance(layer, QuantizedLayer)]
         # The contraction axis: input channels of OIHW, of IOHW for a transposed convolution.
         axes = tuple(0 if isinstance(layer, nn.ConvTranspose2d) else 1 for layer in quantized)
         values = _Weights.apply(axes, dtype, *(layer.weight for layer in (*quantized, *plain)))
-        return others | dict(zip((*quantized, *plain), values, strict=True))
+        return _WeightsWhenRead(dtype, zip((*quantized, *plain), values, strict=True))
+
+
+class _WeightsWhenRead(dict[nn.Module, torch.Tensor]):
+    """Weights that are not quantised together: each when it is read, while the GPU is busy with the layers before."""
+
+    def __init__(self, dtype: torch.dtype, known: Iterable[tuple[nn.Module, torch.Tensor]]) -> None:
+        super().__init__(known)
+        self.dtype = dtype
+
+    def __missing__(self, layer: nn.Module) -> torch.Tensor:
+        return cast(QuantizedLayer, layer).quantized_weight().to(self.dtype)
 
 
 class _Weights(torch.autograd.Function):
@@ -313,7 +323,7 @@ def _track(x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool)
     if not isinstance(after, QuantizedLayer):
         return None
     if not after.is_static:
-        return ops.track_amax(x.detach(), largest, None, 0.0, True) if read else largest  # type: ignore[no-any-return]
+        return ops.track_amax(x.detach(), largest, None, 0.0, True) if read else largest
     if not after.moves_amax:
         return _fixed_amax(after, x)
     used: torch.Tensor = ops.track_amax(

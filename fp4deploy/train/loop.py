@@ -49,7 +49,7 @@ from fp4deploy.train.state import Progress, SavingPace, load_state, save_state
 from fp4deploy.train.tasks import TrainingTask
 
 MAX_CONSECUTIVE_SKIPPED = 30
-STEPS_WORTH_COMPILING = 2000  # compiling took a minute, launching layer by layer about 30 ms a step, on an H200's host
+STEPS_WORTH_COMPILING = 10_000  # compiling took minutes, launching layer by layer 10 to 30 ms a step, on an H200's host
 STEPS_BETWEEN_READS = 10  # on a GPU; reading the loss makes the CPU wait for it
 
 

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 
 import fp4deploy as fd
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, finite_amax
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 from fp4deploy.qat.fusion import norms, traced
 from fp4deploy.qat.fusion.compiler import backend
+from fp4deploy.qat.fusion.expand import expand
 from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import QuantSpec
@@ -217,12 +221,20 @@ class Network(nn.Module):
         return self.head(self.last(torch.cat([self.up(self.block(skip)), skip], 1)))
 
 
+def run_expanded(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """What inductor would generate kernels for, run operator by operator."""
+    expand(module.graph)
+    module.recompile()
+    assert not [node for node in module.graph.nodes if "fp4deploy.traced" in str(node.target)]
+    return make_boxed_func(module.forward)
+
+
 def compiled(model: nn.Module, seen: list[Counter[str]]) -> Any:
     mark_fusible(model)
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         seen.append(Counter(getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes))
-        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)  # type: ignore[arg-type]
+        return aot_autograd(fw_compiler=run_expanded, decompositions=select_decomp_table())(module, inputs)
 
     return torch.compile(model, backend=backend(inner), fullgraph=True, dynamic=False)
 

@@ -14,6 +14,7 @@ from fp4deploy.plugins import available
 from fp4deploy.plugins.quantize.dispatch import fake_quantize_nvfp4, mask_gradient
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.qat.fusion import traced
+from fp4deploy.qat.fusion.compiler import compile_expanded
 from fp4deploy.qat.fusion.fuse import fuse
 
 pytestmark = [
@@ -45,7 +46,7 @@ def test_the_bits_of_the_kernels(channels: int, dtype: torch.dtype, choice: trac
     x[0, 3, 2, 2], x[1, 5, 4, 4] = float("inf"), float("nan")
     amax = torch.tensor(3.7, device="cuda")
 
-    @torch.compile(fullgraph=True, dynamic=False)
+    @torch.compile(fullgraph=True, dynamic=False, backend=compile_expanded)
     def quantize(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         return traced.quantize(x, amax, -3, 1, True, choice)
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from fp4deploy.qat.fusion.passes import apply_passes
@@ -19,11 +18,11 @@ from fp4deploy.qat.fusion.passes import apply_passes
 Compiled = Callable[..., Any]
 
 
-def backend(inner: str | Callable[[fx.GraphModule, Sequence[Any]], Compiled] = "inductor") -> Compiled:
-    """A backend that applies the passes and hands the graph to `inner`, a backend or its name."""
+def backend(inner: Callable[[fx.GraphModule, Sequence[Any]], Compiled] | None = None) -> Compiled:
+    """A backend that applies the passes and hands the graph to `inner`, by default inductor."""
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        compiler: Any = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
+        compiler: Any = inner or compile_expanded
         apply_passes(module)
         try:
             compiled: Compiled = compiler(module, inputs)
@@ -35,3 +34,12 @@ def backend(inner: str | Callable[[fx.GraphModule, Sequence[Any]], Compiled] = "
         return compiled
 
     return compile_graph
+
+
+def compile_expanded(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    """Inductor, which puts in the elementary operators after differentiation (`expand`)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    from fp4deploy.qat.fusion.expand import Expand
+
+    return compile_fx(module, inputs, config_patches={"post_grad_custom_pre_pass": Expand()})  # type: ignore[no-any-return]

@@ -4,10 +4,10 @@
     anything else                        torch.compile with the passes of this folder
 
 The module stays the one it was: class (but for the UNet), parameters, names and hooks of the module itself. A network
-that is compiled takes its time at the first step, once for each shape of its input.
+that is compiled takes minutes at the first step, once for each shape of its input.
 
-What the compiler generates for the quantisers was read, for SM90, but has not run on a GPU; that they give the bits of
-the reference was tested on a CPU.
+On an H200 the generated quantisers gave the bits of the kernels, and small networks were as exact as uncompiled ones
+(`tests/qat/test_fusion_gpu.py`); docs/your-model.md has the measured steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""Elementary operators in the place of those of `operators`, right before inductor generates kernels.
+
+A graph is traced for each operator, argument for argument, and once for operands of equal shape, strides and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4deploy.qat.fusion import operators
+
+
+class Expand(CustomGraphPass):
+    """A pass after differentiation; inductor caches what it compiles by the source of the operators."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        expand(graph)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__, operators.__file__))
+
+
+def expand(graph: fx.Graph) -> None:
+    """Replace every operator of `operators` in a graph of aten operators."""
+    traced: dict[Any, fx.GraphModule] = {}
+    for node in list(graph.nodes):
+        function = operators.EXPANSIONS.get(node.target) if node.op == "call_function" else None
+        if function is None:
+            continue
+        tensors = [each for each in node.args if isinstance(each, fx.Node)]
+        values = [each.meta["val"] for each in tensors]
+        rest = tuple(each for each in node.args if not isinstance(each, fx.Node))
+        key = (node.target, rest, *((tuple(v.shape), v.stride(), v.dtype) for v in values))
+        if key not in traced:
+            traced[key] = _trace(function, values, rest)
+        _inline(graph, node, tensors, traced[key])
+
+
+def _trace(function: Callable[..., Any], values: list[torch.Tensor], rest: tuple[Any, ...]) -> fx.GraphModule:
+    """The graph of a function of tensors, followed by arguments that are none."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode: Any = getattr(values[0], "fake_mode", None)
+    with mode, torch.no_grad():
+        found: fx.GraphModule = make_fx(lambda *xs: function(*xs, *rest), decomposition_table=select_decomp_table())(
+            *values
+        )
+    return found
+
+
+def _inline(graph: fx.Graph, node: fx.Node, tensors: list[fx.Node], module: fx.GraphModule) -> None:
+    known: dict[fx.Node, Any] = {}
+    inputs = iter(tensors)
+    with graph.inserting_before(node):
+        for each in module.graph.nodes:
+            if each.op == "placeholder":
+                known[each] = next(inputs)
+            elif each.op == "output":
+                results = fx.node.map_arg(each.args[0], known.__getitem__)
+            else:
+                assert each.op == "call_function"
+                known[each] = graph.node_copy(each, known.__getitem__)
+                known[each].meta = dict(each.meta)
+    if isinstance(results, (tuple, list)):
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(results)
+    graph.erase_node(node)
