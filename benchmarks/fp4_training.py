@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """After every row: a run that is stopped keeps what it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
     where = machine() if torch.cuda.is_available() else {"gpu": None, "torch": torch.__version__}
-    report = {"command": "python benchmarks/fp4_training.py", "machine": where, "rows": rows}
+    command = " ".join(["python benchmarks/fp4_training.py", *sys.argv[1:]])
+    report = {"command": command, "machine": where, "rows": rows}
     path.write_text(json.dumps(report | {"fp4_beside_emulated": compare(rows)}, indent=1) + "\n")
 
 
