@@ -19,7 +19,7 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Mxfp4Tensor, Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm.arguments import require_32_bit, run
-from fp4deploy.plugins.gemm.triton.tiles import FILL, NATIVE_FROM, Tile
+from fp4deploy.plugins.gemm.triton.tiles import FILL, NATIVE_FROM, NATIVE_NARROW, NATIVE_WIDE, Tile
 
 Packed = Nvfp4Tensor | Mxfp4Tensor
 Pair = tuple[int, int]
@@ -115,7 +115,7 @@ def gather_call(
     """The launch of `gather_gemm_kernel` into `out` [N, OH, OW, outputs]."""
     batch, oh, ow, outputs = out.shape
     m, cb, mx = batch * oh * ow, x.codes.shape[-1], isinstance(x, Mxfp4Tensor)
-    tile = tile or (NARROW if outputs <= 64 or m <= 64 * FILL else WIDE)
+    tile = tile or gather_tile(m, outputs, capability)
     constants = {
         "KH": window.kernel[0],
         "KW": window.kernel[1],
@@ -135,8 +135,15 @@ def gather_call(
     return Call(launch, (*values, *sizes, *steps, _range(x), _range(weight)), grid)
 
 
+def gather_tile(rows: int, outputs: int, capability: int) -> Tile:
+    """The tile of `gather_gemm`; block-scaled MMA of SM100 needs 128 rows, below that Triton multiplies in FP16."""
+    if capability >= NATIVE_FROM:
+        return NATIVE_NARROW if outputs <= 64 else NATIVE_WIDE
+    return NARROW if outputs <= 64 or rows <= 64 * FILL else WIDE
+
+
 def rows_tile(a: Packed, capability: int) -> Tile:
-    """The tile of `rows_gemm`; block-scaled MMA of SM100 needs 128 rows."""
+    """The tile of `rows_gemm`; SM100 as for `gather_tile`."""
     if capability >= NATIVE_FROM:
         return ROWS_WIDE
     if isinstance(a, Mxfp4Tensor):

@@ -7,7 +7,7 @@ import torch
 
 from fp4deploy.formats import quantize_mxfp4, quantize_nvfp4
 from fp4deploy.plugins.aot import compile as aot_compile
-from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call
+from fp4deploy.plugins.gemm.training import Window, gather_call, gather_tile, rows_call, rows_tile
 
 pytestmark = pytest.mark.skipif(aot_compile.triton_version() is None, reason="Triton is missing: pip install triton")
 WINDOW = Window((3, 3), (2, 2), (1, 1), (1, 1))
@@ -42,3 +42,10 @@ def test_instructions(kernel: str, form: str, capability: int, instruction: str)
     compiled = aot_compile.compile_launch(call.launch, arch)
     assert compiled.instructions == (instruction,)
     assert compiled.spills == 0
+
+
+def test_every_tile_for_sm100_has_the_rows_that_fp4_instructions_need() -> None:
+    """With fewer Triton multiplies in FP16, silently."""
+    for rows, outputs in ((1, 1), (100, 64), (1 << 20, 65)):
+        assert gather_tile(rows, outputs, 100).bm == 128
+    assert rows_tile(quantize_nvfp4(torch.ones(1, 3, 16)), 100).bm == 128
