@@ -5,6 +5,7 @@ Frames are read, predicted and written one batch at a time, so a video of any le
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from fp4deploy.predict.sources import CAMERA
 from fp4deploy.requirements import LIBRARIES
 
 RATE = 25.0  # frames a second where the source does not tell
+FASTEST = 1000.0
 CODEC = "mp4v"
 
 
@@ -45,10 +47,10 @@ def predict_video(
     import cv2
 
     live = source.startswith(CAMERA)
-    capture = cv2.VideoCapture(_camera(source) if live else source)
+    capture = cv2.VideoCapture(_camera(source) if live else os.path.abspath(source))  # never "tcp:..." of a file name
     if not capture.isOpened():
         raise InputError(f"{source} cannot be opened as a {'camera' if live else 'video'}.")
-    rate = capture.get(cv2.CAP_PROP_FPS) or RATE
+    rate = stated_rate(capture.get(cv2.CAP_PROP_FPS))
     shares = np.zeros(256)
     frames, size = 0, (0, 0)
     writer = None
@@ -85,6 +87,15 @@ def predict_video(
         "width": size[1],
         "classes": [{"id": each, "name": names[each], "share": float(shares[each] / frames)} for each in found],
     }
+
+
+def stated_rate(rate: float) -> float:
+    """Frames a second as a file states them; `RATE` where that is no rate.
+
+    >>> [stated_rate(rate) for rate in (29.97, 0.0, -1.0, 1e9, float("nan"), float("inf"))]
+    [29.97, 25.0, 25.0, 25.0, 25.0, 25.0]
+    """
+    return rate if 0 < rate <= FASTEST else RATE
 
 
 def _frames(capture: Any, live: bool) -> Iterator[Pixels]:

@@ -22,6 +22,7 @@ from fp4deploy.predict import predictor as module
 from fp4deploy.predict.palette import colours, png_palette, tinted
 from fp4deploy.predict.predictor import Predictor, class_map, load
 from fp4deploy.predict.sources import find_sources
+from fp4deploy.predict.video import RATE, stated_rate
 from fp4deploy.predict.write import predict_files
 from fp4deploy.runs import Run
 from tests.predict.pointwise import Pointwise, card, classes_of, photo
@@ -218,3 +219,9 @@ def test_outputs_that_are_not_what_the_card_says(shape: tuple[int, ...], dtype: 
         with pytest.raises(InputError, match=r"model.onnx answers .* where its card promises float \[2, "):
             checked(np.zeros(shape, dtype), images, each, "model.onnx")
     assert checked(np.zeros((2, 3, 4, 4), np.float16), images, named, "model.onnx").dtype == np.float32
+
+
+@pytest.mark.parametrize("stated", [0.0, -1.0, 1e9, float("nan"), float("inf")])
+def test_a_rate_that_no_video_has_is_not_believed(stated: float) -> None:
+    assert stated_rate(stated) == RATE
+    assert stated_rate(29.97) == 29.97
