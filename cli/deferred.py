@@ -1,6 +1,6 @@
 """Commands whose options are read when they are asked for.
 
-Typer evaluates the annotations of every parameter of every command before it prints one line: some 500 options, half
+Typer evaluates the annotations of every parameter of every command before it prints one line: some 500 options, a fifth
 of the time of `fp4deploy --help`. A command added here has its name and help from the start, and its parameters once
 it is run, completed or asked for its own help.
 """
