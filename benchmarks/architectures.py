@@ -1,21 +1,37 @@
-"""What becomes of many architectures: from `prepare` to an engine, one row each.
+"""What becomes of many architectures: from `prepare` to an engine and a packed network, one row each.
 
     python -m benchmarks.architectures --json benchmarks/results/architectures_cpu.json
     python -m benchmarks.architectures --only unet:0.25 --only monai:BasicUNet --no-engine
+    python -m benchmarks.architectures --only monai:UNet --args '{"channels": [16, 32, 64], "strides": [2, 2]}'
+    python -m benchmarks.architectures --only net.py:build --size 64x64
 
-A row says how many layers are planned in FP4, whether one QAT step gives finite gradients, whether the canonical ONNX
-computes what torch computes (argmax against the model as deployed, end to end and by the gate of `verify`), and what
-TensorRT-RTX builds of it for SM120: the share of multiply-accumulates in FP4 GEMMs and the layers that fell back. A
-refusal is a row with its message. Weights are random, so nothing here is an accuracy; nothing runs on a GPU.
+| stage | what it shows |
+|---|---|
+| prepare | an epoch in full precision, then `fp4deploy.prepare` and `calibrate`: how many layers are in FP4 |
+| train | an epoch of quantisation-aware training: loss and gradients finite, loss of the first and the last step |
+| canonical | the ONNX file with Q/DQ nodes; `verify`: argmax equal to torch, or layer by layer where FP4 amplifies |
+| portable | the file in standard operators, run by plain ONNX Runtime; argmax equal to torch |
+| engine | TensorRT-RTX for SM120, `--conv gemm`: FP4 share of the multiply-accumulates, and layers that fell back |
+| packed | the `.fp4` file run by this project on the CPU; argmax equal to torch, and its gate |
+
+Stages are independent: what one refuses is recorded with its message, and the next is tried. Networks learn a few
+generated scenes for two epochs, so nothing here is an accuracy, and many pixels are near a tie of two classes: FP4 then
+turns last bits into other classes, and the comparison with reference inputs decides. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,20 +41,29 @@ import torch
 from torch import nn
 
 import fp4deploy as fd
+from fp4deploy.data import IGNORE, EvalTransform, generate_shapes, open_dataset
 from fp4deploy.errors import Fp4DeployError
+from fp4deploy.export import to_portable
+from fp4deploy.export.onnx.session import portable_session
+from fp4deploy.export.verify.packed import require_packed, verify_packed
 from fp4deploy.models import build_model, parse_spec
+from fp4deploy.models.spec import name_model
+from fp4deploy.packed.describe import describe_packed
+from fp4deploy.qat import deployed
 
-CLASSES = 5
 SIZE = (64, 96)
+SCENES = 32  # to learn; as many steps as fours of them
+BATCH = 4
+SECONDS = 900  # most for one architecture
 ARCHITECTURES: dict[str, dict[str, Any]] = {  # spec -> arguments
     "unet:0.25": {},
-    "smp:Unet/resnet18": {},
+    "smp:Unet/resnet34": {},
     "smp:UnetPlusPlus/resnet18": {},
     "smp:FPN/resnet18": {},
     "smp:PSPNet/resnet18": {},
     "smp:DeepLabV3Plus/resnet18": {},
     "smp:Segformer/mit_b0": {},
-    "torchvision:deeplabv3_mobilenet_v3_large": {},
+    "torchvision:deeplabv3_resnet50": {},
     "torchvision:lraspp_mobilenet_v3_large": {},
     "torchvision:fcn_resnet50": {},
     "monai:BasicUNet": {},
@@ -50,79 +75,213 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {  # spec -> arguments
 }
 
 
-def measure(text: str, arguments: dict[str, Any], engine: bool = True, size: tuple[int, int] = SIZE) -> dict[str, Any]:
-    """The row of one architecture; "error" holds the message of the step that refused it."""
+def measure(
+    text: str,
+    arguments: dict[str, Any],
+    engine: bool = True,
+    size: tuple[int, int] = SIZE,
+    scenes: int = SCENES,
+    packed: bool = True,
+) -> dict[str, Any]:
+    """The row of one architecture: a dict a stage, with "error" where the stage was refused."""
     row: dict[str, Any] = {"model": text, "arguments": arguments}
     torch.manual_seed(0)
-    images = torch.randn(2, 3, *size).half().float()
-    try:
-        row["step"] = "build"
-        model = build_model(parse_spec(text, arguments), CLASSES)
-        row["step"] = "prepare"
-        plans = fd.layer_plan(model)
-        row |= {"layers": len(plans), "fp4_layers": sum(plan.precision == "FP4" for plan in plans)}
-        fd.prepare(model)
-        fd.calibrate(model, images)
-        row["step"] = "train"
-        row["finite_step"] = _train_once(model, images)
-        row["step"] = "export"
-        canonical = fd.export_graph(model.eval(), (3, *size))
-        row["onnx_bytes"] = canonical.ByteSize()
-        row["step"] = "verify"
-        agreement = fd.verify(model, canonical, images)
-        row |= {"argmax": agreement.share, "verified": agreement.passed}
-        if engine:
-            row["step"] = "engine"
-            row |= _build(canonical)
-        del row["step"]
-    except Fp4DeployError as error:
-        row["error"] = str(error)
-    except Exception as error:  # a row, not the end of the table
-        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-        row["traceback"] = True
+    name_model(text)
+    with tempfile.TemporaryDirectory() as folder:
+        batches, images, classes = _scenes(Path(folder) / "scenes", size, scenes)
+        model: Any = _stage(row, "build", lambda: build_model(parse_spec(text, arguments), classes))
+        if model is None or _stage(row, "prepare", lambda: _prepare(model, batches)) is None:
+            return row
+        _stage(row, "train", lambda: _train(model, batches, 2e-4))
+        model.eval()
+        canonical = Path(folder) / "model.onnx"
+        written = _stage(row, "canonical", lambda: _canonical(model, images, canonical))
+        if written is not None:
+            _stage(row, "portable", lambda: _portable(model, images, canonical))
+            if engine:
+                _stage(row, "engine", lambda: _engine(canonical))
+        if packed:
+            _stage(row, "packed", lambda: _packed(model, images, Path(folder) / "model.fp4"))
     return row
 
 
-def _train_once(model: nn.Module, images: torch.Tensor) -> bool:
+def _stage(row: dict[str, Any], name: str, run: Callable[[], Any]) -> Any:
+    """Run a stage and record what it gives, its seconds or its error; None where it was refused."""
+    start = time.perf_counter()
+    try:
+        found = run()
+    except Fp4DeployError as error:
+        row[name] = {"error": str(error)}
+        return None
+    except Exception as error:  # a row, not the end of the table
+        row[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}", "traceback": True}
+        return None
+    numbers = found if isinstance(found, dict) else {}
+    row[name] = {**numbers, "seconds": round(time.perf_counter() - start, 2)}
+    return found
+
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _scenes(folder: Path, size: tuple[int, int], count: int) -> tuple[Batches, torch.Tensor, int]:
+    """Batches to learn, images to compare on (of FP16 values, which ONNX files read), and the number of classes."""
+    generate_shapes(folder, train=count, val=2, size=max(size), seed=0)
+    transform, found = EvalTransform(*size), {}
+    for split in ("train", "val"):
+        dataset = open_dataset(folder, split)
+        samples = [transform(dataset.load(index)) for index in range(len(dataset))]
+        found[split] = [torch.stack(each) for each in zip(*samples, strict=True)]
+    images, labels = found["train"]
+    batches = list(zip(images.half().float().split(BATCH), labels.split(BATCH), strict=True))
+    return batches, found["val"][0].half().float(), len(dataset.class_names)
+
+
+def _prepare(model: nn.Module, batches: Batches) -> dict[str, Any]:
+    learned = _train(model, batches, 1e-3)
+    plans = fd.layer_plan(model)
+    fd.prepare(model)
+    fd.calibrate(model, batches[:2])
+    return {
+        "layers": len(plans),
+        "fp4_layers": sum(plan.precision == "FP4" for plan in plans),
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "loss": learned["losses"][-1],
+    }
+
+
+def _train(model: nn.Module, batches: Batches, rate: float) -> dict[str, Any]:
+    """One epoch."""
     model.train()
-    loss = model(images).logsumexp(1).mean()
-    loss.backward()
-    return all(bool(each.grad.isfinite().all()) for each in model.parameters() if each.grad is not None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    losses, finite = [], True
+    for images, labels in batches:
+        loss = nn.functional.cross_entropy(model(images), labels, ignore_index=IGNORE)
+        optimizer.zero_grad()
+        loss.backward()
+        finite &= all(bool(each.grad.isfinite().all()) for each in model.parameters() if each.grad is not None)
+        optimizer.step()
+        losses.append(round(loss.item(), 4))
+    return {"steps": len(losses), "losses": [losses[0], losses[-1]], "finite": finite and losses[-1] < float("inf")}
 
 
-def _build(canonical: onnx.ModelProto) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        onnx.save(canonical, path)
-        built = fd.build_engine(path, path.with_suffix(".plan"), arch="sm120", conv="auto")
-        totals = built.ledger.totals()
-        return {
-            "plan_bytes": built.size_bytes,
-            "fp4_gemms": totals.fp4_gemms,
-            "fp4_mac_share": totals.fp4_mac_share,
-            "fallbacks": totals.fell_back,
-        }
+def _canonical(model: nn.Module, images: torch.Tensor, path: Path) -> dict[str, Any]:
+    graph = fd.export_graph(model, tuple(images.shape[1:]))
+    onnx.save(graph, path)
+    agreement = fd.verify(model, graph, images)
+    return {
+        "bytes": path.stat().st_size,
+        "argmax": agreement.share,
+        "with_reference_inputs": agreement.layerwise.share if agreement.layerwise else None,
+        "passed": agreement.passed,
+    }
+
+
+def _portable(model: nn.Module, images: torch.Tensor, canonical: Path) -> dict[str, Any]:
+    """The file that `export --portable` writes, in a session of plain ONNX Runtime."""
+    path = canonical.with_suffix(".portable.onnx")
+    onnx.save(to_portable(onnx.load(canonical)), path)
+    session = portable_session(onnx.load(path))
+    logits = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
+    with torch.inference_mode():
+        expected = deployed(model)(images)
+    return {"bytes": path.stat().st_size, "argmax": _argmax(logits, expected)}
+
+
+def _packed(model: nn.Module, images: torch.Tensor, path: Path) -> dict[str, Any]:
+    result = fd.pack(model, path, example_inputs=images, verify=False)
+    agreement = verify_packed(deployed(model), result.file, [images])
+    _, _, rows, _ = describe_packed(result.file)
+    found = {
+        "bytes": path.stat().st_size,
+        "argmax": agreement.share,
+        "fp4": sum(each[2] == "FP4" for each in rows),
+        "fp4_decoded": sum(each[2] == "FP4 decoded" for each in rows),
+    }
+    require_packed(agreement, path.name)
+    return found | {"passed": True}
+
+
+def _argmax(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.argmax(1) == other.argmax(1)).float().mean())
+
+
+def _engine(canonical: Path) -> dict[str, Any]:
+    built = fd.build_engine(canonical, canonical.with_suffix(".plan"), arch="sm120", conv="gemm")
+    totals = built.ledger.totals()
+    return {
+        "bytes": built.size_bytes,
+        "fp4_gemms": totals.fp4_gemms,
+        "fp4_mac_share": totals.fp4_mac_share,
+        "fp16_with_fp4_weights": totals.fp16_with_fp4_weights,
+        "fallbacks": totals.fell_back,
+    }
+
+
+def _in_child(text: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The row from a process of its own: a crash, or a network without end, is a row as well."""
+    command = [sys.executable, "-m", "benchmarks.architectures", "--only", text, "--print", "--size", options.size]
+    command += ["--scenes", str(options.scenes), *(["--args", options.args] if options.args else [])]
+    command += ["--no-engine"] if options.no_engine else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds, check=False)
+        return json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"model": text, "build": {"error": f"not done after {options.seconds} s"}}
+    except (IndexError, json.JSONDecodeError):
+        tail = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        return {"model": text, "build": {"error": f"exit code {done.returncode}: {tail[0][:300]}", "traceback": True}}
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": torch.__version__}
+    names = ("onnx", "onnxruntime", "tensorrt-rtx", "segmentation-models-pytorch", "torchvision", "monai", "timm")
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="a model spec; repeatable")
+    parser.add_argument("--args", help="arguments of the networks of --only, as a JSON object")
+    parser.add_argument("--size", default=f"{SIZE[0]}x{SIZE[1]}", help="of the images, HxW")
+    parser.add_argument("--scenes", type=int, default=SCENES, help="generated scenes of an epoch")
+    parser.add_argument("--json", type=Path, help="write the table here, row by row")
+    parser.add_argument("--no-engine", action="store_true", help="build no engine")
+    parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="most for one architecture")
+    parser.add_argument("--print", action="store_true", help="measure in this process, and print the rows alone")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="a model spec; repeatable")
-    parser.add_argument("--json", type=Path, help="write the table here, row by row")
-    parser.add_argument("--no-engine", action="store_true", help="build no engine")
-    options = parser.parse_args()
+    options = _options()
+    height, width = map(int, options.size.split("x"))
+    names = options.only or list(ARCHITECTURES)
     engine = not options.no_engine and find_spec("tensorrt_rtx") is not None
+    if options.print:
+        for text in names:
+            given = json.loads(options.args) if options.args else ARCHITECTURES.get(text, {})
+            print(json.dumps(measure(text, given, engine, (height, width), options.scenes)), flush=True)
+        return
     table: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.architectures", *sys.argv[1:]]),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "size": list(SIZE),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used",
+        "versions": _versions(),
+        "size": [height, width],
+        "scenes": options.scenes,
         "rows": [],
     }
-    for text in options.only or ARCHITECTURES:
-        table["rows"].append(measure(text, ARCHITECTURES.get(text, {}), engine))
-        print(json.dumps(table["rows"][-1]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(table, indent=1) + "\n")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(lambda text: _in_child(text, options), names):
+            table["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

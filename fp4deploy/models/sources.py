@@ -17,6 +17,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError, UnavailableError, suggest
 from fp4deploy.models.pyramid import PyramidSegmenter
+from fp4deploy.models.torchvision_operators import declare_operators
 from fp4deploy.requirements import ZOO
 
 CLASS_ARGUMENTS = ("classes", "num_classes", "out_channels", "n_classes", "channels_out")
@@ -139,6 +140,7 @@ SOURCES: dict[str, Callable[[str, int, Arguments], nn.Module]] = {
 
 
 def _library(name: str) -> Any:
+    declare_operators()
     reason = ZOO[name].why_missing()
     if reason is not None:
         raise UnavailableError(f"The model comes from {reason}")
