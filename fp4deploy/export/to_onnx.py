@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, overload
 
 import onnx
-import torch
 from torch import nn
 
 from fp4deploy import provenance
@@ -20,6 +19,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.export.verify.exported import batches_of
 from fp4deploy.export.verify.outputs import (
     Agreement,
     check_request,
@@ -29,6 +29,7 @@ from fp4deploy.export.verify.outputs import (
     verify_decomposed,
 )
 from fp4deploy.files import atomic_write
+from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import deployed, load_model, quantized_layers
@@ -78,9 +79,9 @@ def export_onnx(
 @overload
 def export_onnx(
     checkpoint: nn.Module,
-    out: torch.Tensor,
+    out: Inputs,
     portable: Path | str,
-    data: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    data: Inputs | Iterable[Inputs] | None = None,
     images: int = 16,
     verify: bool = True,
     size: None = None,
@@ -111,7 +112,8 @@ def export_onnx(
 
     Args:
         checkpoint: a .safetensors file that `fp4deploy train` wrote; or a module, prepared and calibrated or plain.
-        out: the .onnx file; an existing one is replaced. Of a module: an example input [N, C, H, W].
+        out: the .onnx file; an existing one is replaced. Of a module: an example input [N, C, H, W], or several as a
+            tuple or a dict by the names of its arguments.
         portable: also write the decomposed graph for plain ONNX Runtime, as NAME.portable.onnx in the same folder; that
             of a detector also decodes the boxes (`onnx.boxes`). Of a
             module: the .onnx file (and `with_portable` for the other one).
@@ -163,16 +165,15 @@ def export_onnx(
 
 
 def _export_module(
-    model: nn.Module, example: torch.Tensor, out: Path, inputs: Any, verify: bool, **options: Any
+    model: nn.Module, example: Inputs, out: Path, inputs: Any, verify: bool, **options: Any
 ) -> ExportResult:
     if out.suffix != ".onnx":
         raise InputError(f"{out} should end in .onnx.")
     card, portable = options["card"], options["portable"]
-    canonical = export_graph(model, tuple(example.shape[1:]), card, options["dynamic_size"])
+    canonical = export_graph(model, example, card, options["dynamic_size"])
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
-        batches = [example] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        samples = [batch.detach().cpu().float() for batch in batches]
+        samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
         head = card.head if card is not None else None
         verification = verify_decomposed(deployed(model), decomposed, samples, head=head)
         require_agreement(verification, type(model).__name__)

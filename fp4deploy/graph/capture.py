@@ -49,7 +49,7 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     >>> [(node.op, node.layer) for node in graph.nodes]
     [('conv', '0'), ('relu', '1')]
     """
-    positional, named = _arguments(example_inputs)
+    positional, named = arguments(example_inputs)
     program = _export(model, positional, named, dynamic_size)
     if any(_changes_in_place(node) for node in program.graph.nodes):
         with quiet():
@@ -57,9 +57,15 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     return _Reader(program).graph()
 
 
-def _arguments(example: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    named = dict(example) if isinstance(example, Mapping) else {}
-    positional = () if named else (example,) if isinstance(example, torch.Tensor) else tuple(example)
+def arguments(example_inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Example inputs as (positional, by name), on the CPU, with a batch of at least two.
+
+    Raises:
+        InputError: they are no tensors with a batch axis.
+    """
+    named = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+    single = isinstance(example_inputs, torch.Tensor)
+    positional: tuple[Any, ...] = () if named else (example_inputs,) if single else tuple(example_inputs)
     tensors: tuple[Any, ...] = (*positional, *named.values())
     if not tensors or any(not isinstance(x, torch.Tensor) or x.ndim < 1 or 0 in x.shape for x in tensors):
         raise InputError(
@@ -288,7 +294,7 @@ class _Reader:
 
     def _outputs(self, node: fx.Node) -> tuple[tuple[str, str], ...]:
         returned = self.program.graph_signature.user_outputs
-        names = [_path(path) for path, _ in _leaves(self.program.call_spec.out_spec, len(returned))]
+        names = output_names(self.program, len(returned))
         found = []
         for name, output in zip(names, returned, strict=True):
             if not isinstance(output, str) or output not in self.tensors or not self.tensors[output][1]:
@@ -348,9 +354,11 @@ def _where(node: fx.Node) -> str:
     return f"{Path(own[-1][0]).name}, {own[-1][1].removeprefix(', ').partition(',')[0]}" if own else ""
 
 
-def _leaves(spec: Any, count: int) -> list[tuple[Any, Any]]:
+def output_names(program: torch.export.ExportedProgram, count: int) -> list[str]:
+    """Names of `count` outputs: "" for a single tensor, the keys of a dict, the places in a tuple."""
     tree = torch.utils._pytree
-    return tree.tree_leaves_with_path(tree.tree_unflatten(list(range(count)), spec))
+    spec: Any = program.call_spec.out_spec
+    return [_path(path) for path, _ in tree.tree_leaves_with_path(tree.tree_unflatten(list(range(count)), spec))]
 
 
 def _path(path: Sequence[Any]) -> str:

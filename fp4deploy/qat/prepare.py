@@ -9,7 +9,7 @@ forward of its own, an embedding) says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -160,12 +160,13 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
+def calibrate(model: nn.Module, batches: torch.Tensor | Mapping[str, torch.Tensor] | Iterable[Any]) -> None:
     """Set every `input_amax` to the largest magnitude its layer sees over `batches`, quantisers switched off.
 
     Args:
         batches: one batch as a tensor, such as [N, 3, H, W], or an iterable of batches, on the model's device. Of a
             batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first element is the input.
+            An input that is a dict, or such an element that is a tuple, holds the arguments of a model with several.
 
     >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), "nvfp4_qat", include="0")
     >>> calibrate(model, [torch.ones(8, 64), torch.full((8, 64), 3.0)])
@@ -181,8 +182,12 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
     try:
         for layer in layers:
             layer.observing = True
-        for batch in [batches] if isinstance(batches, torch.Tensor) else batches:
-            model(batch[0] if isinstance(batch, tuple | list) else batch)
+        for batch in [batches] if isinstance(batches, torch.Tensor | Mapping) else batches:
+            given = batch[0] if isinstance(batch, tuple | list) else batch
+            if isinstance(given, Mapping):
+                model(**given)
+            else:
+                model(*given if isinstance(given, tuple | list) else (given,))
     finally:
         for layer in layers:
             layer.observing = False

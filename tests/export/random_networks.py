@@ -21,7 +21,8 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.export.verify.packed import compare_nodes, leaves
+from fp4deploy.export.verify.packed import compare_nodes
+from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.describe import describe_packed
 from fp4deploy.packed.file import read_packed, write_packed

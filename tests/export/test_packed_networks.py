@@ -13,7 +13,8 @@ from torch import nn
 import fp4deploy as fd
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.export.verify.packed import compare_nodes, leaves
+from fp4deploy.export.verify.packed import compare_nodes
+from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, packed_file, read_packed
 from fp4deploy.packed.describe import describe_packed
 from fp4deploy.packed.graph import Affine, Concat, Conv2d, Layer

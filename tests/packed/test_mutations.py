@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.export.verify.packed import leaves
+from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
 from fp4deploy.packed.check import check_graph, check_values
 from fp4deploy.packed.graph import Graph

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp4deploy.export.to_packed import pack_model
-from fp4deploy.export.verify.packed import leaves
+from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed import network as network_module

@@ -24,7 +24,7 @@ from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
 from fp4deploy.export.onnx.boxes import OUTPUTS
-from fp4deploy.export.onnx.canonical import foreign_graph
+from fp4deploy.export.onnx.canonical import foreign_graph, is_canonical
 from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.models.card import CARD_KEY, ModelCard
@@ -147,8 +147,3 @@ def require_card(card: ModelCard | None, path: Path) -> ModelCard:
             f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy export"
         )
     return card
-
-
-def is_canonical(model: onnx.ModelProto) -> bool:
-    """Whether this is the canonical FP16 graph rather than the decomposed FP32 one."""
-    return model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16

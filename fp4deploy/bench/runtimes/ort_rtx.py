@@ -22,10 +22,11 @@ import onnxruntime as ort
 import torch
 
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.ort import find_card, is_canonical, require_card
+from fp4deploy.bench.runtimes.ort import find_card, require_card
 from fp4deploy.bench.runtimes.protocol import Array, checked
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export import read_onnx
+from fp4deploy.export.onnx.canonical import is_canonical
 from fp4deploy.requirements import ORT_RTX
 
 TITLE = "ONNX Runtime's TensorRT-RTX provider"

@@ -38,6 +38,11 @@ def foreign_graph(source: object) -> Iterator[None]:
         ) from error
 
 
+def is_canonical(model: onnx.ModelProto) -> bool:
+    """Whether this is the canonical FP16 graph rather than the decomposed FP32 one."""
+    return any(value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16 for value in model.graph.input)
+
+
 def parse_onnx(path: Path) -> onnx.ModelProto:
     """Parse an ONNX file, unchecked.
 

@@ -19,10 +19,11 @@ the image size fixed or, with `dynamic_size`, free; the same checkpoint gives th
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, LayerConstants, 
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.operator_table import kept_operator_table
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
-from fp4deploy.graph.capture import quiet, why_not_captured
+from fp4deploy.graph.capture import Inputs, arguments, output_names, quiet, why_not_captured
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
@@ -51,19 +52,24 @@ PRODUCER = "fp4deploy"
 
 
 def export_graph(
-    model: nn.Module, input_shape: tuple[int, ...], card: ModelCard | None = None, dynamic_size: bool = False
+    model: nn.Module,
+    input_shape: tuple[int, ...] | Inputs,
+    card: ModelCard | None = None,
+    dynamic_size: bool = False,
 ) -> onnx.ModelProto:
     """Make the canonical graph of a model: FP4 for the layers `qat.prepare` quantised, FP16 for the rest.
 
     Args:
-        model: convolutional model with one tensor in and one out, FP32, on any device; it is not changed.
-        input_shape: of one sample, (C, H, W) for images.
+        model: convolutional model, FP32, on any device; it is not changed.
+        input_shape: of one sample, (C, H, W) for images; or example inputs: a tensor, several in the order of the
+            model's forward, or a dict by the names of its arguments. Of those, shapes and types are read.
         card: stored in the file, so that it can be evaluated on its own.
         dynamic_size: leave all axes of a sample but the first (the channels) open. ONNX Runtime takes any size that the
             network takes; for an engine, `fp4deploy build --size HxW` fixes one.
 
     Returns:
-        Opset 23, IR 11; float16 "image" [N, *input_shape] -> float16 "logits" [N, ...], N dynamic; checked.
+        Opset 23, IR 11; float16 "image" [N, *input_shape] -> float16 "logits" [N, ...], N dynamic; checked. Several
+        inputs have the names of the arguments, several outputs those of a dict, or "output_0", "output_1" of a tuple.
 
     Raises:
         InputError: an uncalibrated layer, a value that is not finite or beyond FP16, a model that cannot be traced.
@@ -73,7 +79,7 @@ def export_graph(
     ['Conv', 'Relu']
     """
     constants = {name: layer_constants(name, layer) for name, layer in quantized_layers(model).items()}
-    traced = _trace(_traceable(model, constants), input_shape, dynamic_size)
+    traced = _trace(_traceable(model, constants), _examples(input_shape), dynamic_size)
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
     for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants), NameFixPass()):
         each(traced)
@@ -91,11 +97,16 @@ def export_graph(
 
 
 def _name_axes(graph: ir.Graph) -> None:
-    """The open axes of input and output get the names H and W instead of those that tracing makes up."""
-    (image,) = graph.inputs
-    assert image.shape is not None
-    names = dict(zip((str(size) for size in tuple(image.shape)[2:]), SIZES, strict=False))
-    for value in (image, *graph.outputs):
+    """The open axes of inputs and outputs get the names H and W (H_2 of a second input of another size, ...) instead of
+    those that tracing makes up.
+    """
+    names: dict[str, str] = {}
+    for number, value in enumerate(graph.inputs, 1):
+        assert value.shape is not None
+        for size, name in zip(tuple(value.shape)[2:], SIZES, strict=False):
+            if not isinstance(size, int):
+                names.setdefault(str(size), name if name not in names.values() else f"{name}_{number}")
+    for value in (*graph.inputs, *graph.outputs):
         if value.shape is not None:
             value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
 
@@ -106,21 +117,38 @@ def _layers(model: nn.Module) -> dict[str, dict[str, str]]:
     return {plan.name: {"kind": plan.kind, "precision": plan.precision, "reason": plan.reason} for plan in plans}
 
 
-def _trace(model: nn.Module, input_shape: tuple[int, ...], dynamic_size: bool) -> ir.Model:
-    axes: dict[int, Any] = {0: torch.export.Dim(BATCH, min=1)}
-    if dynamic_size:
-        axes |= dict.fromkeys(range(2, len(input_shape) + 1), torch.export.Dim.DYNAMIC)
-    example = torch.zeros((2, *input_shape), dtype=torch.float16)  # batch 1 would be taken for a constant
+Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
+
+
+def _examples(given: tuple[int, ...] | Inputs) -> Examples:
+    """Example inputs, floating point ones in FP16, with a batch of at least two: one would be taken for a constant."""
+    shape = not isinstance(given, torch.Tensor | Mapping) and all(isinstance(size, int) for size in given)
+    positional, named = arguments(torch.zeros((2, *given)) if shape else given)  # type: ignore[arg-type]
+    half = [x.half() if x.is_floating_point() else x for x in (*positional, *named.values())]
+    count = len(positional)
+    return tuple(half[:count]), dict(zip(named, half[count:], strict=True))
+
+
+def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model:
+    positional, named = examples
+    tensors = (*positional, *named.values())
+    batch = torch.export.Dim(BATCH, min=1)
+
+    def axes(x: torch.Tensor) -> dict[int, Any]:
+        free = dict.fromkeys(range(2, x.ndim), torch.export.Dim.DYNAMIC) if dynamic_size else {}
+        return {0: batch, **free}
+
+    shapes: Any = {name: axes(x) for name, x in named.items()} or tuple(axes(x) for x in positional)
     try:
         with quiet("torch.onnx", logging.ERROR), kept_operator_table():
             program = torch.onnx.export(
                 model,
-                (example,),
+                positional,
+                kwargs=named or None,
                 dynamo=True,
                 opset_version=OPSET,
-                input_names=[INPUT],
-                output_names=[OUTPUT],
-                dynamic_shapes=(axes,),
+                input_names=_input_names(model, positional, named),
+                dynamic_shapes=shapes,
                 verbose=False,
                 optimize=False,
             )
@@ -134,11 +162,37 @@ def _trace(model: nn.Module, input_shape: tuple[int, ...], dynamic_size: bool) -
         refused = next((each for each in _chain(error) if isinstance(each, InputError)), None)
         if refused is not None:  # by the network itself
             raise InputError(str(refused)) from error
+        given = ", ".join(f"[N, {', '.join(map(str, x.shape[1:]))}]" for x in tensors)
         raise InputError(
-            f"torch could not trace {type(model).__name__} with an input [N, {', '.join(map(str, input_shape))}]: "
+            f"torch could not trace {type(model).__name__} with an input {given}: "
             f"{why_not_captured(model, cause)} Check the image size too (a UNet needs multiples of 16)."
         ) from error
+    _name_outputs(program)
     return program.model
+
+
+def _input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[str]:
+    if named:
+        return list(named)
+    if len(positional) == 1:
+        return [INPUT]
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return (names + [f"input_{number}" for number in range(len(names), len(positional))])[: len(positional)]
+
+
+def _name_outputs(program: torch.onnx.ONNXProgram) -> None:
+    """ "logits" for a single output; the keys of a dict; else "output_0", "output_1", ..."""
+    outputs = program.model.graph.outputs
+    exported: Any = program.exported_program
+    names = output_names(exported, len(exported.graph_signature.user_outputs))
+    if len(names) != len(outputs):
+        raise InputError("The module returns something that is no tensor. Return tensors, or a tuple or dict of them.")
+    taken = {value.name for value in program.model.graph.inputs}
+    for value, name in zip(outputs, names, strict=True):
+        wanted = OUTPUT if len(outputs) == 1 else f"output_{name}" if name.isdigit() or name in taken else name
+        taken.add(wanted)
+        value.name = wanted
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

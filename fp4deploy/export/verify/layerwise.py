@@ -29,8 +29,10 @@ from torch import nn
 
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.session import portable_session
+from fp4deploy.export.verify.tensors import call, feed, same_outputs
 from fp4deploy.formats import pad_to_blocks
-from fp4deploy.models.heads import Head, agreeing
+from fp4deploy.graph.capture import Inputs
+from fp4deploy.models.heads import Head
 from fp4deploy.qat import QuantizedLayer, quantized_layers
 
 REFERENCE = ".from_torch"
@@ -78,13 +80,13 @@ class CutGraph:
 
 
 def compare_layerwise(
-    model: nn.Module, portable: onnx.ModelProto, images: Iterable[torch.Tensor], head: Head | None = None
+    model: nn.Module, portable: onnx.ModelProto, images: Iterable[Inputs], head: Head | None = None
 ) -> LayerwiseAgreement:
-    """Compare on `images`, float32 [N, C, H, W] each; the activations of one batch are held at a time."""
+    """Compare on `images`, float32 [N, C, H, W] each, or several inputs; activations of one batch are held at a time."""
     layers = quantized_layers(model)
     cut = with_reference_inputs(portable, list(layers))
     session = portable_session(cut.graph)
-    (image_name,) = (value.name for value in session.get_inputs() if not value.name.endswith(REFERENCE))
+    names = [value.name for value in session.get_inputs() if not value.name.endswith(REFERENCE)]
     pixels = differing = 0
     wrong, seen = dict.fromkeys(cut.values, 0), dict.fromkeys(cut.values, 0)
     for image in images:
@@ -95,12 +97,12 @@ def compare_layerwise(
         references = [
             (name, value, x) for name, uses in cut.values.items() for value, x in zip(uses, operands[name], strict=True)
         ]
-        logits, *own = session.run(
-            None, {image_name: image.numpy(), **{value + REFERENCE: x for _, value, x in references}}
-        )
-        same = agreeing(torch.from_numpy(expected), torch.from_numpy(logits), head)
-        pixels += same.numel()
-        differing += int((~same).sum()) if np.isfinite(logits).all() else same.numel()
+        found = session.run(None, feed(image, names) | {value + REFERENCE: x for _, value, x in references})
+        outputs, own = found[: len(expected)], found[len(expected) :]
+        finite = all(np.isfinite(each).all() for each in outputs)
+        for same in same_outputs(expected, [torch.from_numpy(each).float() for each in outputs], head):
+            pixels += same.numel()
+            differing += int((~same).sum()) if finite else same.numel()
         for (name, _, x), y in zip(references, own, strict=True):
             wrong[name] += int((y != x).sum())
             seen[name] += x.size
@@ -153,9 +155,9 @@ def _sources(graph: onnx.GraphProto, values: dict[str, list[str]]) -> dict[str, 
 
 
 def _run_torch(
-    model: nn.Module, layers: dict[str, QuantizedLayer], image: torch.Tensor
-) -> tuple[NDArray[np.float32], Operands]:
-    """Logits, and each layer's quantised input at each use as the graph holds it: channels padded to whole blocks."""
+    model: nn.Module, layers: dict[str, QuantizedLayer], image: Inputs
+) -> tuple[list[torch.Tensor], Operands]:
+    """Outputs, and each layer's quantised input at each use as the graph holds it: channels padded to whole blocks."""
     operands: Operands = {name: [] for name in layers}
 
     def keep(name: str) -> Any:
@@ -168,7 +170,7 @@ def _run_torch(
     handles = [layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()]
     try:
         with torch.inference_mode():
-            return model(image).float().numpy(), operands
+            return [each.float() for each in call(model, image)], operands
     finally:
         for handle in handles:
             handle.remove()

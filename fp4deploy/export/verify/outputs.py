@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -29,9 +28,11 @@ from fp4deploy.detection.decode import iou
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
+from fp4deploy.export.verify.tensors import call, feed, largest_difference, same_outputs
+from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
-from fp4deploy.models.heads import Head, agreeing, compared, counted_unit
+from fp4deploy.models.heads import Head, compared, counted_unit
 from fp4deploy.qat import quantized_layers
 from fp4deploy.tasks import task_of
 
@@ -79,24 +80,25 @@ class Agreement:
 def compare_with_torch(
     model: nn.Module,
     portable: onnx.ModelProto,
-    images: Iterable[torch.Tensor],
+    images: Iterable[Inputs],
     head: Head | None = None,
 ) -> Agreement:
-    """Run both on `images` (float32 [N, C, H, W] each) and compare the outputs [N, channels, ...] along axis 1."""
+    """Run both on `images` (float32 [N, C, H, W] each, or several inputs) and compare their outputs (`tensors`)."""
     session = portable_session(portable)
-    (name,) = (value.name for value in session.get_inputs())
+    names = [value.name for value in session.get_inputs()]
     count = pixels = differing = 0
     largest = 0.0
     for batch in images:
         with torch.inference_mode():
-            expected = model(batch).float()
-        logits: Any = session.run(None, {name: batch.numpy()})[0]
-        same = agreeing(expected, torch.from_numpy(logits), head)
-        count += len(batch)
-        pixels += same.numel()
-        differing += int((~same).sum())
-        largest = float(np.fmax(largest, np.abs(logits - expected.numpy()).max()))
-        if not np.isfinite(logits).all():
+            expected = [each.float() for each in call(model, batch)]
+        fed = feed(batch, names)
+        given = [torch.from_numpy(each).float() for each in session.run(None, fed)[: len(expected)]]
+        count += len(fed[names[0]])
+        for same in same_outputs(expected, given, head):
+            pixels += same.numel()
+            differing += int((~same).sum())
+        largest = float(np.fmax(largest, largest_difference(expected, given)))
+        if not all(bool(each.isfinite().all()) for each in given):
             differing, largest = pixels, float("inf")
             break
     return Agreement(count, pixels, differing, largest, head=head)
@@ -105,7 +107,7 @@ def compare_with_torch(
 def verify_decomposed(
     model: nn.Module,
     portable: onnx.ModelProto,
-    images: Iterable[torch.Tensor],
+    images: Iterable[Inputs],
     enough: float = REQUIRED_AGREEMENT,
     head: Head | None = None,
 ) -> Agreement:

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import GateError
 from fp4deploy.export.verify.outputs import ALLOWED_ELEMENTS, REQUIRED_AGREEMENT
+from fp4deploy.export.verify.tensors import leaves, same_outputs
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.heads import Head, agreeing, compared, counted_unit
@@ -67,9 +67,7 @@ def verify_packed(model: nn.Module, file: PackedFile, inputs: Iterable[Inputs]) 
     head = file.card.head if file.card else None
     count = pixels = differing = 0
     for batch in kept:
-        expected, given = (leaves(each) for each in (model(*batch), network(*batch)))
-        for one, other in zip(expected, given, strict=True):
-            same = agreeing(one, other, head) if one.ndim > 1 and one.shape[1] > 1 else _close(one, other)
+        for same in same_outputs(leaves(model(*batch)), leaves(network(*batch)), head):
             pixels, differing = pixels + same.numel(), differing + int((~same).sum())
         count += len(batch[0])
     found = PackedAgreement(count, pixels, differing, head=head)
@@ -89,16 +87,6 @@ def _positional(inputs: Inputs, file: PackedFile) -> tuple[torch.Tensor, ...]:
     if isinstance(inputs, Mapping):
         return tuple(inputs[each.name] for each in file.graph.inputs)
     return tuple(inputs)
-
-
-def leaves(outputs: Any) -> list[torch.Tensor]:
-    """The tensors of a tensor, tuple or dict, in order."""
-    return list(tree_leaves(outputs))
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where two outputs without classes agree, to a hundredth of the largest value."""
-    return (one - other).abs() <= 0.01 * one.abs().max().clamp(min=1e-30)
 
 
 def require_packed(found: PackedAgreement, name: str) -> None:
