@@ -37,8 +37,8 @@ def verify(
     """Compare an ONNX file, run by ONNX Runtime, with the model that it was exported from.
 
     Outputs are compared by the class with the largest logit (axis 1); an output of one channel by its values, to a
-    hundredth of the largest. Where more than 0.1 % differ end to end and the model is quantised, every layer is compared
-    with reference inputs, so that FP4 amplifies nothing.
+    hundredth of the largest. Where more than 0.1 % differ end to end and the model is quantised, every layer is
+    compared with reference inputs, so that FP4 amplifies nothing.
 
     Args:
         model: as it was exported; it is not changed.

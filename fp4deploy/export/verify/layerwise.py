@@ -82,7 +82,7 @@ class CutGraph:
 def compare_layerwise(
     model: nn.Module, portable: onnx.ModelProto, images: Iterable[Inputs], head: Head | None = None
 ) -> LayerwiseAgreement:
-    """Compare on `images`, float32 [N, C, H, W] each, or several inputs; activations of one batch are held at a time."""
+    """Compare on `images`, float32 [N, C, H, W] each, or several inputs; holds the activations of one batch."""
     layers = quantized_layers(model)
     cut = with_reference_inputs(portable, list(layers))
     session = portable_session(cut.graph)
