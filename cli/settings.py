@@ -67,6 +67,12 @@ NamedModelOption = Annotated[
         "--model", help="The checkpoint's network; needed for one in your own code.", show_default="as the file says"
     ),
 ]
+NetworkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--network", help="The checkpoint's network; needed for one in your own code.", show_default="as the file says"
+    ),
+]
 InitOption = Annotated[
     Path | None,
     typer.Option("--init", help="Initial weights: .safetensors, or .pth of tensors.", show_default="random weights"),
@@ -201,7 +207,10 @@ def settings(
         flags.append(f"model.spec={json.dumps(model)}")
     if init is not None:
         flags.append(f"model.init={json.dumps(str(init))}")
-    name_models([*flags, *(sets or [])])
+    from fp4deploy.models.spec import name_model
+
+    for text in named_models([*flags, *(sets or [])]):
+        name_model(text)
     if data is not None:
         flags.append(f"data.root={json.dumps(str(data))}")
     if classes is not None:
@@ -225,13 +234,10 @@ def settings(
     return load_config(config, [*flags, *(sets or [])])
 
 
-def name_models(sets: list[str]) -> None:
-    """Let the models that the user names on the command line be imported; a settings file names none."""
+def named_models(sets: list[str]) -> tuple[str, ...]:
+    """The model that the user names on the command line, whose code may be imported; a settings file names none."""
     texts = [text.partition("=")[2].strip("\"' ") for text in sets if text.startswith("model.spec=")]
-    if texts:
-        from fp4deploy.models.spec import name_model
-
-        name_model(texts[-1])
+    return tuple(texts[-1:])
 
 
 def expect(model: str | None) -> None:

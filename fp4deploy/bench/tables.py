@@ -64,8 +64,10 @@ def rows(artifacts: Sequence[ArtifactEntry]) -> list[tuple[str, ...]]:
     return [cells(entry, baseline, shown) for entry in artifacts]
 
 
-def network(scale: float, digits: bool) -> str:
-    """The network of a model in words."""
+def network(scale: float, digits: bool, architecture: str = "unet") -> str:
+    """The network of a model in words; one that is no UNet of this project by its spec."""
+    if architecture != "unet":
+        return architecture
     return f"UNet of scale {scale:g}{', multi-term FP4 input' if digits else ''}"
 
 

@@ -85,8 +85,8 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
     """Graph and tensors of a module, prepared or plain, with its parameters as deployed.
 
     Args:
-        dynamic_size: capture height and width as free sizes. A network whose nodes hold no sizes, such as our UNet,
-            takes any size without.
+        dynamic_size: capture height and width as free sizes, where every node can be packed so; else as they are. A
+            network whose nodes hold no sizes, such as our UNet, takes any size without.
 
     Raises:
         InputError: a module that cannot be captured, an operation or recipe without packed form, a value that is not
@@ -102,7 +102,12 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
             raise InputError("The FP4 input encoding reads one image [N, 3, H, W].")
         n, _, *size = example_inputs.shape
         example_inputs = torch.zeros(n, ENCODED_CHANNELS, *size)
-    return packed_graph(capture(plain, example_inputs, dynamic_size), model, digits)
+    if dynamic_size:
+        try:
+            return packed_graph(capture(plain, example_inputs, True), model, digits)
+        except InputError:  # such as positions of pixels that the code makes for each size
+            pass
+    return packed_graph(capture(plain, example_inputs), model, digits)
 
 
 def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool) -> PackedResult:

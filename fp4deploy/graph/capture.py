@@ -16,19 +16,20 @@ import operator
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.ir import Graph, Node, Value
-from fp4deploy.graph.operators import NO_OUTPUT, Call, Step, parts_of, steps_of
+from fp4deploy.graph.operators import NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 
+DECOMPOSITIONS = 4  # rounds: a decomposition may give calls that are to be decomposed as well
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
@@ -54,7 +55,7 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     if any(_changes_in_place(node) for node in program.graph.nodes):
         with quiet():
             program = program.run_decompositions({})
-    return _Reader(program).graph()
+    return _Reader(_decomposed(program)).graph()
 
 
 def arguments(example_inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
@@ -124,6 +125,27 @@ def _is_users(file: str) -> bool:
     return "site-packages" in file.removeprefix(own[0]) if file.startswith(own) else not file.startswith("<")
 
 
+def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with calls that are no known operation decomposed by torch's own table, as far as it has them."""
+    for _ in range(DECOMPOSITIONS):
+        targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+        calls = {each for each in targets if isinstance(each, torch._ops.OpOverload)}
+        unknown = {each for each in calls if not is_known(_name(each), each._overloadname)}
+        if not unknown:
+            return program
+        known = torch.export.default_decompositions()
+        chosen = {target: known[target] for target in unknown if target in known}
+        if not chosen:
+            return program
+        with quiet():
+            program = program.run_decompositions(chosen)
+    return program
+
+
+def _name(operator: torch._ops.OpOverload) -> str:
+    return operator._schema.name.partition("::")[2]
+
+
 def _changes_in_place(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
@@ -146,6 +168,8 @@ class _Reader:
         self.parts: dict[str, list[str]] = {}
         self.nodes: list[Node] = []
         self.values: dict[str, Value] = {}
+        self.known: dict[str, Any] = {}  # fx node -> its value, where no input of the network has a part in it
+        self.constants: dict[str, torch.Tensor] = {}
 
     def graph(self) -> Graph:
         outputs: tuple[tuple[str, str], ...] = ()
@@ -158,11 +182,17 @@ class _Reader:
                 outputs = self._outputs(node)
         inputs = tuple(str(name) for name in self.inputs)
         self._check_sizes()
-        return self._pruned(Graph(inputs, tuple(self.nodes), outputs, self.values, self.example))
+        return self._pruned(Graph(inputs, tuple(self.nodes), outputs, self.values, self.example, self.constants))
 
     def _placeholder(self, node: fx.Node) -> None:
         if node.name in self.parameters:
-            self.tensors[node.name] = self.parameters[node.name], False
+            name = self.parameters[node.name]
+            own = name in self.program.state_dict
+            value = self.program.state_dict[name] if own else self.program.constants[name]
+            self.known[node.name] = value
+            self.tensors[node.name] = name, False
+            if not own:
+                self.constants[name] = value
             return
         if node.name not in self.inputs or not isinstance(node.meta.get("val"), torch.Tensor):
             raise InputError(
@@ -202,6 +232,8 @@ class _Reader:
             ) from None
 
     def _call(self, node: fx.Node) -> None:
+        if self._computed(node):
+            return
         if node.target is operator.getitem:
             source, index = node.args
             found = self.parts.get(source.name) if isinstance(source, fx.Node) else None
@@ -226,6 +258,24 @@ class _Reader:
             ]
             return
         self.parts[node.name] = [self._emit(node, call, steps_of(call), node.name)]  # such as (normalised, mean, rstd)
+
+    def _computed(self, node: fx.Node) -> bool:
+        """Compute a call that depends on no input of the network: its result is a constant."""
+        if any(each.name not in self.known for each in node.all_input_nodes):
+            return False
+        if node.target is not operator.getitem:
+            drawn = torch.Tag.nondeterministic_seeded
+            if not isinstance(node.target, torch._ops.OpOverload) or drawn in node.target.tags:
+                return False
+        arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: self.known[each.name])
+        with torch.no_grad():
+            value = cast("Callable[..., Any]", node.target)(*arguments, **named)
+        self.known[node.name] = value
+        if isinstance(value, torch.Tensor):
+            name = f"{COMPUTED}.{node.name}"
+            self.tensors[node.name] = name, False
+            self.constants[name] = value
+        return True
 
     def _bound(self, node: fx.Node, schema: Any, name: str) -> Call:
         tensors: dict[str, tuple[str, bool]] = {}
@@ -322,9 +372,12 @@ class _Reader:
                 needed.update(node.inputs.values())
                 kept.append(node)
         values = {name: value for name, value in graph.values.items() if name in needed or name in graph.inputs}
-        return Graph(graph.inputs, tuple(reversed(kept)), graph.outputs, values, graph.example)
+        read = {name for node in kept for name in node.parameters.values()}
+        constants = {name: value for name, value in graph.constants.items() if name in read}
+        return Graph(graph.inputs, tuple(reversed(kept)), graph.outputs, values, graph.example, constants)
 
 
+COMPUTED = "computed"  # the names of constants begin with it
 TENSOR_ROLES = ("weight", "bias", "running_mean", "running_var", "attn_mask")
 
 
@@ -337,8 +390,9 @@ def _default(argument: Any) -> Any:
 
 
 def _layer(node: fx.Node, parameters: Mapping[str, str]) -> str:
-    if parameters:
-        return next(iter(parameters.values())).rpartition(".")[0]
+    owned = [name for name in parameters.values() if not name.startswith(f"{COMPUTED}.")]
+    if owned:
+        return owned[0].rpartition(".")[0]
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return str(paths[-1]) if paths else ""

@@ -59,7 +59,8 @@ class Graph:
 
     inputs: names of its tensors, as its forward names them. outputs: (name, value); the names are the keys of a dict,
     the positions of a tuple, or "" for a single tensor. values: by name, inputs included. example: the sizes that the
-    network was captured with, "<input>.<axis>" -> size.
+    network was captured with, "<input>.<axis>" -> size. constants: tensors that nodes read as parameters and that are
+    none of the module's, by name: what its code makes of parameters and numbers alone, such as a standardised weight.
     """
 
     inputs: tuple[str, ...]
@@ -67,6 +68,7 @@ class Graph:
     outputs: tuple[tuple[str, str], ...]
     values: Mapping[str, Value]
     example: Mapping[str, int]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def readers(self) -> dict[str, list[Node]]:
         """The nodes that read each value, in order; a network's outputs are not among them."""

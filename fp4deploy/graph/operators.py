@@ -7,23 +7,28 @@
 | `linear` | linear | weight_shape |
 | `batch_norm`, `group_norm`, `instance_norm`, `layer_norm` | the same, in evaluation | eps, num_groups, ... |
 | `relu`, `leaky_relu`, `silu`, `gelu`, `hardswish`, ... | the same (`ACTIVATIONS`) | those of the schema |
-| `add`, `sub`, `mul`, `div` | the same | `number` where one operand is one |
+| `abs`, `exp`, `sqrt`, ... (`UNARY`) | the same | |
+| `add`, `sub`, `mul`, `div`, `pow`, `maximum`, `minimum` | the same | `number` where one operand is one |
+| `gt`, `ge`, `lt`, `le`, `eq`, `ne`, `where` | the same | `number` |
 | `concat` | cat | dim |
-| `max_pool`, `avg_pool` | max_pool2d, avg_pool2d | kernel_size, stride, padding, dilation, ceil_mode, ... |
-| `adaptive_avg_pool`, `adaptive_max_pool` | adaptive_..._pool2d | output_size |
-| `mean` | mean over axes | dim, keepdim |
-| `resize` | upsample_nearest2d, upsample_bilinear2d, ... | mode, size or scale, align_corners |
+| `max_pool`, `avg_pool` | max_pool1d/2d/3d, avg_pool1d/2d/3d | kernel_size, stride, padding, dilation, ceil_mode, ... |
+| `adaptive_avg_pool`, `adaptive_max_pool` | adaptive_..._pool1d/2d/3d | output_size |
+| `mean`, `sum`, `amax`, `amin`, `norm`, `var`, `cumsum` | over axes; max, min, vector_norm, ... | dim, keepdim |
+| `resize` | upsample_nearest1d/2d/3d, upsample_bilinear2d, ... | mode, size or scale, align_corners |
 | `pixel_shuffle`, `pixel_unshuffle` | the same | factor |
 | `reshape` | view, reshape, flatten, unflatten, squeeze, unsqueeze | shape |
 | `expand` | expand, broadcast_to | shape |
 | `permute` | permute, transpose, t, mT | dims |
 | `slice` | slice, split, chunk, narrow, select (and a reshape) | dim, start, end, step |
+| `roll`, `flip`, `repeat` | the same | shifts, dims; dims; repeats |
+| `take` | index_select, index with one constant list of positions | dim, and the constant "index" |
 | `pad` | pad, constant_pad_nd, reflection_pad2d, ... | pad (last axis first, as in torch), mode, value |
-| `matmul`, `softmax`, `attention` | matmul, bmm, softmax, scaled_dot_product_attention | dim; is_causal, scale |
+| `matmul`, `softmax`, `log_softmax`, `attention` | matmul, bmm, softmax, ... | dim; is_causal, scale |
 | `cast` | to, to dtype | dtype |
 
 What changes no value (dropout in evaluation, contiguous, clone, a cast to the same type) is left out. Any other call is
-a node with ATen's name.
+decomposed by torch's own table where that has it (einsum, glu, stack, channel_shuffle, ...), and else a node with
+ATen's name.
 """
 
 from __future__ import annotations
@@ -40,7 +45,11 @@ ACTIVATIONS = (
     "relu", "relu6", "leaky_relu", "elu", "selu", "silu", "gelu", "hardswish", "hardsigmoid", "hardtanh", "sigmoid",
     "tanh", "softplus", "mish", "prelu", "clamp",
 )  # fmt: skip
-ARITHMETIC = ("add", "sub", "mul", "div")
+UNARY = (
+    "abs", "neg", "sign", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "square", "erf", "sin", "cos",
+    "floor", "ceil", "round",
+)  # fmt: skip
+ARITHMETIC = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "gt", "ge", "lt", "le", "eq", "ne")
 ALIASES = (
     "dropout", "feature_dropout", "alpha_dropout", "native_dropout", "contiguous", "clone", "alias", "detach",
     "detach_", "lift_fresh_copy", "lift_fresh", "identity", "positive",
@@ -48,6 +57,7 @@ ALIASES = (
 RESHAPES = (
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view", "view_as", "reshape_as",
 )  # fmt: skip
+SEVERAL = ("split", "chunk", "split_with_sizes", "tensor_split", "unbind")
 NO_OUTPUT = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 
 
@@ -86,15 +96,25 @@ def steps_of(call: Call) -> list[Step] | None:
         return []
     if call.op in ACTIVATIONS:
         return [Step(call.op, dict(call.arguments))]
+    if call.op in UNARY and not call.arguments.get("decimals"):
+        return [Step(call.op, {}, {"input": "self"})]
     if call.op in RESHAPES and "dtype" not in call.arguments:
         return [Step("reshape", {"shape": call.shape}, {"input": "self"})]
     known = _KNOWN.get(call.op)
     return known(call) if known else None
 
 
+def is_known(name: str, overload: str = "") -> bool:
+    """Whether a call of this ATen operator has nodes of its own."""
+    if name == "where" and overload != "self":  # torch has tables for numbers in place of tensors
+        return False
+    listed = (*ALIASES, *ACTIVATIONS, *UNARY, *RESHAPES, *SEVERAL, *NO_OUTPUT)
+    return name in _KNOWN or name in listed or name.startswith("sym_")
+
+
 def parts_of(call: Call) -> list[Step] | None:
     """The slices of a call with several outputs (split, chunk, unbind); None for any other."""
-    if call.op not in ("split", "chunk", "split_with_sizes", "tensor_split", "unbind"):
+    if call.op not in SEVERAL:
         return None
     axis = int(call.arguments.get("dim", 0)) % len(call.shapes["self"])
     start, found = 0, []
@@ -160,6 +180,12 @@ def _binary(call: Call) -> list[Step]:
     arguments = call.arguments
     op = call.op
     attributes: dict[str, Any] = {}
+    if "self" not in call.tensors:
+        return [Step(f"aten.{op}", dict(arguments))]
+    if op == "pow":
+        arguments = {"other": arguments.get("exponent")}
+        both = {"input": "self", "other": "exponent"}
+        return [Step(op, {} if "exponent" in call.tensors else {"number": arguments["other"]}, both)]
     if arguments.get("rounding_mode"):
         return [Step(f"{op} {arguments['rounding_mode']}", dict(arguments))]
     if arguments.get("alpha", 1) != 1:
@@ -184,28 +210,34 @@ def _concat(call: Call) -> list[Step]:
 
 
 def _max_pool(call: Call) -> list[Step]:
-    return [Step("max_pool", _window(call) | {"dilation": _each(call.arguments["dilation"], 2)}, {"input": "self"})]
+    dilation = _each(call.arguments["dilation"], _spatial(call))
+    return [Step("max_pool", _window(call) | {"dilation": dilation}, {"input": "self"})]
 
 
 def _avg_pool(call: Call) -> list[Step]:
-    extra = {name: call.arguments[name] for name in ("count_include_pad", "divisor_override")}
+    extra = {name: call.arguments.get(name) for name in ("count_include_pad", "divisor_override")}
     return [Step("avg_pool", _window(call) | extra, {"input": "self"})]
 
 
+def _spatial(call: Call) -> int:
+    """The number of spatial axes in the name of an operator: 2 of max_pool2d."""
+    return int(next(letter for letter in call.op if letter.isdigit()))
+
+
 def _window(call: Call) -> dict[str, Any]:
-    arguments = call.arguments
-    kernel = _each(arguments["kernel_size"], 2)
+    arguments, axes = call.arguments, _spatial(call)
+    kernel = _each(arguments["kernel_size"], axes)
     return {
         "kernel_size": kernel,
-        "stride": _each(arguments["stride"], 2) if arguments["stride"] else kernel,
-        "padding": _each(arguments["padding"], 2),
+        "stride": _each(arguments["stride"], axes) if arguments["stride"] else kernel,
+        "padding": _each(arguments["padding"], axes),
         "ceil_mode": bool(arguments["ceil_mode"]),
     }
 
 
 def _adaptive(call: Call) -> list[Step]:
     kind = "adaptive_avg_pool" if "avg" in call.op else "adaptive_max_pool"
-    return [Step(kind, {"output_size": tuple(call.shape[-2:])}, {"input": "self"})]
+    return [Step(kind, {"output_size": tuple(call.shape[-_spatial(call) :])}, {"input": "self"})]
 
 
 def _mean(call: Call) -> list[Step] | None:
@@ -215,15 +247,107 @@ def _mean(call: Call) -> list[Step] | None:
     return [Step(call.op, {"dim": axes, "keepdim": bool(call.arguments.get("keepdim"))}, {"input": "self"})]
 
 
+def _extreme(call: Call) -> list[Step] | None:
+    """max or min: over one axis the values alone, over all axes, or of two tensors."""
+    if "other" in call.tensors:
+        return [Step(f"{call.op}imum", {}, {"input": "self", "other": "other"})]
+    rank = len(call.shapes["self"])
+    axes = (int(call.arguments["dim"]) % rank,) if "dim" in call.arguments else tuple(range(rank))
+    keep = bool(call.arguments.get("keepdim"))
+    return [Step(f"a{call.op}", {"dim": axes, "keepdim": keep}, {"input": "self"})]
+
+
+def _variance(call: Call) -> list[Step] | None:
+    if "correction" not in call.arguments and "unbiased" not in call.arguments:
+        return None
+    correction = call.arguments.get("correction", float(bool(call.arguments.get("unbiased", True))))
+    rank, dims = len(call.shapes["self"]), call.arguments.get("dim")
+    attributes = {
+        "dim": tuple(sorted(int(dim) % rank for dim in dims)) if dims else tuple(range(rank)),
+        "keepdim": bool(call.arguments.get("keepdim")),
+        "correction": 1.0 if correction is None else float(correction),
+    }
+    steps = [Step("var", attributes, {"input": "self"})]
+    return [*steps, Step("sqrt", {}, {}, after=True)] if call.op == "std" else steps
+
+
+def _norm_of(call: Call) -> list[Step] | None:
+    rank, dims = len(call.shapes["self"]), call.arguments.get("dim")
+    if call.arguments.get("ord", call.arguments.get("p", 2)) not in (2, None) or not isinstance(dims, tuple | None):
+        return None
+    axes = tuple(sorted(int(dim) % rank for dim in dims)) if dims else tuple(range(rank))
+    return [Step("norm", {"dim": axes, "keepdim": bool(call.arguments.get("keepdim"))}, {"input": "self"})]
+
+
+def _turned(call: Call) -> list[Step] | None:
+    """roll: with axes."""
+    rank, dims = len(call.shapes["self"]), call.arguments["dims"]
+    if not dims:
+        return None
+    attributes = {"shifts": call.arguments["shifts"], "dims": tuple(int(dim) % rank for dim in dims)}
+    return [Step("roll", attributes, {"input": "self"})]
+
+
+def _flip(call: Call) -> list[Step]:
+    rank = len(call.shapes["self"])
+    dims = tuple(int(dim) % rank for dim in call.arguments["dims"])
+    return [Step("flip", {"dims": dims}, {"input": "self"})]
+
+
+def _take(call: Call) -> list[Step] | None:
+    """index_select, or x[:, :, positions] with one list of positions."""
+    found = {role: at for role, at in call.shapes.items() if role == "index" or role.startswith("indices")}
+    if len(found) != 1 or len(next(iter(found.values()))) != 1 or "self" not in call.tensors:
+        return None
+    (role,) = found
+    axis = int(call.arguments["dim"]) if role == "index" else int(role.rpartition(".")[2])
+    attributes = {"dim": axis % len(call.shapes["self"])}
+    return [Step("take", attributes, {"input": "self", "index": role})]
+
+
+def _where(call: Call) -> list[Step] | None:
+    roles = {"condition": "condition", "input": "self", "other": "other"}
+    return [Step("where", {}, roles)] if set(roles.values()) <= set(call.tensors) else None
+
+
+def _logical(op: str) -> Callable[[Call], list[Step] | None]:
+    """Of bools as 0 and 1: a product is their and, the maximum their or, equal to 0 their not."""
+
+    def steps(call: Call) -> list[Step] | None:
+        if call.dtype != torch.bool or "self" not in call.tensors:
+            return None
+        if op == "eq":
+            return [Step(op, {"number": 0}, {"input": "self"})]
+        return [Step(op, {}, {"input": "self", "other": "other"})] if "other" in call.tensors else None
+
+    return steps
+
+
+def _scan(call: Call) -> list[Step]:
+    return [Step("cumsum", {"dim": int(call.arguments["dim"]) % len(call.shape)}, {"input": "self"})]
+
+
+def _limit(call: Call) -> list[Step] | None:
+    """clamp_min and clamp_max with a number; with a tensor they are maximum and minimum."""
+    side = call.op.removeprefix("clamp_")
+    if side in call.tensors:
+        return [Step({"min": "maximum", "max": "minimum"}[side], {}, {"input": "self", "other": side})]
+    return [Step("clamp", {"min": None, "max": None} | {side: call.arguments[side]}, {"input": "self"})]
+
+
 def _resize(call: Call) -> list[Step]:
-    mode = {"upsample_nearest2d": "nearest", "_upsample_nearest_exact2d": "nearest-exact"}.get(call.op)
-    mode = mode or call.op.removeprefix("upsample_").removesuffix("2d")
+    axes = _spatial(call)
+    mode = call.op.lstrip("_").removeprefix("upsample_").removesuffix(f"{axes}d").replace("_", "-")
     scales = call.arguments.get("scale_factors")
     if not scales and call.arguments.get("scales_h"):
         scales = (call.arguments["scales_h"], call.arguments["scales_w"])
+    if not scales and call.arguments.get("scales"):
+        scales = (call.arguments["scales"],)
+    if not scales and call.arguments.get("scales_d"):
+        scales = tuple(call.arguments[f"scales_{axis}"] for axis in "dhw")
     attributes = {
         "mode": mode,
-        "size": None if scales else tuple(call.shape[-2:]),
+        "size": None if scales else tuple(call.shape[-axes:]),
         "scale": tuple(float(scale) for scale in scales) if scales else None,
         "align_corners": bool(call.arguments.get("align_corners")),
     }
@@ -280,7 +404,8 @@ def _pad(call: Call) -> list[Step]:
 
 
 def _softmax(call: Call) -> list[Step]:
-    return [Step("softmax", {"dim": int(call.arguments["dim"]) % len(call.shape)}, {"input": "self"})]
+    kind = "log_softmax" if "log" in call.op else "softmax"
+    return [Step(kind, {"dim": int(call.arguments["dim"]) % len(call.shape)}, {"input": "self"})]
 
 
 def _attention(call: Call) -> list[Step]:
@@ -311,19 +436,35 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
     **dict.fromkeys(ARITHMETIC, _binary),
     "rsub": _reversed_subtraction,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concat),
-    "max_pool2d": _max_pool,
-    "avg_pool2d": _avg_pool,
-    **dict.fromkeys(("adaptive_avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"), _adaptive),
+    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), _max_pool),
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _avg_pool),
+    **{f"{kind}{axes}d": _adaptive for kind in ("adaptive_avg_pool", "adaptive_max_pool") for axes in (1, 2, 3)},
+    **{f"_adaptive_avg_pool{axes}d": _adaptive for axes in (2, 3)},
     **dict.fromkeys(("mean", "amax", "amin", "sum"), _mean),
+    **dict.fromkeys(("max", "min"), _extreme),
+    **dict.fromkeys(("var", "std"), _variance),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _norm_of),
+    "cumsum": _scan,
+    "where": _where,
+    **dict.fromkeys(("logical_and", "bitwise_and"), _logical("mul")),
+    **dict.fromkeys(("logical_or", "bitwise_or"), _logical("maximum")),
+    **dict.fromkeys(("logical_not", "bitwise_not"), _logical("eq")),
+    "roll": _turned,
+    "flip": _flip,
+    "repeat": lambda call: [Step("repeat", {"repeats": call.arguments["repeats"]}, {"input": "self"})],
+    **dict.fromkeys(("index_select", "index"), _take),
+    **dict.fromkeys(("clamp_min", "clamp_max"), _limit),
+    **{f"upsample_nearest{axes}d": _resize for axes in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{axes}d": _resize for axes in (1, 2, 3)},
     **dict.fromkeys(
-        ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"), _resize
+        ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"), _resize
     ),
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _shuffle),
     **dict.fromkeys(("permute", "transpose", "t", "mT", "numpy_T", "swapaxes"), _permute),
     **dict.fromkeys(("slice", "narrow"), _slice),
     "select": _select,
     **dict.fromkeys(("pad", "constant_pad_nd", "reflection_pad2d", "replication_pad2d"), _pad),
-    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("to", "_to_copy", "type_as"), _cast),
     **dict.fromkeys(("expand", "broadcast_to", "expand_as"), _expand),

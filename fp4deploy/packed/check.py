@@ -26,6 +26,8 @@ from fp4deploy.packed.graph import (
     Activation,
     Affine,
     Arithmetic,
+    Attention,
+    Compare,
     Conv2d,
     ConvTranspose2d,
     Form,
@@ -37,7 +39,11 @@ from fp4deploy.packed.graph import (
     Node,
     Norm,
     Pad,
+    Pool,
+    PReLU,
     Resize,
+    Roll,
+    axes_of,
     named,
     tensors_of,
     weight_names,
@@ -156,17 +162,29 @@ def _check_node(node: Node) -> None:
     elif isinstance(node, Arithmetic):
         _require((len(node.inputs) == 2) != (node.number is not None), "it takes two activations, or one and a number")
         _require(node.op != "div" or node.number != 0, "it divides by zero")
+    elif isinstance(node, Compare):
+        _require((len(node.inputs) == 2) != (node.number is not None), "it takes two activations, or one and a number")
+    elif isinstance(node, Roll):
+        _require(len(node.shifts) == len(node.dims), "it takes one shift for each axis")
+    elif isinstance(node, Attention):
+        _require(len(node.inputs) == 3 or not node.causal, "a causal attention takes no mask")
+    elif isinstance(node, Pool):
+        places = (node.kernel, node.stride, node.padding, node.dilation)
+        _require(len({len(each) for each in places}) == 1, "its window has another number of axes than its places")
     elif isinstance(node, Resize):
         _require((node.size is None) != (node.scale is None), "it takes a size or a scale")
     elif isinstance(node, Pad):
         _require(len(node.pad) % 2 == 0, "it pads each axis on two sides")
     elif isinstance(node, ConvTranspose2d):
+        places = (node.stride, node.padding, node.output_padding, node.dilation)
+        _require(all(len(each) == axes_of(node) for each in places), f"it has {axes_of(node)} spatial axes")
         beyond = any(a >= max(b, c) for a, b, c in zip(node.output_padding, node.stride, node.dilation, strict=True))
         _require(not beyond, "its output padding is not below its stride or dilation")
-    elif isinstance(node, Conv2d) and len(node.inputs) == 2:
-        _require(
-            node.precision == "nvfp4" and node.groups == 1, "only a packed convolution of one group has two inputs"
-        )
+    elif isinstance(node, Conv2d):
+        places = (node.stride, node.padding, node.dilation)
+        _require(all(len(each) == axes_of(node) for each in places), f"it has {axes_of(node)} spatial axes")
+        single = node.precision == "nvfp4" and node.groups == 1 and node.op == "conv2d"
+        _require(len(node.inputs) == 1 or single, "only a packed 2-D convolution of one group has two inputs")
     elif isinstance(node, Norm):
         _require((node.op == "layer_norm") == bool(node.shape), "a layer norm alone has a shape")
 
@@ -192,6 +210,8 @@ def _check_tensors(graph: Graph, node: Node, shapes: Shapes, layers: dict[str, t
     """Types and shapes; a layer that several nodes read is the same layer."""
     for name, dtype, shape in required(graph, node, shapes):
         _tensor(graph, name, dtype, shape)
+    if isinstance(node, PReLU):
+        _check_slopes(graph, node, shapes)
     if isinstance(node, Layer):
         channels = sum(shapes[name][1 if not isinstance(node, Linear) else -1] for name in node.inputs)
         known = (type(node), node.precision, node.e4m3_max, weight_shape(graph, node, channels), len(node.inputs))
@@ -214,7 +234,8 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
             yield node.bias, "F16", [rows[0] * groups]
         names = weight_names(node)
         if node.precision == "fp16":
-            yield names[0], "F16", shape
+            computed = names[0] in graph.tensors and graph.tensors[names[0]].dtype == "F32"
+            yield names[0], "F32" if computed else "F16", shape
             return
         blocks = -(-deep // NVFP4_BLOCK)
         yield names[0], "U8", [*rows, blocks * NVFP4_BLOCK // 2]
@@ -233,6 +254,15 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
             _require(len(source) == 4, "it reads feature maps [N, C, H, W]")
             if node.bias:
                 yield node.bias, "F16", shape
+
+
+def _check_slopes(graph: Graph, node: PReLU, shapes: Shapes) -> None:
+    """One number, or one for each channel."""
+    info, source = graph.tensors[node.tensor], shapes[node.inputs[0]]
+    _require(info.dtype in ("F16", "F32"), f"the tensor '{node.tensor}' is {info.dtype}")
+    _require(
+        info.shape == [1] or info.shape == [source[1] if len(source) > 1 else 1], "its slopes are not its channels"
+    )
 
 
 def _check_logits(graph: Graph, shapes: Shapes, channels: int, head: Head | None) -> None:

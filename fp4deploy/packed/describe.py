@@ -62,7 +62,7 @@ def _row(file: PackedFile, node: Node, shapes: Shapes) -> tuple[Any, ...]:
         axis = -1 if isinstance(node, Linear) else 1
         shape = weight_shape(file.graph, node, sum(shapes[name][axis] for name in node.inputs))
         if node.precision == "nvfp4":
-            precision = "FP4" if has_kernel(node, shape[1:3]) else "FP4 decoded"
+            precision = "FP4" if has_kernel(node, shape[1:-1]) else "FP4 decoded"
     elif f"{named(node)}.weight" in names:
         shape = list(file.tensors[f"{named(node)}.weight"].shape)
     count = sum(file.tensors[name].nbytes for name in names)

@@ -5,7 +5,7 @@ should give the same bytes): a JSON object of strings.
 
 | key | what it is |
 |---|---|
-| `format` | `packed/3`; a reader also takes `packed/2` and `packed/1` (`former`) and refuses any other |
+| `format` | `packed/4`, or `packed/3` where that has all nodes; `packed/2` and `packed/1` (`former`) are read as well |
 | `version` | version of fp4deploy that wrote it |
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
@@ -38,10 +38,10 @@ from fp4deploy.models.card import ModelCard
 from fp4deploy.models.checkpoint import digest, read_tensors, write_tensors
 from fp4deploy.packed.check import check_graph, check_values
 from fp4deploy.packed.former import FormerGraph
-from fp4deploy.packed.graph import Graph, Layer, TensorInfo
+from fp4deploy.packed.graph import Graph, Layer, TensorInfo, in_packed_3
 
 SUFFIX = ".fp4"
-FORMAT = "packed/3"
+FORMAT, BEFORE = "packed/4", "packed/3"  # the older one is written where it has all nodes
 FORMER = ("packed/2", "packed/1")
 KEY = "fp4deploy.packed"
 SIGNED = ("format", "version", "card", "graph")
@@ -97,7 +97,7 @@ def write_packed(file: PackedFile) -> None:
         InputError: the target cannot be written; an older file there survives.
     """
     metadata = {
-        "format": FORMAT,
+        "format": BEFORE if all(in_packed_3(node) for node in file.graph.nodes) else FORMAT,
         "version": file.version,
         "card": file.card.to_json() if file.card else "",
         "graph": file.graph.model_dump_json(),
@@ -114,7 +114,7 @@ def read_packed(path: Path) -> PackedFile:
     """
     path = Path(path)
     required = (*SIGNED, "sha256")
-    metadata, tensors = read_tensors(path, KEY, "packed network", (FORMAT, *FORMER), required, AGAIN)
+    metadata, tensors = read_tensors(path, KEY, "packed network", (FORMAT, BEFORE, *FORMER), required, AGAIN)
     if not all(isinstance(value, str) for value in metadata.values()):
         raise InputError(f"{path}: its metadata '{KEY}' cannot be read. {AGAIN}")
     if metadata["sha256"] != _digest_of(metadata):
@@ -134,7 +134,7 @@ def read_packed(path: Path) -> PackedFile:
 
 def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
     try:
-        if metadata["format"] == FORMAT:
+        if metadata["format"] in (FORMAT, BEFORE):
             return Graph.model_validate_json(metadata["graph"])
         return FormerGraph.model_validate_json(metadata["graph"]).converted()
     except ValidationError as error:

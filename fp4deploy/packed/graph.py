@@ -6,14 +6,18 @@ in blocks along the channels or along the last axis), or pooled 2 x 2. Two reade
 | node | what it computes | where |
 |---|---|---|
 | `conv2d`, `conv_transpose2d`, `linear` | the layer, of packed or plain activations | kernels; see `precision` below |
+| `conv1d`, `conv3d`, `conv_transpose1d`, `conv_transpose3d` | the layer, over one or three spatial axes | torch |
 | `group_norm_relu` | relu(norm(x + bias)), one pass for all forms | kernel |
 | `affine` | x scale + shift of each channel: a BatchNorm | torch |
 | `group_norm`, `instance_norm`, `layer_norm` | the normalisation | torch |
-| `activation` | relu, silu, gelu, hardswish, ... | torch |
-| `add`, `sub`, `mul`, `div` | two activations, or one and a number | torch |
+| `activation`, `prelu` | relu, silu, gelu, hardswish, ..., abs, exp, sqrt, ... | torch |
+| `add`, `sub`, `mul`, `div`, `pow`, `maximum`, `minimum` | two activations, or one and a number | torch |
+| `greater`, `less`, `equal`, ..., `where` | comparisons, which give 0 or 1, and the choice by them | torch |
 | `concat`, `slice`, `select`, `reshape`, `expand`, `permute`, `pad`, `constant` | layout | torch |
-| `max_pool`, `avg_pool`, `adaptive_pool`, `reduce`, `resize`, `pixel_shuffle` | sizes | torch |
-| `matmul`, `softmax`, `attention` | products of activations | torch |
+| `roll`, `flip`, `repeat`, `take` | positions of an axis in another order, or several times | torch |
+| `max_pool`, `avg_pool`, `adaptive_pool`, `resize`, `pixel_shuffle` | sizes | torch |
+| `reduce`, `variance`, `cumulative_sum` | over axes | torch |
+| `matmul`, `softmax`, `log_softmax`, `attention` | products of activations | torch |
 
 Where a GPU runs several nodes as one kernel, `producers` says which.
 
@@ -23,10 +27,11 @@ may have. Sizes that a node must know (`reshape`, `resize`) are numbers, or expr
 (`graph.sizes`).
 
 `precision` "nvfp4": both operands are packed. A convolution of one group, with equal strides, paddings and dilations
-and at most 49 taps, is a kernel; so is a transposed one of kernel 2 and stride 2. Any other is decoded and computed in
-FP16. A `conv2d` of two packed inputs reads them as their concatenation, which is never written.
+and at most 49 taps, is a kernel; so is a transposed one of kernel 2 and stride 2, both over two axes. Any other is
+decoded and computed in FP16. A `conv2d` of two packed inputs reads them as their concatenation, which is never written.
 
-A layer's weight is `<layer>.weight`, FP16 O,KH,KW,C (O,C of a linear layer), or where the layer is quantised
+A layer's weight is `<layer>.weight`, FP16 O,KH,KW,C (O,C of a linear layer; FP32 where the module's code computes it
+from its parameters, as a standardised weight), or where the layer is quantised
 `<layer>.weight.codes`, `.scales` and `.amax`, the FP32 global amax A; E is the layer's `e4m3_max`.
 """
 
@@ -49,8 +54,9 @@ Whole = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
 Tokens = Annotated[list[Whole | Name], Field(min_length=1, max_length=64)]
 Size = Whole | Tokens
 Shape = Annotated[list[Size], Field(min_length=1, max_length=6)]
-Pair = Annotated[list[Extent], Field(min_length=2, max_length=2)]
-PairOfSteps = Annotated[list[Steps], Field(min_length=2, max_length=2)]
+Extents = Annotated[list[Extent], Field(min_length=1, max_length=3)]  # one for each spatial axis
+Strides = Annotated[list[Steps], Field(min_length=1, max_length=3)]
+Spatial = Annotated[list[Size], Field(min_length=1, max_length=3)]
 One = Annotated[list[Name], Field(min_length=1, max_length=1)]
 OneOrTwo = Annotated[list[Name], Field(min_length=1, max_length=2)]
 
@@ -114,25 +120,25 @@ class Layer(Step):
 
 
 class Conv2d(Layer):
-    """A convolution, and relu after it."""
+    """A convolution over as many axes as its name says, and relu after it."""
 
-    op: Literal["conv2d"] = "conv2d"
+    op: Literal["conv2d", "conv1d", "conv3d"] = "conv2d"
     inputs: OneOrTwo
-    stride: PairOfSteps = [1, 1]
-    padding: Pair = [0, 0]
-    dilation: PairOfSteps = [1, 1]
+    stride: Strides = [1, 1]
+    padding: Extents = [0, 0]
+    dilation: Strides = [1, 1]
     groups: Count = 1
     relu: bool = False
 
 
 class ConvTranspose2d(Layer):
-    """A transposed convolution."""
+    """A transposed convolution over as many axes as its name says."""
 
-    op: Literal["conv_transpose2d"] = "conv_transpose2d"
-    stride: PairOfSteps = [2, 2]
-    padding: Pair = [0, 0]
-    output_padding: Pair = [0, 0]
-    dilation: PairOfSteps = [1, 1]
+    op: Literal["conv_transpose2d", "conv_transpose1d", "conv_transpose3d"] = "conv_transpose2d"
+    stride: Strides = [2, 2]
+    padding: Extents = [0, 0]
+    output_padding: Extents = [0, 0]
+    dilation: Strides = [1, 1]
     groups: Count = 1
 
 
@@ -170,24 +176,53 @@ class Norm(Step):
     eps: Epsilon
 
 
+LATER_FUNCTIONS = (  # not in packed/3
+    "abs", "neg", "sign", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "square", "erf", "sin", "cos",
+    "floor", "ceil", "round",
+)  # fmt: skip
+
+
 class Activation(Step):
     """An activation function; `parameters` are its numbers in torch's order (`operators.FUNCTIONS`)."""
 
     op: Literal["activation"] = "activation"
     function: Literal[
         "relu", "relu6", "leaky_relu", "elu", "selu", "silu", "gelu", "gelu_tanh", "hardswish", "hardsigmoid", "clamp",
-        "sigmoid", "tanh", "softplus", "mish",
+        "sigmoid", "tanh", "softplus", "mish", "abs", "neg", "sign", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt",
+        "reciprocal", "square", "erf", "sin", "cos", "floor", "ceil", "round",
     ]  # fmt: skip
     parameters: Annotated[list[Number], Field(max_length=2)] = []
+
+
+class PReLU(Step):
+    """x where it is positive, else x times a slope: `tensor`, one number or one a channel."""
+
+    op: Literal["prelu"] = "prelu"
+    tensor: Name
 
 
 class Arithmetic(Step):
     """Two activations, or one and a number; alpha: what the second is multiplied with before."""
 
-    op: Literal["add", "sub", "mul", "div"]
+    op: Literal["add", "sub", "mul", "div", "pow", "maximum", "minimum"]
     inputs: OneOrTwo
     number: Number | None = None
     alpha: Number = 1.0
+
+
+class Compare(Step):
+    """1 where a comparison of two activations, or of one and a number, holds, else 0."""
+
+    op: Literal["greater", "greater_equal", "less", "less_equal", "equal", "not_equal"]
+    inputs: OneOrTwo
+    number: Number | None = None
+
+
+class Where(Step):
+    """The second activation where the first is not 0, else the third."""
+
+    op: Literal["where"] = "where"
+    inputs: Annotated[list[Name], Field(min_length=3, max_length=3)]
 
 
 class Constant(Step):
@@ -210,10 +245,10 @@ class Pool(Step):
     """Maximum or average over windows."""
 
     op: Literal["max_pool", "avg_pool"]
-    kernel: PairOfSteps
-    stride: PairOfSteps
-    padding: Pair = [0, 0]
-    dilation: PairOfSteps = [1, 1]
+    kernel: Strides
+    stride: Strides
+    padding: Extents = [0, 0]
+    dilation: Strides = [1, 1]
     ceil_mode: bool = False
     count_padding: bool = True
 
@@ -223,25 +258,41 @@ class AdaptivePool(Step):
 
     op: Literal["adaptive_pool"] = "adaptive_pool"
     function: Literal["max", "avg"]
-    size: Annotated[list[Size], Field(min_length=2, max_length=2)]
+    size: Spatial
 
 
 class Reduce(Step):
-    """Mean, sum or maximum over axes."""
+    """Mean, sum, extreme or Euclidean norm over axes."""
 
     op: Literal["reduce"] = "reduce"
-    function: Literal["mean", "sum", "amax", "amin"]
+    function: Literal["mean", "sum", "amax", "amin", "norm"]
     dims: Annotated[list[Axis], Field(min_length=1, max_length=6)]
     keep: bool
+
+
+class Variance(Step):
+    """Variance over axes; correction: the number of elements minus its divisor."""
+
+    op: Literal["variance"] = "variance"
+    dims: Annotated[list[Axis], Field(min_length=1, max_length=6)]
+    keep: bool
+    correction: Annotated[float, Field(ge=0, le=1)]
+
+
+class CumulativeSum(Step):
+    """Sums of all elements up to each, along an axis."""
+
+    op: Literal["cumulative_sum"] = "cumulative_sum"
+    dim: Axis
 
 
 class Resize(Step):
     """Interpolation to a size, or by factors."""
 
     op: Literal["resize"] = "resize"
-    mode: Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
-    size: Annotated[list[Size], Field(min_length=2, max_length=2)] | None = None
-    scale: Annotated[list[Annotated[float, Field(gt=0, le=64)]], Field(min_length=2, max_length=2)] | None = None
+    mode: Literal["nearest", "nearest-exact", "bilinear", "bicubic", "linear", "trilinear"]
+    size: Spatial | None = None
+    scale: Annotated[list[Annotated[float, Field(gt=0, le=64)]], Field(min_length=1, max_length=3)] | None = None
     align_corners: bool = False
 
 
@@ -284,6 +335,36 @@ class Select(Step):
     index: Size
 
 
+class Roll(Step):
+    """Axes turned: the last `shift` positions come first."""
+
+    op: Literal["roll"] = "roll"
+    shifts: Annotated[list[Size], Field(min_length=1, max_length=6)]
+    dims: Annotated[list[Axis], Field(min_length=1, max_length=6)]
+
+
+class Flip(Step):
+    """Axes in reverse order."""
+
+    op: Literal["flip"] = "flip"
+    dims: Annotated[list[Axis], Field(min_length=1, max_length=6)]
+
+
+class Repeat(Step):
+    """The whole tensor so many times along each axis."""
+
+    op: Literal["repeat"] = "repeat"
+    counts: Annotated[list[Size], Field(min_length=1, max_length=6)]
+
+
+class Take(Step):
+    """These positions of an axis, in this order."""
+
+    op: Literal["take"] = "take"
+    dim: Axis
+    indices: Annotated[list[Annotated[int, Field(ge=0, le=1 << 20)]], Field(min_length=1, max_length=1 << 16)]
+
+
 class Pad(Step):
     """Pixels around; `pad` as torch has it, the last axis first."""
 
@@ -301,25 +382,25 @@ class Matmul(Step):
 
 
 class Softmax(Step):
-    """exp(x) / sum(exp(x)) along an axis."""
+    """exp(x) / sum(exp(x)) along an axis, or its logarithm."""
 
-    op: Literal["softmax"] = "softmax"
+    op: Literal["softmax", "log_softmax"] = "softmax"
     dim: Axis
 
 
 class Attention(Step):
-    """softmax(q k^T scale) v of query, key and value; scale None: 1 / sqrt of the length of a query."""
+    """softmax(q k^T scale + mask) v of query, key, value and perhaps a mask; scale None: 1 / sqrt of its length."""
 
     op: Literal["attention"] = "attention"
-    inputs: Annotated[list[Name], Field(min_length=3, max_length=3)]
+    inputs: Annotated[list[Name], Field(min_length=3, max_length=4)]
     causal: bool = False
     scale: Annotated[float, Field(gt=0, le=1024)] | None = None
 
 
 Node = Annotated[
-    Conv2d | ConvTranspose2d | Linear | GroupNormReLU | Affine | Norm | Activation | Arithmetic | Constant | Concat
-    | Pool | AdaptivePool | Reduce | Resize | PixelShuffle | Reshape | Permute | Slice | Select | Pad | Matmul | Softmax
-    | Attention,
+    Conv2d | ConvTranspose2d | Linear | GroupNormReLU | Affine | Norm | Activation | PReLU | Arithmetic | Compare
+    | Where | Constant | Concat | Pool | AdaptivePool | Reduce | Variance | CumulativeSum | Resize | PixelShuffle
+    | Reshape | Permute | Slice | Select | Roll | Flip | Repeat | Take | Pad | Matmul | Softmax | Attention,
     Field(discriminator="op"),
 ]  # fmt: skip
 
@@ -336,6 +417,28 @@ class Graph(Strict):
     def forms(self) -> dict[str, Form]:
         """Every form that an input or a node writes, by name."""
         return {form.name: form for writer in (*self.inputs, *self.nodes) for form in writer.outputs}
+
+
+def in_packed_3(node: Node) -> bool:
+    """Whether the format `packed/3` has a node of this kind."""
+    later = (PReLU, Compare, Where, Variance, CumulativeSum, Roll, Flip, Repeat, Take)
+    if isinstance(node, later) or (isinstance(node, Activation) and node.function in LATER_FUNCTIONS):
+        return False
+    if isinstance(node, Conv2d | ConvTranspose2d):
+        return axes_of(node) == 2
+    if isinstance(node, Pool | AdaptivePool | Resize):
+        places = node.kernel if isinstance(node, Pool) else node.size or getattr(node, "scale", None) or []
+        return len(places) == 2
+    if isinstance(node, Reduce):
+        return node.function != "norm"
+    if isinstance(node, Attention):
+        return len(node.inputs) == 3
+    return node.op not in ("pow", "maximum", "minimum", "log_softmax")
+
+
+def axes_of(node: Conv2d | ConvTranspose2d) -> int:
+    """How many spatial axes a convolution has."""
+    return int(node.op[-2])
 
 
 def weight_names(node: Layer) -> list[str]:
@@ -355,7 +458,7 @@ def tensors_of(node: Node | Input) -> list[str]:
         names += [f"{node.layer}.weight", f"{node.layer}.bias"]
     elif isinstance(node, Affine):
         names += [f"{node.layer}.scale", f"{node.layer}.shift"]
-    elif isinstance(node, Constant):
+    elif isinstance(node, Constant | PReLU):
         names.append(node.tensor)
     names += [form.amax for form in node.outputs]
     return [name for name in dict.fromkeys(names) if name]

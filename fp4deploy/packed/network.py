@@ -52,7 +52,7 @@ from fp4deploy.packed.graph import (
 )
 from fp4deploy.packed.operators import Context, compute, convolve
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, plan
-from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_shape
+from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.plugins.gemm import decoded, plain
 from fp4deploy.plugins.gemm.decoded import DecodedWeight
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
@@ -290,7 +290,8 @@ class PackedNetwork:
         if node.precision == "nvfp4":
             axis = _axis(node)
             sources = [cast(Nvfp4Tensor, x).dequantize(self.dtype).movedim(-1, axis) for x in inputs]
-            weight = self._packed[node.layer].dequantize(self.dtype).permute(_ORDERS[type(node)])
+            weight = self._packed[node.layer].dequantize(self.dtype)
+            weight = weight.permute(weight_order(node, weight.ndim))
         else:
             sources, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
         y = convolve(node, sources, weight, None if bias is None else bias.to(self.dtype))
@@ -360,12 +361,13 @@ class PackedNetwork:
     def _load_weight(self, node: Layer, sources: tuple[int, ...]) -> None:
         names, tensors = weight_names(node), self.file.tensors
         if node.precision == "fp16":
-            self._plain[node.layer] = tensors[names[0]].to(self.device, self.dtype).permute(_ORDERS[type(node)])
+            kept = tensors[names[0]].to(self.device, self.dtype)
+            self._plain[node.layer] = kept.permute(weight_order(node, kept.ndim))
             return
         codes, scales, amax = (tensors[name].to(self.device) for name in names)
         shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
         weight = Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max)
-        taps = self._taps[node.layer] = list(shape[1:3])
+        taps = self._taps[node.layer] = list(shape[1:-1])
         if self._decodes and not isinstance(node, Linear) and has_kernel(node, taps):
             up = isinstance(node, ConvTranspose2d)
             if decoded.fits(sources, 1 if up else math.prod(taps)):
@@ -391,13 +393,6 @@ class PackedNetwork:
         return self._fits[shapes]
 
 
-_ORDERS: dict[type[Layer], tuple[int, ...]] = {  # from O,KH,KW,C to torch's axes
-    Conv2d: (0, 3, 1, 2),
-    ConvTranspose2d: (3, 0, 1, 2),
-    Linear: (0, 1),
-}
-
-
 def _geometry(node: Conv2d) -> tuple[int, int, int]:
     """Stride, padding and dilation, equal in both directions."""
     return node.stride[0], node.padding[0], node.dilation[0]
@@ -411,13 +406,16 @@ def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
         plain = (node.stride, node.padding, node.output_padding, node.dilation, node.groups)
         return plain == ([2, 2], [0, 0], [0, 0], [1, 1], 1) and list(taps) == [2, 2]
     place = cast(Conv2d, node)
+    if place.op != "conv2d":
+        return False
     equal = all(len(set(pair)) == 1 for pair in (place.stride, place.padding, place.dilation))
     return equal and place.groups == 1 and taps[0] * taps[1] <= TAPS
 
 
 def plain_kernel(node: Layer) -> bool:
     """Whether `plugins.gemm.plain` computes a layer in FP16."""
-    return isinstance(node, Conv2d) and node.precision == "fp16" and node.groups == 1 and len(node.inputs) == 1
+    single = isinstance(node, Conv2d) and node.op == "conv2d" and node.groups == 1 and len(node.inputs) == 1
+    return single and node.precision == "fp16"
 
 
 def plain_geometry(node: Conv2d) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:

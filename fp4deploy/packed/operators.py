@@ -15,15 +15,19 @@ import torch.nn.functional as F
 
 from fp4deploy.graph.sizes import evaluate
 from fp4deploy.packed.graph import (
+    LATER_FUNCTIONS,
     Activation,
     AdaptivePool,
     Affine,
     Arithmetic,
     Attention,
+    Compare,
     Concat,
     Constant,
     Conv2d,
     ConvTranspose2d,
+    CumulativeSum,
+    Flip,
     GroupNormReLU,
     Layer,
     Linear,
@@ -33,14 +37,20 @@ from fp4deploy.packed.graph import (
     Permute,
     PixelShuffle,
     Pool,
+    PReLU,
     Reduce,
+    Repeat,
     Reshape,
     Resize,
+    Roll,
     Select,
     Size,
     Slice,
     Softmax,
     Step,
+    Take,
+    Variance,
+    Where,
 )
 
 
@@ -79,6 +89,32 @@ FUNCTIONS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {  # name -> how
     "tanh": (0, torch.tanh),
     "softplus": (2, F.softplus),
     "mish": (0, F.mish),
+    **{
+        name: (0, getattr(torch, name))
+        for name in LATER_FUNCTIONS
+    },
+}  # fmt: skip
+CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "conv1d": F.conv1d,
+    "conv2d": F.conv2d,
+    "conv3d": F.conv3d,
+    "conv_transpose1d": F.conv_transpose1d,
+    "conv_transpose2d": F.conv_transpose2d,
+    "conv_transpose3d": F.conv_transpose3d,
+}
+COMPARISONS: dict[str, Callable[..., torch.Tensor]] = {
+    "greater": torch.gt,
+    "greater_equal": torch.ge,
+    "less": torch.lt,
+    "less_equal": torch.le,
+    "equal": torch.eq,
+    "not_equal": torch.ne,
+}
+POOLS: dict[str, tuple[Callable[..., torch.Tensor], ...]] = {  # over one, two and three axes
+    "max_pool": (F.max_pool1d, F.max_pool2d, F.max_pool3d),
+    "avg_pool": (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+    "max": (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+    "avg": (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
 }
 
 
@@ -92,9 +128,9 @@ def convolve(node: Layer, inputs: list[torch.Tensor], weight: torch.Tensor, bias
     x = torch.cat(inputs, 1) if len(inputs) > 1 else inputs[0]
     if isinstance(node, ConvTranspose2d):
         places = (node.stride, node.padding, node.output_padding, node.groups, node.dilation)
-        return F.conv_transpose2d(x, weight, bias, *places)
+        return CONVOLUTIONS[node.op](x, weight, bias, *places)
     if isinstance(node, Conv2d):
-        y = F.conv2d(x, weight, bias, node.stride, node.padding, node.dilation, node.groups)
+        y = CONVOLUTIONS[node.op](x, weight, bias, node.stride, node.padding, node.dilation, node.groups)
         return y.relu() if node.relu else y
     y = F.linear(x, weight, bias)
     return y.relu() if isinstance(node, Linear) and node.relu else y
@@ -133,12 +169,29 @@ def _activation(node: Activation, inputs: list[torch.Tensor], _: Context) -> tor
     return FUNCTIONS[node.function][1](inputs[0], *node.parameters)
 
 
+def _prelu(node: PReLU, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    return F.prelu(inputs[0], context.tensor(node.tensor).to(inputs[0].dtype))
+
+
 def _arithmetic(node: Arithmetic, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     other: Any = inputs[1] if len(inputs) == 2 else node.number
     if node.alpha != 1:
         other = other * node.alpha
     functions: dict[str, Any] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
+    functions |= {"pow": torch.pow, "maximum": torch.maximum, "minimum": torch.minimum}
+    if len(inputs) == 1 and node.op in ("maximum", "minimum"):
+        return torch.clamp(inputs[0], **{"min" if node.op == "maximum" else "max": other})
     return functions[node.op](inputs[0], other)
+
+
+def _compare(node: Compare, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    other: Any = inputs[1] if len(inputs) == 2 else node.number
+    return COMPARISONS[node.op](inputs[0], other).to(inputs[0].dtype)
+
+
+def _where(_: Where, inputs: list[torch.Tensor], __: Context) -> torch.Tensor:
+    condition, one, other = inputs
+    return torch.where(condition != 0, one, other)
 
 
 def _constant(node: Constant, _: list[torch.Tensor], context: Context) -> torch.Tensor:
@@ -150,24 +203,34 @@ def _concat(node: Concat, inputs: list[torch.Tensor], _: Context) -> torch.Tenso
 
 
 def _pool(node: Pool, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    x, stride = inputs[0], node.stride
+    x, stride, pool = inputs[0], node.stride, POOLS[node.op][len(node.kernel) - 1]
     if node.op == "max_pool":
-        return F.max_pool2d(x, node.kernel, stride, node.padding, node.dilation, node.ceil_mode)
-    return F.avg_pool2d(x, node.kernel, stride, node.padding, node.ceil_mode, node.count_padding)
+        return pool(x, node.kernel, stride, node.padding, node.dilation, node.ceil_mode)
+    return pool(x, node.kernel, stride, node.padding, node.ceil_mode, node.count_padding)
 
 
 def _adaptive(node: AdaptivePool, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    function: Any = F.adaptive_max_pool2d if node.function == "max" else F.adaptive_avg_pool2d
-    return function(inputs[0], context.sizes_of(node.size))
+    return POOLS[node.function][len(node.size) - 1](inputs[0], context.sizes_of(node.size))
 
 
 def _reduce(node: Reduce, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    x = inputs[0]
+    if node.function == "norm":
+        return torch.linalg.vector_norm(x, 2, node.dims, node.keep)
     functions: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "amax": torch.amax, "amin": torch.amin}
-    return functions[node.function](inputs[0], node.dims, node.keep)
+    return functions[node.function](x, node.dims, node.keep)
+
+
+def _variance(node: Variance, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    return torch.var(inputs[0], node.dims, correction=node.correction, keepdim=node.keep)
+
+
+def _cumulative_sum(node: CumulativeSum, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    return torch.cumsum(inputs[0], node.dim)
 
 
 def _resize(node: Resize, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
-    corners = node.align_corners if node.mode in ("bilinear", "bicubic") else None
+    corners = None if node.mode.startswith("nearest") else node.align_corners
     size = None if node.size is None else context.sizes_of(node.size)
     return F.interpolate(inputs[0], size, node.scale, node.mode, corners)
 
@@ -196,6 +259,25 @@ def _select(node: Select, inputs: list[torch.Tensor], context: Context) -> torch
     return inputs[0].select(node.dim, context.size(node.index))
 
 
+def _roll(node: Roll, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    return torch.roll(inputs[0], context.sizes_of(node.shifts), node.dims)
+
+
+def _flip(node: Flip, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    return torch.flip(inputs[0], node.dims)
+
+
+def _repeat(node: Repeat, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    return inputs[0].repeat(context.sizes_of(node.counts))
+
+
+def _take(node: Take, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    x = inputs[0]
+    if max(node.indices) >= x.shape[node.dim]:
+        raise ValueError(f"position {max(node.indices)} of an axis of {x.shape[node.dim]}")
+    return x.index_select(node.dim, torch.tensor(node.indices, device=x.device))
+
+
 def _pad(node: Pad, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     value = node.value if node.mode == "constant" else None
     return F.pad(inputs[0], context.sizes_of(node.pad), node.mode, value)
@@ -206,12 +288,12 @@ def _matmul(_: Matmul, inputs: list[torch.Tensor], __: Context) -> torch.Tensor:
 
 
 def _softmax(node: Softmax, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    return torch.softmax(inputs[0], node.dim)
+    return (torch.softmax if node.op == "softmax" else torch.log_softmax)(inputs[0], node.dim)
 
 
 def _attention(node: Attention, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
-    q, k, v = inputs
-    return F.scaled_dot_product_attention(q, k, v, is_causal=node.causal, scale=node.scale)
+    q, k, v, *mask = inputs
+    return F.scaled_dot_product_attention(q, k, v, mask[0] if mask else None, is_causal=node.causal, scale=node.scale)
 
 
 _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
@@ -219,18 +301,27 @@ _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     GroupNormReLU: _group_norm_relu,
     Norm: _norm,
     Activation: _activation,
+    PReLU: _prelu,
     Arithmetic: _arithmetic,
+    Compare: _compare,
+    Where: _where,
     Constant: _constant,
     Concat: _concat,
     Pool: _pool,
     AdaptivePool: _adaptive,
     Reduce: _reduce,
+    Variance: _variance,
+    CumulativeSum: _cumulative_sum,
     Resize: _resize,
     PixelShuffle: _shuffle,
     Reshape: _reshape,
     Permute: _permute,
     Slice: _slice,
     Select: _select,
+    Roll: _roll,
+    Flip: _flip,
+    Repeat: _repeat,
+    Take: _take,
     Pad: _pad,
     Matmul: _matmul,
     Softmax: _softmax,

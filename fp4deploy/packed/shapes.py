@@ -17,7 +17,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.sizes import SizeError
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
-from fp4deploy.packed.graph import Conv2d, ConvTranspose2d, Graph, GroupNormReLU, Input, Layer, Node, named
+from fp4deploy.packed.graph import Conv2d, ConvTranspose2d, Graph, GroupNormReLU, Input, Layer, Node, axes_of, named
 from fp4deploy.packed.operators import Context, compute, convolve
 
 Shape = tuple[int, ...]
@@ -106,18 +106,27 @@ def _result(graph: Graph, node: Node, inputs: list[Shape], context: Context) -> 
     if not isinstance(node, Layer):
         return tuple(compute(node, tensors, context).shape)
     spatial = isinstance(node, (Conv2d, ConvTranspose2d))
-    _require(not spatial or all(len(shape) == 4 for shape in inputs), "it reads feature maps [N, C, H, W]")
+    axes = axes_of(node) if isinstance(node, Conv2d | ConvTranspose2d) else 0
+    wanted = {1: "[N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, D, H, W]"}.get(axes, "")
+    _require(not spatial or all(len(shape) == axes + 2 for shape in inputs), f"it reads feature maps {wanted}")
     channels = sum(shape[1 if spatial else -1] for shape in inputs)
     shape = weight_shape(graph, node, channels)
-    _require(len(shape) == (4 if spatial else 2), f"its weight has {len(shape)} axes")
+    _require(len(shape) == axes + 2, f"its weight has {len(shape)} axes")
     groups = getattr(node, "groups", 1)
     _require(channels % groups == 0, f"{groups} groups do not divide {channels} channels")
-    if spatial and node.precision == "nvfp4":
+    if axes == 2 and node.precision == "nvfp4":
         width, deep = inputs[0][3], -(-channels // NVFP4_BLOCK) * NVFP4_BLOCK
         _require(width * shape[1] * deep <= KERNEL_ELEMENTS, "a row of its input is beyond 2^31 elements")
-    order = {Conv2d: (0, 3, 1, 2), ConvTranspose2d: (3, 0, 1, 2)}.get(type(node), (0, 1))
     bias = None if node.bias is None else context.tensor(node.bias)
-    return tuple(convolve(node, tensors, _empty(shape).permute(order), bias).shape)
+    return tuple(convolve(node, tensors, _empty(shape).permute(weight_order(node, len(shape))), bias).shape)
+
+
+def weight_order(node: Layer, rank: int) -> tuple[int, ...]:
+    """Axes of a weight O, taps, C in the order of torch's operator."""
+    taps = tuple(range(1, rank - 1))
+    if isinstance(node, ConvTranspose2d):
+        return (rank - 1, 0, *taps)
+    return (0, rank - 1, *taps) if isinstance(node, Conv2d) else tuple(range(rank))
 
 
 def _add(found: Shapes, node: Node | Input, shape: Shape, sizes: Mapping[str, int]) -> None:

@@ -110,7 +110,8 @@ def _machines(runs: Sequence[RunData]) -> dict[str, list[str]]:
 
 def _described(run: RunData) -> str:
     model = next(iter(run.models.values()), None)
-    network = f"{tables.network(model.scale, model.digits)}, " if model and model.scale else ""
+    named = tables.network(model.scale, model.digits, model.architecture) if model and model.scale else ""
+    network = f"{named}, " if named else ""
     pixels = f"{run.config.get('data.width', '?')} x {run.config.get('data.height', '?')} pixels"
     return f"{run.task}, {network}{pixels}, data {run.data or 'not named'}"
 

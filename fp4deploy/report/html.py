@@ -113,7 +113,7 @@ def _network(report: ReportData) -> str:
     model = next(iter(report.models.values()), None)
     if model is None or model.scale is None:
         return ""
-    return f"{tables.network(model.scale, model.digits)}, {model.width} x {model.height} pixels · "
+    return f"{tables.network(model.scale, model.digits, model.architecture)}, {model.width} x {model.height} pixels · "
 
 
 def _tiles(report: ReportData) -> list[Tile]:

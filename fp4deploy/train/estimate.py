@@ -202,6 +202,7 @@ def as_json(
         "batch_size": config.train.batch_size,
         "height": config.data.height,
         "width": config.data.width,
+        "network": config.model.spec,
         "scale": config.model.scale,
         "digits": config.model.digits,
         "measured": [asdict(speed) for speed in speeds],

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -45,6 +46,7 @@ from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.file import read_packed, write_packed
 from fp4deploy.qat import deployed
+from tests.exporter import read_table_once
 
 SIZES = {1: (24,), 2: (16, 24), 3: (4, 8, 8)}
 LAYER_ERROR = 1e-3  # of a layer with reference inputs
@@ -258,7 +260,7 @@ def _learn(model: RandomNetwork, seed: int) -> None:
     """Prepare and take a training step; a network without a layer for FP4 stays in FP16."""
     x = example_of(model)
     if any(plan.precision == "FP4" for plan in fd.layer_plan(model)):
-        fd.prepare(model, ("nvfp4_qat", "nvfp4_4o6_qat")[seed % 5 == 0])
+        fd.prepare(model, ("nvfp4_qat", "nvfp4_4o6_weight_qat")[seed % 5 == 0])
         fd.calibrate(model, [(x, None)])
     model.train()
     sum(each.float().square().mean() for each in leaves(model(*x))).backward()
@@ -302,11 +304,16 @@ def _packed(model: RandomNetwork, x: tuple[torch.Tensor, ...], seed: int, folder
 
 def _row(folder: Path, seed: int) -> tuple[int, str]:
     """(seed, outcome), of a failure its traceback."""
-    torch.set_num_threads(1)
     try:
         return seed, outcome(seed, folder)
     except Exception:
         return seed, f"failed: {traceback.format_exc()[-2000:]}"
+
+
+def _begin() -> None:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    read_table_once(pytest.MonkeyPatch())
 
 
 def reasons(found: str) -> list[str]:
@@ -326,7 +333,7 @@ def main() -> None:
     table: Counter[str] = Counter()
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     failed: list[int] = []
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.jobs) as pool:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.jobs, initializer=_begin) as pool:
         for seed, found in pool.map(partial(_row, Path(folder)), seeds, chunksize=4):
             table.update(reasons(found))
             totals[found.partition(":")[0]] += 1

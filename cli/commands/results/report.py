@@ -13,6 +13,7 @@ from fp4deploy.runs import latest_run
 
 from ... import completion
 from ...console import done, note, print_json, shown
+from ...settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.runs import Run
@@ -34,10 +35,12 @@ def report(
     json_out: Annotated[
         str | None, typer.Option("--json", help="Write the report data as JSON; - for stdout.", show_default="no JSON")
     ] = None,
+    model: NamedModelOption = None,
 ) -> None:
     """Write one self-contained page: the report of a run, or a comparison of runs. Nothing is trained or measured."""
     from fp4deploy.report.write import open_runs
 
+    expect(model)
     _check(out, json_out)
     found = open_runs(runs) if runs else [latest_run()]
     data, page = _one(found[0], out) if len(found) == 1 else _several(found, out)

@@ -13,6 +13,7 @@ from fp4deploy.runs import Run, latest_run, open_run
 from ... import completion
 from ...console import done, note, shown
 from ...deferred import deferred
+from ...settings import NamedModelOption, NetworkOption, expect
 
 app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
 
@@ -24,8 +25,10 @@ def plot(
         typer.Argument(help="Run folder.", show_default="the latest run", autocompletion=completion.runs),
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Only this model.", show_default="all")] = None,
+    network: NetworkOption = None,
 ) -> None:
     """Draw every heatmap of a run from its telemetry.jsonl and checkpoints, under plots/heatmaps/<model>/."""
+    expect(network)
     found = open_run(run) if run is not None else latest_run()
     models = _tracked(found)
     if model is not None and model not in models:
@@ -49,8 +52,10 @@ def study(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for kurtosis.{json,md,png}.", show_default="the run's plots/")
     ] = None,
+    model: NamedModelOption = None,
 ) -> None:
     """Say which tensors NVFP4 quantises badly, and what each layer alone in NVFP4 does to the output."""
+    expect(model)
     from fp4deploy.bench.locate import data_of
     from fp4deploy.experiments.sensitivity.files import render_study, save_study
     from fp4deploy.experiments.sensitivity.study import study_images, study_kurtosis

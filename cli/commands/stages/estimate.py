@@ -119,9 +119,10 @@ def _print(report: dict[str, Any]) -> None:
         hours = (f"{row[key]:.2f}" for key in ("training_hours", "validation_hours", "hours"))
         estimated.add_row(row["model"], str(row["epochs"]), f"{row['images_per_s']:.1f}", row["limit"], *hours)
     target, console = report["for"], results()
+    network = f"scale {report['scale']}" if report["network"] == "unet" else report["network"]
     done(
         f"{report['device']}, batch {report['batch_size']}, {report['height']} x {report['width']}, "
-        f"scale {report['scale']}{', multi-term input encoding' if report['digits'] else ''}"
+        f"{network}{', multi-term input encoding' if report['digits'] else ''}"
     )
     console.print(measured)
     done(

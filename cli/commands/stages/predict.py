@@ -13,6 +13,7 @@ from fp4deploy.errors import InputError
 
 from ...console import done, note, print_json, progress, results, shown
 from ...numbers import finite
+from ...settings import NetworkOption, expect
 
 if TYPE_CHECKING:
     from fp4deploy.predict.predictor import Predictor
@@ -63,10 +64,12 @@ def predict(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print predictions.json on stdout instead of a table.")
     ] = False,
+    network: NetworkOption = None,
 ) -> None:
     """Predict images: an indexed PNG mask and an overlay of each, at its own size. With - the mask goes to stdout."""
     from fp4deploy.predict.sources import CAMERA, STDIN, find_sources
 
+    expect(network)
     piped = images == [STDIN]
     live = len(images) == 1 and images[0].startswith(CAMERA)
     if not piped and STDIN in images:

@@ -11,7 +11,7 @@ from fp4deploy.errors import GateError, InputError, counted
 
 from ...console import done, note, shown
 from ...numbers import MOST_SECONDS, finite
-from ...settings import DataOption, SetOption
+from ...settings import DataOption, ModelOption, SetOption, named_models
 
 
 def sweep(
@@ -45,6 +45,7 @@ def sweep(
         str | None,
         typer.Option("--address", help="Ray cluster to run on: HOST:6379 or auto.", show_default="this machine"),
     ] = None,
+    model: ModelOption = None,
 ) -> None:
     """Train every variant for every seed; the same command continues a stopped sweep."""
     import json
@@ -58,7 +59,10 @@ def sweep(
     if minutes is not None and not minutes > 0:
         raise InputError(f"--minutes is {minutes:g}; give a time above 0, or leave it out.")
     flags = [f"data.root={json.dumps(str(data))}"] if data is not None else []
-    loaded = load_sweep(file, (*flags, *(sets or [])), _seeds(seeds))
+    if model is not None:
+        flags.append(f"model.spec={json.dumps(model)}")
+    flags += sets or []
+    loaded = load_sweep(file, tuple(flags), _seeds(seeds), named_models(flags))
     folder = out if out is not None else Path("runs") / file.stem
     note(
         f"Sweep: {counted(len(loaded.variants), 'variant')}, {counted(len(loaded.seeds), 'seed')}, into {shown(folder)}"

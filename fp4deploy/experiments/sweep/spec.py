@@ -84,7 +84,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that can be run: `variants` in order with their FP16 bases first; `config` gives a variant's settings."""
+    """A sweep that can be run: `variants` in order with their FP16 bases first; `config` gives a variant's settings.
+
+    named: models that the user named, whose code the processes of the sweep may import (`models.spec.name_model`).
+    """
 
     file: Path
     configuration: Path | None
@@ -92,6 +95,7 @@ class Sweep:
     seeds: tuple[int, ...]
     score: str
     variants: tuple[Variant, ...]
+    named: tuple[str, ...] = ()
 
     def config(self, variant: Variant, seed: int) -> Config:
         """The configuration of one run; later settings win, the seed last."""
@@ -114,12 +118,15 @@ class Sweep:
         return self.variants[names.index(name)]
 
 
-def load_sweep(file: Path, sets: tuple[str, ...] = (), seeds: tuple[int, ...] | None = None) -> Sweep:
+def load_sweep(
+    file: Path, sets: tuple[str, ...] = (), seeds: tuple[int, ...] | None = None, named: tuple[str, ...] = ()
+) -> Sweep:
     """Read a sweep; every configuration in it is checked now, not hours later.
 
     Args:
         sets: settings for all variants, over those of the file.
         seeds: instead of those of the file.
+        named: models in the user's own code that they named; a sweep's file names none.
 
     Raises:
         InputError: the file, a variant or a setting is wrong; all wrong variants are named at once.
@@ -130,7 +137,7 @@ def load_sweep(file: Path, sets: tuple[str, ...] = (), seeds: tuple[int, ...] | 
     configuration = file.parent / section.config if section.config else None
     rows = _with_bases([_variant(name, row, section, configuration, common) for name, row in section.variants.items()])
     chosen = tuple(section.seeds) if seeds is None else seeds
-    sweep = Sweep(file, configuration, common, chosen, section.score, tuple(rows))
+    sweep = Sweep(file, configuration, common, chosen, section.score, tuple(rows), named)
     _check(sweep)
     return sweep
 

@@ -17,6 +17,7 @@ from fp4deploy.experiments.sweep.results import ERROR_FILE, outcome, run_of
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import forget_test, needs_test_score, score_test
 from fp4deploy.files import atomic_write
+from fp4deploy.models.spec import name_model
 from fp4deploy.runs import Run
 from fp4deploy.terminal import printable
 from fp4deploy.train.batches import share_of_workers
@@ -63,6 +64,8 @@ def train_variant(
         KeyboardInterrupt: after Ctrl-C, with the state saved.
     """
     title, run = _title(variant, seed), run_of(out, variant, seed)
+    for text in sweep.named:
+        name_model(text)
     if outcome(sweep, out, variant, seed)["status"] == "done":
         _test(_shared(sweep.config(variant, seed), jobs), run, variant.model, title, say)
         return

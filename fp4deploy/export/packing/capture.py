@@ -7,6 +7,7 @@ from torch import nn
 from fp4deploy.export.packing import norms, operators
 from fp4deploy.export.packing.writer import Tensors, Write, Writer
 from fp4deploy.graph import ir
+from fp4deploy.graph.operators import UNARY
 from fp4deploy.packed.graph import Graph
 
 
@@ -35,13 +36,23 @@ WRITERS: dict[str, Write] = {
     "batch_norm": norms.write_batch_norm,
     **dict.fromkeys(
         ("relu", "relu6", "leaky_relu", "elu", "selu", "silu", "gelu", "hardswish", "hardsigmoid", "hardtanh",
-         "sigmoid", "tanh", "softplus", "mish", "clamp", "prelu"), operators.write_activation
+         "sigmoid", "tanh", "softplus", "mish", "clamp", *UNARY), operators.write_activation
     ),
-    **dict.fromkeys(("add", "sub", "mul", "div"), operators.write_arithmetic),
+    "prelu": operators.write_prelu,
+    **dict.fromkeys(("add", "sub", "mul", "div", "pow", "maximum", "minimum"), operators.write_arithmetic),
+    **dict.fromkeys(operators.COMPARISONS, operators.write_compare),
+    "where": operators.write_where,
+    "var": operators.write_variance,
+    "cumsum": operators.write_cumulative_sum,
+    "roll": operators.write_roll,
+    "flip": operators.write_flip,
+    "repeat": operators.write_repeat,
+    "take": operators.write_take,
+    "cast": operators.write_cast,
     "concat": operators.write_concat,
     **dict.fromkeys(("max_pool", "avg_pool"), operators.write_pool),
     **dict.fromkeys(("adaptive_avg_pool", "adaptive_max_pool"), operators.write_adaptive),
-    **dict.fromkeys(("mean", "sum", "amax", "amin"), operators.write_reduce),
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "norm"), operators.write_reduce),
     "resize": operators.write_resize,
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), operators.write_shuffle),
     **dict.fromkeys(("reshape", "expand"), operators.write_reshape),
@@ -50,6 +61,6 @@ WRITERS: dict[str, Write] = {
     "select": operators.write_select,
     "pad": operators.write_pad,
     "matmul": operators.write_matmul,
-    "softmax": operators.write_softmax,
+    **dict.fromkeys(("softmax", "log_softmax"), operators.write_softmax),
     "attention": operators.write_attention,
 }  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from fp4deploy.export.packing.writer import Writer, refuse, size_value, size_values
+import torch
+
+from fp4deploy.export.packing.writer import FP16_MAX, Writer, refuse, size_value, size_values
 from fp4deploy.graph import ir
 from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Form
@@ -12,7 +14,6 @@ from fp4deploy.packed.graph import Form
 
 def write_conv(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A convolution; its bias may be the business of the norm that follows."""
-    _two_dimensional(node)
     source = node.inputs["input"]
     if (source, node.name) in writer.joined:
         inputs = [writer.read(value, node) for value in writer.producers[source].inputs.values()]
@@ -20,6 +21,7 @@ def write_conv(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
         inputs = [writer.read(source, node)]
     attributes = node.attributes
     return packed.Conv2d(
+        op=cast(Any, f"conv{_axes(node)}d"),
         inputs=inputs,
         outputs=forms,
         stride=list(attributes["stride"]),
@@ -33,9 +35,9 @@ def write_conv(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
 
 def write_conv_transpose(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A transposed convolution."""
-    _two_dimensional(node)
     attributes = node.attributes
     return packed.ConvTranspose2d(
+        op=cast(Any, f"conv_transpose{_axes(node)}d"),
         inputs=[writer.read(node.inputs["input"], node)],
         outputs=forms,
         stride=list(attributes["stride"]),
@@ -47,9 +49,9 @@ def write_conv_transpose(writer: Writer, node: ir.Node, forms: list[Form]) -> pa
     )
 
 
-def _two_dimensional(node: ir.Node) -> None:
-    if len(node.attributes["weight_shape"]) != 4:
-        raise refuse(node, f"a convolution over {len(node.attributes['weight_shape']) - 2} axes")
+def _axes(node: ir.Node) -> int:
+    """Spatial axes of a convolution."""
+    return len(node.attributes["weight_shape"]) - 2
 
 
 def write_linear(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
@@ -70,8 +72,6 @@ LIMITS = {"min": -65504.0, "max": 65504.0}
 
 def write_activation(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """An activation function with its numbers."""
-    if node.op == "prelu":
-        raise refuse(node, "a PReLU")
     if node.op == "elu" and (node.attributes.get("scale", 1) != 1 or node.attributes.get("input_scale", 1) != 1):
         raise refuse(node, "an ELU with scales")
     given = [node.attributes[name] for name in PARAMETERS.get(node.op, ())]
@@ -82,6 +82,86 @@ def write_activation(writer: Writer, node: ir.Node, forms: list[Form]) -> packed
         function = "gelu_tanh"
     inputs = [writer.read(node.inputs["input"], node)]
     return packed.Activation(function=cast(Any, function), parameters=numbers, inputs=inputs, outputs=forms)
+
+
+def write_prelu(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """A PReLU, whose slopes are a parameter."""
+    if "weight" not in node.parameters:
+        raise refuse(node, "a PReLU with computed slopes")
+    tensor = node.parameters["weight"]
+    writer.half(tensor, writer.state[tensor])
+    return packed.PReLU(tensor=tensor, inputs=[writer.read(node.inputs["input"], node)], outputs=forms)
+
+
+COMPARISONS = {
+    "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal", "ne": "not_equal",
+}  # fmt: skip
+
+
+def write_compare(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """A comparison with an activation or a number."""
+    number = node.attributes.get("number")
+    if number is not None and not isinstance(number, int | float):
+        raise refuse(node, "a comparison with a size")
+    return packed.Compare(
+        op=cast(Any, COMPARISONS[node.op]),
+        inputs=writer.reads(node),
+        outputs=forms,
+        number=None if number is None else float(number),
+    )
+
+
+def write_where(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """A choice by a condition."""
+    return packed.Where(inputs=writer.reads(node, ("condition", "input", "other")), outputs=forms)
+
+
+def write_variance(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """A variance over axes."""
+    return packed.Variance(
+        dims=[int(dim) for dim in node.attributes["dim"]],
+        keep=node.attributes["keepdim"],
+        correction=node.attributes["correction"],
+        inputs=[writer.read(node.inputs["input"], node)],
+        outputs=forms,
+    )
+
+
+def write_cumulative_sum(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Sums up to each element."""
+    return packed.CumulativeSum(dim=node.attributes["dim"], inputs=writer.reads(node), outputs=forms)
+
+
+def write_roll(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Turned axes."""
+    shifts, dims = size_values(node.attributes["shifts"]), list(node.attributes["dims"])
+    return packed.Roll(shifts=shifts, dims=dims, inputs=writer.reads(node), outputs=forms)
+
+
+def write_flip(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Axes in reverse order."""
+    return packed.Flip(dims=list(node.attributes["dims"]), inputs=writer.reads(node), outputs=forms)
+
+
+def write_repeat(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Several copies."""
+    counts = size_values(node.attributes["repeats"])
+    return packed.Repeat(counts=counts, inputs=writer.reads(node), outputs=forms)
+
+
+def write_take(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Positions of an axis, which the module's code fixes."""
+    if "index" not in node.parameters:
+        raise refuse(node, "positions that depend on values")
+    axis = node.attributes["dim"]
+    size = writer.captured.values[node.inputs["input"]].shape[axis]
+    positions = [int(each) for each in writer.state[node.parameters["index"]].tolist()]
+    if any(each < 0 for each in positions):
+        if not isinstance(size, int):
+            raise refuse(node, "negative positions of an axis without a fixed size")
+        positions = [each % size for each in positions]
+    inputs = [writer.read(node.inputs["input"], node)]
+    return packed.Take(dim=axis, indices=positions, inputs=inputs, outputs=forms)
 
 
 def write_arithmetic(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
@@ -96,6 +176,13 @@ def write_arithmetic(writer: Writer, node: ir.Node, forms: list[Form]) -> packed
         number=None if number is None else float(number),
         alpha=float(node.attributes.get("alpha", 1)),
     )
+
+
+def write_cast(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Another type of floating point numbers, or those that a comparison gives: the same numbers."""
+    if not node.attributes["dtype"].is_floating_point:
+        raise refuse(node, f"a cast to {str(node.attributes['dtype']).removeprefix('torch.')}")
+    return packed.Arithmetic(op="mul", number=1.0, inputs=writer.reads(node), outputs=forms)
 
 
 def write_concat(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
@@ -115,7 +202,7 @@ def write_pool(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
         kernel=list(attributes["kernel_size"]),
         stride=list(attributes["stride"]),
         padding=list(attributes["padding"]),
-        dilation=list(attributes.get("dilation", (1, 1))),
+        dilation=list(attributes.get("dilation", (1,) * len(attributes["kernel_size"]))),
         ceil_mode=attributes["ceil_mode"],
         count_padding=bool(attributes.get("count_include_pad", True)),
     )
@@ -205,15 +292,22 @@ def write_matmul(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Nod
 
 
 def write_softmax(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
-    """A softmax over one axis."""
-    return packed.Softmax(dim=node.attributes["dim"], inputs=writer.reads(node), outputs=forms)
+    """A softmax over one axis, or its logarithm."""
+    return packed.Softmax(op=cast(Any, node.op), dim=node.attributes["dim"], inputs=writer.reads(node), outputs=forms)
 
 
 def write_attention(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """Scaled dot-product attention."""
-    if "attn_mask" in node.inputs or "attn_mask" in node.parameters or node.attributes.get("enable_gqa"):
-        raise refuse(node, "an attention with a mask or grouped queries")
+    if node.attributes.get("enable_gqa"):
+        raise refuse(node, "an attention with grouped queries")
+    mask = node.inputs.get("attn_mask")
+    if mask is not None and not writer.captured.values[mask].dtype.is_floating_point:
+        raise refuse(node, "an attention with a mask of comparisons")
+    constant = node.parameters.get("attn_mask")
+    if constant is not None and writer.state[constant].dtype == torch.bool:  # added to the scores
+        writer.state[constant] = torch.where(writer.state[constant], 0.0, -FP16_MAX)
     scale, causal = node.attributes["scale"], bool(node.attributes["is_causal"])
+    roles = ("query", "key", "value", "attn_mask")
     return packed.Attention(
-        inputs=writer.reads(node), outputs=forms, causal=causal, scale=None if scale is None else float(scale)
+        inputs=writer.reads(node, roles), outputs=forms, causal=causal, scale=None if scale is None else float(scale)
     )

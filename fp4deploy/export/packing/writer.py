@@ -6,20 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.layer_constants import LayerConstants, layer_constants
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph import ir
+from fp4deploy.graph.operators import ARITHMETIC
 from fp4deploy.graph.sizes import Size, axes_of
 from fp4deploy.packed import graph as packed
 from fp4deploy.packed.graph import Form, Graph, Input, Output
 from fp4deploy.qat.layers import QuantizedLayer
 
 Tensors = dict[str, torch.Tensor]
-HOLDING = ("reshape", "expand", "resize", "slice", "select", "pad")  # nodes that may hold sizes
+POINTWISE = (*ARITHMETIC, "where")
+HOLDING = ("reshape", "expand", "resize", "slice", "select", "pad", "take", "roll")  # nodes that may hold sizes
 LOGITS = "logits"
+FP16_MAX = 65504.0
 Write = Callable[["Writer", ir.Node, list[Form]], packed.Node]
 
 
@@ -29,7 +33,7 @@ class Writer:
     def __init__(self, captured: ir.Graph, model: nn.Module, digits: bool, operators: Mapping[str, Write]) -> None:
         self.captured, self.model, self.digits, self.operators = captured, model, digits, operators
         self.modules = dict(model.named_modules())
-        self.state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.state = {**captured.constants, **dict(model.named_parameters()), **dict(model.named_buffers())}
         self.constants: dict[str, LayerConstants] = {}
         self.readers = captured.readers()
         self.producers = {node.name: node for node in captured.nodes}
@@ -90,6 +94,7 @@ class Writer:
         if (
             layer is None
             or node.op != "conv"
+            or len(node.attributes["weight_shape"]) != 4
             or node.attributes["groups"] != 1
             or len(set(source.inputs.values())) != 2
         ):
@@ -188,7 +193,7 @@ class Writer:
     def _input(self, name: str) -> Input:
         sizes = [self.captured.example[f"{name}.{axis}"] for axis in range(self._rank(name))]
         dynamic = any(not isinstance(size, int) for size in self.captured.values[name].shape[2:])
-        holding = [node for node in self.captured.nodes if node.op in HOLDING and _holds_sizes(node)]
+        holding = [node for node in self.captured.nodes if self._holds_sizes(node)]
         free = self._free(name)
         if not dynamic and not holding and self._rank(name) == 4:
             free = [0, 2, 3]
@@ -198,6 +203,20 @@ class Writer:
             sizes[1] = 3
         self._amaxes(forms)
         return Input(name=name, shape=sizes, free=free, outputs=forms)
+
+    def _holds_sizes(self, node: ir.Node) -> bool:
+        """A node that stands for one size of the input only, where the graph was captured with fixed sizes."""
+        if node.op == "resize":
+            return node.attributes["size"] is not None
+        if node.op in ("slice", "select", "take"):
+            return node.attributes["dim"] > 1
+        return node.op in HOLDING or (node.op in POINTWISE and self._places(node))
+
+    def _places(self, node: ir.Node) -> bool:
+        """Whether a constant that a pointwise node reads has a value for each row or column."""
+        rank = self._rank(node.name)
+        shapes = [self.state[name].shape for name in node.parameters.values()]
+        return any(size > 1 for shape in shapes for size in tuple(shape)[max(0, 2 - rank + len(shape)) :])
 
     def _free(self, name: str) -> list[int]:
         """The axes of an input that may have any size; two axes that the code makes equal are fixed."""
@@ -224,16 +243,22 @@ class Writer:
                 f"{node.described} has no packed form. Leave it out of the network, or export it as ONNX: "
                 "fp4deploy.export.export_graph"
             )
-        self.nodes.append(writer(self, node, forms))
+        try:
+            self.nodes.append(writer(self, node, forms))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            raise refuse(node, f"{field} is {first['input']!r} ({first['msg'].lower()})") from error
 
     def _amaxes(self, forms: list[Form]) -> None:
         for form in forms:
             if form.amax is not None:
                 self.tensors[form.amax] = torch.tensor(self.constants[form.amax.removesuffix(".input_amax")].input_amax)
 
-    def reads(self, node: ir.Node) -> list[str]:
+    def reads(self, node: ir.Node, order: tuple[str, ...] = ()) -> list[str]:
         """The activations that a node reads, in the order of its roles; parameters become constants."""
-        roles = sorted({*node.inputs, *node.parameters}, key=_order)
+        given = {*node.inputs, *node.parameters}
+        roles = [role for role in order if role in given] if order else sorted(given, key=_order)
         return [
             self.read(node.inputs[role], node) if role in node.inputs else self.constant(node.parameters[role])
             for role in roles
@@ -241,15 +266,29 @@ class Writer:
 
     def constant(self, name: str) -> str:
         """An activation that a tensor of the file is."""
-        self.half(name, self.state[name])
+        self.keep(name, self.state[name])
         form = Form(name=self._name(name))
         self.nodes.append(packed.Constant(outputs=[form], tensor=name))
         return form.name
+
+    def keep(self, name: str, value: torch.Tensor) -> None:
+        """Add a tensor that the module's code reads or computes: a parameter in FP16, anything computed in FP32."""
+        if name not in self.captured.constants:
+            self.half(name, value)
+            return
+        value = value.detach().float().clamp(-FP16_MAX, FP16_MAX)
+        if not torch.isfinite(value).all():
+            raise InputError(f"{name} holds NaN. Export an earlier checkpoint.")
+        self.tensors[name] = value
 
     def half(self, name: str, parameter: torch.Tensor) -> None:
         """Add a tensor in FP16."""
         if not torch.isfinite(parameter).all() or not torch.isfinite(parameter.half()).all():
             raise InputError(f"{name} holds NaN, Inf or a value beyond FP16. Export an earlier checkpoint.")
+        if not parameter.is_floating_point() and not torch.equal(parameter.half().to(parameter.dtype), parameter):
+            raise InputError(
+                f"{name} holds whole numbers that FP16 rounds. Make it a tensor of floating point numbers."
+            )
         self.tensors[name] = parameter.detach().half()
 
     def layer(self, node: ir.Node, with_bias: bool) -> dict[str, Any]:
@@ -258,8 +297,12 @@ class Writer:
         bias = self.bias(node) if with_bias else None
         if self._quantized(node) is None:
             weight = self.state[node.parameters["weight"]]
-            order = {"conv": (0, 2, 3, 1), "conv_transpose": (1, 2, 3, 0), "linear": (0, 1)}[node.op]
-            self.half(f"{name}.weight", weight.permute(order))
+            if node.op != "linear":
+                weight = weight.movedim(1 if node.op == "conv" else 0, -1)  # O, taps, C
+            if node.parameters["weight"] in self.captured.constants:
+                self.tensors[f"{name}.weight"] = weight.detach().float()
+            else:
+                self.half(f"{name}.weight", weight)
             return {"layer": name, "precision": "fp16", "bias": bias}
         constants = self.constants[name]
         rows = constants.shape[:-1]
@@ -291,15 +334,6 @@ class Writer:
 def owner(node: ir.Node) -> str:
     """The layer whose weight a node reads; a parameter that is no layer's weight stands for itself."""
     return node.parameters["weight"].removesuffix(".weight")
-
-
-def _holds_sizes(node: ir.Node) -> bool:
-    """A node that stands for one size of the input only, where the graph was captured with fixed sizes."""
-    if node.op == "resize":
-        return node.attributes["size"] is not None
-    if node.op in ("slice", "select"):
-        return node.attributes["dim"] > 1
-    return True
 
 
 def _order(role: str) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 
 Activation = torch.Tensor | Nvfp4Tensor
 LAYERS = (
-    nn.Conv2d, nn.ConvTranspose2d, nn.Linear, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d, nn.LayerNorm,
+    nn.modules.conv._ConvNd, nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase,
 )  # fmt: skip
 
 

@@ -1,0 +1,161 @@
+"""Operators of users' code in packed networks: known, decomposed by torch's table, computed at capture, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import nn
+
+import fp4deploy as fd
+from fp4deploy.errors import InputError
+from fp4deploy.packed import PackedNetwork
+from fp4deploy.packed.file import KEY, read_packed
+
+Function = Callable[["Around", torch.Tensor], torch.Tensor]
+
+
+class Around(nn.Module):
+    """A function between two convolutions."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 4, 1)
+        self.slopes = nn.Parameter(torch.rand(16))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.function(self, torch.relu(self.stem(x))))
+
+
+def statistics(_: Around, x: torch.Tensor) -> torch.Tensor:
+    x = (x - x.amin((2, 3), True)) / (x.var((2, 3), keepdim=True) + 1).sqrt() + x.std(1, keepdim=True)
+    x = F.normalize(x, dim=1) + x / (1 + x.norm(dim=(2, 3), keepdim=True)) - x.max(1, keepdim=True)[0]
+    return x + 0.1 * x.cumsum(2)
+
+
+def choices(_: Around, x: torch.Tensor) -> torch.Tensor:
+    x = torch.where(x > 0.1, x, 2 * x).masked_fill(x < 0.01, 0.5) + x * ((x > 0.2) & ~(x >= 1)).float()
+    return torch.maximum(x, x.mean(1, keepdim=True)) + F.hardshrink(x) + F.threshold(x, 0.1, 0.2)
+
+
+def elementwise(net: Around, x: torch.Tensor) -> torch.Tensor:
+    x = F.prelu(x - 1, net.slopes) + (x + 1).pow(1.5) - x.abs() + torch.exp(-x) + F.softsign(x)
+    return torch.lerp(x, torch.log1p(x.square()), 0.3) + net.slopes.view(1, -1, 1, 1) + F.gelu(x, approximate="tanh")
+
+
+def places(_: Around, x: torch.Tensor) -> torch.Tensor:
+    x = torch.roll(x, (1, -2), (2, 3)) + x.flip(3) + F.channel_shuffle(x, 4) + x[:, [3, 1, 0, 2] * 4]
+    x = x + x[:, :8].repeat(1, 2, 1, 1) + torch.stack([x, x], 1).sum(1) + F.glu(torch.cat([x, x], 1), 1)
+    mixed = torch.einsum("nchw,ndhw->ncd", x, x).softmax(-1).mean(-1)[:, :, None, None]
+    return mixed * F.log_softmax(x, 1)
+
+
+def computed(net: Around, x: torch.Tensor) -> torch.Tensor:
+    weight = net.head.weight
+    weight = (weight - weight.mean()) / (weight.std() + 1e-5)
+    mask = torch.tril(torch.ones(16, 16)).bool()
+    tokens = x.flatten(2)
+    x = F.scaled_dot_product_attention(tokens, tokens, tokens, attn_mask=mask).reshape(x.shape) + x
+    return F.conv2d(x, weight.repeat(4, 1, 1, 1)) * torch.tensor(0.5) + torch.linspace(0, 1, 16).view(1, -1, 1, 1)
+
+
+def volumes(_: Around, x: torch.Tensor) -> torch.Tensor:
+    x = F.interpolate(x[:, :, None], scale_factor=(1, 2, 2), mode="trilinear")
+    x = F.max_pool3d(x, (1, 2, 2))[:, :, 0]
+    return x + F.avg_pool1d(x.flatten(2), 3, 1, 1).reshape(x.shape) * F.adaptive_avg_pool1d(x.flatten(2), 1)[..., None]
+
+
+FUNCTIONS: dict[str, Function] = {
+    each.__name__: each for each in (statistics, choices, elementwise, places, computed, volumes)
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operators_agree_with_torch(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Around(FUNCTIONS[name]).eval(), torch.randn(2, 3, 8, 8)
+    fd.pack(model, tmp_path / "own.fp4", example_inputs=x)
+    network = PackedNetwork(read_packed(tmp_path / "own.fp4"))
+    other = torch.randn(1, 3, 8, 8)
+    with torch.inference_mode():
+        expected, given = fd.open_runtime(tmp_path / "own.fp4").infer(other.numpy()), network(other)
+        reference = deployed(model)(other)
+    assert isinstance(given, torch.Tensor)
+    assert torch.equal(torch.from_numpy(expected), given)
+    assert (given - reference).norm() <= 2e-3 * reference.norm()
+
+
+def deployed(model: nn.Module) -> nn.Module:
+    from fp4deploy.qat import deployed as rounded
+
+    return rounded(model)
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda _, x: x * x.argmax(1, keepdim=True), "argmax"),
+        (lambda _, x: x + (4 * x).int().float(), "a cast to int32"),
+        (lambda _, x: torch.where(x == float("inf"), x, -x), "number is inf"),
+    ],
+    ids=["argmax", "whole numbers", "infinity"],
+)
+def test_what_no_node_computes_is_named(function: Function, operator: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=operator) as caught:
+        fd.pack(Around(function), tmp_path / "own.fp4", example_inputs=torch.zeros(1, 3, 8, 8))
+    assert "test_packed_operators.py, line" in str(caught.value)
+    assert not (tmp_path / "own.fp4").exists()
+
+
+def test_positions_of_pixels_fix_the_size(tmp_path: Path) -> None:
+    """They are computed for the size of the example; any other is refused."""
+
+    def ramp(_: Around, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(x.shape[3])
+
+    fd.pack(Around(ramp), tmp_path / "own.fp4", example_inputs=torch.zeros(1, 3, 8, 8))
+    network = PackedNetwork(read_packed(tmp_path / "own.fp4"))
+    network(torch.zeros(3, 3, 8, 8))
+    with pytest.raises(InputError, match=r"\[N, 3, 8, 8\]"):
+        network(torch.zeros(1, 3, 8, 12))
+
+
+@pytest.mark.parametrize(("function", "expected"), [(lambda _, x: F.silu(x), "packed/3"), (statistics, "packed/4")])
+def test_the_older_format_is_written_where_it_has_all_nodes(function: Function, expected: str, tmp_path: Path) -> None:
+    fd.pack(Around(function), tmp_path / "own.fp4", example_inputs=torch.randn(1, 3, 8, 8))
+    with safe_open(tmp_path / "own.fp4", "pt") as file:
+        assert f'"format": "{expected}"' in file.metadata()[KEY]
+
+
+class Spatial(nn.Module):
+    """Quantised convolutions over one or three axes."""
+
+    def __init__(self, axes: int) -> None:
+        super().__init__()
+        conv = {1: nn.Conv1d, 3: nn.Conv3d}[axes]
+        up = {1: nn.ConvTranspose1d, 3: nn.ConvTranspose3d}[axes]
+        norm = {1: nn.BatchNorm1d, 3: nn.BatchNorm3d}[axes]
+        self.stem, self.norm, self.body = conv(3, 16, 3, padding=1), norm(16), conv(16, 32, 3, stride=2, padding=1)
+        self.up, self.head = up(32, 16, 2, stride=2), conv(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.up(torch.relu(self.body(torch.relu(self.norm(self.stem(x))))))))
+
+
+@pytest.mark.parametrize(("axes", "size"), [(1, (24,)), (3, (4, 6, 8))])
+def test_convolutions_over_one_or_three_axes(axes: int, size: tuple[int, ...], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Spatial(axes).eval(), torch.randn(2, 3, *size)
+    fd.prepare(model)
+    fd.calibrate(model, x)
+    result = fd.pack(model, tmp_path / "own.fp4", example_inputs=x)
+    assert result.verification is not None
+    assert result.verification.share >= 0.999
+    (body,) = [node for node in result.file.graph.nodes if getattr(node, "layer", None) == "body"]
+    assert (body.op, getattr(body, "precision", None)) == (f"conv{axes}d", "nvfp4")
+    assert fd.verify(model, fd.export_graph(model, x), x).passed
