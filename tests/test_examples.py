@@ -49,6 +49,21 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+@pytest.mark.parametrize("loop", [[], ["--lightning"]], ids=["plain", "lightning"])
+def test_an_own_network_and_loop(command: Command, loop: list[str], tmp_path: Path) -> None:
+    """From an own loss and loader to ONNX and a packed network, in a plain loop and in Lightning's."""
+    if loop:
+        pytest.importorskip("lightning", reason="Lightning is not installed: pip install -e '.[examples]'")
+    printed = command("examples/own_network.py", "--out", str(tmp_path), "--images", "16", "--epochs", "2", *loop)
+    first, before, after = map(float, re.findall(r"(\d\.\d{3})", printed.splitlines()[0]))
+    assert before < first
+    assert after < first
+    assert "ONNX: 5 layers in FP4" in printed
+    shares = re.findall(r"(model\S*): (\S+) % of the pixels", printed.replace("%", " %"))
+    assert len(shares) == 2
+    assert shares[0][1] == shares[1][1]
+
+
 def needs_digits() -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install -e '.[examples]'")
 

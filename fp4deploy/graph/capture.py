@@ -98,7 +98,7 @@ def _export(
 
 def why_not_captured(model: nn.Module, error: Exception) -> str:
     """One paragraph: what failed, in which line of the user's code, and what to do."""
-    place = _place(error)
+    place = place_of(error)
     kind = type(model).__name__
     message = str(error)
     if (
@@ -114,8 +114,8 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
     return f"torch.export cannot capture {kind}{place}: {first[:300]}. Check the example inputs' shapes and types."
 
 
-def _place(error: Exception) -> str:
-    """The last line of the user's code in the traceback."""
+def place_of(error: Exception) -> str:
+    """The last line of the user's code in the traceback, as " (net.py, line 12)"; "" where there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 

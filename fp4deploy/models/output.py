@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import Fp4DeployError, InputError
 
 USUAL = ("out", "logits")
 
@@ -35,7 +35,7 @@ class LogitsOutput:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] -> logits [N, channels, H, W]."""
-        found = pick_logits(super().forward(x), self.logits_spec, self.logits_output)  # type: ignore[misc]
+        found = pick_logits(self._outputs(x), self.logits_spec, self.logits_output)
         if found.ndim != 4 or found.shape[0] != x.shape[0] or found.shape[1] != self.logits_channels:
             raise InputError(
                 f"The output of {self.logits_spec} has the shape {list(found.shape)}, and a logits map of this data "
@@ -45,6 +45,25 @@ class LogitsOutput:
         if found.shape[2:] == x.shape[2:]:
             return found
         return F.interpolate(found, x.shape[2:], mode="bilinear", align_corners=False)
+
+    def _outputs(self, x: torch.Tensor) -> Any:
+        """What the network's own forward returns; an error in it is named with the line of the user's code."""
+        if torch.compiler.is_compiling():
+            return super().forward(x)  # type: ignore[misc]
+        try:
+            return super().forward(x)  # type: ignore[misc]
+        except (torch.OutOfMemoryError, Fp4DeployError):
+            raise
+        except Exception as error:
+            from fp4deploy.graph.capture import place_of
+
+            first = next(iter(str(error).strip().splitlines()), "no message")
+            mode = "training" if self.training else "evaluation"  # type: ignore[attr-defined]
+            raise InputError(
+                f"{self.logits_spec} fails in {mode} on images {list(x.shape)}{place_of(error)}: "
+                f"{type(error).__name__}: {first[:300]}. Try another size (--size HxW) or batch (--batch-size), or "
+                "change the network."
+            ) from error
 
 
 def with_logits(network: nn.Module, spec: str, channels: int, output: str | None = None) -> nn.Module:

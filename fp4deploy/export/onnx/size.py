@@ -36,8 +36,11 @@ def fix_size(model: onnx.ModelProto, size: tuple[int, int]) -> onnx.ModelProto:
         )
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
-    for extent, value in zip(_extents(fixed)[2:], size, strict=True):
-        extent.dim_value = value
+    named = dict(zip((extent.dim_param for extent in _extents(fixed)[2:]), size, strict=True))
+    for each in fixed.graph.input:
+        for extent in list(each.type.tensor_type.shape.dim)[2:]:
+            if extent.dim_param in named:
+                extent.dim_value = named[extent.dim_param]
     for output in fixed.graph.output:
         for extent in list(output.type.tensor_type.shape.dim)[1:]:
             if not extent.HasField("dim_value"):
