@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -275,7 +276,13 @@ def _take(node: Take, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     x = inputs[0]
     if max(node.indices) >= x.shape[node.dim]:
         raise ValueError(f"position {max(node.indices)} of an axis of {x.shape[node.dim]}")
-    return x.index_select(node.dim, torch.tensor(node.indices, device=x.device))
+    return x.index_select(node.dim, _positions(tuple(node.indices), x.device))
+
+
+@lru_cache(maxsize=256)
+def _positions(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """On the device; kept, because a CUDA graph cannot copy them from the host."""
+    return torch.tensor(indices, device=device)
 
 
 def _pad(node: Pad, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:

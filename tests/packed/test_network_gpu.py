@@ -19,6 +19,7 @@ from fp4deploy.packed.producers import Produce
 from fp4deploy.plugins.gemm import reference
 from fp4deploy.plugins.quantize import norm_pack
 from tests.export.packable_networks import NETWORKS, deployed
+from tests.export.test_packed_operators import FUNCTIONS, Around
 from tests.packed.small_networks import CLASSES, images, packed
 
 pytestmark = [
@@ -193,6 +194,20 @@ def test_steps_of_several_nodes(name: str) -> None:
             exact = not isinstance(step, Produce) or not isinstance(step.first, Norm)
             different = float((values(one).nan_to_num(7) != values(other).nan_to_num(7)).float().mean())
             assert different == 0 if exact else different < 0.02, step
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operators_in_half_precision(name: str) -> None:
+    """Those of `FUNCTIONS` agree with FP32 on the CPU, and replayed as a CUDA graph."""
+    torch.manual_seed(0)
+    model, x = Around(FUNCTIONS[name]).eval(), torch.randn(2, 3, 8, 8)
+    file = packed_file(Path("own.fp4"), None, *pack_model(model, x))
+    network = PackedNetwork(file, "cuda")
+    got, expected = leaves(network(x.cuda())), leaves(PackedNetwork(file)(x))
+    for one, other in zip(got, expected, strict=True):
+        assert float((one.cpu().float() - other).norm()) <= 1e-2 * float(other.norm())
+    for one, other in zip(leaves(CapturedNetwork(network)(x.cuda())), got, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_no_more_memory_than_the_graph_says() -> None:
