@@ -74,6 +74,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {  # spec -> arguments
     "timm:mobilenetv3_small_100": {},
 }
 
+UNTUNED: dict[str, dict[str, Any]] = {  # run once, for the table: no code was changed for them
+    "smp:UPerNet/resnet18": {},
+    "monai:DynUNet": {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]},
+    "timm:efficientnet_b0": {},
+    "timm:regnetx_002": {},
+}
+
 
 def measure(
     text: str,
@@ -261,11 +268,11 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     options = _options()
     height, width = map(int, options.size.split("x"))
-    names = options.only or list(ARCHITECTURES)
+    names = options.only or [*ARCHITECTURES, *UNTUNED]
     engine = not options.no_engine and find_spec("tensorrt_rtx") is not None
     if options.print:
         for text in names:
-            given = json.loads(options.args) if options.args else ARCHITECTURES.get(text, {})
+            given = json.loads(options.args) if options.args else {**ARCHITECTURES, **UNTUNED}.get(text, {})
             print(json.dumps(measure(text, given, engine, (height, width), options.scenes)), flush=True)
         return
     table: dict[str, Any] = {
@@ -274,6 +281,7 @@ def main() -> None:
         "versions": _versions(),
         "size": [height, width],
         "scenes": options.scenes,
+        "untuned": [text for text in names if text in UNTUNED],
         "rows": [],
     }
     with ThreadPoolExecutor(options.jobs) as pool:

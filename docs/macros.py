@@ -562,7 +562,8 @@ def architectures() -> str:
             if "fallbacks" in engine
             else refusal(engine)
         )
-        sizes = [canonical.get("bytes"), row.get("portable", {}).get("bytes"), engine.get("bytes"), packed.get("bytes")]
+        stages = (canonical, row.get("portable", {}), engine, packed)
+        sizes = [2 * planned.get("parameters", 0), *(stage.get("bytes") for stage in stages)]
         rows.append([
             f"`{row['model']}`{given.replace('|', ' ')}{untuned}",
             f"{planned['fp4_layers']} of {planned['layers']}" if "layers" in planned else refusal(planned),
@@ -571,7 +572,7 @@ def architectures() -> str:
             percent(row.get("portable", {})),
             share,
             percent(packed),
-            ", ".join("-" if size is None else f"{size / 1e6:.1f}" for size in [2 * planned.get("parameters", 0), *sizes]),
+            ", ".join("-" if size is None else f"{size / 1e6:.1f}" for size in sizes),
         ])  # fmt: skip
     head = [
         "model", "layers in FP4", "QAT loss, first and last step", "canonical ONNX: gate, argmax",

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.architectures import ARCHITECTURES, measure
+from benchmarks.architectures import ARCHITECTURES, UNTUNED, measure
 from fp4deploy.models import spec
+from tests.models.libraries import need_library_of
 
 NET = """
 import torch
@@ -31,31 +32,34 @@ class Branching(Net):
 
 def test_a_row_says_what_became_of_a_network(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
-    row = measure(f"{tmp_path / 'net.py'}:Net", {}, engine=False, size=(16, 24))
-    assert (row["layers"], row["fp4_layers"], row["finite_step"], row["verified"]) == (3, 1, True, True)
-    assert "error" not in row
+    row = measure(f"{tmp_path / 'net.py'}:Net", {}, engine=False, size=(16, 24), scenes=4)
+    assert (row["prepare"]["layers"], row["prepare"]["fp4_layers"]) == (3, 1)
+    assert row["train"]["finite"]
+    assert row["canonical"]["passed"]
+    assert row["packed"]["passed"]
+    assert row["portable"]["argmax"] > 0.99
+    assert not [stage for stage in row.values() if isinstance(stage, dict) and "error" in stage]
 
 
 def test_dynamic_control_flow_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
-    row = measure(f"{tmp_path / 'net.py'}:Branching", {}, engine=False, size=(16, 24))
-    assert row["step"] == "export"
-    assert "traceback" not in row
-    assert "net.py, line 15" in row["error"]
-    assert "torch.where" in row["error"]
+    row = measure(f"{tmp_path / 'net.py'}:Branching", {}, engine=False, size=(16, 24), scenes=4)
+    assert row["train"]["finite"]
+    for stage in ("canonical", "packed"):
+        assert "traceback" not in row[stage]
+        assert "net.py, line 15" in row[stage]["error"]
+        assert "torch.where" in row[stage]["error"]
 
 
 def test_the_table_has_at_least_twelve_architectures() -> None:
     assert len(ARCHITECTURES) >= 12
-    assert {spec.parse_spec(text).source for text in ARCHITECTURES} == set(spec.KNOWN)
+    assert len(UNTUNED) >= 3
+    assert {spec.parse_spec(text).source for text in (*ARCHITECTURES, *UNTUNED)} == set(spec.KNOWN)
 
 
-@pytest.mark.parametrize("text", ["smp:FPN/resnet18", "torchvision:lraspp_mobilenet_v3_large"])
+@pytest.mark.parametrize("text", ["smp:FPN/resnet18", "torchvision:lraspp_mobilenet_v3_large", "timm:convnext_atto"])
 def test_rows_of_libraries(text: str) -> None:
-    library = {"smp": "segmentation_models_pytorch"}.get(text.partition(":")[0], "torchvision")
-    pytest.importorskip(
-        library, reason=f"{library} is not installed (pip install 'fp4deploy[zoo]')", exc_type=Exception
-    )
-    row = measure(text, {}, engine=False)
-    assert row.get("error") is None
-    assert row["verified"]
+    need_library_of(text)
+    row = measure(text, {}, engine=False, scenes=4)
+    assert row["canonical"]["passed"]
+    assert row["packed"]["passed"]

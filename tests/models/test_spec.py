@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from fp4deploy.models import ModelCard, build_model, name_model, parse_spec, sav
 from fp4deploy.models.initial import load_initial
 from fp4deploy.models.sources import SOURCES
 from fp4deploy.qat import load_model
+from tests.models.libraries import need_library_of
 
 NET = """
 import torch
@@ -263,39 +267,44 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_libraries_are_asked_for_nothing_but_networks(text: str, arguments: dict[str, object], message: str) -> None:
-    library = {"smp": "segmentation_models_pytorch"}.get(text.partition(":")[0], text.partition(":")[0])
-    pytest.importorskip(
-        library, reason=f"{library} is not installed (pip install 'fp4deploy[zoo]')", exc_type=Exception
-    )
+    if text.count(":") == 1:
+        need_library_of(text)
     with pytest.raises(InputError, match=message):
         build_model(parse_spec(text, arguments), 3)
 
 
 def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(UnavailableError, match=r"timm .*pip install timm"):
         build_model(parse_spec("timm:resnet18"), 3)
     assert set(SOURCES) == set(spec.KNOWN) - {"unet"}
 
 
-ZOO = {
-    "smp:Unet/resnet18": "segmentation_models_pytorch",
-    "torchvision:lraspp_mobilenet_v3_large": "torchvision",
-    "monai:BasicUNet": "monai",
-    "timm:resnet18": "timm",
-}
-
-
-@pytest.mark.parametrize("text", ZOO)
+@pytest.mark.parametrize(
+    "text", ["smp:Unet/resnet18", "torchvision:lraspp_mobilenet_v3_large", "monai:BasicUNet", "timm:resnet18"]
+)
 def test_networks_of_libraries(text: str) -> None:
-    pytest.importorskip(
-        ZOO[text], reason=f"{ZOO[text]} is not installed (pip install 'fp4deploy[zoo]')", exc_type=Exception
-    )
+    need_library_of(text)
     model = build_model(parse_spec(text), 5).eval()
     with torch.inference_mode():
         assert model(torch.randn(1, 3, 64, 96)).shape == (1, 5, 64, 96)
+
+
+def test_torchvision_imports_without_its_compiled_operators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in that fails as the wheel for CUDA does beside a torch without it."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "import torch\n@torch.library.register_fake('torchvision::nms')\ndef fake(*_): ...\n"
+    )
+    program = (
+        "from fp4deploy.models.torchvision_operators import declare_operators; declare_operators(); import torchvision"
+    )
+    for command, passes in ((program, True), ("import torchvision", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[2]}"},
+        )  # fmt: skip
+        assert (done.returncode == 0) == passes, done.stderr
 
 
 def test_a_compressed_archive_is_no_file_of_torch(tmp_path: Path) -> None:
