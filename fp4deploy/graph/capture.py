@@ -25,7 +25,7 @@ import torch
 from torch import fx, nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.graph.ir import Graph, Node, Value
+from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 
@@ -133,8 +133,9 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         unknown = {each for each in calls if not is_known(_name(each), each._overloadname)}
         if not unknown:
             return program
-        known = torch.export.default_decompositions()
-        chosen = {target: known[target] for target in unknown if target in known}
+        table = torch.export.default_decompositions()
+        chosen: dict[Any, Any] = {target: table[target] for target in unknown if target in table}
+        chosen |= {target: target.decompose for target in unknown - set(chosen) if target._can_decompose()}
         if not chosen:
             return program
         with quiet():
@@ -272,7 +273,7 @@ class _Reader:
             value = cast("Callable[..., Any]", node.target)(*arguments, **named)
         self.known[node.name] = value
         if isinstance(value, torch.Tensor):
-            name = f"{COMPUTED}.{node.name}"
+            name = f"{COMPUTED}{node.name}"
             self.tensors[node.name] = name, False
             self.constants[name] = value
         return True
@@ -377,7 +378,6 @@ class _Reader:
         return Graph(graph.inputs, tuple(reversed(kept)), graph.outputs, values, graph.example, constants)
 
 
-COMPUTED = "computed"  # the names of constants begin with it
 TENSOR_ROLES = ("weight", "bias", "running_mean", "running_var", "attn_mask")
 
 
@@ -390,7 +390,7 @@ def _default(argument: Any) -> Any:
 
 
 def _layer(node: fx.Node, parameters: Mapping[str, str]) -> str:
-    owned = [name for name in parameters.values() if not name.startswith(f"{COMPUTED}.")]
+    owned = [name for name in parameters.values() if not name.startswith(COMPUTED)]
     if owned:
         return owned[0].rpartition(".")[0]
     stack = node.meta.get("nn_module_stack") or {}

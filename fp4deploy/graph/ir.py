@@ -20,6 +20,8 @@ import torch
 
 from fp4deploy.graph.sizes import Size, evaluate
 
+COMPUTED = "computed."  # begins the names of constants that a module's code computes
+
 
 @dataclass(frozen=True)
 class Value:

@@ -18,7 +18,7 @@
 | `pixel_shuffle`, `pixel_unshuffle` | the same | factor |
 | `reshape` | view, reshape, flatten, unflatten, squeeze, unsqueeze | shape |
 | `expand` | expand, broadcast_to | shape |
-| `permute` | permute, transpose, t, mT | dims |
+| `permute` | permute, transpose, movedim, t, mT | dims |
 | `slice` | slice, split, chunk, narrow, select (and a reshape) | dim, start, end, step |
 | `roll`, `flip`, `repeat` | the same | shifts, dims; dims; repeats |
 | `take` | index_select, index with one constant list of positions | dim, and the constant "index" |
@@ -362,7 +362,12 @@ def _shuffle(call: Call) -> list[Step]:
 def _permute(call: Call) -> list[Step]:
     rank, arguments = len(call.shapes["self"]), call.arguments
     order = list(range(rank))
-    if "dims" in arguments:
+    if "source" in arguments:
+        source, to = ([axis % rank for axis in _listed(arguments[name])] for name in ("source", "destination"))
+        moved = dict(zip(to, source, strict=True))
+        kept = iter(axis for axis in range(rank) if axis not in moved.values())
+        order = [moved[axis] if axis in moved else next(kept) for axis in range(rank)]
+    elif "dims" in arguments:
         order = [int(dim) % rank for dim in arguments["dims"]]
     elif rank > 1:
         a, b = (int(arguments.get(name, default)) % rank for name, default in (("dim0", -2), ("dim1", -1)))
@@ -460,7 +465,7 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
         ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"), _resize
     ),
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _shuffle),
-    **dict.fromkeys(("permute", "transpose", "t", "mT", "numpy_T", "swapaxes"), _permute),
+    **dict.fromkeys(("permute", "transpose", "t", "mT", "numpy_T", "swapaxes", "movedim"), _permute),
     **dict.fromkeys(("slice", "narrow"), _slice),
     "select": _select,
     **dict.fromkeys(("pad", "constant_pad_nd", "reflection_pad2d", "replication_pad2d"), _pad),
@@ -476,6 +481,10 @@ def _plus(size: Size, extra: int) -> Size:
     if isinstance(size, int):
         return size + extra
     return (*size, extra, "+") if extra else size
+
+
+def _listed(value: Any) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _each(value: Any, axes: int) -> tuple[int, ...]:

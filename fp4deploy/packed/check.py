@@ -21,6 +21,7 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.graph.ir import COMPUTED
 from fp4deploy.models.heads import Head
 from fp4deploy.packed.graph import (
     Activation,
@@ -184,7 +185,7 @@ def _check_node(node: Node) -> None:
         places = (node.stride, node.padding, node.dilation)
         _require(all(len(each) == axes_of(node) for each in places), f"it has {axes_of(node)} spatial axes")
         single = node.precision == "nvfp4" and node.groups == 1 and node.op == "conv2d"
-        _require(len(node.inputs) == 1 or single, "only a packed 2-D convolution of one group has two inputs")
+        _require(len(node.inputs) == 1 or single, "only a packed convolution of one group has two inputs")
     elif isinstance(node, Norm):
         _require((node.op == "layer_norm") == bool(node.shape), "a layer norm alone has a shape")
 
@@ -234,8 +235,7 @@ def required(graph: Graph, node: Node, shapes: Shapes) -> Iterator[Requirement]:
             yield node.bias, "F16", [rows[0] * groups]
         names = weight_names(node)
         if node.precision == "fp16":
-            computed = names[0] in graph.tensors and graph.tensors[names[0]].dtype == "F32"
-            yield names[0], "F32" if computed else "F16", shape
+            yield names[0], "F32" if node.layer.startswith(COMPUTED) else "F16", shape
             return
         blocks = -(-deep // NVFP4_BLOCK)
         yield names[0], "U8", [*rows, blocks * NVFP4_BLOCK // 2]

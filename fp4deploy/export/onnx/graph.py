@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from onnx_ir.passes.common import NameFixPass
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
@@ -46,6 +47,7 @@ from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
 
+ATTENTION_AXES = "only 4D query, key, and value are supported"  # says torch's exporter
 INPUT, OUTPUT, BATCH = "image", "logits", "N"
 SIZES = ("H", "W")
 PRODUCER = "fp4deploy"
@@ -139,20 +141,31 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         return {0: batch, **free}
 
     shapes: Any = {name: axes(x) for name, x in named.items()} or tuple(axes(x) for x in positional)
+
+    def export() -> torch.onnx.ONNXProgram:
+        program = torch.onnx.export(
+            model,
+            positional,
+            kwargs=named or None,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=_input_names(model, positional, named),
+            dynamic_shapes=shapes,
+            verbose=False,
+            optimize=False,
+        )
+        assert program is not None
+        return program
+
     try:
         with quiet("torch.onnx", logging.ERROR), kept_operator_table():
-            program = torch.onnx.export(
-                model,
-                positional,
-                kwargs=named or None,
-                dynamo=True,
-                opset_version=OPSET,
-                input_names=_input_names(model, positional, named),
-                dynamic_shapes=shapes,
-                verbose=False,
-                optimize=False,
-            )
-            assert program is not None
+            try:
+                program = export()
+            except Exception as error:
+                if not any(ATTENTION_AXES in str(each) for each in _chain(error)):
+                    raise
+                with AttentionOfFourAxes():
+                    program = export()
             with _not_folded(program.model):
                 program.optimize()
     except Exception as error:
@@ -169,6 +182,26 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         ) from error
     _name_outputs(program)
     return program.model
+
+
+class AttentionOfFourAxes(TorchFunctionMode):
+    """Give queries, keys and values [..., L, E] the four axes that torch's exporter asks for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention or args[0].ndim == 4:
+            return function(*args, **kwargs)
+        query, key, value, *rest = args
+        mask = rest[0] if rest else kwargs.pop("attn_mask", None)
+        lead = query.shape[:-2]
+
+        def four(x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(-1, 1, *x.shape[-2:])
+
+        if mask is not None and mask.ndim > 2:
+            mask = four(mask.expand(*lead, *mask.shape[-2:]))
+        result = function(four(query), four(key), four(value), mask, *rest[1:], **kwargs)
+        return result.reshape(*lead, *result.shape[-2:])
 
 
 def _input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> list[str]:

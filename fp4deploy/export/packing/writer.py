@@ -299,7 +299,7 @@ class Writer:
             weight = self.state[node.parameters["weight"]]
             if node.op != "linear":
                 weight = weight.movedim(1 if node.op == "conv" else 0, -1)  # O, taps, C
-            if node.parameters["weight"] in self.captured.constants:
+            if name.startswith(ir.COMPUTED):
                 self.tensors[f"{name}.weight"] = weight.detach().float()
             else:
                 self.half(f"{name}.weight", weight)

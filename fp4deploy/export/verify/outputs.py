@@ -89,9 +89,9 @@ def compare_with_torch(
     count = pixels = differing = 0
     largest = 0.0
     for batch in images:
+        fed = feed(batch, names)
         with torch.inference_mode():
             expected = [each.float() for each in call(model, batch)]
-        fed = feed(batch, names)
         given = [torch.from_numpy(each).float() for each in session.run(None, fed)[: len(expected)]]
         count += len(fed[names[0]])
         for same in same_outputs(expected, given, head):
