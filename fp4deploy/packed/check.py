@@ -170,19 +170,19 @@ def _check_node(node: Node) -> None:
     elif isinstance(node, Attention):
         _require(len(node.inputs) == 3 or not node.causal, "a causal attention takes no mask")
     elif isinstance(node, Pool):
-        places = (node.kernel, node.stride, node.padding, node.dilation)
+        places = [node.kernel, node.stride, node.padding, node.dilation]
         _require(len({len(each) for each in places}) == 1, "its window has another number of axes than its places")
     elif isinstance(node, Resize):
         _require((node.size is None) != (node.scale is None), "it takes a size or a scale")
     elif isinstance(node, Pad):
         _require(len(node.pad) % 2 == 0, "it pads each axis on two sides")
     elif isinstance(node, ConvTranspose2d):
-        places = (node.stride, node.padding, node.output_padding, node.dilation)
+        places = [node.stride, node.padding, node.output_padding, node.dilation]
         _require(all(len(each) == axes_of(node) for each in places), f"it has {axes_of(node)} spatial axes")
         beyond = any(a >= max(b, c) for a, b, c in zip(node.output_padding, node.stride, node.dilation, strict=True))
         _require(not beyond, "its output padding is not below its stride or dilation")
     elif isinstance(node, Conv2d):
-        places = (node.stride, node.padding, node.dilation)
+        places = [node.stride, node.padding, node.dilation]
         _require(all(len(each) == axes_of(node) for each in places), f"it has {axes_of(node)} spatial axes")
         single = node.precision == "nvfp4" and node.groups == 1 and node.op == "conv2d"
         _require(len(node.inputs) == 1 or single, "only a packed convolution of one group has two inputs")
