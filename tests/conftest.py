@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.exporter import read_table_once
-
 pytest_plugins = ["tests.fixtures"]
 
 MANY_MODULES = 100
@@ -52,13 +50,6 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     """What tests write need not survive a loss of power, and they write thousands of files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _exporter_reads_its_table_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        read_table_once(patch)
         yield
 
 

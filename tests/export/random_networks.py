@@ -33,7 +33,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,7 +45,6 @@ from fp4deploy.export.verify.tensors import leaves
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.file import read_packed, write_packed
 from fp4deploy.qat import deployed
-from tests.exporter import read_table_once
 
 SIZES = {1: (24,), 2: (16, 24), 3: (4, 8, 8)}
 LAYER_ERROR = 1e-3  # of a layer with reference inputs
@@ -313,7 +311,6 @@ def _row(folder: Path, seed: int) -> tuple[int, str]:
 def _begin() -> None:
     """In a process of its own."""
     torch.set_num_threads(1)
-    read_table_once(pytest.MonkeyPatch())
 
 
 def reasons(found: str) -> list[str]:
