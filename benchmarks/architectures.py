@@ -22,15 +22,15 @@ turns last bits into other classes, and the comparison with reference inputs dec
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,8 +48,10 @@ from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.packed import require_packed, verify_packed
 from fp4deploy.models import build_model, parse_spec
 from fp4deploy.models.spec import name_model
+from fp4deploy.models.torchvision_operators import declare_operators
 from fp4deploy.packed.describe import describe_packed
 from fp4deploy.qat import deployed
+from fp4deploy.requirements import ZOO
 
 SIZE = (64, 64)
 SCENES = 8  # to learn; as many steps as fours of them
@@ -222,19 +224,49 @@ def _engine(canonical: Path) -> dict[str, Any]:
     }
 
 
-def _in_child(text: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The row from a process of its own: a crash, or a network without end, is a row as well."""
-    command = [sys.executable, "-m", "benchmarks.architectures", "--only", text, "--print", "--size", options.size]
-    command += ["--scenes", str(options.scenes), *(["--args", options.args] if options.args else [])]
-    command += ["--no-engine"] if options.no_engine else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds, check=False)
-        return json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"model": text, "build": {"error": f"not done after {options.seconds} s"}}
-    except (IndexError, json.JSONDecodeError):
-        tail = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        return {"model": text, "build": {"error": f"exit code {done.returncode}: {tail[0][:300]}", "traceback": True}}
+def _rows(names: list[str], options: argparse.Namespace, engine: bool) -> Iterator[dict[str, Any]]:
+    """Rows as they are done, each from a process of its own: a crash, or a network without end, is a row as well.
+
+    Processes are forked from this one, which has imported the libraries and computed nothing.
+    """
+    _import_libraries()
+    context, waiting = multiprocessing.get_context("fork"), list(names)
+    running: list[tuple[str, Any, Any, float]] = []
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            text = waiting.pop(0)
+            mine, theirs = context.Pipe(duplex=False)
+            child = context.Process(target=_child, args=(theirs, text, options, engine), daemon=True)
+            child.start()
+            theirs.close()
+            running.append((text, child, mine, time.monotonic()))
+        for each in list(running):
+            text, child, mine, start = each
+            if mine.poll(0.2):
+                with contextlib.suppress(EOFError):
+                    yield mine.recv()
+                    running.remove(each)
+                    child.join()
+                    continue
+                child.join()
+                yield {"model": text, "build": {"error": f"the process ended with {child.exitcode}", "traceback": True}}
+                running.remove(each)
+            elif time.monotonic() - start > options.seconds:
+                child.kill()
+                yield {"model": text, "build": {"error": f"not done after {options.seconds} s"}}
+                running.remove(each)
+
+
+def _child(answer: Any, text: str, options: argparse.Namespace, engine: bool) -> None:
+    given = json.loads(options.args) if options.args else {**ARCHITECTURES, **UNTUNED}.get(text, {})
+    height, width = map(int, options.size.split("x"))
+    answer.send(measure(text, given, engine, (height, width), options.scenes))
+
+
+def _import_libraries() -> None:
+    declare_operators()
+    for library in ZOO.values():
+        library.why_missing()
 
 
 def _versions() -> dict[str, str]:
@@ -258,7 +290,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-engine", action="store_true", help="build no engine")
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="most for one architecture")
-    parser.add_argument("--print", action="store_true", help="measure in this process, and print the rows alone")
     return parser.parse_args()
 
 
@@ -267,11 +298,6 @@ def main() -> None:
     height, width = map(int, options.size.split("x"))
     names = options.only or [*UNTUNED, *ARCHITECTURES]
     engine = not options.no_engine and find_spec("tensorrt_rtx") is not None
-    if options.print:
-        for text in names:
-            given = json.loads(options.args) if options.args else {**ARCHITECTURES, **UNTUNED}.get(text, {})
-            print(json.dumps(measure(text, given, engine, (height, width), options.scenes)), flush=True)
-        return
     table: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.architectures", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used",
@@ -281,12 +307,12 @@ def main() -> None:
         "untuned": [text for text in names if text in UNTUNED],
         "rows": [],
     }
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda text: _in_child(text, options), names):
-            table["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(table, indent=1) + "\n")
+    for row in _rows(names, options, engine):
+        table["rows"].append(row)
+        table["rows"].sort(key=lambda each: names.index(each["model"]))
+        print(json.dumps(row), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

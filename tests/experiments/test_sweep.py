@@ -23,6 +23,7 @@ from fp4deploy.experiments.sweep.plot import draw_sweep
 from fp4deploy.experiments.sweep.results import interval, markdown
 from fp4deploy.experiments.sweep.run import run_sweep
 from fp4deploy.experiments.sweep.spec import load_sweep
+from fp4deploy.models.spec import _named, parse_spec, require_named
 from fp4deploy.train import Config
 from fp4deploy.train.loop import Trainer
 from tests.processes import LIMIT, wait_until
@@ -286,3 +287,27 @@ def test_wrong_use(tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(InputError, match="starts its processes itself"):
         run_sweep(sweep, tmp_path / "out")
+
+
+def test_code_of_the_user_is_imported_where_they_named_it(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of a sweep learn of it; the file of a sweep names nothing."""
+    model, names = f"{tmp_path / 'net.py'}:Net", list[str]()
+    file = written(tmp_path, tiny_data, "variants:\n  fp16: {model: fp16}\n")
+    sets = (f"data.root={json.dumps(str(tiny_data))}", f"model.spec={json.dumps(model)}")
+
+    def stop(config: Config, *_: object, **__: object) -> None:
+        names.append(require_named(parse_spec(config.model.spec), "The run").text)
+        raise InputError("far enough")
+
+    monkeypatch.setattr(module, "train_models", stop)
+    for named in ((model,), ()):
+        _named.clear()
+        sweep = load_sweep(file, sets, named=named)
+        results = run_sweep(sweep, tmp_path / f"out{len(named)}", say=lambda _: None)
+        error = results["variants"]["fp16"]["runs"]["0"]["error"]
+        assert ("far enough" in error) == bool(named), error
+        assert named or "a file never makes code run" in error
+    assert names == [model]
+    _named.clear()
