@@ -135,7 +135,11 @@ def read_packed(path: Path) -> PackedFile:
 def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:
     try:
         if metadata["format"] in (FORMAT, BEFORE):
-            return Graph.model_validate_json(metadata["graph"])
+            graph = Graph.model_validate_json(metadata["graph"])
+            later = [node for node in graph.nodes if metadata["format"] == BEFORE and not in_packed_3(node)]
+            if later:
+                raise InputError(f"{path}: {BEFORE} has no node such as '{later[0].op}' of this graph. {AGAIN}")
+            return graph
         return FormerGraph.model_validate_json(metadata["graph"]).converted()
     except ValidationError as error:
         first = error.errors()[0]
