@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fp4deploy.data.sample import IGNORE
+from fp4deploy.models.torchvision_operators import declare_operators
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class SegmentationScore:
     """Accumulates predictions [N, H, W] (or logits [N, C, H, W]) against targets [N, H, W]."""
 
     def __init__(self, num_classes: int, class_names: Sequence[str], ignore_index: int = IGNORE) -> None:
+        declare_operators()  # torchmetrics imports torchvision where it is installed
         from torchmetrics.classification import MulticlassConfusionMatrix
 
         self.class_names = tuple(class_names)

@@ -240,6 +240,11 @@ class _Reader:
             found = self.parts.get(source.name) if isinstance(source, fx.Node) else None
             if found is not None and isinstance(index, int) and index < len(found):
                 self.tensors[node.name] = found[index], True
+            elif found is not None and isinstance(node.meta.get("val"), torch.Tensor):
+                operator_of = getattr(cast("fx.Node", source).target, "__name__", "")
+                self.nodes.append(Node(node.name, f"aten.{operator_of}, result {index}", {}, {}, {}, "", _where(node)))
+                self._value(node.name, node.meta["val"])
+                self.tensors[node.name] = node.name, True
             return
         value = node.meta.get("val")
         schema = getattr(node.target, "_schema", None)
