@@ -132,6 +132,25 @@ def test_the_older_format_is_written_where_it_has_all_nodes(function: Function, 
         assert f'"format": "{expected}"' in file.metadata()[KEY]
 
 
+def test_a_module_with_two_names(tmp_path: Path) -> None:
+    """As in networks that keep their blocks in a list and in a chain of skip connections."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.body, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3), nn.Conv2d(32, 4, 1)
+            self.chain = nn.ModuleDict({"inner": nn.Sequential(self.body, nn.ReLU(), self.head), "outer": self.first})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.chain["inner"](torch.relu(self.chain["outer"](x)))
+
+    torch.manual_seed(0)
+    model, x = Chain().eval(), torch.randn(1, 3, 8, 8)
+    fd.prepare(model, include="body")
+    fd.calibrate(model, x)
+    assert fd.pack(model, tmp_path / "own.fp4", example_inputs=x).verification is not None
+
+
 class Spatial(nn.Module):
     """Quantised convolutions over one or three axes."""
 

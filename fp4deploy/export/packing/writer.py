@@ -32,8 +32,9 @@ class Writer:
 
     def __init__(self, captured: ir.Graph, model: nn.Module, digits: bool, operators: Mapping[str, Write]) -> None:
         self.captured, self.model, self.digits, self.operators = captured, model, digits, operators
-        self.modules = dict(model.named_modules())
-        self.state = {**captured.constants, **dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
+        owned = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.state = {**captured.constants, **dict(owned)}
         self.constants: dict[str, LayerConstants] = {}
         self.readers = captured.readers()
         self.producers = {node.name: node for node in captured.nodes}

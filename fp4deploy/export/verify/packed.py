@@ -128,7 +128,7 @@ def compare_nodes(
     live: dict[str, Activation] = {}
     for each, x in zip(graph.inputs, inputs, strict=True):
         live.update(zip([form.name for form in each.outputs], network.read_input(each, x), strict=True))
-    buffers = dict(model.named_buffers()) | dict(model.named_parameters())
+    buffers = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
     amaxes = {name: buffers[form.amax] for name, form in graph.forms().items() if form.amax}
     ends = {each.activation for each in graph.outputs}
     errors: dict[str, float] = {}
