@@ -122,7 +122,7 @@ def test_numbers_and_formats(sanitized: Path, unet: PackedFile, tmp_path: Path) 
         for number, tensor in enumerate(_numbers(name, unet.tensors[name])):
             info = unet.graph.tensors[name].model_copy(update={"sha256": digest(tensor)})
             graph = unet.graph.model_copy(update={"tensors": {**unet.graph.tensors, name: info}})
-            metadata = {"format": packed_format.FORMAT, "version": "0", "card": "", "graph": graph.model_dump_json()}
+            metadata = {"format": packed_format.BEFORE, "version": "0", "card": "", "graph": graph.model_dump_json()}
             metadata["sha256"] = digest_of(each.encode() for each in metadata.values())
             paths.append(tmp_path / f"{kind}-{number}.fp4")
             write_tensors(paths[-1], {**unet.tensors, name: tensor}, {packed_format.KEY: json.dumps(metadata)})
