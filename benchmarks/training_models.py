@@ -1,4 +1,4 @@
-"""One training step of networks of other libraries: FP16 and NVFP4, eager, compiled and fused, a process for each case.
+"""One training step of any network: FP16 and NVFP4, eager, compiled and fused, a process for each case.
 
     python benchmarks/training_models.py --json benchmarks/results/training_models_h200.json
 
@@ -34,10 +34,14 @@ from fp4deploy.qat.fusion.fuse import fuse
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
-CASES = tuple(
-    f"{network},{recipe},{way}"
-    for network in ("smp:Unet/resnet34", "monai:BasicUNet", "torchvision:deeplabv3_resnet50")
-    for recipe, way in (("nvfp4_qat", "fused"), ("fp16", "compiled"), ("fp16", "eager"), ("nvfp4_4o6_qat", "fused"))
+RECIPES = ("fp16", "nvfp4_qat", "nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_qat")
+CASES = (
+    *(
+        f"{network},{recipe},{way}"
+        for network in ("smp:Unet/resnet34", "monai:BasicUNet", "torchvision:deeplabv3_resnet50")
+        for recipe, way in (("nvfp4_qat", "fused"), ("fp16", "compiled"), ("fp16", "eager"))
+    ),
+    *(f"unet:1.0,{recipe},fused" for recipe in RECIPES),
 )
 
 

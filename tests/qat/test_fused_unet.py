@@ -118,8 +118,7 @@ def _kernels_in_torch() -> Iterator[None]:
     library._destroy()
 
 
-RECIPES = ["nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"]
-RECIPES += ["nvfp4_4o6_qat", "nvfp4_4o6_qat+delayed", "nvfp4_4o6_qat+dynamic"]
+RECIPES = ["nvfp4_qat_delayed", "nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_qat", "nvfp4_4o6_qat+delayed"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -133,7 +132,7 @@ def test_a_step_of_every_recipe_with_kernels(recipe: str) -> None:
     assert has_kernels(plain)
     plain = plain.double()
     fused: Any = fuse_unet(copy.deepcopy(plain))
-    for seed in range(2):
+    for seed in range(2 if "delayed" in recipe else 1):
         x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(seed)).double()
         results = []
         for model, y in ((plain, plain(x)), (fused, fused._fused(fused.read_image(x)))):
