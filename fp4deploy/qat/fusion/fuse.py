@@ -7,7 +7,7 @@ The module stays the one it was: class (but for the UNet), parameters, names and
 that is compiled takes minutes at the first step, once for each shape of its input.
 
 On an H200 the generated quantisers gave the bits of the kernels, and small networks were as exact as uncompiled ones
-(`tests/qat/test_fusion_gpu.py`); docs/your-model.md has the measured steps.
+(`tests/qat/test_fusion_gpu.py`); docs/your-model.md has the measured steps, and what was changed since.
 """
 
 from __future__ import annotations
