@@ -546,6 +546,16 @@ def native_library() -> str:
     return markdown([*head, "library, launched", "Python, launched"], rows)
 
 
+def plain_convolutions() -> str:
+    """FP16 convolutions by this package and by cuDNN: elements that differ from the reference, microseconds."""
+    rows = []
+    for row in result("plain_conv_h200")["rows"]:
+        times = [f"{1000 * row[name]:.0f}" for name in ("kernel_ms", "cudnn_ms")]
+        label = f"{row['layer']} layer, scale {row['scale']}"
+        rows.append([label, str(row["batch"]), f"{row['different']} of {row['values']:,}", *times])
+    return markdown(["UNet, 352 x 480", "batch", "differ from the reference", "kernel, us", "cuDNN, us"], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -554,6 +564,7 @@ TABLES: dict[str, Callable[..., str]] = {
         image_input, scaling, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library,
+        plain_convolutions,
     )
 }  # fmt: skip
 
