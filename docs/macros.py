@@ -331,6 +331,21 @@ def scaling() -> str:
     return markdown(["model", "GPUs x images", "images/s", "efficiency", "difference of the loss"], rows, 2)
 
 
+def fp4_training() -> str:
+    """Steps of a training through FP4 GEMMs, of their emulation, and in FP16."""
+    rows = []
+    for row in result("fp4_training_h200")["rows"]:
+        name = f"`{row['recipe']}`, `{row['products']}`" if row["recipe"] else "FP16"
+        losses = [row["losses"][0], statistics.mean(row["losses"][-10:])]
+        measured = [f"{row['ms']:.1f}", f"{row['peak_gb']:.2f}", *(f"{loss:.4f}" for loss in losses)]
+        rows.append([name, *measured])
+    return markdown(
+        ["", "ms a step", "peak GB", "first loss", f"mean of steps {len(row['losses']) - 9} to {len(row['losses'])}"],
+        rows,
+        1,
+    )
+
+
 def estimates() -> str:
     """Estimated COCO-2017 trainings on eight GPUs, from steps measured on one."""
     rows = []
@@ -561,7 +576,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for function in (
         training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network, packed_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, ptq_camvid,
-        image_input, scaling, estimates, telemetry_cost,
+        image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library,
         plain_convolutions,
