@@ -286,6 +286,54 @@ def dsb2018() -> str:
     return markdown(["model", "epochs", "AP", "AP50", "AP75", "gap in AP"], rows)
 
 
+def detection() -> str:
+    """Boxes on DSB2018: average precision over three seeds."""
+    labels = {
+        "fp16": ("FP16", "0"),
+        "control": ("FP16 control", "0"),
+        "ptq": ("NVFP4, calibrated", "default"),
+        "qat": ("NVFP4 QAT", "default"),
+        "ptq_all": ("NVFP4, calibrated", "all, multi-term input"),
+        "qat_all": ("NVFP4 QAT", "all, multi-term input"),
+    }
+    found = result("dsb2018_detection_h200")["variants"]
+    rows = []
+    for name, (label, layers) in labels.items():
+        row = found[name]
+        scores = [spread(row[key]) for key in ("best", "ap50", "ap75")]
+        rows.append([label, layers, _epochs(row), _seeds(row), *scores, gap(row["gap_best"])])
+    return markdown(["model", "layers in FP4", "epochs", "seeds", "AP", "AP50", "AP75", "gap in AP"], rows, 2)
+
+
+def _epochs(row: dict[str, Any]) -> str:
+    """Epochs of a finished variant."""
+    (found,) = {run["epochs"] for run in row["runs"].values() if run["status"] == "done"}
+    return str(found)
+
+
+def _seeds(row: dict[str, Any]) -> str:
+    """How many seeds of a variant finished."""
+    return str(sum(run["status"] == "done" for run in row["runs"].values()))
+
+
+def _base(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """The FP16 model that a variant with settings of its own starts from."""
+    own = [name for name, each in found.items() if each["model"] == "fp16" and each["settings"] == row["settings"]]
+    base: dict[str, Any] = found[own[0] if own else "fp16"]
+    return base
+
+
+def coco_samples() -> str:
+    """COCO samples, mIoU: person, and seven classes."""
+    found = result("coco_samples_h200")["variants"]
+    rows = []
+    for row in (each for each in found.values() if each["model"] == "nvfp4"):
+        models = _base(found, row), found[row["against"]], row
+        seeds = ", ".join(map(_seeds, models))
+        rows.append([row["note"], seeds, *(spread(each["best"]) for each in models), gap(row["gap_best"])])
+    return markdown(["classes", "seeds", "FP16", "FP16 control", "NVFP4 QAT", "gap"], rows)
+
+
 PLACEMENTS = {"default": "21 of 23 layers", "all": "every layer, multi-term input", "rgb": "every layer, plain image"}
 CORRECTIONS = {"none": "", "norm": "norms", "bias": "biases", "both": "norms and biases"}
 
@@ -575,7 +623,7 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network, packed_latency,
-        packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, ptq_camvid,
+        packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, coco_samples, ptq_camvid,
         image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library,
