@@ -165,7 +165,9 @@ def _array(function: Callable[..., Array]) -> Callable[..., Array]:
 
 @implements("add", "sub", "div", "rem", "abs", "neg", "fma", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "min", "max")
 def arithmetic(entry: Entry, instruction: Instruction) -> Step:
-    """Operations whose result has the type of their operands."""
+    """Operations whose result has the type of their operands; of `.f32.f16` all but the last are halves."""
+    if instruction.parts[-2:] in (("f32", "f16"), ("f32", "bf16")):
+        return _mixed(entry, instruction)
     name, kind = instruction.parts[0], _modifiers(instruction, "NaN", "xorsign", "abs", "ftz")
     count = len(instruction.operands) - 1
     if kind in ("u16x2", "s16x2"):
@@ -181,6 +183,19 @@ def arithmetic(entry: Entry, instruction: Instruction) -> Step:
     if "ftz" in instruction.parts:
         function = _flushed(function)
     return elementwise(entry, instruction, lanes(kind, function), [kind] * count)
+
+
+def _mixed(entry: Entry, instruction: Instruction) -> Step:
+    """add, sub, fma of halves and, as the last operand, float32: one rounding to float32 (SM100)."""
+    name, *modifiers, _, half = instruction.parts
+    if name not in ("add", "sub", "fma") or modifiers != ["rn"]:
+        raise UnknownInstruction("this operation of halves and float32 is not implemented")
+
+    def function(*operands: Array) -> Array:
+        *halves, last = operands
+        return _FLOAT[name](*(_bfloat(x) if half == "bf16" else x.astype(np.float32) for x in halves), last)
+
+    return elementwise(entry, instruction, function, [half] * (len(instruction.operands) - 2) + ["f32"])
 
 
 def _flushed(function: Callable[..., Array]) -> Callable[..., Array]:

@@ -27,6 +27,7 @@ MULTIPLICATION = re.compile(r"HGMMA\.\d+x(\d+)x\d+\S*\s+R(\d+),\s+R(\d+)")
 JUMP = re.compile(r"^(@!?U?P\w+ )?BRA\b.*`\((\.L_x_\d+)\)")
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 FRAGMENT = 4  # registers of A
+PARTS = 8  # of the list of GEMMs, each a test
 NO_RESULT = {"ST", "STG", "STS", "STL", "STSM", "RED", "LDGSTS", "BAR", "BRA", "EXIT", "ISETP", "FSETP", "WARPGROUP"}
 TILES = [(256, 128, 64, 8, 3), (256, 128, 32, 8, 3), (128, 64, 32, 4, 4), (128, 32, 32, 4, 3), (128, 16, 32, 4, 3)]
 
@@ -134,6 +135,7 @@ def test_decoded_weights(tile: tuple[int, int, int, int, int], channels: tuple[i
 
 
 @pytest.mark.variants
-def test_other_gemms(tmp_path: Path) -> None:
-    for launch in representatives("sm_90"):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_other_gemms(part: int, tmp_path: Path) -> None:
+    for launch in representatives("sm_90")[part::PARTS]:
         require_order(launch, tmp_path)
