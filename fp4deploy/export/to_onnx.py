@@ -134,6 +134,7 @@ def export_onnx(
     >>> result.path.name, result.fp4_layers
     ('unet.onnx', 21)
     >>> model = fd.prepare(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)))
+    >>> import torch
     >>> batch = torch.randn(2, 3, 16, 16)
     >>> fd.calibrate(model, batch)
     >>> fd.export_onnx(model, batch, folder / "own.onnx").fp4_layers

@@ -7,7 +7,7 @@ start: an amax that nothing exceeds has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,7 @@ SAMPLE = 2**20  # elements of a batch that are sorted, evenly spaced
 
 
 @torch.no_grad()
-def calibrate_percentile(
-    model: nn.Module, batches: torch.Tensor | Mapping[str, torch.Tensor] | Iterable[Any], percentile: float = 100.0
-) -> None:
+def calibrate_percentile(model: nn.Module, batches: torch.Tensor | Iterable[Any], percentile: float = 100.0) -> None:
     """Set every `input_amax` to the given percentile of the magnitudes its layer sees, quantisers switched off.
 
     Args:

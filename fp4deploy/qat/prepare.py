@@ -160,7 +160,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, batches: torch.Tensor | Mapping[str, torch.Tensor] | Iterable[Any]) -> None:
+def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
     """Set every `input_amax` to the largest magnitude its layer sees over `batches`, quantisers switched off.
 
     Args:

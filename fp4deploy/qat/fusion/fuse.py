@@ -31,6 +31,10 @@ def fuse(model: nn.Module, example_inputs: Any = None) -> nn.Module:
         example_inputs: a batch, or a tuple of the forward's arguments. Given, a training step's forward and backward
             run at once, so that the time to compile is spent here; gradients, buffers and the state of random
             generators are as before.
+
+    >>> model = fd.prepare(nn.Sequential(nn.Linear(64, 32)), include="0")
+    >>> fd.fuse(model) is model
+    True
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if not available(device) or has_kernels(model):
