@@ -132,7 +132,7 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 def _scenes(folder: Path, size: tuple[int, int], count: int) -> tuple[Batches, torch.Tensor, int]:
     """Batches to learn, images to compare on (of FP16 values, which ONNX files read), and the number of classes."""
-    generate_shapes(folder, train=count, val=2, size=max(size), seed=0)
+    generate_shapes(folder, train=count, val=2, size=max(32, *size), seed=0)
     transform, found = EvalTransform(*size), {}
     for split in ("train", "val"):
         dataset = open_dataset(folder, split)
