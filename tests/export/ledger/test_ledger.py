@@ -168,7 +168,11 @@ def test_json_gives_the_same_ledger_back(tmp_path: Path) -> None:
     assert load_ledger(path) == found
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 9}', '{"format": 1, "layers": 3}', "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"format": 9}', '{"format": 1, "layers": 3}', "\x00"],
+    ids=["empty", "object", "list", "format", "layers", "null"],
+)
 def test_broken_ledger_is_an_input_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "unet.ledger.json"
     path.write_text(text, encoding="utf-8")
@@ -214,7 +218,7 @@ def test_every_kernel_of_a_layer_is_listed() -> None:
         ('"plan_bytes": 1', '"plan_bytes": 1.5e3, "x": 1'),
         ('"fell_back": false', '"fell_back": 3'), ('"build_seconds": 0.2', '"build_seconds": NaN'),
     ],
-    ids=str,
+    ids=["macs", "batch", "bytes", "bool", "nan"],
 )  # fmt: skip
 def test_a_field_of_another_type_is_refused(change: tuple[str, str]) -> None:
     text = ledger().to_json()
