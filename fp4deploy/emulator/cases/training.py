@@ -90,8 +90,9 @@ class PackUnfolded:
         )
         torch.manual_seed(setting.seed)
         with emulated(setting, outcome):
-            options: Any = (self.rule, self.rounding, self.four_over_six, self.hadamard)
-            for images, found in pack_unfolded(x, of, *options, most_bytes=1):
+            options: dict[str, Any] = {"scale_rule": self.rule, "rounding": self.rounding}
+            options |= {"four_over_six": self.four_over_six, "hadamard": self.hadamard, "most_bytes": 1}
+            for images, found in pack_unfolded(x, of, **options):
                 outcome.compare(found.codes, expected.codes[images])
                 outcome.compare(found.scales.view(torch.uint8), expected.scales[images].view(torch.uint8))
                 if isinstance(found, Nvfp4Tensor):
