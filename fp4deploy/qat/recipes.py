@@ -270,7 +270,9 @@ RECIPES: dict[str, Recipe] = {
             NVFP4_HADAMARD,
         ),
         replace(_everywhere("tetrajet_v2", NVFP4_ROTATED), activation=NVFP4, weight=NVFP4, double_quantization=True),
-        Recipe("quartet_2", NVFP4_4O6, NVFP4_4O6, *[NVFP4_EDEN] * 4, double_quantization=True),
+        Recipe(
+            "quartet_2", NVFP4_4O6, NVFP4_4O6, NVFP4_EDEN, NVFP4_EDEN, NVFP4_EDEN, NVFP4_EDEN, double_quantization=True
+        ),
     )
 }
 

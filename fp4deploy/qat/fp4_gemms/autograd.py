@@ -155,6 +155,7 @@ def _wgrad(gradient: torch.Tensor, saved: list[torch.Tensor], x_dtype: torch.dty
     g = pack_operand(gemms.wgrad_gradient(gradient, ctx.x_shape), of_gradient, axes, rotation=rotation)
     if x is not None:
         operand = pack_operand(gemms.wgrad_input(x, gradient.shape), of_input, axes, rotation=rotation)
+    assert operand is not None  # kept packed, or packed here
     return dispatch.wgrad(g, operand, gemms, shape, gradient.dtype)
 
 

@@ -134,7 +134,8 @@ def _matmul(a: Packed, b: Packed, bias: torch.Tensor | None, dtype: torch.dtype)
         assert isinstance(out, torch.Tensor)
         return out
     flat = _reshaped(a, (1, 1, -1))
-    product = gather_gemm(flat, _reshaped(b, (-1, 1, 1)), POINTWISE, tuple(flat.shape[1:3]), dtype, bias)
+    pixels = (flat.shape[1], flat.shape[2])
+    product = gather_gemm(flat, _reshaped(b, (-1, 1, 1)), POINTWISE, pixels, dtype, bias)
     return product.view(*a.shape[:-1], b.shape[0])
 
 

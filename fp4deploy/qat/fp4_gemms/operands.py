@@ -57,8 +57,11 @@ class PackedOperand:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> PackedOperand:
         """The same operand with these tensors."""
-        names = ("codes", "scales", "amax")
-        return replace(self, packed=replace(self.packed, **dict(zip(names, tensors, strict=False))))
+        codes, scales, *amax = tensors
+        packed = self.packed
+        if isinstance(packed, Nvfp4Tensor):
+            return replace(self, packed=replace(packed, codes=codes, scales=scales, amax=amax[0]))
+        return replace(self, packed=replace(packed, codes=codes, scales=scales))
 
     def described(self) -> PackedOperand:
         """The same operand without its tensors."""

@@ -42,4 +42,6 @@ def compile_expanded(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
 
     from fp4deploy.qat.fusion.expand import Expand
 
-    return compile_fx(module, inputs, config_patches={"post_grad_custom_pre_pass": Expand()})  # type: ignore[no-any-return]
+    compiled = compile_fx(module, inputs, config_patches={"post_grad_custom_pre_pass": Expand()})
+    assert callable(compiled)
+    return compiled

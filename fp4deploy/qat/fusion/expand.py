@@ -69,7 +69,9 @@ def _inline(graph: fx.Graph, node: fx.Node, tensors: list[fx.Node], module: fx.G
                 known[each].meta = dict(each.meta)
     if isinstance(results, (tuple, list)):
         for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
+            place = user.args[1]  # of `getitem`
+            assert isinstance(place, int)
+            user.replace_all_uses_with(results[place])
             graph.erase_node(user)
     else:
         node.replace_all_uses_with(results)
