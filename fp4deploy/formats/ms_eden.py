@@ -62,7 +62,11 @@ def rotate(x: torch.Tensor, rotation: int | torch.Tensor, inverse: bool = False)
 
 
 def quantize_ms_eden(
-    x: torch.Tensor, rotation: int | torch.Tensor, seed: int | torch.Tensor, axis: int = -1
+    x: torch.Tensor,
+    rotation: int | torch.Tensor,
+    seed: int | torch.Tensor,
+    axis: int = -1,
+    amax: torch.Tensor | None = None,
 ) -> Nvfp4Tensor:
     """Rotate and quantise along `axis`, which becomes the last.
 
@@ -70,6 +74,7 @@ def quantize_ms_eden(
         x: any float dtype, [..., K, ...].
         rotation: seed of the signs, the same for both operands of a GEMM.
         seed: of the stochastic rounding of the scales.
+        amax: float32 [], of the rotated tensor that `x` is a part of; None takes that of `x`, rotated.
 
     Returns:
         Packed, of shape [..., K padded to 128]; dequantised it is the rotated tensor. `rotate(..., inverse=True)`
@@ -87,7 +92,9 @@ def quantize_ms_eden(
         raise InputError(f"MS-EDEN quantises floating-point tensors with an axis, not {x.dtype} {tuple(x.shape)}.")
     y = rotate(x.detach().movedim(axis, -1), rotation)
     blocks = y.unflatten(-1, (-1, NVFP4_BLOCK))
-    amax = finite_amax(y) * SHRINK  # the A of a tensor whose largest block has the scale 256
+    amax = (
+        finite_amax(y) if amax is None else amax
+    ) * SHRINK  # the A of a tensor whose largest block has the scale 256
     block_amax = blocks.abs().amax(-1)
     scale = torch.where(amax > 0, constant(float(E4M3_MAX_FOUR_OVER_SIX), amax) / amax, 0.0)
     d8 = _nearest(block_amax * SHRINK * scale)

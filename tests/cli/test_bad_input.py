@@ -258,7 +258,7 @@ def floats(app: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Every option of every command that takes a float, from the annotations, which are text."""
     found = []
     for command in app.registered_commands:
-        for parameter in inspect.signature(command.callback).parameters.values():
+        for parameter in inspect.signature(getattr(command.callback, "function", command.callback)).parameters.values():
             text = str(parameter.annotation)
             if re.match(r"Annotated\[\s*float\b", text):
                 found.append((*path, command.name, re.findall(r"['\"](--[\w-]+)['\"]", text)[0]))

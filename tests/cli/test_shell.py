@@ -29,7 +29,7 @@ class Context:
 
 
 def test_recipes_settings_architectures_and_models_complete() -> None:
-    assert completion.recipes(Context(), "tetra") == ["tetrajet"]
+    assert completion.recipes(Context(), "tetra") == ["tetrajet", "tetrajet_v2"]
     assert set(completion.recipes(Context(), "")) == set(RECIPES)
     assert completion.settings(Context(), "train.l") == ["train.lr=", "train.label_smoothing="]
     assert "sm120" in completion.architectures(Context(), "sm1")

@@ -150,7 +150,7 @@ def test_a_single_layer(tmp_path: Path) -> None:
 
 class Sorted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cumsum(F.relu(x), 1)
+        return torch.sort(F.relu(x), 1).values
 
 
 class Odd(nn.Module):
@@ -161,13 +161,12 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("model", "cause"),
     [
-        (Sorted(), r"aten\.cumsum, test_packed_networks\.py, line \d+\) has no packed form"),
-        (nn.Sequential(nn.Conv1d(3, 4, 3)), "a convolution over 1 axes"),
+        (Sorted(), r"aten\.sort\S*, test_packed_networks\.py, line \d+\) has no packed form"),
         (Odd(), r"decides by values .*test_packed_networks\.py, line \d+"),
     ],
 )
 def test_what_has_no_packed_form_is_named(model: nn.Module, cause: str, tmp_path: Path) -> None:
-    example = torch.randn(1, 3, 8) if isinstance(model, nn.Sequential) else torch.randn(1, 3, 8, 8)
+    example = torch.randn(1, 3, 8, 8)
     with pytest.raises(InputError, match=cause):
         fd.pack(model, tmp_path / "own.fp4", example_inputs=example)
     assert not list(tmp_path.iterdir())

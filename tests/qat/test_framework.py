@@ -21,7 +21,8 @@ from fp4deploy.qat import RECIPES, calibrate, prepare, quantized_layers
 from tests.qat.layer_cases import generator, make
 from tests.qat.reference_gemms import check, one_step, reference
 
-STOCHASTIC = {"tetrajet", "fp4_all_the_way", "nvfp4_train"}
+STOCHASTIC = {"tetrajet", "fp4_all_the_way", "nvfp4_train", "tetrajet_v2", "quartet_2"}
+ROTATED_TWICE = {"tetrajet_v2", "quartet_2"}  # they rotate what the forward has quantised
 COMPILED = ["nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_train"]
 
 
@@ -103,7 +104,9 @@ def test_models_in_other_dtypes(recipe: str, name: str, dtype: torch.dtype) -> N
     x = x.detach().to(dtype).requires_grad_()
     found, upstream = one_step(model, x)
     assert {t.dtype for t in (found.y, found.dx, found.dw, found.db) if t is not None} == {dtype}
-    check(found, reference(layer, RECIPES[recipe], x, upstream), 1e-12 if dtype == torch.float64 else 0.01)
+    # a rotation of values that 16 bits have rounded: some lie on the other side of a code's border
+    half = 0.05 if recipe in ROTATED_TWICE else 0.01
+    check(found, reference(layer, RECIPES[recipe], x, upstream), 1e-12 if dtype == torch.float64 else half)
 
 
 def autocast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,9 @@ from fp4deploy.formats import (
     NVFP4_BLOCK,
     decode_e8m0,
     pad_to_blocks,
+    quantize_ms_eden,
     random_hadamard,
+    rotate,
     unpack_codes,
 )
 from fp4deploy.formats.scales import FLT_MAX, block_step, encoding_scale
@@ -185,20 +187,26 @@ def encode(
     Args:
         amax: static global amax, float32 []; None takes that of the whole of `x`, whatever is sampled of it.
         limit: sample about so many elements.
-        seed: of stochastic rounding, so that nothing is drawn from the generator of the training.
+        seed: of stochastic rounding and of a rotation, so that nothing is drawn from the generator of the training.
     """
     x, axes, _ = split_groups(x.detach(), spec, axes, groups)
     last = tuple(range(-len(axes), 0))
     original = sample(x, axes, limit).movedim(axes, last).contiguous()
     source = original
-    if spec.hadamard:
+    if spec.rounding == "ms_eden":
+        x = rotate(x.movedim(axes, last), seed)
+        source = rotate(original, seed)
+    elif spec.hadamard:
         x = random_hadamard(x, axes[-1])
         source = sample(x, axes, limit).movedim(axes, last).contiguous()
     if spec.format == "mxfp4":
         return _encode_mxfp4(source, original, spec, seed)
     if amax is None and not spec.row_scaled:
         amax = finite_amax(x)
-    q = quantize_nvfp4(source, spec.block, amax, spec.row_scaled, spec.four_over_six, spec.rounding, seed)
+    if spec.rounding == "ms_eden":
+        q = quantize_ms_eden(original, seed, seed, amax=amax)
+    else:
+        q = quantize_nvfp4(source, spec.block, amax, spec.row_scaled, spec.four_over_six, spec.rounding, seed)
     scales = q.scales.to(torch.float32)
     whole = q.amax.unsqueeze(-1) if q.amax.ndim else q.amax
     encoding = (1 / (scales * (1 / encoding_scale(whole, q.e4m3_max)))).clamp(max=FLT_MAX)

@@ -18,7 +18,15 @@ import torch
 
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import gemv, plain
-from fp4deploy.plugins.quantize import channels_last, norm_pack, operators, pointwise_pack, statistics, weights
+from fp4deploy.plugins.quantize import (
+    channels_last,
+    norm_pack,
+    operators,
+    pointwise_pack,
+    statistics,
+    unfolded,
+    weights,
+)
 from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.plugins.runtime import pdl
 
@@ -68,6 +76,7 @@ def launched() -> list[Variant]:
         mock.patch.object(norm_pack, "kernel", recorder.kernel),
         mock.patch.object(pointwise_pack, "kernel", recorder.kernel),
         mock.patch.object(statistics, "kernel", recorder.kernel),
+        mock.patch.object(unfolded, "kernel", recorder.kernel),
         mock.patch.object(plain, "kernel", recorder.kernel),
         mock.patch.object(cuda_launch, "kernel", recorder.kernel),
         mock.patch.object(pdl, "launch", recorder.pdl),
@@ -146,6 +155,11 @@ def _elementwise_layers() -> None:
         pointwise_pack.apply_kernels(x, work, [form(_amax())])
 
 
+def _unfolded(dtype: torch.dtype, *form: Any, **options: Any) -> Callable[[], object]:
+    taps = unfolded.Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (6, 6))
+    return lambda: list(unfolded.pack_unfolded(torch.zeros(2, 4, 6, 6, dtype=dtype), taps, *form, **options))
+
+
 def _gemv(rows: int, outputs: int, dtype: torch.dtype, *gpu: int) -> Callable[[], object]:
     x, out = torch.zeros(rows, 256, dtype=dtype), torch.zeros(rows, outputs, dtype=dtype)
 
@@ -213,6 +227,9 @@ EXERCISES: list[Callable[[], object]] = [
     lambda: _images(True),
     _packed_norms,
     _elementwise_layers,
+    _unfolded(HALF, None, "stochastic", hadamard=True),
+    _unfolded(BFLOAT, "ceil", "stochastic"),
+    _unfolded(FLOAT),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),
