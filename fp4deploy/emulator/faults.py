@@ -12,6 +12,7 @@ timing, of the compiler or of the neighbouring allocation.
 | `uninitialised` | a register or a byte of memory is read before anything was written to it |
 | `barrier` | a barrier, an mbarrier or a warp-wide instruction is used in a way that the PTX ISA leaves undefined |
 | `deadlock` | every thread waits |
+| `trap` | the kernel stops itself: what its compiler took to be impossible happened |
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ which is one of the values that the PTX ISA allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -100,9 +101,26 @@ def _minimum(pick: Callable[..., Array], nan: bool) -> Callable[..., Array]:
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c of float32 with one rounding.
+    """a * b + c of float32 with one rounding, to nearest even."""
+    return _odd_sum(a, b, c).astype(np.float32)
 
-    The product is exact in float64; the sum is rounded to odd there, so that the last rounding is the only one.
+
+def _fused_towards(limit: float) -> Callable[..., Array]:
+    """`fused`, rounded down where `limit` is -inf, up where it is inf, towards zero where it is 0."""
+
+    def function(a: Array, b: Array, c: Array) -> Array:
+        exact = _odd_sum(a, b, c)
+        nearest = exact.astype(np.float32)
+        beyond = np.abs(nearest) > np.abs(exact) if limit == 0 else nearest < exact if limit > 0 else nearest > exact
+        return np.where(beyond & np.isfinite(exact), np.nextafter(nearest, np.float32(limit)), nearest)
+
+    return function
+
+
+def _odd_sum(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c of float32: the product is exact in float64, the sum rounded to odd there.
+
+    Rounded again to float32, in any direction, it is what one rounding of the exact sum gives.
     """
     product, wide = a.astype(np.float64) * b, np.asarray(c, np.float64)
     total = product + wide
@@ -110,8 +128,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
     error = (product - (total - other)) + (wide - other)
     even = np.ascontiguousarray(total).view(np.uint64).reshape(np.shape(total)) & np.uint64(1) == 0
     away = np.where((error > 0) == (total > 0), np.copysign(np.inf, total), 0.0)
-    odd = np.where((error != 0) & np.isfinite(total) & even, np.nextafter(total, away), total)
-    return odd.astype(np.float32)
+    return np.where((error != 0) & np.isfinite(total) & even, np.nextafter(total, away), total)
 
 
 def _nan(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -119,6 +136,11 @@ def _nan(function: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *xs: np.where(np.isnan(value := function(*xs)), _QUIET, value)
 
 
+_DIRECTED = {
+    "rm": _nan(_fused_towards(-math.inf)),
+    "rp": _nan(_fused_towards(math.inf)),
+    "rz": _nan(_fused_towards(0.0)),
+}
 _FLOAT: dict[str, Callable[..., Array]] = {
     "add": _nan(lambda a, b: a + b),
     "sub": _nan(lambda a, b: a - b),
@@ -168,7 +190,9 @@ def arithmetic(entry: Entry, instruction: Instruction) -> Step:
     """Operations whose result has the type of their operands; of `.f32.f16` all but the last are halves."""
     if instruction.parts[-2:] in (("f32", "f16"), ("f32", "bf16")):
         return _mixed(entry, instruction)
-    name, kind = instruction.parts[0], _modifiers(instruction, "NaN", "xorsign", "abs", "ftz")
+    name = instruction.parts[0]
+    directed = _DIRECTED.keys() if name == "fma" and instruction.parts[-1] == "f32" else ()
+    kind = _modifiers(instruction, "NaN", "xorsign", "abs", "ftz", *directed)
     count = len(instruction.operands) - 1
     if kind in ("u16x2", "s16x2"):
         return _pairs(entry, instruction, _INTEGER[name], kind)
@@ -179,7 +203,7 @@ def arithmetic(entry: Entry, instruction: Instruction) -> Step:
         if "xorsign" in instruction.parts:
             function = _of_magnitudes(function)
     else:
-        function = _FLOAT[name]
+        function = next((_DIRECTED[part] for part in instruction.parts[1:-1] if part in directed), _FLOAT[name])
     if "ftz" in instruction.parts:
         function = _flushed(function)
     return elementwise(entry, instruction, lanes(kind, function), [kind] * count)
@@ -314,10 +338,18 @@ def compare(entry: Entry, instruction: Instruction) -> Step:
     return run
 
 
+def _holds(name: str, a: Array, b: Array) -> Array:
+    """An ordered comparison of floats: false where one is NaN."""
+    value = np.asarray(_COMPARE[name](a, b))
+    return value & ~(np.isnan(a) | np.isnan(b)) if name == "ne" else value
+
+
 @implements("set")
 def compare_into(entry: Entry, instruction: Instruction) -> Step:
     """As setp, with a number as the result: of integers all bits set, of floats 1.0; of pairs lane by lane."""
     name, target, kind = instruction.parts[1], instruction.parts[-2], instruction.parts[-1]
+    if name in _COMPARE and (target, kind) == ("f32", "f32"):
+        return elementwise(entry, instruction, lambda a, b: _holds(name, a, b).astype(np.float32), ["f32", "f32"])
     if name not in _COMPARE or target not in ("u32", "s32") or kind not in ("f16x2", "bf16x2"):
         raise UnknownInstruction("this comparison is not implemented")
 
@@ -326,10 +358,7 @@ def compare_into(entry: Entry, instruction: Instruction) -> Step:
         for shift in (0, 16):
             x, y = ((each >> np.uint32(shift)).astype(np.uint16) for each in (a, b))
             left, right = (_bfloat(each) if kind[0] == "b" else each.view(np.float16) for each in (x, y))
-            value = _COMPARE[name](left, right)
-            if name == "ne":
-                value &= ~(np.isnan(left) | np.isnan(right))
-            halves.append(np.where(value, np.uint32(0xFFFF), np.uint32(0)))
+            halves.append(np.where(_holds(name, left, right), np.uint32(0xFFFF), np.uint32(0)))
         return np.asarray(halves[0] | halves[1] << np.uint32(16))
 
     return elementwise(entry, instruction, function, ["b32", "b32"])

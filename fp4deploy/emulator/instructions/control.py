@@ -3,6 +3,7 @@
 | instructions | PTX ISA |
 |---|---|
 | bra, ret, exit | Control Flow Instructions |
+| trap | Miscellaneous Instructions |
 | bar, barrier, barrier.cluster, elect, vote, activemask, griddepcontrol | Parallel Synchronization Instructions |
 | shfl | Data Movement Instructions: shfl.sync |
 | membar, fence | Parallel Synchronization: membar, fence |
@@ -54,6 +55,17 @@ def end(entry: Entry, instruction: Instruction) -> Step:
         chosen = m.guard(instruction, active)
         m.exited = m.exited | chosen.mask
         return [(m.pc + 1, active.mask & ~chosen.mask)] if chosen is not active else []
+
+    return run
+
+
+@implements("trap")
+def trap(entry: Entry, instruction: Instruction) -> Step:
+    """The kernel stops with an error."""
+
+    def run(m: Machine, active: Active) -> None:
+        if m.guard(instruction, active).mask.any():
+            raise Hazard("trap", "a thread executes it")
 
     return run
 
