@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import machine
 from torch import nn
+from training_step import median_ms
 
 from fp4deploy.models import build_unet
 from fp4deploy.models.sources import SOURCES
@@ -68,18 +69,6 @@ def make_step(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def median_ms(step: Callable[[], None], repeats: int = 15) -> float:
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[repeats // 2]
-
-
 def build(network: str, recipe: str) -> nn.Module:
     torch.manual_seed(0)
     source, _, name = network.partition(":")
@@ -119,7 +108,7 @@ def measure(case: str, folder: Path, place: int) -> None:
             for _ in range(5):
                 step()
             torch.cuda.reset_peak_memory_stats()
-            row["ms"] = median_ms(step)
+            row["ms"] = median_ms(step, 15, 0)
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
             row |= profile(step, folder / f"{case}.txt".replace("/", "_").replace(":", "_"))
     except Exception as error:  # one case must not end the others
@@ -177,9 +166,7 @@ def main() -> None:
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))]
     for row in rows:
         print(json.dumps(row), flush=True)
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    machine["python"] = platform.python_version()
-    report = {"command": "python benchmarks/training_models.py", "machine": machine, "rows": rows}
+    report = {"command": "python benchmarks/training_models.py", "machine": machine(), "rows": rows}
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -56,10 +56,10 @@ class CommandGroup(TyperGroup):
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt as error:
-            number = error.number if isinstance(error, Interrupted) else signal.SIGINT
-            head = "Interrupted." if number == signal.SIGINT else f"Ended by {signal.Signals(number).name}."
-            _say(head, _resume_hint(ctx, getattr(error, "resume", "")))
-            raise typer.Exit(128 + number) from None
+            stop = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+            head = "Interrupted." if stop.number == signal.SIGINT else f"Ended by {signal.Signals(stop.number).name}."
+            _say(head, _resume_hint(ctx, stop.resume))
+            raise typer.Exit(128 + stop.number) from None
         except Fp4DeployError as error:
             _traceback(ctx)
             _say("Error:", str(error))
