@@ -27,8 +27,8 @@ from fp4deploy.plugins.quantize import (
     unfolded,
     weights,
 )
-from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.plugins.runtime import pdl
+from fp4deploy.plugins.runtime.launch import substituted
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 Shape = tuple[int, ...]
@@ -69,16 +69,7 @@ def launched() -> list[Variant]:
     """Every variant of `EXERCISES`, each compilation once."""
     recorder = Recorder()
     with (
-        mock.patch.object(operators, "kernel", recorder.kernel),
-        mock.patch.object(operators, "processors", return_value=132),
-        mock.patch.object(weights, "kernel", recorder.kernel),
-        mock.patch.object(channels_last, "kernel", recorder.kernel),
-        mock.patch.object(norm_pack, "kernel", recorder.kernel),
-        mock.patch.object(pointwise_pack, "kernel", recorder.kernel),
-        mock.patch.object(statistics, "kernel", recorder.kernel),
-        mock.patch.object(unfolded, "kernel", recorder.kernel),
-        mock.patch.object(plain, "kernel", recorder.kernel),
-        mock.patch.object(cuda_launch, "kernel", recorder.kernel),
+        substituted(recorder.kernel, processors=132),
         mock.patch.object(pdl, "launch", recorder.pdl),
         mock.patch.object(gemv, "tensor_map", return_value=bytes(128)),
     ):
