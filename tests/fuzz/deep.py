@@ -2,7 +2,7 @@
 
 Each loader runs in a process of its own with `MOST_BYTES` of memory more than it begins with, so that a crash or a
 hunger for memory is a defect of one case. Prints the table of outcomes and every defect; exits 1 if there is one. It
-may be run in pieces.
+may be run in pieces. `--jobs` processes run at a time: each takes a part of the cases of one loader.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 import multiprocessing
 import resource
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 from fp4deploy.bench.environment import environment
@@ -35,6 +37,7 @@ SLOW = {
     "counts": 5,
     "predicted": 5,
 }  # share of the cases
+PART = 50  # cases that are worth a process
 
 
 def work(name: str, first: int, last: int, folder: str, result: str) -> None:
@@ -50,15 +53,14 @@ def work(name: str, first: int, last: int, folder: str, result: str) -> None:
             Path(result).write_text(json.dumps(vars(outcome)))
 
 
-def fuzz(name: str, cases: int) -> Outcome:
-    """All cases of one loader; where its process ends, that is a defect, and another goes on 50 cases later."""
-    total, first = Outcome(name), 0
+def fuzz(name: str, first: int, last: int) -> Outcome:
+    """The cases [first, last) of one loader; where its process ends, that is a defect, and another goes on later."""
+    total = Outcome(name)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fuzz.loaders"])  # importing torch takes longer than many of the loaders
-    while first < cases:
+    while first < last:
         with tempfile.TemporaryDirectory() as folder:
             result = f"{folder}/result.json"
-            child = context.Process(target=work, args=(name, first, cases, folder, result))
+            child = context.Process(target=work, args=(name, first, last, folder, result))
             child.start()
             child.join()
             found = json.loads(Path(result).read_text()) if Path(result).is_file() else {"cases": 0}
@@ -72,31 +74,53 @@ def fuzz(name: str, cases: int) -> Outcome:
     return total
 
 
+def fuzz_in_parts(name: str, cases: int, pool: ThreadPoolExecutor, jobs: int) -> list[Future[Outcome]]:
+    """All cases of one loader, in parts of equal size: as many as run at a time, of at least `PART` cases."""
+    parts = min(jobs, max(1, cases // PART))
+    edges = [cases * part // parts for part in range(parts + 1)]
+    return [pool.submit(fuzz, name, first, last) for first, last in pairwise(edges)]
+
+
+def total_of(parts: list[Outcome]) -> Outcome:
+    """The outcome of one loader."""
+    defects = [each for part in parts for each in part.defects]
+    counts = [sum(getattr(part, key) for part in parts) for key in ("cases", "refused", "accepted")]
+    return Outcome(parts[0].loader, *counts, defects)
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=4000)
     parser.add_argument("--only", nargs="*", choices=NAMES, default=NAMES)
     parser.add_argument("--json", type=Path, help="write the table as JSON; loaders that are in it are replaced")
+    parser.add_argument("--whole", action="store_true", help="as many cases of slow loaders as of the others")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     chosen = parser.parse_args()
+    counts = {name: max(50, chosen.cases // (1 if chosen.whole else SLOW.get(name, 1))) for name in chosen.only}
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.fuzz.loaders"])  # importing torch is slow
     print(HEAD, flush=True)
     defects: list[str] = []
-    for name in chosen.only:
-        outcome = fuzz(name, max(50, chosen.cases // SLOW.get(name, 1)))
-        print(outcome.row(), flush=True)
-        if chosen.json:
-            keep(chosen.json, chosen.cases, {**vars(outcome), "defects": len(outcome.defects)})
-        defects += [f"{name}, {each}" for each in outcome.defects]
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        running = {name: fuzz_in_parts(name, cases, pool, chosen.jobs) for name, cases in counts.items()}
+        for name, parts in running.items():
+            outcome = total_of([part.result() for part in parts])
+            print(outcome.row(), flush=True)
+            if chosen.json:
+                command = f"python -m tests.fuzz --cases {chosen.cases}" + " --whole" * chosen.whole
+                keep(chosen.json, command, {**vars(outcome), "defects": len(outcome.defects)})
+            defects += [f"{name}, {each}" for each in outcome.defects]
     for each in defects:
         print(each)
     return 1 if defects else 0
 
 
-def keep(path: Path, cases: int, row: dict[str, object]) -> None:
+def keep(path: Path, command: str, row: dict[str, object]) -> None:
     """Put the row of a loader into a file, with the command that makes it; other rows stay."""
     before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    command = f"python -m tests.fuzz --cases {cases} --only {row['loader']}"
-    rows = {**{each["loader"]: each for each in before}, row["loader"]: {**row, "command": command}}
+    rows = {each["loader"]: each for each in before} | {
+        row["loader"]: {**row, "command": f"{command} --only {row['loader']}"}
+    }
     ordered = [rows[name] for name in NAMES if name in rows]
-    text = json.dumps({"command": "python -m tests.fuzz", "machine": environment(), "rows": ordered}, indent=1) + "\n"
+    text = json.dumps({"command": command, "machine": environment(), "rows": ordered}, indent=1) + "\n"
     path.write_text(text, encoding="utf-8")
