@@ -1,45 +1,24 @@
-"""A copy of the checkout in which code may be broken, and tests that run there."""
+"""Tests that run with one file of the checkout changed: a copy of the checkout for each process, a fork for each run.
+
+Importing torch and ONNX Runtime takes longer than most of the tests, so that this process imports them once, and what
+it forks imports the project and the tests alone.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import shutil
-import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("fp4deploy", "cli", "tests", "benchmarks", "configs", "examples", "pyproject.toml")
-
-
-def copy_to(folder: Path) -> Path:
-    """The code and the tests in a folder of their own."""
-    for part in PARTS:
-        source = ROOT / part
-        if source.is_dir():
-            shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-        elif source.is_file():
-            shutil.copy(source, folder / part)
-    return folder
-
-
-def run_python(folder: Path, *arguments: str, seconds: float, output: Path) -> int | None:
-    """Run Python in a copy, which is imported in place of the checkout; its exit status, None after `seconds`."""
-    path = os.pathsep.join([str(folder), *filter(os.path.isabs, sys.path)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    with output.open("w", encoding="utf-8") as file:
-        try:
-            return subprocess.run(
-                [sys.executable, *arguments], cwd=folder, env=environment, stdout=file, stderr=file, timeout=seconds,
-                check=False,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return None
-
-
 LIBRARIES = (
     "accelerate", "numpy", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "pycocotools.mask", "pydantic", "pytest",
     "scipy.stats", "torch", "torch.onnx", "torchmetrics",
@@ -47,38 +26,130 @@ LIBRARIES = (
 OWN = ("benchmarks", "cli", "fp4deploy", "tests")
 
 
-def run_pytest(folder: Path, *arguments: str, seconds: float, output: Path) -> int | None:
-    """pytest's exit status in a copy, None after `seconds`; in a process forked from this one with `LIBRARIES` loaded.
+@dataclass(frozen=True)
+class Trial:
+    """tests: pytest arguments; file: what has `text` as its content meanwhile, nothing without a name."""
 
-    Importing torch takes longer than most of the tests.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
+    tests: tuple[str, ...]
+    file: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """status: of pytest, None where it did not end in time."""
+
+    status: int | None
+    seconds: float
+    output: str
+
+    @property
+    def failed(self) -> bool:
+        """A test noticed: one failed, a module could not be imported, the process ended, or it did not end in time."""
+        return self.status not in (0, 4, 5)  # 4: wrong arguments; 5: no tests
+
+
+def run_trials(trials: Sequence[Trial], jobs: int, seconds: float) -> Iterator[tuple[int, Outcome]]:
+    """Run trials, `jobs` at a time and each for `seconds` at most; the number and the outcome of each that ended."""
+    _import_libraries()
+    with tempfile.TemporaryDirectory() as base:
+        free = [_copy_to(Path(base) / str(job)) for job in range(min(jobs, len(trials)))]
+        waiting, running = list(enumerate(trials)), dict[int, _Running]()
+        try:
+            while waiting or running:
+                while waiting and free:
+                    number, trial = waiting.pop(0)
+                    running[number] = _Running(trial, free.pop(), time.monotonic() + seconds)
+                for number, each in list(running.items()):
+                    if (outcome := each.poll()) is not None:
+                        free.append(running.pop(number).folder)
+                        yield number, outcome
+                time.sleep(0.05)
+        finally:
+            for each in running.values():
+                each.kill()
+
+
+class _Running:
+    """One trial in a process of its own."""
+
+    def __init__(self, trial: Trial, folder: Path, end: float) -> None:
+        self.folder, self.end, self.start = folder, end, time.monotonic()
+        self.output = folder / "output.txt"
+        self.changed = folder / trial.file if trial.file else None
+        if self.changed is not None:
+            self.before = self.changed.read_bytes()
+            self.changed.write_text(trial.text, encoding="utf-8")
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_pytest(folder, self.output, trial.tests)
+
+    def poll(self) -> Outcome | None:
+        """The outcome, None while it runs."""
+        done, found = os.waitpid(self.pid, os.WNOHANG)
+        status: int | None
+        if done:
+            status = os.waitstatus_to_exitcode(found)
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, 9)  # what the tests left behind
+        elif time.monotonic() > self.end:
+            self.kill()
+            status = None
+        else:
+            return None
+        text = self.output.read_text(encoding="utf-8", errors="replace") if self.output.is_file() else ""
+        if self.changed is not None:
+            self.changed.write_bytes(self.before)
+        for left in ("temporary", ".hypothesis"):
+            shutil.rmtree(self.folder / left, ignore_errors=True)
+        return Outcome(status, time.monotonic() - self.start, text)
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, 9)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, 9)
+        os.waitpid(self.pid, 0)
+
+
+def _copy_to(folder: Path) -> Path:
+    """The code and the tests in a folder of their own."""
+    for part in PARTS:
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, folder / part)
+    return folder
+
+
+def _import_libraries() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads would not survive the fork
     for name in LIBRARIES:
         with suppress(ImportError):
             importlib.import_module(name)
-    pid = os.fork()
-    if pid == 0:
-        status = 3
-        try:
-            os.setpgid(0, 0)
-            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            os.chdir(folder)
-            for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
-                del sys.modules[name]
-            sys.path[:] = [str(folder), *[path for path in sys.path if path not in ("", str(ROOT))]]
-            sys.dont_write_bytecode = True
-            status = int(importlib.import_module("pytest").main([*arguments]))
-            sys.stdout.flush()
-        finally:
-            os._exit(status)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, found = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(found)
-        time.sleep(0.05)
-    os.killpg(pid, 9)
-    os.waitpid(pid, 0)
-    return None
+
+
+def _become_pytest(folder: Path, output: Path, tests: tuple[str, ...]) -> None:
+    """Run pytest on a copy, which is imported in place of the checkout, and end this process with its status."""
+    status = 3
+    try:
+        os.setpgid(0, 0)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.chdir(folder)
+        for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
+            del sys.modules[name]
+        sys.path[:] = [str(folder), *[path for path in sys.path if path not in ("", str(ROOT))]]
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(os.path.isabs, sys.path)])
+        (folder / "temporary").mkdir(exist_ok=True)
+        arguments = ("-q", "-x", "-p", "no:cacheprovider", "--basetemp", str(folder / "temporary" / "pytest"))
+        status = int(importlib.import_module("pytest").main([*arguments, *tests]))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)

@@ -1,8 +1,9 @@
 """Mutation testing of the code that decides bytes and verdicts: python -m tests.mutation.sampled [ROOM ...] [--count N]
 
-mutmut changes one operator, constant or call at a time in a copy of the checkout; a mutant that no test of its room
-notices survives. Of each room `--count` mutants are drawn with a fixed seed, or all where there are fewer. Prints the
-score of each room and the survivors. Needs the extra `mutation`.
+mutmut's operators change one operator, constant or call at a time in a copy of the checkout; a mutant that no test of
+its room notices survives. Of each room `--count` mutants are drawn with a fixed seed, or all where there are fewer.
+Prints the score of each room and the survivors. Needs the extra `mutation`; a machine without it runs what
+`--draw FILE` wrote on another with `--drawn FILE`.
 
 `tests/mutation/seeded.py` has the faults that are known by name.
 """
@@ -10,28 +11,22 @@ score of each room and the survivors. Needs the extra `mutation`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import random
-import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.bench.environment import environment
-from tests.mutation.copies import copy_to, run_python
+from tests.mutation.copies import Outcome, Trial, run_trials
+from tests.mutation.drawn import Mutant, draw_mutants, read_mutants, write_mutants
 
-SECONDS = 3600  # for one room
-KILLED = ("killed", "timeout")  # other verdicts: survived, no tests, not checked, suspicious
-HEAD = f"{'room':<10} {'mutants':>8} {'drawn':>6} {'killed':>7} {'survived':>9} {'score':>6}"
+SECONDS = 600  # for the tests of a room
+HEAD = f"{'room':<10} {'mutants':>8} {'drawn':>6} {'killed':>7} {'survived':>9} {'score':>6} {'seconds':>8}"
 
 
 @dataclass(frozen=True)
 class Room:
-    """files: whose functions are mutated; tests: pytest arguments that have to notice."""
+    """files: whose functions are mutated; tests: pytest arguments that have to notice, the fastest first."""
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
@@ -68,101 +63,78 @@ ROOMS = {
     ),
 }  # fmt: skip
 
-SETTINGS = """[mutmut]
-source_paths=fp4deploy
-only_mutate=
-    {files}
-pytest_add_cli_args_test_selection=
-    {tests}
-pytest_add_cli_args=
-    -p
-    no:cacheprovider
-    -x
-also_copy=
-    cli
-    benchmarks
-    configs
-    examples
-use_git_change_detection=false
-track_dependencies=false
-process_isolation=fork
-timeout_multiplier=10
-"""
+
+def draw(rooms: list[str], count: int, seed: int) -> tuple[dict[str, int], list[Mutant]]:
+    """How many mutants each room has, and those that are tested."""
+    found = {name: draw_mutants(name, ROOMS[name].files, count, seed) for name in rooms}
+    return {name: every for name, (every, _) in found.items()}, [each for _, drawn in found.values() for each in drawn]
 
 
-def names_of(folder: Path) -> list[str]:
-    """All mutants that mutmut has made in a copy, in order."""
-    found: list[str] = []
-    for path in sorted((folder / "mutants" / "fp4deploy").rglob("*.py")):
-        module = ".".join(path.relative_to(folder / "mutants").with_suffix("").parts)
-        found += [
-            f"{module}.{name}" for name in re.findall(r"^def (x\w*__mutmut_\d+)\(", path.read_text(), re.MULTILINE)
-        ]
-        found += [
-            f"{module}.{name}" for name in re.findall(r"^    def (x\w*__mutmut_\d+)\(", path.read_text(), re.MULTILINE)
-        ]
+def run_mutants(mutants: list[Mutant], jobs: int) -> dict[int, Outcome]:
+    """The outcome of each mutant; ends the command where the tests of a room fail without a change."""
+    rooms = sorted({mutant.room for mutant in mutants})
+    for number, outcome in run_trials([Trial(ROOMS[room].tests) for room in rooms], jobs, SECONDS):
+        print(f"{rooms[number]}: tests of {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        if outcome.status != 0:
+            raise SystemExit(f"{rooms[number]}: its tests fail without a change:\n{outcome.output[-2000:]}")
+    trials = [Trial(ROOMS[mutant.room].tests, mutant.file, mutant.text) for mutant in mutants]
+    found = {}
+    for number, outcome in run_trials(trials, jobs, SECONDS):
+        found[number] = outcome
+        verdict = "killed" if outcome.failed else "survived"
+        print(f"{outcome.seconds:5.0f} s {verdict:<8} {mutants[number].difference()}", file=sys.stderr, flush=True)
     return found
 
 
-def mutate(name: str, count: int, seed: int) -> dict[str, Any]:
-    """Mutate one room; prints its row and its survivors, and returns the row."""
-    room = ROOMS[name]
-    with tempfile.TemporaryDirectory() as base:
-        folder, output = copy_to(Path(base) / "copy"), Path(base) / "output.txt"
-        settings = SETTINGS.format(files="\n    ".join(room.files), tests="\n    ".join(room.tests))
-        (folder / "setup.cfg").write_text(settings, encoding="utf-8")
-        run_python(folder, "-m", "mutmut", "run", "no.such.mutant", seconds=SECONDS, output=output)  # makes them all
-        every = names_of(folder)
-        if not every:
-            raise SystemExit(f"{name}: mutmut made no mutants:\n{output.read_text(encoding='utf-8')[-2000:]}")
-        drawn = sorted(random.Random(seed).sample(every, min(count, len(every))))
-        run_python(folder, "-m", "mutmut", "run", "--max-children", "1", *drawn, seconds=SECONDS, output=output)
-        text = _results(folder)
-        verdicts = {mutant: text.get(mutant, "not run") for mutant in drawn}
-        survivors = [mutant for mutant, verdict in verdicts.items() if verdict not in KILLED]
-        killed = len(drawn) - len(survivors)
-        share = f"{killed / len(drawn):.0%}"
-        print(f"{name:<10} {len(every):>8} {len(drawn):>6} {killed:>7} {len(survivors):>9} {share:>6}", flush=True)
-        for mutant in survivors:
-            print(f"  {verdicts[mutant]}: {mutant}")
-            for line in _difference(folder, mutant):
-                print(f"      {line}")
-    numbers = {"mutants": len(every), "drawn": len(drawn), "killed": killed, "survived": len(survivors)}
-    return {"room": name, "files": list(room.files), **numbers, "survivors": survivors}
-
-
-def _results(folder: Path) -> dict[str, str]:
-    output = folder / "results.txt"
-    run_python(folder, "-m", "mutmut", "results", "--all", "true", seconds=300, output=output)
-    found = re.findall(r"^\s*(\S+__mutmut_\d+): (.+)$", output.read_text(encoding="utf-8"), re.MULTILINE)
-    return dict(found)
-
-
-def _difference(folder: Path, mutant: str) -> list[str]:
-    output = folder / "difference.txt"
-    with contextlib.suppress(subprocess.SubprocessError):
-        run_python(folder, "-m", "mutmut", "show", mutant, seconds=120, output=output)
-    lines = output.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if re.match(r"[+-](?![+-])", line)]
+def row_of(room: str, every: int, outcomes: list[tuple[Mutant, Outcome]]) -> dict[str, Any]:
+    """Counts and survivors of one room; prints them."""
+    survivors = [mutant.difference() for mutant, outcome in outcomes if not outcome.failed]
+    drawn, seconds = len(outcomes), sum(outcome.seconds for _, outcome in outcomes)
+    killed = drawn - len(survivors)
+    share = f"{killed / drawn:.0%}"
+    print(f"{room:<10} {every:>8} {drawn:>6} {killed:>7} {len(survivors):>9} {share:>6} {seconds:>8.0f}", flush=True)
+    for place, *lines in survivors:
+        print("\n      ".join((f"  {place}", *lines)))
+    numbers = {"mutants": every, "drawn": drawn, "killed": killed, "survived": len(survivors)}
+    return {
+        "room": room,
+        "files": list(ROOMS[room].files),
+        **numbers,
+        "seconds": round(seconds),
+        "survivors": survivors,
+    }
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rooms", nargs="*", help=f"of {', '.join(ROOMS)}; all by default")
-    parser.add_argument("--count", type=int, default=60, help="mutants of a room")
+    parser.add_argument("--count", type=int, default=30, help="mutants of a room")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time, each in a copy of the checkout")
     parser.add_argument("--json", type=Path, help="write the table as JSON; rooms that are in it already are replaced")
+    parser.add_argument("--draw", type=Path, help="write the mutants to a file, and test none")
+    parser.add_argument("--drawn", type=Path, help="test the mutants of such a file")
     chosen = parser.parse_args()
-    print(HEAD, flush=True)
-    for name in chosen.rooms or ROOMS:
-        row = mutate(name, chosen.count, chosen.seed)
+    rooms = chosen.rooms or list(ROOMS)
+    counts, mutants = read_mutants(chosen.drawn) if chosen.drawn else draw(rooms, chosen.count, chosen.seed)
+    if chosen.draw:
+        write_mutants(chosen.draw, counts, mutants)
+        return 0
+    mutants = [mutant for mutant in mutants if mutant.room in rooms]
+    outcomes = run_mutants(mutants, chosen.jobs)
+    print(HEAD)
+    for room in [name for name in ROOMS if name in rooms]:
+        of_room = [(mutant, outcomes[number]) for number, mutant in enumerate(mutants) if mutant.room == room]
+        row = row_of(room, counts[room], of_room)
         if chosen.json:
             _keep(chosen.json, f"python -m tests.mutation.sampled --count {chosen.count} --seed {chosen.seed}", row)
     return 0
 
 
 def _keep(path: Path, command: str, row: dict[str, Any]) -> None:
+    from fp4deploy.bench.environment import environment
+
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
     rows = [each for each in rows if each["room"] != row["room"]] + [row]
     path.write_text(json.dumps({"command": command, "machine": environment(), "rows": rows}, indent=1) + "\n")

@@ -7,13 +7,11 @@ tested first. `tests/mutation/sampled.py` finds faults that nobody thought of.
 
 from __future__ import annotations
 
+import argparse
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.mutation.copies import copy_to, run_pytest
+from tests.mutation.copies import ROOT, Trial, run_trials
 
 SECONDS = 300  # for the tests of one fault
 
@@ -27,11 +25,11 @@ class Seeded:
     new: str
     tests: str
 
-    def apply(self, folder: Path) -> None:
-        path = folder / self.file
-        text = path.read_text(encoding="utf-8")
+    def trial(self) -> Trial:
+        """Its tests with the fault in place."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
         assert text.count(self.old) == 1, f"{self.file} has {text.count(self.old)} times: {self.old}"
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return Trial(tuple(self.tests.split()), self.file, text.replace(self.old, self.new))
 
 
 QDQ, LAYERS = "fp4deploy/export/onnx/qdq.py", "fp4deploy/export/onnx/layer_constants.py"
@@ -176,34 +174,33 @@ FAULTS: dict[str, Seeded] = {
 }  # fmt: skip
 
 
-def run(names: list[str]) -> list[str]:
+def run(names: list[str], jobs: int) -> list[str]:
     """The faults that survive; prints a line for each."""
     chosen = {name: FAULTS[name] for name in names or FAULTS}
-    survivors = []
-    with tempfile.TemporaryDirectory() as base:
-        folder, output = copy_to(Path(base) / "copy"), Path(base) / "output.txt"
-        passing: dict[str, bool] = {}  # of the unchanged copy
-        for name, fault in chosen.items():
-            start = time.perf_counter()
-            if fault.tests not in passing:
-                passing[fault.tests] = _status(folder, fault.tests, output) == 0
-            before = (folder / fault.file).read_bytes()
-            fault.apply(folder)
-            status = _status(folder, fault.tests, output)
-            (folder / fault.file).write_bytes(before)
-            killed = passing[fault.tests] and status in (1, None)  # 1: a test failed; None: it did not end
-            verdict = "killed" if killed else "SURVIVED" if passing[fault.tests] else "tests fail without it"
-            if not killed:
-                survivors.append(name)
-                print(output.read_text(encoding="utf-8")[-400:])
-            print(f"{time.perf_counter() - start:5.0f} s  {verdict:<10} {name}", flush=True)
+    tests = sorted({fault.tests for fault in chosen.values()})
+    unchanged = dict(run_trials([Trial(tuple(each.split())) for each in tests], jobs, SECONDS))
+    passing = {each: unchanged[number].status == 0 for number, each in enumerate(tests)}
+    faults, survivors = list(chosen.items()), []
+    for number, outcome in run_trials([fault.trial() for _, fault in faults], jobs, SECONDS):
+        name, fault = faults[number]
+        killed = passing[fault.tests] and outcome.failed
+        verdict = "killed" if killed else "SURVIVED" if passing[fault.tests] else "tests fail without it"
+        if not killed:
+            survivors.append(name)
+            print(outcome.output[-400:])
+        print(f"{outcome.seconds:5.0f} s  {verdict:<10} {name}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
     return survivors
 
 
-def _status(folder: Path, tests: str, output: Path) -> int | None:
-    return run_pytest(folder, "-q", "-x", "-p", "no:cacheprovider", *tests.split(), seconds=SECONDS, output=output)
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="faults; all by default")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time, each in a copy of the checkout")
+    chosen = parser.parse_args()
+    return 1 if run(chosen.names, chosen.jobs) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(1 if run(sys.argv[1:]) else 0)
+    sys.exit(main())
