@@ -13,7 +13,7 @@ import pytest
 from fp4deploy.bench.artifact import bench_artifact
 from fp4deploy.bench.evidence import PixelCounts, read_evidence, write_matches, write_pixels
 from fp4deploy.bench.gate.baseline import Baseline, find_baseline
-from fp4deploy.bench.gate.bootstrap import Interval, paired_drop, value
+from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, Interval, paired_drop, value
 from fp4deploy.bench.gate.decision import Decision, decide, gate_drop, require_passed
 from fp4deploy.bench.records import ArtifactEntry
 from fp4deploy.errors import GateError, InputError
@@ -114,6 +114,17 @@ def test_a_drop_of_exactly_the_limit_passes(first: float, second: float, limit: 
     found = Decision("a.onnx", "mIoU", second, first, drop, limit, 100, (), ())
     assert found.passed
     assert not dataclasses.replace(found, max_drop=limit - 1e-6).passed
+
+
+def test_few_images_are_mentioned() -> None:
+    interval = Interval(0.0125, -0.01, 0.03)
+    found = Decision("runs/a/unet.onnx", "mIoU", 0.7, 0.7125, interval, 0.5, FEW_IMAGES, (), ())
+    sentence = "unet.onnx: 70.00 mIoU, drop 1.25 (-1.00 to 3.00) points from 71.25, 95% interval over"
+    assert found.text() == f"{sentence} {FEW_IMAGES} images."
+    fewer = dataclasses.replace(found, split_images=FEW_IMAGES - 1)
+    assert fewer.text() == (
+        f"{sentence} {FEW_IMAGES - 1} images (only {FEW_IMAGES - 1} images: the interval itself is uncertain)."
+    )
 
 
 def test_the_worst_of_several_is_named() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from fp4deploy.experiments.search.costs import find_gpu, layer_costs
 from fp4deploy.experiments.search.files import save_search
 from fp4deploy.experiments.search.run import Budget, search
 from fp4deploy.models import read_card
-from fp4deploy.runs import Run
+from fp4deploy.runs import LOCK, Run
 from fp4deploy.train import load_config
 
 
@@ -91,3 +93,12 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     with pytest.raises(InputError, match="takes the FP16 checkpoint"):
         search(untrained.checkpoint("nvfp4"), shapes, Budget("drop", 1.0), out)
     assert read_card(checkpoint).precision == "fp16"
+
+
+def test_a_folder_is_searched_in_by_one_process(untrained: Run, shapes: Path, tmp_path: Path) -> None:
+    lock = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(InputError, match="is in use by another process"):
+        search(untrained.checkpoint("fp16"), shapes, Budget("drop", 1.0), tmp_path)
+    os.close(lock)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]

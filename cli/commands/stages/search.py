@@ -39,23 +39,27 @@ def search(
     from fp4deploy.experiments.search.files import RECIPE, save_search
     from fp4deploy.experiments.search.run import Budget
     from fp4deploy.experiments.search.run import search as run
+    from fp4deploy.models import read_card
+    from fp4deploy.runs import hold
 
     wanted = Budget.parse(budget)
     folder = out or checkpoint.parent / "search"
-    found = run(
-        checkpoint,
-        data or data_of(checkpoint),
-        wanted,
-        folder,
-        images=images,
-        batch=batch,
-        method=method,
-        arch=arch,
-        conv=conv,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        say=note,
-    )
-    files = save_search(found, folder)
+    read_card(checkpoint)  # before its folder is made
+    with hold(folder):
+        found = run(
+            checkpoint,
+            data or data_of(checkpoint),
+            wanted,
+            folder,
+            images=images,
+            batch=batch,
+            method=method,
+            arch=arch,
+            conv=conv,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            say=note,
+        )
+        files = save_search(found, folder)
     layers = len(found.chosen.layers)
     done(
         f"{layers} of {len(found.errors)} layers in FP4: mIoU {100 * found.chosen.miou:.2f} (drop {found.drop:.2f}), "

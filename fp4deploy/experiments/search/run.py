@@ -20,6 +20,7 @@ from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
 from fp4deploy.ptq.checkpoint import calibration_images
 from fp4deploy.qat import layer_plan, load_model
+from fp4deploy.runs import hold
 
 KINDS = ("drop", "bytes", "ms")
 POINTS = 10
@@ -103,47 +104,53 @@ def search(
         arch, conv: GPU and form of convolutions of the projected time.
 
     Raises:
-        InputError: not an FP16 checkpoint, no layer for FP4, a budget that no placement meets, or a folder of another
-            search.
+        InputError: not an FP16 checkpoint, no layer for FP4, a budget that no placement meets, a folder of another
+            search, or one that another process uses.
     """
     gpu = find_gpu(arch)
     card = read_card(checkpoint)
     if card.precision != "fp16" or card.head is not None:
         raise InputError(f"search takes the FP16 checkpoint of a semantic model, and {checkpoint} is another one.")
-    model, _ = load_model(checkpoint, device)
-    names = [plan.name for plan in layer_plan(model, include="*") if plan.precision == "FP4"]
-    calibration = [each.to(device) for each in calibration_images(checkpoint, data, images, batch)]
-    labelled = _labelled(checkpoint, data, images, batch, device)
-    identity = {"checkpoint": file_digest(checkpoint), "data": _digest(labelled), "method": method, "images": images}
-    measure = Measurements(
-        model, calibration, labelled, card.class_names, method, Record(out / "measured.jsonl", identity)
-    )
-    errors = {}
-    for name in names:
-        errors[name] = measure.error(name)
-        say(f"  {name}: SQNR of the logits {sqnr(errors[name]):.1f} dB")
-    costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
-    fixed = _fixed_bytes(model, names)
-
-    def point(layers: Sequence[str] | frozenset[str]) -> Point:
-        chosen = [name for name in names if name in layers]
-        parts = [(costs[name], name in layers) for name in names]
-        return Point(
-            tuple(chosen),
-            sum(errors[name] for name in chosen),
-            fixed + sum(cost.bytes_fp4 if taken else cost.bytes_fp16 for cost, taken in parts),
-            sum(cost.ms_fp4 if taken else cost.ms_fp16 for cost, taken in parts),
-            measure.miou(chosen),
+    with hold(out):
+        model, _ = load_model(checkpoint, device)
+        names = [plan.name for plan in layer_plan(model, include="*") if plan.precision == "FP4"]
+        calibration = [each.to(device) for each in calibration_images(checkpoint, data, images, batch)]
+        labelled = _labelled(checkpoint, data, images, batch, device)
+        identity = {
+            "checkpoint": file_digest(checkpoint),
+            "data": _digest(labelled),
+            "method": method,
+            "images": images,
+        }
+        measure = Measurements(
+            model, calibration, labelled, card.class_names, method, Record(out / "measured.jsonl", identity)
         )
+        errors = {}
+        for name in names:
+            errors[name] = measure.error(name)
+            say(f"  {name}: SQNR of the logits {sqnr(errors[name]):.1f} dB")
+        costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
+        fixed = _fixed_bytes(model, names)
 
-    fp16 = point([])
-    saved = _saved(costs, "ms" if budget.kind == "ms" else "bytes")
-    points = []
-    for layers in dict.fromkeys(least_cost(errors, saved, bound) for bound in _bounds(errors)):
-        points.append(point(layers))
-        say(f"  {len(layers)} layers in FP4: mIoU {100 * points[-1].miou:.2f}, {points[-1].bytes / 1e6:.2f} MB")
-    chosen = _choose(budget, fp16, points, errors, saved, point)
-    return Found(budget, chosen, fp16, tuple(points), errors, costs, gpu.name, method, images)
+        def point(layers: Sequence[str] | frozenset[str]) -> Point:
+            chosen = [name for name in names if name in layers]
+            parts = [(costs[name], name in layers) for name in names]
+            return Point(
+                tuple(chosen),
+                sum(errors[name] for name in chosen),
+                fixed + sum(cost.bytes_fp4 if taken else cost.bytes_fp16 for cost, taken in parts),
+                sum(cost.ms_fp4 if taken else cost.ms_fp16 for cost, taken in parts),
+                measure.miou(chosen),
+            )
+
+        fp16 = point([])
+        saved = _saved(costs, "ms" if budget.kind == "ms" else "bytes")
+        points = []
+        for layers in dict.fromkeys(least_cost(errors, saved, bound) for bound in _bounds(errors)):
+            points.append(point(layers))
+            say(f"  {len(layers)} layers in FP4: mIoU {100 * points[-1].miou:.2f}, {points[-1].bytes / 1e6:.2f} MB")
+        chosen = _choose(budget, fp16, points, errors, saved, point)
+        return Found(budget, chosen, fp16, tuple(points), errors, costs, gpu.name, method, images)
 
 
 def sqnr(error: float) -> float:
