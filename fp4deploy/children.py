@@ -40,7 +40,7 @@ from multiprocessing import spawn, util
 from pathlib import Path
 from typing import IO, Any
 
-from fp4deploy.search_path import keep_absolute
+from fp4deploy.search_path import ignore_local_settings, keep_absolute
 
 PREFIX = "fp4deploy-"  # of temporary folders
 LOCK = ".fp4deploy.lock"  # inside of them
@@ -161,9 +161,12 @@ def isolated_start() -> Iterator[None]:
 def end_with_parent(group: bool = False) -> None:
     """In a worker of multiprocessing: end at once where the parent ends, however it ended.
 
+    It also imports matplotlib as its parent does.
+
     group: lead a process group of its own, so that its children end with it, and Ctrl-C on the terminal does not reach
         it.
     """
+    ignore_local_settings()
     if group:
         os.setpgrp()
     parent = multiprocessing.parent_process()

@@ -1,14 +1,22 @@
-"""Lists of folders in the environment: where programs, shared libraries and headers are looked up.
+"""Where programs, shared libraries, headers and settings are looked up: not in the current folder.
 
 An empty entry of such a list means the current folder, and `PATH=$PATH:$UNSET` makes one: a program `gcc`, a library or
 a header beside a downloaded model would be taken.
+
+matplotlib reads a file `matplotlibrc` of the current folder before that of the user, when it is imported. It can make
+the import fail, and figures call LaTeX. There is no option against it, and libraries such as torchmetrics import
+matplotlib on their own.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
-from typing import TypeVar
+import sys
+from collections.abc import MutableMapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, TypeVar
 
 Environment = TypeVar("Environment", bound=MutableMapping[str, str])
 LISTS = (
@@ -31,3 +39,33 @@ def keep_absolute(environment: Environment) -> Environment:
             else:
                 del environment[name]
     return environment
+
+
+class _Matplotlib(MetaPathFinder):
+    """Finds matplotlib, whose `os.path.exists` knows no file `matplotlibrc` while it is imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None) -> Any:
+        spec = PathFinder.find_spec(name, path) if name == "matplotlib" else None
+        if spec is not None and spec.loader is not None:
+            _import_without_local_settings(spec)
+        return spec
+
+
+def _import_without_local_settings(spec: ModuleSpec) -> None:
+    loader: Any = spec.loader
+    execute, exists = loader.exec_module, os.path.exists
+
+    def exec_module(module: ModuleType) -> None:
+        os.path.exists = lambda path: path != "matplotlibrc" and exists(path)
+        try:
+            execute(module)
+        finally:
+            os.path.exists = exists
+
+    loader.exec_module = exec_module
+
+
+def ignore_local_settings() -> None:
+    """Let this process import matplotlib without the settings in the current folder."""
+    if not any(isinstance(finder, _Matplotlib) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Matplotlib())

@@ -18,6 +18,7 @@ from fp4deploy.bench.runtimes.packed import PackedRuntime
 from fp4deploy.bench.runtimes.protocol import Array, Runtime
 from fp4deploy.errors import UnavailableError
 from fp4deploy.export.to_packed import pack
+from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import load_model
 from fp4deploy.selftest.context import Context
 from fp4deploy.selftest.kernels import require_gemm_kernels
@@ -34,6 +35,7 @@ class CompiledRuntime:
         model, self.card = load_model(path)
         self._device = device
         model = model.half().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        keep_compiled_private()
         self._model = torch.compile(model, dynamic=False)
         self.name = f"torch {torch.__version__.partition('+')[0]}, compiled, CUDA graph"
         self.device = torch.cuda.get_device_name(device)

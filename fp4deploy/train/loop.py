@@ -28,6 +28,7 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.files import append_line, remove_leftovers
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
+from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
 from fp4deploy.qat.fusion.compiler import backend
@@ -102,6 +103,8 @@ class Trainer:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
         self.loss: Any = task.loss
+        if self.compiled or settings.compile:
+            keep_compiled_private()
         if settings.compile:
             self.loss = torch.compile(self.loss.__call__)
         if self.fuses:

@@ -5,6 +5,7 @@
 
     kernels/<nvcc target>/<source>-<key>.cubin                            CUDA C++, see `runtime.nvcc`
     triton/<architecture>/<kernel>-<key>-triton<version>.kernel           Triton, see `aot.store`
+    inductor/                                                torch.compile's own, see `keep_compiled_private`
 
 **Keys.** `key` is a SHA-256 over everything that decides the machine code. A changed source or option gives another
 name, so that no entry ever has to be invalidated.
@@ -59,6 +60,19 @@ def cache_folder() -> Path:
         )
         return _of_this_process()
     return folder
+
+
+def keep_compiled_private() -> None:
+    """Let torch.compile keep what it compiles in this cache, unless TORCHINDUCTOR_CACHE_DIR says where.
+
+    Its cache has shared libraries and pickles, which are loaded. By default it is in the temporary folder, under a name
+    that another user can take first, and its owner is not looked at.
+
+    Raises:
+        InputError: as `cache_folder`.
+    """
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
 
 
 def _chosen(text: str) -> Path:

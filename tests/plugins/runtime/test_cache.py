@@ -89,3 +89,15 @@ def test_a_link_at_the_lock_is_not_followed(folder: Path) -> None:
     with cache.one_process(entry):
         pass
     assert not (folder.parent / "created").exists()
+
+
+def test_what_torch_compiles_is_kept_in_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime import cache_dir_utils
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    cache.keep_compiled_private()
+    assert Path(cache_dir_utils.cache_dir()) == folder / "inductor"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    cache.keep_compiled_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
