@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4deploy.data.sample import Pixels
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.files import atomic_write
+from fp4deploy.models.boxes import DetectionHead
+from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor
 from fp4deploy.predict.sources import CAMERA
 from fp4deploy.requirements import LIBRARIES
@@ -36,7 +39,8 @@ def predict_video(
         progress: called with the frames done.
 
     Returns:
-        frames, frames a second of the video, height, width, and the mean share of each class.
+        frames, frames a second of the video, height, width, and the mean share of each class; of a detector the number
+        of its boxes.
 
     Raises:
         UnavailableError: OpenCV is missing. InputError: the video cannot be decoded, or the target not be written.
@@ -51,7 +55,7 @@ def predict_video(
     if not capture.isOpened():
         raise InputError(f"{source} cannot be opened as a {'camera' if live else 'video'}.")
     rate = stated_rate(capture.get(cv2.CAP_PROP_FPS))
-    shares = np.zeros(256)
+    found = np.zeros(256)
     frames, size = 0, (0, 0)
     writer = None
     try:
@@ -67,7 +71,7 @@ def predict_video(
                         )
                 for pixels, prediction in zip(chosen, predictor.predict_batch(chosen), strict=True):
                     writer.write(np.ascontiguousarray(prediction.overlay(pixels)[..., ::-1]))
-                    shares += np.bincount(prediction.mask.reshape(-1), minlength=256) / prediction.mask.size
+                    found += _of_classes(prediction)
                 frames += len(chosen)
                 if progress:
                     progress(frames)
@@ -78,15 +82,29 @@ def predict_video(
         capture.release()
         if writer is not None:
             writer.release()
-    names = predictor.class_names or tuple(f"class {number}" for number in range(256))
-    found = sorted(np.flatnonzero(shares).tolist(), key=lambda number: -shares[number])
     return {
         "frames": frames,
         "frames_per_s": float(rate),
         "height": size[0],
         "width": size[1],
-        "classes": [{"id": each, "name": names[each], "share": float(shares[each] / frames)} for each in found],
+        "classes": _classes(predictor, found, frames),
     }
+
+
+def _of_classes(prediction: Prediction) -> NDArray[np.float64]:
+    """Share of each class in a frame; of a detector the number of its boxes."""
+    if prediction.detections is not None:
+        return np.bincount(prediction.detections.classes, minlength=256).astype(np.float64)
+    return np.bincount(prediction.mask.reshape(-1), minlength=256) / prediction.mask.size
+
+
+def _classes(predictor: Predictor, found: NDArray[np.float64], frames: int) -> list[dict[str, Any]]:
+    """What a video has of each class, the most first."""
+    names = predictor.class_names or tuple(f"class {number}" for number in range(256))
+    order = sorted(np.flatnonzero(found).tolist(), key=lambda number: -found[number])
+    if isinstance(predictor.card.head, DetectionHead):
+        return [{"id": each, "name": names[each], "objects": int(found[each])} for each in order]
+    return [{"id": each, "name": names[each], "share": float(found[each] / frames)} for each in order]
 
 
 def stated_rate(rate: float) -> float:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+import types
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,14 +19,16 @@ from pycocotools import mask as coco_mask
 from fp4deploy.bench.runtimes.protocol import Array, checked
 from fp4deploy.data import EvalTransform
 from fp4deploy.data.sample import Sample
+from fp4deploy.detection import Detections
 from fp4deploy.errors import InputError
 from fp4deploy.models import InstanceHead
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import OFFSET_UNIT
 from fp4deploy.predict import predictor as module
 from fp4deploy.predict.palette import colours, png_palette, tinted
 from fp4deploy.predict.predictor import Predictor, class_map, load
 from fp4deploy.predict.sources import find_sources
-from fp4deploy.predict.video import RATE, stated_rate
+from fp4deploy.predict.video import RATE, predict_video, stated_rate
 from fp4deploy.predict.write import predict_files
 from fp4deploy.runs import Run
 from tests.predict.pointwise import Pointwise, card, classes_of, photo
@@ -225,3 +231,37 @@ def test_outputs_that_are_not_what_the_card_says(shape: tuple[int, ...], dtype: 
 def test_a_rate_that_no_video_has_is_not_believed(stated: float) -> None:
     assert stated_rate(stated) == RATE
     assert stated_rate(29.97) == 29.97
+
+
+def test_a_video_of_a_detector_counts_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [photo(20, 30, seed)[..., ::-1] for seed in range(3)]
+    cv2 = types.ModuleType("cv2")
+    reading, writing = MagicMock(), MagicMock()
+    reading.read.side_effect = [*((True, frame) for frame in frames), (False, None)]
+    reading.get.return_value = 10.0
+
+    def writer(path: str, *_: object) -> MagicMock:
+        Path(path).touch()
+        return writing
+
+    vars(cv2).update(VideoCapture=lambda path: reading, VideoWriter=writer, CAP_PROP_FPS=5)
+    writer.fourcc = lambda *_: 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cv2", cv2)
+    head = DetectionHead("fcos", classes=3)
+    predictor = Predictor(Pointwise(dataclasses.replace(card(), task="detection", head=head)))
+    boxes = Detections(np.array([[1, 1, 9, 9]] * 3, np.float32), np.array([2, 2, 1]), np.ones(3, np.float32))
+    monkeypatch.setattr(predictor, "_infer", lambda images: np.zeros((len(images), 1, 1, 1), np.float32))
+    monkeypatch.setattr(module, "decode_boxes", lambda *_: boxes)
+    found = predict_video(predictor, "clip.mp4", tmp_path / "clip.overlay.mp4", batch=2)
+    assert found["classes"] == [
+        {"id": 2, "name": "green", "objects": 6},
+        {"id": 1, "name": "red", "objects": 3},
+    ]
+    assert (found["frames"], found["height"], found["width"]) == (3, 20, 30)
+    assert writing.write.call_count == 3
+
+
+def test_a_pattern_finds_regular_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "clip.mp4")  # OpenCV would wait for a writer
+    with pytest.raises(InputError, match="No image matches"):
+        find_sources([str(tmp_path / "*.mp4")])

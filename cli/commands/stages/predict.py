@@ -128,14 +128,15 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
     from fp4deploy.predict.sources import STDIN
     from fp4deploy.predict.write import describe, png_bytes
 
-    content = b""
+    content = io.BytesIO()
     while chunk := sys.stdin.buffer.read(1 << 20):
-        content += chunk
-        if len(content) > MOST_STDIN:
+        content.write(chunk)
+        if content.tell() > MOST_STDIN:
             raise InputError(f"stdin gave more than {MOST_STDIN >> 20} MiB, the limit for one image.")
-    if not content:
+    if not content.tell():
         raise InputError("stdin gave nothing; pipe an image into it: fp4deploy predict - < photo.jpg > mask.png")
-    pixels = upright_image(io.BytesIO(content))
+    content.seek(0)
+    pixels = upright_image(content)
     prediction = predictor.predict(pixels)
     if as_json:
         height, width = prediction.mask.shape
