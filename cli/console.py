@@ -1,6 +1,7 @@
 """Where output goes: results on stdout, progress and notes on stderr, JSON alone on stdout.
 
-With `--quiet` stderr gets errors alone.
+With `--quiet` stderr gets errors alone. With `--json`, commands without a JSON of their own print their results as one
+document, which `collected` makes of the lines and facts that are given to `done`; their tables go to stderr.
 """
 
 from __future__ import annotations
@@ -19,12 +20,27 @@ from fp4deploy.terminal import console, is_quiet
 if TYPE_CHECKING:
     from rich.console import Console
 
+_collected: list[dict[str, Any]] | None = None  # results for `--json`; None where they are printed
+
 PIPE_WIDTH = 220  # columns of a table that goes to a file or pipe, so that no path is cut
 
 
 def results() -> Console:
     """Console for what the command was asked for (stdout)."""
-    return _console(sys.stdout)
+    return _console(sys.stdout) if _collected is None else notes()
+
+
+@contextmanager
+def collected(command: str) -> Iterator[None]:
+    """Print what is `done` in the block as one JSON document on stdout, if it ends without an error."""
+    global _collected
+    _collected = found = []
+    try:
+        yield
+    finally:
+        _collected = None
+    if is_first_process():
+        print_json({"command": command, "results": found})
 
 
 def notes() -> Console:
@@ -42,9 +58,14 @@ def note(text: str) -> None:
         notes().print(text, markup=False, soft_wrap=True)
 
 
-def done(text: str) -> None:
-    """One line of result on stdout, of the first process alone, never wrapped, so that a path can be copied."""
+def done(text: str, **facts: Any) -> None:
+    """One line of result on stdout, of the first process alone, never wrapped, so that a path can be copied.
+
+    facts: the same for programs, JSON values; with `--json` they and the text are an entry of the document.
+    """
     if is_first_process():
+        if _collected is not None:
+            _collected.append({**facts, "text": text.strip()})
         results().print(text, markup=False, soft_wrap=True)
 
 

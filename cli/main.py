@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
 import typer
@@ -32,27 +32,54 @@ from fp4deploy.terminal import QUIET, printable
 from .commands.machine import data, doctor, kernels, selftest
 from .commands.results import audit, check, inspect, open_page, report, settings, telemetry, verify
 from .commands.stages import bench, build, estimate, export, predict, quantize, run, search, sweep, train
+from .console import collected
 from .deferred import deferred
 from .process import is_out_of_memory, lasting_output, refused_by_system, stop_on_signals
 
 DEBUG = "--debug"
 SILENT = ("--quiet", "-q")
+JSON = "--json"
 
 
 class CommandGroup(TyperGroup):
-    """Takes `--debug` and `--quiet` anywhere on the line, and ends every error with one paragraph and its exit code."""
+    """Takes `--debug`, `--quiet` and `--json` anywhere on the line; an error is one paragraph and its exit code.
+
+    `--json` is JSON on stdout, and nothing else there. A command with an option of that name reads it itself; where
+    that option may name a file, `--json` alone stands for `--json -`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Note `--debug` and `--quiet`, and hand on the other arguments."""
-        ctx.obj = {"debug": DEBUG in args}
+        """Note `--debug`, `--quiet` and `--json`, and hand on the other arguments."""
+        ctx.obj = {"debug": DEBUG in args, "json": None}
         if not set(args).isdisjoint(SILENT):
             os.environ[QUIET] = "1"
-        return super().parse_args(ctx, [argument for argument in args if argument not in (DEBUG, *SILENT)])
+        rest = [argument for argument in args if argument not in (DEBUG, *SILENT)]
+        if JSON in rest:
+            rest = self._read_json(ctx, rest)
+        return super().parse_args(ctx, rest)
+
+    def _read_json(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments without a `--json` that the command does not know, or with the value that it lacks."""
+        command: Any = self
+        names = []
+        for argument in args:
+            found = command.get_command(ctx, argument) if isinstance(command, TyperGroup) else None
+            if found is not None:
+                command = found
+                names.append(argument)
+        own = next((each for each in command.params if JSON in each.opts), None)
+        if own is None or isinstance(command, TyperGroup):
+            ctx.obj["json"] = " ".join(names) or None
+            return [argument for argument in args if argument != JSON]
+        place = args.index(JSON) + 1
+        lacks = place == len(args) or (args[place].startswith("-") and args[place] != "-")
+        return [*args[:place], "-", *args[place:]] if lacks and not own.is_flag else args
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; map what it raises to a message on stderr and an exit code."""
         try:
-            return super().invoke(ctx)
+            with collected(ctx.obj["json"]) if ctx.obj["json"] else nullcontext():
+                return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt as error:
@@ -131,6 +158,10 @@ def _root(
     ] = False,
     debug: Annotated[
         bool, typer.Option(DEBUG, help="Show the traceback of an error (allowed anywhere on the line).")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(JSON, help="Results as JSON on stdout, and nothing else there (allowed anywhere on the line)."),
     ] = False,
     quiet: Annotated[
         bool, typer.Option(*SILENT, help="No progress and no remarks on stderr (allowed anywhere on the line).")

@@ -36,10 +36,12 @@ def bench_artifact(
     timeout: float | None = None,
     provider: str = "cpu",
     form: str = "eager",
+    limit: int | None = None,
 ) -> ArtifactEntry:
     """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
     max_detections, results: of models that find objects, as of `evaluate_task`.
+    limit: measure accuracy on so many images of the split, evenly spaced.
     timeout, provider: of an ONNX file, form: of a checkpoint, as of `open_runtime`.
 
     The bytes of weights and activations are in the entry where the runtime knows them (`runtimes.packed.memory`).
@@ -53,7 +55,13 @@ def bench_artifact(
     found = None
     if data is not None:
         found = evaluate_task(
-            runtime, data, progress=progress, max_detections=max_detections, results=results, split=split
+            runtime,
+            data,
+            progress=progress,
+            max_detections=max_detections,
+            results=results,
+            split=split,
+            limit=limit,
         )
     scores = found.scores if found and isinstance(found.scores, Scores) else None
     instances = found.scores if found and isinstance(found.scores, InstanceScores) else None

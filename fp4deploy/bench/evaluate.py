@@ -17,6 +17,7 @@ from fp4deploy.bench.instances import evaluate_objects
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, EvalTransform, eval_loader, validation_set
 from fp4deploy.data.digest import DigestedDataset
+from fp4deploy.data.part import part_of
 from fp4deploy.errors import InputError
 from fp4deploy.metrics import SegmentationScore
 from fp4deploy.tasks import task_of
@@ -33,24 +34,32 @@ def evaluate_task(
     max_detections: int | None = None,
     results: Path | None = None,
     split: str = VAL,
+    limit: int | None = None,
 ) -> Accuracy:
     """Accuracy of a runtime in its own task: mIoU, or AP; `max_detections` and `results` as of `evaluate_objects`.
+
+    limit: measure on so many images of the split, evenly spaced.
 
     Raises:
         InputError: the data does not fit the model, or cannot be read; `max_detections` of a semantic model.
     """
     if task_of(runtime.card).counts_objects:
-        return evaluate_objects(runtime, data, batch, progress, max_detections, results, split)
+        return evaluate_objects(runtime, data, batch, progress, max_detections, results, split, limit)
     if max_detections is not None:
         raise InputError(
             "--max-dets is for instance models and detectors, and this one predicts a class for every pixel. Leave it "
             "out, or train one with: fp4deploy train --task instance"
         )
-    return evaluate(runtime, data, batch, progress, split)
+    return evaluate(runtime, data, batch, progress, split, limit)
 
 
 def evaluate(
-    runtime: Runtime, data: Path, batch: int = BATCH, progress: Progress | None = None, split: str = VAL
+    runtime: Runtime,
+    data: Path,
+    batch: int = BATCH,
+    progress: Progress | None = None,
+    split: str = VAL,
+    limit: int | None = None,
 ) -> Accuracy:
     """mIoU, IoU per class, pixel accuracy and what `detail` counts, of a semantic runtime over a split.
 
@@ -58,7 +67,7 @@ def evaluate(
         InputError: the data does not fit the model, or cannot be read.
     """
     card = runtime.card
-    dataset = DigestedDataset(validation_set(card, data, split))
+    dataset = DigestedDataset(part_of(validation_set(card, data, split), limit))
     detail = SegmentationDetail(dataset.class_names)
     score = SegmentationScore(len(dataset.class_names), dataset.class_names)
     transform = EvalTransform(card.height, card.width, card.mean, card.std)

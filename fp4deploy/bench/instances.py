@@ -22,6 +22,7 @@ from fp4deploy.bench.evidence import Accuracy, write_matches
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, eval_loader
 from fp4deploy.data.digest import DigestedDataset
+from fp4deploy.data.part import part_of
 from fp4deploy.detection import DetectionEvaluation, Detections
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.detection.errors import Errors
@@ -46,18 +47,20 @@ def evaluate_objects(
     max_detections: int | None = None,
     results: Path | None = None,
     split: str = VAL,
+    limit: int | None = None,
 ) -> Accuracy:
     """Average precision of a runtime over a split, of masks or of boxes.
 
     Args:
         max_detections: most objects of an image; None: as the card says.
         results: folder for the results, which may exist.
+        limit: measure on so many images of the split, evenly spaced.
 
     Raises:
         InputError: the data does not fit the model or cannot be read, or the folder cannot be written.
     """
     task, card = task_of(runtime.card), _limited(runtime.card, max_detections)
-    dataset = task.for_card(card, data, split)
+    dataset = part_of(task.for_card(card, data, split), limit)
     digested = DigestedDataset(dataset)
     evaluation: Any = task.evaluation(dataset, card)
     finish = _keep(results, evaluation) if results is not None else None

@@ -54,8 +54,20 @@ def _missing(name: Path, root: Path) -> InputError:
         )
     return InputError(
         f"There is no file {name}.{suggest(name.name, artifacts)} {run.path} has: {', '.join(artifacts)}. "
-        "Make an engine with: fp4deploy build"
+        f"{_next_command(name, run)}"
     )
+
+
+def _next_command(name: Path, run: Run) -> str:
+    """What would make an artefact of this name from what the run has."""
+    if name.suffix == ".fp4":
+        return "Pack the models with: fp4deploy export --format packed"
+    if name.suffix == ".safetensors":
+        return "Train a model with: fp4deploy train"
+    if any(run.export_dir.glob("*.onnx")):
+        return "Make an engine with: fp4deploy build"
+    built = ", then build an engine with: fp4deploy build" if name.suffix == ".plan" else ""
+    return f"Export the models with: fp4deploy export{built}"
 
 
 def model_of(path: Path, run: Run | None) -> str | None:

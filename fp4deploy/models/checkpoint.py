@@ -98,10 +98,10 @@ def read_signed(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise InputError(f"{path} is not a readable safetensors file ({error}).") from error
+        raise InputError(f"{path} is corrupt, or not a readable safetensors file ({error}).") from error
     if DIGEST_KEY in metadata and metadata[DIGEST_KEY] != digest_of(_signed_parts(tensors, metadata)):
         raise InputError(
-            f"{path} is damaged: its content is not what was written. Take an earlier copy, or train again."
+            f"{path} is corrupt: its content is not what was written. Take an earlier copy, or train again."
         )
     return metadata, tensors
 
@@ -161,7 +161,9 @@ def read_card(path: Path) -> ModelCard:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is not a readable safetensors file ({error}). Train the model again.") from error
+        raise InputError(
+            f"{path} is corrupt, or not a readable safetensors file ({error}). Train the model again."
+        ) from error
     if CARD_KEY not in metadata:
         raise InputError(f"{path} carries no fp4deploy model card: it was written by another program.")
     return ModelCard.from_json(metadata[CARD_KEY], f"{path}: model card")
@@ -191,7 +193,7 @@ def network_of(path: Path, card: ModelCard, model: str | None = None) -> nn.Modu
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise InputError(f"{path} is not a readable safetensors file ({error}).") from error
+        raise InputError(f"{path} is corrupt, or not a readable safetensors file ({error}).") from error
     _require_fit(path, {name: tuple(value.shape) for name, value in planned.state_dict().items()}, shapes)
     scales = [name for name in shapes if name.endswith(QUANTIZER_BUFFERS)]
     if scales and card.precision == "fp16":

@@ -61,6 +61,10 @@ class QuantizedLayer(nn.Module):
                 start.copy_(amax.detach())
             self.input_amax = nn.Parameter(start) if recipe.amax_learned else start
 
+    def extra_repr(self) -> str:
+        """The layer's own arguments, its recipe and the six quantisers, as in the table of recipes."""
+        return f"{super().extra_repr()}, {self.recipe.name}: {self.recipe.quantizers()}"
+
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
         del self.recipe, self.products, self.observing, self.delayed_amax, self.input_amax

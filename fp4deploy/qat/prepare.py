@@ -102,14 +102,15 @@ def prepare(
 
     >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
     >>> prepare(model, "nvfp4_qat")[2]
-    QuantLinear(in_features=32, out_features=32, bias=True)
+    QuantLinear(in_features=32, out_features=32, bias=True, nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -)
+    >>> prepare(nn.Linear(64, 32))
+    QuantLinear(in_features=64, out_features=32, bias=True, nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -)
     """
     chosen = find_recipe(recipe)
     plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude)}
     names = [name for name, plan in plans.items() if plan.precision == "FP4"]
     if not names:
-        kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
-        raise InputError(f"This model has no layer that FP4 could compute: it needs one of {kinds}.")
+        raise InputError(_nothing_to_quantize(plans))
     calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
     restore(model)
     for name in names:
@@ -117,6 +118,17 @@ def prepare(
         layer.__class__ = QUANTIZED[type(layer)]
         layer.attach(chosen, calibrated.get(name))  # type: ignore[operator]
     return model
+
+
+def _nothing_to_quantize(plans: Mapping[str, LayerPlan]) -> str:
+    """Why `prepare` has nothing to do, layer by layer, and what would change that."""
+    possible = [plan for plan in plans.values() if plan.kind in {kind.__name__ for kind in QUANTIZED}]
+    if not possible:
+        kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
+        return f"This model has no layer that FP4 could compute: it needs one of {kinds}."
+    listed = "; ".join(f"{plan.name}: {plan.reason}" for plan in possible[:4])
+    more = f"; and {len(possible) - 4} more" if len(possible) > 4 else ""
+    return f"Every layer of this model stays in FP16 ({listed}{more}). Name those to quantise with include."
 
 
 def set_products(model: nn.Module, products: str) -> nn.Module:
@@ -225,6 +237,8 @@ def _reason_to_keep(
         return f"depthwise: {groups} groups of one input channel, nothing for a block of {NVFP4_BLOCK} to share"
     if groups > 1 and channels % NVFP4_BLOCK:
         return f"{groups} groups of {channels} input channels: a block of {NVFP4_BLOCK} would cross groups"
+    if not name:  # the model is this one layer, and whoever prepares it means it
+        return None
     if name in ends[0]:
         return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
     if name in ends[1]:

@@ -178,6 +178,22 @@ class Recipe:
         """The six specs by name, in the table's order."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name in _HEADINGS}
 
+    def quantizers(self) -> str:
+        """The six quantisers on one line, "-" where an operand has none.
+
+        >>> RECIPES["fp4_all_the_way"].quantizers()
+        'X RN, W^T RN, G SR, W RN, G^T SR, X (dW) SR'
+        """
+        return ", ".join(f"{_HEADINGS[name]} {text}" for name, text in self._texts().items())
+
+    def _texts(self) -> dict[str, str]:
+        texts = {name: "-" if spec is None else str(spec) for name, spec in self.operands().items()}
+        if self.amax_timing == "delayed":
+            texts["activation"] += " delayed"
+        if self.amax_learned:
+            texts["activation"] += " learned"
+        return texts
+
     @property
     def straight_through(self) -> bool:
         """No backward operand has a quantiser of its own."""
@@ -185,11 +201,7 @@ class Recipe:
 
     def __str__(self) -> str:
         cells = {"recipe": self.name, "format": self._format()}
-        cells |= {_HEADINGS[name]: "-" if spec is None else str(spec) for name, spec in self.operands().items()}
-        if self.amax_timing == "delayed":
-            cells[_HEADINGS["activation"]] += " delayed"
-        if self.amax_learned:
-            cells[_HEADINGS["activation"]] += " learned"
+        cells |= {_HEADINGS[name]: text for name, text in self._texts().items()}
         cells["double quant"] = (
             "straight-through" if self.straight_through else "yes" if self.double_quantization else "no"
         )

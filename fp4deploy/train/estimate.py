@@ -14,6 +14,7 @@ at e times N the speed of one (not measured unless N is 1), every process has as
 one had, files come as fast as here, and start-up, calibration and saving are not included. A set that is too
 small for the steps to measure is read several times over, so that the end of an epoch is not measured at every second
 step.
+Measuring has a limit in time: what is slow is measured on fewer steps and validation batches, one of each at least.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ from fp4deploy.train.schedule import QUANTIZED_MODELS, TrainingJob, epochs_of
 from fp4deploy.train.tasks import make_task
 
 WARM_UP = 5
+WARM_UP_BATCHES = 2  # of an evaluation
+PARTS = 4  # of the measurements of a model: warm-up, steps, steps on one batch, evaluation
+SECONDS = 300.0  # that measuring may take
 EFFICIENCY = 0.8  # four H200 with 16 images each reached 0.81 (benchmarks/scaling.py)
 LOADER_LIMIT = 0.9  # of the speed on a resident batch; below it the loader limits the training
 
@@ -89,8 +93,39 @@ class Estimate:
         return self.training_hours + self.validation_hours
 
 
-def measure(config: Config, models: tuple[str, ...], steps: int = 30) -> list[Speed]:
+class Budget:
+    """Seconds that measuring may take, in equal parts; `begin` the next part, which is `over` after its time.
+
+    advance: is called with the parts done and all of them.
+    """
+
+    def __init__(self, seconds: float, parts: int, advance: Callable[[int, int], None] | None = None) -> None:
+        self.seconds, self.parts, self.advance = seconds / parts, parts, advance
+        self.done, self.end = -1, 0.0
+
+    def begin(self) -> None:
+        """The part before is done."""
+        self.done += 1
+        self.end = time.perf_counter() + self.seconds
+        if self.advance is not None:
+            self.advance(self.done, self.parts)
+
+    def over(self) -> bool:
+        """Whether the running part has had its time."""
+        return time.perf_counter() >= self.end
+
+
+def measure(
+    config: Config,
+    models: tuple[str, ...],
+    steps: int = 30,
+    seconds: float = SECONDS,
+    advance: Callable[[int, int], None] | None = None,
+) -> list[Speed]:
     """Train each model for a few steps from random weights, and keep nothing of it.
+
+    seconds: about as long may it take in all; at the end of its part, a measurement ends with what it has.
+    advance: is called with the measurements done and all of them.
 
     Raises:
         InputError: no data, or fewer than one step.
@@ -98,12 +133,13 @@ def measure(config: Config, models: tuple[str, ...], steps: int = 30) -> list[Sp
     if steps < 1:
         raise InputError(f"At least one step has to be measured, not {steps}.")
     train, val = open_splits(config)
-    budget = int(config.data.cache_gib * 2**30)
-    long = _Repeated(cache_dataset(train, budget), config.train.batch_size * (WARM_UP + 2 * steps + 2))
-    loaders = make_loaders(config, long, cache_dataset(val, budget))
-    fed = loader_speed(loaders[0], steps)
+    cache = int(config.data.cache_gib * 2**30)
+    long = _Repeated(cache_dataset(train, cache), config.train.batch_size * (WARM_UP + 2 * steps + 2))
+    loaders = make_loaders(config, long, cache_dataset(val, cache))
+    budget = Budget(seconds, 1 + PARTS * len(models), advance)
+    fed = loader_speed(loaders[0], steps, budget)
     with owned_folder() as folder:
-        return [_speed(config, model, loaders, val, steps, fed, folder) for model in models]
+        return [_speed(config, model, loaders, val, steps, fed, folder, budget) for model in models]
 
 
 def estimate(
@@ -162,12 +198,15 @@ def estimate_training(
     val_images: int | None = None,
     efficiency: float | None = None,
     steps: int = 30,
+    seconds: float = SECONDS,
+    advance: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure some steps of each model and estimate its whole schedule, as JSON (`as_json`).
 
     Args:
         images, val_images: of a whole epoch and a whole validation; None for those of the data.
         efficiency: of scaling to several GPUs; None for `EFFICIENCY`.
+        seconds, advance: as of `measure`.
 
     Raises:
         InputError: the data cannot be read, a model has nothing to train, or a number is out of range.
@@ -181,7 +220,7 @@ def estimate_training(
     share = EFFICIENCY if efficiency is None else efficiency
     train, val = (len(split) for split in open_splits(config))
     train, val = images or train, val if val_images is None else val_images
-    speeds = measure(config, models, steps)
+    speeds = measure(config, models, steps, seconds, advance)
     return as_json(config, speeds, estimate(config, speeds, train, val, gpus, share), train, val, gpus, share)
 
 
@@ -220,6 +259,7 @@ def _speed(
     steps: int,
     fed: float,
     folder: Path,
+    budget: Budget,
 ) -> Speed:
     torch.manual_seed(config.seed)
     card = model_card(config, model, data)
@@ -234,10 +274,10 @@ def _speed(
     trainer.progress.batches = steps * 10**6  # one group of accumulated batches after the other, without an end
     trainer.model.train()
     batches = trainer._on_device(_endless(loaders[0]))
-    _timed(trainer, batches, WARM_UP)
-    training = _timed(trainer, batches, steps)
-    resident = _timed(trainer, itertools.repeat(next(batches)), steps)
-    evaluation = _evaluation_speed(trainer)
+    _timed(trainer, batches, WARM_UP, budget)
+    training = _timed(trainer, batches, steps, budget)
+    resident = _timed(trainer, itertools.repeat(next(batches)), steps, budget)
+    evaluation = _evaluation_speed(trainer, budget)
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     trainer.accelerator.free_memory()
     return Speed(model, training, resident, evaluation, fed, memory)
@@ -249,29 +289,61 @@ def _endless(loader: EpochLoader) -> Iterator[Any]:
         yield from loader
 
 
-def _timed(trainer: Trainer, batches: Iterator[Any], steps: int) -> float:
-    """Images a second over so many batches."""
+def _timed(trainer: Trainer, batches: Iterator[Any], steps: int, budget: Budget) -> float:
+    """Images a second over so many batches, or as many as the budget allows."""
+    budget.begin()
     trainer.statistics.read()  # waits for the device
     start, seen = time.perf_counter(), 0
     for images, masks in itertools.islice(batches, steps):
         trainer._step(images, masks)
         seen += len(images)
+        if budget.over():
+            break
     trainer.statistics.read()
     return seen / (time.perf_counter() - start)
 
 
-def _evaluation_speed(trainer: Trainer) -> float:
-    trainer.evaluate()  # the first one compiles and starts workers
+class _Enough(Exception):
+    """Ends an evaluation."""
+
+
+def _evaluation_speed(trainer: Trainer, budget: Budget) -> float:
+    """Images a second of a validation, scores included where the budget allows all of it."""
+    budget.begin()
+    loader = trainer.val_batches
+    whole, batch = len(loader.dataset), -(-len(loader.dataset) // len(loader))
+
+    def run(enough: Callable[[int], bool]) -> int:
+        """How many images were evaluated."""
+        done = 0
+
+        def validated(batches: int, of: int) -> None:
+            nonlocal done
+            done = min(whole, batches * batch)
+            if batches < of and enough(batches):
+                raise _Enough
+
+        try:
+            trainer.evaluate(validated)
+        except _Enough:
+            trainer.model.train()
+        return done
+
+    run(lambda batches: batches >= WARM_UP_BATCHES)  # the first one compiles and starts workers
     start = time.perf_counter()
-    trainer.evaluate()
-    return len(trainer.val_batches.dataset) / (time.perf_counter() - start)
+    return run(lambda batches: budget.over()) / (time.perf_counter() - start)
 
 
-def loader_speed(loader: EpochLoader, steps: int) -> float:
+def loader_speed(loader: EpochLoader, steps: int, budget: Budget | None = None) -> float:
     """Images a second of the loader alone, its workers warm."""
+    if budget is not None:
+        budget.begin()
     batches = _endless(loader)
     for _ in itertools.islice(batches, WARM_UP):
         pass
-    start = time.perf_counter()
-    seen = sum(len(images) for images, _ in itertools.islice(batches, steps))
+    start, seen = time.perf_counter(), 0
+    for images, _ in itertools.islice(batches, steps):
+        seen += len(images)
+        if budget is not None and budget.over():
+            break
     return seen / (time.perf_counter() - start)

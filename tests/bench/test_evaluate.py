@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fp4deploy.bench.evaluate import evaluate
 from fp4deploy.bench.runtimes.open import open_runtime
-from fp4deploy.data import EvalTransform, open_dataset, validation_set
+from fp4deploy.data import EvalTransform, open_dataset, open_instances, validation_set
+from fp4deploy.data.part import part_of
 from fp4deploy.errors import InputError
 from fp4deploy.metrics import SegmentationScore
 from fp4deploy.models import ModelCard, read_card
@@ -108,3 +110,45 @@ def test_a_model_without_names_needs_the_right_number_of_classes(card: ModelCard
     constant.card = dataclasses.replace(card, class_names=())
     with pytest.raises(InputError, match=r"output has 2 classes, and .* has 7"):
         evaluate(constant, shapes)
+
+
+def test_a_limit_measures_evenly_spaced_images(card: ModelCard, shapes: Path) -> None:
+    whole = open_dataset(shapes, "val")
+    part = part_of(whole, 3)
+    assert [part.load(place).name for place in range(len(part))] == [whole.load(place).name for place in (0, 2, 4)]
+    assert part_of(whole, None) is whole
+    assert part_of(whole, 6) is whole
+    oracle = Oracle(card, shapes)
+    oracle.masks = oracle.masks[::2]
+    found = evaluate(oracle, shapes, batch=2, limit=3)
+    assert oracle.batches == [2, 1]
+    assert found.scores.miou == pytest.approx(1.0)
+    assert found.data_sha256 != evaluate(Oracle(card, shapes), shapes).data_sha256
+
+
+def test_the_objects_of_a_part_are_those_of_its_images(shapes: Path) -> None:
+    whole = open_instances(shapes, "val")
+    truth = part_of(whole, 2).ground_truth()
+    kept = {image["id"] for image in truth["images"]}
+    assert len(kept) == 2
+    expected = [entry for entry in whole.ground_truth()["annotations"] if entry["image_id"] in kept]
+    assert [entry["bbox"] for entry in truth["annotations"]] == [entry["bbox"] for entry in expected]
+    assert len(whole) == 6
+
+
+class Bare:
+    """A dataset that is no COCO file."""
+
+    class_names, background, layout = ("a", "b"), False, "masks"
+
+    def __len__(self) -> int:
+        return 5
+
+    def load(self, index: int) -> str:
+        return f"image {index}"
+
+
+def test_a_part_of_masks() -> None:
+    part: Any = part_of(Bare(), 2)
+    assert (len(part), part.class_names, part.layout) == (2, ("a", "b"), "masks")
+    assert [part.load(0), part.load(1)] == ["image 0", "image 2"]

@@ -56,6 +56,22 @@ def test_a_misspelled_name_is_answered_with_the_nearest(root: Path) -> None:
         find_artifact(Path("unet.plna"))
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("other.onnx", "Export the models with: fp4deploy export"),
+        ("other.plan", "Export the models with: fp4deploy export, then build an engine with: fp4deploy build"),
+        ("other.fp4", "Pack the models with: fp4deploy export --format packed"),
+        ("other.safetensors", "Train a model with: fp4deploy train"),
+    ],
+)
+def test_without_exports_the_next_command_is_export(root: Path, name: str, advice: str) -> None:
+    (root / "a" / "export" / "unet.onnx").unlink()
+    with pytest.raises(InputError) as error:
+        find_artifact(Path(name))
+    assert str(error.value).endswith(advice)
+
+
 def test_a_folder_is_refused(root: Path) -> None:
     with pytest.raises(InputError, match="is a folder"):
         find_artifact(root / "a")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fp4deploy.runs import Run
 from tests.bench.perfect import perfect
 from tests.cli.command_line import Invoke
 
@@ -135,6 +136,18 @@ def test_export_of_something_else(invoke: Invoke, tmp_path: Path, shapes: Path) 
 def test_export_without_data_to_verify_on(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:
     refused(invoke("export", checkpoint, "--out", "x.onnx"), "--data DIR")
     assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("verify", [(), ("--no-verify",)])
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_export_of_a_corrupt_checkpoint_says_corrupt(
+    invoke: Invoke, tiny_run: Run, tmp_path: Path, damage: str, verify: tuple[str, ...]
+) -> None:
+    content = bytearray(tiny_run.checkpoint("fp16").read_bytes())
+    if damage == "changed":
+        content[-9] ^= 1
+    (tmp_path / "bad.safetensors").write_bytes({"cut": content[:-100], "changed": content, "empty": b""}[damage])
+    refused(invoke("export", "bad.safetensors", *verify), "bad.safetensors is corrupt")
 
 
 def test_a_checkpoint_of_another_scale(invoke: Invoke, checkpoint: Path, tmp_path: Path, shapes: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,3 +168,37 @@ def test_data_import(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert invoke("data", "check", "set").exit_code == 0
     assert invoke("data", "import", *source, "--out", "set").exit_code == 2
+
+
+def test_json_of_a_command_without_a_json_of_its_own(invoke: Invoke) -> None:
+    arguments = ("data", "shapes", "new", "--train", 1, "--val", 1, "--size", 32)
+    result = invoke(*arguments, "--json")
+    found = json.loads(result.stdout)
+    assert found["command"] == "data shapes"
+    assert [entry["folder"] for entry in found["results"]] == ["new"]
+    assert "new: 1 training" in result.stderr
+    refused = invoke("--json", *arguments)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "new: 1 training" in invoke("data", "shapes", "other", *arguments[3:]).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["bench", "--json"], ["bench", "--json", "-"]),
+        (["bench", "--json", "--engine", "a"], ["bench", "--json", "-", "--engine", "a"]),
+        (["bench", "--json", "-"], ["bench", "--json", "-"]),
+        (["bench", "--json", "out.json"], ["bench", "--json", "out.json"]),
+        (["report", "run", "--json"], ["report", "run", "--json", "-"]),
+        (["data", "check", "--json", "folder"], ["data", "check", "--json", "folder"]),
+        (["build", "--json", "model.onnx"], ["build", "model.onnx"]),
+        (["--json", "telemetry", "plot"], ["telemetry", "plot"]),
+    ],
+)
+def test_json_alone_is_stdout_everywhere(arguments: list[str], expected: list[str], app: Any) -> None:
+    from typer.main import get_command
+
+    group: Any = get_command(app)
+    context = SimpleNamespace(obj={"json": None})
+    assert group._read_json(context, arguments) == expected
+    assert context.obj["json"] == {"build": "build", "telemetry": "telemetry plot"}.get(expected[0])

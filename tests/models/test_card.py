@@ -127,14 +127,14 @@ class TestDigest:
         start = 8 + int.from_bytes(whole[:8], "little")
         for place in range(start, len(whole), (len(whole) - start) // 7):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            with pytest.raises(InputError, match="is damaged: its content is not what was written"):
+            with pytest.raises(InputError, match="is corrupt: its content is not what was written"):
                 load_weights(build_unet(3, 0.125), path)
 
     def test_a_changed_card_is_found(self, tmp_path: Path) -> None:
         path = tmp_path / "best.safetensors"
         save_checkpoint(path, build_unet(3, 0.125), CARD, self.EXTRA)
         path.write_bytes(path.read_bytes().replace(b"background", b"foreground"))
-        with pytest.raises(InputError, match="is damaged: its content is not what was written"):
+        with pytest.raises(InputError, match="is corrupt: its content is not what was written"):
             read_signed(path)
 
     def test_a_file_without_a_digest_is_read(self, tmp_path: Path) -> None:

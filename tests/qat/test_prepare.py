@@ -303,3 +303,20 @@ def test_recipes_refuse_what_means_nothing() -> None:
         Recipe("decay", QuantSpec(), amax_decay=7)
     with pytest.raises(InputError, match="no backward operand"):
         Recipe("double", QuantSpec(), QuantSpec(), double_quantization=True)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(64, 32), nn.Conv2d(16, 8, 3)])
+def test_one_layer_is_quantised_without_being_named(layer: nn.Module) -> None:
+    assert prepare(layer) is layer
+    assert type(layer).__name__ in ("QuantLinear", "QuantConv2d")
+    assert "nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -" in repr(layer)
+    assert [plan.precision for plan in layer_plan(layer)] == ["FP4"]
+
+
+def test_nothing_to_quantise_says_why() -> None:
+    with pytest.raises(InputError, match=r"Every layer of this model stays in FP16 \(0: first layer.*1: output layer"):
+        prepare(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 1)))
+    with pytest.raises(InputError, match="depthwise"):
+        prepare(nn.Conv2d(16, 16, 3, groups=16))
+    with pytest.raises(InputError, match="no layer that FP4 could compute"):
+        prepare(nn.GroupNorm(4, 16))

@@ -26,6 +26,7 @@ from fp4deploy.report.figures.telemetry import (
     draw_heatmaps,
     heatmap_folder,
     read_snapshots,
+    task_of_run,
     telemetry_pictures,
 )
 from fp4deploy.report.figures.weights import quantized_weight
@@ -290,3 +291,16 @@ def test_a_full_disk_leaves_the_older_picture(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(InputError, match="No space left"):
         save_heatmap(Heatmap("u", "n", ["a"], ["1"], "r", "c", [[2.0]], "u"), tmp_path / "t_a", tmp_path / "x.js")
     assert path.read_bytes() == before
+
+
+def test_heatmaps_carry_the_name_of_the_task(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    assert task_of_run(run) == "semantic"
+    for text, task in (("task: instance\n", "instance"), ("task: 3\n", "semantic"), ("[", "semantic")):
+        run.config_path.write_text(text)
+        assert task_of_run(run) == task
+    run.config_path.write_text("task: instance\n")
+    line = {"kind": SAMPLE, "step": 1, "epoch": 1, "layers": {"a": {"gradient": {"std": 0.5}}}, "codes": {}}
+    (run.model_dir("fp16")).mkdir()
+    (run.model_dir("fp16") / FILE).write_text(json.dumps(line) + "\n")
+    assert {path.name.partition("_")[0] for path in draw_heatmaps(run, "fp16")} == {"instance"}

@@ -96,3 +96,10 @@ def test_the_loading_benchmark_compares_with_what_a_step_takes(
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert row["images_per_s"] > 0
     assert row["enough_for"] == {"a step of 1e+09 ms": True}
+
+
+def test_measuring_ends_with_its_time(tiny: Config) -> None:
+    seen: list[tuple[int, int]] = []
+    (speed,) = measure(tiny, ("fp16",), steps=10**6, seconds=1e-3, advance=lambda done, of: seen.append((done, of)))
+    assert min(speed.training, speed.resident, speed.evaluation, speed.loader) > 0
+    assert seen == [(done, 5) for done in range(5)]

@@ -35,7 +35,7 @@ def shapes(
     from fp4deploy.data import generate_shapes
 
     generate_shapes(out, train=train, val=val, size=size, seed=seed)
-    done(f"{shown(out)}: {train} training and {val} validation scenes of {size} x {size} pixels.")
+    done(f"{shown(out)}: {train} training and {val} validation scenes of {size} x {size} pixels.", folder=str(out))
     note(f"Train on them with: fp4deploy train --data {shown(out)}")
 
 
@@ -126,5 +126,8 @@ def import_(
     files = {split: path for split, path in named.items() if path is not None}
     folders = images or list(dict.fromkeys(path.parent for path in files.values()))
     for found in import_coco(files, folders, out, val_share=val_share, test_share=test_share, seed=seed):
-        done(f"{found.split}: {counted(found.images, 'image')}, {counted(found.annotations, 'annotation')}")
+        done(
+            f"{found.split}: {counted(found.images, 'image')}, {counted(found.annotations, 'annotation')}",
+            **vars(found),
+        )
     note(f"Train on them with: fp4deploy train --data {shown(out)}")

@@ -38,7 +38,7 @@ def selftest(
     compiling = "; the first run compiles kernels, which takes most of the time" if device.type == "cuda" else ""
     note(f"Testing the {'GPU' if compiling else 'CPU alone: there is no CUDA GPU'}{compiling}.")
     record = self_test(out, device, _print)
-    done(f"{record.sentence()} Wrote {shown(out)} and {shown(out.with_suffix('.html'))}.")
+    done(f"{record.sentence()} Wrote {shown(out)} and {shown(out.with_suffix('.html'))}.", file=str(out))
     failed = [check for check in record.checks if check.status == "failed"]
     if failed:
         raise GateError(
@@ -54,4 +54,5 @@ def _print(check: CheckRecord) -> None:
         (check.status, COLOURS[check.status]), f": {check.group}: {check.claim} ({check.seconds:.1f} s)"
     )
     results().print(text, soft_wrap=True)
-    done(f"    {check.detail}")
+    facts = {"group": check.group, "claim": check.claim, "status": check.status, "seconds": round(check.seconds, 3)}
+    done(f"    {check.detail}", **facts)

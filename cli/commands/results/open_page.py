@@ -27,7 +27,7 @@ def open_page(
 ) -> None:
     """Show the report of a run, or another page, in the browser; exit 3 where there is none to show it."""
     page = _page(target)
-    done(shown(page))
+    done(shown(page), page=str(page))
     if not webbrowser.open(page.resolve().as_uri()):
         raise UnavailableError(f"No browser can be opened here. Open {page} yourself.")
 

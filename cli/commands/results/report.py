@@ -33,7 +33,10 @@ def report(
         typer.Option("--out", help="HTML file to write.", show_default="in the run; of several, next to the first"),
     ] = None,
     json_out: Annotated[
-        str | None, typer.Option("--json", help="Write the report data as JSON; - for stdout.", show_default="no JSON")
+        str | None,
+        typer.Option(
+            "--json", help="Write the report data as JSON; alone or with - on stdout.", show_default="no JSON"
+        ),
     ] = None,
     model: NamedModelOption = None,
 ) -> None:

@@ -66,7 +66,7 @@ def study(
     files = save_study(found, out or whole.parents[1] / "plots" / "kurtosis" / whole.parent.name)
     done(render_study(found).split("Each layer")[0].strip())
     for file in files:
-        done(shown(file))
+        done(shown(file), file=str(file))
 
 
 def draw(run: Run, models: list[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.errors import InputError, UnavailableError, counted
 
 from ... import completion
 from ...console import note, notes, print_json, progress, results, shown
@@ -36,6 +36,15 @@ def bench(
         Path | None, typer.Option("--data", help="Data to measure on.", show_default="that of the artefact's run")
     ] = None,
     split: Annotated[str, typer.Option("--split", help="Part of the data: val or test.")] = "val",
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            help="Measure accuracy on so many images, evenly spaced; not kept for the report.",
+            show_default="every image of the split",
+        ),
+    ] = None,
     baseline: Annotated[
         Path | None, typer.Option("--baseline", help="Artefact, or JSON of an earlier bench, to compare with.")
     ] = None,
@@ -111,7 +120,8 @@ def bench(
         typer.Option("--trace", help="Chrome trace of the layers (with --layers).", show_default="not written"),
     ] = None,
     out: Annotated[
-        str | None, typer.Option("--json", help="Write the results as JSON; - for stdout.", show_default="no JSON")
+        str | None,
+        typer.Option("--json", help="Write the results as JSON; alone or with - on stdout.", show_default="no JSON"),
     ] = None,
     model: NamedModelOption = None,
 ) -> None:
@@ -134,18 +144,19 @@ def bench(
     where = data or _data(paths)
     if split not in MEASURED:
         raise InputError(f"--split is '{split}'; what a model is measured on is {' or '.join(MEASURED)}.")
-    note(f"Measuring on the split {split} of {shown(where)}.")
+    part = f"{counted(limit, 'image')} of " if limit is not None else ""
+    note(f"Measuring on {part}the split {split} of {shown(where)}.")
     reference = None
     if baseline is not None:
         resolved = baseline if baseline.suffix == ".json" else _resolve([baseline])[0]
-        reference = find_baseline(resolved, where, max_dets, split, timeout, baseline_artefact)
-    found = _measure(chosen, where, split, batch, iterations, max_dets, keep, timeout)
+        reference = find_baseline(resolved, where, max_dets, split, timeout, baseline_artefact, limit)
+    found = _measure(chosen, where, split, batch, iterations, max_dets, keep, timeout, limit)
     decisions: list[Decision] = []
     try:
         if reference is not None:
             decisions = gate_drop(found, reference, max_drop)
     finally:
-        _write(found, split, reference, decisions, out)
+        _write(found, split, reference, decisions, out, limit)
     if keep is not None:
         _draw(found, decisions, reference, where, split, keep)
     if reference is not None:
@@ -307,6 +318,7 @@ def _measure(
     max_dets: int | None,
     keep: Path | None,
     timeout: float,
+    limit: int | None,
 ) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of
@@ -335,10 +347,12 @@ def _measure(
                     results=folder,
                     split=split,
                     timeout=timeout,
+                    limit=limit,
                     **settings,
                 )
             )
-        _keep(path, found[-1], data)
+        if limit is None:
+            _keep(path, found[-1], data)
         if folder is not None and found[-1].instances is not None:
             note(f"  Wrote the instances to {shown(folder)}.")
     return found
@@ -363,13 +377,19 @@ def _folder(keep: Path, path: Path, model: str | None, count: int, setting: str 
 
 
 def _write(
-    found: list[ArtifactEntry], split: str, reference: Baseline | None, decisions: list[Decision], out: str | None
+    found: list[ArtifactEntry],
+    split: str,
+    reference: Baseline | None,
+    decisions: list[Decision],
+    out: str | None,
+    limit: int | None,
 ) -> None:
     from fp4deploy.bench.environment import environment
 
     document = {
         "artifacts": [entry.model_dump(mode="json") for entry in found],
         "split": split,
+        **({"limit": limit} if limit is not None else {}),
         "baseline_miou": reference.value if reference and reference.metric == "mIoU" else None,
         "baseline_ap": reference.value if reference and reference.metric == "AP" else None,
         "gate": [decision.to_json() for decision in decisions] if reference else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -90,7 +91,15 @@ def build(
             size=pixels,
             require_fp4=require_fp4,
         )
-        done(describe(result))
+        done(
+            describe(result),
+            model=str(path),
+            engine=str(result.plan),
+            ledger=str(result.ledger_path),
+            size_bytes=result.size_bytes,
+            build_seconds=round(result.seconds, 3),
+            totals=dataclasses.asdict(result.ledger.totals()),
+        )
     note("Measure it with: fp4deploy bench --engine FILE; show its ledger with: fp4deploy inspect FILE")
 
 

@@ -8,7 +8,7 @@ import typer
 
 from fp4deploy.errors import counted
 
-from ...console import done, note, print_json, results
+from ...console import done, note, print_json, progress, results
 from ...numbers import finite
 from ...settings import (
     DEFAULT,
@@ -63,6 +63,10 @@ def estimate(
         ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to measure.")] = 30,
+    minutes: Annotated[
+        float,
+        typer.Option("--minutes", min=0.01, max=1440, callback=finite, help="Longest time to measure, in all."),
+    ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
     model: ModelOption = None,
 ) -> None:
@@ -79,7 +83,7 @@ def estimate(
         batch_size=batch_size,
         size=size,
     )
-    run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json)
+    run_estimate(resolved, parse_models(models), gpus, images, val_images, efficiency, steps, as_json, minutes)
 
 
 def run_estimate(
@@ -91,6 +95,7 @@ def run_estimate(
     efficiency: float | None = None,
     steps: int = 30,
     as_json: bool = False,
+    minutes: float = 5.0,
 ) -> None:
     """Measure, estimate and print.
 
@@ -99,8 +104,9 @@ def run_estimate(
     """
     from fp4deploy.train.estimate import estimate_training
 
-    note(f"Measuring {counted(steps, 'step')} of {', '.join(models)} ...")
-    report = estimate_training(config, models, gpus, images, val_images, efficiency, steps)
+    note(f"Measuring {counted(steps, 'step')} of {', '.join(models)}, at most {minutes:g} minutes ...")
+    with progress("measurements") as advance:
+        report = estimate_training(config, models, gpus, images, val_images, efficiency, steps, 60 * minutes, advance)
     if as_json:
         print_json(report)
     else:

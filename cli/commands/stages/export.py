@@ -88,7 +88,7 @@ def export(
         except (GateError, InputError) as error:
             failed.append(error)
             continue
-        done(line)
+        done(line, checkpoint=str(checkpoint), path=str(target), size_bytes=target.stat().st_size)
     if failed:
         raise type(min(failed, key=lambda error: error.exit_code))(" ".join(dict.fromkeys(map(str, failed))))
     if form == "packed":
@@ -102,7 +102,11 @@ def _serve(source: Path | None, out: Path, max_batch: int) -> None:
 
     for path in _exported(source):
         folders = write_repository(path, out, most=max_batch)
-        done(f"{shown(path)} as {', '.join(folder.name for folder in folders)} in {shown(out)}")
+        done(
+            f"{shown(path)} as {', '.join(folder.name for folder in folders)} in {shown(out)}",
+            path=str(path),
+            models=[str(folder) for folder in folders],
+        )
     note(f"Serve it with: tritonserver --model-repository {shown(out)}")
 
 

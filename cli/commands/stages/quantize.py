@@ -93,7 +93,14 @@ def quantize(
         say=note,
     )
     provenance.record("quantize", target, [source, where])
-    done(f"{shown(target)} ({method}, correction {correction}, {result.images} images, {result.seconds:.1f} s)")
+    done(
+        f"{shown(target)} ({method}, correction {correction}, {result.images} images, {result.seconds:.1f} s)",
+        checkpoint=str(target),
+        method=method,
+        correction=correction,
+        images=result.images,
+        seconds=round(result.seconds, 3),
+    )
     note("Compare it with: fp4deploy bench --engine FILE --baseline fp16; export it with: fp4deploy export FILE")
 
 

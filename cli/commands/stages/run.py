@@ -106,6 +106,7 @@ def _print(report: Report) -> None:
     console.print()
     print_table(report.data.artifacts, reasons=False)
     console.print()
+    files = {"report": str(report.json), "page": str(report.html)}
     for sentence in report.data.summary:
         done(sentence)
-    done(f"\nReport: {shown(report.html)}\n        {shown(report.markdown)}\n        {shown(report.json)}")
+    done(f"\nReport: {shown(report.html)}\n        {shown(report.markdown)}\n        {shown(report.json)}", **files)

@@ -63,8 +63,13 @@ def search(
     layers = len(found.chosen.layers)
     done(
         f"{layers} of {len(found.errors)} layers in FP4: mIoU {100 * found.chosen.miou:.2f} (drop {found.drop:.2f}), "
-        f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3f} ms projected"
+        f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3f} ms projected",
+        layers=list(found.chosen.layers),
+        miou=found.chosen.miou,
+        drop_points=found.drop,
+        bytes=found.chosen.bytes,
+        projected_ms=found.chosen.ms,
     )
     for file in files:
-        done(shown(file))
+        done(shown(file), file=str(file))
     note(f"Use it with: fp4deploy quantize {shown(checkpoint)} --config {shown(folder / RECIPE)}")

@@ -70,7 +70,7 @@ def sweep(
     names = tuple(name.strip() for name in (only or "").split(",") if name.strip())
     results = run_sweep(loaded, folder, names, minutes, note, record, jobs, address)
     picture = draw_sweep(results, folder)
-    done(markdown(results))
+    done(markdown(results), file=str(folder / "sweep.json"))
     note(", ".join(shown(path) for path in (folder / "sweep.json", folder / "sweep.md", picture) if path is not None))
     failed = [
         f"{name} (seed {seed})"

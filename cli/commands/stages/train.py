@@ -112,7 +112,15 @@ def _record(run: Run) -> None:
 
 def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
     for model, result in trained.items():
-        done(f"{model}: best {result.metric} {result.best_text}, {shown(run.checkpoint(model))}")
+        done(
+            f"{model}: best {result.metric} {result.best_text}, {shown(run.checkpoint(model))}",
+            model=model,
+            checkpoint=str(run.checkpoint(model)),
+            metric=result.metric,
+            best_points=round(100 * result.best_score, 4) if result.best_score >= 0 else None,
+            epochs=result.epochs,
+            seconds=round(result.seconds, 3),
+        )
     if (
         is_first_process()
         and config.telemetry.plots

@@ -67,10 +67,12 @@ def find_baseline(
     split: str = VAL,
     timeout: float | None = None,
     artefact: str | None = None,
+    limit: int | None = None,
 ) -> Baseline:
     """Measure an artefact, or read an entry of what `bench --json` wrote.
 
     artefact: which entry of a file with several, by the name of its file.
+    limit: measure on so many images of the split; a recorded entry has to be of the same ones.
 
     Raises:
         InputError: the artefact cannot be read or scored; the JSON has no such entry, has several and none is named,
@@ -81,7 +83,9 @@ def find_baseline(
         return _recorded(path, split, artefact)
     if artefact is not None:
         raise InputError(f"--baseline-artefact chooses an entry of a file of bench --json, and {path} is none.")
-    entry = bench_artifact(path, data, iterations=1, max_detections=max_detections, split=split, timeout=timeout)
+    entry = bench_artifact(
+        path, data, iterations=1, max_detections=max_detections, split=split, timeout=timeout, limit=limit
+    )
     if entry.accuracy is None or entry.evidence is None or entry.data_sha256 is None:
         raise InputError(
             f"The baseline {path} has no accuracy. Give a checkpoint, an .onnx, or the file of bench --json."

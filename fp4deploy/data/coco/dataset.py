@@ -97,6 +97,11 @@ class CocoDataset:
     def __len__(self) -> int:
         return len(self._images)
 
+    def keep(self, places: Sequence[int]) -> None:
+        """Keep the images at these places alone."""
+        self._images = [self._images[place] for place in places]
+        self._stems = None
+
     @property
     def annotated(self) -> bool:
         """False for a file of images alone, as COCO's own test split is."""

@@ -32,6 +32,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,16 +200,31 @@ class Ledger:
         return [{key: str(getattr(row, attributes.get(key, key))) for key in COLUMNS} for row in self.layers]
 
     def summary(self) -> str:
-        """One sentence with the counts of `totals`."""
+        """One sentence that counts every layer: the counts of `totals`, then layers of other precisions by kind."""
         total = self.totals()
         plugins = f"{_count(total.plugins, 'plugin')} and " if total.plugins else ""
         gemms = plugins + _count(total.fp4_gemms, "FP4 GEMM")
         return (
             f"{gemms} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
             f"{_count(total.fp16_with_fp4_weights, 'FP16 layer')} with FP4 weights, "
-            f"{_count(total.fp16, 'FP16 layer')}, "
-            f"{_count(total.fell_back, 'fallback')}; {self.statement}."
+            f"{_count(total.fp16, 'FP16 layer')}, {self._others()}"
+            f"{_count(total.fell_back, 'fallback')} among {_count(len(self.layers), 'layer')}; {self.statement}."
         )
+
+    def _others(self) -> str:
+        """Layers that no count of `totals` has: FP8 or FP32, mixed, or without weights that the evidence names."""
+        kinds = Counter(
+            (row.actual, row.weights)
+            for row in self.layers
+            if row.actual != "FP4" and (row.actual, row.weights) not in (("FP16", "FP4"), ("FP16", "FP16"))
+        )
+        texts = []
+        for (actual, weights), number in kinds.items():
+            noun = f"layer of {UNKNOWN} precision" if actual == UNKNOWN else f"{actual} layer"
+            nouns = noun if number == 1 else noun.replace("layer", "layers", 1)
+            with_weights = "whose weights are not listed" if weights == UNKNOWN else f"with {weights} weights"
+            texts.append(f"{number} {nouns} {with_weights}, ")
+        return "".join(texts)
 
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same ledger back."""

@@ -32,6 +32,7 @@ from fp4deploy.export.verify.tensors import call, feed, largest_difference, same
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
+from fp4deploy.models.checkpoint import read_card, read_signed
 from fp4deploy.models.heads import Head, compared, counted_unit
 from fp4deploy.qat import quantized_layers
 from fp4deploy.tasks import task_of
@@ -189,11 +190,13 @@ def check_request(checkpoint: Path, out: Path, suffix: str, data: Path | None, i
     """Refuse an export that could not be verified or written, before anything is loaded.
 
     Raises:
-        InputError: a target with another suffix, nothing to verify on, or no images.
+        InputError: a target with another suffix, nothing to verify on, no images, or a corrupt checkpoint.
     """
     if out.suffix != suffix:
         raise InputError(f"{out} should end in {suffix}.")
     if verify and data is None:
+        read_card(checkpoint)  # nobody should look for data to learn afterwards that the file is corrupt
+        read_signed(checkpoint)
         raise InputError(
             f"Exporting {checkpoint} needs real images to verify the file on, and no data was given. "
             "Give --data DIR with a validation split."

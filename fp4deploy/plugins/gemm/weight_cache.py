@@ -18,7 +18,7 @@ A small-M GEMM (GEMV) may then read it while the kernel before it is still runni
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -37,19 +37,19 @@ from fp4deploy.plugins.runtime import pdl
 HELD = ("weight", "bias", "swizzled")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class FP4WeightCache:
-    """A packed weight and its bias, and the layers that use it; made by `fp4_quantize` or `load`.
+    """A packed weight and its bias, and the layers that use it; of a weight, or made by `fp4_quantize` or `load`.
 
-    weight: [N, K] or [O, KH, KW, I].
-    bias: float32 [N] or None.
+    weight: [N, K] or [O, KH, KW, I], packed; a plain tensor [N, K] or [O, I, KH, KW] is packed first, to nearest.
+    bias: [N] or None, kept in float32.
     swizzled: a linear weight's scales in the 128x4 layout, on GPUs where torch's `scaled_mm` wants them; else None.
     frozen: codes and scales of the weight are never written again; see `freeze`.
 
     Raises:
         InputError: parts that do not fit; anything after the cache was released.
 
-    >>> with fp4_quantize(torch.ones(32, 64)) as cache:
+    >>> with FP4WeightCache(torch.ones(32, 64)) as cache:
     ...     cache.weight.codes.shape
     torch.Size([32, 32])
     >>> cache.released
@@ -58,10 +58,15 @@ class FP4WeightCache:
 
     weight: Nvfp4Tensor
     bias: torch.Tensor | None
-    swizzled: torch.Tensor | None = field(init=False)
-    frozen: bool = field(default=False, kw_only=True)
+    swizzled: torch.Tensor | None
+    frozen: bool
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, weight: Nvfp4Tensor | torch.Tensor, bias: torch.Tensor | None = None, *, frozen: bool = False
+    ) -> None:
+        packed, held = (weight, bias) if isinstance(weight, Nvfp4Tensor) else _packed(weight, bias, None)
+        for name, value in (("weight", packed), ("bias", held), ("frozen", frozen)):
+            object.__setattr__(self, name, value)
         _check(self.weight, self.bias)
         if self.frozen:
             pdl.freeze(self.weight)
@@ -247,13 +252,19 @@ def fp4_quantize(
     >>> fp4_quantize(torch.ones(32, 64))
     FP4WeightCache((32, 64), 1156 bytes, cpu)
     """
+    return FP4WeightCache(*_packed(weight, bias, four_over_six), frozen=frozen)
+
+
+def _packed(
+    weight: torch.Tensor, bias: torch.Tensor | None, four_over_six: FourOverSix | None
+) -> tuple[Nvfp4Tensor, torch.Tensor | None]:
     if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 4) or not weight.is_floating_point():
         kind = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
         raise InputError(f"The weight is {kind}; a floating-point [N, K] or [O, I, KH, KW] can be packed.")
     check_bias(bias, weight.shape[0])
     packed = quantize_nvfp4(weight.detach(), four_over_six=four_over_six, axis=1)
     held = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    return FP4WeightCache(packed, held, frozen=frozen)
+    return packed, held
 
 
 def _check(weight: Nvfp4Tensor, bias: torch.Tensor | None) -> None:

@@ -36,6 +36,8 @@ from fp4deploy.report.figures.weights import weight_heatmaps
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData
 from fp4deploy.runs import Run
+from fp4deploy.schema import read_yaml
+from fp4deploy.tasks import TASKS
 
 TITLES = {
     "weight": "weights",
@@ -123,8 +125,10 @@ def read_snapshots(run: Run, model: str) -> list[Snapshot]:
     return found
 
 
-def draw_heatmaps(run: Run, model: str, task: str = "semantic") -> list[Path]:
+def draw_heatmaps(run: Run, model: str, task: str | None = None) -> list[Path]:
     """Draw every heatmap of one trained model from the files in its run; returns the files.
+
+    task: the beginning of the file names; None for the run's own task.
 
     Raises:
         InputError: the model left no telemetry, or a file cannot be written.
@@ -137,13 +141,23 @@ def draw_heatmaps(run: Run, model: str, task: str = "semantic") -> list[Path]:
             f"{run.model_dir(model)} holds no telemetry to draw ({FILE}). Train with: fp4deploy train "
             "--telemetry-every 200 (with the tracker jsonl)"
         )
-    folder = heatmap_folder(run, model)
+    folder, task = heatmap_folder(run, model), task or task_of_run(run)
     script = folder.parent / "plotly.min.js"
     save_script(script)
     written = []
     for stem, heatmap in (*time_series(snapshots, model), *weight_heatmaps(run, model)):
         written += save_heatmap(heatmap, folder / stem.parent / f"{task}_{stem.name}", script)
     return written
+
+
+def task_of_run(run: Run) -> str:
+    """The task in the run's settings; "semantic" where they cannot be read."""
+    try:
+        found = read_yaml(run.config_path)
+    except InputError:
+        return "semantic"
+    task = found.get("task") if isinstance(found, dict) else None
+    return task if task in TASKS else "semantic"
 
 
 def heatmap_folder(run: Run, model: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,29 @@ def test_totals_and_summary() -> None:
     assert found.summary().startswith("1 FP4 GEMM (16.5% of the multiply-accumulates), 1 FP16 layer with FP4")
     assert found.summary().endswith("built and inspected, not run.")
     assert found.precision == "nvfp4"
+
+
+def test_the_summary_counts_every_layer() -> None:
+    found = ledger()
+    assert f"0 fallbacks among {len(found.layers)} layers;" in found.summary()
+    plain = [entry for entry in found.layers if entry.form == "plain"]
+    changed = {
+        plain[0].layer: dataclasses.replace(plain[0], weights="unknown"),
+        plain[1].layer: dataclasses.replace(plain[1], actual="FP8", weights="FP8"),
+        plain[2].layer: dataclasses.replace(plain[2], actual="unknown", weights="unknown"),
+    }
+    other = dataclasses.replace(found, layers=tuple(changed.get(entry.layer, entry) for entry in found.layers))
+    text = other.summary()
+    for part in (
+        "1 FP16 layer whose weights are not listed",
+        "1 FP8 layer with FP8 weights",
+        "1 layer of unknown precision whose weights are not listed",
+    ):
+        assert part in text
+    counted = [
+        int(number) for number in re.findall(r"(\d+) (?:FP\d+ |)(?:GEMM|layer)s?(?= |,)", text.partition(" among")[0])
+    ]
+    assert sum(counted) == len(other.layers)
 
 
 def test_a_share_of_fp4_products_can_be_required() -> None:

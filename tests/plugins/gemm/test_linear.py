@@ -61,6 +61,20 @@ def test_a_cache_has_the_bytes_of_the_reference(dtype: torch.dtype, options: dic
         assert same_bytes(fp4_quantize(x, **options).weight, expected)
 
 
+def test_a_cache_packs_a_plain_weight_by_itself() -> None:
+    weight, bias = torch.nn.Parameter(randn(17, 40, dtype=torch.float32)), randn(17, dtype=torch.float16)
+    mine, other = FP4WeightCache(weight, bias, frozen=True), fp4_quantize(weight, bias)
+    assert same_bytes(mine.weight, other.weight)
+    assert mine.frozen
+    assert mine.bias is not None
+    assert mine.bias.dtype == torch.float32
+    assert torch.equal(mine.bias, other.bias)
+    assert FP4WeightCache(randn(5, 20, 3, 2, dtype=torch.float32)).bias is None
+    for wrong in (torch.ones(3), torch.ones(2, 2, dtype=torch.int32), "weight"):
+        with pytest.raises(InputError, match="can be packed"):
+            FP4WeightCache(wrong)
+
+
 @pytest.mark.parametrize(("n", "k"), [(8, 64), (7, 33), (1, 1)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_bytes_are_counted(n: int, k: int, bias: bool) -> None:

@@ -1,0 +1,40 @@
+"""A part of a split: a few images, evenly spaced, for a first look at a model on a large set."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar, cast
+
+from fp4deploy.data.coco.dataset import CocoDataset
+from fp4deploy.data.sample import Sample, SegmentationDataset
+
+Dataset = TypeVar("Dataset", bound=SegmentationDataset)
+
+
+def part_of(dataset: Dataset, count: int | None) -> Dataset:
+    """`count` images of a dataset, evenly spaced and in its order; all where there are no more, or for None.
+
+    The annotations go with their images: average precision of a part is that of these images alone.
+    """
+    if count is None or count >= len(dataset):
+        return dataset
+    places = [place * len(dataset) // count for place in range(count)]
+    if isinstance(dataset, CocoDataset):
+        part = copy.copy(dataset)
+        part.keep(places)
+        return cast(Dataset, part)
+    return cast(Dataset, _Part(dataset, places))
+
+
+class _Part:
+    """The images of a dataset at `places`; implements `SegmentationDataset`."""
+
+    def __init__(self, dataset: SegmentationDataset, places: list[int]) -> None:
+        self.class_names, self.background, self.layout = dataset.class_names, dataset.background, dataset.layout
+        self._dataset, self._places = dataset, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def load(self, index: int) -> Sample:
+        return self._dataset.load(self._places[index])
