@@ -161,8 +161,8 @@ def parse_models(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_size(text: str | None) -> tuple[int, int] | None:
-    """Height and width of "HxW", in pixels.
+def parse_size(text: str | None, option: str = "--size") -> tuple[int, int] | None:
+    """Height and width of "HxW", in pixels; `option` begins the messages.
 
     Raises:
         InputError: the text is not of that form, or a side is beyond the limit.
@@ -173,9 +173,9 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
     numbers = text.lower().split("x")
     if len(numbers) != 2 or not all(re.fullmatch("[0-9]{1,5}", number) and int(number) > 0 for number in numbers):
-        raise InputError(f"--size takes HEIGHTxWIDTH in pixels, such as 352x480, not '{text[:60]}'.")
+        raise InputError(f"{option} takes HEIGHTxWIDTH in pixels, such as 352x480, not '{text[:60]}'.")
     if max(map(int, numbers)) > MOST_PIXELS:
-        raise InputError(f"--size is {text}, and a side has at most {MOST_PIXELS} pixels.")
+        raise InputError(f"{option} is {text}, and a side has at most {MOST_PIXELS} pixels.")
     return int(numbers[0]), int(numbers[1])
 
 

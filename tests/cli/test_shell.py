@@ -179,7 +179,7 @@ def test_json_of_a_command_without_a_json_of_its_own(invoke: Invoke) -> None:
     assert "new: 1 training" in result.stderr
     refused = invoke("--json", *arguments)
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "new: 1 training" in invoke("data", "shapes", "other", *arguments[3:]).stdout
+    assert "other: 1 training" in invoke("data", "shapes", "other", *arguments[3:]).stdout
 
 
 @pytest.mark.parametrize(

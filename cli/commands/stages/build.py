@@ -12,12 +12,13 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ... import completion
-from ...console import done, note, shown
+from ...console import done, note, phases, shown
 from ...numbers import finite
 from ...settings import parse_size
 
 if TYPE_CHECKING:
     from fp4deploy.export.engine.build import BuildResult
+    from fp4deploy.export.engine.profile import Sizes
 
 
 def build(
@@ -44,6 +45,8 @@ def build(
         typer.Option("--conv", help="Form of FP4 convolutions; auto picks per layer, plugin needs tensorrt."),
     ] = "auto",
     batch: Annotated[int, typer.Option("--max-batch", min=1, help="Largest batch the engine takes.")] = 8,
+    opt_batch: Annotated[int, typer.Option("--opt-batch", min=1, help="Batch that the engine is fastest at.")] = 1,
+    min_batch: Annotated[int, typer.Option("--min-batch", min=1, help="Smallest batch the engine takes.")] = 1,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail (exit 1) where a layer does not have its planned precision.")
     ] = False,
@@ -68,29 +71,73 @@ def build(
         str | None,
         typer.Option("--size", help="HxW in pixels, of a file that leaves it open.", show_default="the file's own"),
     ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option("--max-size", help="Largest HxW of an engine for a range of sizes.", show_default="one size"),
+    ] = None,
+    opt_size: Annotated[
+        str | None,
+        typer.Option("--opt-size", help="HxW that the engine is fastest at.", show_default="--max-size"),
+    ] = None,
+    min_size: Annotated[
+        str | None, typer.Option("--min-size", help="Smallest HxW of the range.", show_default="--opt-size")
+    ] = None,
+    input_type: Annotated[
+        Literal["fp16", "fp32", "uint8"] | None,
+        typer.Option(
+            "--input", help="What the engine takes; uint8: images as decoded, normalised inside.", show_default="fp16"
+        ),
+    ] = None,
+    input_layout: Annotated[
+        Literal["nchw", "nhwc"], typer.Option("--input-layout", help="Order of the input's axes.")
+    ] = "nchw",
+    output_type: Annotated[
+        Literal["fp16", "fp32", "argmax"] | None,
+        typer.Option(
+            "--output", help="What it gives: logits, or the class of each pixel as INT32.", show_default="fp16"
+        ),
+    ] = None,
+    output_layout: Annotated[
+        Literal["nchw", "nhwc"], typer.Option("--output-layout", help="Order of the output's axes.")
+    ] = "nchw",
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="Later versions of TensorRT can run the engine.")
+    ] = False,
+    stripped: Annotated[
+        bool, typer.Option("--strip-weights", help="A plan without weights; NAME.weights.onnx has them.")
+    ] = False,
+    refittable: Annotated[bool, typer.Option("--refittable", help="Weights of the engine can be replaced.")] = False,
 ) -> None:
     """Build an engine of each model, and a ledger that says which layer runs in which precision."""
     from fp4deploy.export.engine.build import build_engine
+    from fp4deploy.export.lowering.interface import Interface
 
-    pixels = parse_size(size)
+    pixels, sizes = parse_size(size), _sizes(min_size, opt_size, max_size)
+    interface = Interface(input_type, input_layout, output_type, output_layout)
+    flags = {"version_compatible": version_compatible, "stripped": stripped, "refittable": refittable}
     found = list(models or _latest())
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
     for path in found:
         note(f"Building {shown(path)} ...")
         target = target_of(path, out)
-        result = build_engine(
-            path,
-            target,
-            backend,
-            arch,
-            conv,
-            strict,
-            batch=(1, 1, batch),
-            log=log,
-            size=pixels,
-            require_fp4=require_fp4,
-        )
+        with phases() as advance:
+            result = build_engine(
+                path,
+                target,
+                backend,
+                arch,
+                conv,
+                strict,
+                batch=(min_batch, opt_batch, batch),
+                log=log,
+                size=pixels,
+                require_fp4=require_fp4,
+                sizes=sizes,
+                interface=interface,
+                options=tuple(name for name, chosen in flags.items() if chosen),
+                progress=advance,
+            )
         done(
             describe(result),
             model=str(path),
@@ -101,6 +148,19 @@ def build(
             totals=dataclasses.asdict(result.ledger.totals()),
         )
     note("Measure it with: fp4deploy bench --engine FILE; show its ledger with: fp4deploy inspect FILE")
+
+
+def _sizes(least: str | None, usual: str | None, most: str | None) -> Sizes | None:
+    """(min, opt, max) of height and width; the smaller ones are by default the next larger one."""
+    if most is None:
+        if least is not None or usual is not None:
+            raise InputError("--min-size and --opt-size are for a range of image sizes: give --max-size as well.")
+        return None
+    found = []
+    for name, text in (("max", most), ("opt", usual), ("min", least)):
+        pixels = parse_size(text, f"--{name}-size")
+        found.append(pixels or found[-1])
+    return found[2], found[1], found[0]
 
 
 def describe(result: BuildResult) -> str:

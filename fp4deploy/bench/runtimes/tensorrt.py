@@ -19,11 +19,15 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.bench.latency import time_cuda
 from fp4deploy.bench.ledgers import TITLES, built_by
+from fp4deploy.bench.runtimes.engine_interface import EngineInterface, assumed
 from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, checked
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine import build as engine
+from fp4deploy.export.engine import caches
+from fp4deploy.export.engine.adapter import refit, runtime_cache
 from fp4deploy.export.ledger.ledger import Ledger, ledger_path
+from fp4deploy.export.lowering.interface import Interface
 from fp4deploy.models.card import ModelCard
 from fp4deploy.requirements import LIBRARIES
 
@@ -47,7 +51,10 @@ class TensorRtRuntime:
         """`timeout`: most seconds that one inference may take."""
         self._trt, self._engine = trt, loaded
         self._path, self._timeout = path, timeout
-        self._context = loaded.create_execution_context()
+        self._cached = caches.entry("runtime", backend, str(trt.__version__)) if backend == "tensorrt-rtx" else None
+        self._before = caches.read(self._cached)
+        config, self._cache = runtime_cache(loaded, self._before) if self._cached is not None else (None, None)
+        self._context = loaded.create_execution_context(*([config] if config is not None else []))
         if self._context is None:
             raise UnavailableError(f"{path} was loaded, but this GPU has no room to run it; free memory on it.")
         names = [loaded.get_tensor_name(i) for i in range(loaded.num_io_tensors)]
@@ -57,6 +64,7 @@ class TensorRtRuntime:
             raise InputError(f"{path} has {len(inputs)} inputs and {len(outputs)} outputs; bench takes one of each.")
         self._input, self._output = inputs[0], outputs[0]
         self._stream = torch.cuda.Stream()
+        self._io = EngineInterface(self._interface(ledger))
         self.card = (ledger.model_card() if ledger else None) or self._assumed_card()
         self.name = f"{TITLES[backend]} {trt.__version__}"
         self.device = torch.cuda.get_device_name()
@@ -64,19 +72,28 @@ class TensorRtRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]; more images than the engine's largest batch run batch by batch."""
-        largest = self._engine.get_tensor_profile_shape(self._input, 0)[2][0]
-        parts = [self._run(images[i : i + largest]) for i in range(0, len(images), largest)]
+        least, _, most = (shape[0] for shape in self._engine.get_tensor_profile_shape(self._input, 0))
+        parts = [self._run_at_least(least, images[i : i + most]) for i in range(0, len(images), most)]
         return checked(np.concatenate(parts), images, self.card, self._path)
 
+    def _run_at_least(self, least: int, images: Array) -> Array:
+        """Run images that may be fewer than the smallest batch: the last one is repeated."""
+        missing = max(0, least - len(images))
+        return self._run(np.concatenate([images, images[-1:].repeat(missing, 0)]))[: len(images)]
+
     def _run(self, images: Array) -> Array:
-        _given, output = self._bind(torch.from_numpy(images))  # _given stays alive: the engine reads it by address
+        _given, output = self._bind(images)  # _given stays alive: the engine reads it by address
         self._launch()
         self._wait()
-        return output.float().cpu().numpy()
+        if self._cache is not None:  # kernels are compiled by the first inference of a shape
+            caches.keep(self._cached, bytes(self._cache.serialize()), self._before)
+            self._cache = None
+        logits: Array = self._io.logits(output, self.card)
+        return logits
 
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds between two CUDA events around `execute_async_v3`."""
-        _given, _output = self._bind(torch.from_numpy(images))
+        _given, _output = self._bind(images)
         self._launch()
         self._wait()  # an inference that ends once ends again on the same images
         return time_cuda(self._launch, self._stream, warmup, iterations, max_seconds)
@@ -94,8 +111,8 @@ class TensorRtRuntime:
             raise UnavailableError(f"{self.name} names no layers in its profile.")
         return dict(times.milliseconds)
 
-    def _bind(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        given = images.to("cuda", self._dtype(self._input)).contiguous()
+    def _bind(self, images: Array) -> tuple[torch.Tensor, torch.Tensor]:
+        given = self._io.given(images, self.card).to("cuda", self._dtype(self._input))
         if not self._context.set_input_shape(self._input, tuple(given.shape)):
             raise InputError(f"The engine does not take images of shape {list(given.shape)}; build it for that size.")
         shape = tuple(self._context.get_tensor_shape(self._output))
@@ -116,11 +133,32 @@ class TensorRtRuntime:
         wait_for(done.query, self._timeout, self._path)
 
     def _dtype(self, name: str) -> torch.dtype:
-        kinds = {self._trt.DataType.HALF: torch.float16, self._trt.DataType.FLOAT: torch.float32}
-        return kinds[self._engine.get_tensor_dtype(name)]
+        return {"fp16": torch.float16, "fp32": torch.float32, "uint8": torch.uint8, "int32": torch.int32}[
+            self._kind(name)
+        ]
+
+    def _kind(self, name: str) -> str:
+        kinds = {"HALF": "fp16", "FLOAT": "fp32", "UINT8": "uint8", "INT32": "int32"}
+        types = self._trt.DataType
+        known = {getattr(types, each): kind for each, kind in kinds.items() if hasattr(types, each)}
+        found = known.get(self._engine.get_tensor_dtype(name))
+        if found is None:
+            raise InputError(
+                f"{self._path}: '{name}' is {self._engine.get_tensor_dtype(name)}; bench takes no such type."
+            )
+        return found
+
+    def _interface(self, ledger: Ledger | None) -> Interface:
+        if ledger is not None:
+            return Interface(**ledger.interface) if ledger.interface is not None else Interface()
+        names = self._input, self._output
+        kinds, shapes = map(self._kind, names), map(self._engine.get_tensor_shape, names)
+        (given, made), (given_shape, made_shape) = kinds, shapes
+        return assumed(given, tuple(given_shape), made, tuple(made_shape))
 
     def _assumed_card(self) -> ModelCard:
-        _, _, height, width = self._engine.get_tensor_shape(self._input)
+        _, second, third, fourth = self._engine.get_tensor_shape(self._input)
+        height, width = (second, third) if self._io.interface.input_layout == "nhwc" else (third, fourth)
         return ModelCard("unknown", 0.0, (), height, width, IMAGE_MEAN, IMAGE_STD, background=False)
 
 
@@ -168,12 +206,24 @@ def open_plan(path: Path, timeout: float = TIMEOUT) -> TensorRtRuntime:
         raise InputError(f"{path} is not an engine plan. Build one with: fp4deploy build")
     _require_gpu(path, ledger, backend)
     trt: Any = LIBRARIES[MODULES[backend]].require(str(path))
-    loaded = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(path.read_bytes())
+    logger = trt.Logger(trt.Logger.ERROR)
+    runtime = trt.Runtime(logger)
+    options = ledger.options if ledger is not None else ()
+    if "version_compatible" in options:
+        runtime.engine_host_code_allowed = True  # such a plan brings the code that runs it
+    loaded = runtime.deserialize_cuda_engine(path.read_bytes())
     if loaded is None:
         raise UnavailableError(
             f"{path} cannot run here: {TITLES[backend]} {trt.__version__} refused it on "
             f"{torch.cuda.get_device_name()}; its reason is printed above. {HINT}"
         )
+    if "stripped" in options:
+        weights = engine.weights_path(path)
+        if not weights.is_file():
+            raise InputError(
+                f"{path} has no weights inside, and {weights.name} is not in its folder. Keep them together."
+            )
+        refit(trt, loaded, logger, weights)
     return TensorRtRuntime(path, backend, ledger, trt, loaded, timeout)
 
 

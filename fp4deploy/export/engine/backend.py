@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.export.engine.adapter import FLAGS
 from fp4deploy.requirements import LIBRARIES
 
 
@@ -20,6 +21,8 @@ class Backend:
     `arches` are the `--arch` values, `fp4_arches` those with FP4 tensor cores, `package` the module to import.
     `configure(trt, config, arch)` aims the build at an architecture and raises UnavailableError where this
     machine cannot; `layers(trt, plan, messages)` gives (text of the engine layers, evidence).
+    `times_kernels`: the builder measures kernels on the GPU, and keeps the times in a timing cache.
+    `options`: the keys of `adapter.FLAGS` that it offers.
     `plugins(trt, arch, onnx)` makes the plugins of an ONNX file known to the library, where it takes any.
     """
 
@@ -32,6 +35,8 @@ class Backend:
     configure: Callable[[Any, Any, str], None]
     layers: Callable[[Any, bytes, list[str]], tuple[str, str]]
     plugins: Callable[[Any, str, Path], None] | None = None
+    times_kernels: bool = False
+    options: tuple[str, ...] = tuple(FLAGS)
 
     @property
     def install(self) -> str:

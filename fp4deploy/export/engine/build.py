@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -22,12 +22,15 @@ from fp4deploy import provenance
 from fp4deploy.architecture import Architecture
 from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.export.engine.adapter import OPTIONS
 from fp4deploy.export.engine.backend import Backend
 from fp4deploy.export.engine.backends import BACKENDS
-from fp4deploy.export.engine.compile import CompileAnswer, CompileJob, run_child
+from fp4deploy.export.engine.compile import CompileAnswer, CompileJob, Progress, run_child
+from fp4deploy.export.engine.profile import Profile, Range, Sizes
 from fp4deploy.export.ledger.actual import match_kernels
 from fp4deploy.export.ledger.build_log import parse_engine_layers
 from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger
+from fp4deploy.export.lowering.interface import Interface, with_interface
 from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
 from fp4deploy.export.onnx.size import fix_size, has_open_size
 from fp4deploy.files import atomic_write, file_digest
@@ -58,6 +61,10 @@ def build_engine(
     log: Path | None = None,
     size: tuple[int, int] | None = None,
     require_fp4: float | None = None,
+    sizes: Sizes | None = None,
+    interface: Interface | None = None,
+    options: tuple[str, ...] = (),
+    progress: Progress | None = None,
 ) -> BuildResult:
     """Build a plan and its ledger from an ONNX file.
 
@@ -72,6 +79,12 @@ def build_engine(
         log: keep the compiler's verbose log here, also of a failed build.
         size: height and width of the images, for a file that leaves them open.
         require_fp4: least share of the multiply-accumulates that FP4 tensor cores must do, 0 to 1; else as `strict`.
+        sizes: smallest, most frequent and largest (height, width), for a file that leaves them open and an engine that
+            takes all of them; not with `size`.
+        interface: types and layouts of input and output, see `lowering.interface`; as in the file by default.
+        options: "version_compatible", "stripped" (of weights, which are kept as NAME.weights.onnx and needed to load
+            the engine), "refittable".
+        progress: is called with the running phase of the compiler, its steps done, and all of its steps.
 
     Raises:
         InputError: a wrong value, a file that is no canonical ONNX, a graph that the compiler refuses.
@@ -82,9 +95,12 @@ def build_engine(
     >>> engine.ledger_path.name
     'unet.ledger.json'
     """
-    chosen, target = _check_choices(backend, arch, conv, batch)
-    onnx_path, out = Path(onnx_path), Path(out)
-    lowered = lower(_sized(read_buildable(onnx_path), onnx_path, size), conv, backend)
+    chosen, target = _check_choices(backend, arch, conv, batch, options)
+    onnx_path, out, interface = Path(onnx_path), Path(out), interface or Interface()
+    profile = _profile(batch, size, sizes)
+    usual = profile.sizes[1] if profile.sizes else None
+    lowered = lower(_sized(read_buildable(onnx_path), onnx_path, size, usual), conv, backend, usual)
+    lowered = replace(lowered, model=with_interface(lowered.model, interface, lowered.card))
     if lowered.fp4 and target not in chosen.fp4_arches:
         raise InputError(
             f"{onnx_path} holds FP4 layers, and {target} has no FP4 tensor cores that {chosen.title} can use. "
@@ -95,14 +111,14 @@ def build_engine(
         supported(target)
     chosen.require_installed()
     with owned_folder() as folder:
-        job = CompileJob(chosen.name, target, batch, str(folder), plugins)
-        answer = _compile(lowered, job, log)
-        ledger = _ledger(onnx_path, out, lowered, job, answer, conv)
+        job = CompileJob(chosen.name, target, batch, str(folder), plugins, profile.sizes, options)
+        answer = _compile(lowered, job, log, progress)
+        ledger = _ledger(onnx_path, out, lowered, job, answer, conv, interface)
         if strict:
             ledger.require_no_fallback()
         if require_fp4 is not None:
             ledger.require_fp4_share(require_fp4)
-        _write(job.plan, out, ledger)
+        _write(job, out, ledger)
     provenance.record("build", out, [onnx_path])
     return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
 
@@ -153,17 +169,33 @@ def require_device(ledger: Ledger, capability: tuple[int, int] | None) -> None:
         )
 
 
-def _sized(model: onnx.ModelProto, path: Path, size: tuple[int, int] | None) -> onnx.ModelProto:
+def _profile(batch: Range, size: tuple[int, int] | None, sizes: Sizes | None) -> Profile:
+    if sizes is not None and size is not None:
+        raise InputError("--size is one image size, and --min-size to --max-size are a range: give one or the other.")
+    if sizes is not None and len(set(sizes)) == 1:
+        raise InputError("The smallest and the largest image size are the same; give it as --size HxW.")
+    return Profile(batch, sizes)
+
+
+def _sized(
+    model: onnx.ModelProto, path: Path, size: tuple[int, int] | None, usual: tuple[int, int] | None
+) -> onnx.ModelProto:
     if size is not None:
         return fix_size(model, size)
-    if has_open_size(model):
+    if has_open_size(model) != (usual is not None):
         raise InputError(
-            f"An engine is built for one image size, and {path} leaves height and width open. Give one: --size HxW"
+            f"An engine is built for one image size, and {path} leaves height and width open. Give one: --size HxW; or "
+            "build for a range, with --min-size, --opt-size and --max-size."
+            if usual is None
+            else f"{path} has one image size, so the engine has no range. Export one with: fp4deploy export "
+            "--dynamic-size"
         )
     return model
 
 
-def _check_choices(backend: str, arch: str | None, conv: str, batch: tuple[int, int, int]) -> tuple[Backend, str]:
+def _check_choices(
+    backend: str, arch: str | None, conv: str, batch: tuple[int, int, int], options: tuple[str, ...]
+) -> tuple[Backend, str]:
     if backend not in BACKENDS:
         raise InputError(
             f"--backend {backend} is unknown.{suggest(backend, BACKENDS)} Valid values: {', '.join(BACKENDS)}."
@@ -176,17 +208,22 @@ def _check_choices(backend: str, arch: str | None, conv: str, batch: tuple[int, 
             f"--arch {arch} is unknown to {chosen.title}.{suggest(arch, chosen.arches)} "
             f"Valid values: {', '.join(chosen.arches)}."
         )
-    if not 1 <= batch[0] <= batch[1] <= batch[2]:
-        raise InputError(f"The batch range {batch} is not 1 <= min <= opt <= max.")
+    Profile(batch)
+    lacking = [OPTIONS[option] for option in options if option not in chosen.options]
+    if lacking:
+        raise InputError(
+            f"{chosen.title} does not offer {', '.join(lacking)}: its package has no lean runtime, and its engines run "
+            "on every GPU of their generation. Leave it out, or use --backend tensorrt."
+        )
     if arch is None:
         chosen.require_installed()
     return chosen, str(target) if target is not None else chosen.default_arch()
 
 
-def _compile(lowered: LoweredModel, job: CompileJob, log: Path | None) -> CompileAnswer:
+def _compile(lowered: LoweredModel, job: CompileJob, log: Path | None, progress: Progress | None) -> CompileAnswer:
     onnx.save(lowered.model, job.onnx)
     try:
-        return run_child(job)
+        return run_child(job, progress)
     finally:
         if log is not None and job.log.is_file():
             with atomic_write(Path(log)) as temporary:
@@ -194,7 +231,13 @@ def _compile(lowered: LoweredModel, job: CompileJob, log: Path | None) -> Compil
 
 
 def _ledger(
-    onnx_path: Path, out: Path, lowered: LoweredModel, job: CompileJob, answer: CompileAnswer, conv: str
+    onnx_path: Path,
+    out: Path,
+    lowered: LoweredModel,
+    job: CompileJob,
+    answer: CompileAnswer,
+    conv: str,
+    interface: Interface,
 ) -> Ledger:
     engine = parse_engine_layers(answer.layers)
     layers = lowered.layers if job.arch in BACKENDS[job.backend].fp4_arches else decoded(lowered.layers, job.arch)
@@ -214,6 +257,9 @@ def _ledger(
         card=lowered.card,
         layers=match_kernels(layers, engine),
         engine=engine,
+        sizes=job.sizes,
+        interface=None if interface.as_in_file else interface.to_json(),
+        options=job.options,
     )
 
 
@@ -227,8 +273,16 @@ def decoded(layers: Iterable[PlannedLayer], arch: str) -> tuple[PlannedLayer, ..
     )
 
 
-def _write(built: Path, out: Path, ledger: Ledger) -> None:
-    """Put plan and ledger in place together."""
+def weights_path(plan: Path) -> Path:
+    """Where the weights of a stripped plan lie: engines/unet.plan -> engines/unet.weights.onnx."""
+    return plan.with_name(f"{plan.stem}.weights.onnx")
+
+
+def _write(job: CompileJob, out: Path, ledger: Ledger) -> None:
+    """Put plan and ledger in place together; of a stripped plan also the graph that has its weights."""
+    if "stripped" in job.options:
+        with atomic_write(weights_path(out)) as weights:
+            shutil.copyfile(job.onnx, weights)
     with atomic_write(out) as plan, atomic_write(ledger_path(out)) as text:
-        shutil.copyfile(built, plan)
+        shutil.copyfile(job.plan, plan)
         text.write_text(ledger.to_json(), encoding="utf-8")

@@ -17,13 +17,16 @@ import json
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from fp4deploy.children import python_call, start
 from fp4deploy.errors import Fp4DeployError, InputError, UnavailableError
+from fp4deploy.export.engine import adapter, caches
 from fp4deploy.export.engine.backend import Backend
+from fp4deploy.export.engine.profile import Profile, Sizes
 
 TAIL_LINES = 12
 
@@ -33,6 +36,8 @@ class CompileJob:
     """One build: `batch` is (min, opt, max), `folder` holds the ONNX file and takes the results.
 
     `plugins`: the ONNX file has nodes of this project's plugins.
+    `sizes`: (height, width) as (min, opt, max), where the file leaves them open.
+    `options`: keys of `adapter.FLAGS`.
     """
 
     backend: str
@@ -40,6 +45,25 @@ class CompileJob:
     batch: tuple[int, int, int]
     folder: str
     plugins: bool = False
+    sizes: Sizes | None = None
+    options: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> CompileJob:
+        """What `dataclasses.asdict` and `json.dumps` made, with tuples again."""
+        fields = json.loads(text)  # noqa: TID251  of the own process
+        sizes = fields["sizes"] and tuple(tuple(size) for size in fields["sizes"])
+        return cls(**{**fields, "batch": tuple(fields["batch"]), "sizes": sizes, "options": tuple(fields["options"])})
+
+    @property
+    def profile(self) -> Profile:
+        """The shapes that the engine takes."""
+        return Profile(self.batch, self.sizes)
+
+    @property
+    def progress(self) -> Path:
+        """Phases of the builder as JSON lines."""
+        return Path(self.folder, "progress.jsonl")
 
     @property
     def onnx(self) -> Path:
@@ -64,12 +88,16 @@ class CompileJob:
 
 @dataclass(frozen=True)
 class CompileAnswer:
-    """What the child reports: library version, seconds in the compiler, the list of engine layers and its origin."""
+    """What the child reports: library version, seconds in the compiler, the list of engine layers and its origin.
+
+    profile: (min, opt, max) shapes of every input with an open extent, as the library gives them back.
+    """
 
     version: str
     seconds: float
     layers: str
     evidence: str
+    profile: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 def compile_plan(trt: Any, backend: Backend, job: CompileJob, log: IO[str]) -> CompileAnswer:
@@ -84,7 +112,7 @@ def compile_plan(trt: Any, backend: Backend, job: CompileJob, log: IO[str]) -> C
     if job.plugins:
         backend.add_plugins(trt, job.arch, job.onnx)
     builder = trt.Builder(logger)
-    network = builder.create_network(_network_flags(trt))
+    network = builder.create_network(adapter.network_flags(trt))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse(job.onnx.read_bytes()):
         errors = [_parser_error(parser.get_error(index)) for index in range(parser.num_errors)]
@@ -92,23 +120,40 @@ def compile_plan(trt: Any, backend: Backend, job: CompileJob, log: IO[str]) -> C
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     backend.configure(trt, config, job.arch)
-    _add_profile(builder, network, config, job.batch)
-    start = time.perf_counter()
-    serialized = builder.build_serialized_network(network, config)
-    seconds = time.perf_counter() - start
+    adapter.set_flags(trt, config, job.options, backend.title)
+    profile = _add_profile(builder, network, config, job.profile)
+    cached = caches.entry("timing", backend.name, str(trt.__version__)) if backend.times_kernels else None
+    before = caches.read(cached)
+    if cached is not None:
+        adapter.set_timing_cache(config, before)
+    with job.progress.open("a", encoding="utf-8") as phases:
+        monitor = adapter.monitor(trt, phases)
+        if monitor is not None:
+            config.progress_monitor = monitor
+        start = time.perf_counter()
+        serialized = builder.build_serialized_network(network, config)
+        seconds = time.perf_counter() - start
+    if serialized is not None and cached is not None:
+        caches.keep(cached, adapter.timing_cache(config), before)
     if serialized is None:
         errors = [text for text in messages if text.startswith(("ERROR", "INTERNAL_ERROR"))]
+        if job.options and not _gpu_present():
+            flags = ", ".join(adapter.OPTIONS[option] for option in job.options)
+            raise UnavailableError(
+                f"{backend.title} cannot build with {flags} on this machine, which has no GPU: {_brief(errors)} "
+                "Build without, or where there is a GPU."
+            )
         raise InputError(f"{backend.title} cannot build this model for {job.arch}: {_brief(errors)}")
     plan = bytes(serialized)
     layers, evidence = backend.layers(trt, plan, messages)
     job.plan.write_bytes(plan)
-    return CompileAnswer(str(trt.__version__), seconds, layers, evidence)
+    return CompileAnswer(str(trt.__version__), seconds, layers, evidence, profile)
 
 
-def _network_flags(trt: Any) -> int:
-    """STRONGLY_TYPED where it is an option (10.x); 11.x and RTX know nothing else."""
-    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    return 0 if flag is None else 1 << int(flag)
+def _gpu_present() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _logger(trt: Any, log: IO[str], messages: list[str]) -> Any:
@@ -125,23 +170,20 @@ def _logger(trt: Any, log: IO[str], messages: list[str]) -> Any:
     return Logger()
 
 
-def _add_profile(builder: Any, network: Any, config: Any, batch: tuple[int, int, int]) -> None:
-    """Give every dynamic extent the batch range; only the batch may vary in our files."""
-    dynamic = False
+def _add_profile(builder: Any, network: Any, config: Any, wanted: Profile) -> dict[str, list[list[int]]]:
+    """Give every input with an open extent its (min, opt, max) shapes; returns them as the library has them."""
+    names = []
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
         shape = list(tensor.shape)
-        if -1 in shape[1:]:
-            raise InputError(
-                f"Input '{tensor.name}' has shape {shape}: height and width must be fixed, only the batch may vary. "
-                "Export it again: fp4deploy export --format onnx"
-            )
+        shapes = wanted.shapes(shape, tensor.name)
         if -1 in shape:
-            dynamic = True
-            profile.set_shape(tensor.name, *([size, *shape[1:]] for size in batch))
-    if dynamic:
+            names.append(tensor.name)
+            profile.set_shape(tensor.name, *shapes)
+    if names:
         config.add_optimization_profile(profile)
+    return {name: [list(shape) for shape in profile.get_shape(name)] for name in names}
 
 
 def _parser_error(error: Any) -> str:
@@ -155,8 +197,14 @@ def _brief(errors: list[str]) -> str:
     return " | ".join(text[:300] for text in unique[:3]) or "no reason was given; see --log FILE"
 
 
-def run_child(job: CompileJob) -> CompileAnswer:
+Progress = Callable[[str, int, int], None]
+POLL = 0.1  # seconds between two looks at the builder's progress
+
+
+def run_child(job: CompileJob, progress: Progress | None = None) -> CompileAnswer:
     """Run `job` in a process of its own and read its answer.
+
+    progress: is called with the builder's running phase, its steps done, and all of its steps.
 
     Raises:
         Fp4DeployError: what the child raised.
@@ -166,13 +214,34 @@ def run_child(job: CompileJob) -> CompileAnswer:
     path.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
     command = python_call(__name__, "main", str(path))
     with Path(job.folder, "output.txt").open("wb") as output, start(command, output, subprocess.STDOUT) as child:
-        code = child.wait()
+        code = child.wait() if progress is None else _watch(child, job.progress, progress)
     answer = json.loads(job.answer.read_text(encoding="utf-8")) if job.answer.is_file() else None  # noqa: TID251  of the own child
     if answer is None:
         raise InputError(_death_message(job, code))
     if "error" in answer:
         raise _ERRORS.get(answer["exit_code"], Fp4DeployError)(answer["error"])
     return CompileAnswer(**answer)
+
+
+def _watch(child: Any, path: Path, progress: Progress) -> int:
+    """Wait for the child, and say meanwhile how far the builder is."""
+    steps: dict[str, int] = {}
+    place = 0
+    while True:
+        try:
+            code = child.wait(POLL)
+        except subprocess.TimeoutExpired:
+            code = None
+        text = path.read_bytes()[place:] if path.is_file() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        place += len(whole)
+        for line in map(json.loads, whole.splitlines()):  # noqa: TID251  of the own child
+            phase = line["phase"]
+            steps[phase] = line.get("steps", steps.get(phase, 0))
+            if "done" in line:
+                progress(phase, line["done"], steps[phase])
+        if code is not None:
+            return code
 
 
 _ERRORS: dict[int, type[Fp4DeployError]] = {2: InputError, 3: UnavailableError}
@@ -197,8 +266,7 @@ def main(path: str) -> int:
     """Entry of the child process: run the job of a JSON file and write the answer to the same folder."""
     from fp4deploy.export.engine.backends import BACKENDS
 
-    fields = json.loads(Path(path).read_text(encoding="utf-8"))  # noqa: TID251  of the own child
-    job = CompileJob(**{**fields, "batch": tuple(fields["batch"])})
+    job = CompileJob.from_json(Path(path).read_text(encoding="utf-8"))
     backend = BACKENDS[job.backend]
     try:
         with job.log.open("w", encoding="utf-8") as log:

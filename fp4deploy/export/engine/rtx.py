@@ -39,4 +39,5 @@ BACKEND = Backend(
     default_arch=default_arch,
     configure=configure,
     layers=engine_layers,
+    options=("stripped", "refittable"),
 )

@@ -107,4 +107,5 @@ BACKEND = Backend(
     configure=configure,
     layers=engine_layers,
     plugins=add_plugins,
+    times_kernels=True,
 )

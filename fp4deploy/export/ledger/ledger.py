@@ -47,6 +47,7 @@ FORMAT = 1
 STATEMENT = "built and inspected, not run"
 UNKNOWN = "unknown"
 BITS = {"FP4": 4, "FP8": 8, "INT8": 8, "FP16": 16, "BF16": 16, "FP32": 32, "Int32": 32, "Int64": 64}
+Extent = tuple[Count, Count]
 _JSON_KEYS = {"requested": "wanted", "actual": "realised"}  # attribute -> key in ledger files, which are a contract
 COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "reason")
 
@@ -111,7 +112,12 @@ class Totals:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Everything known about one built plan; `card` is the model card as plain JSON, None for a foreign ONNX file."""
+    """Everything known about one built plan; `card` is the model card as plain JSON, None for a foreign ONNX file.
+
+    `batch` and `sizes` are (min, opt, max); `sizes` (height, width) of an engine with a range of them. `interface`:
+    where input and output are not those of the ONNX file (`lowering.interface`). `options`: how the plan was written,
+    such as "stripped".
+    """
 
     backend: str
     backend_version: str
@@ -129,6 +135,9 @@ class Ledger:
     layers: tuple[LedgerRow, ...]
     engine: tuple[EngineLayer, ...]
     statement: str = STATEMENT
+    sizes: tuple[Extent, Extent, Extent] | None = None
+    interface: dict[str, str | None] | None = None
+    options: tuple[str, ...] = ()
 
     @property
     def precision(self) -> str:
@@ -229,6 +238,9 @@ class Ledger:
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same ledger back."""
         fields = dataclasses.asdict(self) | {"format": FORMAT, "totals": dataclasses.asdict(self.totals())}
+        for name, usual in (("sizes", None), ("interface", None), ("options", ())):  # older versions do not know them
+            if fields[name] == usual:
+                del fields[name]
         fields["layers"] = [
             {_JSON_KEYS.get(name, name): value for name, value in row.items()} for row in fields["layers"]
         ]

@@ -27,7 +27,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
-from fp4deploy.export.lowering.pattern import SCALE_TYPE_E4M3, Fp4Layer, attribute, find_fp4_layers
+from fp4deploy.export.lowering.pattern import OPEN, SCALE_TYPE_E4M3, Fp4Layer, attribute, find_fp4_layers
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK
@@ -51,6 +51,9 @@ def geometry(layer: Fp4Layer) -> Geometry | None:
         return None
     strides, dilations = _integers(node, "strides", [1, 1]), _integers(node, "dilations", [1, 1])
     top, left, bottom, right = _integers(node, "pads", [0, 0, 0, 0])
+    if layer.is_open:  # one tap at every pixel, or nothing: only then no size is needed
+        simple = (layer.kernel, strides, dilations) == ((1, 1), [1, 1], [1, 1]) and not any((top, left, bottom, right))
+        return Geometry((1, 1), (1, 1), (0, 0, 0, 0), (OPEN, OPEN)) if simple else None
     padded = (layer.shape[1] + top + bottom, layer.shape[2] + left + right)
     reach = [(taps - 1) * step + 1 for taps, step in zip(layer.kernel, dilations, strict=True)]
     rows, columns = ((padded[i] - reach[i]) // strides[i] + 1 for i in range(2))
@@ -103,8 +106,20 @@ def _gemm(
 def _lower_pointwise(writer: NodeWriter, layer: Fp4Layer) -> None:
     assert layer.shape is not None
     result = _gemm(writer, layer, layer.dequantized, layer.half)
-    shape = writer.integers("image_shape", 0, layer.out_channels, *layer.shape[1:])
+    shape = _image_shape(writer, layer, layer.out_channels)
     _replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
+
+
+def _image_shape(writer: NodeWriter, layer: Fp4Layer, channels: int) -> ir.Value:
+    """[0, channels, H, W] of the layer's input; H and W are read when the engine runs where they are open."""
+    assert layer.shape is not None
+    if not layer.is_open:
+        return writer.integers("image_shape", 0, channels, *layer.shape[1:])
+    image = layer.compute.inputs[0]
+    assert image is not None
+    size = writer.add("Shape", "image_size", image, dtype=ir.DataType.INT64, start=2)
+    head = writer.integers("image_channels", 0, channels)
+    return writer.add("Concat", "image_shape", head, size, dtype=ir.DataType.INT64, axis=0)
 
 
 def _reshape_storage(value: ir.Value, shape: tuple[int, int]) -> None:
@@ -136,13 +151,13 @@ def _forget_shapes(layer: Fp4Layer) -> None:
 
 def _lower_upsampling(writer: NodeWriter, layer: Fp4Layer) -> None:
     assert layer.shape is not None
-    channels, height, width = layer.shape
+    channels = layer.shape[0]
     rows = 4 * layer.out_channels
     _reshape_storage(layer.codes, (rows, channels))
     _reshape_storage(layer.scales, (rows, channels // NVFP4_BLOCK))
     _forget_shapes(layer)
     result = _gemm(writer, layer, layer.dequantized, layer.half, bias_repeat=4)
-    taps = writer.add("Reshape", "image", result, writer.integers("image_shape", 0, rows, height, width))
+    taps = writer.add("Reshape", "image", result, _image_shape(writer, layer, rows))
     _replace_layer(writer, layer, writer.add("DepthToSpace", "spread", taps, blocksize=2, mode="CRD"))
 
 

@@ -20,6 +20,7 @@ The ledger compares the plan with the engine: a layer whose actual precision is 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
+from fp4deploy.export.onnx.size import fix_size
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
 
@@ -112,18 +114,23 @@ def read_buildable(path: Path) -> onnx.ModelProto:
     return model
 
 
-def lower(proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-rtx") -> LoweredModel:
+def lower(
+    proto: onnx.ModelProto, conv: str = "auto", backend: str = "tensorrt-rtx", usual: tuple[int, int] | None = None
+) -> LoweredModel:
     """Check a graph and lower its FP4 convolutions to the form that `conv` asks for. `proto` is not changed.
+
+    usual: of a graph whose image size is open and stays so, the most frequent height and width, at which
+        multiply-accumulates are counted.
 
     Raises:
         InputError: an FP4 layer breaks a rule of the canonical graph (the message names it), or the opset is too old.
     """
     check_conv_mode(conv, backend)
     with foreign_graph("The file"):
-        return _lower(proto, conv, backend)
+        return _lower(proto, conv, backend, usual)
 
 
-def _lower(proto: onnx.ModelProto, conv: str, backend: str) -> LoweredModel:
+def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, int] | None) -> LoweredModel:
     for tensor in proto.graph.initializer:
         _check_stored(tensor)
     model = ir.from_proto(_with_shapes(proto))
@@ -137,19 +144,34 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str) -> LoweredModel:
     requests = _requests(proto)
     _check_requests(requests, fp4)
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
+    _check_open(layers.values(), conv, usual)
     plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
     reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
     for name, reason in reasons.items():
         _check_buildable(layers[name], reason)
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
     eight = {name for name, reason in reasons.items() if conv == "fp8" and reason is None and can_be_fp8(layers[name])}
-    macs = count_macs(model)
+    macs = count_macs(model if usual is None else ir.from_proto(_with_shapes(fix_size(proto, usual))))
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
     forms = (ConvToPlugin(plugins), ConvToGemm(lowered), ConvToFp8(eight))
     names = NameFixPass(NamedByOutput())
     Sequential(DropFunctions(), names, *forms, *share, RemoveUnusedNodesPass(), names)(model)
     plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
+
+
+def _check_open(layers: Iterable[Fp4Layer], conv: str, usual: tuple[int, int] | None) -> None:
+    """Where height and width are open, a range of them is wanted, and the form of the layers can take one."""
+    first = next((layer.name for layer in layers if layer.is_open), None)
+    if first is not None and usual is None:
+        raise InputError(
+            f"Layer {first}: an engine is built for one image size, and this file leaves height and width open. "
+            "Give one with --size HxW."
+        )
+    if first is not None and conv in ("gemm", "plugin"):
+        raise InputError(
+            f"Layer {first}: --conv {conv} needs one image size. Give it with --size HxW, or choose --conv auto or qdq."
+        )
 
 
 def _check_stored(tensor: onnx.TensorProto) -> None:

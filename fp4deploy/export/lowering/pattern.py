@@ -27,6 +27,7 @@ from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.formats import NVFP4_BLOCK
 
 SCALE_TYPE_E4M3 = int(ir.DataType.FLOAT8E4M3FN)
+OPEN = 0  # height or width of a layer's input, where the graph takes any
 _SHAPE_OPS = ("Cast", "Reshape", "Transpose", "Identity", "DequantizeLinear")
 _REEXPORT = "Export the model again: fp4deploy export --format onnx"
 
@@ -35,8 +36,8 @@ _REEXPORT = "Export the model again: fp4deploy export --format onnx"
 class Fp4Layer:
     """One layer whose weights are FP4 codes and whose input is quantised while the model runs.
 
-    `half` is the dequantised FP16 weight as stored, [O, KH*KW*C]; `shape` is (C, H, W), None for all but Conv2d and
-    ConvTranspose2d.
+    `half` is the dequantised FP16 weight as stored, [O, KH*KW*C]; `shape` is (C, H, W), H and W `OPEN` where the
+    graph takes any, None for all but Conv2d and ConvTranspose2d.
     """
 
     name: str
@@ -50,6 +51,11 @@ class Fp4Layer:
     shape: tuple[int, int, int] | None
     kernel: tuple[int, ...]
     out_channels: int
+
+    @property
+    def is_open(self) -> bool:
+        """Height and width of the input are open."""
+        return self.shape is not None and OPEN in self.shape[1:]
 
     @property
     def source(self) -> ir.Value:
@@ -297,10 +303,7 @@ def _input_shape(name: str, node: ir.Node, channels: int) -> tuple[int, int, int
     value = node.inputs[0]
     shape = _static_shape(value) or []
     if len(shape) != 4 or any(size is None for size in shape[1:]):
-        raise InputError(
-            f"Layer {name}: an engine is built for one image size, and this file leaves height and width open. "
-            "Give one with --size HxW."
-        )
+        return channels, OPEN, OPEN
     c, h, w = (int(size or 0) for size in shape[1:])
     if c != channels:
         raise InputError(f"Layer {name}: its input has {c} channels and its weight {channels}. {_REEXPORT}")

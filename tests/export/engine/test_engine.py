@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 import signal
@@ -13,12 +15,16 @@ from pathlib import Path
 
 import onnx
 import pytest
+import torch
 
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from fp4deploy.export.engine.backends import BACKENDS
 from fp4deploy.export.engine.build import build_engine, open_plan, require_device
+from fp4deploy.export.engine.compile import CompileJob, compile_plan
 from fp4deploy.export.ledger.ledger import load_ledger
-from tests.export.lowering.engine_graphs import CanonicalGraph
+from fp4deploy.export.lowering.interface import Interface, with_interface
+from fp4deploy.export.lowering.lower import lower
+from tests.export.lowering.engine_graphs import CanonicalGraph, with_open_size
 from tests.processes import runs, wait_until
 from tests.train.launch import start
 
@@ -271,6 +277,62 @@ class TestRtx:
         onnx.save(proto, tmp_path / "model.onnx")
         with pytest.raises(InputError, match="Give one: --size HxW"):
             build_engine(tmp_path / "model.onnx", tmp_path / "model.plan")
+
+    def test_a_range_of_batches_and_image_sizes(self, model: Path) -> None:
+        onnx.save(with_open_size(onnx.load(model)), model)
+        seen: list[tuple[str, int, int]] = []
+        sizes = ((8, 16), (16, 16), (32, 24))
+        built = build_engine(
+            model,
+            model.with_name("model.plan"),
+            batch=(2, 3, 4),
+            sizes=sizes,
+            interface=Interface("fp32", "nhwc", "argmax"),
+            progress=lambda *phase: seen.append(phase),
+        )
+        ledger = open_plan(built.plan)
+        assert (ledger.batch, ledger.sizes) == ((2, 3, 4), sizes)
+        assert ledger.interface == {
+            "input": "fp32",
+            "input_layout": "nhwc",
+            "output": "argmax",
+            "output_layout": "nchw",
+        }
+        assert ledger.fallbacks() == ()
+        assert {row.layer: row.form for row in ledger.layers}["up"] == "gemm"
+        assert ledger.totals().macs > 0
+        assert "Optimizing graph" in {phase for phase, _, _ in seen}
+        assert all(0 <= done <= of for _, done, of in seen)
+
+    def test_the_compiler_gives_the_profile_back(self, model: Path, tmp_path: Path) -> None:
+        job = CompileJob("tensorrt-rtx", "sm120", (2, 3, 4), str(tmp_path), sizes=((8, 16), (16, 16), (32, 24)))
+        assert CompileJob.from_json(json.dumps(dataclasses.asdict(job))) == job
+        usual = (16, 16)
+        lowered = with_interface(
+            lower(with_open_size(onnx.load(model)), usual=usual).model, Interface(None, "nhwc"), None
+        )
+        onnx.save(lowered, job.onnx)
+        backend = BACKENDS["tensorrt-rtx"]
+        answer = compile_plan(backend.load(), backend, job, io.StringIO())
+        assert answer.profile == {"image": [[2, 8, 16, 3], [3, 16, 16, 3], [4, 32, 24, 3]]}
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="builds where there is a GPU")
+    @pytest.mark.parametrize(("option", "flag"), [("refittable", "--refittable"), ("stripped", "--strip-weights")])
+    def test_what_an_engine_without_a_gpu_cannot_be(self, model: Path, option: str, flag: str) -> None:
+        with pytest.raises(UnavailableError, match=f"cannot build with {flag} on this machine"):
+            build_engine(model, model.with_name("model.plan"), options=(option,))
+
+    def test_options_that_do_not_go_together(self, model: Path) -> None:
+        before = written(model.parent)
+        with pytest.raises(InputError, match="does not offer --version-compatible"):
+            build_engine(model, model.with_name("model.plan"), options=("version_compatible",))
+        for wrong in ({"sizes": ((8, 8), (8, 8), (8, 8))}, {"sizes": ((8, 8), (16, 16), (16, 16)), "size": (8, 8)}):
+            with pytest.raises(InputError, match="--size"):
+                build_engine(model, model.with_name("model.plan"), **wrong)
+        with pytest.raises(InputError, match="has one image size"):
+            build_engine(model, model.with_name("model.plan"), sizes=((8, 8), (16, 16), (16, 16)))
+        assert written(model.parent) == before
 
     def test_failed_build_keeps_the_previous_plan(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         out = model.with_name("model.plan")

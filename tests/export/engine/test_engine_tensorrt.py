@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.export.engine import rtx, tensorrt
+from fp4deploy.export.engine import caches, rtx, tensorrt
 from fp4deploy.export.engine.compile import CompileJob, compile_plan
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.plugins.runtime.nvcc import KernelError
@@ -43,7 +43,9 @@ class Recorder:
         self.Logger.WARNING = "warning"  # type: ignore[attr-defined]
         image = SimpleNamespace(name="image", shape=(-1, 3, 8, 8))
         network = SimpleNamespace(num_inputs=1, get_input=lambda index: image)
-        profile = SimpleNamespace(set_shape=lambda name, *shapes: note(("profile", name, shapes)))
+        profile = SimpleNamespace(
+            set_shape=lambda name, *shapes: note(("profile", name, shapes)), get_shape=lambda name: ((1,), (2,), (8,))
+        )
         config = SimpleNamespace(add_optimization_profile=lambda given: note("add profile"))
         inspector = SimpleNamespace(get_engine_information=lambda form: note(("inspect", form)) or LINE)
         engine = SimpleNamespace(create_engine_inspector=lambda: inspector)
@@ -95,6 +97,37 @@ def test_calls_in_order(job: CompileJob, monkeypatch: pytest.MonkeyPatch, option
     assert not hasattr(library.config, "num_compute_capabilities")
     assert (answer.evidence, answer.layers) == ("engine inspector", LINE)
     assert job.plan.read_bytes() == b"plan"
+
+
+def test_times_of_kernels_are_kept(job: CompileJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tensorrt, "present_arch", lambda: "sm100")
+    path = tmp_path / "timing.cache"
+    monkeypatch.setattr(caches, "entry", lambda kind, library, version: path if kind == "timing" else None)
+    for before, accepted in ((b"", True), (b"measured", True), (b"measured", False)):
+        library = Recorder(False)
+        given: list[Any] = []
+
+        def take(content: bytes, ignore_mismatch: bool, given: list[Any] = given, accepted: bool = accepted) -> bool:
+            given.append((content, ignore_mismatch))
+            return accepted
+
+        library.config.create_timing_cache = lambda content: content
+        library.config.set_timing_cache = take
+        library.config.get_timing_cache = lambda: SimpleNamespace(serialize=lambda: b"measured")
+        compile_plan(library, tensorrt.BACKEND, job, io.StringIO())
+        assert given == [(before, False)] + ([] if accepted else [(b"", False)])
+        assert caches.read(path) == b"measured"
+
+
+def test_flags_of_the_plan(job: CompileJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt, "present_arch", lambda: "sm100")
+    library = Recorder(True)
+    library.BuilderFlag = SimpleNamespace(VERSION_COMPATIBLE="vc", STRIP_PLAN="strip", REFIT="refit")  # type: ignore[attr-defined]
+    flags: list[str] = []
+    library.config.set_flag = flags.append
+    options = tuple(tensorrt.BACKEND.options)
+    compile_plan(library, tensorrt.BACKEND, dataclasses.replace(job, options=options), io.StringIO())
+    assert flags == ["vc", "strip", "refit"]
 
 
 @pytest.mark.parametrize(("present", "words"), [(None, "this machine has none"), ("sm90", "which is sm90, not sm100")])

@@ -43,7 +43,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[CompileJob]:
     """TensorRT is there, and lists what `engine` says; returns the jobs it was given."""
     found: list[CompileJob] = []
 
-    def compile(lowered: LoweredModel, job: CompileJob, log: Path | None) -> CompileAnswer:
+    def compile(lowered: LoweredModel, job: CompileJob, log: Path | None, progress: object) -> CompileAnswer:
         found.append(job)
         job.plan.write_bytes(b"ftrt" + bytes(60))
         nodes = plugin_nodes(lowered.model)

@@ -240,3 +240,28 @@ def unet_graph(
         x = graph.concat(f"concat.{level}", skips.pop(), graph.up(f"up.{level}", x, channels, fp4=fp4))
         x = block(f"decoder.{level}", x, channels)
     return graph.model(graph.conv("head", x, classes, kernel=1, fp4=False), function=function)
+
+
+def with_open_size(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph for images of any size, as an export with --dynamic-size writes it: shapes are read when it runs."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for value in (*changed.graph.input, *changed.graph.output):
+        for extent, name in zip(list(value.type.tensor_type.shape.dim)[2:], "HW", strict=True):
+            extent.dim_param = name if value.name == "image" else f"{value.name}_{name}"
+    del changed.graph.value_info[:]
+    tensors = {tensor.name: tensor for tensor in changed.graph.initializer}
+    nodes, sources = [], {}
+    for node in list(changed.graph.node):
+        name = node.name.rpartition(".")[0]
+        if node.name.endswith(".input.flat"):
+            sources[name] = node.input[0]
+            flat = numpy_helper.to_array(tensors[node.input[1]])
+            tensors[node.input[1]].CopyFrom(numpy_helper.from_array(np.array([*flat[:2], -1], np.int64), node.input[1]))
+        if node.name.endswith(".input.image"):
+            nodes.append(helper.make_node("Shape", [sources[name]], [f"{name}.size"], name=f"{name}.size"))
+            node.input[1] = f"{name}.size"
+        nodes.append(node)
+    del changed.graph.node[:]
+    changed.graph.node.extend(nodes)
+    return changed
