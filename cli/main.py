@@ -26,7 +26,7 @@ from typer.core import TyperGroup
 
 from fp4deploy import __version__
 from fp4deploy.errors import Fp4DeployError, InputError, Interrupted, UnavailableError
-from fp4deploy.search_path import ignore_local_settings, keep_absolute
+from fp4deploy.search_path import ignore_local_settings, keep_absolute, keep_python_safe
 from fp4deploy.terminal import QUIET, printable
 
 from .commands.machine import data, doctor, kernels, selftest
@@ -198,6 +198,7 @@ def main() -> None:
     """Entry point of the `fp4deploy` command."""
     stop_on_signals()
     keep_absolute(os.environ)  # Triton and torch.compile start the host compiler by name, too
+    keep_python_safe(os.environ)
     ignore_local_settings()
     status: Any = 0
     try:

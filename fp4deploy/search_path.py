@@ -3,6 +3,9 @@
 An empty entry of such a list means the current folder, and `PATH=$PATH:$UNSET` makes one: a program `gcc`, a library or
 a header beside a downloaded model would be taken.
 
+Libraries start Python themselves: to learn what the CPU can do, torch.compile calls `python -c`, which imports from the
+current folder first. PYTHONSAFEPATH says that it must not, from Python 3.11 on.
+
 matplotlib reads a file `matplotlibrc` of the current folder before that of the user, when it is imported. It can make
 the import fail, and figures call LaTeX. There is no option against it, and libraries such as torchmetrics import
 matplotlib on their own.
@@ -38,6 +41,20 @@ def keep_absolute(environment: Environment) -> Environment:
                 environment[name] = os.pathsep.join(kept)
             else:
                 del environment[name]
+    return environment
+
+
+def keep_python_safe(environment: Environment) -> Environment:
+    """Let no Python that is started with an environment import from the current folder; in place, it is returned.
+
+    Python 3.10 has no such variable: torch.compile is told to believe the CPU's flags, without asking another Python.
+
+    >>> keep_python_safe({})["PYTHONSAFEPATH"]
+    '1'
+    """
+    environment["PYTHONSAFEPATH"] = "1"
+    if sys.version_info < (3, 11):
+        environment.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     return environment
 
 

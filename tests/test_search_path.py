@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from fp4deploy.search_path import keep_python_safe
+
 IMPORT = """
 from fp4deploy.search_path import ignore_local_settings
 ignore_local_settings()
@@ -20,3 +24,11 @@ def test_matplotlib_reads_no_settings_of_the_current_folder(tmp_path: Path) -> N
     for code, status in ((IMPORT, 0), ("import matplotlib", 1)):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=False)
         assert done.returncode == status
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
+def test_a_python_that_a_library_starts_imports_nothing_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "ctypes.py").write_text("raise SystemExit(7)")
+    probe = [sys.executable, "-S", "-c", "import ctypes"]  # as torch.compile does
+    for environment, status in ((dict(os.environ), 7), (keep_python_safe(dict(os.environ)), 0)):
+        assert subprocess.run(probe, cwd=tmp_path, env=environment, check=False).returncode == status
