@@ -34,6 +34,18 @@ def test_miou_against_counting_by_hand() -> None:
     assert scores.pixel_accuracy == pytest.approx(3 / 5)
 
 
+def test_logits_are_scored_by_their_argmax() -> None:
+    logits = torch.tensor([[[[3.0, 0.0, 1.0]], [[1.0, 2.0, 2.0]], [[2.0, 1.0, 0.0]]]])
+    found = SegmentationScore(3, NAMES)
+    found.update(logits, torch.tensor([[[0, 1, 2]]]))
+    assert found.compute().per_class == {"a": 1.0, "b": 0.5, "c": 0.0}
+
+
+def test_json_has_no_nan() -> None:
+    assert score([0, 1], [0, 0]).to_json() == {"miou": 0.25, "pixel_accuracy": 0.5}
+    assert score([0, 1], [IGNORE, IGNORE]).to_json() == {"miou": None, "pixel_accuracy": None}
+
+
 def test_truth_and_prediction_are_not_exchanged() -> None:
     found = score([0, 0, 0, 1], [0, 1, 1, 1])
     assert found.per_class == {"a": pytest.approx(1 / 3), "b": pytest.approx(1 / 3), "c": None}

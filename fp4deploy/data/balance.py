@@ -95,7 +95,7 @@ def cached_counts(dataset: SegmentationDataset, path: Path, identity: str) -> Cl
         kept = read_json(path)
         if kept["of"] == key:
             counts = validated(ClassCounts, kept["counts"], path)
-            if counts.agree:
+            if counts.agree and counts.images <= min(len(dataset), MOST_IMAGES):
                 return counts
     except (InputError, KeyError, TypeError):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,40 @@ def test_few_images_are_mentioned() -> None:
     )
 
 
+def test_what_is_unknown_is_no_number() -> None:
+    nothing = PixelCounts(["1.png", "2.png"], CLASSES, np.zeros((2, 3, 3), np.int64))
+    found = paired_drop(nothing, nothing, replicates=10)
+    assert all(math.isnan(number) for number in (value(nothing), *dataclasses.astuple(found.metric)))
+    assert found.classes == {}
+
+
+def test_one_class_is_its_own_mean() -> None:
+    assert value(PixelCounts(["1.png"], ("road",), np.array([[[3, 4, 5]]]))) == 0.5
+
+
+@pytest.mark.parametrize(("metric", "unit", "drop"), [("mIoU", "points of mIoU", "2.50"), ("AP", "objects", "0.03")])
+def test_what_lost_most_is_listed(metric: str, unit: str, drop: str) -> None:
+    interval = Interval(0.25, 0.125, 0.375)
+    classes, images = (("road", interval), ("sky", interval)), (("1.png", 0.025),)
+    found = Decision("runs/a/unet.onnx", metric, 0.5, 0.75, interval, 0.5, 40, classes, images)
+    assert found.losses() == [
+        "unet.onnx: classes that lost most: road 25.00 (12.50 to 37.50), sky 25.00 (12.50 to 37.50).",
+        f"unet.onnx: images that lost most ({unit}): 1.png {drop}.",
+    ]
+    assert dataclasses.replace(found, classes=(), images=()).losses() == []
+
+
+def test_a_decision_as_json() -> None:
+    known, unknown = Interval(0.25, 0.125, 0.375), Interval(0.5, math.nan, math.inf)
+    images = (("1.png", 0.025),)
+    found = Decision("runs/a/unet.onnx", "mIoU", 0.5, 0.75, known, 0.5, 40, (("sky", unknown),), images)
+    assert found.to_json() == {
+        "artefact": "runs/a/unet.onnx", "metric": "mIoU", "value": 0.5, "baseline": 0.75,
+        "drop": 0.25, "low": 0.125, "high": 0.375, "level": 0.95, "images": 40, "max_drop": 0.005, "passed": False,
+        "classes": {"sky": {"drop": 0.5, "low": None, "high": None}}, "worst_images": {"1.png": 0.025},
+    }  # fmt: skip
+
+
 def test_the_worst_of_several_is_named() -> None:
     first = counts(100, 0.9)
     found = gate_drop([entry(counts(100, 0.89), "a.onnx"), entry(counts(100, 0.7), "b.onnx")], baseline(first), 0.5)
@@ -231,6 +266,10 @@ def test_a_recorded_baseline_is_bound(untrained: Run, shapes: Path, tmp_path: Pa
             find_baseline(path, None)
 
     refused("was measured on the split test", split="test")
+    evidence = document["evidence"]
+    document["evidence"] = [{**evidence[0], "lines": ["x"]}]
+    refused(r"base\.json")
+    document["evidence"] = evidence
     refused(r"states mIoU 0\.1, and the counts of its images give", miou=0.1)
     refused("is no longer the file that was measured", sha256="0" * 64)
     refused("does not say on which images", data_sha256=None)

@@ -79,7 +79,14 @@ def test_counts_are_kept_and_redone_when_they_do_not_fit(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"pixels": [1]}, {"pixels": [-1, 0, 0]}, {"pixels_beside": [0, 0, 0]}, {"images_with": [9, 9, 9]}, {"images": -1}],
+    [
+        {"pixels": [1]},
+        {"pixels": [-1, 0, 0]},
+        {"pixels_beside": [0, 0, 0]},
+        {"images_with": [9, 9, 9]},
+        {"images": -1},
+        {"images": 4},
+    ],
 )
 def test_counts_that_no_dataset_gives_are_counted_again(tmp_path: Path, wrong: dict[str, object]) -> None:
     path = tmp_path / "counts.json"

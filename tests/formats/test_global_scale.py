@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4deploy.formats import deployed_amax, global_amax, global_scale
+from fp4deploy.formats import deployed_amax, global_amax, global_scale, quantize_nvfp4
 
 
 @pytest.mark.parametrize("e4m3_max", [448, 256])
@@ -29,3 +29,11 @@ def test_torch_and_numpy_agree_in_every_binade(e4m3_max: int) -> None:
         assert isinstance(back, np.float32)
         assert scale == global_scale(torch.tensor(amax), e4m3_max).item() == np.float32(amax / np.float32(6 * e4m3_max))
         assert back == global_amax(torch.tensor(scale), e4m3_max).item()
+
+
+def test_an_amax_of_any_type_is_float32() -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    for amax in (1 / 3, torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(1 / 3, dtype=torch.float32)):
+        found = quantize_nvfp4(x, amax=amax)
+        assert found.amax.dtype == torch.float32
+        assert found.amax == torch.tensor(1 / 3, dtype=torch.float32)

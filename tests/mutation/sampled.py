@@ -46,7 +46,7 @@ ROOMS = {
     ),
     "export": Room(
         ("fp4deploy/export/onnx/qdq.py", "fp4deploy/export/onnx/layer_constants.py"),
-        ("tests/export/onnx/test_graph.py", "tests/export/onnx/test_layer_forms.py"),
+        tuple(f"tests/export/onnx/test_{name}.py" for name in ("graph", "layer_forms", "image_size")),
     ),
     "lowering": Room(("fp4deploy/export/lowering/gemm.py",), ("tests/export/lowering/test_lowering_gemm.py",)),
     "ledger": Room(
@@ -59,7 +59,7 @@ ROOMS = {
     ),
     "packed": Room(
         ("fp4deploy/packed/check.py", "fp4deploy/packed/shapes.py"),
-        ("tests/packed/test_packed_check.py", "tests/packed/test_mutations.py"),
+        ("tests/packed/test_packed_check.py", "tests/packed/test_mutations.py", "tests/packed/test_memory.py"),
     ),
 }  # fmt: skip
 

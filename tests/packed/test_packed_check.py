@@ -139,6 +139,22 @@ CASES: dict[str, tuple[Change, str]] = {
         lambda g: node(g, "encoder.0.conv1").update(dilation=[1000, 1000]),
         "encoder.0.conv1",
     ),
+    "a softplus of slope 0": (
+        lambda g: g["nodes"].append(
+            {
+                "op": "activation",
+                "function": "softplus",
+                "parameters": [0.0, 20.0],
+                "inputs": ["head"],
+                "outputs": [{"name": "more"}],
+            }
+        ),
+        "the first number of softplus is positive",
+    ),
+    "an image of one row that is pooled": (
+        lambda g: g["inputs"][0].update(shape=[1, 3, 1, 32]),
+        "1 x 32 pixels cannot be pooled",
+    ),
     "too many elements": (lambda g: g["inputs"][0].update(shape=[1, 3, 1 << 20, 1 << 20]), "2\\^28|2\\^31"),
 }
 

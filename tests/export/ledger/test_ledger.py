@@ -10,8 +10,8 @@ import pytest
 
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.ledger.actual import match_kernels
-from fp4deploy.export.ledger.build_log import parse_engine_layers
-from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, LedgerRow, ledger_path, load_ledger
+from fp4deploy.export.ledger.build_log import EngineLayer, Tensor, parse_engine_layers
+from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, LedgerRow, PlannedLayer, ledger_path, load_ledger
 from fp4deploy.export.lowering.lower import lower
 from tests.export.lowering.engine_graphs import CanonicalGraph
 
@@ -194,8 +194,8 @@ def test_json_gives_the_same_ledger_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", '{"format": 9}', '{"format": 1, "layers": 3}', "\x00"],
-    ids=["empty", "object", "list", "format", "layers", "null"],
+    ["", "{}", "[]", '{"format": 9}', '{"format": 1, "layers": 3}', '{"format": 1, "layers": [3]}', "\x00"],
+    ids=["empty", "object", "list", "format", "layers", "layer", "null"],
 )
 def test_broken_ledger_is_an_input_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "unet.ledger.json"
@@ -233,6 +233,16 @@ def test_every_kernel_of_a_layer_is_listed() -> None:
     second = line.replace(f"Name: {name},", f"Name: {name}_second,", 1)
     after = row(ledger(f"{RECORDED.rstrip()}\n{second}\n"), before.layer)
     assert after.kernels == (*before.kernels, f"{name}_second")
+
+
+@pytest.mark.parametrize(("read", "counted"), [("INT8", 1), ("FP16", 0)])
+def test_a_plugin_that_reads_codes_computes_as_planned(read: str, counted: int) -> None:
+    node = "conv.plugin"
+    layer = PlannedLayer("conv", "Conv2d", "FP4", "plugin", "FP4", "FP4", "", 100, (node,), (node,))
+    kernel = EngineLayer("conv.plugin", "PluginV3", (Tensor("codes", (1, 32, 256), read),), (), (), (node,))
+    found = dataclasses.replace(ledger(), layers=match_kernels((layer,), (kernel,)), engine=(kernel,))
+    assert (found.totals().plugins, found.totals().fell_back) == (counted, 1 - counted)
+    assert found.summary().startswith("1 plugin and 0 FP4 GEMMs" if counted else "0 FP4 GEMMs")
 
 
 @pytest.mark.parametrize(
