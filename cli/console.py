@@ -34,7 +34,8 @@ def results() -> Console:
 def collected(command: str) -> Iterator[None]:
     """Print what is `done` in the block as one JSON document on stdout, if it ends without an error."""
     global _collected
-    _collected = found = []
+    found: list[dict[str, Any]] = []
+    _collected = found
     try:
         yield
     finally:

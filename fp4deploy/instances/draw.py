@@ -6,8 +6,11 @@ two neighbours rarely share one; the line separates them where they do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
 
 Pixels = NDArray[np.uint8]
 
@@ -42,6 +45,33 @@ def draw_instances(image: Pixels, ids: NDArray[np.int32], void: NDArray[np.bool_
         drawn[void] = (1 - TINT) * grey[void] + TINT * np.array(VOID, dtype=np.float32)
     drawn[inside & outline(ids)] = OUTLINE
     return drawn.round().astype(np.uint8)
+
+
+def label_objects(image: Pixels, ids: NDArray[np.int32], texts: Sequence[str], factor: float = 1.0) -> Pixels:
+    """Write a text on each object, over the middle of its pixels.
+
+    Args:
+        image: uint8 [H, W, 3] RGB.
+        ids: int32 [h, w] with the numbers 1 to len(texts); those that are not there get no text.
+        texts: such as "car 0.93".
+        factor: H / h.
+
+    Returns:
+        uint8 [H, W, 3]
+    """
+    picture = Image.fromarray(image)
+    canvas = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(max(9, round(min(image.shape[:2]) / 24)))
+    for number, text in enumerate(texts, start=1):
+        rows, columns = np.nonzero(ids == number)
+        if len(rows):
+            place = float(np.median(columns) + 0.5) * factor, float(np.median(rows) + 0.5) * factor
+            left, top, right, bottom = canvas.textbbox((0, 0), text, font=font, stroke_width=1)
+            x = min(max(place[0] - (right - left) / 2, 1), image.shape[1] - right - 1)
+            y = min(max(place[1] - (bottom - top) / 2, 1), image.shape[0] - bottom - 1)
+            canvas.text((x, y), text, fill=(255, 255, 255), font=font, stroke_width=1, stroke_fill=(0, 0, 0))
+    drawn: Pixels = np.asarray(picture)
+    return drawn
 
 
 def outline(ids: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -67,8 +67,8 @@ def _expand(text: str) -> list[tuple[Path, Path]]:
             raise InputError(f"{path} is neither an image nor a video by its name. Valid: {valid}.")
         return [(path, Path(path.name))]
     matching = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) else []
-    valid = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
-    files = [path for path in map(Path, matching) if path.suffix.lower() in valid and path.is_file()]
+    known = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+    files = [path for path in map(Path, matching) if path.suffix.lower() in known and path.is_file()]
     if not files:
         kind = "No image matches" if glob.has_magic(text) else "There is no file or folder"
         raise InputError(f"{kind} {text}.")

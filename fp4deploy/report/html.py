@@ -1,21 +1,26 @@
-"""report.html: one file with style and pictures inside it, which needs no network and runs no script.
+"""report.html: one file with style and pictures inside it, which needs no network.
 
 Every page is a Jinja2 template of `templates/`. Autoescape is on and nothing is marked as safe, so that a string of
 report.json, of a model card or of telemetry stays text. Numbers were parsed by the models of `bench.records`. The
-templates' Content-Security-Policy is a second barrier: a browser loads nothing but data: images.
+templates' Content-Security-Policy is a second barrier: a browser loads nothing but data: images, and runs no script but
+ours, named by its digest (`templates/page.js`: theme, contents, sorting, sliders). Without it a page reads the same.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
 
 from fp4deploy.bench import tables
 from fp4deploy.bench.records import Machine
 from fp4deploy.errors import counted
-from fp4deploy.predict.palette import colours
 from fp4deploy.report.figures.overlays import Overlay
 from fp4deploy.report.model import MODEL_TITLES, ReportData, count_titles
 from fp4deploy.tasks import TASKS
@@ -35,11 +40,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures of a run's page as data URIs: curves, heatmaps (caption, picture), samples."""
+    """Pictures of a run's page as data URIs: curves, heatmaps (caption, picture), samples.
+
+    telemetry: where the page of all heatmaps lies, as a link of this page; None where there is none.
+    """
 
     curves: str | None = None
     heatmaps: Sequence[tuple[str, str]] = ()
     overlays: Sequence[Overlay] = ()
+    telemetry: str | None = None
 
 
 @lru_cache(maxsize=1)
@@ -54,7 +63,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals |= {"tables": tables, "counted": counted}
+    found.globals |= {"tables": tables, "counted": counted, "digest": _digest}
     found.filters |= {
         "change": tables.change,
         "date": lambda text: text.replace("T", " ").removesuffix("+00:00"),
@@ -67,14 +76,15 @@ def environment() -> Environment:
     return found
 
 
+@lru_cache
+def _digest(script: str) -> Markup:
+    """The source that a Content-Security-Policy allows: the digest of a script of the templates, as it is included."""
+    text = files("fp4deploy.report").joinpath("templates", script).read_text(encoding="utf-8").removesuffix("\n")
+    return Markup(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'")
+
+
 def render_html(report: ReportData, pictures: Pictures) -> str:
     """The page of one run."""
-    nvfp4 = report.models.get("nvfp4")
-    legend: list[tuple[str, Any]] = []
-    if pictures.overlays and nvfp4 is not None:
-        names = nvfp4.class_names
-        palette = colours(len(names), background=names[0] == "background")
-        legend = [(name, colour) for name, colour in zip(names, palette, strict=True) if colour]
     return (
         environment()
         .get_template("run.html.j2")
@@ -86,8 +96,8 @@ def render_html(report: ReportData, pictures: Pictures) -> str:
             reasons=[entry.reason for entry in report.artifacts if entry.reason],
             curves=pictures.curves,
             heatmaps=pictures.heatmaps,
+            telemetry=pictures.telemetry,
             overlays=pictures.overlays,
-            legend=legend,
             counts=count_titles(report),
             per_class=TASKS[report.task].per_class,
             errors=tables.error_rows(report.artifacts),

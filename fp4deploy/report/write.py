@@ -9,6 +9,7 @@ and a model that was not measured has the best score of its validation during tr
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from fp4deploy.report.html import Pictures, render_html
 from fp4deploy.report.markdown import render_markdown
 from fp4deploy.report.model import Measurement, ReportData
 from fp4deploy.report.run_folder import read_run, readable
+from fp4deploy.report.telemetry_page import page_path
 from fp4deploy.runs import Run, open_run
 
 DRAWN = {"semantic": draw_overlays, "instance": draw_instance_overlays, "detection": draw_box_overlays}
@@ -76,7 +78,7 @@ def rewrite_report(run: Run, out: Path | None = None) -> Report:
 def _save(run: Run, report: ReportData, data: Path | None, out: Path | None = None) -> Report:
     """Draw the pictures and write; `data` None: no samples."""
     paths = Report(run.path / "report.json", run.path / "report.md", out or run.path / "report.html", report)
-    page = draw_page(run, report, data)
+    page = draw_page(run, report, data, paths.html)
     if out is None:
         _write(paths.json, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
         _write(paths.markdown, render_markdown(report))
@@ -84,14 +86,16 @@ def _save(run: Run, report: ReportData, data: Path | None, out: Path | None = No
     return paths
 
 
-def draw_page(run: Run, report: ReportData, data: Path | None) -> str:
-    """report.html with its pictures; the curves are kept under plots/ as well."""
+def draw_page(run: Run, report: ReportData, data: Path | None, page: Path) -> str:
+    """report.html with its pictures, as the file `page`; the curves are kept under plots/ as well."""
     curves = draw_curves({model: history(run, model) for model in run.models()}, report.fine_tuned)
     if curves:
         save_curves(run, curves)
     pair = run.checkpoint("fp16"), run.checkpoint("nvfp4")
     overlays: list[Overlay] = DRAWN[report.task](*pair, data) if data and all(path.is_file() for path in pair) else []
-    return render_html(report, Pictures(_svg(curves), telemetry_pictures(run, report.models), overlays))
+    all_heatmaps = page_path(run)
+    link = Path(os.path.relpath(all_heatmaps, page.parent)).as_posix() if all_heatmaps.is_file() else None
+    return render_html(report, Pictures(_svg(curves), telemetry_pictures(run, report.models), overlays, link))
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:

@@ -11,7 +11,7 @@ from PIL import Image
 from fp4deploy.data import generate_shapes, open_instances
 from fp4deploy.errors import InputError
 from fp4deploy.instances import InstanceEvaluation, Instances
-from fp4deploy.instances.draw import OUTLINE, PALETTE, draw_instances, outline
+from fp4deploy.instances.draw import OUTLINE, PALETTE, draw_instances, label_objects, outline
 from fp4deploy.instances.panoptic import PanopticWriter, from_rgb, panoptic, read_panoptic, to_rgb
 from fp4deploy.models import InstanceHead
 from tests.instances.perfect import labels_of, perfect_outputs
@@ -86,3 +86,17 @@ def test_neighbours_are_drawn_apart() -> None:
     assert (drawn[1:5, 3] == OUTLINE).all()
     assert outline(ids)[1:5, 3].all()
     assert not outline(ids)[2, 1]
+
+
+def test_objects_carry_their_texts() -> None:
+    image = np.full((120, 160, 3), 90, np.uint8)
+    ids = np.zeros((30, 40), np.int32)
+    ids[5:15, 4:20] = 1
+    ids[25:, 30:] = 2
+    drawn = label_objects(image, ids, ["car 0.93", "bus 0.10", "not there 0.01"], factor=4.0)
+    changed = (drawn != image).any(2)
+    assert changed[20:60, 16:80].any()
+    assert changed[80:, 90:].any()
+    assert not changed[:10].any()
+    assert drawn[changed].max() > 200
+    np.testing.assert_array_equal(label_objects(image, ids, []), image)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from base64 import b64encode
 from hashlib import sha256
@@ -11,6 +12,7 @@ import fp4deploy
 from fp4deploy.report.figures.heatmap import Heatmap
 from fp4deploy.report.figures.heatmap_page import page
 from fp4deploy.report.html import environment
+from fp4deploy.report.telemetry_page import render_page
 
 PACKAGE = Path(fp4deploy.__file__).parent
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">')
@@ -45,8 +47,36 @@ def test_every_template_has_the_frame_with_the_policy() -> None:
         assert not re.search(r"\|\s*safe\b|autoescape", path.read_text(encoding="utf-8")), path
     source, *_ = templates.loader.get_source(templates, "page.html.j2")  # type: ignore[union-attr]
     (policy,) = POLICY.findall(source)
-    assert "script-src" not in policy
+    assert "script-src {% block digests %}{{ digest('page.js') }}{% endblock %};" in policy
     assert policy.startswith("default-src 'none'")
+
+
+def own_scripts(text: str) -> list[str]:
+    """The scripts of a page, each allowed by its digest, which nothing else is; data blocks left out."""
+    (policy,) = POLICY.findall(text)
+    rules = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    scripts = [code for attributes, code in SCRIPT.findall(text) if "application/json" not in attributes]
+    assert [f"'sha256-{b64encode(sha256(code.encode()).digest()).decode()}'" for code in scripts] == rules[
+        "script-src"
+    ].split()
+    assert text.count("<script") == len(SCRIPT.findall(text))
+    return scripts
+
+
+def test_the_page_of_all_heatmaps(tmp_path: Path) -> None:
+    heatmap = Heatmap(
+        HOSTILE, HOSTILE, [HOSTILE, "b"], ["1", "2"], "layer", "step", [[1.0, None], [0.00012347, 3.0]], "%"
+    )
+    text = render_page(HOSTILE, [("nvfp4", Path("weights/quantized/flips"), heatmap)])
+    assert len(own_scripts(text)) == 2
+    (data,) = [code for attributes, code in SCRIPT.findall(text) if "application/json" in attributes]
+    (entry,) = json.loads(data)["maps"]
+    assert (entry["model"], entry["group"], entry["name"]) == ("nvfp4", "weights/quantized", "flips")
+    assert entry["values"] == [[1, None], [0.0001235, 3]]
+    assert (entry["title"], entry["rows"]) == (HOSTILE, [HOSTILE, "b"])
+    assert "<img src=x" not in text
+    assert set(json.loads(data)["colours"]) == {"viridis"}
+    assert not re.search(r'(src|href)="(?!data:|#)', text)
 
 
 def test_nothing_else_writes_pages() -> None:

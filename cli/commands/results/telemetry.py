@@ -71,11 +71,12 @@ def study(
 
 def draw(run: Run, models: list[str]) -> None:
     """Draw the heatmaps of `models`, and print where they are."""
-    from fp4deploy.report.figures.telemetry import draw_heatmaps, heatmap_folder
+    from fp4deploy.report.figures.telemetry import heatmap_folder
+    from fp4deploy.report.telemetry_page import draw_telemetry_of, page_path
 
-    for model in models:
-        files = draw_heatmaps(run, model)
+    for model, files in draw_telemetry_of(run, models).items():
         note(f"{model}: {counted(len(files), 'heatmap file')} under {shown(heatmap_folder(run, model))}")
+    note(f"All of them on one page: {shown(page_path(run))}")
 
 
 def _tracked(run: Run) -> list[str]:

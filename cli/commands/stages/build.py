@@ -156,10 +156,10 @@ def _sizes(least: str | None, usual: str | None, most: str | None) -> Sizes | No
         if least is not None or usual is not None:
             raise InputError("--min-size and --opt-size are for a range of image sizes: give --max-size as well.")
         return None
-    found = []
+    found: list[tuple[int, int]] = []
     for name, text in (("max", most), ("opt", usual), ("min", least)):
         pixels = parse_size(text, f"--{name}-size")
-        found.append(pixels or found[-1])
+        found.append(found[-1] if pixels is None else pixels)
     return found[2], found[1], found[0]
 
 

@@ -53,6 +53,7 @@ class TensorRtRuntime:
         self._path, self._timeout = path, timeout
         self._cached = caches.entry("runtime", backend, str(trt.__version__)) if backend == "tensorrt-rtx" else None
         self._before = caches.read(self._cached)
+        self._cache: Any
         config, self._cache = runtime_cache(loaded, self._before) if self._cached is not None else (None, None)
         self._context = loaded.create_execution_context(*([config] if config is not None else []))
         if self._context is None:
@@ -150,7 +151,8 @@ class TensorRtRuntime:
 
     def _interface(self, ledger: Ledger | None) -> Interface:
         if ledger is not None:
-            return Interface(**ledger.interface) if ledger.interface is not None else Interface()
+            fields: dict[str, Any] = ledger.interface or {}
+            return Interface(**fields)
         names = self._input, self._output
         kinds, shapes = map(self._kind, names), map(self._engine.get_tensor_shape, names)
         (given, made), (given_shape, made_shape) = kinds, shapes

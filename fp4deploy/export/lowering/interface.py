@@ -158,7 +158,8 @@ def _replace_output(graph: onnx.GraphProto, wanted: Interface) -> None:
 
 
 def _type_name(value: onnx.ValueInfoProto) -> str:
-    return {TensorProto.FLOAT16: "fp16", TensorProto.FLOAT: "fp32"}.get(value.type.tensor_type.elem_type, "")
+    kind = value.type.tensor_type.elem_type
+    return next((name for name, each in TYPES.items() if each == kind), "")
 
 
 def _extents(value: onnx.ValueInfoProto) -> list[int | str]:

@@ -6,6 +6,7 @@ by an IoU of a half at least.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from fp4deploy.detection.decode import iou
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.models.boxes import SHOWN as SCORE
 from fp4deploy.models.boxes import DetectionHead
+from fp4deploy.report.figures.instance_overlays import enlarged
 from fp4deploy.report.figures.overlays import CANDIDATES, SHOWN, Overlay, Pixels, png_uri
 
-LARGEST = 420  # side of a picture in pixels
 MATCHED = 0.5  # IoU
 
 
@@ -35,7 +36,8 @@ def draw_box_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     for index in sorted({round(place) for place in np.linspace(0, len(dataset) - 1, CANDIDATES)}):
         sample = dataset.load(index)
         first, second = (find_boxes(model, sample) for model in models)
-        found.append(_Prediction(sample.name, sample.image, true_boxes(sample), first, second))
+        names = models[0].card.class_names
+        found.append(_Prediction(sample.name, sample.image, true_boxes(sample), first, second, names))
     worst = max(found, key=lambda prediction: prediction.differing)
     rich = sorted((each for each in found if each is not worst), key=lambda prediction: -len(prediction.truth))
     return [prediction.draw(prediction is worst) for prediction in (*rich[: SHOWN - 1], worst)]
@@ -48,23 +50,27 @@ class _Prediction:
     truth: Detections
     first: Detections
     second: Detections
+    names: Sequence[str]
 
     @property
     def differing(self) -> float:
         return unmatched_share(self.first, self.second)
 
     def draw(self, worst: bool) -> Overlay:
-        grey = np.repeat(self.image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
-        for one, other in ((self.first, self.second), (self.second, self.first)):
-            grey = draw_boxes(grey, _chosen(one, unmatched(one, other)))
+        image = enlarged(self.image)
+        factor = image.shape[0] / self.image.shape[0]
+        truth, first, second = (_scaled(each, factor) for each in (self.truth, self.first, self.second))
+        grey = np.repeat(image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
+        for one, other in ((first, second), (second, first)):
+            grey = draw_boxes(grey, _chosen(one, unmatched(one, other)), self.names)
         pictures = {
-            "image": self.image,
-            "truth": draw_boxes(self.image, self.truth),
-            "FP16": draw_boxes(self.image, self.first),
-            "NVFP4": draw_boxes(self.image, self.second),
+            "image": image,
+            "truth": draw_boxes(image, truth, self.names),
+            "FP16": draw_boxes(image, first, self.names),
+            "NVFP4": draw_boxes(image, second, self.names),
             "difference": grey,
         }
-        uris = {title: png_uri(pixels, LARGEST) for title, pixels in pictures.items()}
+        uris = {title: png_uri(pixels) for title, pixels in pictures.items()}
         return Overlay(self.name, uris, self.differing, worst)
 
 
@@ -95,6 +101,10 @@ def unmatched_share(one: Detections, other: Detections) -> float:
     """Share of the boxes of both models that have no match in the other."""
     count = len(one) + len(other)
     return float(unmatched(one, other).sum() + unmatched(other, one).sum()) / count if count else 0.0
+
+
+def _scaled(found: Detections, factor: float) -> Detections:
+    return Detections(found.boxes * np.float32(factor), found.classes, found.scores)
 
 
 def _chosen(found: Detections, which: NDArray[np.bool_]) -> Detections:

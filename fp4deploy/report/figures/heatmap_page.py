@@ -26,6 +26,7 @@ from fp4deploy.files import atomic_write
 if TYPE_CHECKING:
     from fp4deploy.report.figures.heatmap import Heatmap
 
+STANDOFF = 12  # pixels between the labels of an axis and its title; without it plotly lays one over the other
 MISSING = "#d5d8dc"  # a cell without a value
 _INLINE = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
 
@@ -86,7 +87,7 @@ def _trace(heatmap: Heatmap) -> dict[str, Any]:
         "y": [_text(label) for label in heatmap.rows],
         "zmin": math.log10(low) if log else low,
         "zmax": math.log10(high) if log else high,
-        "colorscale": _colorscale(heatmap.colours),
+        "colorscale": colorscale(heatmap.colours),
         "colorbar": bar,
         "hoverongaps": False,
         "xgap": 0.5,
@@ -104,9 +105,14 @@ def _layout(heatmap: Heatmap) -> dict[str, Any]:
         "height": max(320, 150 + (100 * heatmap.cell if heatmap.cell else 18) * len(heatmap.rows)),
         "margin": {"t": 90, "l": 10, "r": 10, "b": 60},
         "plot_bgcolor": MISSING,
-        "xaxis": {"title": {"text": _text(heatmap.column_title)}, "type": "category", "showgrid": False},
+        "xaxis": {
+            "title": {"text": _text(heatmap.column_title), "standoff": STANDOFF},
+            "type": "category",
+            "automargin": True,
+            "showgrid": False,
+        },
         "yaxis": {
-            "title": {"text": _text(heatmap.row_title)},
+            "title": {"text": _text(heatmap.row_title), "standoff": STANDOFF},
             "type": "category",
             "autorange": "reversed",
             "automargin": True,
@@ -120,7 +126,8 @@ def _text(text: str) -> str:
 
 
 @lru_cache
-def _colorscale(name: str) -> list[list[Any]]:
+def colorscale(name: str) -> list[list[Any]]:
+    """Eleven (place in 0..1, colour as "#rrggbb") of a colour map."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 

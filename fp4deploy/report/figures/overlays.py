@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ CANDIDATES = 16
 SHOWN = 4
 MOST_RUNS = 4  # of a comparison: columns of predictions and of heatmaps that stay legible
 DIFFERENCE = (214, 51, 108)
+PAIR = "FP16 | NVFP4"
 
 Pixels = NDArray[np.uint8]
 
@@ -37,12 +39,28 @@ class PictureRow:
 
 @dataclass(frozen=True)
 class Overlay:
-    """One validation image and what both models predict; every picture is a PNG data URI."""
+    """One validation image and what both models predict; every picture is a PNG data URI.
+
+    legend: (name, colour) of the classes in the annotation or a prediction of this image, where colours stand for them.
+    """
 
     name: str
     pictures: dict[str, str]
     differing: float
     worst: bool
+    legend: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
+
+    @property
+    def pair(self) -> tuple[str, str] | None:
+        """The pictures of FP16 and NVFP4, which a page lays over one another; None where they are not there."""
+        return (self.pictures["FP16"], self.pictures["NVFP4"]) if {"FP16", "NVFP4"} <= self.pictures.keys() else None
+
+    @property
+    def columns(self) -> list[str]:
+        """Headings of the pictures of a page, the pair in one."""
+        if self.pair is None:
+            return list(self.pictures)
+        return [PAIR if title == "FP16" else title for title in self.pictures if title != "NVFP4"]
 
 
 def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
@@ -65,7 +83,8 @@ def draw_overlays(fp16: Path, nvfp4: Path, data: Path) -> list[Overlay]:
     rich = sorted(
         (prediction for prediction in found if prediction is not worst), key=lambda prediction: -prediction.classes
     )
-    return [prediction.draw(palette, prediction is worst) for prediction in (*rich[: SHOWN - 1], worst)]
+    chosen = (*rich[: SHOWN - 1], worst)
+    return [prediction.draw(palette, prediction is worst, card.class_names) for prediction in chosen]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +106,7 @@ class _Prediction:
     def differing(self) -> float:
         return float((self.first != self.second).mean())
 
-    def draw(self, palette: Palette, worst: bool) -> Overlay:
+    def draw(self, palette: Palette, worst: bool, names: Sequence[str]) -> Overlay:
         grey = np.repeat(self.image.mean(axis=2, keepdims=True) * 0.5 + 110, 3, axis=2).astype(np.uint8)
         grey[self.first != self.second] = DIFFERENCE
         pictures = {
@@ -98,7 +117,13 @@ class _Prediction:
             "difference": grey,
         }
         uris = {title: png_uri(pixels) for title, pixels in pictures.items()}
-        return Overlay(self.name, uris, self.differing, worst)
+        present = set(np.unique(np.stack([self.truth, self.first, self.second])).tolist()) - {IGNORE}
+        legend = [
+            (name, colour)
+            for number, (name, colour) in enumerate(zip(names, palette, strict=True))
+            if colour and number in present
+        ]
+        return Overlay(self.name, uris, self.differing, worst, legend)
 
 
 def png_uri(pixels: Pixels, largest: int | None = None) -> str:

@@ -61,6 +61,9 @@ NUMBERS = {
 }
 
 
+Placed = tuple[Path, Heatmap]
+
+
 @dataclass(frozen=True)
 class Shown:
     """How a statistic is shown: where, its unit, its colours."""
@@ -133,6 +136,15 @@ def draw_heatmaps(run: Run, model: str, task: str | None = None) -> list[Path]:
     Raises:
         InputError: the model left no telemetry, or a file cannot be written.
     """
+    return save_heatmaps(run, model, model_heatmaps(run, model), task)
+
+
+def model_heatmaps(run: Run, model: str) -> list[Placed]:
+    """Every heatmap of a model, with its place in the folder of the model and its name.
+
+    Raises:
+        InputError: the model left no telemetry.
+    """
     from fp4deploy.train.logging.trackers import FILE
 
     snapshots = read_snapshots(run, model)
@@ -141,11 +153,20 @@ def draw_heatmaps(run: Run, model: str, task: str | None = None) -> list[Path]:
             f"{run.model_dir(model)} holds no telemetry to draw ({FILE}). Train with: fp4deploy train "
             "--telemetry-every 200 (with the tracker jsonl)"
         )
+    return [*time_series(snapshots, model), *weight_heatmaps(run, model)]
+
+
+def save_heatmaps(run: Run, model: str, heatmaps: Iterable[Placed], task: str | None = None) -> list[Path]:
+    """Write the three files of each heatmap; `task` as of `draw_heatmaps`.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
     folder, task = heatmap_folder(run, model), task or task_of_run(run)
     script = folder.parent / "plotly.min.js"
     save_script(script)
     written = []
-    for stem, heatmap in (*time_series(snapshots, model), *weight_heatmaps(run, model)):
+    for stem, heatmap in heatmaps:
         written += save_heatmap(heatmap, folder / stem.parent / f"{task}_{stem.name}", script)
     return written
 
