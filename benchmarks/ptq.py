@@ -128,6 +128,7 @@ def main() -> None:
             write(options.json, document)
             continue
         row: dict[str, Any] = {"placement": placement, "method": method, "correction": correction}
+        row |= {"activations": activations} if activations else {}
         try:
             model = copy.deepcopy(networks[placement])
             start = time.monotonic()
@@ -188,7 +189,7 @@ def gather(seeds: list[dict[str, Any]]) -> dict[str, Any]:
         low, high = interval(drops)
         found["rows"].append(
             {
-                **{key: row[key] for key in ("placement", "method", "correction")},
+                **{key: row[key] for key in ("placement", "method", "correction", "activations") if key in row},
                 "by_seed": drops,
                 "over_images": [[rows[name]["low"], rows[name]["high"]] for rows in by_name],
                 "mean": statistics.fmean(drops),
@@ -201,7 +202,8 @@ def gather(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _name(row: dict[str, Any]) -> str:
-    return ":".join((row["placement"], row["method"], row.get("correction", "none")))
+    name = ":".join((row["placement"], row["method"], row.get("correction", "none")))
+    return f"{name}:{row['activations']}" if "activations" in row else name
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
