@@ -35,6 +35,7 @@ from fp4deploy.export.lowering.lower import lower, read_buildable
 from fp4deploy.export.onnx.layers import describe_onnx
 from fp4deploy.files import digest_of
 from fp4deploy.instances import InstanceEvaluation, read_results
+from fp4deploy.interop.onnx_network import read_network
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card, save_checkpoint
 from fp4deploy.models.build import network_for
 from fp4deploy.models.card import CARD_KEY
@@ -58,6 +59,7 @@ from tests.fuzz.harness import Loader
 from tests.fuzz.mutate import TOKENS, YAML_TOKENS, of_bytes, of_json, of_lines, of_safetensors, of_text, of_tree
 from tests.fuzz.predicted import CARD, DETECTION, INSTANCE, of_onnx, predicted_loaders
 from tests.fuzz.runs import run_loaders
+from tests.interop.onnx_files import segmenter
 from tests.packed.small_networks import packed
 from tests.plugins.aot.minimal_cubin import minimal_cubin
 
@@ -108,6 +110,7 @@ def loaders(folder: Path) -> dict[str, Loader]:
             lambda path: class_values(path.parent),
         ),
         Loader("served", "model.onnx", _served(), of_onnx, _use_served),
+        Loader("network", "model.onnx", _networks(), _of_network, _use_network),
     ]
     found += [*dataset_loaders(data), *run_loaders(data, _bench()), *predicted_loaders()]
     return {loader.name: loader for loader in found}
@@ -402,6 +405,50 @@ def _use_served(path: Path) -> object:
         (runtime.card.height, runtime.card.width) if runtime.card.height * runtime.card.width <= 1 << 16 else (16, 16)
     )
     return runtime.infer(np.zeros((1, 3, *size), np.float32)).shape
+
+
+def _networks() -> tuple[bytes, ...]:
+    return (segmenter().SerializeToString(), segmenter(size=(1, 3, 16, 16)).SerializeToString())
+
+
+def _of_network(content: bytes, draw: random.Random) -> bytes:
+    """Change the bytes, or operators, attributes, shapes and connections of a valid file."""
+    if draw.random() < 0.3:
+        return of_bytes(content, draw)
+    graph = (model := onnx.load_from_string(content)).graph
+    odd = (-(1 << 62), -2, -1, 0, 1, 2, 3, 7, 1000, 1 << 20, 1 << 31, 1 << 62)
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        node, tensor = draw.choice(graph.node), draw.choice(graph.initializer)
+        match draw.randrange(7):
+            case 0:
+                node.op_type = draw.choice(graph.node).op_type
+            case 1 if node.attribute:
+                attribute = draw.choice(node.attribute)
+                attribute.i, attribute.f = draw.choice(odd), float(draw.choice(odd))
+                attribute.ints[:] = [draw.choice(odd) if draw.random() < 0.5 else each for each in attribute.ints]
+            case 2 if tensor.dims:
+                tensor.dims[draw.randrange(len(tensor.dims))] = draw.choice(odd)
+            case 3 if tensor.data_type == onnx.TensorProto.INT64:
+                values = numpy_helper.to_array(tensor).copy()
+                values[draw.randrange(len(values))] = draw.choice(odd)
+                tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+            case 4:
+                node.input[draw.randrange(len(node.input))] = draw.choice((*draw.choice(graph.node).output, "", "x"))
+            case 5:
+                graph.node.remove(node)
+            case _:
+                tensor.data_type = draw.choice((1, 6, 7, 9, 10, 11, 16, 17, 23))
+    return model.SerializeToString()
+
+
+def _use_network(path: Path) -> object:
+    network = read_network(path)
+    channels, height, width = (size or 16 for size in network.input_shape)
+    shape = (channels, min(height, 64), min(width, 64))
+    if network.check_shapes(shape) > 1 << 22:
+        return None
+    with torch.no_grad():
+        return network(torch.zeros(1, *shape))
 
 
 def _initial(folder: Path) -> tuple[bytes, ...]:

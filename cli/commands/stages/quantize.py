@@ -1,9 +1,9 @@
-"""`fp4deploy quantize`: an FP16 checkpoint to an NVFP4 one on a few images, without training."""
+"""`fp4deploy quantize`: an FP16 checkpoint, or a plain ONNX file, to NVFP4 on a few images, without training."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,17 +11,23 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ...console import done, note, shown
-from ...settings import NamedModelOption, expect
+from ...settings import NamedModelOption, expect, parse_size
 
 MOST_IMAGES = 256
 
 
 def quantize(
     checkpoint: Annotated[
-        Path | None, typer.Argument(help="FP16 checkpoint.", show_default="fp16 of the latest run")
+        Path | None,
+        typer.Argument(help="FP16 checkpoint, or an FP16 or FP32 .onnx file.", show_default="fp16 of the latest run"),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Dataset folder.", show_default="what the run was trained on")
+        Path | None,
+        typer.Option(
+            "--data",
+            help="Dataset folder; for an .onnx file also a folder of images.",
+            show_default="what the run was trained on",
+        ),
     ] = None,
     method: Annotated[
         str, typer.Option("--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround or brecq.")
@@ -54,12 +60,35 @@ def quantize(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything drawn.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Checkpoint to write.", show_default="nvfp4-METHOD.safetensors beside the source"),
+        typer.Option(
+            "--out",
+            help="File to write.",
+            show_default="nvfp4-METHOD.safetensors beside the source; of NAME.onnx NAME.nvfp4.onnx",
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="HxW in pixels, of an .onnx file that leaves it open.", show_default="its own"),
+    ] = None,
+    mean: Annotated[
+        str | None, typer.Option("--mean", help="R,G,B that an .onnx file expects.", show_default="ImageNet's")
+    ] = None,
+    std: Annotated[
+        str | None, typer.Option("--std", help="R,G,B that an .onnx file expects.", show_default="ImageNet's")
     ] = None,
     model: NamedModelOption = None,
 ) -> None:
-    """Write an NVFP4 checkpoint that export, bench and predict take like a trained one."""
+    """Write an NVFP4 checkpoint that export, bench and predict take like a trained one; of ONNX the canonical file."""
     expect(model)
+    settings = {"correction": correction, "activations": activations, "iterations": iterations, "seed": seed}
+    if checkpoint is not None and checkpoint.suffix == ".onnx":
+        if config is not None or digits:
+            raise InputError("--config and --digits are for checkpoints; an .onnx file takes --include and --exclude.")
+        chosen = {"include": tuple(include) if include else None, "exclude": tuple(exclude) if exclude else None}
+        _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), settings | chosen)
+        return
+    if (size, mean, std) != (None, None, None):
+        raise InputError("--size, --mean and --std are for .onnx files: a checkpoint says them itself.")
     import torch
 
     from fp4deploy import provenance
@@ -72,7 +101,10 @@ def quantize(
         include, exclude = _layers(config, include, exclude)
     source = checkpoint or _latest()
     if source.suffix != ".safetensors":
-        raise InputError(f"quantize takes a checkpoint (.safetensors), not {source}. Write one with: fp4deploy train")
+        raise InputError(
+            f"quantize takes a checkpoint (.safetensors) or an ONNX file (.onnx), not {source}. Write one with: "
+            "fp4deploy train"
+        )
     target = out or source.with_name(f"nvfp4-{method.replace('/', 'o')}.safetensors")
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError(f"--out is the FP16 checkpoint {source} itself, which would be lost. Give another file.")
@@ -84,13 +116,10 @@ def quantize(
         method,
         device="cuda" if torch.cuda.is_available() else "cpu",
         digits=digits,
-        correction=correction,
-        activations=activations,
-        iterations=iterations,
         include=tuple(include) if include else None,
         exclude=tuple(exclude) if exclude else None,
-        seed=seed,
         say=note,
+        **settings,
     )
     provenance.record("quantize", target, [source, where])
     done(
@@ -102,6 +131,76 @@ def quantize(
         seconds=round(result.seconds, 3),
     )
     note("Compare it with: fp4deploy bench --engine FILE --baseline fp16; export it with: fp4deploy export FILE")
+
+
+def _of_onnx(
+    source: Path,
+    data: Path | None,
+    out: Path | None,
+    method: str,
+    images: int,
+    batch: int,
+    size: tuple[int, int] | None,
+    normalisation: tuple[str | None, str | None],
+    settings: dict[str, Any],
+) -> None:
+    """A plain ONNX file of any tool to the canonical NVFP4 file."""
+    import torch
+
+    from fp4deploy import provenance
+    from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
+    from fp4deploy.interop.onnx_network import read_network
+    from fp4deploy.interop.quantize_onnx import classes_of, folder_images, image_size, quantize_onnx
+    from fp4deploy.ptq.methods import find_method
+
+    find_method(method)
+    target = out or source.with_name(f"{source.stem}.nvfp4.onnx")
+    if target.suffix != ".onnx" or (target.exists() and source.exists() and target.samefile(source)):
+        raise InputError(f"--out {target} should be an .onnx file, and another one than the source.")
+    if data is None:
+        raise InputError(f"{source} does not say what its images are. Give a dataset or a folder of images: --data DIR")
+    mean, std = (_rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))
+    pixels = image_size(read_network(source), size, source)
+    batches = folder_images(data, images, pixels, mean, std, batch)
+    names, background = classes_of(data)
+    found = quantize_onnx(
+        source,
+        batches,
+        target,
+        method,
+        mean=mean,
+        std=std,
+        class_names=names,
+        background=background,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        say=note,
+        **settings,
+    )
+    provenance.record("quantize", target, [source, data])
+    exported = found.export
+    agreed = f", {exported.verification.sentence()}" if exported.verification else ""
+    done(
+        f"{shown(target)} ({method}, {exported.fp4_layers} layers in NVFP4, {found.quantized.images} images, "
+        f"{exported.size_bytes / 1e6:.2f} MB){agreed}"
+    )
+    signal = ", ".join(f"{name} {decibels:.1f} dB" for name, decibels in found.sqnr.items())
+    note(f"As read it differs from the file by {found.difference:.1e}; signal to error of NVFP4: {signal}.")
+    if exported.card is None:
+        note("Its output is no map of classes, so bench and predict cannot score it; audit, inspect and build can.")
+    note("Build an engine with: fp4deploy build FILE; what it will run: fp4deploy audit FILE")
+
+
+def _rgb(text: str | None, usual: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Three numbers, as of a model card."""
+    if text is None:
+        return usual
+    try:
+        red, green, blue = (float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"'{text}' is not R,G,B. Give three numbers in units of [0, 1], such as 0.485,0.456,0.406."
+        ) from None
+    return red, green, blue
 
 
 def _layers(

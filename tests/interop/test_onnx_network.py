@@ -1,0 +1,209 @@
+"""ONNX files as torch modules: equal to ONNX Runtime, names kept, and what is refused in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from fp4deploy.errors import GateError, InputError
+from fp4deploy.interop.onnx_network import OnnxNetwork, network_of, read_network
+from fp4deploy.interop.onnx_operators import OPERATORS
+from fp4deploy.interop.quantize_onnx import compare_with_file
+from tests.interop.onnx_files import Onnx, segmenter
+
+IMAGE = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def equal_to_onnx_runtime(model: onnx.ModelProto) -> OnnxNetwork:
+    onnx.checker.check_model(model)
+    network = network_of(model, "the file")
+    network.check_shapes((3, 16, 16))
+    assert compare_with_file(network, model, [IMAGE], "the file") < 1e-5
+    return network
+
+
+def test_a_network_computes_what_its_file_does_under_its_names() -> None:
+    network = equal_to_onnx_runtime(segmenter())
+    layers = [name for name, layer in network.named_modules() if name and not any(layer.children())]
+    assert layers == ["stem.0", "stem.1", "block.conv", "block.depthwise", "gate", "up", "head"]
+    assert network(IMAGE.repeat(3, 1, 1, 1)).shape == (3, 4, 16, 16)
+
+
+def test_a_file_for_one_image_takes_several() -> None:
+    net = Onnx(size=(1, 3, 16, 16))
+    pooled = net.node("GlobalAveragePool", net.conv("conv", "image", 3, 8))
+    flat = net.node("Reshape", pooled, net.integers("shape", 1, 8))
+    network = equal_to_onnx_runtime(net.model(net.node("MatMul", flat, net.normal("w", 8, 4))))
+    assert network(torch.cat([IMAGE, 2 * IMAGE])).shape == (2, 4)
+
+
+def test_files_in_fp16_are_computed_in_fp32() -> None:
+    model = segmenter(kind=TensorProto.FLOAT16)
+    model.graph.initializer[-1].CopyFrom(onnx.numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "scales"))
+    network = network_of(model, "the file")
+    assert compare_with_file(network, model, [IMAGE], "the file") < 1e-2
+    assert all(parameter.dtype == torch.float32 for parameter in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes"),
+    [
+        ("Abs", {}), ("Ceil", {}), ("Elu", {"alpha": 0.7}), ("Erf", {}), ("Exp", {}), ("Floor", {}),
+        ("HardSigmoid", {}), ("LeakyRelu", {"alpha": 0.2}), ("LogSoftmax", {"axis": 1}), ("Neg", {}), ("Sigmoid", {}),
+        ("Softmax", {"axis": 1}), ("Softplus", {}), ("Tanh", {}), ("Mish", {}), ("HardSwish", {}),
+        ("GlobalMaxPool", {}), ("Identity", {}),
+        ("DepthToSpace", {"blocksize": 2}), ("DepthToSpace", {"blocksize": 2, "mode": "CRD"}),
+        ("AveragePool", {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}),
+        ("AveragePool", {"kernel_shape": [2, 2], "pads": [0, 0, 1, 1], "count_include_pad": 1}),
+        ("AveragePool", {"kernel_shape": [2, 2], "strides": [2, 2], "auto_pad": "VALID"}),
+        ("MaxPool", {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1}),
+        ("MaxPool", {"kernel_shape": [2, 2], "pads": [1, 0, 0, 1]}),
+        ("MaxPool", {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
+        ("ReduceMax", {"axes": [1], "keepdims": 0}), ("ReduceMean", {"axes": [2, 3]}), ("ReduceMin", {"axes": [1]}),
+        ("Transpose", {"perm": [0, 2, 3, 1]}), ("Flatten", {"axis": 2}),
+    ],
+)  # fmt: skip
+def test_operators_of_one_input(op: str, attributes: dict[str, Any]) -> None:
+    net = Onnx(opset=22 if op == "Mish" else 17)
+    equal_to_onnx_runtime(net.model(net.node(op, net.conv("conv", "image", 3, 8), **attributes)))
+
+
+def shapes(net: Onnx, x: str) -> list[str]:
+    """Values computed with constants and shapes."""
+    y, whole, node = net.normal("y", 8, 1, 1), net.integers, net.node
+    one, zero = whole("one", 1), whole("zero", 0)
+    size = node("Shape", x)
+    side = node("Gather", size, net.constant("third", 2, np.int64))
+    doubled = node("Mul", node("Unsqueeze", side, zero), whole("two", 2))
+    target = node("Concat", node("Slice", size, zero, whole("two_first", 2)), doubled, doubled, axis=0)
+    ones = node("ConstantOfShape", whole("four", 4), value=helper.make_tensor("v", TensorProto.INT64, [1], [1]))
+    kept = node("Where", node("Equal", target, whole("minus", -1)), ones, target)
+    return [
+        *(node(op, x, y) for op in ("Add", "Sub", "Mul", "Div", "Max", "Min", "PRelu", "Sum")),
+        node("Pow", node("Abs", x), net.constant("three", 3.0)),
+        node("Reciprocal", node("Exp", x)), node("Sqrt", node("Abs", x)), node("Log", node("Exp", x)),
+        node("Clip", x, net.constant("low", -0.5), net.constant("high", 0.5)),
+        node("Expand", node("ReduceMean", x, axes=[2, 3]), size),
+        node("Resize", x, "", "", kept, coordinate_transformation_mode="asymmetric", nearest_mode="floor"),
+        node("Resize", x, "", "", kept, mode="cubic", coordinate_transformation_mode="half_pixel"),
+        node("Resize", x, "", "", kept, mode="linear", coordinate_transformation_mode="align_corners"),
+        node("Pad", x, whole("pads", 0, 0, 1, 2, 0, 0, 3, 0), net.constant("fill", 1.5)),
+        node("Pad", x, whole("reflected", 0, 0, 1, 1, 0, 0, 1, 1), mode="reflect"),
+        node("Slice", x, whole("from", 1), whole("to", -1), whole("axis", 2), whole("step", 2)),
+        node("Split", x, whole("parts", 2, 6), axis=1, outputs=2),
+        node("Gather", x, whole("chosen", 0, 3, -1), axis=1),
+        node("Squeeze", node("Gather", x, one, axis=1), one), node("Unsqueeze", x, zero),
+        node("ReduceSum", x, whole("last", -1), keepdims=0), node("Cast", x, to=TensorProto.FLOAT),
+        node("Where", node("Equal", x, x), x, y), node("Dropout", x),
+        node("LayerNormalization", x, net.normal("gain", 16), net.normal("shift", 16)),
+        node("InstanceNormalization", x, net.normal("scale", 8), net.normal("bias", 8)),
+    ]  # fmt: skip
+
+
+def test_operators_with_constants_and_shapes() -> None:
+    net = Onnx()
+    equal_to_onnx_runtime(net.model(*shapes(net, net.conv("conv", "image", 3, 8))))
+
+
+def test_every_operator_is_compared_with_onnx_runtime() -> None:
+    net = Onnx()
+    shapes(net, "image")
+    seen = {node.op_type for node in (*net.nodes, *segmenter().graph.node)}
+    marks: Any = test_operators_of_one_input.pytestmark  # type: ignore[attr-defined]
+    seen |= {op for op, _ in marks[0].args[1]}
+    assert set(OPERATORS) - seen == {"Gelu", "Upsample"}  # of opset 20, and gone since opset 10
+
+
+def test_layers_of_uneven_padding_and_folded_factors() -> None:
+    net = Onnx()
+    x = net.conv("same", "image", 3, 8, 4, pads=[1, 2, 2, 1], strides=[2, 1])
+    x = net.conv("automatic", x, 8, 8, 3, pads=[0, 0, 0, 0], dilations=[2, 2])
+    shared = net.normal("shared.weight", 8, 8, 1, 1)
+    x = net.node("Conv", net.node("Conv", x, shared), shared)
+    pooled = net.node("Flatten", net.node("GlobalAveragePool", x))
+    weight, bias = net.normal("fc.w", 8, 5), net.normal("fc.b", 5)
+    network = equal_to_onnx_runtime(net.model(net.node("Gemm", pooled, weight, bias, alpha=0.5, beta=2.0)))
+    assert sum(isinstance(layer, torch.nn.Conv2d) for layer in network.modules()) == 3
+
+
+def broken(change: str) -> onnx.ModelProto:
+    net = Onnx()
+    x = net.conv("conv", "image", 3, 8)
+    if change == "loop":
+        branch = helper.make_graph([], "g", [], [helper.make_tensor_value_info(x, TensorProto.FLOAT, None)])
+        x = net.node("If", net.constant("c", True, np.bool_), then_branch=branch, else_branch=branch)
+    elif change == "domain":
+        x = net.node("Magic", x, domain="com.example")
+    elif change == "unknown":
+        x = net.node("NonZero", x)
+    elif change == "quantised":
+        x = net.node("QuantizeLinear", x, net.constant("s", 1.0))
+    elif change == "nan":
+        x = net.node("Mul", x, net.constant("nan", np.full((8, 1, 1), np.nan)))
+    elif change == "huge":
+        x = net.node("Resize", x, "", "", net.integers("sizes", 1, 8, 100_000, 100_000))
+    elif change == "huge pad":
+        x = net.node("Pad", x, net.integers("pads", 0, 0, 60_000, 60_000, 0, 0, 0, 0))
+    elif change == "channels":
+        x = net.conv("next", x, 16, 8)
+    elif change == "text":
+        x = net.node("Reshape", x, net.integers("shape", 7, 7))
+    elif change == "no layers":
+        net = Onnx()
+        x = net.node("Relu", "image")
+    model = net.model(x)
+    if change == "two inputs":
+        model.graph.input.append(helper.make_tensor_value_info("more", TensorProto.FLOAT, [1]))
+    elif change == "not an image":
+        model.graph.input[0].type.tensor_type.shape.dim.pop()
+    elif change == "training":
+        model.graph.node[0].op_type = "BatchNormalization"
+    return model
+
+
+REFUSED = {
+    "loop": "If holds a subgraph",
+    "domain": "the operator Magic is of the domain com.example",
+    "unknown": "(NonZero): not an operator that this reader knows",
+    "quantised": "quantised already (QuantizeLinear)",
+    "nan": "The constant nan holds NaN or infinity",
+    "huge": "elements; at most",
+    "huge pad": "elements; at most",
+    "channels": "(Conv): it cannot take its inputs",
+    "text": "(Reshape): it cannot take its inputs",
+    "no layers": "nothing to quantise",
+    "two inputs": "The file has 2 inputs",
+    "not an image": "read are images [N, C, H, W]",
+    "training": "(BatchNormalization): it needs 4 constant vectors",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_is_refused(change: str) -> None:
+    with pytest.raises(InputError) as error:
+        network_of(broken(change), "the file").check_shapes((3, 16, 16))
+    assert REFUSED[change] in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_network_that_is_not_its_file_is_found() -> None:
+    model = segmenter()
+    network = network_of(model, "the file")
+    with torch.no_grad():
+        network.get_submodule("head").bias[0] += 1.0  # type: ignore[index]
+    with pytest.raises(GateError, match="differs from the file in ONNX Runtime"):
+        compare_with_file(network, model, [IMAGE], "the file")
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "x.onnx").write_bytes(b"not onnx")
+    with pytest.raises(InputError, match="is not an ONNX"):
+        read_network(tmp_path / "x.onnx")
+    with pytest.raises(InputError, match="does not exist"):
+        read_network(tmp_path / "y.onnx")
