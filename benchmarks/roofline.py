@@ -37,8 +37,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4deploy.experiments.search.costs import FP4, FP16, GPUS, Gpu
+from fp4deploy.experiments.search.costs import FP4, FP16
 from fp4deploy.models import build_unet
+from fp4deploy.peaks import GPUS, Gpu
 from fp4deploy.qat import layer_plan
 
 LABEL = "projected"

@@ -12,6 +12,7 @@ from fp4deploy.formats.constants import (
 )
 from fp4deploy.formats.e2m1 import decode_e2m1, encode_e2m1, pack_codes, round_e2m1, unpack_codes
 from fp4deploy.formats.four_over_six import FourOverSix
+from fp4deploy.formats.fp8 import Fp8Tensor, fake_quantize_fp8, fp8_scale, quantize_fp8
 from fp4deploy.formats.hadamard import random_hadamard
 from fp4deploy.formats.ms_eden import quantize_ms_eden, rotate
 from fp4deploy.formats.mxfp4 import (
@@ -38,6 +39,7 @@ __all__ = [
     "MX_BLOCK",
     "NVFP4_BLOCK",
     "FourOverSix",
+    "Fp8Tensor",
     "Mxfp4Tensor",
     "Nvfp4Tensor",
     "block_scales",
@@ -47,15 +49,18 @@ __all__ = [
     "deployed_amax",
     "e8m0_scales",
     "encode_e2m1",
+    "fake_quantize_fp8",
     "fake_quantize_mxfp4",
     "fake_quantize_nvfp4",
     "finite_amax",
+    "fp8_scale",
     "global_amax",
     "global_scale",
     "nvfp4_range",
     "pack_codes",
     "pad_to_blocks",
     "philox4x32",
+    "quantize_fp8",
     "quantize_ms_eden",
     "quantize_mxfp4",
     "quantize_nvfp4",

@@ -40,7 +40,8 @@ class ModelCard:
 
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
-    `exclude` are the patterns that chose the quantised layers; None for the default choice. `task` is "semantic",
+    `exclude` are the patterns that chose the quantised layers, `fp8` those of them that are FP8; None for the default
+    choice. `task` is "semantic",
     "instance" or "detection", and `head` the layout of the output of the latter two. `digits`: the model
     encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its input is the same.
     `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
@@ -61,6 +62,7 @@ class ModelCard:
     architecture: Name = "unet"
     include: Patterns | None = None
     exclude: Patterns | None = None
+    fp8: Patterns | None = None
     task: TaskName = "semantic"
     head: Annotated[InstanceHead | DetectionHead, Field(discriminator="method")] | None = None
     digits: Bool = False
@@ -84,7 +86,7 @@ class ModelCard:
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same card back."""
         fields = dataclasses.asdict(self)
-        for name, usual in (("arguments", {}), ("output", None)):  # older versions do not know them
+        for name, usual in (("arguments", {}), ("output", None), ("fp8", None)):  # older versions do not know them
             if fields[name] == usual:
                 del fields[name]
         return json.dumps(fields, sort_keys=True)

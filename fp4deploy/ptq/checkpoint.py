@@ -58,7 +58,7 @@ def quantize_checkpoint(
     card = read_card(checkpoint)
     if card.precision != "fp16":
         raise InputError(f"{checkpoint} is {card.precision} already. Give the FP16 checkpoint it was made of.")
-    quantized = quantized_card(card, "", options.get("include"), options.get("exclude"))
+    quantized = quantized_card(card, "", *(options.get(name) for name in ("include", "exclude", "fp8")))
     network = network_of(checkpoint, card)
     load_weights(network, checkpoint)
     if digits and not card.digits:
@@ -80,9 +80,12 @@ def _encoded(checkpoint: Path, card: ModelCard) -> torch.nn.Module:
     return network
 
 
-def quantized_card(card: ModelCard, recipe: str, include: Selection, exclude: Selection) -> ModelCard:
+def quantized_card(
+    card: ModelCard, recipe: str, include: Selection, exclude: Selection, fp8: Selection = None
+) -> ModelCard:
     """The card of a quantised model; layers are chosen by patterns there, not by functions."""
-    return replace(card, precision="nvfp4", recipe=recipe, include=_patterns(include), exclude=_patterns(exclude))
+    chosen = {"include": _patterns(include), "exclude": _patterns(exclude), "fp8": _patterns(fp8)}
+    return replace(card, precision="nvfp4", recipe=recipe, **chosen)
 
 
 def _patterns(selection: Selection) -> tuple[str, ...] | None:

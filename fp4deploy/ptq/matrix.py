@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.prepare import is_fp8, quantized_layers
 
 POSITIONS = 2048  # of one image
 
@@ -54,6 +56,11 @@ class WeightMatrix:
         outputs = self.shape[1] if self.transposed else self.shape[0]
         unfolded = rows.reshape(outputs, *taps, -1)[..., : self.channels]
         return unfolded.movedim(-1, 0) if self.transposed else unfolded.movedim(-1, 1)
+
+
+def fp4_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """The layers of a prepared model whose weights have codes and block scales to choose: all but those in FP8."""
+    return {name: layer for name, layer in quantized_layers(model).items() if not is_fp8(layer.recipe)}
 
 
 def blocks(rows: Tensor) -> Tensor:

@@ -10,6 +10,9 @@
 | gptq | amax | scales of `sweep`, errors compensated column by column (`gptq`) |
 | adaround | amax | scales of `sweep`, roundings learned layer by layer (`reconstruct`) |
 | brecq | amax | scales of `sweep`, roundings learned block by block (`reconstruct`) |
+| fp8 | amax | FP8: nearest, one scale an output channel (`formats.fp8`) |
+
+Layers that are to be FP8 in another method are quantised as by `fp8`.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ METHODS: dict[str, Method] = {
         Method("gptq", "amax", "gptq", FREE_SCALES, "Frantar et al., GPTQ, 2023"),
         Method("adaround", "amax", "layer", FREE_SCALES, "Nagel et al., Up or Down?, 2020"),
         Method("brecq", "amax", "block", FREE_SCALES, "Li et al., BRECQ, 2021"),
+        Method("fp8", "amax", "nearest", "fp8_qat", "Micikevicius et al., FP8 Formats for Deep Learning, 2022"),
     )
 }
 

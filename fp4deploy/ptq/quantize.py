@@ -1,4 +1,4 @@
-"""`quantize`: a trained model to NVFP4 on a few images, without labels and without training it again.
+"""`quantize`: a trained model to NVFP4, FP8 or both on a few images, without labels and without training it again.
 
     prepare (recipe of the method) -> static scales of the activations -> codes of the weights -> correction
 
@@ -24,10 +24,10 @@ from fp4deploy.ptq.activations import PERCENTILE, calibrate_activations
 from fp4deploy.ptq.forward import autocast
 from fp4deploy.ptq.gptq import gptq
 from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, hold_amax, steps
-from fp4deploy.ptq.matrix import WeightMatrix, blocks, has_hessian, input_rows
+from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers, has_hessian, input_rows
 from fp4deploy.ptq.methods import Method, find_method
 from fp4deploy.ptq.reconstruct import reconstruct, units_of
-from fp4deploy.qat import prepare, quantized_layers
+from fp4deploy.qat import prepare
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import Selection
 
@@ -55,6 +55,7 @@ def quantize(
     *,
     include: Selection = None,
     exclude: Selection = None,
+    fp8: Selection = None,
     correction: str = "norm",
     activations: str | None = None,
     percentile: float = PERCENTILE,
@@ -92,7 +93,7 @@ def quantize(
     reference = copy.deepcopy(model)
     for parameter in reference.parameters():
         parameter.requires_grad_(False)
-    prepare(model, chosen.recipe, include, exclude)
+    prepare(model, chosen.recipe, include, exclude, fp8)
     result = Result(method, chosen.recipe, correction, sum(len(batch) for batch in batches))
     say(f"Activations: {activations or chosen.activations} over {result.images} images.")
     with autocast(batches[0]):
@@ -126,7 +127,7 @@ def _quantize_weights(
             result.units[unit] = errors
             say(f"  {unit}: squared error {errors[0]:.3g} -> {errors[1]:.3g}")
         return
-    for name, layer in quantized_layers(model).items():
+    for name, layer in fp4_layers(model).items():
         set_weight(layer, quantized_rows(layer, method.weights, hessians.pop(name, None)))
 
 
@@ -154,7 +155,7 @@ def set_weight(layer: QuantizedLayer, rows: Tensor) -> None:
 @torch.no_grad()
 def hessians_of(model: nn.Module, batches: Iterable[Tensor], seed: int = 0) -> dict[str, Tensor]:
     """H = X^T X / n [K, K] of the quantised inputs of every layer whose inputs can be written as rows."""
-    layers = {name: layer for name, layer in quantized_layers(model).items() if has_hessian(layer)}
+    layers = {name: layer for name, layer in fp4_layers(model).items() if has_hessian(layer)}
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(layers, 0)
     generator = torch.Generator().manual_seed(seed)

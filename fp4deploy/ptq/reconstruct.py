@@ -30,9 +30,8 @@ from torch.nn.utils import parametrize
 
 from fp4deploy.ptq.forward import autocast, call_of, order_of
 from fp4deploy.ptq.grid import choose_scales, signed_values, steps
-from fp4deploy.ptq.matrix import WeightMatrix, blocks
+from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import quantized_layers
 
 STRETCH, OFFSET = 1.2, -0.1
 WARM = 0.2  # share of the iterations without the regulariser
@@ -92,7 +91,7 @@ def units_of(model: nn.Module, by_block: bool, batch: Tensor) -> list[str]:
     by_block: the nearest module above each layer that has a forward of its own and is not the whole model, else the
         layer itself.
     """
-    wanted = {_unit(model, name) if by_block else name for name in quantized_layers(model)}
+    wanted = {_unit(model, name) if by_block else name for name in fp4_layers(model)}
     wanted = {name for name in wanted if not any(name.startswith(f"{other}.") for other in wanted)}
     return order_of(model, sorted(wanted), batch)
 
@@ -131,7 +130,7 @@ def reconstruct(
     module: Any = model.get_submodule(unit)
     inputs = [call_of(model, unit, batch)[0] for batch in batches]
     targets = [call_of(reference, unit, batch)[1] for batch in batches]
-    layers = {f"{unit}.{name}".rstrip("."): each for name, each in quantized_layers(module).items()}
+    layers = {f"{unit}.{name}".rstrip("."): each for name, each in fp4_layers(module).items()}
     with _soft(layers, hessians) as roundings:
         others = [each for name, each in module.named_parameters() if name.endswith("bias") or ".norm" in f".{name}"]
         others = [each for each in others if each.is_floating_point() and not _is_rounding(each, roundings)]

@@ -57,7 +57,7 @@ def load_model(path: Path, device: str | torch.device = "cpu", model: str | None
 
 def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:
     """`prepare` a model, in place, by the recipe and the choice of layers that its card names."""
-    return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude)
+    return prepare(model, card.recipe or "nvfp4_qat", card.include, card.exclude, card.fp8)
 
 
 def deployed(model: nn.Module) -> nn.Module:
@@ -93,4 +93,5 @@ def round_to_deployed(model: nn.Module) -> None:
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:
             layer.input_amax.requires_grad_(False)
-            layer.input_amax.copy_(deployed_amax(layer.input_amax))
+            if layer.recipe.activation is not None and layer.recipe.activation.format != "fp8":
+                layer.input_amax.copy_(deployed_amax(layer.input_amax))

@@ -1,10 +1,12 @@
-"""Decide layer by layer what runs in FP4, say why, and turn the chosen layers into quantised ones in place.
+"""Decide layer by layer what runs in FP4 or FP8, say why, and turn the chosen layers into quantised ones in place.
 
 Kept in high precision by default: the first layer with weights (it reads the image, of which FP4 leaves 3 bits where
 `models.input_encoding` has not encoded it as 13 channels), the last one (its error goes straight into the logits, with
 no normalisation after it; a network with several output layers names them in `output_layers`), and everything that is
 not a GEMM (normalisation, pooling, activation functions). A layer that no quantised class implements (a subclass with a
 forward of its own, an embedding) says so.
+
+Of the layers that are quantised, those that `fp8` names are FP8; by default the recipe decides (`Recipe.fp8`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
+from fp4deploy.qat.placement import is_single_gemm
 from fp4deploy.qat.recipes import Recipe, find_recipe
 
 Selection = Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -30,7 +33,7 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer computes in, and why. `precision` is "FP4" or "FP16"; `kind` the torch class name."""
+    """What one layer computes in, and why. `precision` is "FP4", "FP8" or "FP16"; `kind` the torch class name."""
 
     name: str
     kind: str
@@ -43,15 +46,17 @@ def layer_plan(
     recipe: str | Recipe | None = "nvfp4_qat",
     include: Selection = None,
     exclude: Selection = None,
+    fp8: Selection = None,
 ) -> list[LayerPlan]:
     """Plan every layer with weights, in the model's order. A prepared model is described as it is.
 
-    What `prepare` would do to it is planned when `include` or `exclude` is given.
+    What `prepare` would do to it is planned when `include`, `exclude` or `fp8` is given.
 
     Args:
         recipe: None plans a model that stays in FP16.
         include: glob pattern, several, or predicate(name, module); given, exactly these layers are quantised.
         exclude: likewise; these stay in high precision.
+        fp8: likewise; of the quantised layers these are FP8. None leaves the choice to the recipe.
 
     Raises:
         InputError: unknown recipe, a pattern that matches no layer, or one that includes only what cannot be quantised.
@@ -63,16 +68,17 @@ def layer_plan(
     1 FP4 blocks of 16 along 16 input channels
     2 FP16 output layer: its error goes straight into the logits
     """
-    include, exclude = ([chosen] if isinstance(chosen, str) else chosen for chosen in (include, exclude))
+    include, exclude, fp8 = ([chosen] if isinstance(chosen, str) else chosen for chosen in (include, exclude, fp8))
     layers = _layers_with_weights(model)
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
-    block = _block(find_recipe(recipe))
+    chosen = find_recipe(recipe)
     gemms = [name for name, layer in layers if _is_gemm(layer)]
     outputs = tuple(getattr(model, "output_layers", ())) or tuple(gemms[-1:])
     _check_include(include, layers)
-    _check_patterns(exclude, [name for name, _ in layers])
-    as_it_is = include is None and exclude is None
+    for selection in (exclude, fp8):
+        _check_patterns(selection, [name for name, _ in layers])
+    as_it_is = include is None and exclude is None and fp8 is None
     prepared = as_it_is and any(isinstance(layer, QuantizedLayer) for _, layer in layers)
     hidden = _hidden_children(model)
     plans = []
@@ -82,8 +88,29 @@ def layer_plan(
             kept = None
         elif prepared and kept is None:
             kept = "excluded when the model was prepared"
-        plans.append(LayerPlan(name, _kind(layer), "FP16" if kept else "FP4", kept or _quantized_reason(layer, block)))
+        own = layer.recipe if prepared and isinstance(layer, QuantizedLayer) else recipe_of(chosen, name, layer, fp8)
+        precision = "FP16" if kept else "FP8" if is_fp8(own) else "FP4"
+        plans.append(LayerPlan(name, _kind(layer), precision, kept or _quantized_reason(layer, own)))
     return plans
+
+
+def is_fp8(recipe: Recipe) -> bool:
+    """Whether the layers of this recipe multiply in FP8."""
+    spec = recipe.weight or recipe.activation
+    return spec is not None and spec.format == "fp8"
+
+
+def recipe_of(recipe: Recipe, name: str, layer: nn.Module, fp8: Selection = None) -> Recipe:
+    """What one quantised layer gets of a recipe: the recipe, or its FP8 form.
+
+    Raises:
+        InputError: it is to be FP8, and the recipe has no such form.
+    """
+    if fp8 is None:
+        eight = recipe.fp8 == "convolutions" and not is_single_gemm(layer)
+    else:
+        eight = _selected([fp8] if isinstance(fp8, str) else fp8, name, layer)
+    return recipe.in_fp8() if eight and not is_fp8(recipe) else recipe
 
 
 def prepare(
@@ -91,11 +118,12 @@ def prepare(
     recipe: str | Recipe = "nvfp4_qat",
     include: Selection = None,
     exclude: Selection = None,
+    fp8: Selection = None,
 ) -> nn.Module:
     """Fake-quantise the layers that `layer_plan` chooses, in place; parameters, names, biases and hooks stay.
 
     A prepared model can be prepared again: with another recipe for the same layers, or for others by `include` or
-    `exclude`. Static scales that were calibrated stay. `restore` undoes it.
+    `exclude`; `fp8` chooses those that are FP8. Static scales that were calibrated stay. `restore` undoes it.
 
     Raises:
         InputError: unknown recipe, a pattern that matches nothing, or a model with no layer to quantise.
@@ -107,8 +135,8 @@ def prepare(
     QuantLinear(in_features=64, out_features=32, bias=True, nvfp4_qat: X RN static, W^T RN, G -, W -, G^T -, X (dW) -)
     """
     chosen = find_recipe(recipe)
-    plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude)}
-    names = [name for name, plan in plans.items() if plan.precision == "FP4"]
+    plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude, fp8)}
+    names = [name for name, plan in plans.items() if plan.precision != "FP16"]
     if not names:
         raise InputError(_nothing_to_quantize(plans))
     calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
@@ -116,7 +144,7 @@ def prepare(
     for name in names:
         layer = model.get_submodule(name)
         layer.__class__ = QUANTIZED[type(layer)]
-        layer.attach(chosen, calibrated.get(name))  # type: ignore[operator]
+        layer.attach(recipe_of(chosen, name, layer, fp8), calibrated.get(name))  # type: ignore[operator]
     return model
 
 
@@ -278,7 +306,10 @@ def _block(recipe: Recipe) -> int:
     return MXFP4_BLOCK if spec is not None and spec.format == "mxfp4" else NVFP4_BLOCK
 
 
-def _quantized_reason(layer: nn.Module, block: int) -> str:
+def _quantized_reason(layer: nn.Module, recipe: Recipe) -> str:
+    if is_fp8(recipe):
+        return "FP8: one scale for the input, one for each output channel of the weight"
+    block = _block(recipe)
     channels, groups = _input_channels(layer)
     padding = -channels % block
     tail = f", the last block padded with {padding} zeros" if padding else ""

@@ -1,5 +1,7 @@
 """One operand of a GEMM, fake-quantised as its spec says: along its contraction axis, group by group.
 
+FP8 has no blocks: one scale for the tensor, or one for each output channel of a weight.
+
 `axes` names the contraction axis last; before it, for 2-D blocks, the other axis of the weight. With `groups` that
 axis holds several groups' channels one after the other and a block must not cross from one to the next: each group is
 padded to whole blocks of its own.
@@ -49,6 +51,8 @@ def quantize_operand(
     if spec.rounding == "ms_eden":
         assert rotation is not None
         return _rotate_and_quantize(x, spec, axes, groups, rotation), None
+    if spec.format == "fp8":
+        return formats.fake_quantize_fp8(x, axes[0] if spec.row_scaled else None, amax)
     values, in_range, _ = _quantize_groups(x, spec, axes, amax, groups, measure=False)
     return values, in_range
 
@@ -76,6 +80,10 @@ def quantize_and_measure(
 
     The second pass that it costs otherwise is left where the kernel that does both does not fit.
     """
+    if spec.format == "fp8":
+        values, in_range = formats.fake_quantize_fp8(x, amax=amax)
+        assert in_range is not None
+        return values, in_range, finite_amax(x)
     values, in_range, largest = _quantize_groups(x, spec, axes, amax, groups, measure=True)
     assert in_range is not None
     assert largest is not None

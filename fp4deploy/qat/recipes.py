@@ -31,20 +31,21 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy.formats import FourOverSix
 
 _CHOICES = {
-    "format": ("nvfp4", "mxfp4"),
+    "format": ("nvfp4", "mxfp4", "fp8"),
     "block": ("1d", "2d"),
     "scale": ("dynamic", "static"),
     "scale_rule": ("floor", "ceil"),
     "rounding": ("nearest", "stochastic", "ms_eden"),
 }
 AMAX_TIMINGS = ("current", "delayed")
+FP8_RULES = ("none", "convolutions")
 
 
 @dataclass(frozen=True)
 class QuantSpec:
     """How one operand is quantised.
 
-    format: "nvfp4" (blocks of 16) or "mxfp4" (blocks of 32, no global scale).
+    format: "nvfp4" (blocks of 16), "mxfp4" (blocks of 32, no global scale) or "fp8" (E4M3, no blocks: one scale).
     block: "1d" (along the contraction axis) or "2d" (16 x 16 over output and input channels; NVFP4 weights only).
     scale: global scale "dynamic" (from the tensor itself) or "static" (from the tracked amax; the activation only).
     scale_rule: "floor" or "ceil", MXFP4's block scale.
@@ -52,7 +53,7 @@ class QuantSpec:
         groups of 128, and its scales are rounded stochastically: `formats.ms_eden`).
     four_over_six: NVFP4 blocks may map their amax to 4.
     hadamard: transform groups of 16 first; on both operands of a GEMM, so that it cancels.
-    row_scaled: NVFP4 with a global scale a row.
+    row_scaled: NVFP4 with a global scale a row; FP8 with a scale an output channel.
 
     Raises:
         InputError: unknown values or a combination no format has; all of them named.
@@ -80,6 +81,10 @@ class QuantSpec:
             self.block == "2d" or self.scale == "static" or self.four_over_six or self.row_scaled
         ):
             wrong.append("mxfp4 has 1-D blocks and no global scale: no 2d, static, 4/6 or row_scaled")
+        if self.format == "fp8" and (
+            self.block == "2d" or self.four_over_six or self.hadamard or self.rounding != "nearest"
+        ):
+            wrong.append("fp8 has no blocks and is rounded to nearest: no 2d, 4/6, hadamard or other rounding")
         if self.block == "2d" and (self.row_scaled or self.hadamard):
             wrong.append("2d blocks go with neither row_scaled nor hadamard")
         if self.row_scaled and self.scale == "static":
@@ -115,6 +120,8 @@ class Recipe:
         activation is read once before it can be quantised, or with the one before it ("delayed"), for which it is not;
         what exceeds that saturates. The very first step has only its own.
     amax_learned: a static activation's amax is not tracked but a parameter with a gradient (`qat.learned`).
+    fp8: "convolutions": layers that no engine can compute in FP4, because they are not a single GEMM, are FP8
+        (`qat.placement`); "none": all layers have the operands above. `prepare` can be told other layers.
 
     Raises:
         InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, a
@@ -138,9 +145,15 @@ class Recipe:
     amax_decay: float = 0.99
     amax_timing: str = "current"
     amax_learned: bool = False
+    fp8: str = "none"
 
     def __post_init__(self) -> None:
         wrong = []
+        if self.fp8 not in FP8_RULES:
+            wrong.append(f"fp8 '{self.fp8}' is not one of {', '.join(FP8_RULES)}")
+        eight = [name for name, spec in self.operands().items() if spec and spec.format == "fp8"]
+        if (eight or self.fp8 != "none") and (not self.straight_through or self.amax_learned):
+            wrong.append("fp8 goes with gradients that pass straight through and an amax that is not learned")
         for operand, spec in self.operands().items():
             if spec and spec.scale == "static" and operand != "activation":
                 wrong.append(f"{operand}: only the activation has a static scale")
@@ -173,6 +186,15 @@ class Recipe:
             wrong.append("amax_learned goes with amax_timing 'current' and gradients that pass straight through")
         if wrong:
             raise InputError(f"Recipe '{self.name}': " + "; ".join(wrong) + ".")
+
+    def in_fp8(self) -> Recipe:
+        """This recipe for a layer that is FP8: the same name, timing and decay, activation and weight in FP8.
+
+        Raises:
+            InputError: its gradients are quantised, or its amax is learned.
+        """
+        scale = self.activation.scale if self.activation else "static"
+        return replace(self, activation=QuantSpec("fp8", scale=scale), weight=FP8_ROWS, fp8="none")
 
     def operands(self) -> dict[str, QuantSpec | None]:
         """The six specs by name, in the table's order."""
@@ -211,8 +233,8 @@ class Recipe:
 
     def _format(self) -> str:
         specs = [spec for spec in self.operands().values() if spec]
-        names = {"NVFP4" if spec.format == "nvfp4" else f"MXFP4 {spec.scale_rule}" for spec in specs}
-        return ", ".join(sorted(names)) or "-"
+        names = {f"MXFP4 {spec.scale_rule}" if spec.format == "mxfp4" else spec.format.upper() for spec in specs}
+        return ", ".join(sorted(names | ({"FP8"} if self.fp8 != "none" else set()), reverse=self.fp8 != "none")) or "-"
 
 
 def _transforms(spec: QuantSpec | None) -> str:
@@ -242,6 +264,8 @@ NVFP4_HADAMARD = QuantSpec(hadamard=True)
 NVFP4_ROTATED = QuantSpec(rounding="stochastic", hadamard=True)
 NVFP4_EDEN = QuantSpec(rounding="ms_eden")
 NVFP4_4O6 = QuantSpec(four_over_six=FourOverSix("mse"))
+FP8_STATIC = QuantSpec("fp8", scale="static")
+FP8_ROWS = QuantSpec("fp8", row_scaled=True)
 MXFP4_FLOOR = QuantSpec("mxfp4")
 MXFP4_CEIL = QuantSpec("mxfp4", scale_rule="ceil")
 MXFP4_CEIL_STOCHASTIC = replace(MXFP4_CEIL, rounding="stochastic")
@@ -272,6 +296,8 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4, four_over_six=FourOverSix()),
         ),
         Recipe("nvfp4_4o6_weight_qat", NVFP4_STATIC, replace(NVFP4, four_over_six=FourOverSix())),
+        Recipe("fp8_qat", FP8_STATIC, FP8_ROWS),
+        Recipe("nvfp4_fp8_qat", NVFP4_STATIC, NVFP4, fp8="convolutions"),
         Recipe(
             "nvfp4_train",
             NVFP4,

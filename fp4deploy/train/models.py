@@ -298,9 +298,9 @@ def calibrate_on(network: nn.Module, loader: EpochLoader, config: Config) -> Non
 def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCard:
     """The card of one model of a run."""
     quantized = model in QUANTIZED_MODELS
-    include, exclude = (
+    include, exclude, fp8 = (
         tuple(patterns) if quantized and patterns is not None else None
-        for patterns in (config.quant.include, config.quant.exclude)
+        for patterns in (config.quant.include, config.quant.exclude, config.quant.fp8)
     )
     return ModelCard(
         precision="nvfp4" if quantized else "fp16",
@@ -318,6 +318,7 @@ def model_card(config: Config, model: str, data: SegmentationDataset) -> ModelCa
         recipe=config.recipe if quantized else None,
         include=include,
         exclude=exclude,
+        fp8=fp8,
         task=config.task,
         head=make_head(config, data),
     )

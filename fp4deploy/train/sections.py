@@ -218,6 +218,9 @@ class QuantSection(Section):
         description="glob patterns of layer names; default: all but the first and last; ['*']: all",
     )
     exclude: list[str] | None = Field(None, description="glob patterns of layers that stay in FP16")
+    fp8: list[str] | None = Field(
+        None, description="glob patterns of quantised layers that are FP8; default: as the recipe has it"
+    )
     percentile: float = Field(
         100.0, gt=0, le=100, description="of the magnitudes that calibration sees; 100: the largest"
     )

@@ -15,10 +15,10 @@ from tests.interop.onnx_files import Onnx, segmenter
 
 
 def test_a_foreign_file_from_audit_to_bench(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
-    onnx.save(segmenter(size=("N", 3, 32, 32)), tmp_path / "net.onnx")
+    onnx.save(segmenter(7, size=("N", 3, 32, 32)), tmp_path / "net.onnx")
     result = invoke("audit", "net.onnx", "--json")
     assert result.exit_code == 0, result.stderr
-    assert {row["weights"] for row in json.loads(result.stdout)["rows"]} == {"FP32"}
+    assert {row["requested"] for row in json.loads(result.stdout)["rows"]} == {"FP32"}
     result = invoke("quantize", "net.onnx", "--data", shapes, "--images", 4, "--method", "sweep")
     assert result.exit_code == 0, result.stderr
     assert "net.nvfp4.onnx (sweep, 3 layers in NVFP4, 4 images" in result.stdout

@@ -428,7 +428,7 @@ def _of_network(content: bytes, draw: random.Random) -> bytes:
                 attribute.ints[:] = [draw.choice(odd) if draw.random() < 0.5 else each for each in attribute.ints]
             case 2 if tensor.dims:
                 tensor.dims[draw.randrange(len(tensor.dims))] = draw.choice(odd)
-            case 3 if tensor.data_type == onnx.TensorProto.INT64:
+            case 3 if tensor.data_type == onnx.TensorProto.INT64 and 8 * sum(tensor.dims) == len(tensor.raw_data):
                 values = numpy_helper.to_array(tensor).copy()
                 values[draw.randrange(len(values))] = draw.choice(odd)
                 tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))

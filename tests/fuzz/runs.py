@@ -71,7 +71,7 @@ def _search() -> bytes:
 
 def _use_search(path: Path) -> object:
     record = Record(path, IDENTITY)
-    errors = {name: record.measure(f"error {name}", lambda: 0.5) for name in ("a", "b")}
+    errors = {(name, "FP4"): record.measure(f"error {name}", lambda: 0.5) for name in ("a", "b")}
     record.measure("miou fp16", lambda: 0.25)
     assert all(math.isfinite(bound) for bound in _bounds(errors))
     assert Record(path, IDENTITY).values == record.values  # what was measured again was kept

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.shape_inference
 from onnx import TensorProto, helper, numpy_helper
 
 Node = tuple[Any, ...]
@@ -52,10 +53,14 @@ class Onnx:
         image = helper.make_tensor_value_info("image", self.kind, self.size)
         found = [helper.make_tensor_value_info(name, self.kind, None) for name in outputs]
         graph = helper.make_graph(self.nodes, "network", [image], found, self.constants)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=10)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=10)
+        try:
+            return onnx.shape_inference.infer_shapes(model, data_prop=True)
+        except onnx.shape_inference.InferenceError:  # an operator that is not ONNX's
+            return model
 
 
-def segmenter(**options: Any) -> onnx.ModelProto:
+def segmenter(classes: int = 4, **options: Any) -> onnx.ModelProto:
     """Strided and depthwise convolutions, BatchNorm, a squeeze-excite gate, pooling, upsampling, a skip, a resize."""
     net = Onnx(**options)
     x = net.conv("stem.0", "image", 3, 16, strides=[2, 2], bias=False)
@@ -75,6 +80,6 @@ def segmenter(**options: Any) -> onnx.ModelProto:
     up = net.node("ConvTranspose", small, net.normal("up.weight", 32, 16, 2, 2), net.normal("up.bias", 16),
                   strides=[2, 2])  # fmt: skip
     x = net.node("Concat", up, x, axis=1)
-    logits = net.conv("head", x, 32, 4, 1)
+    logits = net.conv("head", x, 32, classes, 1)
     scales = net.constant("scales", [1, 1, 2, 2], np.float32)
     return net.model(net.node("Resize", logits, "", scales, mode="linear", coordinate_transformation_mode="half_pixel"))

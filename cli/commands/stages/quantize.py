@@ -30,7 +30,7 @@ def quantize(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround or brecq.")
+        str, typer.Option("--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround, brecq or fp8.")
     ] = "gptq",
     correction: Annotated[str, typer.Option("--correction", help="none, bias, norm or both.")] = "norm",
     activations: Annotated[
@@ -50,6 +50,10 @@ def quantize(
     ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", help="Layers to keep, a pattern; repeatable.", show_default="none")
+    ] = None,
+    fp8: Annotated[
+        list[str] | None,
+        typer.Option("--fp8", help="Quantised layers that are FP8, a pattern; repeatable.", show_default="none"),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="Settings with quant.include, as of search.", show_default="none")
@@ -84,7 +88,7 @@ def quantize(
     if checkpoint is not None and checkpoint.suffix == ".onnx":
         if config is not None or digits:
             raise InputError("--config and --digits are for checkpoints; an .onnx file takes --include and --exclude.")
-        chosen = {"include": tuple(include) if include else None, "exclude": tuple(exclude) if exclude else None}
+        chosen = {"include": _tuple(include), "exclude": _tuple(exclude), "fp8": _tuple(fp8)}
         _of_onnx(checkpoint, data, out, method, images, batch, parse_size(size), (mean, std), settings | chosen)
         return
     if (size, mean, std) != (None, None, None):
@@ -98,7 +102,7 @@ def quantize(
 
     find_method(method)
     if config is not None:
-        include, exclude = _layers(config, include, exclude)
+        include, exclude, fp8 = _layers(config, include or exclude or fp8)
     source = checkpoint or _latest()
     if source.suffix != ".safetensors":
         raise InputError(
@@ -116,8 +120,9 @@ def quantize(
         method,
         device="cuda" if torch.cuda.is_available() else "cpu",
         digits=digits,
-        include=tuple(include) if include else None,
-        exclude=tuple(exclude) if exclude else None,
+        include=_tuple(include),
+        exclude=_tuple(exclude),
+        fp8=_tuple(fp8),
         say=note,
         **settings,
     )
@@ -203,18 +208,20 @@ def _rgb(text: str | None, usual: tuple[float, float, float]) -> tuple[float, fl
     return red, green, blue
 
 
-def _layers(
-    config: Path, include: list[str] | None, exclude: list[str] | None
-) -> tuple[list[str] | None, list[str] | None]:
-    """The choice of layers in a settings file."""
+def _tuple(patterns: list[str] | None) -> tuple[str, ...] | None:
+    return tuple(patterns) if patterns else None
+
+
+def _layers(config: Path, given: list[str] | None) -> tuple[list[str] | None, list[str] | None, list[str] | None]:
+    """The choice of layers in a settings file: include, exclude, FP8."""
     from fp4deploy.train import load_config
 
-    if include or exclude:
-        raise InputError("--config brings its own choice of layers: leave out --include and --exclude.")
+    if given:
+        raise InputError("--config brings its own choice of layers: leave out --include, --exclude and --fp8.")
     chosen = load_config(config, []).quant
-    if chosen.include is None and chosen.exclude is None:
-        raise InputError(f"{config} chooses no layers: it has neither quant.include nor quant.exclude.")
-    return chosen.include, chosen.exclude
+    if chosen.include is None and chosen.exclude is None and chosen.fp8 is None:
+        raise InputError(f"{config} chooses no layers: it has neither quant.include, quant.exclude nor quant.fp8.")
+    return chosen.include, chosen.exclude, chosen.fp8
 
 
 def _latest() -> Path:

@@ -1,4 +1,4 @@
-"""`fp4deploy search`: which layers go to FP4 under a budget of accuracy, bytes or time."""
+"""`fp4deploy search`: which layers go to FP4 and FP8 under a budget of accuracy, bytes or time."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def search(
     method: Annotated[str, typer.Option("--method", help="How layers are quantised, as of quantize.")] = "amax",
     arch: Annotated[str, typer.Option("--arch", help="GPU of the projected time: sm90, sm100 or sm120.")] = "sm120",
     conv: Annotated[
-        Literal["auto", "qdq", "gemm", "plugin"], typer.Option("--conv", help="Form of FP4 convolutions, as of build.")
+        Literal["auto", "qdq", "gemm", "fp8", "plugin"],
+        typer.Option("--conv", help="Form of FP4 convolutions, as of build."),
     ] = "auto",
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the search.", show_default="search beside the checkpoint")
     ] = None,
     model: NamedModelOption = None,
 ) -> None:
-    """Measure every layer alone in FP4, solve for the best placement, and write it as settings."""
+    """Measure every layer alone in FP4 and in FP8, solve for the best placement, and write it as settings."""
     expect(model)
     import torch
 
@@ -62,9 +63,11 @@ def search(
         files = save_search(found, folder)
     layers = len(found.chosen.layers)
     done(
-        f"{layers} of {len(found.errors)} layers in FP4: mIoU {100 * found.chosen.miou:.2f} (drop {found.drop:.2f}), "
+        f"{layers} of {len(found.errors)} layers in FP4, {len(found.chosen.fp8)} in FP8: "
+        f"mIoU {100 * found.chosen.miou:.2f} (drop {found.drop:.2f}), "
         f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3f} ms projected",
         layers=list(found.chosen.layers),
+        fp8=list(found.chosen.fp8),
         miou=found.chosen.miou,
         drop_points=found.drop,
         bytes=found.chosen.bytes,

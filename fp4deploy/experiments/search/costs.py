@@ -1,8 +1,8 @@
-"""What a layer costs in FP4 and in FP16: bytes of its weights, and a lower bound of its time.
+"""What a layer costs in FP4, FP8 and FP16: bytes of its weights, and a lower bound of its time.
 
-The time is the roofline, max(operations / peak, bytes / bandwidth), with published peaks: a projection, not a
-measurement. FP4 tensor cores count only where the engine multiplies in FP4 (`lowering.forecast`): with TensorRT-RTX's
-default form a 3x3 convolution of FP4 weights runs in FP16, and FP4 saves the bytes of its weights alone.
+The time is the roofline of `peaks`: a projection, not a measurement. FP4 tensor cores count only where the engine
+multiplies in FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied
+in FP8, and FP4 saves bytes in the file alone.
 """
 
 from __future__ import annotations
@@ -14,55 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.peaks import Gpu
 
-FP16, FP4 = 2.0, 4.5 / 8  # bytes an element; FP4 with its block scales
+FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
+MOVED = {"FP16": FP16, "FP8": FP8, "FP4": FP4}
 LABEL = "projected: roofline of published peaks"
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """Published peaks: TFLOP/s dense with FP32 accumulation, and TB/s. `fp4` is None where tensor cores have no FP4."""
-
-    name: str
-    arch: str
-    fp4: float | None
-    fp16: float
-    bandwidth: float
-    source: str
-
-
-GPUS = (
-    Gpu("B200", "sm_100", 9000.0, 2250.0, 8.0, "NVIDIA Blackwell Architecture Technical Brief, HGX B200"),
-    Gpu("RTX 5090", "sm_120", 1676.0, 209.5, 1.792, "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A"),
-    Gpu("H200", "sm_90", None, 989.5, 4.8, "NVIDIA H200 Tensor Core GPU datasheet, half of the sparse figure"),
-)
-
-
-@dataclass(frozen=True)
 class LayerCost:
-    """One layer: bytes of its weights, and milliseconds for one image, in FP4 and in FP16."""
+    """One layer: bytes of its weights, and milliseconds for one image, in FP4, FP8 and FP16."""
 
     bytes_fp4: float
+    bytes_fp8: float
     bytes_fp16: float
     ms_fp4: float
+    ms_fp8: float
     ms_fp16: float
 
-
-def find_gpu(arch: str) -> Gpu:
-    """The GPU whose peaks stand for an architecture.
-
-    Raises:
-        InputError: none is known for it.
-    """
-    wanted = arch.lower().replace("sm", "sm_").replace("__", "_")
-    found = next((gpu for gpu in GPUS if gpu.arch == wanted), None)
-    if found is None:
-        valid = ", ".join(gpu.arch.replace("_", "") for gpu in GPUS)
-        raise InputError(f"--arch {arch}: no published peaks are known for it. Valid: {valid}.")
-    return found
+    def of(self, precision: str, kind: str) -> float:
+        """Bytes or ms (`kind`) in "FP4", "FP8" or "FP16"."""
+        found: float = getattr(self, f"{kind}_{precision.lower()}")
+        return found
 
 
 @torch.no_grad()
@@ -100,17 +75,13 @@ def _cost(layer: Any, read: int, written: int, macs: int, gpu: Gpu, conv: str) -
     weight = layer.weight
     axis = 0 if isinstance(layer, nn.ConvTranspose2d) else 1
     padded = weight.numel() // weight.shape[axis] * (weight.shape[axis] + -weight.shape[axis] % NVFP4_BLOCK)
-    packed, plain = FP4 * padded + 4, FP16 * weight.numel()
-    native = forecast(layer, conv).compute == "FP4" and gpu.fp4 is not None
-    peak = gpu.fp4 if native and gpu.fp4 is not None else gpu.fp16
+    packed, eight, plain = FP4 * padded + 4, FP8 * weight.numel() + 2 * weight.shape[1 - axis], FP16 * weight.numel()
+    compute = forecast(layer, conv).compute
+    if compute == "FP4" and gpu.fp4 is None:
+        compute = "FP16"
 
-    def milliseconds(tflops: float, count: float) -> float:
-        return 1e3 * max(2 * macs / (tflops * 1e12), count / (gpu.bandwidth * 1e12))
+    def milliseconds(precision: str, stored: float) -> float:
+        return 1e3 * gpu.seconds(precision, macs, stored + MOVED[precision] * read + FP16 * written)
 
-    moved = FP4 * read if native else FP16 * read
-    return LayerCost(
-        packed,
-        plain,
-        milliseconds(peak, packed + moved + FP16 * written),
-        milliseconds(gpu.fp16, plain + FP16 * (read + written)),
-    )
+    times = (milliseconds(compute, packed), milliseconds("FP8", eight), milliseconds("FP16", plain))
+    return LayerCost(packed, eight, plain, *times)

@@ -38,7 +38,10 @@ def save_search(found: Found, folder: Path) -> list[Path]:
 
 def recipe(found: Found) -> str:
     """Settings that `train --config` and `quantize --config` take; the card carries the choice on to `export`."""
-    settings = {"recipe": find_method(found.method).recipe, "quant": {"include": list(found.chosen.layers)}}
+    chosen = found.chosen
+    quant = {"include": [name for name in found.errors if name in chosen.layers + chosen.fp8]}
+    quant |= {"fp8": list(chosen.fp8)} if chosen.fp8 else {}
+    settings = {"recipe": find_method(found.method).recipe, "quant": quant}
     heading = f"# {found.budget.kind}={found.budget.most:g}: {_sentence(found, found.chosen)}\n"
     return heading + yaml.safe_dump(settings, sort_keys=False)
 
@@ -48,38 +51,47 @@ def render(found: Found) -> str:
     layers = [
         [
             name,
-            f"{sqnr(found.errors[name]):.1f}",
-            "FP4" if name in found.chosen.layers else "FP16",
-            f"{cost.bytes_fp4 / 1e3:.1f}",
-            f"{cost.bytes_fp16 / 1e3:.1f}",
-            f"{1e3 * cost.ms_fp4:.2f}",
-            f"{1e3 * cost.ms_fp16:.2f}",
+            *(f"{sqnr(found.errors[name][each]):.1f}" for each in ("FP4", "FP8")),
+            _precision(found.chosen, name),
+            *(f"{cost.of(each, 'bytes') / 1e3:.1f}" for each in ("FP4", "FP8", "FP16")),
+            *(f"{1e3 * cost.of(each, 'ms'):.2f}" for each in ("FP4", "FP8", "FP16")),
         ]
         for name, cost in found.costs.items()
     ]
     points = [
-        [f"{len(point.layers)}", f"{100 * point.miou:.2f}", f"{100 * (found.fp16.miou - point.miou):.2f}",
-         f"{point.bytes / 1e6:.2f}", f"{point.ms:.3f}"]
+        [
+            f"{len(point.layers)}",
+            f"{len(point.fp8)}",
+            f"{100 * point.miou:.2f}",
+            f"{100 * (found.fp16.miou - point.miou):.2f}",
+            f"{point.bytes / 1e6:.2f}",
+            f"{point.ms:.3f}",
+        ]
         for point in (found.fp16, *found.points)
-    ]  # fmt: skip
+    ]
     return "\n".join(
         (
             f"# Search: {found.budget.kind}={found.budget.most:g}, method {found.method}, {found.images} images\n",
             f"Chosen: {_sentence(found, found.chosen)} Times for {found.gpu} are {LABEL}.\n",
-            tables.markdown(("layers in FP4", "mIoU", "drop", "MB", "ms"), points),
-            "Each layer alone in FP4: signal to error of the logits, weights, time:\n",
+            tables.markdown(("layers in FP4", "in FP8", "mIoU", "drop", "MB", "ms"), points),
+            "Each layer alone in FP4 and in FP8: signal to error of the logits in dB, weights, time:\n",
             tables.markdown(
-                ("layer", "SQNR dB", "chosen", "FP4 kB", "FP16 kB", "FP4 us", "FP16 us"),
+                ("layer", "FP4 dB", "FP8 dB", "chosen", "FP4 kB", "FP8 kB", "FP16 kB", "FP4 us", "FP8 us", "FP16 us"),
                 layers,
             ),
         )
     )
 
 
+def _precision(point: Point, name: str) -> str:
+    return "FP4" if name in point.layers else "FP8" if name in point.fp8 else "FP16"
+
+
 def _sentence(found: Found, point: Point) -> str:
     return (
-        f"{len(point.layers)} of {len(found.errors)} layers in FP4, mIoU {100 * point.miou:.2f} (FP16 "
-        f"{100 * found.fp16.miou:.2f}), {point.bytes / 1e6:.2f} MB of weights (FP16 {found.fp16.bytes / 1e6:.2f}), "
+        f"{len(point.layers)} of {len(found.errors)} layers in FP4, {len(point.fp8)} in FP8, "
+        f"mIoU {100 * point.miou:.2f} (FP16 {100 * found.fp16.miou:.2f}), "
+        f"{point.bytes / 1e6:.2f} MB of weights (FP16 {found.fp16.bytes / 1e6:.2f}), "
         f"{point.ms:.3f} ms projected (FP16 {found.fp16.ms:.3f})."
     )
 

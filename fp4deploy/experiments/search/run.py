@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +13,18 @@ from torch import Tensor, nn
 
 from fp4deploy.data import VAL, EvalTransform, validation_set
 from fp4deploy.errors import InputError
-from fp4deploy.experiments.search.choose import least_cost, least_error
-from fp4deploy.experiments.search.costs import LayerCost, find_gpu, layer_costs
+from fp4deploy.experiments.search.choose import Option, Placement, least_cost, least_error
+from fp4deploy.experiments.search.costs import LayerCost, layer_costs
 from fp4deploy.experiments.search.study import Labelled, Measurements, Record
 from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
+from fp4deploy.peaks import find_gpu
 from fp4deploy.ptq.checkpoint import calibration_images
 from fp4deploy.qat import layer_plan, load_model
 from fp4deploy.runs import hold
 
 KINDS = ("drop", "bytes", "ms")
+PRECISIONS = ("FP4", "FP8")
 POINTS = 10
 Say = Callable[[str], None]
 
@@ -53,9 +55,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Point:
-    """A placement: layers in FP4, estimated error, cost, and its measured mIoU."""
+    """A placement: layers in FP4 and in FP8, estimated error, cost, and its measured mIoU."""
 
     layers: tuple[str, ...]
+    fp8: tuple[str, ...]
     error: float
     bytes: float
     ms: float
@@ -70,7 +73,7 @@ class Found:
     chosen: Point
     fp16: Point
     points: tuple[Point, ...]
-    errors: dict[str, float]
+    errors: dict[str, dict[str, float]]  # layer -> "FP4" and "FP8" -> relative squared error of the logits
     costs: dict[str, LayerCost]
     gpu: str
     method: str
@@ -96,7 +99,7 @@ def search(
     device: str = "cpu",
     say: Say = lambda text: None,
 ) -> Found:
-    """Choose the layers of an FP16 checkpoint that go to FP4.
+    """Choose the layers of an FP16 checkpoint that go to FP4 and to FP8.
 
     Args:
         images: of the training split to calibrate on, and of the validation split to measure on.
@@ -125,32 +128,39 @@ def search(
         measure = Measurements(
             model, calibration, labelled, card.class_names, method, Record(out / "measured.jsonl", identity)
         )
-        errors = {}
+        errors: dict[Option, float] = {}
         for name in names:
-            errors[name] = measure.error(name)
-            say(f"  {name}: SQNR of the logits {sqnr(errors[name]):.1f} dB")
+            for precision in PRECISIONS:
+                errors[name, precision] = measure.error((name, precision))
+            four, eight = (sqnr(errors[name, precision]) for precision in PRECISIONS)
+            say(f"  {name}: SQNR of the logits {four:.1f} dB in FP4, {eight:.1f} dB in FP8")
         costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
         fixed = _fixed_bytes(model, names)
 
-        def point(layers: Sequence[str] | frozenset[str]) -> Point:
-            chosen = [name for name in names if name in layers]
-            parts = [(costs[name], name in layers) for name in names]
+        def point(placement: Placement) -> Point:
+            chosen = dict(placement)
+            four, eight = (tuple(name for name in names if chosen.get(name) == each) for each in PRECISIONS)
+            parts = [(costs[name], chosen.get(name, "FP16")) for name in names]
             return Point(
-                tuple(chosen),
-                sum(errors[name] for name in chosen),
-                fixed + sum(cost.bytes_fp4 if taken else cost.bytes_fp16 for cost, taken in parts),
-                sum(cost.ms_fp4 if taken else cost.ms_fp16 for cost, taken in parts),
-                measure.miou(chosen),
+                four,
+                eight,
+                sum(errors[option] for option in placement),
+                fixed + sum(cost.of(precision, "bytes") for cost, precision in parts),
+                sum(cost.of(precision, "ms") for cost, precision in parts),
+                measure.miou(placement),
             )
 
-        fp16 = point([])
+        fp16 = point(frozenset())
         saved = _saved(costs, "ms" if budget.kind == "ms" else "bytes")
         points = []
-        for layers in dict.fromkeys(least_cost(errors, saved, bound) for bound in _bounds(errors)):
-            points.append(point(layers))
-            say(f"  {len(layers)} layers in FP4: mIoU {100 * points[-1].miou:.2f}, {points[-1].bytes / 1e6:.2f} MB")
+        for placement in dict.fromkeys(least_cost(errors, saved, bound) for bound in _bounds(errors)):
+            points.append(point(placement))
+            last = points[-1]
+            counts = f"{len(last.layers)} layers in FP4, {len(last.fp8)} in FP8"
+            say(f"  {counts}: mIoU {100 * last.miou:.2f}, {last.bytes / 1e6:.2f} MB")
         chosen = _choose(budget, fp16, points, errors, saved, point)
-        return Found(budget, chosen, fp16, tuple(points), errors, costs, gpu.name, method, images)
+        by_layer = {name: {each: errors[name, each] for each in PRECISIONS} for name in names}
+        return Found(budget, chosen, fp16, tuple(points), by_layer, costs, gpu.name, method, images)
 
 
 def sqnr(error: float) -> float:
@@ -162,12 +172,14 @@ def _choose(
     budget: Budget,
     fp16: Point,
     points: Sequence[Point],
-    errors: dict[str, float],
-    saved: dict[str, float],
-    point: Callable[[frozenset[str]], Point],
+    errors: dict[Option, float],
+    saved: dict[Option, float],
+    point: Callable[[Placement], Point],
 ) -> Point:
     if budget.kind == "drop":
-        fitting = [each for each in points if 100 * (fp16.miou - each.miou) <= budget.most and each.layers]
+        fitting = [
+            each for each in points if 100 * (fp16.miou - each.miou) <= budget.most and (each.layers or each.fp8)
+        ]
         if not fitting:
             raise InputError(
                 f"No placement of the frontier loses at most {budget.most:g} points of mIoU. Allow more, or "
@@ -175,22 +187,29 @@ def _choose(
             )
         return min(fitting, key=lambda each: each.bytes)
     now = fp16.bytes if budget.kind == "bytes" else fp16.ms
-    layers = least_error(errors, saved, max(0.0, now - budget.most))
-    if layers is None:
+    placement = least_error(errors, saved, max(0.0, now - budget.most))
+    if placement is None:
         least = min(getattr(each, budget.kind) for each in points)
         raise InputError(f"No placement needs at most {budget.kind}={budget.most:g}; the least is {least:g}.")
-    return point(layers)
+    return point(placement)
 
 
-def _bounds(errors: dict[str, float]) -> list[float]:
-    """Error bounds of the frontier: from the best layer alone to all layers."""
-    values = sorted(errors.values())
-    low, high = max(values[0], 1e-12), max(sum(values), 1e-12) * (1 + 1e-9)
+def _bounds(errors: Mapping[Option, float]) -> list[float]:
+    """Error bounds of the frontier: from the best layer alone to all layers in their worst precision."""
+    worst: dict[str, float] = {}
+    for (layer, _), error in errors.items():
+        worst[layer] = max(worst.get(layer, 0.0), error)
+    values = [min(errors.values()), *worst.values()]
+    low, high = max(values[0], 1e-12), max(sum(values[1:]), 1e-12) * (1 + 1e-9)
     return [float(bound) for bound in np.geomspace(low, high, POINTS)]
 
 
-def _saved(costs: dict[str, LayerCost], kind: str) -> dict[str, float]:
-    return {name: getattr(cost, f"{kind}_fp16") - getattr(cost, f"{kind}_fp4") for name, cost in costs.items()}
+def _saved(costs: dict[str, LayerCost], kind: str) -> dict[Option, float]:
+    return {
+        (name, precision): cost.of("FP16", kind) - cost.of(precision, kind)
+        for name, cost in costs.items()
+        for precision in PRECISIONS
+    }
 
 
 def _fixed_bytes(model: nn.Module, names: Sequence[str]) -> float:

@@ -1,4 +1,4 @@
-"""What is measured: the error of each layer alone in FP4, and the mIoU of whole placements; kept line by line.
+"""What is measured: the error of each layer alone in FP4 and FP8, and the mIoU of whole placements; kept line by line.
 
 The record, `measured.jsonl`, begins with what the numbers depend on: checkpoint, images, method. A search that is given
 the same again takes what is there and goes on; with anything else it refuses the folder.
@@ -22,6 +22,7 @@ from fp4deploy.bench.detail import SegmentationDetail
 from fp4deploy.bench.gate.bootstrap import value
 from fp4deploy.bench.records import Record as Line
 from fp4deploy.errors import InputError
+from fp4deploy.experiments.search.choose import Option
 from fp4deploy.files import append_line
 from fp4deploy.ptq import quantize
 from fp4deploy.ptq.forward import autocast
@@ -89,28 +90,32 @@ class Measurements:
         self.classes, self.method, self.record = tuple(classes), method, record
         self._logits: list[Tensor] | None = None
 
-    def error(self, layer: str) -> float:
-        """Squared error of the logits over their power, this layer alone in FP4."""
-        return self.record.measure(f"error {layer}", lambda: self._error([layer]))
+    def error(self, option: Option) -> float:
+        """Squared error of the logits over their power, one layer alone in FP4 or FP8."""
+        layer, precision = option
+        return self.record.measure(f"error {precision} {layer}", lambda: self._error([option]))
 
-    def miou(self, layers: Iterable[str]) -> float:
-        """mIoU with these layers in FP4; of the model itself where there are none."""
-        names = sorted(layers)
-        name = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16] if names else "fp16"
-        return self.record.measure(f"miou {name}", lambda: self._miou(names))
+    def miou(self, placement: Iterable[Option]) -> float:
+        """mIoU with these layers in their precisions; of the model itself where there are none."""
+        options = sorted(placement)
+        text = "\n".join(f"{precision} {layer}" for layer, precision in options)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16] if options else "fp16"
+        return self.record.measure(f"miou {name}", lambda: self._miou(options))
 
-    def _quantized(self, names: Sequence[str]) -> nn.Module:
+    def _quantized(self, options: Sequence[Option]) -> nn.Module:
         found = copy.deepcopy(self.model)
-        if names:
-            quantize(found, self.calibration, self.method, include=tuple(names), correction="none")
+        if options:
+            names = tuple(layer for layer, _ in options)
+            eight = tuple(layer for layer, precision in options if precision == "FP8")
+            quantize(found, self.calibration, self.method, include=names, fp8=eight, correction="none")
             round_to_deployed(found)
         return found.eval()
 
     @torch.no_grad()
-    def _error(self, names: Sequence[str]) -> float:
+    def _error(self, options: Sequence[Option]) -> float:
         if self._logits is None:
             self._logits = [self._run(self.model, images) for images, _ in self.labelled]
-        changed = self._quantized(names)
+        changed = self._quantized(options)
         error = power = 0.0
         for (images, _), logits in zip(self.labelled, self._logits, strict=True):
             error += float((self._run(changed, images) - logits).double().square().sum())
@@ -118,8 +123,8 @@ class Measurements:
         return error / power if power else 0.0
 
     @torch.no_grad()
-    def _miou(self, names: Sequence[str]) -> float:
-        model, detail = self._quantized(names), SegmentationDetail(self.classes)
+    def _miou(self, options: Sequence[Option]) -> float:
+        model, detail = self._quantized(options), SegmentationDetail(self.classes)
         count = 0
         for images, labels in self.labelled:
             detail.update(self._run(model, images).argmax(1), labels)

@@ -12,7 +12,7 @@ node names start with torch module names, which leads from a kernel back to a la
 | field | from |
 |---|---|
 | requested | the recipe, carried in the ONNX metadata |
-| planned | the lowering: FP4 for a GEMM or a plugin, FP16 for a convolution with FP4 weights |
+| planned | the lowering: FP4 for a GEMM or a plugin, FP8 or FP16 for a convolution |
 | actual | the operand types of the kernel that multiplies: FP4 only where *both* operands are FP4 |
 | weights | the type of the layer's constants inside the plan |
 
@@ -22,9 +22,9 @@ A plugin is a kernel of this project. The engine stores its compiled code and se
 has its planned precision where the engine lists a plugin for it that reads INT8: FP4, or FP16 on GPUs before Blackwell,
 where the kernel decodes.
 
-A layer **fell back** when it requested FP4 and its actual precision or its weight storage is not the planned one, or
-when no kernel was found for it: without evidence nothing is claimed. The plan was built and inspected, not run; the
-ledger speaks of the kernels that were chosen, not of time or accuracy.
+A layer **fell back** when it requested FP4 or FP8 and its actual precision or its weight storage is not the planned
+one, or when no kernel was found for it: without evidence nothing is claimed. The plan was built and inspected, not
+run; the ledger speaks of the kernels that were chosen, not of time or accuracy.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ class Ledger:
 
     @property
     def precision(self) -> str:
-        """Precision of the model in the plan: "nvfp4" where any layer keeps FP4 weights, else "fp16"."""
-        return "nvfp4" if any(row.weights == "FP4" for row in self.layers) else "fp16"
+        """Precision of the model in the plan: "nvfp4" where any layer keeps FP4 weights, else "fp8" or "fp16"."""
+        kept = {row.weights for row in self.layers}
+        return "nvfp4" if "FP4" in kept else "fp8" if "FP8" in kept else "fp16"
 
     def model_card(self) -> ModelCard | None:
         """Model card of the source, or None for a foreign ONNX file."""
@@ -213,8 +214,11 @@ class Ledger:
         total = self.totals()
         plugins = f"{_count(total.plugins, 'plugin')} and " if total.plugins else ""
         gemms = plugins + _count(total.fp4_gemms, "FP4 GEMM")
+        eight = [row for row in self.layers if row.actual == "FP8"]
+        share = sum(row.macs for row in eight) / max(1, total.macs)
+        in_fp8 = f"{_count(len(eight), 'FP8 layer')} ({share:.1%}), " if eight else ""
         return (
-            f"{gemms} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
+            f"{gemms} ({total.fp4_mac_share:.1%} of the multiply-accumulates), {in_fp8}"
             f"{_count(total.fp16_with_fp4_weights, 'FP16 layer')} with FP4 weights, "
             f"{_count(total.fp16, 'FP16 layer')}, {self._others()}"
             f"{_count(total.fell_back, 'fallback')} among {_count(len(self.layers), 'layer')}; {self.statement}."

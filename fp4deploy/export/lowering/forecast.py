@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fp4deploy.export.lowering.fp8 import NO_TRANSPOSED
+from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.placement import is_pointwise, is_upsampling
+from fp4deploy.qat.prepare import is_fp8
+
 BLOCKED = "TensorRT has no FP4 convolution: FP4 weights are decoded to FP16 for it"
 
 
@@ -23,27 +28,34 @@ class Forecast:
 
 
 def forecast(layer: nn.Module, conv: str) -> Forecast:
-    """The forecast of one FP4 layer under a `--conv` mode (`lowering.lower`).
+    """The forecast of one quantised layer under a `--conv` mode (`lowering.lower`).
 
     >>> forecast(nn.Conv2d(16, 16, 3, padding=1), "auto").compute
+    'FP8'
+    >>> forecast(nn.Conv2d(16, 16, 3, padding=1), "qdq").compute
     'FP16'
     >>> forecast(nn.Conv2d(16, 16, 3, padding=1), "gemm").compute
     'FP4'
     """
+    if isinstance(layer, QuantizedLayer) and is_fp8(layer.recipe):
+        if isinstance(layer, nn.ConvTranspose2d):
+            return Forecast("FP16", "FP8", NO_TRANSPOSED)
+        return Forecast("FP8", "FP8", "FP8 as the model has it")
     if isinstance(layer, nn.Linear):
         return Forecast("FP4", "FP4", "linear layer as an FP4 GEMM")
     if conv == "plugin" and _is_plugin(layer):
         return Forecast("FP4", "FP4", "plugin: TensorRT has no FP4 convolution")
-    if _is_upsampling(layer):
+    if is_upsampling(layer):
         if conv == "qdq":
             return Forecast("FP16", "FP4", f"{BLOCKED}; --conv auto makes it an FP4 GEMM")
         return Forecast("FP4", "FP4", "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace")
-    if conv == "fp8" and isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) and not _is_pointwise(layer):
+    spatial = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
+    if spatial and (conv == "fp8" or (conv == "auto" and _is_one_gemm(layer))):
         return Forecast("FP8", "FP8", "no FP4 convolution in TensorRT: an FP8 convolution")
     if not _is_one_gemm(layer):
         return Forecast("FP16", "FP4", "TensorRT has no FP4 convolution, and this form is not a single GEMM")
     assert isinstance(layer, nn.Conv2d)
-    if _is_pointwise(layer):
+    if is_pointwise(layer):
         return Forecast("FP4", "FP4", "1x1 convolution as an FP4 GEMM")
     if conv == "gemm":
         return Forecast("FP4", "FP4", "convolution as im2col and an FP4 GEMM")
@@ -54,23 +66,9 @@ def _is_one_gemm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and layer.groups == 1
 
 
-def _is_pointwise(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Conv2d) and layer.groups == 1 and tuple(layer.kernel_size) == (1, 1)
-
-
-def _is_upsampling(layer: nn.Module) -> bool:
-    return (
-        isinstance(layer, nn.ConvTranspose2d)
-        and (tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.dilation)) == ((2, 2), (2, 2), (1, 1))
-        and layer.groups == 1
-        and not any(layer.padding)
-        and not any(layer.output_padding)
-    )
-
-
 def _is_plugin(layer: nn.Module) -> bool:
     """As `plugin_match.read_source`: one group, the same along both axes, at most 7x7."""
-    if _is_upsampling(layer):
+    if is_upsampling(layer):
         return True
     if not isinstance(layer, nn.Conv2d) or not _is_one_gemm(layer) or isinstance(layer.padding, str):
         return False

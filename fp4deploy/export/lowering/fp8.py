@@ -10,7 +10,8 @@ A is the static amax that the layer's FP4 activation has already. The activation
 closer to the unquantised one than what the model was trained or calibrated with. The weights are the FP4 weights,
 decoded and rounded to E4M3 again: a code times a block scale has up to five significant bits, E4M3 has four. They take
 twice the bytes. So this form trades the size of the plan and a little rounding for FP8 tensor cores in layers that
-would run in FP16; it has been built and inspected, and timed by nobody.
+would run in FP16; it has been built and inspected, and timed by nobody. Transposed convolutions stay what they are:
+TensorRT-RTX 1.7 multiplies them in FP16 whatever their operands are.
 
 Scales are FP16, as the tensors are; a layer whose scales FP16 could not hold (amax below 0.03) is left as it is.
 """
@@ -30,13 +31,14 @@ from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.formats.constants import E4M3_MAX, nvfp4_range
 
+NO_TRANSPOSED = "TensorRT-RTX multiplies transposed convolutions in FP16: their FP8 weights are decoded"
 REASON = "no FP4 convolution in TensorRT: FP4 weights, decoded and rounded to FP8, and FP8 activations"
 SMALLEST_SCALE = 2.0**-14  # FP16's smallest normal number
 
 
 def can_be_fp8(layer: Fp4Layer) -> bool:
-    """Whether this FP4 layer is a 2-D convolution whose scales FP16 can hold."""
-    if layer.kind not in ("Conv2d", "ConvTranspose2d") or layer.shape is None:
+    """Whether this FP4 layer is a 2-D convolution, not a transposed one, whose scales FP16 can hold."""
+    if layer.kind != "Conv2d" or layer.shape is None:
         return False
     return activation_scale(layer) >= SMALLEST_SCALE
 
@@ -89,11 +91,9 @@ class ConvToFp8(InPlacePass):
 
 def _lower(writer: NodeWriter, layer: Fp4Layer) -> None:
     codes, scales = to_fp8(decoded_weight(layer))  # [O, KH, KW, C]
-    transposed = layer.kind == "ConvTranspose2d"
-    stored = codes.transpose(3, 0, 1, 2) if transposed else codes.transpose(0, 3, 1, 2)
-    weight = writer.constant("weight", np.ascontiguousarray(stored), prefix=layer.name)
+    weight = writer.constant("weight", np.ascontiguousarray(codes.transpose(0, 3, 1, 2)), prefix=layer.name)
     scale = writer.constant("weight.scale", scales, prefix=layer.name)
-    decoded = writer.add("DequantizeLinear", "weight", weight, scale, axis=1 if transposed else 0)
+    decoded = writer.add("DequantizeLinear", "weight", weight, scale, axis=0)
     step = writer.constant("scale", np.float16(activation_scale(layer)))
     zero = writer.constant("zero", np.zeros((), ml_dtypes.float8_e4m3fn))
     quantized = writer.add("QuantizeLinear", "quantize", layer.source, step, zero)

@@ -4,7 +4,7 @@
 
 | mode | 1x1 | ConvTranspose 2x2 stride 2 | other convolutions |
 |---|---|---|---|
-| auto | FP4 GEMM | FP4 GEMM | convolution: weights stored in FP4, computed in FP16 |
+| auto | FP4 GEMM | FP4 GEMM | FP8 where one group and faster by `lowering.cost`, else as qdq |
 | qdq | FP4 GEMM | as the other convolutions | convolution: weights stored in FP4, computed in FP16 |
 | gemm | FP4 GEMM | FP4 GEMM | im2col and FP4 GEMM |
 | fp8 | FP4 GEMM | FP4 GEMM | FP8 convolution, see `lowering.fp8` |
@@ -33,7 +33,8 @@ from onnx_ir.passes.common.naming import SimpleNameGenerator
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.export.ledger.ledger import PlannedLayer
-from fp4deploy.export.lowering.fp8 import ConvToFp8, can_be_fp8
+from fp4deploy.export.lowering.cost import prefers_fp8
+from fp4deploy.export.lowering.fp8 import REASON, ConvToFp8, can_be_fp8
 from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
 from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
 from fp4deploy.export.lowering.plan import count_macs, plan_layers
@@ -150,7 +151,9 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     for name, reason in reasons.items():
         _check_buildable(layers[name], reason)
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
-    eight = {name for name, reason in reasons.items() if conv == "fp8" and reason is None and can_be_fp8(layers[name])}
+    eight = {
+        name: why for name, reason in reasons.items() if reason is None and (why := _fp8_reason(layers[name], conv))
+    }
     macs = count_macs(model if usual is None else ir.from_proto(_with_shapes(fix_size(proto, usual))))
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
     forms = (ConvToPlugin(plugins), ConvToGemm(lowered), ConvToFp8(eight))
@@ -229,6 +232,13 @@ def _gemm_reason(layer: Fp4Layer, conv: str) -> str | None:
     if conv == "gemm" and geometry(layer) is not None:
         return f"{layer.kernel[0]}x{layer.kernel[1]} convolution as im2col and an FP4 GEMM"
     return None
+
+
+def _fp8_reason(layer: Fp4Layer, conv: str) -> str | None:
+    """Why a layer becomes an FP8 convolution, or None where it does not."""
+    if conv == "fp8":
+        return REASON if can_be_fp8(layer) else None
+    return prefers_fp8(layer) if conv == "auto" else None
 
 
 def _check_buildable(layer: Fp4Layer, gemm: str | None) -> None:

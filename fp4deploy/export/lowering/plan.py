@@ -8,12 +8,12 @@ metadata alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 
 from fp4deploy.export.ledger.ledger import PlannedLayer
-from fp4deploy.export.lowering.fp8 import REASON
+from fp4deploy.export.lowering.fp8 import NO_TRANSPOSED
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
 from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
 from fp4deploy.export.onnx.canonical import GEMM_OPS
@@ -42,7 +42,7 @@ def plan_layers(
     macs: dict[str, int],
     conv: str,
     plugins: Collection[str] = (),
-    fp8: Collection[str] = (),
+    fp8: Mapping[str, str] | None = None,
 ) -> tuple[PlannedLayer, ...]:
     """Plan of every layer of a lowered model, those that multiply first, in graph order.
 
@@ -52,7 +52,7 @@ def plan_layers(
         lowered: name -> reason of the layers that became GEMMs.
         macs: name -> multiply-accumulates for one image, counted before lowering.
         plugins: names of the layers that became plugins.
-        fp8: names of the layers that became FP8 convolutions.
+        fp8: name -> reason of the FP4 layers that became FP8 convolutions.
     """
     computing: dict[str, list[ir.Node]] = {}
     for node in model.graph:
@@ -71,8 +71,8 @@ def plan_layers(
         form, compute, weights, reason = _forecast(
             layer, first, requested, lowered.get(name), conv, request.get("reason", ""), name in plugins
         )
-        if name in fp8:
-            form, compute, weights, reason = "fp8", "FP8", "FP8", REASON
+        if fp8 is not None and name in fp8:
+            form, compute, weights, reason = "fp8", "FP8", "FP8", fp8[name]
         kind = request.get("kind") or (layer.kind if layer else GEMM_OPS[first.op_type] if first is not None else "")
         plan.append(
             PlannedLayer(
@@ -147,8 +147,13 @@ def _forecast(
     if layer is None:
         dtype = node.outputs[0].dtype if node is not None else None
         high = _PRECISIONS.get(dtype, "FP16") if dtype is not None else "FP16"
-        if requested == "FP4":
-            return "plain", "FP4", "FP4", "the file holds no FP4 weights for this layer"
+        stored = weight_initializer(node) if node is not None else None
+        if stored is not None and stored.dtype == ir.DataType.FLOAT8E4M3FN:
+            if node is not None and node.op_type == "ConvTranspose":
+                return "fp8", "FP16", "FP8", f"{kept}; {NO_TRANSPOSED}" if kept else NO_TRANSPOSED
+            return "fp8", "FP8", "FP8", kept
+        if requested in ("FP4", "FP8"):
+            return "plain", requested, requested, f"the file holds no {requested} weights for this layer"
         return "plain", high, high, kept
     if plugin:
         return "plugin", "FP4", "FP4", f"{layer.kind} in FP4 as a plugin, because TensorRT has no FP4 convolution"

@@ -29,7 +29,13 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import NameFixPass, RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.decomposed_quantize import DecomposeQuantizers, block_steps, replace_node, unsupported
+from fp4deploy.export.onnx.decomposed_quantize import (
+    DecomposeFp8,
+    DecomposeQuantizers,
+    block_steps,
+    replace_node,
+    unsupported,
+)
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import global_amax
@@ -53,6 +59,7 @@ def to_portable(model: onnx.ModelProto) -> onnx.ModelProto:
         DecodeWeights(),
         DecomposeQuantizers(),
         WidenToFloat(),
+        DecomposeFp8(),
         DecomposeGroupNorms(),
         RemoveUnusedNodesPass(),
         RemoveUnusedFunctionsPass(),

@@ -69,6 +69,56 @@ class DecomposeQuantizers(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=bool(quantizers))
 
 
+class DecomposeFp8(ir.passes.InPlacePass):
+    """QuantizeLinear to E4M3 -> Div, Clip, Cast; DequantizeLinear of E4M3 values -> Cast, Mul.
+
+    ONNX Runtime 1.31 has kernels for both, and before QuantizeLinear it drops a Relu, which is right for integers whose
+    smallest value is the zero point, and wrong for E4M3. Block scales of FP4, E4M3 too, are gone by now.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [node for node in model.graph if _is_fp8(node)]
+        for node in nodes:
+            writer = NodeWriter(
+                model.graph, node.name or str(node.outputs[0].name), before=node, dtype=ir.DataType.FLOAT
+            )
+            lower = _fp8_codes if node.op_type == "QuantizeLinear" else _fp8_values
+            replace_node(writer, node, lower(writer, node))
+        return ir.passes.PassResult(model, modified=bool(nodes))
+
+
+def _is_fp8(node: ir.Node) -> bool:
+    at = {"QuantizeLinear": 2, "DequantizeLinear": 0}.get(node.op_type)
+    value = node.inputs[at] if at is not None and len(node.inputs) > at else None
+    return value is not None and value.dtype == ir.DataType.FLOAT8E4M3FN and "block_size" not in node.attributes
+
+
+def _fp8_codes(writer: NodeWriter, node: ir.Node) -> ir.Value:
+    x, scale = node.inputs[0], node.inputs[1]
+    assert x is not None
+    assert scale is not None
+    scaled = writer.add("Div", "scaled", x, scale, shape=x.shape)
+    low, high = (writer.constant(role, np.float32(sign * E4M3_MAX), "fp8") for role, sign in (("low", -1), ("high", 1)))
+    clipped = writer.add("Clip", "clipped", scaled, low, high, shape=x.shape)
+    e4m3 = ir.DataType.FLOAT8E4M3FN
+    return writer.add("Cast", "codes", clipped, dtype=e4m3, shape=x.shape, to=int(e4m3))
+
+
+def _fp8_values(writer: NodeWriter, node: ir.Node) -> ir.Value:
+    codes, scale = node.inputs[0], node.inputs[1]
+    assert codes is not None
+    assert scale is not None
+    wide = writer.add("Cast", "wide", codes, shape=codes.shape, to=int(ir.DataType.FLOAT))
+    if scale.const_value is not None and scale.const_value.size > 1:
+        if codes.shape is None:
+            raise unsupported(node, "the shape of what a channel's scale belongs to is not known")
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
+        sizes = [1] * len(codes.shape)
+        sizes[axis] = scale.const_value.size
+        scale = writer.constant("scales", scale.const_value.numpy().reshape(sizes))
+    return writer.add("Mul", "values", wide, scale, shape=codes.shape)
+
+
 def block_steps(scales: NDArray[np.float32], amax: np.float32) -> NDArray[np.float32]:
     """What one unit of E2M1 stands for in blocks of the given scales: (d8 * A) * fp32(1/2688)."""
     steps: NDArray[np.float32] = (scales * amax) * INVERSE_RANGE

@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
-from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, LayerConstants, layer_constants
+from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.operator_table import kept_operator_table
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
@@ -115,7 +115,7 @@ def _name_axes(graph: ir.Graph) -> None:
 
 def _layers(model: nn.Module) -> dict[str, dict[str, str]]:
     recipes = [layer.recipe for layer in quantized_layers(model).values()]
-    plans = layer_plan(model, recipes[0] if recipes else None)
+    plans = layer_plan(model, recipes[0] if recipes else None)  # of a prepared model: as it is
     return {plan.name: {"kind": plan.kind, "precision": plan.precision, "reason": plan.reason} for plan in plans}
 
 
@@ -245,7 +245,7 @@ def _not_folded(model: ir.Model) -> Iterator[None]:
         node.domain = ""
 
 
-def _traceable(model: nn.Module, constants: dict[str, LayerConstants]) -> nn.Module:
+def _traceable(model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants]) -> nn.Module:
     """An FP16 copy on the CPU whose quantised layers leave markers."""
     quantized = {f"{name}.weight" for name in constants}
     for name, tensor in model.state_dict().items():
@@ -274,11 +274,13 @@ def _fits_fp16(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.to(torch.float16)).all())
 
 
-def _marking_forward(name: str, layer: LayerConstants, module: nn.Module) -> Callable[..., torch.Tensor]:
+def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn.Module) -> Callable[..., torch.Tensor]:
     """The layer's forward with two markers in place of its quantised operands."""
-    shape = tuple(layer.shape[axis] for axis in layer.order)
+    shape = layer.shape if isinstance(layer, Fp8Constants) else tuple(layer.shape[axis] for axis in layer.order)
 
     def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(layer, Fp8Constants):
+            return _marker(ACTIVATION_MARKER, [x], name, tuple(x.shape)), _marker(WEIGHT_MARKER, [], name, shape)
         axis = layer.channel_axis % x.ndim
         padded = (*x.shape[:axis], layer.channels, *x.shape[axis + 1 :])
         return _marker(ACTIVATION_MARKER, [x], name, padded), _marker(WEIGHT_MARKER, [], name, shape)

@@ -1,4 +1,5 @@
-"""The constants that a file holds of a quantised layer: codes, block scales and the global amax of weight and input.
+"""The constants that a file holds of a quantised layer: codes, block scales and the global amax of weight and input;
+of an FP8 layer codes and FP16 scales.
 
 Both amaxes are those that runtimes use (`formats.deployed_amax`): an ONNX initialiser is the global scale A / 6E, a
 packed file holds A itself, and both describe the same numbers. The global scale stays FP32: in FP16 it would be
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.formats import deployed_amax, quantize_nvfp4
+from fp4deploy.formats import deployed_amax, fp8_scale, quantize_fp8, quantize_nvfp4
 from fp4deploy.qat.layers import QuantizedLayer
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -48,13 +49,35 @@ class LayerConstants:
     channels: int
 
 
-def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants:
-    """Quantise the FP32 weight of one layer exactly as `formats.quantize_nvfp4` does, tap by tap.
+@dataclass(frozen=True)
+class Fp8Constants:
+    """What the file holds of one FP8 layer.
+
+    codes: float8_e4m3fn in the operator's order: [O, C, KH, KW], transposed [C, O, KH, KW], a linear layer's [C, O].
+    scales: float16 [O], one an output channel. axis: where the output channels lie in `codes`.
+    input_scale: float16, of the whole input.
+    """
+
+    codes: NDArray[Any]
+    scales: NDArray[np.float16]
+    axis: int
+    input_scale: np.float16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight that the operator reads."""
+        return self.codes.shape
+
+
+def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants | Fp8Constants:
+    """Quantise the FP32 weight of one layer exactly as `formats` does: NVFP4 tap by tap, FP8 by output channel.
 
     Raises:
         InputError: the layer was never calibrated, its recipe has no static engine form, or a value is not finite.
     """
     recipe = layer.recipe
+    if recipe.weight is not None and recipe.weight.format == "fp8" and layer.is_static:
+        return _fp8_constants(name, layer)
     if recipe.weight is None or not layer.is_static or recipe.weight.format != "nvfp4" or recipe.weight.row_scaled:
         raise InputError(
             f"{name}: recipe '{recipe.name}' does not quantise weights to NVFP4 and activations with a static global "
@@ -65,15 +88,7 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants:
             f"{name}: recipe '{recipe.name}' chooses 4 or 6 for activations too, which no engine does while it runs. "
             "Train with --recipe nvfp4_4o6_weight_qat."
         )
-    amax = float(cast(torch.Tensor, layer.input_amax))
-    if not 0 < amax < float("inf"):
-        raise InputError(
-            f"{name}: its activations were never calibrated (input_amax is {amax:g}). "
-            "Train the model first: fp4deploy train --models nvfp4"
-        )
-    weight = layer.weight.detach().to(torch.float32)
-    if not torch.isfinite(weight).all():
-        raise InputError(f"{name}: its weight holds NaN or Inf. Export an earlier checkpoint.")
+    amax, weight = _amax_and_weight(name, layer)
     quantized = quantize_nvfp4(
         _taps_first(layer, weight), block=recipe.weight.block, four_over_six=recipe.weight.four_over_six
     )
@@ -90,6 +105,34 @@ def layer_constants(name: str, layer: QuantizedLayer) -> LayerConstants:
         order=_operator_order(layer),
         channel_axis=-1 if isinstance(layer, nn.Linear) else 1,
         channels=channels * (layer.groups if isinstance(layer, CONVOLUTIONS) else 1),
+    )
+
+
+def _amax_and_weight(name: str, layer: QuantizedLayer) -> tuple[float, torch.Tensor]:
+    amax = float(cast(torch.Tensor, layer.input_amax))
+    if not 0 < amax < float("inf"):
+        raise InputError(
+            f"{name}: its activations were never calibrated (input_amax is {amax:g}). "
+            "Train the model first: fp4deploy train --models nvfp4"
+        )
+    weight = layer.weight.detach().to(torch.float32)
+    if not torch.isfinite(weight).all():
+        raise InputError(f"{name}: its weight holds NaN or Inf. Export an earlier checkpoint.")
+    return amax, weight
+
+
+def _fp8_constants(name: str, layer: QuantizedLayer) -> Fp8Constants:
+    amax, weight = _amax_and_weight(name, layer)
+    axis = layer.gemms().weight_axes[0]
+    found = quantize_fp8(weight, axis)
+    codes, scales = found.codes.view(torch.uint8), found.scale.flatten().to(torch.float16)
+    if isinstance(layer, nn.Linear):
+        codes, axis = codes.T, 1
+    return Fp8Constants(
+        codes=codes.contiguous().cpu().numpy().view(ml_dtypes.float8_e4m3fn),
+        scales=scales.cpu().numpy(),
+        axis=axis,
+        input_scale=np.float16(fp8_scale(torch.tensor(amax)).item()),
     )
 
 

@@ -13,6 +13,11 @@ constants must be 2-D for a convolution to build; E4M3 may not be the scale of a
 weights stay in OHWI order, so that a block never crosses a tap. Channels beyond C are zeros on both sides, so padding
 does not change the result.
 
+A layer in FP8 has ONNX's own operators, with FP16 scales:
+
+    x -> QuantizeLinear(s) -> DequantizeLinear(s)              one scale
+    W E4M3 -> DequantizeLinear(axis)                           one scale a channel
+
 Tracing leaves two markers a layer, ActivationQuantize and WeightQuantize; `LowerMarkers` puts these nodes in their
 place.
 """
@@ -20,12 +25,15 @@ place.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
+import ml_dtypes
+import numpy as np
 import onnx_ir as ir
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import LayerConstants
+from fp4deploy.export.onnx.layer_constants import Fp8Constants, LayerConstants
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP, TRT_DOMAIN, dynamic_quantize_function
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK, global_scale
@@ -38,7 +46,7 @@ WEIGHT_MARKER = "WeightQuantize"
 class LowerMarkers(ir.passes.InPlacePass):
     """Replace every marker that tracing left by its Q/DQ nodes; precondition: `layers` has each marked layer."""
 
-    def __init__(self, layers: dict[str, LayerConstants]) -> None:
+    def __init__(self, layers: Mapping[str, LayerConstants | Fp8Constants]) -> None:
         super().__init__()
         self.layers = layers
 
@@ -51,12 +59,18 @@ class LowerMarkers(ir.passes.InPlacePass):
         markers = _markers(model)
         for node in markers:
             name, is_input = _layer_of(node), node.op_type == ACTIVATION_MARKER
-            prefix, lower = (f"{name}.input", _lower_activation) if is_input else (f"{name}.weight", _lower_weight)
+            prefix = f"{name}.input" if is_input else f"{name}.weight"
             writer = NodeWriter(model.graph, prefix, before=node, dtype=ir.DataType.FLOAT16)
-            node.outputs[0].replace_all_uses_with(lower(writer, self.layers[name], node))
+            layer = self.layers[name]
+            if isinstance(layer, Fp8Constants):
+                value = _fp8_activation(writer, layer, node) if is_input else _fp8_weight(writer, layer)
+            else:
+                value = _lower_activation(writer, layer, node) if is_input else _lower_weight(writer, layer)
+            node.outputs[0].replace_all_uses_with(value)
             model.graph.remove(node, safe=True)
         if markers:
             del model.graph.opset_imports[MARKER_DOMAIN]
+        if any(node.op_type == QUANTIZE_OP for node in model.graph):
             model.graph.opset_imports[TRT_DOMAIN] = 1
             function = cast(ir.Function, ir.from_proto(dynamic_quantize_function()))
             model.functions[function.identifier()] = function
@@ -109,7 +123,23 @@ def _lower_activation(writer: NodeWriter, layer: LayerConstants, marker: ir.Node
     return writer.add("Reshape", "image", value, extents, shape=padded)
 
 
-def _lower_weight(writer: NodeWriter, layer: LayerConstants, marker: ir.Node) -> ir.Value:
+def _fp8_activation(writer: NodeWriter, layer: Fp8Constants, marker: ir.Node) -> ir.Value:
+    """x -> QuantizeLinear -> DequantizeLinear."""
+    (x,) = marker.inputs
+    assert x is not None
+    scale = writer.constant("scale", layer.input_scale)
+    zero = writer.constant("zero", np.zeros((), ml_dtypes.float8_e4m3fn))
+    codes = writer.add("QuantizeLinear", "quantize", x, scale, zero, dtype=ir.DataType.FLOAT8E4M3FN, shape=x.shape)
+    return writer.add("DequantizeLinear", "dequantized", codes, scale, zero, shape=x.shape)
+
+
+def _fp8_weight(writer: NodeWriter, layer: Fp8Constants) -> ir.Value:
+    """codes -> DequantizeLinear, one scale an output channel."""
+    codes, scales = writer.constant("codes", layer.codes), writer.constant("scales", layer.scales)
+    return writer.add("DequantizeLinear", "dequantized", codes, scales, shape=layer.shape, axis=layer.axis)
+
+
+def _lower_weight(writer: NodeWriter, layer: LayerConstants) -> ir.Value:
     """codes, scales -> dequantise -> Cast -> Reshape OHWI -> Transpose."""
     rows, width = layer.codes.shape[0], 2 * layer.codes.shape[1]
     packed = ir.PackedTensor(layer.codes, ir.DataType.FLOAT4E2M1, shape=ir.Shape((rows, width)))

@@ -34,6 +34,7 @@ from fp4deploy.formats import pad_to_blocks
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.heads import Head
 from fp4deploy.qat import QuantizedLayer, quantized_layers
+from fp4deploy.qat.prepare import is_fp8
 
 REFERENCE = ".from_torch"
 
@@ -163,7 +164,9 @@ def _run_torch(
     def keep(name: str) -> Any:
         def hook(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             x = layer.quantized_input(inputs[0])
-            operands[name].append(pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,)).numpy())
+            if not is_fp8(layer.recipe):  # whose channels need no padding
+                x = pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,))
+            operands[name].append(x.numpy())
 
         return hook
 

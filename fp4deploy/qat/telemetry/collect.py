@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 
 from fp4deploy.qat.fused_unet import FusedUNet
 from fp4deploy.qat.layers import QUANTIZED, QuantConvTranspose2d, QuantizedLayer
+from fp4deploy.qat.recipes import QuantSpec
 from fp4deploy.qat.telemetry.statistics import Row, coded_row, encode, raw_row, sample
 
 SAMPLE = 1 << 19
@@ -148,7 +149,7 @@ class Watcher:
         return table
 
     def _weight(self, name: str, layer: nn.Module, weight: torch.Tensor) -> Row:
-        if not isinstance(layer, QuantizedLayer) or layer.recipe.weight is None:
+        if not isinstance(layer, QuantizedLayer) or not _has_codes(layer.recipe.weight):
             return raw_row(weight)
         gemms = layer.gemms()
         coded = encode(weight, layer.recipe.weight, gemms.weight_axes, gemms.weight_groups, seed=self.seed)
@@ -174,7 +175,7 @@ class Watcher:
     def _activation(self, name: str, layer: nn.Module, x: torch.Tensor) -> None:
         axis = -1 if isinstance(layer, nn.Linear) else -3
         with _without_autocast(x.device.type):
-            if isinstance(layer, QuantizedLayer) and layer.recipe.activation is not None and not layer.observing:
+            if isinstance(layer, QuantizedLayer) and _has_codes(layer.recipe.activation) and not layer.observing:
                 spec, groups = layer.recipe.activation, (layer.gemms().groups,)
                 row = coded_row(encode(x, spec, (axis,), groups, _used_amax(layer), self.limit, self.seed))
             else:
@@ -192,6 +193,11 @@ class Watcher:
                 rows = _wgrad_rows(layer, gradient, x)
                 found = encode(rows, recipe.wgrad_gradient, (gemms.wgrad_axis,), limit=self.limit, seed=self.seed)
         self.seen[name, OUTPUT_GRADIENT] = coded_row(found)
+
+
+def _has_codes(spec: QuantSpec | None) -> TypeGuard[QuantSpec]:
+    """The 16 codes of FP4, whose statistics these are; FP8 has 256 and is described by its values."""
+    return spec is not None and spec.format != "fp8"
 
 
 def window(x: torch.Tensor, axis: int, rows: int = 32, columns: int = 64) -> torch.Tensor:

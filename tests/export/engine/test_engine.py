@@ -224,7 +224,7 @@ class TestRtx:
     @pytest.mark.parametrize(
         ("conv", "realised"),
         [
-            ("auto", {"deep": "FP16", "up": "FP4", "point": "FP4"}),
+            ("auto", {"deep": "FP8", "up": "FP4", "point": "FP4"}),
             ("qdq", {"deep": "FP16", "up": "FP16", "point": "FP4"}),
             ("gemm", {"deep": "FP4", "up": "FP4", "point": "FP4"}),
         ],
@@ -234,7 +234,8 @@ class TestRtx:
         ledger = build_engine(model, model.with_name("model.plan"), arch=arch, conv=conv, strict=True).ledger
         rows = {row.layer: row for row in ledger.layers}
         assert {name: rows[name].actual for name in realised} == realised
-        assert {rows[name].weights for name in realised} == {"FP4"}
+        assert {rows[name].weights for name in realised if realised[name] != "FP8"} == {"FP4"}
+        assert (rows["deep"].weights == "FP8") == (conv == "auto")
         assert (rows["first"].actual, rows["head"].actual) == ("FP16", "FP16")
         assert ledger.totals().fp4_gemms == sum(precision == "FP4" for precision in realised.values())
 

