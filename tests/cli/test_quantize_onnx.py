@@ -21,7 +21,7 @@ def test_a_foreign_file_from_audit_to_bench(invoke: Invoke, shapes: Path, tmp_pa
     assert {row["requested"] for row in json.loads(result.stdout)["rows"]} == {"FP32"}
     result = invoke("quantize", "net.onnx", "--data", shapes, "--images", 4, "--method", "sweep")
     assert result.exit_code == 0, result.stderr
-    assert "net.nvfp4.onnx (sweep, 3 layers in NVFP4, 4 images" in result.stdout
+    assert "net.nvfp4.onnx (sweep, 3 layers quantised, 4 images" in result.stdout
     assert "equal to torch on" in result.stdout
     precisions = {layer.name: layer.precision for layer in inspect_onnx(Path("net.nvfp4.onnx"))}
     assert {name for name, precision in precisions.items() if precision == "FP4"} == {"block.conv", "gate", "up"}

@@ -185,8 +185,15 @@ def _of_onnx(
     exported = found.export
     agreed = f", {exported.verification.sentence()}" if exported.verification else ""
     done(
-        f"{shown(target)} ({method}, {exported.fp4_layers} layers in NVFP4, {found.quantized.images} images, "
-        f"{exported.size_bytes / 1e6:.2f} MB){agreed}"
+        f"{shown(target)} ({method}, {exported.fp4_layers} layers quantised, {found.quantized.images} images, "
+        f"{exported.size_bytes / 1e6:.2f} MB){agreed}",
+        onnx=str(target),
+        method=method,
+        layers=exported.fp4_layers,
+        images=found.quantized.images,
+        difference=found.difference,
+        sqnr_db=found.sqnr,
+        seconds=round(found.quantized.seconds, 3),
     )
     signal = ", ".join(f"{name} {decibels:.1f} dB" for name, decibels in found.sqnr.items())
     note(f"As read it differs from the file by {found.difference:.1e}; signal to error of NVFP4: {signal}.")

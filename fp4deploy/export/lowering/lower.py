@@ -151,10 +151,12 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     for name, reason in reasons.items():
         _check_buildable(layers[name], reason)
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
+    sized = model if usual is None else ir.from_proto(_with_shapes(fix_size(proto, usual)))
+    macs = count_macs(sized)
+    judged = layers if usual is None else {layer.name: layer for layer in find_fp4_layers(sized)}
     eight = {
-        name: why for name, reason in reasons.items() if reason is None and (why := _fp8_reason(layers[name], conv))
+        name: why for name, reason in reasons.items() if reason is None and (why := _fp8_reason(judged[name], conv))
     }
-    macs = count_macs(model if usual is None else ir.from_proto(_with_shapes(fix_size(proto, usual))))
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
     forms = (ConvToPlugin(plugins), ConvToGemm(lowered), ConvToFp8(eight))
     names = NameFixPass(NamedByOutput())

@@ -148,7 +148,7 @@ def test_an_open_size_is_lowered_as_a_fixed_one(open_model: onnx.ModelProto, siz
     assert [(layer.name, layer.form, layer.macs) for layer in lowered.layers] == [
         (layer.name, layer.form, layer.macs) for layer in fixed.layers
     ]
-    assert [layer.form for layer in lowered.layers if layer.requested == "FP4"] == ["qdq", "gemm", "gemm"]
+    assert [layer.form for layer in lowered.layers if layer.requested == "FP4"] == ["fp8", "gemm", "gemm"]
     image = np.random.default_rng(2).standard_normal((2, 3, *size)).astype(np.float32)
     results = [evaluate(with_function(each.model, open_model), image) for each in (lowered, fixed)]
     assert results[0].shape == (2, 4, 2 * size[0], 2 * size[1])
