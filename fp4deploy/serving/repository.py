@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ output [
 ]
 dynamic_batching {{ }}
 """
-    labels = "".join(f"{label}\n" for label in card.class_names)
+    labels = "".join(f"{' '.join(label.split())}\n" for label in card.class_names)  # one line each
     return {"config.pbtxt": config.encode(), "labels.txt": labels.encode(), f"1/model{suffix}": served.content}
 
 
@@ -218,11 +219,15 @@ def _parameters(values: dict[str, Any]) -> str:
 
 
 def _replace(folder: Path, files: Files) -> None:
-    """Write a folder whole; an older one of the same name goes only when the new one is complete."""
-    with atomic_write(folder.with_name(f".{folder.name}.new")) as temporary:
+    """Write a folder whole; an older one of the same name goes only when the new one is in its place."""
+    new, old = (folder.with_name(f".{folder.name}.{age}") for age in ("new", "old"))
+    with atomic_write(new) as temporary:
         for name, content in files.items():
             target = temporary / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.with_name(f".{folder.name}.new").rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

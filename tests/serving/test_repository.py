@@ -25,8 +25,8 @@ from fp4deploy.errors import InputError
 from fp4deploy.models import InstanceHead
 from fp4deploy.predict.predictor import load
 from fp4deploy.runs import Run
-from fp4deploy.serving.repository import write_repository
-from tests.predict.pointwise import photo
+from fp4deploy.serving.repository import Served, _network, write_repository
+from tests.predict.pointwise import card, photo
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +186,12 @@ def test_writing_again_replaces_and_keeps_other_models(repository: Path, untrain
     assert (repository / "other").is_dir()
     assert not (repository / "unet" / "2").exists()
     assert not [path for path in repository.iterdir() if path.name.startswith(".")]
+
+
+def test_a_class_name_is_one_line_of_the_labels() -> None:
+    named = dataclasses.replace(card(), class_names=("road\nside", "sky"))
+    files = _network("unet", Served(Path("unet.onnx"), named, 2, False, 8, b""))
+    assert files["labels.txt"] == b"road side\nsky\n"
 
 
 @pytest.mark.parametrize(("name", "message"), [("a.fp4", "backends for .onnx and .plan"), ("a.plan", "ledger")])
