@@ -2,7 +2,7 @@
 # make test   formatting, lint, types, layers and tests, of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
-# make mutants   faults in the code that decides bytes and verdicts: does a test notice? about an hour
+# make mutants   faults in the code that decides bytes and verdicts: does a test notice? half an hour of CPU
 # make docs   the documentation site, in site/
 # Each makes its own virtual environment in .venv from nothing.
 
@@ -27,12 +27,12 @@ emulate: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "emulate or variants"
 
 fuzz: install-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --jobs 2
 
 mutants: install-dev
 	$(INSTALL) --editable '.[mutation]'
-	$(BIN)/python -m tests.mutation.seeded
-	$(BIN)/python -m tests.mutation.sampled
+	$(BIN)/python -m tests.mutation.seeded --jobs 2
+	$(BIN)/python -m tests.mutation.sampled --jobs 2
 
 docs: install-docs
 	$(BIN)/mkdocs build --strict
