@@ -5,12 +5,19 @@ A layer with weights is one of four operators that contract a weight with an act
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import onnx
+from onnx.external_data_helper import (
+    ExternalDataInfo,
+    _get_all_tensors,
+    load_external_data_for_model,
+    uses_external_data,
+)
 
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.schema import parse_json
@@ -18,6 +25,9 @@ from fp4deploy.schema import parse_json
 OPSET = 23  # the first with FLOAT4E2M1
 IR_VERSION = 11
 GEMM_OPS = {"Conv": "Conv2d", "ConvTranspose": "ConvTranspose2d", "MatMul": "Linear", "Gemm": "Linear"}  # -> torch
+MOST_BYTES = 2 << 30  # of a protobuf message
+MOST_EXTERNAL_BYTES = 8 << 30  # of a file's weights outside of it
+LARGEST_ELEMENT = 16  # bytes: complex128
 LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason}
 
 
@@ -55,12 +65,31 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
             f"{path} does not exist: no file has that name. Write one with: fp4deploy export --format onnx"
         )
     try:
-        model = onnx.load(path)
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it is larger than {MOST_BYTES >> 30} GiB, the limit of the format")
+        model = onnx.load(path, load_external_data=False)
+        _check_external(model, path.parent)
+        load_external_data_for_model(model, str(path.parent))
     except Exception as error:  # protobuf's, onnx's own, and of files with external data
         raise not_onnx(path, error) from error
     if not model.graph.node or not model.graph.output:
         raise InputError(f"{path} is not an ONNX model: it holds no operators. Write one with: fp4deploy export")
     return model
+
+
+def _check_external(model: onnx.ModelProto, folder: Path) -> None:
+    """Compare external data with the tensors before any is read: a sparse file of terabytes takes no disk."""
+    total = 0
+    for tensor in _get_all_tensors(model):
+        if uses_external_data(tensor):
+            info = ExternalDataInfo(tensor)
+            size = (folder / info.location).stat().st_size if info.length is None else info.length
+            total += size
+            if size > LARGEST_ELEMENT * math.prod(tensor.dims) or total > MOST_EXTERNAL_BYTES:
+                raise ValueError(
+                    f"the external data of '{tensor.name[:80]}' has {size} bytes; {MOST_EXTERNAL_BYTES >> 30} GiB in "
+                    "all is the limit"
+                )
 
 
 def metadata_object(model: onnx.ModelProto, key: str) -> dict[str, Any] | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from onnx.external_data_helper import set_external_data
 
 from fp4deploy.audit.operands import multiplications
+from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.canonical import parse_onnx
 from fp4deploy.export.onnx.layers import layers_of
 
 FLOAT = onnx.TensorProto.FLOAT
@@ -35,3 +39,30 @@ def test_a_chain_before_a_weight(length: int, doubling: bool) -> None:
     assert layer.name == "product"
     assert [found.name for found in multiplications(model)] == ["product"]
     assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize("length", [None, 100 << 30])
+def test_a_sparse_file_of_weights_is_not_read(length: int | None, tmp_path: Path) -> None:
+    model = chain(1, doubling=False)
+    for tensor in model.graph.initializer:
+        set_external_data(tensor, "weights.bin", length=length)
+        tensor.ClearField("raw_data")
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with (tmp_path / "weights.bin").open("wb") as file:
+        file.truncate(200 << 30)
+    with pytest.raises(InputError, match="external data of 'w0' has .* the limit"):
+        parse_onnx(tmp_path / "model.onnx")
+
+
+def test_a_sparse_model_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "model.onnx").open("wb") as file:
+        file.truncate(200 << 30)
+    with pytest.raises(InputError, match="larger than 2 GiB"):
+        parse_onnx(tmp_path / "model.onnx")
+
+
+def test_weights_outside_of_the_model_are_read(tmp_path: Path) -> None:
+    onnx.save(chain(1, doubling=False), tmp_path / "model.onnx", save_as_external_data=True, size_threshold=0)
+    assert (tmp_path / "model.onnx").stat().st_size < sum(path.stat().st_size for path in tmp_path.iterdir())
+    weights = parse_onnx(tmp_path / "model.onnx").graph.initializer
+    assert all((numpy_helper.to_array(each) == 1).all() for each in weights)
