@@ -30,7 +30,6 @@ from fp4deploy.plugins.quantize.dispatch import finite_amax, previous_amax
 from fp4deploy.qat.backward_gemms import quantized_gemms
 from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS
-from fp4deploy.qat.fusion import traced
 from fp4deploy.qat.gemms import ConvGemms, LinearGemms
 from fp4deploy.qat.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import QuantSpec, Recipe
@@ -102,10 +101,11 @@ class QuantizedLayer(nn.Module):
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantise the input for the forward GEMM; in training the tracked amax follows."""
         gemms = self.gemms()
-        if self._is_traced() and traced.can_trace(self.recipe.activation):
+        traced = self._traced()
+        if traced and traced.can_trace(self.recipe.activation):
             choice = traced.choice_of(cast(QuantSpec, self.recipe.activation))
             if traced.takes(x, gemms.input_axis, gemms.groups, choice):
-                return self._traced_input(x, gemms.input_axis, gemms.groups, choice)
+                return self._traced_input(traced, x, gemms.input_axis, gemms.groups, choice)
         operand = (self.recipe.activation, (gemms.input_axis,))
         if self.recipe.amax_learned:
             amax = cast(torch.Tensor, self.static_amax(x))
@@ -116,11 +116,15 @@ class QuantizedLayer(nn.Module):
         self.follow(largest)
         return quantized
 
-    def _is_traced(self) -> bool:
-        """The compiler of `fuse` is capturing this layer."""
-        return self.fusible and torch.compiler.is_dynamo_compiling()
+    def _traced(self) -> Any:
+        """The module of operators that a compiler fuses, where that of `fuse` is capturing this layer."""
+        if not (self.fusible and torch.compiler.is_dynamo_compiling()):
+            return None
+        from fp4deploy.qat.fusion import traced  # with torch._dynamo, two seconds of a process that compiles nothing
 
-    def _traced_input(self, x: torch.Tensor, axis: int, groups: int, choice: traced.Choice) -> torch.Tensor:
+        return traced
+
+    def _traced_input(self, traced: Any, x: torch.Tensor, axis: int, groups: int, choice: Any) -> torch.Tensor:
         """`quantized_input` in operators that a compiler fuses."""
         if not self.is_static:
             return traced.quantize(x, traced.amax(x), axis, groups, False, choice)
@@ -143,7 +147,8 @@ class QuantizedLayer(nn.Module):
         """Fake-quantise the weight for the forward GEMM, with its own amax."""
         gemms = self.gemms()
         spec = self.recipe.weight
-        if self._is_traced() and spec is not None and traced.can_trace(spec):
+        traced = self._traced()
+        if traced and spec is not None and traced.can_trace(spec):
             groups, choice = gemms.weight_groups, traced.choice_of(spec)
             return traced.quantize_weight(self.weight, spec.block, gemms.weight_axes, groups, choice)
         return fake_quantize(self.weight, self.recipe.weight, gemms.weight_axes, groups=gemms.weight_groups)

@@ -27,6 +27,7 @@ from accelerate import PartialState
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.qat import QuantizedLayer
 from fp4deploy.runs import is_first_process, processes
+from fp4deploy.tracing import not_compiled
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def summed(sums: torch.Tensor) -> torch.Tensor:
     return _summed(sums)
 
 
-@torch.compiler.disable
+@not_compiled
 def _summed(sums: torch.Tensor) -> torch.Tensor:
     total = sums.detach().clone()
     dist.all_reduce(total)

@@ -38,9 +38,9 @@ from torch.overrides import TorchFunctionMode
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
+from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
-from fp4deploy.export.onnx.operator_table import kept_operator_table
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
 from fp4deploy.graph.capture import Inputs, arguments, output_names, quiet, why_not_captured
 from fp4deploy.models.card import CARD_KEY, ModelCard
@@ -158,7 +158,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         return program
 
     try:
-        with quiet("torch.onnx", logging.ERROR), kept_operator_table():
+        with quiet("torch.onnx", logging.ERROR), short_export():
             try:
                 program = export()
             except Exception as error:

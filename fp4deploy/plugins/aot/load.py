@@ -32,7 +32,8 @@ from fp4deploy.plugins.aot.spec import Launch
 from fp4deploy.plugins.aot.store import Compiled
 from fp4deploy.plugins.runtime import availability
 from fp4deploy.plugins.runtime import launch as cuda_launch
-from fp4deploy.plugins.runtime.availability import Device, constant_when_compiled
+from fp4deploy.plugins.runtime.availability import Device
+from fp4deploy.tracing import constant_when_compiled
 
 _lock = threading.Lock()
 _functions: dict[tuple[Launch, int], Function] = {}

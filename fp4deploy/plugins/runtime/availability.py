@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 
@@ -19,17 +19,11 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC, find_nvcc, nvcc_version, supported
 from fp4deploy.requirements import LIBRARIES, reasons
+from fp4deploy.tracing import constant_when_compiled
 
 Device: TypeAlias = "torch.device | str | int | None"
 OLDEST = Architecture(8, 0)
 SWITCH = "FP4DEPLOY_KERNELS"
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def constant_when_compiled(function: _Function) -> _Function:
-    """`torch.compiler.assume_constant_result` without its import of torch._dynamo, two seconds for each process."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @constant_when_compiled

@@ -29,6 +29,7 @@ from fp4deploy.qat.fp4_gemms.reference import Gemms
 from fp4deploy.qat.gemms import ConvGemms
 from fp4deploy.qat.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.recipes import QuantSpec, Recipe
+from fp4deploy.tracing import not_compiled
 
 
 class _PackedGemms(torch.autograd.Function):
@@ -70,7 +71,7 @@ class _PackedGemms(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
-@torch.compiler.disable
+@not_compiled
 def packed_gemms(
     x: torch.Tensor,
     weight: torch.Tensor,

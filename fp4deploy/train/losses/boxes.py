@@ -30,6 +30,7 @@ from torch import Tensor
 from fp4deploy.data.letterbox import PAD
 from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.boxes import DetectionHead, map_sizes, places
+from fp4deploy.tracing import not_compiled
 from fp4deploy.train.distributed import summed
 
 SIDES = 16.0  # strides: the largest side of an object of a stride
@@ -68,7 +69,7 @@ class BoxLoss:
         self.head, self.size, self.weights = head, size, weights
         self.alpha, self.gamma = alpha, gamma
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Labels are rows of class, left, top, right, bottom in pixels of the input; class 255: crowd, -1: no box."""
         head = self.head

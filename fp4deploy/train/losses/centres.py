@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.heads import OFFSET_UNIT, InstanceHead
+from fp4deploy.tracing import not_compiled
 from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
@@ -56,7 +57,7 @@ class CentreLoss:
         self.head, self.semantic = head, semantic
         self.heatmap, self.offset, self.sigma = heatmap, offset, sigma
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Labels are class ids or 255, and numbers of objects."""
         masks, ids = labels[:, 0], labels[:, 1]

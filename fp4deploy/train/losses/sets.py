@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.heads import InstanceHead
+from fp4deploy.tracing import not_compiled
 from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.segmentation import SMOOTH, SegmentationLoss
 
@@ -48,7 +49,7 @@ class SetLoss:
         self.crowded_images = self.left_out = 0
         self._warned = False
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Labels are class ids or 255, and numbers of objects."""
         masks, ids = labels[:, 0], labels[:, 1]

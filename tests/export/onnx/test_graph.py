@@ -11,8 +11,8 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.graph import export_graph
-from fp4deploy.export.onnx.operator_table import kept_operator_table
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
 from fp4deploy.formats import global_amax, global_scale, quantize_nvfp4
 from fp4deploy.models import build_unet
@@ -259,12 +259,12 @@ def test_the_table_of_operators_is_made_once() -> None:
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     make = ONNXRegistry.from_torchlib
-    with kept_operator_table():
+    with short_export():
         one, other = ONNXRegistry().from_torchlib(23), ONNXRegistry.from_torchlib(23)
     assert ONNXRegistry.from_torchlib == make
     (name, functions), *_ = other.functions.items()
     assert one.functions[name] == functions
     one.functions[name].clear()
     assert functions
-    with kept_operator_table():
+    with short_export():
         assert ONNXRegistry.from_torchlib(23).functions[name] == functions

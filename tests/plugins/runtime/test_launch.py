@@ -14,7 +14,7 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.plugins import KernelError, available, kernel, why_unavailable
 from fp4deploy.plugins.runtime import availability
 from fp4deploy.plugins.runtime import launch as cuda_launch
-from fp4deploy.plugins.runtime.availability import constant_when_compiled
+from fp4deploy.tracing import constant_when_compiled
 from tests.plugins.cuda_stand_in import Pycuda, Tensor
 from tests.plugins.gemm.threads import together
 

@@ -1,0 +1,97 @@
+"""torch's ONNX exporter without the work that repeats itself, two thirds of the time of a small export.
+
+* `torch.onnx.export` parses the source of all 500 functions of its table for ATen operators in every call, and takes no
+  table from its caller. Nothing of the table depends on the model, and an export without functions of its own only
+  reads it: one table serves a process.
+* It then decomposes what torch.export captured by its table, which traces the whole graph again. A graph whose calls
+  are all in the table, none in place or the short form of a view, comes out as it went in, and is taken as it is. Of
+  transposed convolutions the table knows the long form.
+
+The names are private to torch: where a version has others, it works as before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, cast
+from unittest import mock
+
+import torch
+
+aten = torch.ops.aten
+TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
+ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}  # the exporter removes them
+
+
+@contextmanager
+def short_export() -> Iterator[None]:
+    """Inside, torch's ONNX exporter reads a copy of one table for each opset and decomposes only what it must."""
+    with ExitStack() as stack:
+        try:
+            from torch.onnx._internal.exporter import _fx_passes
+            from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+            make, decompose = ONNXRegistry.from_torchlib, _fx_passes.decompose_with_registry
+        except (ImportError, AttributeError):
+            yield
+            return
+        table = staticmethod(lambda *a, **k: _copied(_table(make, *a, **k)))
+        stack.enter_context(mock.patch.object(ONNXRegistry, "from_torchlib", table))
+        short = _decompose_where_needed(decompose)
+        stack.enter_context(mock.patch.object(_fx_passes, "decompose_with_registry", short))
+        yield
+
+
+@cache
+def _table(make: Any, *arguments: Any, **options: Any) -> Any:
+    return make(*arguments, **options)
+
+
+def _copied(table: Any) -> Any:
+    copied = copy.copy(table)
+    copied.functions = {name: list(functions) for name, functions in table.functions.items()}
+    return copied
+
+
+def _decompose_where_needed(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def short(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        known = {functions[0].fx_target for functions in registry.functions.values() if functions}
+        calls = [node for node in program.graph.nodes if node.op == "call_function"]
+        transposed = [node for node in calls if node.target in TRANSPOSED]
+        rest = {node.target for node in calls} - TRANSPOSED - ASSERTIONS
+        if any(each not in known or _is_rewritten(each) for each in rest):
+            return decompose(program, registry)  # type: ignore[no-any-return]
+        for node in transposed:
+            _as_convolution(node)
+        return program
+
+    return short
+
+
+def _is_rewritten(function: Any) -> bool:
+    """Whether tracing again makes another call of it: in-place operators, and views that others are short forms of."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+    views = any(each.alias_info for each in function._schema.returns)
+    return function._schema.is_mutable or (views and function._can_decompose())
+
+
+def _as_convolution(node: torch.fx.Node) -> None:
+    """A transposed convolution as the operator that it is a short form of, which the table has."""
+    weight = cast(torch.fx.Node, node.args[1])
+    axes = weight.meta["val"].ndim - 2
+    defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+    given = defaults | dict(zip(defaults, node.args[2:], strict=False)) | dict(node.kwargs)
+    lists = {name: value * axes if len(value) == 1 else value for name, value in _lists(given)}
+    sizes = (lists["stride"], lists["padding"], lists["dilation"], True, lists["output_padding"], given["groups"])
+    node.target = aten.convolution.default
+    node.args, node.kwargs = (*node.args[:2], given["bias"], *sizes), {}
+
+
+def _lists(given: dict[str, Any]) -> Iterator[tuple[str, list[int]]]:
+    for name in ("stride", "padding", "output_padding", "dilation"):
+        value = given[name]
+        yield name, [value] if isinstance(value, int) else list(value)
