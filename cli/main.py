@@ -31,7 +31,19 @@ from fp4deploy.terminal import QUIET, printable
 
 from .commands.machine import data, doctor, kernels, selftest
 from .commands.results import audit, check, inspect, open_page, report, settings, telemetry, verify
-from .commands.stages import bench, build, estimate, export, predict, quantize, run, search, sweep, train
+from .commands.stages import (
+    bench,
+    build,
+    estimate,
+    export,
+    import_modelopt,
+    predict,
+    quantize,
+    run,
+    search,
+    sweep,
+    train,
+)
 from .console import collected
 from .deferred import deferred
 from .process import is_out_of_memory, lasting_output, refused_by_system, stop_on_signals
@@ -176,6 +188,7 @@ deferred(app, "estimate")(estimate.estimate)
 deferred(app, "sweep")(sweep.sweep)
 deferred(app, "quantize")(quantize.quantize)
 deferred(app, "search")(search.search)
+deferred(app, "import-modelopt")(import_modelopt.import_modelopt)
 deferred(app, "export")(export.export)
 deferred(app, "build")(build.build)
 deferred(app, "bench")(bench.bench)

@@ -102,6 +102,9 @@ ORT_RTX = Library(
     "pip install onnxruntime-ep-nv-tensorrt-rtx",
 )
 FASTER_COCO_EVAL = Library("faster_coco_eval", "counts COCO's AP sooner", "pip install 'fp4deploy[coco]'")
+MODELOPT = Library(
+    "modelopt", "its quantisers, for to_modelopt", "pip install 'fp4deploy[modelopt]'", "modelopt.torch.quantization"
+)
 RAY = Library("ray", "runs sweeps on a cluster", "pip install 'fp4deploy[distributed]'")
 
 

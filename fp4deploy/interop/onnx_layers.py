@@ -101,7 +101,7 @@ def _operands(node: WeightedNode, rank: int) -> tuple[Tensor, Tensor | None]:
     return _float(weight), None if bias is None else _float(bias.reshape(-1))
 
 
-def _integers(node: WeightedNode, name: str, default: tuple[int, ...], most: int = 4096) -> tuple[int, ...]:
+def _integers(node: WeightedNode, name: str, default: tuple[int, ...], most: int = 4096) -> Any:
     found = tuple(node.attributes.get(name, default))
     if len(found) != len(default) or not all(isinstance(size, int) and 0 <= size <= most for size in found):
         raise node.refuse(f"{name} = {list(found)[:8]}; read are {len(default)} numbers from 0 to {most}")
@@ -115,13 +115,13 @@ def _conv(node: WeightedNode) -> nn.Module:
         raise node.refuse(f"{weight.shape[0]} output channels in {groups} groups")
     strides, taps = (_integers(node, name, (1, 1)) for name in ("strides", "dilations"))
     pads = _integers(node, "pads", (0, 0, 0, 0))
-    kernel = tuple(weight.shape[2:])
+    kernel: Any = tuple(weight.shape[2:])
     if node.attributes.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         if strides != (1, 1):
             raise node.refuse("automatic padding with strides; export it with explicit pads")
         totals = [(length - 1) * gap for length, gap in zip(kernel, taps, strict=True)]
         pads = tuple(total // 2 for total in totals) * 2
-    even = tuple(min(pads[at], pads[at + 2]) for at in (0, 1))
+    even: Any = tuple(min(pads[at], pads[at + 2]) for at in (0, 1))
     with torch.device("meta"):
         layer = nn.Conv2d(
             weight.shape[1] * groups,
@@ -131,7 +131,7 @@ def _conv(node: WeightedNode) -> nn.Module:
             even,
             taps,
             groups,
-            bias is not None,  # type: ignore[arg-type]
+            bias is not None,
         )
     return _fill(layer, weight, bias)
 
@@ -145,7 +145,8 @@ def _conv_transpose(node: WeightedNode) -> nn.Module:
         raise node.refuse("automatic padding; export it with explicit pads")
     if not isinstance(groups, int) or groups < 1 or weight.shape[0] % groups or pads[:2] != pads[2:]:
         raise node.refuse(f"{weight.shape[0]} input channels in {groups} groups, pads {list(pads)}")
-    outputs, kernel = weight.shape[1] * groups, tuple(weight.shape[2:])
+    outputs = weight.shape[1] * groups
+    kernel: Any = tuple(weight.shape[2:])
     with torch.device("meta"):
         layer = nn.ConvTranspose2d(
             weight.shape[0],
@@ -156,7 +157,7 @@ def _conv_transpose(node: WeightedNode) -> nn.Module:
             extra,
             groups,
             bias is not None,
-            taps,  # type: ignore[arg-type]
+            taps,
         )
     return _fill(layer, weight, bias)
 

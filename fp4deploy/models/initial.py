@@ -72,15 +72,31 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         InputError: the file is missing or damaged, or holds something else than tensors.
     """
+    found = read_containers(path)
+    for name in CONTAINERS:
+        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
+            found = found[name]
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise InputError(f"{path} holds no state dict: it has to map names to tensors.")
+    names = [str(name) for name in found]
+    start = len(PARALLEL) if names and all(name.startswith(PARALLEL) for name in names) else 0
+    return {name[start:]: value for name, value in zip(names, found.values(), strict=True)}
+
+
+def read_containers(path: Path) -> Any:
+    """What a file of weights holds, on the CPU: tensors in plain containers; unpickling calls nothing else.
+
+    Raises:
+        InputError: the file is missing or damaged, or holds something else.
+    """
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"There is no file {path} with initial weights.")
+        raise InputError(f"There is no file {path} with weights.")
     try:
         if path.suffix == ".safetensors":
-            found: Any = load_file(path)
-        else:
-            _require_stored(path)
-            found = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  tensors alone
+            return load_file(path)
+        _require_stored(path)
+        return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  tensors alone
     except (
         SafetensorError,
         OSError,
@@ -97,14 +113,6 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             f"{path} holds more than tensors, and loading it would run code. Save model.state_dict() instead, best as "
             "safetensors."
         ) from error
-    for name in CONTAINERS:
-        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
-            found = found[name]
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise InputError(f"{path} holds no state dict: it has to map names to tensors.")
-    names = [str(name) for name in found]
-    start = len(PARALLEL) if names and all(name.startswith(PARALLEL) for name in names) else 0
-    return {name[start:]: value for name, value in zip(names, found.values(), strict=True)}
 
 
 def _require_stored(path: Path) -> None:

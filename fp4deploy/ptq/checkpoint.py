@@ -84,8 +84,8 @@ def quantized_card(
     card: ModelCard, recipe: str, include: Selection, exclude: Selection, fp8: Selection = None
 ) -> ModelCard:
     """The card of a quantised model; layers are chosen by patterns there, not by functions."""
-    chosen = {"include": _patterns(include), "exclude": _patterns(exclude), "fp8": _patterns(fp8)}
-    return replace(card, precision="nvfp4", recipe=recipe, **chosen)
+    chosen = [_patterns(each) for each in (include, exclude, fp8)]
+    return replace(card, precision="nvfp4", recipe=recipe, include=chosen[0], exclude=chosen[1], fp8=chosen[2])
 
 
 def _patterns(selection: Selection) -> tuple[str, ...] | None:

@@ -35,6 +35,7 @@ from fp4deploy.export.lowering.lower import lower, read_buildable
 from fp4deploy.export.onnx.layers import describe_onnx
 from fp4deploy.files import digest_of
 from fp4deploy.instances import InstanceEvaluation, read_results
+from fp4deploy.interop.modelopt import from_modelopt, read_modelopt
 from fp4deploy.interop.onnx_network import read_network
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card, save_checkpoint
 from fp4deploy.models.build import network_for
@@ -59,7 +60,9 @@ from tests.fuzz.harness import Loader
 from tests.fuzz.mutate import TOKENS, YAML_TOKENS, of_bytes, of_json, of_lines, of_safetensors, of_text, of_tree
 from tests.fuzz.predicted import CARD, DETECTION, INSTANCE, of_onnx, predicted_loaders
 from tests.fuzz.runs import run_loaders
+from tests.interop.modelopt_network import network
 from tests.interop.onnx_files import segmenter
+from tests.interop.test_modelopt import FILE as MODELOPT_FILE
 from tests.packed.small_networks import packed
 from tests.plugins.aot.minimal_cubin import minimal_cubin
 
@@ -110,6 +113,7 @@ def loaders(folder: Path) -> dict[str, Loader]:
             lambda path: class_values(path.parent),
         ),
         Loader("served", "model.onnx", _served(), of_onnx, _use_served),
+        Loader("modelopt", "model.pt", (MODELOPT_FILE.read_bytes(),), of_bytes, _use_modelopt),
         Loader("network", "model.onnx", _networks(), _of_network, _use_network),
     ]
     found += [*dataset_loaders(data), *run_loaders(data, _bench()), *predicted_loaders()]
@@ -405,6 +409,10 @@ def _use_served(path: Path) -> object:
         (runtime.card.height, runtime.card.width) if runtime.card.height * runtime.card.width <= 1 << 16 else (16, 16)
     )
     return runtime.infer(np.zeros((1, 3, *size), np.float32)).shape
+
+
+def _use_modelopt(path: Path) -> object:
+    return from_modelopt(network(), read_modelopt(path))
 
 
 def _networks() -> tuple[bytes, ...]:

@@ -18,8 +18,9 @@ from tests.fuzz.harness import Loader, Outcome, run_case
 from tests.fuzz.loaders import loaders
 
 CASES = {"checkpoint": 40, "packed": 25, "onnx": 25, "report": 40, "annotations": 60, "sweep": 40, "config": 60,
-         "served": 20, "network": 40, "initial": 60, "boxes": 25, "roboflow": 10, "imported": 20, "listing": 15,
-         "colours": 12, "counts": 15, "predicted": 40, "provenance": 60, "measured": 60, "search": 80}  # fmt: skip
+         "served": 20, "network": 40, "modelopt": 60, "initial": 60, "boxes": 25, "roboflow": 10, "imported": 20,
+         "listing": 15, "colours": 12, "counts": 15, "predicted": 40, "provenance": 60,
+         "measured": 60, "search": 80}  # fmt: skip
 OTHERS = 150
 TOLERANT = (
     "metrics",
@@ -33,8 +34,8 @@ TOLERANT = (
 NAMES = (
     "card", "config", "sweep", "checkpoint", "state", "ledger", "baseline", "metrics", "telemetry", "report",
     "commands", "annotations", "image", "results", "kernel", "packed", "weight", "onnx",
-    "models", "initial", "account", "classes", "served", "network", "boxes", "roboflow", "imported", "listing",
-    "colours", "provenance", "measured", "search", "counts", "predicted",
+    "models", "initial", "account", "classes", "served", "modelopt", "network", "boxes", "roboflow", "imported",
+    "listing", "colours", "provenance", "measured", "search", "counts", "predicted",
 )  # fmt: skip
 
 

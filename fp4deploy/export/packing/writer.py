@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.layer_constants import LayerConstants, layer_constants
+from fp4deploy.export.onnx.layer_constants import Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph import ir
 from fp4deploy.graph.operators import ARITHMETIC
@@ -51,7 +51,13 @@ class Writer:
         for node in self.captured.nodes:
             layer = self._quantized(node)
             if layer is not None and node.layer not in self.constants:
-                self.constants[node.layer] = layer_constants(node.layer, layer)
+                found = layer_constants(node.layer, layer)
+                if isinstance(found, Fp8Constants):
+                    raise InputError(
+                        f"{node.layer} is FP8, and packed networks hold NVFP4 and FP16. Export it with: "
+                        "fp4deploy export --format onnx"
+                    )
+                self.constants[node.layer] = found
             self._fold(node)
         for node in self.captured.nodes:
             self._join(node)

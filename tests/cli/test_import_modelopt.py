@@ -1,0 +1,56 @@
+"""`import-modelopt` on the command line: from a file of ModelOpt to a checkpoint that export takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fp4deploy.models import load_weights, read_card
+from fp4deploy.models.checkpoint import network_of
+from fp4deploy.qat import load_model, quantized_layers
+from tests.cli.command_line import Invoke
+from tests.interop.test_modelopt import FILE
+
+
+def of_modelopt(checkpoint: Path, target: Path) -> None:
+    """The checkpoint as ModelOpt saves it, with the states of quantisers that it wrote for another network."""
+    held = torch.load(FILE, weights_only=True)
+    mode, state = held["modelopt_state"]["modelopt_state_dict"][0]
+    states = state["metadata"]["quantizer_state"]
+    network = network_of(checkpoint, read_card(checkpoint))
+    load_weights(network, checkpoint)
+    tensors = dict(network.state_dict())
+    written = {}
+    for layer, like in (("encoder.1.conv1", "2"), ("encoder.1.conv2", "4"), ("up.0", "5")):
+        for own in ("input_quantizer", "weight_quantizer"):
+            written[f"{layer}.{own}"] = states[f"{like}.{own}"]
+            tensors[f"{layer}.{own}._amax"] = torch.tensor(1.5)
+    state["metadata"]["quantizer_state"] = written
+    held["modelopt_state"]["modelopt_state_dict"] = [(mode, state)]
+    torch.save({"modelopt_state": held["modelopt_state"], "model_state_dict": tensors}, target)
+
+
+def test_a_file_of_modelopt_becomes_a_checkpoint(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:
+    of_modelopt(checkpoint, tmp_path / "mo.pt")
+    result = invoke("import-modelopt", "mo.pt", "--like", checkpoint)
+    assert result.exit_code == 0, result.stderr
+    assert "mo.safetensors (2 of 3 quantised layers, 1 of them in FP8)" in result.stdout
+    assert "its format, INT8" in result.stdout
+    model, card = load_model(tmp_path / "mo.safetensors")
+    assert (card.include, card.fp8) == (("encoder.1.conv1", "encoder.1.conv2"), ("encoder.1.conv2",))
+    assert {name: round(float(layer.input_amax), 3) for name, layer in quantized_layers(model).items()} == {  # type: ignore[arg-type]
+        "encoder.1.conv1": 1.5, "encoder.1.conv2": 1.5
+    }  # fmt: skip
+
+
+def test_what_it_refuses(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(b"nothing")
+    for arguments, message in (
+        (("x.pt", "--like", checkpoint), "x.pt"),
+        (("absent.pt", "--like", checkpoint), "There is no file absent.pt"),
+        (("x.pt", "--like", checkpoint, "--out", "x.pt"), "should be a .safetensors file"),
+    ):
+        result = invoke("import-modelopt", *arguments)
+        assert result.exit_code == 2, result.stderr
+        assert message in result.stderr

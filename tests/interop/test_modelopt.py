@@ -1,0 +1,136 @@
+"""Models of ModelOpt: a file that it wrote, what is kept and what is not, and the way back where it is installed."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4deploy.errors import InputError, UnavailableError
+from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.export.onnx.layers import layers_of
+from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.interop.modelopt import Quantized, from_modelopt, quantizers_in, read_modelopt, to_modelopt
+from fp4deploy.qat import calibrate, prepare, quantized_layers
+from fp4deploy.qat.prepare import is_fp8
+from tests.interop.modelopt_network import network
+
+FILE = Path(__file__).with_name("modelopt_0.47.pt")
+INSTALLED = importlib.util.find_spec("modelopt") is not None
+
+
+@pytest.fixture
+def quantized() -> Quantized:
+    return read_modelopt(FILE)
+
+
+def test_a_file_of_modelopt_is_read_without_it(quantized: Quantized) -> None:
+    formats = {name: {own: each.format for own, each in both.items()} for name, both in quantized.quantizers.items()}
+    assert formats == {
+        "2": {"input": "NVFP4", "weight": "NVFP4"}, "4": {"input": "FP8", "weight": "FP8"},
+        "5": {"input": "INT8", "weight": "INT8"}, "6": {"weight": "NVFP4"}, "9": {"input": "NVFP4", "weight": "NVFP4"},
+    }  # fmt: skip
+    assert quantized.tensors.keys() == network().state_dict().keys()
+    assert quantized.version == "0.47.0"
+
+
+def test_weights_amaxes_and_formats_are_kept_and_the_rest_is_named(quantized: Quantized) -> None:
+    model = network()
+    found = {each.layer: each for each in from_modelopt(model, quantized)}
+    assert {name: each.precision for name, each in found.items()} == {
+        "2": "FP4", "4": "FP8", "5": "FP16", "6": "FP16", "9": "FP4"
+    }  # fmt: skip
+    assert found["2"].lost == ["blocks along axis -1 of the weight and -1 of the input, the width: cut along the input "
+                               "channels instead"]  # fmt: skip
+    assert found["4"].lost == ["one scale for the weight: one for each output channel instead"]
+    assert found["5"].lost == ["its format, INT8"]
+    assert found["6"].lost == ["one operand alone is quantised, and a GEMM in FP4 or FP8 needs both"]
+    assert found["9"].lost == []
+    layers = quantized_layers(model)
+    assert {name: is_fp8(layer.recipe) for name, layer in layers.items()} == {"2": False, "4": True, "9": False}
+    for name, layer in layers.items():
+        assert float(layer.input_amax) == float(quantized.quantizers[name]["input"].amax)  # type: ignore[arg-type]
+        assert torch.equal(layer.weight, quantized.tensors[f"{name}.weight"])
+
+
+def test_its_export_is_blocked_along_the_contracted_axis(quantized: Quantized) -> None:
+    model = network()
+    from_modelopt(model, quantized)
+    graph = export_graph(model, (3, 8, 8))
+    precisions = {layer.name: layer.precision for layer in layers_of(graph)}
+    assert [name for name, precision in precisions.items() if precision == "FP4"] == ["2", "9"]
+    assert precisions["4"] == "FP8"
+    weight = quantized.tensors["2.weight"].permute(2, 3, 0, 1)
+    scales = next(each for each in graph.graph.initializer if each.name == "2.weight.scales")
+    expected = quantize_nvfp4(weight).scales.view(torch.uint8).movedim(-2, 0).flatten(1)
+    assert scales.raw_data == expected.contiguous().numpy().tobytes()
+
+
+def test_what_cannot_be_taken_over_is_said(quantized: Quantized, tmp_path: Path) -> None:
+    fields = copy.deepcopy(quantized.quantizers)
+    object.__setattr__(fields["2"]["input"], "amax", None)
+    object.__setattr__(fields["4"]["input"], "scaled", True)
+    object.__setattr__(fields["9"]["weight"], "amax", torch.tensor(0.01))
+    found = {each.layer: each for each in from_modelopt(network(), Quantized(quantized.tensors, fields))}
+    assert found["2"].lost == ["its input has no amax: calibrate it"]
+    assert found["4"].lost == ["the scale that multiplies its input first"]
+    assert "the weight's amax 0.01" in found["9"].lost[0]
+    with pytest.raises(InputError, match="None of the quantised layers can be taken over. 5: its format, INT8"):
+        from_modelopt(network(), Quantized(quantized.tensors, {"5": fields["5"]}))
+    with pytest.raises(InputError, match="The weights are of another network"):
+        from_modelopt(torch.nn.Sequential(torch.nn.Linear(4, 4)), quantized)
+    with pytest.raises(InputError, match="has no quantisers of ModelOpt"):
+        quantizers_in(network())
+    torch.save({"model_state_dict": {}}, tmp_path / "plain.pt")
+    with pytest.raises(InputError, match="holds no quantised model of ModelOpt"):
+        read_modelopt(tmp_path / "plain.pt")
+    torch.save({"modelopt_state": print}, tmp_path / "code.pt")
+    with pytest.raises(InputError, match="holds more than tensors"):
+        read_modelopt(tmp_path / "code.pt")
+    with pytest.raises(InputError, match="There is no file"):
+        read_modelopt(tmp_path / "absent.pt")
+
+
+def prepared() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = prepare(network(), "nvfp4_qat", include=["2", "4", "9"], fp8=["4"])
+    calibrate(model, torch.randn(2, 3, 8, 8))
+    return model
+
+
+@pytest.mark.skipif(not INSTALLED, reason="ModelOpt is not installed (pip install 'fp4deploy[modelopt]')")
+def test_to_modelopt_and_back() -> None:
+    model = prepared()
+    other, lost = to_modelopt(model)
+    assert [(each.layer, each.precision, len(each.lost)) for each in lost] == [
+        ("2", "FP4", 1),
+        ("4", "FP8", 0),
+        ("9", "FP4", 0),
+    ]
+    again = network()
+    from_modelopt(again, quantizers_in(other))
+    for name, layer in quantized_layers(model).items():
+        found = quantized_layers(again)[name]
+        assert torch.equal(found.weight, layer.weight)
+        assert float(found.input_amax) == float(layer.input_amax)  # type: ignore[arg-type]
+        assert is_fp8(found.recipe) == is_fp8(layer.recipe)
+    x = torch.randn(2, 16, 8, 8)
+    with torch.no_grad():
+        expected = model.get_submodule("4")(x)
+        assert (other.get_submodule("4")(x) - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.skipif(INSTALLED, reason="ModelOpt is installed")
+def test_without_modelopt_the_extra_is_named() -> None:
+    with pytest.raises(UnavailableError, match="to_modelopt needs modelopt, which is missing"):
+        to_modelopt(prepared())
+
+
+def test_to_modelopt_takes_a_calibrated_model() -> None:
+    if not INSTALLED:
+        pytest.skip("ModelOpt is not installed")
+    with pytest.raises(InputError, match="a prepared and calibrated model"):
+        to_modelopt(network())
