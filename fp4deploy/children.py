@@ -78,13 +78,18 @@ def start(
     command: Sequence[str | Path],
     output: IO[bytes] | int = subprocess.DEVNULL,
     error: IO[bytes] | int = subprocess.STDOUT,
+    temporary: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program without input; it and all that it started end with the block, or with this process.
+
+    temporary: as of `run`.
 
     Raises:
         OSError: there is no such program, or it cannot be started.
     """
     settings = keep_absolute(dict(os.environ))
+    if temporary is not None:
+        settings |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
     program = shutil.which(command[0], path=settings.get("PATH", os.defpath))
     if program is None:
         raise FileNotFoundError(2, "there is no such program", str(command[0]))
@@ -125,13 +130,15 @@ class Finished:
     error: str
 
 
-def run(command: Sequence[str | Path]) -> Finished:
+def run(command: Sequence[str | Path], temporary: Path | None = None) -> Finished:
     """Run a program to its end, or kill it on Ctrl-C.
+
+    temporary: the folder for its temporary files, which some programs give names that can be foreseen.
 
     Raises:
         OSError: it cannot be started.
     """
-    with start(command, subprocess.PIPE, subprocess.PIPE) as process:
+    with start(command, subprocess.PIPE, subprocess.PIPE, temporary) as process:
         output, error = process.communicate()
     return Finished(process.returncode, output.decode(errors="replace"), error.decode(errors="replace"))
 

@@ -189,7 +189,7 @@ def _run(nvcc: Path, path: Path, options: list[str], arch: str, macros: Macros |
             str(out),
             str(path),
         ]
-        done = children.run(command)
+        done = children.run(command, temporary=folder)
         if done.status != 0 or not out.is_file():
             said = (done.error + done.output).strip() or f"exit status {done.status}, and no message"
             raise KernelError(f"{describe(path, macros)} does not compile for {arch}. nvcc says:\n{said[:6000]}")

@@ -72,6 +72,16 @@ def test_the_flags_keep_the_numerics(source: Path, nvcc: Nvcc) -> None:
     assert not any("fast" in word for word in words if word.startswith("-"))
 
 
+def test_its_temporary_files_are_private(source: Path, nvcc: Nvcc) -> None:
+    """Their names have the number of the process: another user could write them first."""
+    nvcc.path.write_text(STAND_IN.replace('echo "$@"', 'echo "$TMPDIR" "$@"'))
+    compile_cubin(source, "sm_90a", {"EXTRA": 1})
+    words = nvcc.runs()[0].split()
+    folder = Path(words[words.index("-o") + 1]).parent
+    assert Path(words[0]) == folder
+    assert not folder.exists()
+
+
 def test_the_second_time_comes_from_the_cache(source: Path, nvcc: Nvcc, tmp_path: Path) -> None:
     first = compile_cubin(source, "sm_90a", {"EXTRA": 1, "OTHER": 2})
     assert compile_cubin(source, "sm_90a", {"OTHER": 2, "EXTRA": 1}) == first == SOURCE.encode()
