@@ -119,7 +119,9 @@ EveryOption = Annotated[
 TrackerOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--tracker", help="tensorboard or wandb, in addition to telemetry.jsonl; repeatable.", show_default="jsonl"
+        "--tracker",
+        help="tensorboard, wandb or mlflow, in addition to telemetry.jsonl; repeatable.",
+        show_default="jsonl",
     ),
 ]
 EpochsOption = Annotated[

@@ -174,6 +174,7 @@ def end_with_parent(group: bool = False) -> None:
         it.
     """
     ignore_local_settings()
+    group = group and hasattr(os, "setpgrp")  # Windows has none
     if group:
         os.setpgrp()
     parent = multiprocessing.parent_process()

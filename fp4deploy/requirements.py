@@ -96,6 +96,7 @@ TENSORBOARD = Library(
     "tensorboard", "shows telemetry", "pip install 'fp4deploy[tensorboard]'", "torch.utils.tensorboard"
 )
 WANDB = Library("wandb", "shows telemetry", "pip install 'fp4deploy[wandb]'")
+MLFLOW = Library("mlflow", "shows telemetry", "pip install 'fp4deploy[mlflow]'")
 ORT_RTX = Library(
     "onnxruntime_ep_nv_tensorrt_rtx",
     "runs canonical .onnx on RTX GPUs, in ONNX Runtime",

@@ -147,9 +147,11 @@ class TelemetrySection(Section):
     """Statistics of every layer during the training."""
 
     every: int = Field(200, ge=0, description="optimiser steps between two samples; 0: none")
-    trackers: list[Literal["jsonl", "tensorboard", "wandb"]] = Field(["jsonl"], description="where they are written")
+    trackers: list[Literal["jsonl", "tensorboard", "wandb", "mlflow"]] = Field(
+        ["jsonl"], description="where they are written"
+    )
     plots: bool = Field(True, description="draw heatmaps at the end")
-    project: str = Field("fp4deploy", description="project of Weights & Biases")
+    project: str = Field("fp4deploy", description="project of Weights & Biases, experiment of MLflow")
     wandb_mode: Literal["offline", "online"] = Field("offline", description="of Weights & Biases")
 
 

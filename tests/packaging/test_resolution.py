@@ -121,6 +121,25 @@ def test_what_is_pinned_is_what_is_chosen(version: str, resolutions: dict[str, R
     assert {canonicalize_name(Requirement(line).name) for line in required(*EXTRAS).splitlines()} <= chosen
 
 
+@pytest.mark.parametrize(
+    ("platform", "extras"),
+    [
+        ("aarch64-manylinux_2_35", ("triton", "video", "coco", "mlflow", "emulate", "modelopt")),
+        ("x86_64-pc-windows-msvc", ("ort-rtx", "video", "coco", "mlflow", "emulate", "modelopt")),
+    ],
+)
+def test_other_platforms_have_wheels(
+    platform: str, extras: tuple[str, ...], environment: dict[str, str], resolutions: dict[str, Resolution]
+) -> None:
+    """What docs/platforms.md says: wheels for the core, these extras and the libraries of TensorRT-RTX."""
+    if not resolutions["3.12"].ok:
+        pytest.skip("there is no resolution; test_every_extra_resolves says why")
+    engine = "\n".join(f"tensorrt-rtx-cu13-{part}" for part in ("libs", "bindings"))
+    options = ("--only-binary", ":all:", "--python-platform", platform, "--python-version", "3.12")
+    answer = resolve(f"{required(*extras)}\n{engine}", environment, *options, "--constraint", "constraints.txt")
+    assert answer.ok, answer.text
+
+
 def test_an_impossible_pin_is_noticed(resolutions: dict[str, Resolution]) -> None:
     """torch's Linux build requires one version of triton; another one has no solution."""
     answer = resolutions[IMPOSSIBLE]

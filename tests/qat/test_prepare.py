@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.layer_constants import layer_constants
+from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.qat import (
     RECIPES,
     QuantConv2d,
@@ -17,6 +22,7 @@ from fp4deploy.qat import (
     Recipe,
     calibrate,
     layer_plan,
+    load_model,
     prepare,
     quantized_layers,
     restore,
@@ -320,3 +326,26 @@ def test_nothing_to_quantise_says_why() -> None:
         prepare(nn.Conv2d(16, 16, 3, groups=16))
     with pytest.raises(InputError, match="no layer that FP4 could compute"):
         prepare(nn.GroupNorm(4, 16))
+
+
+def test_what_was_trained_with_quantised_gradients_is_deployed_with_static_scales(tmp_path: Path) -> None:
+    """The way of docs/recipes.md: weights keep their bits, activations get a static scale; the file can be exported."""
+    names = ("background", "a", "b")
+    card = ModelCard("nvfp4", 0.125, names, 32, 32, IMAGE_MEAN, IMAGE_STD, True, "nvfp4_train")
+    torch.manual_seed(0)
+    trained, deployed = tmp_path / "trained.safetensors", tmp_path / "deployed.safetensors"
+    save_checkpoint(trained, prepare(build_unet(3, 0.125), "nvfp4_train"), card)
+    model, card = load_model(trained)
+    before = {name: layer.quantized_weight().clone() for name, layer in quantized_layers(model).items()}
+    with pytest.raises(InputError, match="static global scale"):
+        layer_constants("up.0", quantized_layers(model)["up.0"])
+    prepare(model, "nvfp4_qat_2d")
+    calibrate(model, torch.randn(2, 3, 32, 32))
+    save_checkpoint(deployed, model, replace(card, recipe="nvfp4_qat_2d"))
+    again, found = load_model(deployed)
+    assert found.recipe == "nvfp4_qat_2d"
+    layers = quantized_layers(again)
+    assert list(layers) == list(before)
+    for name, layer in layers.items():
+        assert torch.equal(layer.quantized_weight(), before[name])
+        assert layer_constants(name, layer) is not None

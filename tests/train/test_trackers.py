@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from fp4deploy.errors import UnavailableError
+from fp4deploy.train.logging import trackers
+from fp4deploy.train.logging.telemetry import mean_dice
 from fp4deploy.train.logging.trackers import (
     EPOCH,
     SAMPLE,
     Entry,
     JsonlTracker,
+    WandbTracker,
     check_trackers,
+    log_pictures,
     make_trackers,
     read_entries,
     rounded,
@@ -89,7 +94,7 @@ def test_scalars_have_flat_names_and_what_is_undefined_has_none() -> None:
     assert rounded(1.23456789012e-30) == 1.23456789e-30
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_missing_package_is_one_paragraph_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
@@ -182,3 +187,82 @@ def test_wandb_is_offline_unless_asked_and_the_same_run_after_a_resume(
     (tracker,) = make_trackers(["wandb"], tmp_path / "nvfp4", "mine", "offline", {})
     tracker.log(sample(1))
     assert package.inits[-1]["mode"] == "disabled"
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "semantic_std.png"
+    Image.new("RGB", (4, 3), (255, 0, 0)).save(path)
+    return path
+
+
+def test_mlflow_keeps_metrics_and_pictures(tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'fp4deploy[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    model = tmp_path / "run" / "nvfp4"
+    (tracker,) = make_trackers(["mlflow"], model, "p", "offline", {"lr": 0.5})
+    tracker.resume(0, 0)
+    tracker.log(sample(1))
+    tracker.log(whole_epoch(1, 20))
+    tracker.close()
+    (again,) = make_trackers(["mlflow"], model, "p", "offline", {"lr": 0.5})
+    again.resume(20, 1)
+    again.log(sample(21, 2))
+    again.close()
+    log_pictures(["jsonl", "mlflow"], model, "p", "offline", {"heatmaps/gradients/semantic_std": picture}, 21)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=(model / "mlflow" / "mlruns").resolve().as_uri())
+    (experiment,) = [each for each in client.search_experiments() if each.name == "p"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params) == ("run/nvfp4", "FINISHED", {"lr": "0.5"})
+    history = client.get_metric_history(run.info.run_id, "a.conv/weight/mean")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.25), (21, 5.25)]
+    assert run.data.metrics["a.conv/weight/codes/03"] == 1 / 16
+    kept = client.list_artifacts(run.info.run_id, "heatmaps/gradients")
+    assert [file.path for file in kept] == ["heatmaps/gradients/semantic_std.png"]
+
+
+def test_pictures_go_to_tensorboard(tmp_path: Path, picture: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install 'fp4deploy[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_pictures(["tensorboard"], tmp_path, "p", "offline", {"heatmaps/gradients/semantic_std": picture}, 21)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (image,) = events.Images("heatmaps/gradients/semantic_std")
+    assert (image.step, image.height, image.width) == (21, 3, 4)
+
+
+class Wandb:
+    """What a run of Weights & Biases was given."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, Any], int]] = []
+        self.finished = 0
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    @staticmethod
+    def Image(path: str) -> tuple[str, str]:
+        return "image", path
+
+
+def test_pictures_go_to_wandb(tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Wandb()
+    monkeypatch.setattr(trackers, "required", lambda name: wandb)
+    monkeypatch.setattr(WandbTracker, "resume", lambda self, step, epoch: setattr(self, "tracker", wandb))
+    log_pictures(["jsonl", "wandb"], tmp_path, "p", "offline", {"heatmaps/gradients/semantic_std": picture}, 21)
+    assert wandb.logged == [({"heatmaps/gradients/semantic_std": ("image", str(picture))}, 21)]
+    assert wandb.finished == 1
+
+
+def test_dice_of_an_epoch() -> None:
+    line = {"miou": 0.5, "per_class": {"a": 1.0, "b": 0.0, "c": None, "d": 0.5}}
+    assert mean_dice(line) == pytest.approx((1 + 0 + 2 / 3) / 3)
+    assert mean_dice({"miou": None, "per_class": {"a": 1.0}}) is None
+    assert mean_dice({"ap": 0.5, "per_class": {"a": 1.0}}) is None
+    assert mean_dice({"miou": 0.5, "per_class": None}) is None

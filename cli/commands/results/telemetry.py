@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from ... import completion
 from ...console import done, note, shown
 from ...deferred import deferred
 from ...settings import NamedModelOption, NetworkOption, expect
+
+if TYPE_CHECKING:
+    from fp4deploy.train.sections import TelemetrySection
 
 app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
 
@@ -77,6 +80,23 @@ def draw(run: Run, models: list[str]) -> None:
     for model, files in draw_telemetry_of(run, models).items():
         note(f"{model}: {counted(len(files), 'heatmap file')} under {shown(heatmap_folder(run, model))}")
     note(f"All of them on one page: {shown(page_path(run))}")
+
+
+def show_heatmaps(run: Run, models: list[str], settings: TelemetrySection) -> None:
+    """Add the heatmaps to TensorBoard, W&B or MLflow, where these track the training."""
+    from fp4deploy.report.figures.telemetry import heatmap_folder, read_snapshots
+    from fp4deploy.train.logging.trackers import log_pictures
+
+    for model in models:
+        folder = heatmap_folder(run, model)
+        snapshots = read_snapshots(run, model)
+        files = {
+            f"heatmaps/{path.relative_to(folder).with_suffix('').as_posix()}": path
+            for path in sorted(folder.rglob("*.png"))
+        }
+        if files and snapshots:
+            step = snapshots[-1].step
+            log_pictures(settings.trackers, run.model_dir(model), settings.project, settings.wandb_mode, files, step)
 
 
 def _tracked(run: Run) -> list[str]:

@@ -32,7 +32,7 @@ from ...settings import (
     parse_models,
     settings,
 )
-from ..results.telemetry import draw
+from ..results.telemetry import draw, show_heatmaps
 from .estimate import run_estimate
 
 if TYPE_CHECKING:
@@ -128,4 +128,5 @@ def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
         and "jsonl" in config.telemetry.trackers
     ):
         draw(run, list(trained))
+        show_heatmaps(run, list(trained), config.telemetry)
     note("Export them with: fp4deploy export --format onnx")

@@ -121,6 +121,9 @@ class Telemetry:
         """Track the metrics of an epoch, a line of metrics.jsonl."""
         self.flush()
         values = {name: rounded(line[name]) for name in METRICS if line.get(name) is not None}
+        dice = mean_dice(line)
+        if dice is not None:
+            values["dice"] = rounded(dice)
         self._log(Entry(EPOCH, line["step"], line["epoch"], values))
 
     def save(self) -> None:
@@ -144,6 +147,13 @@ class Telemetry:
     def _log(self, entry: Entry) -> None:
         for tracker in self.trackers:
             tracker.log(entry)
+
+
+def mean_dice(line: dict[str, Any]) -> float | None:
+    """Dice, the mean over the classes of 2 IoU / (1 + IoU), of a line of metrics.jsonl; None where it has no IoU."""
+    scores = (line.get("per_class") or {}).values() if line.get("miou") is not None else ()
+    known = [score for score in scores if score is not None]
+    return sum(2 * score / (1 + score) for score in known) / len(known) if known else None
 
 
 def read_gradients(folder: Path) -> dict[str, torch.Tensor]:

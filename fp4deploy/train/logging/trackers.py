@@ -1,9 +1,10 @@
-"""Where telemetry goes: a file, TensorBoard, Weights & Biases, behind one small Protocol.
+"""Where telemetry goes: a file, TensorBoard, Weights & Biases, MLflow, behind one small Protocol.
 
     jsonl         <model>/telemetry.jsonl, one line a sample or an epoch; plots and reports are made of it
     tensorboard   <model>/tensorboard/
     wandb         <model>/wandb/; offline unless telemetry.wandb_mode (or WANDB_MODE) says otherwise, so that nothing
                   leaves the machine without being asked for: `wandb sync` uploads it later
+    mlflow        <model>/mlflow/, a store of files unless MLFLOW_TRACKING_URI names another (`mlflow_tracker`)
 
 Events are written by accelerate's trackers. Ours add what those do not know: histograms of FP4 codes, and a resume. A
 resumed training repeats the steps after its last state, and `resume` makes every tracker forget them: the file drops
@@ -16,14 +17,14 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from fp4deploy.files import append_line
 from fp4deploy.qat.telemetry.statistics import CODES
-from fp4deploy.requirements import TENSORBOARD, WANDB
+from fp4deploy.requirements import MLFLOW, TENSORBOARD, WANDB
 from fp4deploy.schema import whole_lines
 from fp4deploy.train.logging.metrics_log import keep_lines
 
@@ -31,7 +32,7 @@ SAMPLE, EPOCH = "look", "epoch"  # kinds of lines; "look" is what files call a s
 FILE = "telemetry.jsonl"
 PARTS = ("values", "layers", "codes")
 DIGITS = 9
-PACKAGES = {library.name: library for library in (TENSORBOARD, WANDB)}
+PACKAGES = {library.name: library for library in (TENSORBOARD, WANDB, MLFLOW)}
 
 Layers = dict[str, dict[str, dict[str, float | None]]]
 LayerCodes = dict[str, dict[str, list[int]]]
@@ -81,6 +82,9 @@ class Tracker(Protocol):
     def log(self, entry: Entry) -> None:
         """Write an entry."""
 
+    def pictures(self, files: Mapping[str, Path], step: int) -> None:
+        """Show PNG files by name, as of a step; after a training, on a tracker that is opened again."""
+
     def close(self) -> None:
         """Release files and connections."""
 
@@ -112,6 +116,9 @@ class JsonlTracker:
         head = {"kind": entry.kind, "step": entry.step, "epoch": entry.epoch}
         append_line(self.path, {**head, **{name: part for name, part in parts.items() if part}})
 
+    def pictures(self, files: Mapping[str, Path], step: int) -> None:
+        """They are files of the run already."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -131,7 +138,7 @@ class TensorBoardTracker:
     """Scalars and code histograms as TensorBoard events, written by accelerate's tracker."""
 
     def __init__(self, folder: Path) -> None:
-        _required("tensorboard")
+        required("tensorboard")
         self.folder = folder
         self.tracker: Any = None
 
@@ -158,6 +165,18 @@ class TensorBoardTracker:
             )
         self.tracker.log(entry.scalars(), entry.step)  # flushes both
 
+    def pictures(self, files: Mapping[str, Path], step: int) -> None:
+        """Write them as images of the step."""
+        import numpy as np
+
+        from fp4deploy.data.images import open_image
+
+        if self.tracker is None:
+            self.resume(step, 0)
+        for name, path in files.items():
+            with open_image(path) as image:
+                self.tracker.writer.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+
     def close(self) -> None:
         """Close the event file."""
         if self.tracker is not None:
@@ -169,7 +188,7 @@ class WandbTracker:
     """One W&B run a model, by accelerate's tracker; `name` and a fixed id make a resumed training the same run."""
 
     def __init__(self, folder: Path, name: str, project: str, mode: str, config: dict[str, Any]) -> None:
-        self.wandb, self.project = _required("wandb"), project
+        self.wandb, self.project = required("wandb"), project
         self.tracker: Any = None
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]  # the same run after a resume
         self.options: dict[str, Any] = {
@@ -201,6 +220,12 @@ class WandbTracker:
         }
         self.tracker.log({**entry.scalars(), **histograms, "epoch": entry.epoch}, entry.step)
 
+    def pictures(self, files: Mapping[str, Path], step: int) -> None:
+        """Log them as images of the step."""
+        if self.tracker is None:
+            self.resume(step, 0)
+        self.tracker.log({name: self.wandb.Image(str(path)) for name, path in files.items()}, step)
+
     def close(self) -> None:
         """Finish the run."""
         if self.tracker is not None:
@@ -222,10 +247,30 @@ def make_trackers(
             made.append(JsonlTracker(folder / FILE))
         elif name == "tensorboard":
             made.append(TensorBoardTracker(folder / "tensorboard"))
+        elif name == "wandb":
+            made.append(WandbTracker(folder, _title(folder), project, wandb_mode, config))
         else:
-            title = f"{folder.parent.name}/{folder.name}"
-            made.append(WandbTracker(folder, title, project, wandb_mode, config))
+            from fp4deploy.train.logging.mlflow_tracker import MlflowTracker
+
+            made.append(MlflowTracker(folder / "mlflow", _title(folder), project, config))
     return made
+
+
+def _title(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
+
+
+def log_pictures(
+    names: Iterable[str], folder: Path, project: str, wandb_mode: str, files: Mapping[str, Path], step: int
+) -> None:
+    """Add pictures to what the trackers of a finished training have; the arguments are those of `make_trackers`.
+
+    Raises:
+        UnavailableError: a package is missing.
+    """
+    for tracker in make_trackers((name for name in names if name != "jsonl"), folder, project, wandb_mode, {}):
+        tracker.pictures(files, step)
+        tracker.close()
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -236,7 +281,7 @@ def check_trackers(names: Iterable[str]) -> None:
     """
     for name in names:
         if name in PACKAGES:
-            _required(name)
+            required(name)
 
 
 def _join() -> None:
@@ -247,8 +292,12 @@ def _join() -> None:
     PartialState(cpu=not torch.cuda.is_available())
 
 
-def _required(name: str) -> Any:
-    """The package of a tracker."""
+def required(name: str) -> Any:
+    """The package of a tracker.
+
+    Raises:
+        UnavailableError: it is missing.
+    """
     otherwise = "leave it out: telemetry.jsonl holds the same numbers"
     return PACKAGES[name].require(f"The tracker '{name}'", otherwise)
 
