@@ -95,7 +95,7 @@ def test_an_engine_multiplies_in_fp8(tmp_path: Path) -> None:
     assert rows["2"] == rows["11"] == ("FP8", "FP8")
     assert rows["8"] == ("FP16", "FP8")
     assert rows["5"] == rows["6"] == ("FP4", "FP4")
-    assert "2 FP8 layers (" in ledger.summary()
+    assert "2 FP8 layers with FP8 weights (" in ledger.summary()
     assert ledger.precision == "nvfp4"
 
 

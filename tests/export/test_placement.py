@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.qat import calibrate, prepare
 
@@ -39,11 +40,16 @@ class Paths(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def graph() -> onnx.GraphProto:
+def model() -> onnx.ModelProto:
     torch.manual_seed(0)
     model = prepare(Paths().eval())
     calibrate(model, torch.randn(1, 3, 16, 16))
-    return export_graph(model, (3, 16, 16)).graph
+    return export_graph(model, (3, 16, 16))
+
+
+@pytest.fixture(scope="module")
+def graph(model: onnx.ModelProto) -> onnx.GraphProto:
+    return model.graph
 
 
 def quantised_inputs(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
@@ -72,6 +78,14 @@ def quantised_inputs(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
 )
 def test_what_is_quantised(graph: onnx.GraphProto, layer: str, producer: str) -> None:
     assert quantised_inputs(graph)[layer].op_type == producer
+
+
+def test_the_ledger_shows_it(model: onnx.ModelProto) -> None:
+    shown = {layer.name: layer.input for layer in lower(model).layers}
+    assert shown == {
+        "first": "", "inner": "Relu", "after_residual": "Add", "after_pool": "MaxPool", "beside": "MaxPool",
+        "up": "Add", "after_skip": "Concat", "last": ""
+    }  # fmt: skip
 
 
 def test_every_quantised_layer_has_its_own_quantiser_and_scale(graph: onnx.GraphProto) -> None:

@@ -40,6 +40,7 @@ def _match_layer(layer: PlannedLayer, by_node: Mapping[str, list[EngineLayer]]) 
         fell_back=fell_back,
         kernels=tuple(kernel.name for kernel in kernels),
         onnx_nodes=layer.nodes,
+        input=layer.input,
     )
 
 

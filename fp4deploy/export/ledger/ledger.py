@@ -49,7 +49,7 @@ UNKNOWN = "unknown"
 BITS = {"FP4": 4, "FP8": 8, "INT8": 8, "FP16": 16, "BF16": 16, "FP32": 32, "Int32": 32, "Int64": 64}
 Extent = tuple[Count, Count]
 _JSON_KEYS = {"requested": "wanted", "actual": "realised"}  # attribute -> key in ledger files, which are a contract
-COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "reason")
+COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "input", "reason")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class PlannedLayer:
 
     `requested` is the recipe's precision; `form` is "gemm", "qdq", "fp8", "plugin" or "plain"; `compute` and `weights`
     are what this lowering can reach, and `reason` says why where that is less than requested. `nodes` are the layer's
-    ONNX nodes, `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
+    ONNX nodes, `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image. `input` is
+    the operator whose result the layer's quantiser reads (`lowering.placement`), "" where none does.
     """
 
     name: str
@@ -71,6 +72,7 @@ class PlannedLayer:
     macs: int
     nodes: tuple[str, ...]
     compute_nodes: tuple[str, ...]
+    input: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class LedgerRow:
     fell_back: Bool
     kernels: tuple[str, ...]
     onnx_nodes: tuple[str, ...]
+    input: str = ""
 
 
 @dataclass(frozen=True)
@@ -214,11 +217,8 @@ class Ledger:
         total = self.totals()
         plugins = f"{_count(total.plugins, 'plugin')} and " if total.plugins else ""
         gemms = plugins + _count(total.fp4_gemms, "FP4 GEMM")
-        eight = [row for row in self.layers if row.actual == "FP8"]
-        share = sum(row.macs for row in eight) / max(1, total.macs)
-        in_fp8 = f"{_count(len(eight), 'FP8 layer')} ({share:.1%}), " if eight else ""
         return (
-            f"{gemms} ({total.fp4_mac_share:.1%} of the multiply-accumulates), {in_fp8}"
+            f"{gemms} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
             f"{_count(total.fp16_with_fp4_weights, 'FP16 layer')} with FP4 weights, "
             f"{_count(total.fp16, 'FP16 layer')}, {self._others()}"
             f"{_count(total.fell_back, 'fallback')} among {_count(len(self.layers), 'layer')}; {self.statement}."
@@ -236,8 +236,14 @@ class Ledger:
             noun = f"layer of {UNKNOWN} precision" if actual == UNKNOWN else f"{actual} layer"
             nouns = noun if number == 1 else noun.replace("layer", "layers", 1)
             with_weights = "whose weights are not listed" if weights == UNKNOWN else f"with {weights} weights"
-            texts.append(f"{number} {nouns} {with_weights}, ")
+            share = f" ({self._mac_share(actual):.1%})" if (actual, weights) == ("FP8", "FP8") else ""
+            texts.append(f"{number} {nouns} {with_weights}{share}, ")
         return "".join(texts)
+
+    def _mac_share(self, precision: str) -> float:
+        """Part of all multiply-accumulates in layers of an actual precision."""
+        total = sum(row.macs for row in self.layers)
+        return sum(row.macs for row in self.layers if row.actual == precision) / total if total else 0.0
 
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same ledger back."""

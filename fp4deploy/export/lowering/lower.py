@@ -37,6 +37,7 @@ from fp4deploy.export.lowering.cost import prefers_fp8
 from fp4deploy.export.lowering.fp8 import REASON, ConvToFp8, can_be_fp8
 from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
 from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
+from fp4deploy.export.lowering.placement import quantized_after
 from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
@@ -157,11 +158,12 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     eight = {
         name: why for name, reason in reasons.items() if reason is None and (why := _fp8_reason(judged[name], conv))
     }
+    inputs = quantized_after(model)
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
     forms = (ConvToPlugin(plugins), ConvToGemm(lowered), ConvToFp8(eight))
     names = NameFixPass(NamedByOutput())
     Sequential(DropFunctions(), names, *forms, *share, RemoveUnusedNodesPass(), names)(model)
-    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight)
+    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
 
 

@@ -43,6 +43,7 @@ def plan_layers(
     conv: str,
     plugins: Collection[str] = (),
     fp8: Mapping[str, str] | None = None,
+    inputs: Mapping[str, str] | None = None,
 ) -> tuple[PlannedLayer, ...]:
     """Plan of every layer of a lowered model, those that multiply first, in graph order.
 
@@ -53,6 +54,7 @@ def plan_layers(
         macs: name -> multiply-accumulates for one image, counted before lowering.
         plugins: names of the layers that became plugins.
         fp8: name -> reason of the FP4 layers that became FP8 convolutions.
+        inputs: name -> operator whose result is quantised (`placement`), before lowering.
     """
     computing: dict[str, list[ir.Node]] = {}
     for node in model.graph:
@@ -86,6 +88,7 @@ def plan_layers(
                 macs=macs.get(name, 0),
                 nodes=owned[name],
                 compute_nodes=tuple(node.name or "" for node in nodes),
+                input=(inputs or {}).get(name, ""),
             )
         )
     return tuple(plan)
