@@ -10,7 +10,7 @@
 | a transposed convolution | its input like any other, its output not | its reader quantises after Concat |
 | the output of any layer | never quantised | the next operation reads FP16 |
 
-`fp4deploy.export.onnx` writes graphs by these rules, and a file of another tool may not: the ledger shows what is there.
+`fp4deploy.export.onnx` writes graphs by these rules; a file of another tool may not, and the ledger shows what it has.
 """
 
 from __future__ import annotations
