@@ -35,9 +35,10 @@ FILE = "provenance.jsonl"
 Stage = Literal["train", "quantize", "export", "build"]
 STAGES: tuple[Stage, ...] = ("train", "quantize", "export", "build")
 CONTENT = (".json", ".txt", ".csv", ".yaml", ".yml")  # suffixes of a dataset's files whose content is digested
-MOST_FILES = 10_000_000  # of a dataset
+MOST_FILES = 2_000_000  # of a dataset
 MOST_CONTENT = 8 << 30  # bytes of its JSON and text files
 MOST_LINKS = 1000  # files of a run
+MOST_FOLDERS = 4  # datasets that one verification reads
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 OK, MISSING, CHANGED, OUTDATED = "ok", "missing", "changed", "outdated"
@@ -157,20 +158,26 @@ def _parts(folder: Path) -> list[bytes]:
 
 
 def _findings(run: Run, chain: Sequence[Link]) -> list[Finding]:
-    """What became of each link; a file that several name is read once."""
+    """What became of each link; a file that several name is read once, and a folder only where it is data."""
     known: dict[str, str | None] = {}
+    folders: set[str] = set()
 
-    def now(path: str) -> str | None:
+    def now(path: str, data: bool) -> str | None:
         if path not in known:
+            known[path] = None
             with suppress(OSError, InputError):  # a name that is too long, a device, a folder without permission
-                known[path] = digest(run.path / path)  # an absolute path stays itself
-        return known.setdefault(path, None)
+                whole = run.path / path  # an absolute path stays itself
+                if whole.is_dir():
+                    folders.add(path)
+                if path not in folders or (data and len(folders) <= MOST_FOLDERS):
+                    known[path] = digest(whole)
+        return known[path]
 
     return [_finding(link, now) for link in chain]
 
 
-def _finding(link: Link, now: Callable[[str], str | None]) -> Finding:
-    found = now(link.path)
+def _finding(link: Link, now: Callable[[str, bool], str | None]) -> Finding:
+    found = now(link.path, False)
     if found is None:
         return Finding(link.stage, link.path, MISSING, f"{link.path} is not there any more.")
     if found != link.sha256:
@@ -179,7 +186,7 @@ def _finding(link: Link, now: Callable[[str], str | None]) -> Finding:
         )
         return Finding(link.stage, link.path, CHANGED, text)
     for source in link.inputs:
-        before = now(source.path)
+        before = now(source.path, True)
         if before is None:
             text = f"{link.path} was made of {source.path}, which is not there any more."
             return Finding(link.stage, link.path, MISSING, text)

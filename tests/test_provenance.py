@@ -129,3 +129,26 @@ def test_a_run_of_many_links_keeps_the_last(run: Run) -> None:
     with (run.path / provenance.FILE).open("a") as file:
         file.writelines(json.dumps({**line, "path": f"{number}.onnx"}) + "\n" for number in range(3000))
     assert [link.path for link in links(run)] == [f"{number}.onnx" for number in range(2000, 3000)]
+
+
+def test_folders_are_read_where_they_are_data_and_only_a_few(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was copied from a stranger may name every folder of the machine."""
+    read: list[Path] = []
+
+    def digest(path: Path) -> str:
+        read.append(path)
+        return "0" * 64
+
+    monkeypatch.setattr(provenance, "digest", digest)
+    for number in range(9):
+        (run.path / f"data{number}").mkdir()
+    lines = [
+        {"stage": "train", "path": name, "sha256": "0" * 64, "at": "now", "inputs": inputs}
+        for name, inputs in (
+            ("data0", []),
+            ("nvfp4/best.safetensors", [{"path": f"data{number}", "sha256": "0" * 64} for number in range(1, 9)]),
+        )
+    ]
+    (run.path / provenance.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [finding.status for finding in verify_run(run)] == [MISSING, MISSING]
+    assert [path.name for path in read] == ["best.safetensors", "data1", "data2", "data3"]
