@@ -10,7 +10,7 @@
 
 **FP4 with block scales** (K = 64). The products of 16 elements, multiples of 1/4, are added exactly. Four such sums,
 each times the significands of its two scales and with their exponents added, and c are aligned and cut off at F = 35
-bits.
+bits. NVFP4 has a scale for 16 elements (UE4M3), MXFP4 one for 32 (UE8M0), which two of these sums share.
 
 **FP16 and BF16** (K = 16). Each product is a term of its own, F = 25 (24 before SM90, which also take 8 products a
 step instead of 16).
@@ -37,7 +37,8 @@ from fp4deploy.emulator.faults import Fault
 
 Array = NDArray[Any]
 MODELS = ("hardware", "exact", "mmasim")
-GROUP = 16  # products of FP4 elements that are added exactly, and elements of a block scale
+GROUP = 16  # products of FP4 elements that are added exactly
+BLOCKS = {"ue4m3": 16, "ue8m0": 32}  # elements of a block scale, by its type
 DEPTH = 64  # elements of one FP4 instruction
 FRACTION = 35
 ZERO = -139
@@ -60,23 +61,27 @@ def half_precision(capability: int) -> HalfPrecision:
     return HalfPrecision(25, 16, -133) if capability >= 90 else HalfPrecision(24, 8, -132)
 
 
-def block_scaled(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array, model: str = "hardware") -> Array:
-    """c + a b^T, elements E2M1 with UE4M3 block scales.
+def block_scaled(
+    a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array, model: str = "hardware", scale_type: str = "ue4m3"
+) -> Array:
+    """c + a b^T, elements E2M1 with block scales.
 
     Args:
         a, b: codes, uint8 [..., M, K] and [..., N, K], one a byte; K a multiple of 64.
-        a_scales, b_scales: bytes, uint8 [..., M, K / 16] and [..., N, K / 16].
+        a_scales, b_scales: bytes, uint8 [..., M, K / block] and [..., N, K / block].
         c: float32 [..., M, N].
         model: one of `MODELS`.
+        scale_type: "ue4m3", blocks of 16, or "ue8m0", blocks of 32.
 
     Returns:
         float32 [..., M, N]; K / 64 instructions, one after the other.
     """
     step = {"hardware": _block_hardware, "exact": _block_exact, "mmasim": _block_mmasim}[model]
+    block = BLOCKS[scale_type]
     for k in range(0, a.shape[-1], DEPTH):
-        scales = slice(k // GROUP, (k + DEPTH) // GROUP)
+        scales = slice(k // block, (k + DEPTH) // block)
         part = slice(k, k + DEPTH)
-        c = step(a[..., part], b[..., part], a_scales[..., scales], b_scales[..., scales], c)
+        c = step(a[..., part], b[..., part], a_scales[..., scales], b_scales[..., scales], c, scale_type)
     return c
 
 
@@ -91,7 +96,7 @@ def plain(a: Array, b: Array, c: Array, numbers: HalfPrecision, smallest: int = 
     """
     if model == "exact":
         dot = a.astype(np.float64) @ np.swapaxes(b, -1, -2).astype(np.float64)
-        return _nearest(dot, c)
+        return _nearest(dot, np.zeros_like(dot), c)
     step = _plain_mmasim if model == "mmasim" else _plain_hardware
     for k in range(0, a.shape[-1], numbers.step):
         part = slice(k, k + numbers.step)
@@ -99,14 +104,20 @@ def plain(a: Array, b: Array, c: Array, numbers: HalfPrecision, smallest: int = 
     return c
 
 
-def _block_hardware(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array) -> Array:
+def _block_hardware(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array, scale_type: str) -> Array:
     sums, some = _group_sums(a, b)
-    (sa, ea), (sb, eb) = _unsigned_e4m3(a_scales), _unsigned_e4m3(b_scales)
-    # [..., groups, M, N]
-    significand = np.swapaxes(sa, -1, -2)[..., :, None] * np.swapaxes(sb, -1, -2)[..., None, :]
-    exponent = np.swapaxes(ea, -1, -2)[..., :, None] + np.swapaxes(eb, -1, -2)[..., None, :]
+    significand, exponent = _scale_products(a_scales, b_scales, scale_type)
     exponent = np.where(some & (significand != 0), exponent, ZERO)
     return _aligned_sum(sums * significand, exponent, c, FRACTION, ZERO, axis=-3)
+
+
+def _scale_products(a: Array, b: Array, scale_type: str) -> tuple[Array, Array]:
+    """Significands and exponents, each [..., groups of 16, M, N], of what each sum of 16 products is multiplied by."""
+    (sa, ea), (sb, eb) = (_unsigned_e4m3(x) if scale_type == "ue4m3" else _unsigned_e8m0(x) for x in (a, b))
+    rows, columns = (lambda x: np.swapaxes(x, -1, -2)[..., :, None]), (lambda x: np.swapaxes(x, -1, -2)[..., None, :])
+    significand, exponent = rows(sa) * columns(sb), rows(ea) + columns(eb)
+    groups = BLOCKS[scale_type] // GROUP
+    return (significand, exponent) if groups == 1 else (significand.repeat(groups, -3), exponent.repeat(groups, -3))
 
 
 def _group_sums(a: Array, b: Array) -> tuple[Array, Array]:
@@ -123,6 +134,11 @@ def _unsigned_e4m3(scales: Array) -> tuple[Array, Array]:
     field, mantissa = (code >> 3).astype(np.int32), (code & 7) / 8
     significand = np.where(field > 0, 1 + mantissa, mantissa)
     return np.where(code == 0x7F, np.nan, significand), np.maximum(field, 1) - 7
+
+
+def _unsigned_e8m0(scales: Array) -> tuple[Array, Array]:
+    """1 and the exponent; 0xFF is NaN."""
+    return np.where(scales == 0xFF, np.nan, 1.0), scales.astype(np.int32) - 127
 
 
 def _plain_hardware(a: Array, b: Array, c: Array, numbers: HalfPrecision, smallest: int) -> Array:
@@ -157,30 +173,42 @@ def _toward_zero(x: Array) -> Array:
     return np.where(np.isnan(rounded), NAN, rounded + np.float32(0))
 
 
-def _block_exact(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array) -> Array:
+def _block_exact(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array, scale_type: str) -> Array:
     sums, _ = _group_sums(a, b)
-    (sa, ea), (sb, eb) = _unsigned_e4m3(a_scales), _unsigned_e4m3(b_scales)
-    x, y = np.swapaxes(np.ldexp(sa, ea), -1, -2), np.swapaxes(np.ldexp(sb, eb), -1, -2)
-    # Multiples of 2^-20 below 2^31: exact in float64.
-    return _nearest((sums * (x[..., :, None] * y[..., None, :])).sum(-3), c)
+    significand, exponent = _scale_products(a_scales, b_scales, scale_type)
+    terms = np.ldexp(sums * significand, exponent)
+    # The terms of two groups are exact in float64: one scale, or multiples of 2^-20 below 2^31.
+    return _nearest(*two_sum(terms[..., :2, :, :].sum(-3), terms[..., 2:, :, :].sum(-3)), c)
 
 
-def _nearest(dot: Array, c: Array) -> Array:
-    """float32(dot + c) with one rounding.
+def _nearest(dot: Array, rest: Array, c: Array) -> Array:
+    """float32(dot + rest + c) with one rounding; `rest` is at most half a unit in the last place of `dot`.
 
-    The float64 sum is rounded to odd first: where it is inexact, its last bit is set, so that the second rounding sees
-    on which side of a tie the exact sum lies.
+    The float64 sum is rounded to odd, so that the second rounding sees on which side of a tie the exact sum lies.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        wide = c.astype(np.float64)
-        total = dot + wide
-        other = total - dot
-        error = (dot - (total - other)) + (wide - other)
-        inexact = (error != 0) & np.isfinite(total) & (total.view(np.uint64) & np.uint64(1) == 0)
-        toward = np.where((error > 0) == (total > 0), np.inf, 0.0) * np.where(total < 0, -1.0, 1.0)
-        odd = np.where(inexact, np.nextafter(total, toward), total)
-        rounded = odd.astype(np.float32)
+        total, error = two_sum(dot, c.astype(np.float64))
+        rounded = odd_sum(total, np.where(np.isfinite(total), odd_sum(error, rest), 0)).astype(np.float32)
         return np.where(np.isnan(rounded), NAN, rounded + np.float32(0))
+
+
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """float64: the rounded sum, and what the rounding left out."""
+    total = a + b
+    other = total - a
+    return total, (a - (total - other)) + (b - other)
+
+
+def odd_sum(a: Array, b: Array) -> Array:
+    """float64 sum, rounded to odd: where it is inexact its last bit is set.
+
+    Rounded again to float32, in any direction, it is what one rounding of the exact sum gives. Source: S. Boldo,
+    G. Melquiond, "Emulation of a FMA and Correctly Rounded Sums: Proved Algorithms Using Rounding to Odd".
+    """
+    total, error = two_sum(a, b)
+    even = np.ascontiguousarray(total).view(np.uint64).reshape(np.shape(total)) & np.uint64(1) == 0
+    away = np.where((error > 0) == (total > 0), np.copysign(np.inf, total), 0.0)
+    return np.where((error != 0) & np.isfinite(total) & even, np.nextafter(total, away), total)
 
 
 def _mmasim() -> Any:
@@ -192,13 +220,15 @@ def _mmasim() -> Any:
     return fdpa
 
 
-def _block_mmasim(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array) -> Array:
+def _block_mmasim(a: Array, b: Array, a_scales: Array, b_scales: Array, c: Array, scale_type: str) -> Array:
     import torch
 
     model = _mmasim().MMA_GST_FDPA(G=GROUP, F=FRACTION, rho="RZ-FP32", L_max=DEPTH, e_zero=ZERO)
 
+    kind = torch.float8_e4m3fn if scale_type == "ue4m3" else torch.float8_e8m0fnu
+
     def scales(x: Array) -> Any:
-        return torch.from_numpy(np.ascontiguousarray(x)).view(torch.float8_e4m3fn)
+        return torch.from_numpy(np.ascontiguousarray(x)).view(kind)
 
     def values(x: Array) -> Any:
         return torch.from_numpy((DOUBLED[x] / 2).astype(np.float16))

@@ -62,6 +62,23 @@ def _operands(kind: str, seed: int = 0, m: int = 16, n: int = 8) -> tuple[Array,
     return a, b, sa, sb, c
 
 
+def _operands_mx(kind: str, seed: int = 0, m: int = 16, n: int = 8) -> tuple[Array, Array, Array, Array, Array]:
+    """As `_operands`, with UE8M0 scales [m, 2], [n, 2] of 32 elements."""
+    a, b, _, _, c = _operands(kind, seed, m, n)
+    random = RANDOM(100 + seed)
+    low, high = {"subnormal": (40, 60), "overflow": (185, 200), "far apart": (0, 255)}.get(kind, (117, 137))
+    sa, sb = (random.integers(low, high, (rows, 2), dtype=np.uint8) for rows in (m, n))
+    if kind == "cancellation":
+        sa[:, 1], sb[:, 1] = sa[:, 0], sb[:, 0]
+    elif kind == "NaN scales":
+        sa[::3, 1] = sb[::4, 0] = 0xFF
+    elif kind == "smallest scales":
+        sa[::2] = sb[1::2] = 0
+    elif kind == "opposite c":
+        c = np.nextafter(-block_scaled(a, b, sa, sb, np.zeros_like(c), "exact", "ue8m0"), np.float32(np.inf))
+    return a, b, sa, sb, c
+
+
 KINDS = [
     *("random", "cancellation", "opposite c", "subnormal", "subnormal c", "overflow", "not finite", "NaN scales"),
     *("zeros", "zero scales", "sign of scales", "far apart"),
@@ -74,6 +91,18 @@ def test_block_scaled_equals_mmasim(kind: str) -> None:
     for seed in range(4):
         operands = _operands(kind, seed)
         ours, theirs = (block_scaled(*operands, model).view(np.uint32) for model in ("hardware", "mmasim"))
+        assert (ours == theirs).all(), (kind, seed, int((ours != theirs).sum()))
+
+
+MX_KINDS = [kind for kind in KINDS if "scales" not in kind] + ["NaN scales", "smallest scales"]
+
+
+@pytest.mark.parametrize("kind", MX_KINDS)
+def test_block_scaled_mxfp4_equals_mmasim(kind: str) -> None:
+    pytest.importorskip("mmasim")
+    for seed in range(4):
+        operands = _operands_mx(kind, seed)
+        ours, theirs = (block_scaled(*operands, model, "ue8m0").view(np.uint32) for model in ("hardware", "mmasim"))
         assert (ours == theirs).all(), (kind, seed, int((ours != theirs).sum()))
 
 
@@ -105,19 +134,31 @@ def _scale(byte: int) -> Fraction:
     return (Fraction(8 + mantissa, 8) if field else Fraction(mantissa, 8)) * Fraction(2) ** (max(field, 1) - 7)
 
 
-@pytest.mark.parametrize("kind", ["random", "cancellation", "opposite c", "subnormal", "far apart"])
-def test_exact_is_the_nearest_float(kind: str) -> None:
-    a, b, sa, sb, c = _operands(kind, 1, 4, 3)
-    got = block_scaled(a, b, sa, sb, c, "exact")
+EXACT = ["random", "cancellation", "opposite c", "subnormal", "far apart"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale_type"), [(kind, scale_type) for kind in EXACT for scale_type in ("ue4m3", "ue8m0")]
+)
+def test_exact_is_the_nearest_float(kind: str, scale_type: str) -> None:
+    mx = scale_type == "ue8m0"
+    a, b, sa, sb, c = (_operands_mx if mx else _operands)(kind, 1, 4, 3)
+    with np.errstate(over="ignore"):
+        got = block_scaled(a, b, sa, sb, c, "exact", scale_type)
+    of = (lambda byte: Fraction(2) ** (byte - 127)) if mx else _scale
+    block = 32 if mx else 16
     for i in range(4):
         for j in range(3):
             total = Fraction(float(c[i, j]))
             for k in range(64):
                 product = Fraction(int(DOUBLED[a[i, k]]) * int(DOUBLED[b[j, k]]), 4)
-                total += product * _scale(int(sa[i, k // 16])) * _scale(int(sb[j, k // 16]))
+                total += product * of(int(sa[i, k // block])) * of(int(sb[j, k // block]))
+            if not np.isfinite(got[i, j]):
+                assert abs(total) >= Fraction(2) ** 128 - Fraction(2) ** 103
+                continue
             distance = abs(Fraction(float(got[i, j])) - total)
             for other in (np.nextafter(got[i, j], np.float32(s * np.inf)) for s in (1, -1)):
-                assert distance <= abs(Fraction(float(other)) - total), (i, j)
+                assert not np.isfinite(other) or distance <= abs(Fraction(float(other)) - total), (i, j)
 
 
 def test_the_models_differ_where_bits_are_cut_off() -> None:

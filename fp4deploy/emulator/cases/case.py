@@ -13,7 +13,7 @@ from fp4deploy.emulator.faults import Fault
 from fp4deploy.emulator.launch import Edit
 from fp4deploy.emulator.machine import Statistics
 from fp4deploy.errors import UnavailableError
-from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
+from fp4deploy.formats import Mxfp4Tensor, Nvfp4Tensor, quantize_mxfp4, quantize_nvfp4
 
 SCALE = 2688.0  # 6 * 448: an amax of SCALE / 2^n is a global scale of 2^-n
 
@@ -129,6 +129,12 @@ def packed(
             values, amax=SCALE * torch.exp2((values.abs().amax() / SCALE).log2().ceil()) if binary else None
         )
     return quantize_nvfp4(values, amax=torch.tensor(SCALE / 2**power))
+
+
+def packed_mx(setting: Setting, *shape: int, seed: int = 0, weight: bool = False) -> Mxfp4Tensor:
+    """Normal values in MXFP4; inexact ones as `cancelling`."""
+    values = normal(setting, *shape, seed=seed)
+    return quantize_mxfp4(cancelling(values, -1 if weight else 1) if setting.inexact else values)
 
 
 def cancelling(values: torch.Tensor, sign: int) -> torch.Tensor:

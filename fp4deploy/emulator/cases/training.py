@@ -5,6 +5,7 @@ Sums are exact, as in `gemms`, so that there is one right answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy import formats
-from fp4deploy.emulator.cases.case import Case, Outcome, Setting, normal, packed
+from fp4deploy.emulator.cases.case import Case, Outcome, Setting, normal, packed, packed_mx
 from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.emulator.launch import emulate_triton
 from fp4deploy.formats import FourOverSix, Nvfp4Tensor
-from fp4deploy.plugins.gemm.training import Window, gather_call, rows_call
+from fp4deploy.plugins.gemm.training import Packed, Window, gather_call, rows_call
 from fp4deploy.plugins.quantize.unfolded import Unfolding, pack_unfolded
 
+Pack = Callable[..., Packed]
 STRIDE_2 = Window((3, 3), (2, 2), (1, 1), (1, 1))
 
 
@@ -30,14 +32,15 @@ class InputGradient:
     outputs: int = 20
     size: tuple[int, int] = (9, 8)
     window: Window = STRIDE_2
+    pack: Pack = packed
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
         steps = (self.window.stride, self.window.padding, self.window.dilation)
-        filters = packed(setting, self.outputs, *self.window.kernel, self.channels, seed=1, weight=True)
+        filters = self.pack(setting, self.outputs, *self.window.kernel, self.channels, seed=1, weight=True)
         image = torch.zeros(1, self.outputs, *self.size, dtype=torch.float64, requires_grad=True)
         y = F.conv2d(image, filters.dequantize(torch.float64).permute(3, 0, 1, 2), None, *steps)
-        source = packed(setting, 1, *y.shape[2:], self.channels, seed=2)
+        source = self.pack(setting, 1, *y.shape[2:], self.channels, seed=2)
         (dx,) = torch.autograd.grad(y, image, source.dequantize(torch.float64).permute(0, 3, 1, 2))
         out = torch.empty(1, *self.size, self.outputs, dtype=torch.float32)
         call = gather_call(source, filters, self.window, out, None, True, setting.capability)
@@ -54,11 +57,12 @@ class WeightGradient:
     columns: int = 33
     pixels: int = 99
     splits: int = 2
+    pack: Pack = packed
 
     def __call__(self, setting: Setting, outcome: Outcome) -> None:
         """Launch, execute, compare."""
-        a = packed(setting, self.images, self.rows, self.pixels, seed=1, weight=True)
-        b = packed(setting, self.images, self.columns, self.pixels, seed=2)
+        a = self.pack(setting, self.images, self.rows, self.pixels, seed=1, weight=True)
+        b = self.pack(setting, self.images, self.columns, self.pixels, seed=2)
         out = torch.empty(self.splits, self.rows, self.columns, dtype=torch.float32)
         _emulate(setting, outcome, rows_call(a, b, out, setting.capability), out)
         values = (x.dequantize(torch.float64) for x in (a, b))
@@ -106,20 +110,19 @@ def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor) -
 THREE = Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (9, 8))
 STRIDED = Unfolding((2, 3), (2, 1), (1, 2), (1, 2), (5, 8))
 
-TRAINING = "training"
+INPUT, WEIGHT, OPERANDS = "dgrad", "wgrad", "training operands"
+SHIFTED = Window((2, 3), (1, 2), (0, 2), (2, 1))
 GEMMS = (
-    Case("dgrad 3x3, stride 2", TRAINING, InputGradient()),
-    Case(
-        "dgrad 2x3, stride 1x2, dilation 2",
-        TRAINING,
-        InputGradient(24, 40, (7, 8), Window((2, 3), (1, 2), (0, 2), (2, 1))),
-    ),
-    Case("wgrad, two splits", TRAINING, WeightGradient()),
-    Case("wgrad, one pixel", TRAINING, WeightGradient(1, 5, 7, 1, 1)),
+    Case("dgrad 3x3, stride 2", INPUT, InputGradient()),
+    Case("dgrad 2x3, stride 1x2, dilation 2", INPUT, InputGradient(24, 40, (7, 8), SHIFTED)),
+    Case("dgrad 3x3, MXFP4", INPUT, InputGradient(72, pack=packed_mx)),
+    Case("wgrad, two splits", WEIGHT, WeightGradient()),
+    Case("wgrad, one pixel", WEIGHT, WeightGradient(1, 5, 7, 1, 1)),
+    Case("wgrad, MXFP4", WEIGHT, WeightGradient(pixels=150, pack=packed_mx)),
 )
 PACKING = (
-    Case("packing unfolded", TRAINING, PackUnfolded(THREE)),
-    Case("packing unfolded, stochastic, RHT", TRAINING, PackUnfolded(STRIDED, None, "stochastic", None, True)),
-    Case("packing unfolded, MXFP4, stochastic", TRAINING, PackUnfolded(STRIDED, "ceil", "stochastic")),
-    Case("packing unfolded, 4/6", TRAINING, PackUnfolded(THREE, four_over_six=FourOverSix("mse"))),
+    Case("packing unfolded", OPERANDS, PackUnfolded(THREE)),
+    Case("packing unfolded, stochastic, RHT", OPERANDS, PackUnfolded(STRIDED, None, "stochastic", None, True)),
+    Case("packing unfolded, MXFP4, stochastic", OPERANDS, PackUnfolded(STRIDED, "ceil", "stochastic")),
+    Case("packing unfolded, 4/6", OPERANDS, PackUnfolded(THREE, four_over_six=FourOverSix("mse"))),
 )

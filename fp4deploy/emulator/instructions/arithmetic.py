@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4deploy.emulator.accumulate import odd_sum
 from fp4deploy.emulator.faults import UnknownInstruction
 from fp4deploy.emulator.machine import Active, Machine, Step, implements
 from fp4deploy.emulator.operands import KINDS, pair_of, reader, writer
@@ -102,33 +103,24 @@ def _minimum(pick: Callable[..., Array], nan: bool) -> Callable[..., Array]:
 
 def fused(a: Array, b: Array, c: Array) -> Array:
     """a * b + c of float32 with one rounding, to nearest even."""
-    return _odd_sum(a, b, c).astype(np.float32)
+    return odd_sum(_product(a, b), np.asarray(c, np.float64)).astype(np.float32)
+
+
+def _product(a: Array, b: Array) -> Array:
+    """Of float32, exact in float64."""
+    return np.asarray(a.astype(np.float64) * b)
 
 
 def _fused_towards(limit: float) -> Callable[..., Array]:
     """`fused`, rounded down where `limit` is -inf, up where it is inf, towards zero where it is 0."""
 
     def function(a: Array, b: Array, c: Array) -> Array:
-        exact = _odd_sum(a, b, c)
+        exact = odd_sum(_product(a, b), np.asarray(c, np.float64))
         nearest = exact.astype(np.float32)
         beyond = np.abs(nearest) > np.abs(exact) if limit == 0 else nearest < exact if limit > 0 else nearest > exact
         return np.where(beyond & np.isfinite(exact), np.nextafter(nearest, np.float32(limit)), nearest)
 
     return function
-
-
-def _odd_sum(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c of float32: the product is exact in float64, the sum rounded to odd there.
-
-    Rounded again to float32, in any direction, it is what one rounding of the exact sum gives.
-    """
-    product, wide = a.astype(np.float64) * b, np.asarray(c, np.float64)
-    total = product + wide
-    other = total - product
-    error = (product - (total - other)) + (wide - other)
-    even = np.ascontiguousarray(total).view(np.uint64).reshape(np.shape(total)) & np.uint64(1) == 0
-    away = np.where((error > 0) == (total > 0), np.copysign(np.inf, total), 0.0)
-    return np.where((error != 0) & np.isfinite(total) & even, np.nextafter(total, away), total)
 
 
 def _nan(function: Callable[..., Array]) -> Callable[..., Array]:

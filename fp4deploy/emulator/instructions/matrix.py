@@ -10,8 +10,10 @@ Source: PTX ISA, "Warp Level Matrix Instructions: mma", "Matrix Fragments for mm
 | B, k16 of 16 bits, 2 registers | column g; elements 2 t, 2 t + 1, then 8 more |
 | A, k64 of 4 bits, 4 registers | rows g, g + 8; elements 8 t to 8 t + 7, then 32 more |
 | B, k64 of 4 bits, 2 registers | column g; elements 8 t to 8 t + 7, then 32 more |
-| scales of A, four bytes | row g + 8 (t % 2), of the lanes that thread-id-a selects |
-| scales of B, four bytes | column g, of the lanes that thread-id-b selects |
+| scales of A | row g + 8 (t % 2), of the lanes that thread-id-a selects |
+| scales of B | column g, of the lanes that thread-id-b selects |
+
+A row has four UE4M3 scales, all bytes of the register, or two UE8M0 scales, the bytes from byte-id on (0 or 2).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.emulator.accumulate import block_scaled, half_precision, plain
+from fp4deploy.emulator.accumulate import BLOCKS, DEPTH, block_scaled, half_precision, plain
 from fp4deploy.emulator.faults import UnknownInstruction
 from fp4deploy.emulator.instructions.control import constant
 from fp4deploy.emulator.instructions.data import spread
@@ -33,6 +35,11 @@ Array = NDArray[Any]
 LANE = np.arange(WARP)
 ROW, COLUMN = LANE // 4, LANE % 4
 M, N = 16, 8
+SCALED = {
+    ("kind::mxf4nvf4", "scale_vec::4X", "ue4m3"),
+    ("kind::mxf4nvf4", "scale_vec::2X", "ue8m0"),
+    ("kind::mxf4", "scale_vec::2X", "ue8m0"),
+}
 
 
 def registers(m: Machine, active: Active, sources: list[Reader], warps: Array) -> Array:
@@ -43,12 +50,14 @@ def registers(m: Machine, active: Active, sources: list[Reader], warps: Array) -
 
 @implements("mma")
 def multiply(entry: Entry, instruction: Instruction) -> Step:
-    """mma.sync.m16n8k16 of FP16 and BF16, and .m16n8k64 of E2M1 with a scale for 16 elements."""
+    """mma.sync.m16n8k16 of FP16 and BF16, and .m16n8k64 of E2M1 with a scale for 16 or 32 elements."""
     parts = instruction.parts
-    if "kind::mxf4nvf4" in parts:
-        if parts[-1] != "ue4m3" or not {"m16n8k64", "scale_vec::4X"} <= {*parts}:
+    if "block_scale" in parts:
+        kind = next(part for part in parts if part.startswith("kind::"))
+        size = next((part for part in parts if part.startswith("scale_vec::")), "")
+        if "m16n8k64" not in parts or (kind, size, parts[-1]) not in SCALED:
             raise UnknownInstruction("this block-scaled mma is not implemented")
-        return _block_scaled(entry, instruction)
+        return _block_scaled(entry, instruction, parts[-1])
     if "m16n8k16" not in parts or parts[-4:] not in (("f32", "f16", "f16", "f32"), ("f32", "bf16", "bf16", "f32")):
         raise UnknownInstruction("this shape or type of mma is not implemented")
     return _halves(entry, instruction, parts[-2] == "bf16")
@@ -111,13 +120,16 @@ def _halves(entry: Entry, instruction: Instruction, bfloat: bool) -> Step:
     return run
 
 
-def _block_scaled(entry: Entry, instruction: Instruction) -> Step:
+def _block_scaled(entry: Entry, instruction: Instruction, scale_type: str) -> Step:
     results = writers(entry, instruction.operands[0])
     a, b, c = (readers(entry, each, "b32") for each in instruction.operands[1:4])
     scales = [reader(entry, instruction.operands[i], "b32") for i in (4, 6)]
     (byte_a, lanes_a), (byte_b, lanes_b) = (_selector(instruction.operands[i]) for i in (5, 7))
-    if byte_a or byte_b or lanes_a not in (0, 1) or lanes_b not in range(4):
-        raise UnknownInstruction("with four scales of a row the byte id is 0, and the thread id 0 or 1 (A), 0 to 3 (B)")
+    count = DEPTH // BLOCKS[scale_type]
+    if not {byte_a, byte_b} <= {0, 4 - count} or lanes_a not in (0, 1) or lanes_b not in range(4):
+        raise UnknownInstruction(
+            "the byte id is 0, or 2 where a row has two scales; the thread id 0, 1 (A), 0 to 3 (B)"
+        )
 
     def run(m: Machine, active: Active) -> None:
         warps = m.whole_warps(active, "mma.sync")
@@ -127,8 +139,11 @@ def _block_scaled(entry: Entry, instruction: Instruction) -> Step:
         lane = 4 * np.arange(8)
         rows = np.concatenate([held[:, lane + 2 * lanes_a, 0], held[:, lane + 2 * lanes_a + 1, 0]], 1)
         columns = held[:, lane + lanes_b, 1]
-        of_a, of_b = (np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (rows, columns))
-        _write(m, active, results, block_scaled(left, right, of_a, of_b, before, m.launch.model))
+        of_a, of_b = (
+            np.ascontiguousarray(x)[..., None].view(np.uint8)[..., first : first + count]
+            for x, first in ((rows, byte_a), (columns, byte_b))
+        )
+        _write(m, active, results, block_scaled(left, right, of_a, of_b, before, m.launch.model, scale_type))
 
     return run
 

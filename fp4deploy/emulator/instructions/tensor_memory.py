@@ -14,6 +14,8 @@ A multiplication takes 32 bytes of K a row of A and B, in shared memory as descr
     kind::mxf4nvf4   64 E2M1 elements. Their scales come from tensor memory: rows r, r + 32, ... of a lane r in
                      consecutive columns, four bytes each, one for 16 elements; the same in each of the four groups of
                      32 lanes
+    kind::mxf4       the same with a scale for 32 elements: two bytes of the four, which the instruction descriptor
+                     names for A and for B
     kind::f16        16 elements of FP16 or BF16. A may lie in tensor memory, its rows as those of D, two elements a
                      column
 
@@ -38,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.emulator.accumulate import block_scaled, half_precision, plain
+from fp4deploy.emulator.accumulate import BLOCKS, DEPTH, block_scaled, half_precision, plain
 from fp4deploy.emulator.faults import Hazard, UnknownInstruction
 from fp4deploy.emulator.instructions.bulk import advance, barrier_at, place
 from fp4deploy.emulator.instructions.control import constant
@@ -54,6 +56,11 @@ Array = NDArray[Any]
 Region = tuple[Any, Any, Any]  # an index of the arrays: block, lanes, columns
 LANES, COLUMNS = 128, 512
 SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}
+SCALED = {  # qualifiers, by the type of the scales
+    "ue4m3": [{"kind::mxf4nvf4", "block_scale", size} for size in ("scale_vec::4X", "block16")],
+    "ue8m0": [{"kind::mxf4", "block_scale", size} for size in ("scale_vec::2X", "block32")],
+}
+SCALE_BITS = 3 << 29 | 1 << 23 | 3 << 4  # of an instruction descriptor: which scales of a word, and their type
 
 
 class TensorMemory:
@@ -304,11 +311,11 @@ def copy(entry: Entry, instruction: Instruction) -> Step:
 
 @implements("tcgen05.mma")
 def multiply(entry: Entry, instruction: Instruction) -> Step:
-    """D = A B^T + D: of E2M1 with a scale for 16 elements, or of FP16 and BF16."""
-    parts = {*instruction.parts}
-    known = {"tcgen05", "mma", "cta_group::1", "kind::mxf4nvf4", "kind::f16", "block_scale", "scale_vec::4X", "block16"}
-    scaled = "kind::mxf4nvf4" in parts and bool(parts & {"scale_vec::4X", "block16"})
-    if parts - known or "cta_group::1" not in parts or not (scaled or "kind::f16" in parts):
+    """D = A B^T + D: of E2M1 with a scale for 16 or 32 elements, or of FP16 and BF16."""
+    kind_and_more = {*instruction.parts} - {"tcgen05", "mma", "cta_group::1"}
+    scale_type = next((name for name, forms in SCALED.items() if kind_and_more in forms), "")
+    scaled = bool(scale_type)
+    if "cta_group::1" not in instruction.parts or not (scaled or kind_and_more == {"kind::f16"}):
         raise UnknownInstruction("this kind of tcgen05.mma is not implemented")
     d, a, b, kind, *scales, adds = instruction.operands
     if len(scales) != 2 * scaled:
@@ -325,8 +332,9 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
             block, model = int(m.block[thread]), m.launch.model
             product: Product
             if scaled:
-                rows, columns = _sizes(descriptor, (1, 1), 27, (LANES,))
-                product = BlockScaled(block, left, right, rows, columns, model, first[0], first[1])
+                which = _scale_bytes(descriptor, scale_type)
+                rows, columns = _sizes(descriptor & ~SCALE_BITS, (1, 1), 27, (LANES,))
+                product = BlockScaled(block, left, right, rows, columns, model, *first, *which, scale_type)
             else:
                 rows, columns = _sizes(descriptor, None, 24, (64, LANES))
                 bfloat = bool(descriptor >> 7 & 7)
@@ -334,6 +342,15 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
             _issue(m, thread, product, matrix_region(block, at, rows, columns), bool(add))
 
     return run
+
+
+def _scale_bytes(descriptor: int, scale_type: str) -> tuple[int, int]:
+    """The first byte of the scales of A and of B in their words of tensor memory."""
+    of_a, of_b, eight = descriptor >> 29 & 3, descriptor >> 4 & 3, bool(descriptor >> 23 & 1)
+    possible = {0, 4 - DEPTH // BLOCKS[scale_type]}
+    if eight != (scale_type == "ue8m0") or not {of_a, of_b} <= possible:
+        raise UnknownInstruction(f"the instruction descriptor {descriptor:#x} with scales {scale_type}")
+    return of_a, of_b
 
 
 def _sizes(descriptor: int, types: tuple[int, int] | None, shift: int, possible: tuple[int, ...]) -> tuple[int, int]:
@@ -393,10 +410,13 @@ class Copied(Product):
 
 @dataclass(frozen=True)
 class BlockScaled(Product):
-    """Of E2M1; addresses of the scales."""
+    """Of E2M1; addresses of the scales, the first byte of each in its word, their type."""
 
     scales_a: int
     scales_b: int
+    first_a: int
+    first_b: int
+    scale_type: str
 
     def reads(self) -> list[Region]:
         """The scales."""
@@ -409,13 +429,15 @@ class BlockScaled(Product):
         for descriptor, rows in ((self.a, self.rows), (self.b, self.columns)):
             packed = self.operand(m, row, descriptor, rows)
             codes.append(np.stack([packed & 15, packed >> 4], -1).reshape(rows, 64))
-        scales = []
-        for region, rows in zip(self.reads(), (self.rows, self.columns), strict=True):
+        scales, count = [], DEPTH // BLOCKS[self.scale_type]
+        sides = ((self.rows, self.first_a), (self.columns, self.first_b))
+        for region, (rows, first) in zip(self.reads(), sides, strict=True):
             copies = memory(m).read(region, row, unit=True).reshape(4, WARP, -1)
             if (copies != copies[0]).any():
                 raise Hazard("barrier", "the scales differ between the groups of 32 lanes of tensor memory")
-            scales.append(np.ascontiguousarray(copies[0].T).reshape(-1, 1).view(np.uint8)[:rows])
-        return block_scaled(codes[0], codes[1], scales[0], scales[1], before, self.model)
+            words = np.ascontiguousarray(copies[0].T).reshape(-1, 1).view(np.uint8)
+            scales.append(words[:rows, first : first + count])
+        return block_scaled(codes[0], codes[1], scales[0], scales[1], before, self.model, self.scale_type)
 
 
 @dataclass(frozen=True)
