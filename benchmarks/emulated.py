@@ -1,11 +1,12 @@
 """Every kernel in the PTX emulator: bytes against the reference, and against those of the GPU at hand.
 
-    python benchmarks/emulated.py --arch sm120 --arch sm100 --json benchmarks/results/emulated_cpu.json
+    python benchmarks/emulated.py --arch sm120 --arch sm100 --brief sm103 --json benchmarks/results/emulated_cpu.json
     python benchmarks/emulated.py --arch sm90 --gpu --json benchmarks/results/emulated_h200.json
 
 Without a GPU: a line for each case, as `fp4deploy kernels --emulate` prints them, with seeds and times (CPU time of the
 emulating process, in which Triton compiles where the cache has nothing; nvcc and ptxas are processes of their own).
-docs/emulator.md shows the families.
+--brief: an architecture of which only the first case of each family runs, with the first seed. docs/emulator.md shows
+the families.
 
 With --gpu each launch also runs on the GPU, which must be of that architecture: the same PTX, the same bytes in every
 tensor before. Every byte of every tensor is compared after. The cases have exact sums, so that every accumulator gives
@@ -34,20 +35,22 @@ from fp4deploy.emulator.cases.case import Setting
 from fp4deploy.plugins.aot.compile import triton_version
 
 GEMMS = ("linear", "conv", "several taps", "two sources", "transposed", "packed output", "W4A16", "GEMV")
-GEMMS += ("decoded weights", "split-K")
+GEMMS += ("decoded weights", "split-K", "dgrad", "wgrad")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="cases or families (default: all)")
+    parser.add_argument("--without", action="append", default=[], help="a case to leave out; repeatable")
     parser.add_argument("--arch", action="append", required=True)
+    parser.add_argument("--brief", action="append", default=[], help="an architecture; repeatable")
     parser.add_argument("--seed", type=int, action="append", help="repeatable (default: 0)")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    work = []
-    for seed in arguments.seed or [0]:
+    seeds, work = arguments.seed or [0], []
+    for seed in seeds:
         for arch in arguments.arch:
             common = {"arch": Architecture.parse(arch).triton_name, "seed": seed}
             settings = [Setting(**common, gpu=0 if arguments.gpu else None)]
@@ -59,6 +62,13 @@ def main() -> None:
                     for case in cases(arguments.names, setting.capability)
                     if case.family in GEMMS or not setting.inexact
                 ]
+    for arch in arguments.brief:
+        setting = Setting(arch=Architecture.parse(arch).triton_name, seed=seeds[0])
+        families: dict[str, str] = {}
+        for case in cases(arguments.names, setting.capability):
+            families.setdefault(case.family, case.name)
+        work += [(name, setting) for name in families.values()]
+    work = [item for item in work if item[0] not in arguments.without]
     start = time.perf_counter()
     rows: list[dict[str, Any]] = []
     # A child for each few cases: a launch that fails on the GPU leaves its process without a usable context.
@@ -79,7 +89,7 @@ def one(item: tuple[str, Setting]) -> dict[str, Any]:
     except Exception as error:
         return row_of(item, {"error": f"{type(error).__name__}: {error}"[:600]})
     statistics = outcome.statistics
-    found: dict[str, Any] = {"family": case.family, "launches": outcome.kernels}
+    found: dict[str, Any] = {"family": case.family, "entries": sorted(statistics.entries), "launches": outcome.kernels}
     found |= {"instructions": statistics.instructions, "lines": statistics.lines}
     if setting.inexact:
         found |= {"values": "inexact", "model": setting.model}
@@ -112,6 +122,8 @@ def save(arguments: argparse.Namespace, rows: list[dict[str, Any]], start: float
         machine["device"] = torch.cuda.get_device_name()
     command = " ".join(
         ["python benchmarks/emulated.py", *map(shlex.quote, arguments.names), *(f"--arch {a}" for a in arguments.arch)]
+        + [f"--brief {arch}" for arch in arguments.brief]
+        + [f"--without {shlex.quote(name)}" for name in arguments.without]
         + [f"--seed {seed}" for seed in arguments.seed or [0]]
         + ["--gpu"] * arguments.gpu
         + [f"--jobs {arguments.jobs}"]

@@ -540,17 +540,10 @@ def _span(values: Iterable[float], form: str = ",") -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _emulated(*names: str) -> list[dict[str, Any]]:
-    """Cases of some runs of the emulator; of a case that ran twice, the later one."""
-    cases = [case for name in names for case in result(name)["cases"]]
-    keys = ("kernel", "for", "seed", "model")
-    return list({tuple(str(case.get(key)) for key in keys): case for case in cases}.values())
-
-
-def emulated(*names: str) -> str:
-    """Kernels in the PTX emulator, against the reference."""
-    rows = []
-    for (arch, family), group in sorted(_families(_emulated(*names), "for", "family").items()):
+def emulated(name: str, *architectures: str) -> str:
+    """Kernels in the PTX emulator, against the reference; a line for each family."""
+    rows, cases = [], [case for case in result(name)["cases"] if case["for"] in architectures]
+    for (arch, family), group in sorted(_families(cases, "for", "family").items()):
         cells = [str(len({row["kernel"] for row in group})), str(sum(row["launches"] for row in group))]
         cells += [_span(row["instructions"] for row in group), f"{sum(row['compared'] for row in group):,}"]
         cells += [*_verdict(group), _span((row["seconds"] for row in group), ".1f")]
@@ -577,9 +570,9 @@ def emulated_architectures(name: str) -> str:
     return markdown(head, rows)
 
 
-def emulated_on_gpu(*names: str) -> str:
+def emulated_on_gpu(name: str) -> str:
     """The emulator's bytes against a GPU's."""
-    found = _emulated(*names)
+    found = result(name)["cases"]
     exact = _families((row for row in found if "model" not in row), "family")
     models = _families((row for row in found if "model" in row), "family", "model")
     rows = []

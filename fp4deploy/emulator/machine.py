@@ -99,7 +99,7 @@ class Launch:
 class Statistics:
     """instructions: steps of groups of threads; warps: steps times warps; lines: different instructions executed;
     remarks: what the PTX ISA does not allow and compilers nevertheless rely on; device_wrong, device_bytes: of all
-    tensors, compared with a GPU's (`device`).
+    tensors, compared with a GPU's (`device`); entries: names of the kernels.
     """
 
     instructions: int = 0
@@ -108,6 +108,7 @@ class Statistics:
     remarks: set[str] = field(default_factory=set)
     device_wrong: int = 0
     device_bytes: int = 0
+    entries: set[str] = field(default_factory=set)
 
 
 def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:
@@ -118,7 +119,7 @@ def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:
         Hazard: see `faults`.
     """
     steps = compiled(entry)
-    total, lines = Statistics(), np.zeros(len(steps), bool)
+    total, lines = Statistics(entries={entry.name}), np.zeros(len(steps), bool)
     blocks = launch.grid[0] * launch.grid[1] * launch.grid[2]
     cluster = max(launch.cluster, entry.cluster)
     if launch.grid[0] % cluster:

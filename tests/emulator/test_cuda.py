@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 
 OTHERS = ("sm_90", "sm_100")
 FIRST = ("pack rows", "amax", "GroupNorm and pack", "packing unfolded, stochastic, RHT")  # in every run of the tests
+FIRST += ("FP16 convolution, 3x2, stride 1x2", "images, planes and classes")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,31 @@ FAULTS = {
         "another entry of the table": planted.replaced(r"(ld\.global\.u64\s+%rd\d+, \[%rd\d+)\+16\]", r"\1+8]", 0),
         "stores are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
         "a misaligned load": planted.replaced(r"(ld\.f32\s+%f\d+, \[%rd\d+)\]", r"\1+2]", 0),
+    },
+    "packing unfolded": {
+        "pixels left of and above the feature map are read": planted.replaced(
+            r"(setp\.gt\.s32\s+%p\d+, %r\d+, )-1;", r"\g<1>-2;", None
+        ),
+        "pixels right of and below it are read": planted.replaced(
+            r"setp\.lt\.s32(\s+%p\d+, %r\d+, %r\d+;)", r"setp.le.s32\1", None
+        ),
+        "rows and images end one element later": planted.replaced(r"setp\.lt\.s64", "setp.le.s64", None),
+        "the tap is the channel": planted.replaced(r"div\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"rem.u32\1", -1),
+        "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
+        "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
+        "stores are misaligned": planted.replaced(r"(st\.global\.(?:v2\.u32|u64)\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
+    "FP16 convolution, 16 channels": {
+        "a barrier is missing before the weights of a step": planted.without_barrier(0),
+        "a barrier is missing after them": planted.without_barrier(1),
+        "the products are not added": planted.replaced(
+            r"fma\.rn\.f32(\s+%f\d+, %f\d+, %f\d+), %f\d+;", r"fma.rn.f32\1, 0f00000000;", 5
+        ),
+        "the mask of the padding is inverted": planted.replaced(r"setp\.gt\.s32", "setp.le.s32", 0),
+        "weights are read from another place": planted.replaced(
+            r"(ld\.shared\.v4\.f32\s+[^\[]*\[%r\d+)\]", r"\1+16]", 0
+        ),
+        "stores are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
     },
     "GroupNorm and pack": {
         "a register is not written": planted.replaced(r"^\s*mov\.u32\s+%r\d+, %tid\.x;", "", 0),

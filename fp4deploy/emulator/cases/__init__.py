@@ -7,6 +7,7 @@
 | `training` | the GEMMs of a training step, and what packs their operands |
 | `plugins` | the entry points of the TensorRT plugins |
 | `cuda` | quantisers, weights, GEMV |
+| `plain` | FP16 convolutions and copies |
 | `channels_last` | feature maps in channels_last: GroupNorm, pooling, concatenation, gradients, packing |
 
 `case` says what a case is.
@@ -16,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp4deploy.emulator.cases import channels_last, cuda, decoded, gemms, plugins, training
+from fp4deploy.emulator.cases import channels_last, cuda, decoded, gemms, plain, plugins, training
 from fp4deploy.emulator.cases.case import Case
 from fp4deploy.errors import InputError, suggest
 
 TRITON = (*gemms.CASES, *decoded.CASES, *training.GEMMS, *plugins.CASES)
-CUDA = (*cuda.CASES, *channels_last.CASES, *training.PACKING)
+CUDA = (*cuda.CASES, *channels_last.CASES, *plain.CASES, *training.PACKING)
 
 
 def cases(names: Sequence[str] = (), capability: int = 120) -> list[Case]:

@@ -85,6 +85,7 @@ class Outcome:
         self.statistics.warps += statistics.warps
         self.statistics.lines += statistics.lines
         self.statistics.remarks |= statistics.remarks
+        self.statistics.entries |= statistics.entries
         self.statistics.device_wrong += statistics.device_wrong
         self.statistics.device_bytes += statistics.device_bytes
 

@@ -1,0 +1,40 @@
+"""The list of cases: every kernel is in it, and the recorded run had all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fp4deploy.emulator.cases import cases
+from fp4deploy.plugins.aot import store
+from fp4deploy.plugins.runtime import nvcc
+
+RECORDED = json.loads(Path("benchmarks/results/emulated_cpu.json").read_text(encoding="utf-8"))["cases"]
+CUDA_ENTRY = re.compile(r'extern "C" __global__ void[^{]*?(\w+)\((?=const|\w+\*|\w+ \w)')
+TRITON_ENTRY = re.compile(r"^def (\w+_(?:kernel|entry))\(", re.MULTILINE)
+
+
+def entries() -> set[str]:
+    """Names of all kernels in the sources."""
+    triton = Path(store.__file__).parents[1] / "gemm" / "triton"
+    found = {name for file in nvcc.sources() for name in CUDA_ENTRY.findall(file.read_text(encoding="utf-8"))}
+    return found | {
+        name for file in triton.glob("*.py") for name in TRITON_ENTRY.findall(file.read_text(encoding="utf-8"))
+    }
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
+def test_every_kernel_was_executed(arch: str) -> None:
+    ran = {name for row in RECORDED if row["for"] == arch for name in row["entries"]}
+    assert entries() - ran == set()
+
+
+@pytest.mark.parametrize("capability", [100, 120])
+def test_every_case_was_executed_and_bit_equal(capability: int) -> None:
+    rows = [row for row in RECORDED if row["for"] == f"sm_{capability}"]
+    assert {case.name for case in cases(capability=capability)} == {row["kernel"] for row in rows}
+    for row in rows:
+        assert row["compared"] and not (row["different"] or row["hazard"] or row["unavailable"]), row["kernel"]
