@@ -135,27 +135,27 @@ def packed(
 def packed_mx(setting: Setting, *shape: int, seed: int = 0, weight: bool = False) -> Mxfp4Tensor:
     """Normal values in MXFP4; inexact ones as `cancelling`."""
     values = normal(setting, *shape, seed=seed)
-    return quantize_mxfp4(cancelling(values, -1 if weight else 1) if setting.inexact else values)
+    return quantize_mxfp4(cancelling(values, -1 if weight else 1, 32, 13) if setting.inexact else values)
 
 
-def cancelling(values: torch.Tensor, sign: int) -> torch.Tensor:
+def cancelling(values: torch.Tensor, sign: int, block: int = 16, bits: int = 9) -> torch.Tensor:
     """Values whose products sum to little, after a long detour through large partial sums.
 
-    Along the last axis blocks of 16 alternate: large ones, and small ones of 2^-9 their size. Every other large block
+    Along the last axis blocks alternate: large ones, and small ones of 2^-bits their size. Every other large block
     repeats the one before it with `sign`, 1 in one operand and -1 in the other, so that products of large values cancel
     each other. What is left are the products of small values, as far as the accumulator kept them.
     """
-    count = values.shape[-1] // 16
+    count = values.shape[-1] // block
     if count < 3:
         return values * 8
     values = values.clone() * 1024
-    blocks = values[..., : 16 * count].unflatten(-1, (count, 16))
-    blocks[..., 1::2, :] /= 512
+    blocks = values[..., : block * count].unflatten(-1, (count, block))
+    blocks[..., 1::2, :] /= 2**bits
     for first in range(0, count, 4):
         if first + 2 < count:
             blocks[..., first + 2, :] = sign * blocks[..., first, :]
         else:
-            blocks[..., first, :] /= 512
+            blocks[..., first, :] /= 2**bits
     return values
 
 

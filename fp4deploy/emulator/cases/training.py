@@ -115,7 +115,7 @@ SHIFTED = Window((2, 3), (1, 2), (0, 2), (2, 1))
 GEMMS = (
     Case("dgrad 3x3, stride 2", INPUT, InputGradient()),
     Case("dgrad 2x3, stride 1x2, dilation 2", INPUT, InputGradient(24, 40, (7, 8), SHIFTED)),
-    Case("dgrad 3x3, MXFP4", INPUT, InputGradient(72, pack=packed_mx)),
+    Case("dgrad 3x3, MXFP4", INPUT, InputGradient(104, pack=packed_mx)),
     Case("wgrad, two splits", WEIGHT, WeightGradient()),
     Case("wgrad, one pixel", WEIGHT, WeightGradient(1, 5, 7, 1, 1)),
     Case("wgrad, MXFP4", WEIGHT, WeightGradient(pixels=150, pack=packed_mx)),
