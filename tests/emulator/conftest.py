@@ -7,7 +7,6 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton compiles the kernels")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 UNSET = "decoded weights, two sources, moments"
-TRAPS = ("test_sm100_is_bit_equal_to_the_reference", "decoded weights, large tile")
 UNORDERED = ("decoded weights, 3x3", "barriers are missing in the loop")
 
 
@@ -18,8 +17,6 @@ def _code_of_this_triton(request: pytest.FixtureRequest) -> None:
         return
     values = request.node.callspec.params
     case = getattr(values.get("case"), "name", "")
-    if (request.node.originalname, case) == TRAPS:
-        pytest.skip("before Triton 3.9 the code is a trap; networks on SM100 keep their weights packed")
     if case == UNSET:
         pytest.skip("before Triton 3.9 a shuffle reads registers that the code leaves unset")
     if (values.get("name"), values.get("fault")) == UNORDERED:

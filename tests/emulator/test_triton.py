@@ -30,7 +30,7 @@ def _marked(case: Case) -> object:
     return pytest.param(case, marks=() if case.name in FIRST else pytest.mark.emulate, id=case.name)
 
 
-@pytest.mark.parametrize("case", [_marked(case) for case in TRITON])
+@pytest.mark.parametrize("case", [_marked(case) for case in TRITON if case.supports(120)])
 def test_sm120_is_bit_equal_to_the_reference(case: Case) -> None:
     outcome = case.outcome(Setting())
     assert outcome.good, outcome
@@ -45,7 +45,11 @@ def test_sm90_is_bit_equal_to_the_reference(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case.name == "linear" else pytest.mark.emulate, id=case.name) for case in TRITON],
+    [
+        pytest.param(case, marks=() if case.name == "linear" else pytest.mark.emulate, id=case.name)
+        for case in TRITON
+        if case.supports(100)
+    ],
 )
 def test_sm100_is_bit_equal_to_the_reference(case: Case) -> None:
     outcome = case.outcome(Setting(arch="sm_100"))
@@ -180,7 +184,7 @@ def test_a_planted_fault_is_found(case: Case, edit: planted.Edit, kind: str) -> 
 
 
 def test_every_family_has_five_planted_faults() -> None:
-    families = {case.family for case in cases()}
+    families = {case.family for case in (*TRITON, *CUDA)}
     faults = {family: len(WEIGHT_ONLY_FAULTS if family == "W4A16" else GEMM_FAULTS) for family in FAMILIES}
     for case in (*CUDA, *decoded.CASES):
         planted_here = {**CUDA_FAULTS, **DECODED_FAULTS}.get(case.name, ())

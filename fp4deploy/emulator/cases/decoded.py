@@ -18,7 +18,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm import decoded
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
-from fp4deploy.plugins.gemm.triton.tiles import Tile
+from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 
 SMALL = decoded.SMALL
@@ -119,32 +119,42 @@ def _compare_moments(y: torch.Tensor | Nvfp4Tensor, moments: Moments, outcome: O
 
 
 WEIGHTS, SPLIT = "decoded weights", "split-K"
-CASES = (
-    Case("decoded weights, 3x3", WEIGHTS, Convolution()),
-    Case("decoded weights, 16 channels", WEIGHTS, Convolution(channels=(16,), outputs=12, tile=THIN)),
-    Case("decoded weights, large tile", WEIGHTS, Convolution(channels=(128,), size=1, tile=decoded.LARGE)),
-    Case(
-        "decoded weights, two sources, stride 2",
-        WEIGHTS,
-        Convolution(channels=(64, 128), outputs=72, image=(2, 9, 8), stride=2),
-    ),
-    Case(
-        "decoded weights, dilation 2, bfloat16",
-        WEIGHTS,
-        Convolution(channels=(32, 32), outputs=64, image=(1, 8, 9), dilation=2, dtype=torch.bfloat16),
-    ),
-    Case(
-        "decoded weights, two sources, moments",
-        WEIGHTS,
-        Convolution(channels=(64, 64), size=1, image=(2, 12, 16), moments=True),
-    ),
-    Case("decoded weights, transposed 2x2", WEIGHTS, Convolution(up=True, image=(1, 5, 7))),
-    Case("decoded weights, packed output", WEIGHTS, Convolution(outputs=48, amax=24.0)),
-    Case("split-K", SPLIT, Convolution(splits=3)),
-    Case(
-        "split-K, two sources, moments",
-        SPLIT,
-        Convolution(channels=(64, 128), image=(2, 6, 8), splits=4, moments=True),
-    ),
-    Case("split-K, packed output", SPLIT, Convolution(image=(1, 5, 6), splits=2, amax=24.0)),
+
+
+def before_blackwell(capability: int) -> bool:
+    """Whether networks decode weights when they are loaded."""
+    return capability < NATIVE_FROM
+
+
+CASES = tuple(
+    Case(name, family, run, before_blackwell)
+    for name, family, run in (
+        ("decoded weights, 3x3", WEIGHTS, Convolution()),
+        ("decoded weights, 16 channels", WEIGHTS, Convolution(channels=(16,), outputs=12, tile=THIN)),
+        ("decoded weights, large tile", WEIGHTS, Convolution(channels=(128,), size=1, tile=decoded.LARGE)),
+        (
+            "decoded weights, two sources, stride 2",
+            WEIGHTS,
+            Convolution(channels=(64, 128), outputs=72, image=(2, 9, 8), stride=2),
+        ),
+        (
+            "decoded weights, dilation 2, bfloat16",
+            WEIGHTS,
+            Convolution(channels=(32, 32), outputs=64, image=(1, 8, 9), dilation=2, dtype=torch.bfloat16),
+        ),
+        (
+            "decoded weights, two sources, moments",
+            WEIGHTS,
+            Convolution(channels=(64, 64), size=1, image=(2, 12, 16), moments=True),
+        ),
+        ("decoded weights, transposed 2x2", WEIGHTS, Convolution(up=True, image=(1, 5, 7))),
+        ("decoded weights, packed output", WEIGHTS, Convolution(outputs=48, amax=24.0)),
+        ("split-K", SPLIT, Convolution(splits=3)),
+        (
+            "split-K, two sources, moments",
+            SPLIT,
+            Convolution(channels=(64, 128), image=(2, 6, 8), splits=4, moments=True),
+        ),
+        ("split-K, packed output", SPLIT, Convolution(image=(1, 5, 6), splits=2, amax=24.0)),
+    )
 )
