@@ -34,7 +34,7 @@ SHARED_BASE = 1024  # of a block's window: addresses below are reserved for the 
 WINDOW = 1 << 24  # distance of the windows of a cluster's blocks in shared::cluster addresses
 GENERIC_SHARED, GENERIC_PARAMETER = 0x7F << 56, 0x7E << 56
 MOST_THREADS = 8192  # of a batch
-EXTRA_AGENTS = 24  # mbarriers with asynchronous work
+EXTRA_AGENTS = 24  # mbarriers on which bulk copies complete
 EARLY = "registers of tcgen05.ld are read before tcgen05.wait::ld"
 REGISTER_TYPES = {"pred": np.bool_, "16": np.uint16, "32": np.uint32, "64": np.uint64, "8": np.uint8}
 
@@ -191,8 +191,9 @@ class Machine:
         self.padded = self.warps * WARP
         self.count = blocks * self.padded
         self.symbols, size = layout(entry.variables, launch.shared)
-        self.units_from = cluster * self.warps + EXTRA_AGENTS
         families = {instruction.parts[0] for instruction in entry.instructions}
+        bulk = any(instruction.opcode.startswith("cp.async.bulk") for instruction in entry.instructions)
+        self.units_from = cluster * self.warps + EXTRA_AGENTS * bulk
         self.tensor_from = self.units_from + cluster * self.warps * ("wgmma" in families)
         self.agents = self.tensor_from + cluster * ("tcgen05" in families)
         self.order = Order(blocks // cluster, self.agents)

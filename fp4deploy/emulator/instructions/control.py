@@ -175,6 +175,9 @@ def together(instruction: Instruction, members: Reader, work: Callable[[Machine,
 
     def run(m: Machine, active: Active) -> Continue | None:
         chosen = m.guard(instruction, active)
+        if chosen.full and m.started.all() and (members(m, chosen) == EVERYBODY).all():
+            work(m, chosen, chosen.mask.reshape(-1, WARP))
+            return None
         passing = active.mask & ~chosen.mask
         here = chosen.mask | m.held.pop(m.pc) if m.pc in m.held else chosen.mask
         lanes = here.reshape(-1, WARP)
@@ -329,27 +332,37 @@ def shuffle(entry: Entry, instruction: Instruction) -> Step:
     members = reader(entry, instruction.operands[4], "u32")
 
     def work(m: Machine, active: Active, lanes: Array) -> None:
-        lane = np.broadcast_to(np.arange(WARP), lanes.shape)
-        offset = np.broadcast_to(by(m, active), (m.count,)).reshape(-1, WARP).astype(np.int64) & 31
-        control = np.broadcast_to(clamp(m, active), (m.count,)).reshape(-1, WARP).astype(np.int64)
-        segment, limit = control >> 8 & 31, control & 31
-        top = (lane & segment) | (limit & ~segment)
-        source = {
-            "bfly": lane ^ offset,
-            "up": lane - offset,
-            "down": lane + offset,
-            "idx": (lane & segment) | (offset & ~segment),
-        }[mode]
-        valid = source >= top if mode == "up" else source <= top
-        source = np.where(valid, source, lane)
-        if (lanes & ~np.take_along_axis(lanes, source, 1)).any():
+        offset, control = (_by_warp(m, each(m, active)) for each in (by, clamp))
+        source, valid = _shuffled(mode, offset.astype(np.int64) & 31, control.astype(np.int64))
+        source = np.broadcast_to(source, lanes.shape)
+        if not active.full and (lanes & ~np.take_along_axis(lanes, source, 1)).any():
             raise Hazard("barrier", "shfl.sync reads a lane that does not execute it")
         values = np.broadcast_to(value(m, active), (m.count,)).reshape(-1, WARP)
         result(m, active, np.take_along_axis(values, source, 1).reshape(-1))
         if inside:
-            inside(m, active, valid.reshape(-1))
+            inside(m, active, np.broadcast_to(valid, lanes.shape).reshape(-1))
 
     return together(instruction, members, work)
+
+
+def _by_warp(m: Machine, values: Array) -> Array:
+    """[warps, 32], or [] of a constant."""
+    return values if values.ndim == 0 else values.reshape(-1, WARP)
+
+
+def _shuffled(mode: str, offset: Array, control: Array) -> tuple[Array, Array]:
+    """The lane that each lane reads, and whether it is inside of the segment; otherwise a lane reads itself."""
+    lane = np.arange(WARP)
+    segment, limit = control >> 8 & 31, control & 31
+    top = (lane & segment) | (limit & ~segment)
+    source = {
+        "bfly": lane ^ offset,
+        "up": lane - offset,
+        "down": lane + offset,
+        "idx": (lane & segment) | (offset & ~segment),
+    }[mode]
+    valid = source >= top if mode == "up" else source <= top
+    return np.where(valid, source, lane), valid
 
 
 def constant(operand: Operand) -> int:
