@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -139,15 +140,16 @@ def execute(entry: Entry, launch: Launch, memory: GlobalMemory) -> Statistics:
 
 
 def compiled(entry: Entry) -> list[Step]:
-    """A step for each instruction.
+    """A step for each instruction; kept for the next launch.
 
     Raises:
         UnknownInstruction: one is not implemented; the message has the line.
     """
-    steps = []
+    if entry.steps is not None:
+        return entry.steps
+    steps: list[Step] = []
     for instruction in entry.instructions:
-        parts = instruction.parts
-        name = next((key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in BUILDERS), None)
+        name = _builder(instruction.parts)
         try:
             if name is None:
                 raise UnknownInstruction("not implemented")
@@ -156,7 +158,14 @@ def compiled(entry: Entry) -> list[Step]:
             what = f"{error}" if isinstance(error, UnknownInstruction) else f"not implemented ({error!r})"
             raise UnknownInstruction(f"{what}: {instruction.text}  (line {instruction.line} of the PTX)") from error
         steps.append(step if instruction.guard is None or name in CONTROL else _guarded(step, instruction))
+    entry.steps = steps
     return steps
+
+
+@lru_cache(4096)
+def _builder(parts: tuple[str, ...]) -> str | None:
+    """The longest beginning of an opcode that is implemented."""
+    return next((key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in BUILDERS), None)
 
 
 def _guarded(step: Step, instruction: Instruction) -> Step:

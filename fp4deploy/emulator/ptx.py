@@ -16,6 +16,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fp4deploy.emulator.faults import UnknownInstruction
 
@@ -148,7 +149,7 @@ class Variable:
 class Entry:
     """A kernel of the module `text`.
 
-    registers: name or prefix -> type; labels: name -> index of the next instruction.
+    registers: name or prefix -> type; labels: name -> index of the next instruction; steps: see `machine.compiled`.
     """
 
     name: str
@@ -160,6 +161,7 @@ class Entry:
     registers: dict[str, str] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     cluster: int = 1
+    steps: list[Any] | None = field(default=None, repr=False, compare=False)
 
     def register_type(self, name: str) -> str | None:
         """ "b32" for %r7 under `.reg .b32 %r<9>`; None where nothing declares it."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from itertools import combinations
+from unittest import mock
 
 import pytest
 
-from fp4deploy.emulator.cases import CUDA, TRITON, cases, decoded
-from fp4deploy.emulator.cases.case import Case, Setting
-from fp4deploy.emulator.machine import compiled
+from benchmarks.tiles import representatives as tiles
+from fp4deploy.emulator.cases import CUDA, TRITON, cases, decoded, gemms, training
+from fp4deploy.emulator.cases.case import Case, Outcome, Setting
+from fp4deploy.emulator.machine import Statistics, compiled
 from fp4deploy.emulator.ptx import parse
 from fp4deploy.plugins.aot.compile import compile_launch, too_old
-from fp4deploy.plugins.aot.spec import Launch
+from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.aot.store import TARGETS
 from fp4deploy.plugins.gemm.triton.variants import all_variants
 from fp4deploy.plugins.tensorrt.definitions import PLUGINS, Attributes
@@ -19,9 +23,11 @@ from fp4deploy.plugins.tensorrt.kernels import node_kernels
 from tests.emulator import planted
 from tests.emulator.test_cuda import FAULTS as CUDA_FAULTS
 from tests.emulator.test_decoded import FAULTS as DECODED_FAULTS
+from tests.plugins.aot.test_compile_aot import representatives
 
 pytest.importorskip("triton")
 
+SAME = {"sm_103": "sm_100", "sm_107": "sm_100", "sm_110": "sm_100", "sm_121": "sm_120"}
 FIRST = ("linear", "conv 3x3", "conv 3x3, packed output", "W4A16, K = 36", "dgrad 3x3, stride 2", "wgrad, two splits")
 FAMILIES = tuple(dict.fromkeys(case.family for case in TRITON if case not in decoded.CASES))
 
@@ -208,9 +214,10 @@ def test_an_unknown_instruction_is_named() -> None:
 
 
 @pytest.mark.emulate
-@pytest.mark.parametrize("arch", ["sm_103", "sm_107", "sm_110", "sm_121"])
 @pytest.mark.parametrize(
-    "name", ["linear, bfloat16", "transposed 2x2, 24 outputs", "W4A16, K = 36", "plugin, quantiser"]
+    ("arch", "name"),
+    [(arch, name) for arch in ("sm_107", "sm_110") for name in ("linear, bfloat16", "transposed 2x2, 24 outputs")]
+    + [(arch, name) for arch in ("sm_103", "sm_110", "sm_121") for name in ("W4A16, K = 36", "plugin, quantiser")],
 )
 def test_other_architectures_are_bit_equal_to_the_reference(arch: str, name: str) -> None:
     (case,) = cases([name])
@@ -221,16 +228,16 @@ def test_other_architectures_are_bit_equal_to_the_reference(arch: str, name: str
 
 
 @pytest.mark.emulate
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", [arch for arch in TARGETS if arch not in SAME])
 def test_every_instruction_of_every_kernel_is_implemented(arch: str) -> None:
     """`compiled` raises at the first unknown instruction.
 
-    Of the hundreds of variants a sample: every pair of constants, such as tile and dtype, is in one of them; for
-    architectures that differ from another one in their name alone, every constant.
+    Of the hundreds of variants a sample: two tiles of every kind of kernel, and what is lacking, with those that the
+    cases launch, for SM100 and SM120 every pair of constants (tile and dtype, for instance), for others every constant.
     """
-    if why := too_old(arch, native=True):
-        pytest.skip(why)
-    for launch in covering(all_variants(arch), pairs=arch in ("sm_90", "sm_100", "sm_120")):
+    sample = two_tiles(arch) + (tiles(arch) if arch == "sm_90" else [])
+    sample += covering(all_variants(arch), arch in ("sm_100", "sm_120"), [*sample, *launched(arch)])
+    for launch in dict.fromkeys(sample):
         code = compile_launch(launch, arch)
         compiled(parse(code.ptx, code.name))
     for plugin in PLUGINS.values() if arch in ("sm_100", "sm_120") else ():
@@ -240,14 +247,50 @@ def test_every_instruction_of_every_kernel_is_implemented(arch: str) -> None:
             compiled(parse(kernel.ptx, kernel.name))
 
 
-def covering(launches: list[Launch], pairs: bool) -> list[Launch]:
-    """Launches in which every constant (every pair of constants) occurs that occurs in all of them."""
+@pytest.mark.emulate
+@pytest.mark.parametrize("arch", SAME)
+def test_other_blackwell_gpus_have_the_same_ptx(arch: str) -> None:
+    """Of two tiles of every kind of kernel: running it for one GPU runs it for the others."""
+    if why := too_old(arch, native=True):
+        pytest.skip(why)
+    for launch in two_tiles(arch):
+        assert instructions(compile_launch(launch, arch).ptx) == instructions(compile_launch(launch, SAME[arch]).ptx)
+
+
+def instructions(ptx: str) -> list[str]:
+    """PTX without its target, version, comments and debug information."""
+    text = re.sub(r"//[^\n]*|\.section\s+\.debug[\s\S]*", "", ptx)
+    return [line for line in text.splitlines() if not line.strip().startswith((".target", ".version", ".loc", ".file"))]
+
+
+def two_tiles(arch: str) -> list[Launch]:
+    """The first and the largest tile of every kind of kernel."""
+    return [launch for both in representatives() for launch, found in both if found == arch]
+
+
+def launched(arch: str) -> list[Launch]:
+    """The variants that the cases launch."""
+    found: list[Launch] = []
+
+    def record(call: Call, *rest: object) -> Statistics:
+        found.append(call.launch)
+        return Statistics()
+
+    with mock.patch.object(gemms, "emulate_triton", record), mock.patch.object(training, "emulate_triton", record):
+        for case in (*gemms.CASES, *training.GEMMS):
+            case.run(Setting(arch=arch), Outcome())
+    return found
+
+
+def covering(launches: list[Launch], pairs: bool, given: Sequence[Launch]) -> list[Launch]:
+    """Launches in which every constant (every pair of constants) of all of them occurs, or in `given`."""
 
     def facts(launch: Launch) -> set[object]:
         own = {(launch.kernel, *each) for each in launch.constants}
         return {*combinations(sorted(own, key=str), 2)} if pairs else {*own}
 
-    left = {launch: facts(launch) for launch in launches}
+    seen = set().union(*map(facts, given))
+    left = {launch: rest for launch in launches if (rest := facts(launch) - seen)}
     chosen = []
     while left:
         best = max(left, key=lambda launch: len(left[launch]))

@@ -111,8 +111,10 @@ def test_a_kernel_for_each_node(compiled: None, node: Node, arch: str) -> None:
 
 @pytest.mark.variants
 def test_a_kernel_for_each_node_and_architecture(compile_pairs: Callable[[list[Pair]], None]) -> None:
-    compile_pairs(EVERY)
-    for node, arch in EVERY:
+    """The pairs that are not in the sample."""
+    rest = [pair for pair in EVERY if pair not in SAMPLE]
+    compile_pairs(rest)
+    for node, arch in rest:
         check(node, arch)
 
 
