@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fp4deploy.emulator.instructions.arithmetic import _DIRECTED
+from fp4deploy.emulator.instructions.conversion import _function
 
 
 @pytest.mark.parametrize("rounding", ["rm", "rp", "rz"])
@@ -26,3 +27,11 @@ def test_directed_rounding_of_fma(rounding: str) -> None:
             assert Fraction(float(found)) <= exact < Fraction(float(beyond))
         else:
             assert Fraction(float(beyond)) < exact <= Fraction(float(found))
+
+
+def test_the_nan_of_a_conversion_has_the_bits_of_hardware() -> None:
+    """Those that an H200 gave: all bits but the sign."""
+    halves = np.array([0x7E00, 0xFE00, 0x7FFF, 0x3C00], np.uint16).view(np.float16)
+    wide = _function("f32", "f16", set())(halves)
+    assert wide.view(np.uint32).tolist() == [0x7FFFFFFF] * 3 + [0x3F800000]
+    assert _function("f16", "f32", {"rn"})(wide).view(np.uint16).tolist() == [0x7FFF] * 3 + [0x3C00]

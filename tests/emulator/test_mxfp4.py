@@ -15,9 +15,9 @@ FAULTS = {
     ("sm_120", "dgrad 3x3, MXFP4"): {
         "the scales of A and B change places": planted.swapped_scales(0),
         "the scales of A are the upper half": planted.replaced(REGISTERS, r"\1{ 2, 0 }\2{ 0, 0 };", 0),
-        "the scales of A are those of other lanes": planted.replaced(REGISTERS, r"\1{ 0, 1 }\2{ 0, 0 };", 0),
+        "registers of a fragment are swapped": planted.swapped_operands(0),
         "the scales of B are the upper half": planted.replaced(REGISTERS, r"\1{ 0, 0 }\2{ 2, 0 };", 0),
-        "the scales of B are those of another lane": planted.replaced(REGISTERS, r"\1{ 0, 0 }\2{ 0, 2 };", 0),
+        "barriers are missing in the loop": planted.without_first_barriers(),
     },
     ("sm_100", "wgrad, MXFP4"): {
         "the scales of A are those of B": planted.replaced(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4deploy.emulator.accumulate import DOUBLED
+from fp4deploy.emulator.accumulate import DOUBLED, NAN
 from fp4deploy.emulator.faults import UnknownInstruction
 from fp4deploy.emulator.instructions.arithmetic import to_bfloat
 from fp4deploy.emulator.machine import Active, Machine, Step, implements
@@ -61,9 +61,10 @@ def _function(target: str, source: str, modifiers: set[str]) -> Callable[[Array]
 
 
 def _widened(x: Array, source: str) -> Array:
+    """float32 of halves; the NaN of FP16 gets all bits but the sign, that of BF16 keeps its own."""
     if source == "bf16":
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return x.astype(np.float32) if source == "f16" else x
+    return np.where(np.isnan(x), NAN, x.astype(np.float32)) if source == "f16" else x
 
 
 def _integer(x: Array, target: str, modifiers: set[str]) -> Array:
