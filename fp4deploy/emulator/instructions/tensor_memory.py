@@ -362,7 +362,7 @@ def _sizes(descriptor: int, types: tuple[int, int] | None, shift: int, possible:
     unit = 4 if types is None else 7
     rows, columns = (descriptor >> shift & (0x1F if types is None else 3)) << unit, (descriptor >> 17 & 63) << 3
     good = found == types if types else found in ((0, 0), (1, 1)) and descriptor >> 4 & 3 == 1
-    rest = descriptor & (0xF if types is None else 0x30) or descriptor >> 13 & 15 or descriptor >> 23 & 1
+    rest = descriptor & (0x4F if types is None else 0x7F) or descriptor >> 13 & 15 or descriptor >> 23 & 1
     if not good or rest or rows not in possible or descriptor >> (30 if types is None else 29):
         raise UnknownInstruction(f"the instruction descriptor {descriptor:#x} is not implemented")
     return rows, columns
