@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fp4deploy.emulator.faults import Fault, Hazard, UnknownInstruction
+from fp4deploy.emulator.instructions.tensor_memory import _sizes
 from fp4deploy.emulator.launch import run
 from fp4deploy.emulator.ptx import parse
 
@@ -98,3 +99,12 @@ def test_other_shapes_are_named() -> None:
     with pytest.raises(UnknownInstruction, match=r"tcgen05\.cp\.cta_group::1\.128x256b"):
         execute(KERNEL.replace("32x128b.warpx4", "128x256b"))
     assert issubclass(UnknownInstruction, Fault)
+
+
+@pytest.mark.parametrize("bit", [0, 1, 2, 3, 6, 13, 16, 31])
+def test_bits_of_a_descriptor_that_mean_something_else_are_named(bit: int) -> None:
+    """Bit 3 among them, which Triton sets for SM107 to multiply 128 elements at once."""
+    plain = 0x8200480  # E2M1, 128 x 128
+    assert _sizes(plain, (1, 1), 27, (128,)) == (128, 128)
+    with pytest.raises(UnknownInstruction, match="the instruction descriptor"):
+        _sizes(plain | 1 << bit, (1, 1), 27, (128,))

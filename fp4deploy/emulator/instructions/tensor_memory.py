@@ -334,7 +334,7 @@ def multiply(entry: Entry, instruction: Instruction) -> Step:
             if scaled:
                 which = _scale_bytes(descriptor, scale_type)
                 rows, columns = _sizes(descriptor & ~SCALE_BITS, (1, 1), 27, (LANES,))
-                product = BlockScaled(block, left, right, rows, columns, model, *first, *which, scale_type)
+                product = BlockScaled(block, left, right, rows, columns, model, first[0], first[1], *which, scale_type)
             else:
                 rows, columns = _sizes(descriptor, None, 24, (64, LANES))
                 bfloat = bool(descriptor >> 7 & 7)
