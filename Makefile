@@ -24,7 +24,7 @@ test: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not emulate and not variants"
 
 emulate: install-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "emulate or variants"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "emulate or variants"
 
 fuzz: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --jobs 2

@@ -8,6 +8,8 @@ all the code there is, and SM100 to SM121 compile the same lines. A second of nv
 minutes in all, so that `make test` takes variants in which every value of every macro of a source occurs: one of each
 source for a Blackwell GPU and for SM80 or SM90 in turn, the others for one of these. `make emulate` compiles every
 variant for SM90, SM100 and SM120, those of `make test` for SM80, and one of each source for the other architectures.
+One of each source shows that the PTX for Blackwell GPUs differs in the name of the target alone, so that of the other
+variants the PTX for SM100 is assembled for SM120.
 
 Speed is tested too: a local array that is not kept in registers, or a load taken apart, still gives the right bytes,
 and no other test would show it.
@@ -106,7 +108,7 @@ def test_every_value_of_a_macro_compiles(variant: Variant, tmp_path: Path) -> No
 @pytest.mark.parametrize("variant", [*VARIANTS, *BESIDES], ids=str)
 def test_every_variant_compiles_for_every_architecture(variant: Variant, tmp_path: Path) -> None:
     targets = [arch for arch in known(MAIN, variant) if arch != "sm_80" or variant in CHOSEN]
-    compile_for(targets, variant, tmp_path)
+    compile_for(targets, variant, tmp_path, shared=variant not in FIRST)
     require_emulated(tmp_path)
 
 
@@ -133,10 +135,13 @@ def test_no_source_tells_blackwell_gpus_apart() -> None:
     assert not re.search(r"__CUDA_ARCH_SPECIFIC__|__CUDA_ARCH_FEAT", text)
 
 
-def compile_for(targets: list[str], variant: Variant, tmp_path: Path) -> None:
+def compile_for(targets: list[str], variant: Variant, tmp_path: Path, shared: bool = False) -> None:
+    """shared: of Blackwell GPUs the first is compiled, and its PTX assembled for the others."""
     if not targets:
         pytest.skip("this nvcc knows none of the architectures")
-    numbers = [arch.removeprefix("sm_") for arch in targets]
+    blackwell = [arch for arch in targets if capability(arch) >= 100]
+    assembled = blackwell[1:] if shared else []
+    numbers = [arch.removeprefix("sm_") for arch in targets if arch not in assembled]
     command = [
         str(NVCC),
         "-fatbin",
@@ -161,10 +166,25 @@ def compile_for(targets: list[str], variant: Variant, tmp_path: Path) -> None:
         for name, signature in variant.entries:
             check_entry(entries[name], signature, dict(variant.macros), capability(number) >= 100)
     require_one_code(tmp_path, stem, [number for number in numbers if capability(number) >= 100])
-    report = REPORT.findall(done.stderr + done.stdout)
+    said = done.stderr + done.stdout
+    for arch in assembled:
+        said += assemble(tmp_path / f"{stem}.compute_{blackwell[0].removeprefix('sm_')}.ptx", arch)
+        count += sum(len(ENTRY.findall(file.read_text())) for file in tmp_path.glob(f"*.{arch}.ptx"))
+    report = REPORT.findall(said)
     assert len(report) >= count
     assert max(int(spilled) for _, *both in report for spilled in both) <= SPILLED
     assert max(int(stack) for stack, *_ in report) <= STACK
+
+
+def assemble(ptx: Path, arch: str) -> str:
+    """Machine code of PTX for another architecture; returns the report of ptxas."""
+    assert NVCC is not None
+    other = ptx.with_suffix(f".{arch}.ptx")
+    other.write_text(TARGET.sub(f".target {arch}", ptx.read_text()))
+    command = [str(NVCC.with_name("ptxas")), "-v", f"-arch={arch}", "-o", str(other.with_suffix(".cubin")), str(other)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
 
 
 def require_one_code(folder: Path, stem: str, blackwell: list[str]) -> None:
