@@ -11,13 +11,14 @@ fixed.
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import operator
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, cast
 
@@ -426,14 +427,17 @@ def _path(path: Sequence[Any]) -> str:
 
 
 @contextmanager
-def quiet(name: str = "torch", level: int = logging.CRITICAL) -> Iterator[None]:
-    """Silence the warnings of torch's exporters, and what the logger `name` says below `level`."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(level)
+def quiet() -> Iterator[None]:
+    """Silence torch's exporters: warnings, loggers, and the graph that they print to stderr before they raise."""
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    loggers = [logging.getLogger(name) for name in ("torch", *names)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -7,9 +7,10 @@
 FP16 where the unfused model holds FP32 between GroupNorm and the next convolution. An FP16 model gains as well: it is
 the same path without the quantisers.
 
-Activations in plain NVFP4, static or dynamic, are quantised inside these kernels. With 4/6 the kernels write FP16 and
-find the amax, and the kernel of 4/6 quantises. Weights are quantised in two launches together, or layer by layer where
-their format is not the plain one.
+Activations in plain NVFP4, static, dynamic or with a learned amax, are quantised inside these kernels. With 4/6 the
+kernels write FP16 and find the amax, and the kernel of 4/6 quantises. The gradient of a learned amax takes one more
+pass over what the layer's gradient reads, in a step in which a block exceeds the amax (`plugins.quantize.learned`).
+Weights are quantised in two launches together, or layer by layer where their format is not the plain one.
 
 The fused forward does not call the submodules. Whenever that would matter (a hook on one of them, a calibration, a
 recipe that the kernels do not have, no autocast, no GPU), the plain forward runs instead.
@@ -30,6 +31,7 @@ from torch import nn
 from fp4deploy.models import UNet
 from fp4deploy.models.unet import Block
 from fp4deploy.plugins import available
+from fp4deploy.plugins.quantize import learned as learned  # defines its operators
 from fp4deploy.plugins.quantize.channels_last import channels_fit
 from fp4deploy.plugins.quantize.weights import fake_quantize_weights, weight_fits
 from fp4deploy.qat.layers import QuantizedLayer
@@ -211,32 +213,36 @@ class _NormReLU(torch.autograd.Function):
             x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed
         )
         used = largest if amax is None else amax
-        ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used)
+        ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used, largest)
         ctx.masks = quantize and clips
         ctx.mark_non_differentiable(largest)
         return y, largest
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, ab, mean_rstd, channel_mean, bias, weight, used = ctx.saved_tensors
-        dx, sums = ops.group_norm_relu_backward(
-            x, gradients[0], ab, mean_rstd, channel_mean, bias, weight, used, ctx.masks
-        )
+        x, ab, mean_rstd, channel_mean, bias, weight, used, largest = ctx.saved_tensors
+        dy, damax = gradients[0], None
+        dx, sums = ops.group_norm_relu_backward(x, dy, ab, mean_rstd, channel_mean, bias, weight, used, ctx.masks)
+        if ctx.needs_input_grad[6]:
+            damax = ops.group_norm_relu_damax(x, dy, ab, used, largest).reshape(used.shape)
         dgamma, dbeta, dbias = sums.unbind()
-        return dx, None if bias is None else dbias, dgamma, dbeta, *[None] * 8
+        return dx, None if bias is None else dbias, dgamma, dbeta, None, None, damax, *[None] * 5
 
 
 class _SkipAndPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, amax: torch.Tensor | None, clips: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(y, amax if clips else None)
+    def forward(
+        ctx: Any, y: torch.Tensor, amax: torch.Tensor | None, clips: bool, largest: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(y, amax if clips else None, largest)
         return y.view_as(y), ops.pool(y, amax)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        y, amax = ctx.saved_tensors
+        y, amax, largest = ctx.saved_tensors
         dskip, dpooled = gradients
-        return ops.pool_backward(y, dskip, dpooled, amax), None, None
+        damax = ops.pool_damax(y, dpooled, amax, largest).reshape(amax.shape) if ctx.needs_input_grad[1] else None
+        return ops.pool_backward(y, dskip, dpooled, amax), damax, None, None
 
 
 class _Concat(torch.autograd.Function):
@@ -246,14 +252,20 @@ class _Concat(torch.autograd.Function):
     ) -> torch.Tensor:
         out, in_range = ops.concat(a, b, amax, *tracking)
         ctx.arguments = 4 + len(tracking)
-        ctx.save_for_backward(in_range if amax is not None and clips else None)
+        inputs = (a, b, amax) if ctx.needs_input_grad[2] else ()
+        ctx.save_for_backward(in_range if amax is not None and clips else None, *inputs)
         ctx.first = a.shape[1]
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        da, db = ops.separate(gradients[0], ctx.saved_tensors[0], ctx.first)
-        return da, db, *[None] * (ctx.arguments - 2)
+        in_range, *inputs = ctx.saved_tensors
+        da, db = ops.separate(gradients[0], in_range, ctx.first)
+        damax = None
+        if inputs:
+            a, b, amax = inputs
+            damax = ops.concat_damax(a, b, gradients[0], amax, None).reshape(amax.shape)
+        return da, db, damax, *[None] * (ctx.arguments - 3)
 
 
 def _norm(
@@ -295,7 +307,7 @@ def _quantized(y: torch.Tensor, after: nn.Module | None, amax: torch.Tensor | No
 def _pool(y: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """(y for the skip connection, its 2 x 2 maximum as `after` reads it)."""
     amax = _track(y, largest, after, read=False)
-    skip, pooled = _SkipAndPool.apply(y, amax if _in_kernel(after) else None, _clips(after))
+    skip, pooled = _SkipAndPool.apply(y, amax if _in_kernel(after) else None, _clips(after), largest)
     return skip, _quantized(pooled, after, amax)
 
 
@@ -374,4 +386,5 @@ def _is_simple(module: nn.Module) -> bool:
 def _has_kernels(recipe: Recipe) -> bool:
     activation = recipe.activation
     plain = activation and replace(activation, scale="static", four_over_six=None) == SIMPLE_INPUT
-    return bool(plain) and recipe.weight is not None and recipe.straight_through and not recipe.amax_learned
+    both = recipe.amax_learned and activation is not None and activation.four_over_six is not None
+    return bool(plain) and recipe.weight is not None and recipe.straight_through and not both

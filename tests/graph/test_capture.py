@@ -200,9 +200,13 @@ class Count(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Branch(), Count()])
-def test_control_flow_by_values_is_named_with_its_line(model: nn.Module) -> None:
+def test_control_flow_by_values_is_named_with_its_line(
+    model: nn.Module, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(InputError, match=r"decides by values .*\(test_capture\.py, line \d+\).*torch\.where"):
         capture(model, torch.zeros(2, 3))
+    assert capfd.readouterr() == ("", ""), "the error alone, without torch's listing of the graph"
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
 def test_a_failure_of_the_code_is_named_with_its_line() -> None:

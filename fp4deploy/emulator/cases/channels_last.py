@@ -12,7 +12,7 @@ from fp4deploy import formats
 from fp4deploy.emulator.cases.case import Case, Outcome, Setting, normal
 from fp4deploy.emulator.cases.cuda import AMAX, HALF, emulated
 from fp4deploy.emulator.faults import Fault
-from fp4deploy.plugins.quantize import channels_last, norm_pack, pointwise_pack, statistics
+from fp4deploy.plugins.quantize import channels_last, learned, norm_pack, pointwise_pack, statistics
 
 
 def _image(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -108,6 +108,36 @@ def concatenation(setting: Setting, outcome: Outcome) -> None:
     outcome.compare(db, masked[:, 32:])
 
 
+def learned_amax(setting: Setting, outcome: Outcome) -> None:
+    """The gradient of a learned amax of all three, and 0 where nothing saturates."""
+    x, b, ab = _image(setting, 2, 32, 4, 6), _image(setting, 2, 48, 4, 6, seed=1), normal(setting, 2, 2, 32, seed=3)
+    dy, dpooled = _image(setting, 2, 32, 4, 6, seed=2), _image(setting, 2, 32, 2, 3, seed=3)
+    gradient, amax, above = _image(setting, 2, 80, 4, 6, seed=4), torch.tensor([1.3]), torch.tensor([1e9])
+    with emulated(setting, outcome):
+        normalized = learned._group_norm_relu_damax(x, dy, ab, amax, above)
+        pooled = learned._pool_damax(x, dpooled, amax, above)
+        joined = learned._concat_damax(x, b, gradient, amax, None)
+        nothing = learned._group_norm_relu_damax(x, dy, ab, amax, amax)
+    parts = (
+        (normalized, _relu(x, ab), dy),
+        (pooled, F.max_pool2d(x.float(), 2), dpooled),
+        (joined, torch.cat([x, b], 1).float(), gradient),
+    )
+    for got, value, upstream in parts:
+        exact = _gradient_of_amax(value, upstream, amax)
+        outcome.compare(torch.isclose(got.double(), exact, rtol=1e-4).byte(), torch.tensor(1, dtype=torch.uint8))
+    outcome.compare(nothing, torch.tensor(0.0))
+
+
+def _gradient_of_amax(value: torch.Tensor, upstream: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """float64 []: the sum over saturated blocks of g q / A where an element is clipped, of g (q - v) / A elsewhere."""
+    quantized = formats.fake_quantize_nvfp4(value, (1,), amax[0])[0].to(HALF).double()
+    moved = torch.where(value.abs() > amax, quantized, quantized - value.double())
+    blocks = (moved * upstream.double()).unflatten(1, (-1, 16))
+    saturated = value.unflatten(1, (-1, 16)).abs().amax(2, keepdim=True) > amax
+    return (blocks * saturated).sum() / amax[0] / value.numel() ** 0.5
+
+
 def tracking(setting: Setting, outcome: Outcome) -> None:
     """The running amax of a tensor."""
     x = _image(setting, 2, 16, 5, 3)
@@ -191,6 +221,7 @@ CASES = (
     Case("gradient of pool", MAPS, pooling_gradient),
     Case("concatenate and separate", MAPS, concatenation),
     Case("running amax", MAPS, tracking),
+    Case("gradient of a learned amax", MAPS, learned_amax),
     Case("GroupNorm and pack", "norm and pack", norm_packing),
     Case("elementwise layers and pack", "norm and pack", elementwise_layers),
     Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),

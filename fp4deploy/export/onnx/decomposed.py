@@ -12,6 +12,8 @@ ONNX Runtime has no FP4 kernels, so the decomposed graph computes the same numbe
   ONNX Runtime's own expansion, and its InstanceNormalization, add up to a million numbers in one go and are off by
   2e-4; this is off by 3e-6. It matters: each error moves some activations over a rounding boundary of E2M1, and the
   graph then differs from torch by whole E2M1 steps.
+* a Pad before a pooling names its axes. ONNX Runtime makes a Pad without them part of the pooling, also where that
+  gives other numbers (zeros around a maximum) or more padding than a window takes, which it then refuses.
 * everything FP16 becomes FP32, and the casts to FP16 vanish. One does not: where the canonical graph casts its FP16
   input to FP32, as the multi-term FP4 encoding does (`models.input_encoding`), the input is rounded to FP16 first.
 """
@@ -41,6 +43,7 @@ from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import global_amax
 
 _GROUP_NORMS = ("GroupNormalization", "InstanceNormalization")
+_POOLS = ("MaxPool", "AveragePool")
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
@@ -61,6 +64,7 @@ def to_portable(model: onnx.ModelProto) -> onnx.ModelProto:
         WidenToFloat(),
         DecomposeFp8(),
         DecomposeGroupNorms(),
+        KeepPads(),
         RemoveUnusedNodesPass(),
         RemoveUnusedFunctionsPass(),
         RemoveUnusedOpsetsPass(),
@@ -93,6 +97,21 @@ class DecomposeGroupNorms(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=bool(nodes))
 
 
+class KeepPads(ir.passes.InPlacePass):
+    """Pad(x, pads, value) that a pooling reads -> Pad(x, pads, value, all axes)."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [node for node in model.graph if node.op_type == "Pad" and _before_pooling(node)]
+        for node in nodes:
+            x = node.inputs[0]
+            assert x is not None
+            assert x.shape is not None
+            axes = NodeWriter(model.graph, node.name or str(x.name), before=node).integers("axes", *range(len(x.shape)))
+            node.resize_inputs(4)
+            node.replace_input_with(3, axes)
+        return ir.passes.PassResult(model, modified=bool(nodes))
+
+
 class WidenToFloat(ir.passes.InPlacePass):
     """FLOAT16 and BFLOAT16 become FLOAT in inputs, outputs, constants and attributes; casts between them vanish."""
 
@@ -113,6 +132,12 @@ class WidenToFloat(ir.passes.InPlacePass):
         for node in exact:
             _round_input(graph, node)
         return ir.passes.PassResult(model, modified=True)
+
+
+def _before_pooling(node: ir.Node) -> bool:
+    readers = [use.node for use in node.outputs[0].uses()]
+    known = node.inputs[0] is not None and node.inputs[0].shape is not None
+    return known and len(node.inputs) < 4 and any(reader.op_type in _POOLS for reader in readers)
 
 
 def _decodes_constant(node: ir.Node) -> bool:

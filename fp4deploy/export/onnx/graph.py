@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -158,7 +157,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         return program
 
     try:
-        with quiet("torch.onnx", logging.ERROR), short_export():
+        with quiet(), short_export():
             try:
                 program = export()
             except Exception as error:
@@ -176,10 +175,10 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         if refused is not None:  # by the network itself
             raise InputError(str(refused)) from error
         given = ", ".join(f"[N, {', '.join(map(str, x.shape[1:]))}]" for x in tensors)
-        raise InputError(
-            f"torch could not trace {type(model).__name__} with an input {given}: "
-            f"{why_not_captured(model, cause)} Check the image size too (a UNet needs multiples of 16)."
-        ) from error
+        why = why_not_captured(model, cause)
+        if "sizes of tensors" in why.lower():
+            why += " Check the image size too (a UNet needs multiples of 16)."
+        raise InputError(f"torch could not trace {type(model).__name__} with an input {given}: {why}") from error
     _name_outputs(program)
     return program.model
 
@@ -215,7 +214,7 @@ def _input_names(model: nn.Module, positional: tuple[torch.Tensor, ...], named: 
 
 
 def _name_outputs(program: torch.onnx.ONNXProgram) -> None:
-    """ "logits" for a single output; the keys of a dict; else "output_0", "output_1", ..."""
+    """ "logits" for a single output; the keys of a dict; else "output_0", "output_1.0" of a tuple in a tuple."""
     outputs = program.model.graph.outputs
     exported: Any = program.exported_program
     names = output_names(exported, len(exported.graph_signature.user_outputs))
@@ -223,7 +222,7 @@ def _name_outputs(program: torch.onnx.ONNXProgram) -> None:
         raise InputError("The module returns something that is no tensor. Return tensors, or a tuple or dict of them.")
     taken = {value.name for value in program.model.graph.inputs}
     for value, name in zip(outputs, names, strict=True):
-        wanted = OUTPUT if len(outputs) == 1 else f"output_{name}" if name.isdigit() or name in taken else name
+        wanted = OUTPUT if len(outputs) == 1 else f"output_{name}" if name[:1].isdigit() or name in taken else name
         taken.add(wanted)
         value.name = wanted
 

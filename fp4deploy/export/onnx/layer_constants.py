@@ -113,7 +113,7 @@ def _amax_and_weight(name: str, layer: QuantizedLayer) -> tuple[float, torch.Ten
     if not 0 < amax < float("inf"):
         raise InputError(
             f"{name}: its activations were never calibrated (input_amax is {amax:g}). "
-            "Train the model first: fp4deploy train --models nvfp4"
+            "Show it data first: fp4deploy.calibrate(model, images), or fp4deploy train --models nvfp4"
         )
     weight = layer.weight.detach().to(torch.float32)
     if not torch.isfinite(weight).all():

@@ -17,7 +17,7 @@ Limit: an error in less than a thousandth of a layer's elements (for example one
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch import nn
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.tensors import call, feed, same_outputs
-from fp4deploy.formats import pad_to_blocks
+from fp4deploy.formats import NVFP4_BLOCK, pad_to_blocks
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.heads import Head
 from fp4deploy.qat import QuantizedLayer, quantized_layers
@@ -46,6 +46,7 @@ class LayerwiseAgreement:
     """pixels, differing: as in the end-to-end comparison, every GEMM with reference inputs.
 
     layers: share of differing quantised input elements by layer, in the order of the graph.
+    blocks: in how many blocks of 16 they lie: one last bit of a block's amax can change its scale, and all of it.
     sources: the layers whose outputs each layer's input is computed from; none where it comes from the network's input.
     unmatched: layers that torch and the graph run a different number of times; with any, nothing was compared.
     """
@@ -55,6 +56,7 @@ class LayerwiseAgreement:
     layers: dict[str, float]
     sources: dict[str, tuple[str, ...]]
     unmatched: tuple[str, ...] = ()
+    blocks: dict[str, int] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -89,7 +91,7 @@ def compare_layerwise(
     session = portable_session(cut.graph)
     names = [value.name for value in session.get_inputs() if not value.name.endswith(REFERENCE)]
     pixels = differing = 0
-    wrong, seen = dict.fromkeys(cut.values, 0), dict.fromkeys(cut.values, 0)
+    wrong, seen, blocks = (dict.fromkeys(cut.values, 0) for _ in range(3))
     for image in images:
         expected, operands = _run_torch(model, layers, image)
         unmatched = [name for name in layers if len(operands[name]) != len(cut.values.get(name, ()))]
@@ -105,10 +107,13 @@ def compare_layerwise(
             pixels += same.numel()
             differing += int((~same).sum()) if finite else same.numel()
         for (name, _, x), y in zip(references, own, strict=True):
-            wrong[name] += int((y != x).sum())
+            differs = y != x
+            wrong[name] += int(differs.sum())
             seen[name] += x.size
+            last = np.moveaxis(differs, layers[name].gemms().input_axis, -1)
+            blocks[name] += int(last.reshape(-1, NVFP4_BLOCK).any(-1).sum())
     shares = {name: wrong[name] / max(seen[name], 1) for name in cut.values}
-    return LayerwiseAgreement(pixels, differing, shares, cut.sources)
+    return LayerwiseAgreement(pixels, differing, shares, cut.sources, blocks=blocks)
 
 
 def with_reference_inputs(portable: onnx.ModelProto, layers: list[str]) -> CutGraph:

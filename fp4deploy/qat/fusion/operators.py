@@ -1,7 +1,9 @@
 """Quantisation in torch operators, each as one operator of torch until it is compiled.
 
     traced_quantize     x' and a bit an element for the gradient, also of relu(x)
+    traced_amax         the largest finite magnitude, of blocks first
     traced_pass         the gradient where the bit is set
+    traced_damax        the gradient of a learned amax (`qat.learned`), from what was quantised
     traced_rectify      relu or leaky ReLU, and a bit an element; traced_unrectify is its gradient
 
 Elementary operators, sixty for a quantiser, are what a compiler fuses. But a network of fifty quantisers is traced
@@ -34,7 +36,9 @@ SMALLEST_NORMAL = 2.0**-6  # of E4M3
 LIBRARY.define(
     "traced_quantize(Tensor x, Tensor amax, int axis, int groups, bool clips, bool rectified) -> (Tensor, Tensor)"
 )
+LIBRARY.define("traced_amax(Tensor x) -> Tensor")
 LIBRARY.define("traced_pass(Tensor gradient, Tensor bits, int axis, int groups) -> Tensor")
+LIBRARY.define("traced_damax(Tensor x, Tensor gradient, Tensor amax, int axis, int groups) -> Tensor")
 LIBRARY.define("traced_rectify(Tensor x, float slope) -> (Tensor, Tensor)")
 LIBRARY.define("traced_unrectify(Tensor gradient, Tensor bits, float slope) -> Tensor")
 
@@ -51,9 +55,27 @@ def quantize(
     return values, pack(positive & in_range if clips and rectified else positive)
 
 
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """float32 []. The amax of a block is found in the kernel that computes it; what is read again is a sixteenth."""
+    magnitude = x.abs().to(torch.float32)
+    finite = torch.where(magnitude.isfinite(), magnitude, 0.0)
+    if x.ndim > 2 and x.shape[1] % NVFP4_BLOCK == 0:
+        finite = split(finite, 1 - x.ndim, 1).amax(-1)
+    return finite.amax()
+
+
 def pass_gradient(gradient: torch.Tensor, bits: torch.Tensor, axis: int, groups: int) -> torch.Tensor:
     """The gradient where the bit is set."""
     return torch.where(unpack(bits, gradient, axis, groups), gradient, 0.0)
+
+
+def damax(x: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor, axis: int, groups: int) -> torch.Tensor:
+    """float32 []: the sum over saturated blocks, divided by the root of the number of elements."""
+    blocks, values = split(x, axis, groups), split(quantized(x, amax, axis, groups)[0], axis, groups)
+    moved = torch.where(blocks.abs() > amax, values, values - blocks)
+    beyond = blocks.abs().amax(-1, keepdim=True) > amax
+    total = (torch.where(beyond, moved, 0.0) * split(gradient, axis, groups)).sum()
+    return total / (amax * x.numel() ** 0.5)
 
 
 def rectify(x: torch.Tensor, slope: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +161,7 @@ def _restrided(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(x: torch.Tensor, *arguments: Any) -> Any:
         found = function(x, *arguments)
-        if function is quantize:
+        if function in (quantize, amax, damax):
             return found
         first, *rest = found if isinstance(found, tuple) else (found,)
         like = torch.empty_like(x).copy_(first)
@@ -160,9 +182,19 @@ def _(x, amax, axis, groups, clips, rectified):  # type: ignore[no-untyped-def]
     return values, _bits(x, axis, groups) if clips or rectified else torch.empty(0, dtype=torch.int16, device=x.device)
 
 
+@torch.library.register_fake("fp4deploy::traced_amax", lib=LIBRARY)
+def _(x):  # type: ignore[no-untyped-def]
+    return torch.empty((), dtype=torch.float32, device=x.device)
+
+
 @torch.library.register_fake("fp4deploy::traced_pass", lib=LIBRARY)
 def _(gradient, bits, axis, groups):  # type: ignore[no-untyped-def]
     return torch.empty_like(gradient)
+
+
+@torch.library.register_fake("fp4deploy::traced_damax", lib=LIBRARY)
+def _(x, gradient, amax, axis, groups):  # type: ignore[no-untyped-def]
+    return torch.empty((), dtype=torch.float32, device=x.device)
 
 
 @torch.library.register_fake("fp4deploy::traced_rectify", lib=LIBRARY)
@@ -177,7 +209,9 @@ def _(gradient, bits, slope):  # type: ignore[no-untyped-def]
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.fp4deploy.traced_quantize.default: quantize,
+    torch.ops.fp4deploy.traced_amax.default: amax,
     torch.ops.fp4deploy.traced_pass.default: pass_gradient,
+    torch.ops.fp4deploy.traced_damax.default: damax,
     torch.ops.fp4deploy.traced_rectify.default: rectify,
     torch.ops.fp4deploy.traced_unrectify.default: unrectify,
 }

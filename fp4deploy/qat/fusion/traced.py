@@ -24,7 +24,7 @@ import torch
 
 from fp4deploy.formats import NVFP4_BLOCK, FourOverSix, fake_quantize_nvfp4
 from fp4deploy.plugins.quantize.dispatch import runs_on_gpu
-from fp4deploy.qat.fusion.operators import join, pack, quantized, split, unpack
+from fp4deploy.qat.fusion.operators import join, pack, split
 from fp4deploy.qat.recipes import QuantSpec
 from fp4deploy.qat.ste import fake_quantize
 
@@ -35,8 +35,8 @@ Choice = tuple[str, int, bool] | None  # of 4/6: metric, e4m3_max, fast
 @torch.compiler.allow_in_graph
 def amax(x: torch.Tensor) -> torch.Tensor:
     """The largest finite magnitude of `x`, float32 []."""
-    magnitude = x.detach().abs().to(torch.float32)
-    return torch.where(magnitude.isfinite(), magnitude, 0.0).amax()
+    largest: torch.Tensor = ops.traced_amax(x.detach())
+    return largest
 
 
 @torch.compiler.allow_in_graph
@@ -164,30 +164,28 @@ class _QuantizeLearned(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, global_amax: torch.Tensor, axis: int, groups: int, four_over_six: Choice
     ) -> torch.Tensor:
-        values, in_range = _quantized(x, global_amax, axis, groups, four_over_six)
+        ctx.where = (axis, groups)
+        if four_over_six is None:
+            values, bits = ops.traced_quantize(x, global_amax, axis, groups, True, False)
+            ctx.save_for_backward(bits, x, global_amax)
+            return values
+        values, in_range = _quantized_by_kernel(x, global_amax, axis, four_over_six)
         blocks, quantized = split(x, axis, groups), split(values, axis, groups)
         beyond = blocks.abs().amax(-1, keepdim=True) > global_amax
         moved = torch.where(blocks.abs() > global_amax, quantized, quantized - blocks) / global_amax
         slope = join(torch.where(beyond, moved, 0.0), axis, x.shape[axis]).to(x.dtype)
-        ctx.where = (axis, groups)
         ctx.save_for_backward(pack(in_range), slope)
         return values
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        in_range, slope = ctx.saved_tensors
+        bits, *saved = ctx.saved_tensors
         gradient = gradients[0]
-        damax = (gradient.float() * slope.float()).sum() / slope.numel() ** 0.5
-        return torch.where(unpack(in_range, gradient, *ctx.where), gradient, 0.0), damax, None, None, None
-
-
-def _quantized(
-    x: torch.Tensor, global_amax: torch.Tensor, axis: int, groups: int, four_over_six: Choice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x' like `x`, in-range mask in blocks)."""
-    if four_over_six is not None:
-        return _quantized_by_kernel(x, global_amax, axis, four_over_six)
-    return quantized(x, global_amax, axis, groups)
+        if len(saved) == 2:
+            damax = ops.traced_damax(saved[0], gradient, saved[1], *ctx.where)
+        else:
+            damax = (gradient.float() * saved[0].float()).sum() / saved[0].numel() ** 0.5
+        return ops.traced_pass(gradient, bits, *ctx.where), damax, None, None, None
 
 
 def _quantized_by_kernel(

@@ -240,3 +240,22 @@ def test_foreign_operator_is_named() -> None:
     model.opset_import.append(helper.make_opsetid("other", 1))
     with pytest.raises(InputError, match="odd"):
         to_portable(model)
+
+
+@pytest.mark.parametrize(("op", "window"), [("MaxPool", 2), ("AveragePool", 2), ("MaxPool", 5)])
+def test_zeros_before_a_pooling_stay_zeros(op: str, window: int) -> None:
+    """ONNX Runtime joins the two nodes unless the padding names its axes: a maximum would then ignore the zeros."""
+    nodes = [
+        helper.make_node("Pad", ["x", "pads"], ["padded"]),
+        helper.make_node(op, ["padded"], ["y"], kernel_shape=[window, window], strides=[1, 1], pads=[0, 0, 0, 0]),
+    ]
+    inputs = [helper.make_tensor_value_info("x", T.FLOAT, ["N", 3, 4, 6])]
+    outputs = [helper.make_tensor_value_info("y", T.FLOAT, None)]
+    pads = numpy_helper.from_array(np.array([0, 0, 2, 1, 0, 0, 3, 2], np.int64), "pads")
+    graph = helper.make_graph(nodes, "pooled", inputs, outputs, [pads])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    x = -torch.rand(2, 3, 4, 6) - 1
+    (found,) = portable_session(to_portable(model)).run(None, {"x": x.numpy()})
+    pool = torch.nn.functional.max_pool2d if op == "MaxPool" else torch.nn.functional.avg_pool2d
+    expected = pool(torch.nn.functional.pad(x, (1, 2, 2, 3)), window, 1)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import onnx
@@ -223,6 +224,26 @@ def test_image_size_that_the_model_refuses() -> None:
     model, _ = unet(None)
     with pytest.raises(InputError, match="multiples of 16"):
         export_graph(model, (3, 40, 40))
+
+
+class Pair(nn.Module):
+    """Two inputs, and a tuple in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 16, 1), nn.Conv2d(1, 16, 1)
+
+    def forward(self, image: torch.Tensor, depth: torch.Tensor) -> Any:
+        x = self.one(image) + self.two(depth)
+        return x, (x.mean(1, keepdim=True),)
+
+
+def test_outputs_of_nested_tuples_have_names_and_a_missing_input_is_named() -> None:
+    graph = export_graph(Pair().eval(), (torch.zeros(1, 3, 8, 8), torch.zeros(1, 1, 8, 8)))
+    assert [value.name for value in graph.graph.output] == ["output_0", "output_1.0"]
+    with pytest.raises(InputError, match="missing a required argument: 'depth'") as refused:
+        export_graph(Pair().eval(), torch.zeros(1, 3, 8, 8))
+    assert "multiples of 16" not in str(refused.value)
 
 
 @pytest.mark.rtx

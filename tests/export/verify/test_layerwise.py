@@ -14,7 +14,7 @@ from torch import nn
 from fp4deploy.errors import GateError
 from fp4deploy.export import to_portable
 from fp4deploy.export.verify import outputs
-from fp4deploy.export.verify.layerwise import compare_layerwise
+from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.export.verify.outputs import Agreement, require_agreement
 from tests.export.exported_models import images, initializer, shapes, unet
 
@@ -68,6 +68,13 @@ def test_amplified_last_bits_are_no_error() -> None:
     assert 0 < agreement.layerwise.worst < 1e-3
     require_agreement(agreement, "model")
     assert "end to end" in agreement.sentence()
+
+
+@pytest.mark.parametrize(("blocks", "passes"), [(1, True), (2, False)])
+def test_one_block_of_a_small_layer_is_no_error(blocks: int, passes: bool) -> None:
+    """A last bit of a block's amax can change its scale, and with it the whole block."""
+    found = LayerwiseAgreement(768, 0, {"small": 3 / 1024}, {"small": ()}, blocks={"small": blocks})
+    assert Agreement(1, 768, 2, 0.1, found).passed is passes
 
 
 def test_a_model_that_agrees_is_compared_once() -> None:
