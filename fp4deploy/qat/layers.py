@@ -134,10 +134,7 @@ class QuantizedLayer(nn.Module):
             return traced.quantize_learned(x, used, axis, groups, choice)
         if self.moves_amax:
             with torch.no_grad():
-                largest = traced.amax(x)
-                moved = torch.maximum(largest, amax * self.recipe.amax_decay)
-                amax_used = torch.where(amax > 0, amax, largest) if self.is_delayed else moved
-                used = torch.where(amax_used > 0, amax_used, float("nan"))
+                used, moved = traced.track(traced.amax(x), amax, self.recipe.amax_decay, self.is_delayed)
                 amax.copy_(moved)
         else:
             used = cast(torch.Tensor, self.static_amax(x))

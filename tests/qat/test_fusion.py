@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.lowering  # decompositions use it
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import fx, nn
@@ -24,6 +25,8 @@ from fp4deploy.qat.fusion.expand import expand
 from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import QuantSpec
+
+pytestmark = pytest.mark.filterwarnings("error:A part of the network could not be compiled")
 
 SHAPES = [(2, 48, 5, 3), (1, 16, 1, 1), (3, 24, 4, 5), (2, 7, 3, 3), (2, 33, 6)]
 CHOICES: list[traced.Choice] = [None, ("mae", 256, False), ("mse", 448, True)]
@@ -148,8 +151,10 @@ def test_a_learned_amax_has_the_same_gradient() -> None:
         y = function(given, amax)
         y.backward(upstream)
         sides.append((y.detach(), given.grad, amax.grad))
-    for one, other in zip(*sides, strict=True):
-        assert torch.equal(one, other)  # type: ignore[arg-type]
+    (y, dx, damax), (expected, expected_dx, expected_damax) = sides
+    assert torch.equal(y, expected)  # type: ignore[arg-type]
+    assert torch.equal(dx, expected_dx)  # type: ignore[arg-type]
+    torch.testing.assert_close(damax, expected_damax, rtol=1e-5, atol=0)  # sums in another order
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])

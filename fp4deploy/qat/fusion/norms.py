@@ -70,15 +70,9 @@ def amax_of_norm(
     Returns:
         float32 [], no smaller than the amax of what is quantised and at most about eight ulps larger.
     """
-    axes = [axis for axis in range(x.ndim) if mean.shape[axis] == 1]
-    x, mean, rstd = x.detach(), mean.detach(), rstd.detach()
-    weight, bias = (None if each is None else each.detach() for each in (weight, bias))
-    largest = torch.zeros((), device=x.device)
-    for extreme in (x.amax(axes, keepdim=True), x.amin(axes, keepdim=True)):
-        value = _affine((extreme.float() - mean) * rstd, weight, bias).to(y.dtype)
-        magnitude = torch.where(value > 0, value, value * slope).abs().float()
-        largest = torch.maximum(largest, torch.where(magnitude.isfinite(), magnitude, 0.0))
-    return largest.amax() * MARGIN
+    tensors = [None if each is None else each.detach() for each in (x, mean, rstd, weight, bias)]
+    largest: torch.Tensor = torch.ops.fp4deploy.traced_norm_amax(*tensors, y.dtype, slope)
+    return largest * MARGIN
 
 
 @torch.compiler.allow_in_graph

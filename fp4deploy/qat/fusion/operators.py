@@ -2,6 +2,8 @@
 
     traced_quantize     x' and a bit an element for the gradient, also of relu(x)
     traced_amax         the largest finite magnitude, of blocks first
+    traced_norm_amax    that of a normalised tensor, from its moments (`norms`)
+    traced_track        the running amax of a static scale
     traced_pass         the gradient where the bit is set
     traced_damax        the gradient of a learned amax (`qat.learned`), from what was quantised
     traced_rectify      relu or leaky ReLU, and a bit an element; traced_unrectify is its gradient
@@ -17,6 +19,7 @@ Called without a compiler they compute the same numbers. Blocks are 16 elements 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +40,11 @@ LIBRARY.define(
     "traced_quantize(Tensor x, Tensor amax, int axis, int groups, bool clips, bool rectified) -> (Tensor, Tensor)"
 )
 LIBRARY.define("traced_amax(Tensor x) -> Tensor")
+LIBRARY.define(
+    "traced_norm_amax(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype, float slope)"
+    " -> Tensor"
+)
+LIBRARY.define("traced_track(Tensor largest, Tensor tracked, float decay, bool delayed) -> (Tensor, Tensor)")
 LIBRARY.define("traced_pass(Tensor gradient, Tensor bits, int axis, int groups) -> Tensor")
 LIBRARY.define("traced_damax(Tensor x, Tensor gradient, Tensor amax, int axis, int groups) -> Tensor")
 LIBRARY.define("traced_rectify(Tensor x, float slope) -> (Tensor, Tensor)")
@@ -58,10 +66,40 @@ def quantize(
 def amax(x: torch.Tensor) -> torch.Tensor:
     """float32 []. The amax of a block is found in the kernel that computes it; what is read again is a sixteenth."""
     magnitude = x.abs().to(torch.float32)
-    finite = torch.where(magnitude.isfinite(), magnitude, 0.0)
+    finite = torch.where(magnitude < math.inf, magnitude, 0.0)
     if x.ndim > 2 and x.shape[1] % NVFP4_BLOCK == 0:
         finite = split(finite, 1 - x.ndim, 1).amax(-1)
     return finite.amax()
+
+
+def norm_amax(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    slope: float,
+) -> torch.Tensor:
+    """float32 []: of leaky_relu(w (x - mean) rstd + b, slope) in `dtype`, from the extremes of each channel of x."""
+    axes = [axis for axis in range(x.ndim) if mean.shape[axis] == 1]
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    magnitudes = []
+    for extreme in (x.amax(axes, keepdim=True), x.amin(axes, keepdim=True)):
+        value = (extreme.float() - mean) * rstd
+        value = value if weight is None else value * weight.view(shape)
+        value = (value if bias is None else value + bias.view(shape)).to(dtype)
+        value = value if slope == 1 else F.leaky_relu(value, slope) if slope else torch.relu(value)
+        magnitudes.append(value.abs() if slope else value)
+    largest = torch.maximum(*magnitudes).float()
+    return torch.where(largest < math.inf, largest, 0.0).amax()
+
+
+def track(largest: torch.Tensor, tracked: torch.Tensor, decay: float, delayed: bool) -> tuple[torch.Tensor, ...]:
+    """(the amax to quantise with, NaN where there is none; the running amax after this step)."""
+    moved = torch.maximum(largest, tracked * decay)
+    used = torch.where(tracked > 0, tracked, largest) if delayed else moved
+    return torch.where(used > 0, used, math.nan), moved
 
 
 def pass_gradient(gradient: torch.Tensor, bits: torch.Tensor, axis: int, groups: int) -> torch.Tensor:
@@ -131,7 +169,7 @@ def _block_scales(block_amax: torch.Tensor, global_amax: torch.Tensor) -> tuple[
     scale = (limit / global_amax.double()).float().clamp(max=FLT_MAX)
     scale = torch.where((scale == 0) | (global_amax == 0), 1.0, scale)
     decode = (1.0 / scale.double()).float()
-    finite = block_amax.isfinite()
+    finite = block_amax < math.inf
     unrounded = torch.where(finite & (global_amax > 0), block_amax * (scale * (1 / E2M1_MAX)), 0.0)
     d8 = _round_e4m3(unrounded.clamp(max=float(E4M3_MAX)))
     encode = torch.where(d8 > 0, (1.0 / (d8 * decode).double()).float().clamp(max=FLT_MAX), 0.0)
@@ -161,7 +199,7 @@ def _restrided(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(x: torch.Tensor, *arguments: Any) -> Any:
         found = function(x, *arguments)
-        if function in (quantize, amax, damax):
+        if function in (quantize, amax, norm_amax, track, damax):
             return found
         first, *rest = found if isinstance(found, tuple) else (found,)
         like = torch.empty_like(x).copy_(first)
@@ -187,6 +225,16 @@ def _(x):  # type: ignore[no-untyped-def]
     return torch.empty((), dtype=torch.float32, device=x.device)
 
 
+@torch.library.register_fake("fp4deploy::traced_norm_amax", lib=LIBRARY)
+def _(x, mean, rstd, weight, bias, dtype, slope):  # type: ignore[no-untyped-def]
+    return torch.empty((), dtype=torch.float32, device=x.device)
+
+
+@torch.library.register_fake("fp4deploy::traced_track", lib=LIBRARY)
+def _(largest, tracked, decay, delayed):  # type: ignore[no-untyped-def]
+    return torch.empty_like(tracked), torch.empty_like(tracked)
+
+
 @torch.library.register_fake("fp4deploy::traced_pass", lib=LIBRARY)
 def _(gradient, bits, axis, groups):  # type: ignore[no-untyped-def]
     return torch.empty_like(gradient)
@@ -210,6 +258,8 @@ def _(gradient, bits, slope):  # type: ignore[no-untyped-def]
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.fp4deploy.traced_quantize.default: quantize,
     torch.ops.fp4deploy.traced_amax.default: amax,
+    torch.ops.fp4deploy.traced_norm_amax.default: norm_amax,
+    torch.ops.fp4deploy.traced_track.default: track,
     torch.ops.fp4deploy.traced_pass.default: pass_gradient,
     torch.ops.fp4deploy.traced_damax.default: damax,
     torch.ops.fp4deploy.traced_rectify.default: rectify,

@@ -40,6 +40,15 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.compiler.allow_in_graph
+def track(
+    largest: torch.Tensor, tracked: torch.Tensor, decay: float, delayed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the amax to quantise with, the running amax after this step); NaN where there was none."""
+    both: tuple[torch.Tensor, torch.Tensor] = ops.traced_track(largest, tracked, decay, delayed)
+    return both
+
+
+@torch.compiler.allow_in_graph
 def quantize(
     x: torch.Tensor, global_amax: torch.Tensor, axis: int, groups: int, clips: bool, four_over_six: Choice
 ) -> torch.Tensor:
