@@ -30,12 +30,12 @@ from training_step import median_ms
 
 from fp4deploy.models import build_unet
 from fp4deploy.models.sources import SOURCES
-from fp4deploy.qat import prepare
+from fp4deploy.qat import calibrate_percentile, prepare
 from fp4deploy.qat.fusion.fuse import fuse
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
-RECIPES = ("fp16", "nvfp4_qat", "nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_qat")
+RECIPES = ("fp16", "nvfp4_qat", "nvfp4_qat+dynamic", "nvfp4_qat+learned", "nvfp4_qat_2d", "nvfp4_4o6_qat")
 CASES = (
     *(
         f"{network},{recipe},{way}"
@@ -124,10 +124,14 @@ def _first_step(row: dict[str, Any]) -> Callable[[], None]:
     elif row["way"] == "fused":
         fuse(model)
     step = make_step(model)
+    if row["recipe"].endswith("+learned"):
+        calibrate_percentile(model, [torch.randn(2, 3, HEIGHT, WIDTH, device="cuda")], 99.9)
     start = time.perf_counter()
     step()
     torch.cuda.synchronize()
     row["first_step_s"] = round(time.perf_counter() - start, 1)
+    spent = {name: sum(each) for name, each in torch._dynamo.utils.compilation_time_metrics.items()}
+    row["phases_s"] = {name: round(each, 1) for name, each in spent.items() if each > 0.5}
     return step
 
 

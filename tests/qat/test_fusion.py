@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.lowering  # decompositions use it
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import fx, nn

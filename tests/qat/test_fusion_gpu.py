@@ -119,4 +119,5 @@ def test_a_network_as_exact_as_uncompiled(norm: type[nn.Module], recipe: str) ->
     for one, other, reference in zip(found, eager, (y.detach(), gradients), strict=True):
         assert relative(one, reference) < 1.5 * relative(other, reference) + 0.02
     for (name, one), (_, other) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=1e-3, msg=name)
+        allowed = 0.2 if name.endswith("input_amax") else 0.05  # FP4 moves a maximum by more than a mean
+        torch.testing.assert_close(one, other, rtol=allowed, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
