@@ -4,6 +4,7 @@
     python -m benchmarks.architectures --only unet:0.25 --only monai:BasicUNet --no-engine
     python -m benchmarks.architectures --only monai:UNet --args '{"channels": [16, 32, 64], "strides": [2, 2]}'
     python -m benchmarks.architectures --only net.py:build --size 64x64
+    python -m benchmarks.architectures --engines --json benchmarks/results/architectures_cpu.json
 
 | stage | what it shows |
 |---|---|
@@ -13,6 +14,9 @@
 | portable | the file in standard operators, run by plain ONNX Runtime; argmax equal to torch |
 | engine | TensorRT-RTX for SM120, `--conv gemm`: FP4 share of the multiply-accumulates, and layers that fell back |
 | packed | the `.fp4` file run by this project on the CPU; argmax equal to torch, and its gate |
+
+`--no-engine` leaves the engines out, for a machine without TensorRT-RTX; `--engines` then builds them, of untrained
+networks, on another, and adds them to the rows of the file: an engine's layers do not depend on the weights.
 
 Stages are independent: what one refuses is recorded with its message, and the next is tried. Networks learn a few
 generated scenes for two epochs, so nothing here is an accuracy, and many pixels are near a tie of two classes: FP4 then
@@ -56,6 +60,7 @@ from fp4deploy.requirements import ZOO
 SIZE = (64, 64)
 SCENES = 8  # to learn; as many steps as fours of them
 BATCH = 4
+CLASSES = 4  # of the generated scenes
 SECONDS = 900  # most for one architecture
 ARCHITECTURES: dict[str, dict[str, Any]] = {  # spec -> arguments
     "unet:0.25": {},
@@ -108,6 +113,25 @@ def measure(
                 _stage(row, "engine", lambda: _engine(canonical))
         if packed:
             _stage(row, "packed", lambda: _packed(model, images, Path(folder) / "model.fp4"))
+    return row
+
+
+def measure_engine(text: str, arguments: dict[str, Any], size: tuple[int, int] = SIZE) -> dict[str, Any]:
+    """The stage `engine` alone, of an untrained network."""
+    row: dict[str, Any] = {"model": text, "arguments": arguments}
+    torch.manual_seed(0)
+    name_model(text)
+    with tempfile.TemporaryDirectory() as folder:
+        canonical = Path(folder) / "model.onnx"
+
+        def export() -> None:
+            model = fd.prepare(build_model(parse_spec(text, arguments), CLASSES))
+            fd.calibrate(model, torch.rand(BATCH, 3, *size))
+            onnx.save(fd.export_graph(model.eval(), (3, *size)), canonical)
+
+        _stage(row, "engine", export)
+        if "error" not in row["engine"]:
+            _stage(row, "engine", lambda: _engine(canonical))
     return row
 
 
@@ -260,7 +284,10 @@ def _rows(names: list[str], options: argparse.Namespace, engine: bool) -> Iterat
 def _child(answer: Any, text: str, options: argparse.Namespace, engine: bool) -> None:
     given = json.loads(options.args) if options.args else {**ARCHITECTURES, **UNTUNED}.get(text, {})
     height, width = map(int, options.size.split("x"))
-    answer.send(measure(text, given, engine, (height, width), options.scenes))
+    if options.engines:
+        answer.send(measure_engine(text, given, (height, width)))
+    else:
+        answer.send(measure(text, given, engine, (height, width), options.scenes))
 
 
 def _import_libraries() -> None:
@@ -288,9 +315,25 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--scenes", type=int, default=SCENES, help="generated scenes of an epoch")
     parser.add_argument("--json", type=Path, help="write the table here, row by row")
     parser.add_argument("--no-engine", action="store_true", help="build no engine")
+    parser.add_argument(
+        "--engines", action="store_true", help="build engines alone, and add them to the rows of --json"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="most for one architecture")
     return parser.parse_args()
+
+
+def _add_engine(path: Path, row: dict[str, Any]) -> None:
+    table = json.loads(path.read_text())
+    table["engines"] = {
+        "command": " ".join(["python -m benchmarks.architectures", *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used",
+        "versions": _versions(),
+    }
+    for each in table["rows"]:
+        if each["model"] == row["model"]:
+            each["engine"] = row["engine"]
+    path.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def main() -> None:
@@ -308,6 +351,11 @@ def main() -> None:
         "rows": [],
     }
     for row in _rows(names, options, engine):
+        if options.engines:
+            print(json.dumps(row), flush=True)
+            if options.json:
+                _add_engine(options.json, row)
+            continue
         table["rows"].append(row)
         table["rows"].sort(key=lambda each: names.index(each["model"]))
         print(json.dumps(row), flush=True)
