@@ -274,16 +274,28 @@ def _conv_gemms(layer: Any) -> ConvGemms:
 def _convolve(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """The forward of a quantised convolution with any number of spatial axes."""
     gemms = _conv_gemms(layer)
-    ends = layer._reversed_padding_repeated_twice  # (before, after) of the last axis first
     if layer.padding_mode != "zeros":
+        ends = layer._reversed_padding_repeated_twice  # (before, after) of the last axis first
         padded: torch.Tensor = layer.multiply(F.pad(x, ends, layer.padding_mode), gemms)
         return padded
-    pairs = list(zip(ends[::2], ends[1::2], strict=True))
+    pairs = _zeros_around(layer)
     even = [min(pair) for pair in pairs]  # as torch does, so that the bits are the same
     excess = [edge - size for pair, size in zip(pairs, even, strict=True) for edge in pair]
     shifted = F.pad(x, excess) if any(excess) else x
     product: torch.Tensor = layer.multiply(shifted, replace(gemms, padding=tuple(reversed(even))))
     return product
+
+
+def _zeros_around(layer: Any) -> list[tuple[int, int]]:
+    """(before, after) of each axis, the last axis first, from the attributes as they are now.
+
+    Libraries change stride, dilation and padding of a finished layer, which torch's own copy of the padding misses.
+    """
+    if isinstance(layer.padding, str):
+        taps = zip(layer.kernel_size, layer.dilation, strict=True)
+        totals = [(kernel - 1) * dilation if layer.padding == "same" else 0 for kernel, dilation in taps]
+        return [(total // 2, total - total // 2) for total in reversed(totals)]
+    return [(edge, edge) for edge in reversed(layer.padding)]
 
 
 def _recomputing() -> bool:

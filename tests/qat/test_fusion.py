@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.lowering  # noqa: F401  the decompositions use it
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import fx, nn

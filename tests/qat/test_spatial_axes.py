@@ -76,6 +76,22 @@ def test_as_the_convolution_with_two_axes(name: str, recipe: str) -> None:
         assert torch.allclose(got, wanted.reshape(got.shape), rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("padding", [(4, 2), "same"])
+def test_padding_that_was_changed_after_construction(padding: tuple[int, int] | str) -> None:
+    """As libraries do that replace strides by dilation; torch's own copy of the padding stays the old one."""
+    torch.manual_seed(0)
+    fresh = nn.Conv2d(16, 16, 3, padding=padding, dilation=(4, 2))
+    changed = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+    changed.load_state_dict(fresh.state_dict())
+    changed.stride, changed.dilation, changed.padding = (1, 1), (4, 2), padding
+    x = torch.randn(2, 16, 7, 9)
+    for layer in (fresh, changed):
+        model = prepare(nn.Sequential(layer), include=["0"]).eval()
+        calibrate(model, x)
+    assert torch.equal(changed(x), fresh(x))
+    assert changed(x).shape == x.shape
+
+
 def test_three_axes_quantise_along_channels() -> None:
     torch.manual_seed(0)
     layer, x = nn.Sequential(nn.Conv3d(20, 12, (1, 2, 3), (2, 1, 1), (0, 1, 1), (1, 2, 1))), torch.randn(2, 20, 4, 5, 6)
