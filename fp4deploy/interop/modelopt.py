@@ -90,7 +90,7 @@ def read_modelopt(path: Path | str) -> Quantized:
             raise TypeError("a weight is no tensor")
         quantizers = {str(name): _quantizer(dict(state)) for name, state in states.items()}
         version = str(found["modelopt_state"].get("modelopt_version", ""))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"{path} holds no quantised model of ModelOpt ({type(error).__name__}: {str(error)[:100]}). Write one with "
             "modelopt.torch.opt.save(model, path) after modelopt.torch.quantization.quantize."

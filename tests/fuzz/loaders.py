@@ -113,7 +113,7 @@ def loaders(folder: Path) -> dict[str, Loader]:
             lambda path: class_values(path.parent),
         ),
         Loader("served", "model.onnx", _served(), of_onnx, _use_served),
-        Loader("modelopt", "model.pt", (MODELOPT_FILE.read_bytes(),), of_bytes, _use_modelopt),
+        Loader("modelopt", "model.pt", (MODELOPT_FILE.read_bytes(),), _of_containers, _use_modelopt),
         Loader("network", "model.onnx", _networks(), _of_network, _use_network),
     ]
     found += [*dataset_loaders(data), *run_loaders(data, _bench()), *predicted_loaders()]
@@ -409,6 +409,15 @@ def _use_served(path: Path) -> object:
         (runtime.card.height, runtime.card.width) if runtime.card.height * runtime.card.width <= 1 << 16 else (16, 16)
     )
     return runtime.infer(np.zeros((1, 3, *size), np.float32)).shape
+
+
+def _of_containers(content: bytes, draw: random.Random) -> bytes:
+    """Change what a file of torch.save holds, or its bytes."""
+    if draw.random() < 0.3:
+        return of_bytes(content, draw)
+    target = io.BytesIO()
+    torch.save(of_tree(torch.load(io.BytesIO(content), weights_only=True), draw), target)
+    return target.getvalue()
 
 
 def _use_modelopt(path: Path) -> object:
