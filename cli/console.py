@@ -105,3 +105,15 @@ def phases() -> Iterator[Callable[[str, int, int], None]]:
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda phase, done, of: bar.update(task, description=phase, completed=done, total=of)
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """`text` with a spinner and the time since, on stderr, where that is a terminal: work whose length is not known."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    screen = notes()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        bar.add_task(text, total=None)
+        yield

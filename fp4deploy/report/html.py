@@ -79,7 +79,9 @@ def environment() -> Environment:
 @lru_cache
 def _digest(script: str) -> Markup:
     """The source that a Content-Security-Policy allows: the digest of a script of the templates, as it is included."""
-    text = files("fp4deploy.report").joinpath("templates", script).read_text(encoding="utf-8").removesuffix("\n")
+    text = (
+        files("fp4deploy.report").joinpath("templates").joinpath(script).read_text(encoding="utf-8").removesuffix("\n")
+    )
     return Markup(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'")
 
 

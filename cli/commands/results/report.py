@@ -12,7 +12,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ... import completion
-from ...console import done, note, print_json, shown
+from ...console import done, note, print_json, shown, working
 from ...settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def report(
     expect(model)
     _check(out, json_out)
     found = open_runs(runs) if runs else [latest_run()]
-    data, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
+    with working("drawing the page"):
+        data, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
     if json_out not in (None, "-"):
         from fp4deploy.files import atomic_write
 

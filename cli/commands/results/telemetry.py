@@ -11,7 +11,7 @@ from fp4deploy.errors import InputError, counted
 from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
-from ...console import done, note, shown
+from ...console import done, note, shown, working
 from ...deferred import deferred
 from ...settings import NamedModelOption, NetworkOption, expect
 
@@ -77,7 +77,9 @@ def draw(run: Run, models: list[str]) -> None:
     from fp4deploy.report.figures.telemetry import heatmap_folder
     from fp4deploy.report.telemetry_page import draw_telemetry_of, page_path
 
-    for model, files in draw_telemetry_of(run, models).items():
+    with working("drawing heatmaps"):
+        drawn = draw_telemetry_of(run, models)
+    for model, files in drawn.items():
         note(f"{model}: {counted(len(files), 'heatmap file')} under {shown(heatmap_folder(run, model))}")
     note(f"All of them on one page: {shown(page_path(run))}")
 

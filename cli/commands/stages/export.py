@@ -10,7 +10,7 @@ import typer
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
-from ...console import done, note, shown
+from ...console import done, note, shown, working
 from ...settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
@@ -77,14 +77,12 @@ def export(
         note(f"Exporting {shown(checkpoint)} ...")
         verify_on = (data or _data(checkpoint)) if verify else None
         try:
-            if form == "packed":
-                line = _packed(checkpoint, target, verify_on, images, verify)
-            else:
-                line = describe(
-                    _onnx(
-                        checkpoint, target, portable, verify_on, images, verify, size=pixels, dynamic_size=dynamic_size
-                    )
-                )
+            with working(f"tracing{' and comparing with torch' if verify else ''}"):
+                if form == "packed":
+                    line = _packed(checkpoint, target, verify_on, images, verify)
+                else:
+                    sizes = {"size": pixels, "dynamic_size": dynamic_size}
+                    line = describe(_onnx(checkpoint, target, portable, verify_on, images, verify, **sizes))
         except (GateError, InputError) as error:
             failed.append(error)
             continue

@@ -10,7 +10,7 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
-from ...console import done, note, shown
+from ...console import done, note, shown, working
 from ...settings import NamedModelOption, expect, parse_size
 
 MOST_IMAGES = 256
@@ -113,19 +113,20 @@ def quantize(
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError(f"--out is the FP16 checkpoint {source} itself, which would be lost. Give another file.")
     where = data or data_of(source)
-    result = quantize_checkpoint(
-        source,
-        calibration_images(source, where, images, batch),
-        target,
-        method,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        digits=digits,
-        include=_tuple(include),
-        exclude=_tuple(exclude),
-        fp8=_tuple(fp8),
-        say=note,
-        **settings,
-    )
+    with working(f"quantising by {method}"):
+        result = quantize_checkpoint(
+            source,
+            calibration_images(source, where, images, batch),
+            target,
+            method,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            digits=digits,
+            include=_tuple(include),
+            exclude=_tuple(exclude),
+            fp8=_tuple(fp8),
+            say=note,
+            **settings,
+        )
     provenance.record("quantize", target, [source, where])
     done(
         f"{shown(target)} ({method}, correction {correction}, {result.images} images, {result.seconds:.1f} s)",
