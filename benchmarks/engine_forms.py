@@ -3,7 +3,7 @@
     python benchmarks/engine_forms.py --scale 0.25 --json benchmarks/results/engine_forms_cpu.json
 
 Builds the NVFP4 UNet (weights as initialised, calibrated on noise: precision and size do not depend on them) for SM120
-with `--conv auto`, `gemm` and `fp8`. Of each plan: its bytes, the share of the multiply-accumulates in FP4, FP8 and
+with `--conv auto`, `qdq` and `gemm`. Of each plan: its bytes, the share of the multiply-accumulates in FP4, FP8 and
 FP16 products, and the seconds of the compiler. No GPU is needed, and nothing here is a time of inference.
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=float, default=0.25)
     parser.add_argument("--size", type=int, nargs=2, default=(352, 480), metavar=("HEIGHT", "WIDTH"))
-    parser.add_argument("--forms", nargs="+", default=["auto", "gemm", "fp8"])
+    parser.add_argument("--forms", nargs="+", default=["auto", "qdq", "gemm"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -340,11 +340,13 @@ CORRECTIONS = {"none": "", "norm": "norms", "bias": "biases", "both": "norms and
 
 def ptq_camvid() -> str:
     """Drops of every method of post-training quantisation, points of mIoU, over three seeds."""
-    found = {(row["placement"], row["method"], row["correction"]): row for row in result("ptq_camvid_h200")["rows"]}
+    names = {"input": "only the input of the first layer", "fp8": "`amax`, convolutions in FP8 (`build --conv fp8`)"}
+    keys = ("placement", "method", "activations", "correction")
+    found = {tuple(row.get(key, "") for key in keys): row for row in result("ptq_camvid_h200")["rows"]}
     rows = []
-    for method, correction in dict.fromkeys(key[1:] for key in found):
-        label = "only the input of the first layer" if method == "input" else f"`{method}`"
-        cells = [_drop(found.get((placement, method, correction))) for placement in PLACEMENTS]
+    for method, activations, correction in dict.fromkeys(key[1:] for key in found):
+        label = names.get(method, f"`{method}`") + (f", activations `{activations}`" if activations else "")
+        cells = [_drop(found.get((placement, method, activations, correction))) for placement in PLACEMENTS]
         rows.append([label, CORRECTIONS[correction], *cells])
     return markdown(["method", "corrected", *PLACEMENTS.values()], rows, 2)
 
@@ -363,9 +365,11 @@ def image_input() -> str:
 
 
 def _drop(row: dict[str, Any] | None) -> str:
-    """A drop as a difference to FP16, with its interval."""
+    """A drop as a difference to FP16, with its interval, or of fewer than three seeds that of each."""
     if row is None:
         return ""
+    if len(row["by_seed"]) < 3:
+        return ", ".join(f"{-drop:+.2f}" for drop in row["by_seed"])
     return gap({"mean": -row["mean"], "low": -row["high"], "high": -row["low"]})
 
 
