@@ -6,6 +6,7 @@ what each output pixel sees of an image, `scatter` is its adjoint. A layer's `Gr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.formats import quantize_ms_eden, quantize_mxfp4, quantize_nvfp4, random_hadamard
+from fp4deploy.formats import quantize_fp8, quantize_ms_eden, quantize_mxfp4, quantize_nvfp4, random_hadamard
 from fp4deploy.qat import QuantSpec, Recipe
+from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.prepare import is_fp8
 
 Pair = tuple[int, int]
+PLAIN = Recipe("plain")
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,8 @@ def reference(layer: nn.Module, recipe: Recipe, x: torch.Tensor, g: torch.Tensor
     amax = getattr(layer, "input_amax", None)
     amax = None if amax is None else amax.float()
     x, g = x.detach(), g.detach()
+    if isinstance(layer, QuantizedLayer) and is_fp8(layer.recipe):
+        return in_fp8(layer, x, g, amax)
     if isinstance(layer, nn.Linear):
         return linear(layer, recipe, x, g, amax)
     single = x.ndim == 3
@@ -184,6 +190,19 @@ def reference(layer: nn.Module, recipe: Recipe, x: torch.Tensor, g: torch.Tensor
         (dx,) = torch.autograd.grad(image, source, found.dx)
     y, dx = (t[0] if single else t for t in (found.y, dx))
     return Gradients(y, dx, found.dw, found.db)
+
+
+def in_fp8(layer: nn.Module, x: torch.Tensor, g: torch.Tensor, amax: torch.Tensor | None) -> Gradients:
+    """Of a plain layer with both operands in FP8; nothing passes where the input is clipped."""
+    plain = copy.deepcopy(layer)
+    plain.recipe = PLAIN
+    weight = layer.weight.detach()
+    axis = 1 if isinstance(layer, nn.ConvTranspose2d) else 0
+    plain.weight.data = quantize_fp8(weight.float(), axis).dequantize(torch.float64)
+    quantized = quantize_fp8(x.float(), amax=amax)
+    found = reference(plain, PLAIN, quantized.dequantize(torch.float64), g)
+    inside = x.float().abs() <= 464 * quantized.scale
+    return Gradients(found.y, found.dx * inside, found.dw, found.db)
 
 
 def one_step(model: nn.Module, x: torch.Tensor) -> tuple[Gradients, torch.Tensor]:
