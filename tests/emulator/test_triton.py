@@ -19,7 +19,7 @@ from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.aot.store import TARGETS
 from fp4deploy.plugins.gemm.triton.variants import all_variants
 from fp4deploy.plugins.tensorrt.definitions import PLUGINS, Attributes
-from fp4deploy.plugins.tensorrt.kernels import node_kernels
+from fp4deploy.plugins.tensorrt.kernels import compile_plugin, plugin_launch, tactics
 from tests.emulator import planted
 from tests.emulator.test_cuda import FAULTS as CUDA_FAULTS
 from tests.emulator.test_decoded import FAULTS as DECODED_FAULTS
@@ -243,7 +243,8 @@ def test_every_instruction_of_every_kernel_is_implemented(arch: str) -> None:
     for plugin in PLUGINS.values() if arch in ("sm_100", "sm_120") else ():
         attributes: Attributes = {key: [1] for key in ("stride", "padding", "dilation", "relu")}
         attributes |= {"kernel": [3 - plugin.up] * 2, "channels": [64, 32][: plugin.sources], "out_channels": [40]}
-        for kernel in node_kernels(plugin, attributes, arch):
+        for tile in tactics(plugin, arch)[1:]:  # the first is a case
+            kernel = compile_plugin(plugin_launch(plugin, attributes, tile, arch), arch)
             compiled(parse(kernel.ptx, kernel.name))
 
 
