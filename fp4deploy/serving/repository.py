@@ -114,6 +114,11 @@ def _plan(path: Path, most: int) -> Served:
     card = ledger.model_card()
     if card is None:
         raise InputError(f"{path} was built of an ONNX file without a model card. Write it with: fp4deploy export")
+    if ledger.interface is not None or ledger.sizes is not None or ledger.options or ledger.batch[0] > 1:
+        raise InputError(
+            f"{path} was built with another interface, a range of image sizes, a smallest batch or options, which the "
+            "model repository does not describe. Build it again without them: fp4deploy build --backend tensorrt"
+        )
     return Served(path, card, card.channels, True, min(most, ledger.batch[2]), path.read_bytes())
 
 

@@ -221,6 +221,18 @@ def test_the_batch_of_a_plan_is_its_own_limit(plan: Path, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.rtx
+@pytest.mark.parametrize(
+    "change", [{"interface": {"input": "uint8"}}, {"sizes": [[8, 8], [8, 8], [16, 16]]}, {"options": ["stripped"]}]
+)
+def test_a_plan_that_the_repository_does_not_describe(plan: Path, tmp_path: Path, change: dict[str, object]) -> None:
+    ledger = json.loads(plan.with_suffix(".ledger.json").read_text()) | {"backend": "tensorrt"} | change
+    (tmp_path / "unet.plan").write_bytes(plan.read_bytes())
+    (tmp_path / "unet.ledger.json").write_text(json.dumps(ledger))
+    with pytest.raises(InputError, match="does not describe"):
+        write_repository(tmp_path / "unet.plan", tmp_path / "repository")
+
+
 @pytest.mark.parametrize("name", ["../unet", "a b", "/tmp/unet", "."])
 def test_names_stay_inside_the_repository(name: str, untrained: Run, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no name of a model"):

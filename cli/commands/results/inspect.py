@@ -71,6 +71,9 @@ def _ledger(path: Path) -> Shown:
         "bytes": ledger.plan_bytes,
         "build_seconds": round(ledger.build_seconds, 2),
         "batch": list(ledger.batch),
+        **({"sizes": [list(size) for size in ledger.sizes]} if ledger.sizes else {}),
+        **({"interface": ledger.interface} if ledger.interface else {}),
+        **({"options": list(ledger.options)} if ledger.options else {}),
         "totals": dataclasses.asdict(ledger.totals()),
     }
     return facts, COLUMNS, [tuple(row.values()) for row in ledger.rows()], ledger.summary()

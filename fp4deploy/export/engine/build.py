@@ -100,6 +100,8 @@ def build_engine(
     profile = _profile(batch, size, sizes)
     usual = profile.sizes[1] if profile.sizes else None
     lowered = lower(_sized(read_buildable(onnx_path), onnx_path, size, usual), conv, backend, usual)
+    if usual is not None and lowered.card is not None:  # the size that bench and predict give it
+        lowered = replace(lowered, card={**lowered.card, "height": usual[0], "width": usual[1]})
     lowered = replace(lowered, model=with_interface(lowered.model, interface, lowered.card))
     if lowered.fp4 and target not in chosen.fp4_arches:
         raise InputError(
