@@ -311,11 +311,20 @@ def test_the_fused_unet_is_as_exact_as_the_plain_one(quantised: str) -> None:
         gradients[name] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
     error = {name: relative(gradients[name], gradients["exact"]) for name in ("plain", "fused")}
     assert error["fused"] < 1.15 * error["plain"]
-    for (name, one), (_, other) in zip(fused.named_buffers(), plain.named_buffers(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=1e-3, msg=name)
+    amaxes = {name: amaxes_of(model) for name, model in (("exact", exact), ("plain", plain), ("fused", fused))}
+    if len(amaxes["exact"]):  # of single layers they move by 15 % with the rounding of what is in front of them
+        error = {name: (amaxes[name] / amaxes["exact"] - 1).abs().mean() for name in ("plain", "fused")}
+        assert error["fused"] < 2 * error["plain"]
+        assert (amaxes["fused"] / amaxes["exact"] - 1).abs().max() < 0.3
     if quantised == "all layers":
         first = next(iter(quantized_layers(fused).values()))
         assert first.input_amax == images.half().abs().max().float()
+
+
+def amaxes_of(model: torch.nn.Module) -> torch.Tensor:
+    """The tracked amax of each layer's input, float32 [layers]."""
+    tracked = [layer.input_amax for layer in quantized_layers(model).values() if layer.input_amax is not None]
+    return torch.stack(tracked) if tracked else torch.empty(0)
 
 
 def test_hooks_and_calibration_take_the_plain_path() -> None:
