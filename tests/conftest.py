@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
+    # pytest gives a logger that does not propagate handlers of its own, and torch then writes every trace out for them.
+    logging.getLogger("torch.__trace").propagate = True
     _freeze_what_is_imported()
 
 
