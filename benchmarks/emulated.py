@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", action="store_true", help="to the cases that the file has, in the place of older ones")
     arguments = parser.parse_args()
     seeds, work = arguments.seed or [0], []
     for seed in seeds:
@@ -69,14 +70,22 @@ def main() -> None:
             families.setdefault(case.family, case.name)
         work += [(name, setting) for name in families.values()]
     work = [item for item in work if item[0] not in arguments.without]
-    start = time.perf_counter()
+    start, older = time.perf_counter(), older_run(arguments)
     rows: list[dict[str, Any]] = []
     # A child for each few cases: a launch that fails on the GPU leaves its process without a usable context.
     with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=8) as pool:
         for row in pool.imap(one, work):
             print(json.dumps(row), flush=True)
             rows.append(row)
-            save(arguments, rows, start)
+            save(arguments, rows, start, older)
+
+
+def older_run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the file has, with --add."""
+    if not arguments.add:
+        return {"command": "", "seconds": 0, "cases": []}
+    content: dict[str, Any] = json.loads(arguments.json.read_text())
+    return content
 
 
 def one(item: tuple[str, Setting]) -> dict[str, Any]:
@@ -112,8 +121,8 @@ def row_of(item: tuple[str, Setting], found: dict[str, Any]) -> dict[str, Any]:
     return {"kernel": name, "for": setting.arch, "seed": setting.seed} | found
 
 
-def save(arguments: argparse.Namespace, rows: list[dict[str, Any]], start: float) -> None:
-    """Write what is there by now."""
+def save(arguments: argparse.Namespace, rows: list[dict[str, Any]], start: float, older: dict[str, Any]) -> None:
+    """Write what is there by now, after the cases of an older run that did not run again."""
     if not arguments.json:
         return
     machine: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version()}
@@ -128,7 +137,10 @@ def save(arguments: argparse.Namespace, rows: list[dict[str, Any]], start: float
         + ["--gpu"] * arguments.gpu
         + [f"--jobs {arguments.jobs}"]
     )
-    content = {"command": command, "machine": machine, "seconds": round(time.perf_counter() - start, 1), "cases": rows}
+    ran = {tuple(row[key] for key in ("kernel", "for", "seed")) for row in rows}
+    kept = [row for row in older["cases"] if tuple(row[key] for key in ("kernel", "for", "seed")) not in ran]
+    content = {"command": " && ".join(filter(None, (older["command"], command))), "machine": machine}
+    content |= {"seconds": round(older["seconds"] + time.perf_counter() - start, 1), "cases": kept + rows}
     arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
