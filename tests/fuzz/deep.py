@@ -116,11 +116,11 @@ def main() -> int:
 
 
 def keep(path: Path, command: str, row: dict[str, object]) -> None:
-    """Put the row of a loader into a file, with the command that makes it; other rows stay."""
+    """Put the row of a loader into a file, with the command and the machine that make it; other rows stay."""
     before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    rows = {each["loader"]: each for each in before} | {
-        row["loader"]: {**row, "command": f"{command} --only {row['loader']}"}
-    }
+    machine = environment()
+    made = {"command": f"{command} --only {row['loader']}", "cpu": machine["cpu"], "cores": machine["cores"]}
+    rows = {each["loader"]: each for each in before} | {row["loader"]: {**row, **made}}
     ordered = [rows[name] for name in NAMES if name in rows]
-    text = json.dumps({"command": command, "machine": environment(), "rows": ordered}, indent=1) + "\n"
+    text = json.dumps({"command": command, "machine": machine, "rows": ordered}, indent=1) + "\n"
     path.write_text(text, encoding="utf-8")
