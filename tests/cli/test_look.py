@@ -140,3 +140,12 @@ def test_check_and_inspect_a_checkpoint_with_digits(invoke: Invoke, tmp_path: Pa
     facts = json.loads(invoke("inspect", "best.safetensors", "--json").stdout)
     assert facts["digits"] is True
     assert {"tensor": "encoder.0.conv1.weight", "type": "F32", "shape": [8, 13, 3, 3]} in facts["layers"]
+
+
+def test_check_tells_fp8_layers_from_fp4_ones(invoke: Invoke) -> None:
+    result = invoke("check", "unet:0.125", "--recipe", "nvfp4_fp8_qat", "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = {row["name"]: (row["precision"], row["engine"]) for row in json.loads(result.stdout)["layers"]}
+    assert rows["encoder.1.conv1"] == ("FP8", "FP8")
+    assert rows["up.0"] == ("FP4", "FP4")
+    assert rows["head"] == ("FP16", "FP16")

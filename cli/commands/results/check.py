@@ -89,17 +89,15 @@ def _plans(
 
 
 def _forecasts(network: nn.Module, plans: list[LayerPlan], conv: str) -> Planned:
-    from fp4deploy.export.lowering.forecast import Forecast, forecast
+    from fp4deploy.export.lowering.forecast import Forecast, forecast, forecast_fp8
 
-    return [
-        (
-            plan,
-            forecast(network.get_submodule(plan.name), conv)
-            if plan.precision == "FP4"
-            else Forecast("FP16", "FP16", plan.reason),
-        )
-        for plan in plans
-    ]
+    def of(plan: LayerPlan) -> Forecast:
+        if plan.precision == "FP16":
+            return Forecast("FP16", "FP16", plan.reason)
+        layer = network.get_submodule(plan.name)
+        return forecast(layer, conv) if plan.precision == "FP4" else forecast_fp8(layer)
+
+    return [(plan, of(plan)) for plan in plans]
 
 
 def _spec_plans(model: str, recipe: str, classes: int, digits: bool, sets: list[str] | None, conv: str) -> Planned:
@@ -160,9 +158,11 @@ def _print_table(model: str, plans: Planned, engine: str) -> None:
     quantised = [found for plan, found in plans if plan.precision == "FP4"]
     other = "FP8" if any(found.compute == "FP8" for found in quantised) else "FP16 with FP4 weights"
     multiplied = sum(found.compute == "FP4" for found in quantised)
+    eight = sum(plan.precision == "FP8" for plan, _ in plans)
+    in_fp8 = f" {eight} more are quantised to FP8." if eight else ""
     console.print(
         f"\n{model}: {len(quantised)} of {len(plans)} layers quantised to FP4. {engine} multiplies {multiplied} "
-        f"of them in FP4 and {len(quantised) - multiplied} in {other}.",
+        f"of them in FP4 and {len(quantised) - multiplied} in {other}.{in_fp8}",
         markup=False,
         soft_wrap=True,
     )

@@ -38,9 +38,7 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
     'FP4'
     """
     if isinstance(layer, QuantizedLayer) and is_fp8(layer.recipe):
-        if isinstance(layer, nn.ConvTranspose2d):
-            return Forecast("FP16", "FP8", NO_TRANSPOSED)
-        return Forecast("FP8", "FP8", "FP8 as the model has it")
+        return forecast_fp8(layer)
     if isinstance(layer, nn.Linear):
         return Forecast("FP4", "FP4", "linear layer as an FP4 GEMM")
     if conv == "plugin" and _is_plugin(layer):
@@ -60,6 +58,13 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
     if conv == "gemm":
         return Forecast("FP4", "FP4", "convolution as im2col and an FP4 GEMM")
     return Forecast("FP16", "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
+
+
+def forecast_fp8(layer: nn.Module) -> Forecast:
+    """The forecast of a layer that is FP8 in the model, under any `--conv` mode."""
+    if isinstance(layer, nn.ConvTranspose2d):
+        return Forecast("FP16", "FP8", NO_TRANSPOSED)
+    return Forecast("FP8", "FP8", "FP8 as the model has it")
 
 
 def _is_one_gemm(layer: nn.Module) -> bool:
