@@ -60,7 +60,7 @@ from fp4deploy.requirements import ZOO
 SIZE = (64, 64)
 SCENES = 8  # to learn; as many steps as fours of them
 BATCH = 4
-CLASSES = 7  # of the generated scenes
+CLASSES = 4  # of the networks whose engines are built alone
 SECONDS = 900  # most for one architecture
 ARCHITECTURES: dict[str, dict[str, Any]] = {  # spec -> arguments
     "unet:0.25": {},

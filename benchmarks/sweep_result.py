@@ -42,9 +42,11 @@ def machine() -> dict[str, Any]:
 def gather(folder: Path) -> dict[str, Any]:
     """`sweep.json` with AP50 and AP75 where the runs have them."""
     found: dict[str, Any] = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    ran = {name: row for name, row in found["variants"].items() if any(_is_done(run) for run in row["runs"].values())}
+    found["variants"] = ran  # with --only, a sweep runs some of its variants
     found["settings"] = [each for each in found["settings"] if not each.startswith(SETTINGS_OF_THE_MACHINE)]
     for row in found["variants"].values():
-        finished = [run for run in row["runs"].values() if run["status"] == "done"]
+        finished = [run for run in row["runs"].values() if _is_done(run)]
         for run in row["runs"].values():
             for key in OF_THE_MACHINE:
                 run.pop(key, None)
@@ -56,6 +58,10 @@ def gather(folder: Path) -> dict[str, Any]:
                 spread = statistics.stdev(values) if len(values) > 1 else None
                 row[key] = {"mean": statistics.fmean(values), "sd": spread}
     return found
+
+
+def _is_done(run: dict[str, Any]) -> bool:
+    return bool(run["status"] == "done")
 
 
 def _best_epoch(metrics: Path, epoch: int) -> dict[str, float]:

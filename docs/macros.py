@@ -626,6 +626,36 @@ def plain_convolutions() -> str:
     return markdown(["UNet, 352 x 480", "batch", "differ from the reference", "kernel, us", "cuDNN, us"], rows)
 
 
+def fuzzed_networks() -> str:
+    """Outcomes of random networks."""
+    found = result("fuzz_networks_cpu")
+    counts = [(name, count) for name, count in found["outcomes"].items() if not name.startswith("refused")]
+    rows = [[name, f"{count:,}"] for name, count in counts]
+    rows += [[reason, f"{count:,}"] for reason, count in found["reasons"].items()]
+    return markdown(["outcome", "networks"], [*rows, ["all", f"{found['networks']:,}"]])
+
+
+def camvid_models() -> str:
+    """CamVid for networks of other libraries: mIoU of three seeds, and gaps paired by seed."""
+    rows = []
+    for name in ("unet_resnet34", "deeplabv3plus", "basicunet"):
+        found = _camvid_model(name)
+        if found is None:
+            continue
+        row, base = found[name], next(each for each in found.values() if each["model"] == "fp16" and each["best"])
+        for label, each in (("FP16", base), ("FP16 control", found[f"{name}_control"]), ("NVFP4 QAT", row)):
+            cells = [text for key in ("best", "test") for text in (spread(each[key]), gap(each.get(f"gap_{key}")))]
+            rows.append([row["note"], label, _seeds(each), *cells])
+    return markdown(["network", "model", "seeds", "validation", "gap", "test", "gap"], rows, 2)
+
+
+def _camvid_model(name: str) -> dict[str, Any] | None:
+    """Variants of one network's sweep that finished."""
+    path = RESULTS / f"camvid_{name}_h200.json"
+    found: dict[str, Any] | None = result(path.stem)["variants"] if path.is_file() else None
+    return found
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -634,7 +664,7 @@ TABLES: dict[str, Callable[..., str]] = {
         image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library,
-        plain_convolutions,
+        plain_convolutions, fuzzed_networks, camvid_models,
     )
 }  # fmt: skip
 
