@@ -63,7 +63,7 @@ def _decompose_where_needed(decompose: Callable[[Any, Any], Any]) -> Callable[[A
         transposed = [node for node in calls if node.target in TRANSPOSED]
         rest = {node.target for node in calls} - TRANSPOSED - ASSERTIONS
         if any(each not in known or _is_rewritten(each) for each in rest):
-            return decompose(program, registry)  # type: ignore[no-any-return]
+            return decompose(program, registry)
         for node in transposed:
             _as_convolution(node)
         return program
