@@ -50,7 +50,7 @@ class PoolWorker:
         arguments = (sweep, out, *task, started, self.jobs)
         if self._executor is not None and self._process.is_alive():
             return self._executor.submit(_train, *arguments)
-        with isolated_start(), one_gpu(self.number):
+        with isolated_start(), one_gpu(self.number), _blocked_signals():
             self._stop = self._context.Event()
             initial = (multiprocessing.get_start_method(), max(1, cores() // self.jobs), self._stop)
             self._executor = ProcessPoolExecutor(1, self._context, _initialize, initial)
@@ -98,6 +98,19 @@ def one_gpu(number: int) -> Iterator[None]:
             del os.environ[VISIBLE]
 
 
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """A process started inside gets signals when it has handlers for them, and not while it imports."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _initialize(start_method: str, threads: int, stop: Event) -> None:
     """The first that happens in a worker."""
     global _stop
@@ -105,6 +118,8 @@ def _initialize(start_method: str, threads: int, stop: Event) -> None:
     multiprocessing.set_start_method(start_method, force=True)  # else a loader's workers import torch anew, too
     end_with_parent(group=True)
     _answer_signals(_ignore)  # also where the sweep ignores them, as behind nohup
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # `PoolWorker.submit` blocked them
     torch.set_num_threads(threads)
 
 
