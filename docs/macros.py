@@ -184,7 +184,6 @@ def packed_network() -> str:
 LATENCY_FORMS = {
     "FP16, torch.compile": "fp16, compiled",
     "packed FP16": "packed fp16",
-    "packed NVFP4, before": "packed nvfp4, before",
     "**packed NVFP4**": "packed nvfp4",
 }
 
