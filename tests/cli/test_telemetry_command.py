@@ -83,7 +83,7 @@ def test_a_run_without_telemetry(invoke: Invoke, shapes: Path, tmp_path: Path) -
 
 def test_bad_flags(invoke: Invoke, shapes: Path, run: Path) -> None:
     for arguments, told in (
-        (("train", "--data", shapes, "--tracker", "csv"), "'jsonl', 'tensorboard' or 'wandb'"),
+        (("train", "--data", shapes, "--tracker", "csv"), "'jsonl', 'tensorboard', 'wandb' or 'mlflow'"),
         (("train", "--data", shapes, "--telemetry-every", "-1"), "telemetry-every"),
         (("telemetry", "plot", run, "--model", "nvfp5"), "fp16, nvfp4"),
         (("telemetry", "plot", "nowhere"), "is not a run"),

@@ -289,5 +289,5 @@ def test_a_flipped_byte_of_a_state_is_found(tmp_path: Path, share: float) -> Non
     whole = bytearray(path.read_bytes())
     whole[int(share * len(whole))] ^= 16
     path.write_bytes(whole)
-    with pytest.raises(InputError, match=r"cannot be resumed from .*is damaged"):
+    with pytest.raises(InputError, match=r"cannot be resumed from .*is corrupt"):
         load_state(path, model, optimizer, None)

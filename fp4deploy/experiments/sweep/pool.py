@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +30,7 @@ from fp4deploy.experiments.sweep.variant import Started, train_logged
 from fp4deploy.train.interrupt import SIGNALS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+REAPED_SECONDS = 10
 
 _stop: Event | None = None  # of this process, where it is a worker
 
@@ -63,7 +65,9 @@ class PoolWorker:
         """Why the process died."""
         if not isinstance(error, BrokenProcessPool):
             return f"{type(error).__name__}: {error}"
-        self._process.join()
+        until = time.monotonic() + REAPED_SECONDS
+        while self._process.exitcode is None and time.monotonic() < until:  # the pool's thread waits for it, too
+            time.sleep(0.01)
         code = self._process.exitcode or 0
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 

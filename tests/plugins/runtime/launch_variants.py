@@ -20,6 +20,7 @@ from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import gemv, plain
 from fp4deploy.plugins.quantize import (
     channels_last,
+    learned,
     norm_pack,
     operators,
     pointwise_pack,
@@ -129,6 +130,13 @@ def _images(quantize: bool) -> None:
     channels_last._previous_amax(x, amax, amax)
 
 
+def _learned_amax() -> None:
+    x = torch.zeros(2, 32, 4, 4, dtype=HALF).to(memory_format=torch.channels_last)
+    learned._group_norm_relu_damax(x, x, torch.zeros(2, 2, 32), _amax(), None)
+    learned._pool_damax(x, x[:, :, :2, :2], _amax(), None)
+    learned._concat_damax(x, x, torch.cat([x, x], 1), _amax(), None)
+
+
 def _packed_norms() -> None:
     x, ab, form = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(2, 2, 32), norm_pack.OutputForm
     norm_pack.apply_kernels(x, ab, [form(_amax()), form(None)])
@@ -216,6 +224,7 @@ EXERCISES: list[Callable[[], object]] = [
     lambda: operators._mask_gradient(torch.zeros(MATRIX, dtype=HALF), torch.zeros(128, dtype=torch.int16), 1),
     lambda: weights._fake_quantize_weights([torch.zeros(MATRIX)], [1], HALF),
     lambda: _images(True),
+    _learned_amax,
     _packed_norms,
     _elementwise_layers,
     _unfolded(HALF, None, "stochastic", hadamard=True),

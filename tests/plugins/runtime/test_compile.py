@@ -38,6 +38,7 @@ CONVERTING = ("quantize_tensor", "norm_pack", "norm_pool_pack", "pointwise_pack"
 # Kernels whose loads are of 16 bytes; of `quantize.cu` with LINEAR those of every kernel.
 WIDE = {"pack_rows", "pack_rows_4o6", "finite_amax", "concat", "separate", "moments", "apply", "sums", "gradient"}
 WIDE |= {"norm_pack", "norm_pool_pack", "pointwise_pack", "pool", "pool_gradient", "track_amax", "previous_amax"}
+WIDE |= {"normalized", "pooled", "joined"}
 WIDE_LOAD = re.compile(r"ld\.(?:volatile\.)?global[.\w]*\.v4\.[bfsu]32")
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 SPILLED = 4  # bytes: one register, around the call of a rare path
