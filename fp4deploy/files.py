@@ -9,6 +9,9 @@ there and empty. The content is synchronised (fsync) before the rename, the fold
 **Others who can write to the folder.** The temporary place is a folder of mode 0700 with a random name: `mkdir` fails
 where anything exists, also a symbolic link, so that nobody can prepare a link for the writer to follow. The file inside
 is created by the caller as any other, with the permissions of the umask.
+
+**Killed writers.** A writer holds a lock on its temporary folder, which the system gives back when it dies. The first
+write of another process to the same place removes the folders that are not locked.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +32,16 @@ from typing import Any, BinaryIO
 
 from fp4deploy.errors import InputError
 
-PARTIAL = ".*.partial"  # glob of the temporary folders; those of killed processes remain
+try:
+    import fcntl
+except ImportError:  # Windows: what killed processes leave stays until `remove_leftovers`
+    fcntl = None  # type: ignore[assignment]
+
+PARTIAL = ".*.partial"  # glob of the temporary folders
+TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.partial")
+JUST_MADE = 60  # seconds in which a folder may not be locked yet
+
+_tidied: set[Path] = set()  # folders that this process has looked through
 
 
 @contextmanager
@@ -45,9 +59,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
         raise InputError(f"{path} is a device or a pipe, and would be replaced by a file. Give the name of a file.")
     private = path.with_name(f".{secrets.token_hex(8)}.partial")
     temporary = private / path.name
+    lock: int | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_of_killed(path.parent)
         private.mkdir(mode=0o700)
+        lock = _locked(private)
         yield temporary
         _synchronise(temporary)
         if temporary.is_dir() and path.is_dir():
@@ -61,6 +78,37 @@ def atomic_write(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(private, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove_of_killed(folder: Path) -> None:
+    """Remove the temporary folders of writers that have died."""
+    if fcntl is None or folder in _tidied:
+        return
+    _tidied.add(folder)
+    with suppress(OSError):  # others remove theirs meanwhile
+        for path in folder.iterdir():
+            if TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > JUST_MADE:
+                lock = _locked(path)
+                if lock is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor of the folder that holds its lock; None where another process has it, or there are no locks."""
+    if fcntl is None:
+        return None
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return descriptor
 
 
 def remove_leftovers(folder: Path) -> None:

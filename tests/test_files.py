@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from fp4deploy import files
 from fp4deploy.errors import InputError
 from fp4deploy.files import append_line, atomic_write, digest_of, file_digest, remove_leftovers
 from fp4deploy.schema import whole_lines
@@ -127,6 +131,43 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".link.partial").symlink_to("elsewhere")
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "kept", "state"]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from fp4deploy.files import atomic_write
+with atomic_write(Path(sys.argv[1])) as temporary:
+    temporary.write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders are locked on POSIX alone")
+def test_the_next_write_removes_what_a_killed_process_was_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, own = tmp_path / "file", tmp_path / ".mine.partial"
+    own.mkdir()
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(target)], stdout=subprocess.PIPE)
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"writing\n"
+        (half,) = (path for path in tmp_path.iterdir() if path != own)
+        for age, alive in ((0, True), (3600, True), (0, False), (3600, False)):
+            if not alive and writer.poll() is None:
+                writer.kill()
+                writer.wait()
+            os.utime(half, (time.time() - age,) * 2)
+            monkeypatch.setattr(files, "_tidied", set())
+            with atomic_write(target) as temporary:
+                temporary.write_text("whole")
+            assert half.exists() == (alive or age == 0)
+        assert sorted(tmp_path.iterdir()) == sorted([own, target])
+    finally:
+        writer.kill()
+        writer.wait()
 
 
 def test_a_digest_depends_on_where_parts_end() -> None:
