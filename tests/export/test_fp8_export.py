@@ -21,6 +21,7 @@ from fp4deploy.export.lowering.pattern import find_fp4_layers
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import layers_of
+from fp4deploy.export.verify.layerwise import compare_layerwise
 from fp4deploy.export.verify.outputs import compare_with_torch
 from fp4deploy.formats import quantize_fp8
 from fp4deploy.peaks import find_gpu
@@ -71,6 +72,20 @@ def test_onnx_runtime_computes_what_torch_does() -> None:
     assert not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in portable.graph.node}
     found = compare_with_torch(deployed(model), portable, [IMAGES])
     assert found.largest < 1e-4
+
+
+def test_layers_are_compared_without_blocks() -> None:
+    """One image: the head reads 8 channels, half a block of FP4. Each element of an FP8 layer counts."""
+    model, graph = mixed()
+    found = compare_layerwise(deployed(model), to_portable(graph), [IMAGES[:1]])
+    assert list(found.layers) == ["2", "5", "6", "8", "11"]
+    assert (found.share, found.worst) == (1, 0)
+    broken = onnx.ModelProto()
+    broken.CopyFrom(graph)
+    bias = next(tensor for tensor in broken.graph.initializer if tensor.name == "0.bias")
+    bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float16(0.5), bias.name))
+    found = compare_layerwise(deployed(model), to_portable(broken), [IMAGES[:1]])
+    assert found.blocks["2"] == round(found.layers["2"] * 16 * 16 * 16) > 1000
 
 
 def test_an_uncalibrated_layer_is_named() -> None:

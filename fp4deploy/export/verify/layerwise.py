@@ -46,7 +46,8 @@ class LayerwiseAgreement:
     """pixels, differing: as in the end-to-end comparison, every GEMM with reference inputs.
 
     layers: share of differing quantised input elements by layer, in the order of the graph.
-    blocks: in how many blocks of 16 they lie: one last bit of a block's amax can change its scale, and all of it.
+    blocks: in how many blocks of 16 they lie: one last bit of a block's amax can change its scale, and all of it. In an
+        FP8 layer, whose scale is static, each element counts.
     sources: the layers whose outputs each layer's input is computed from; none where it comes from the network's input.
     unmatched: layers that torch and the graph run a different number of times; with any, nothing was compared.
     """
@@ -110,10 +111,17 @@ def compare_layerwise(
             differs = y != x
             wrong[name] += int(differs.sum())
             seen[name] += x.size
-            last = np.moveaxis(differs, layers[name].gemms().input_axis, -1)
-            blocks[name] += int(last.reshape(-1, NVFP4_BLOCK).any(-1).sum())
+            blocks[name] += _blocks_with(differs, layers[name])
     shares = {name: wrong[name] / max(seen[name], 1) for name in cut.values}
     return LayerwiseAgreement(pixels, differing, shares, cut.sources, blocks=blocks)
+
+
+def _blocks_with(differs: NDArray[np.bool_], layer: QuantizedLayer) -> int:
+    """The number of blocks that hold a differing element."""
+    if is_fp8(layer.recipe):
+        return int(differs.sum())
+    last = np.moveaxis(differs, layer.gemms().input_axis, -1)
+    return int(last.reshape(-1, NVFP4_BLOCK).any(-1).sum())
 
 
 def with_reference_inputs(portable: onnx.ModelProto, layers: list[str]) -> CutGraph:
@@ -169,7 +177,7 @@ def _run_torch(
     def keep(name: str) -> Any:
         def hook(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             x = layer.quantized_input(inputs[0])
-            if not is_fp8(layer.recipe):  # whose channels need no padding
+            if not is_fp8(layer.recipe):  # whose channels are not padded
                 x = pad_to_blocks(x, (layer.gemms().input_axis % x.ndim,))
             operands[name].append(x.numpy())
 
