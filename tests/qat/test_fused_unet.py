@@ -1,4 +1,15 @@
-"""The fused UNet's order of operations on a CPU, its kernels written in torch: the gradients of the plain UNet."""
+"""The fused UNet's order of operations on a CPU, its kernels written in torch: the gradients of the plain UNet.
+
+In float64 both are the same, parameter by parameter. In FP16 they round at other places, and quantisers turn a last bit
+into another FP4 value, which the layers behind amplify. Neither is nearer to float64 then: one step of UNet 0.25 with a
+learned amax, 4 x 96 x 128, relative distance to the same step in float64, six seeds (lowest to highest),
+
+    gradients of         plain, FP32    plain, FP16    fused, FP16    fused against plain, both FP16
+    all learned amaxes   0.08 - 0.56    0.72 - 1.46    0.84 - 1.71    0.66 - 1.31
+    all other weights    0.05 - 0.49    0.70 - 0.79    0.72 - 0.80    0.69 - 0.79
+
+so that a comparison of whole networks in FP16 cannot tell a mistake from rounding.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +23,9 @@ import torch.nn.functional as F
 
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import build_unet
-from fp4deploy.qat import prepare, quantized_layers
+from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_layers
 from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
+from fp4deploy.qat.learned import fake_quantize_learned
 
 
 def clipped(y: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,21 +45,31 @@ def normalized(x: torch.Tensor, bias: Any, weight: Any, beta: Any, groups: int, 
     return F.group_norm(x if bias is None else x + bias.view(1, -1, 1, 1), groups, weight, beta, eps).relu()
 
 
+def coefficients(x: torch.Tensor, bias: Any, weight: Any, beta: Any, groups: int, eps: float) -> torch.Tensor:
+    """[N, 2, C]: a and b of `normalized`, relu(a x + b)."""
+    shift = torch.zeros_like(weight) if bias is None else bias
+    grouped = (x + shift.view(1, -1, 1, 1)).unflatten(1, (groups, -1)).flatten(2)
+    repeats = x.shape[1] // groups
+    mean = grouped.mean(2).repeat_interleave(repeats, 1)
+    a = weight * (grouped.var(2, correction=0) + eps).rsqrt().repeat_interleave(repeats, 1)
+    return torch.stack([a, beta + (shift - mean) * a], 1)
+
+
 def group_norm_relu(
     x: Any, bias: Any, weight: Any, beta: Any, groups: Any, eps: Any, amax: Any, tracked: Any, decay: Any,
     quantize: Any, delayed: Any = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     y = normalized(x, bias, weight, beta, groups, eps)
     largest = follow(y.amax(), tracked, decay, delayed)
-    shapes = torch.stack([beta, beta]), torch.tensor([groups, eps]), torch.zeros(0)
-    return clipped(y, largest if amax is None else amax)[0] if quantize else y, *shapes, largest
+    kept = coefficients(x, bias, weight, beta, groups, eps), torch.tensor([groups, eps]), beta.clone()
+    return clipped(y, largest if amax is None else amax)[0] if quantize else y, *kept, largest
 
 
 def group_norm_relu_backward(
-    x: Any, dy: Any, ab: Any, settings: Any, _: Any, bias: Any, weight: Any, amax: Any, quantize: Any
+    x: Any, dy: Any, ab: Any, settings: Any, beta: Any, bias: Any, weight: Any, amax: Any, quantize: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.enable_grad():
-        given = [None if each is None else each.detach().requires_grad_() for each in (x, bias, weight, ab[0])]
+        given = [None if each is None else each.detach().requires_grad_() for each in (x, bias, weight, beta)]
         y = normalized(*given, int(settings[0]), float(settings[1]))
         found = torch.autograd.grad(
             y, [each for each in given if each is not None], dy * (clipped(y.detach(), amax)[1] if quantize else 1)
@@ -92,6 +114,29 @@ def separate(gradient: Any, inside: Any, first: Any) -> tuple[torch.Tensor, torc
     return masked[:, :first].clone(), masked[:, first:].clone()
 
 
+def damax(value: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor, largest: Any) -> torch.Tensor:
+    """By the definition; a bound that nothing exceeds means that no block saturates."""
+    assert largest is None or value.amax() <= largest * (1 + 1e-6)
+    learned = amax.detach().reshape(()).clone().requires_grad_()
+    with torch.enable_grad():
+        fake_quantize_learned(value, QuantSpec(scale="static"), 1, learned).backward(gradient)
+    assert learned.grad is not None
+    return learned.grad
+
+
+def group_norm_relu_damax(x: Any, dy: Any, ab: Any, amax: Any, largest: Any) -> torch.Tensor:
+    a, b = ab[..., None, None].unbind(1)
+    return damax(torch.relu(a * x + b), dy, amax, largest)
+
+
+def pool_damax(y: Any, dpooled: Any, amax: Any, largest: Any) -> torch.Tensor:
+    return damax(F.max_pool2d(y, 2), dpooled, amax, largest)
+
+
+def concat_damax(a: Any, b: Any, gradient: Any, amax: Any, largest: Any) -> torch.Tensor:
+    return damax(torch.cat([a, b], 1), gradient, amax, largest)
+
+
 def fake_quantize_weights(weights: Any, axes: Any, dtype: Any) -> torch.Tensor:
     found = [fake_quantize_nvfp4(weight, (axis,))[0] for weight, axis in zip(weights, axes, strict=True)]
     flat = [F.pad(each.permute(_order(each)).flatten(), (0, -each.numel() % 16)) for each in found]
@@ -105,7 +150,7 @@ def _order(weight: torch.Tensor) -> tuple[int, ...]:
 
 KERNELS = (
     *(group_norm_relu, group_norm_relu_backward, pool, pool_backward, track_amax, previous_amax, concat, separate),
-    fake_quantize_weights,
+    *(group_norm_relu_damax, pool_damax, concat_damax, fake_quantize_weights),
 )
 
 
@@ -118,7 +163,22 @@ def _kernels_in_torch() -> Iterator[None]:
     library._destroy()
 
 
-RECIPES = ["nvfp4_qat_delayed", "nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_qat", "nvfp4_4o6_qat+delayed"]
+RECIPES = (
+    *("nvfp4_qat_delayed", "nvfp4_qat+dynamic", "nvfp4_qat+learned", "nvfp4_qat_2d", "nvfp4_4o6_qat"),
+    "nvfp4_4o6_qat+delayed",
+)
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def step(model: Any, x: torch.Tensor, fused: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits, and the gradient of every parameter that has one."""
+    model.zero_grad()
+    y = model._fused(model.read_image(x)) if fused else model(x)
+    y.square().mean().backward()
+    return y.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -131,18 +191,17 @@ def test_a_step_of_every_recipe_with_kernels(recipe: str) -> None:
     plain = prepare(build_unet(3, 0.25), recipe).train()
     assert has_kernels(plain)
     plain = plain.double()
+    if "learned" in recipe:
+        calibrate_percentile(plain, [torch.randn(2, 3, 32, 32).double()], 99.0)
     fused: Any = fuse_unet(copy.deepcopy(plain))
     for seed in range(2 if "delayed" in recipe else 1):
         x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(seed)).double()
-        results = []
-        for model, y in ((plain, plain(x)), (fused, fused._fused(fused.read_image(x)))):
-            model.zero_grad()
-            y.square().mean().backward()
-            results.append(
-                (y.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-            )
-        for one, other in zip(*results, strict=True):
-            assert float((one - other).norm() / other.norm()) < 1e-3
+        (logits, gradients), (expected, wanted) = step(fused, x, True), step(plain, x, False)
+        assert distance(logits, expected) < 1e-3
+        assert gradients.keys() == wanted.keys()
+        assert all("learned" not in recipe or f"{name}.input_amax" in wanted for name in quantized_layers(plain))
+        wrong = {name: distance(gradients[name], wanted[name]) for name in wanted}
+        assert max(wrong.values()) < 1e-3, max(wrong.items(), key=lambda each: each[1])
     for one, other in zip(quantized_layers(plain).values(), quantized_layers(fused).values(), strict=True):
         if one.input_amax is not None and other.input_amax is not None:
             torch.testing.assert_close(one.input_amax, other.input_amax, rtol=1e-3, atol=0)

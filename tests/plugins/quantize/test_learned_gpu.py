@@ -55,23 +55,31 @@ def test_the_gradient_is_that_of_the_definition(shape: tuple[int, ...], amax: fl
 
 @pytest.mark.parametrize("name", ["encoder.1.conv2", "encoder.1.conv1", "decoder.1.conv1"])
 def test_the_fused_unet_learns_as_the_plain_one(name: str) -> None:
-    """One quantised layer, behind a norm, a pooling and a concatenation; with more, FP4 amplifies last bits."""
+    """One quantised layer, behind a norm, a pooling and a concatenation; with more, FP4 amplifies last bits.
+
+    The gradient of an amax is a sum whose terms cancel: one step may come near 0, so eight are compared. In FP16,
+    emulated on a CPU, both paths are 0.1 to 0.4 from float64, now one nearer and now the other.
+    """
     torch.manual_seed(0)
     exact = prepare(build_unet(5, 0.25), "nvfp4_qat+learned", include=[name])
     exact = exact.cuda().to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-    images, upstream = torch.randn(4, 3, 96, 128, device="cuda"), torch.randn(4, 5, 96, 128, device="cuda")
-    calibrate_percentile(exact, [images], 99.0)
+    calibrate_percentile(exact, [torch.randn(4, 3, 96, 128, device="cuda")], 99.0)
     plain, fused = copy.deepcopy(exact), fuse_unet(copy.deepcopy(exact))
     assert isinstance(fused, FusedUNet)
     assert fused._fusable()
-    found = {}
-    for kind, model in (("exact", exact), ("plain", plain), ("fused", fused)):
-        with torch.autocast("cuda", dtype=torch.float16, enabled=kind != "exact"):
-            logits = model(images)
-        logits.float().backward(upstream)
-        (layer,) = quantized_layers(model).values()
-        assert layer.input_amax is not None
-        assert layer.input_amax.grad is not None
-        found[kind] = layer.input_amax.grad.double().reshape(1)
-    error = {kind: relative(found[kind], found["exact"]) for kind in ("plain", "fused")}
-    assert error["fused"] < 1.5 * error["plain"] + 0.03, error
+    models = {"exact": exact.double(), "plain": plain, "fused": fused}
+    found: dict[str, list[torch.Tensor]] = {kind: [] for kind in models}
+    for _ in range(8):
+        images, upstream = torch.randn(4, 3, 96, 128, device="cuda"), torch.randn(4, 5, 96, 128, device="cuda")
+        for kind, model in models.items():
+            model.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, enabled=kind != "exact"):
+                logits = model(images.double() if kind == "exact" else images)
+            logits.double().backward(upstream.double())
+            (layer,) = quantized_layers(model).values()
+            assert layer.input_amax is not None
+            assert layer.input_amax.grad is not None
+            found[kind].append(layer.input_amax.grad.double().reshape(()))
+    gradients = {kind: torch.stack(each) for kind, each in found.items()}
+    error = {kind: relative(gradients[kind], gradients["exact"]) for kind in ("plain", "fused")}
+    assert error["fused"] < 2 * error["plain"] + 0.03, error
