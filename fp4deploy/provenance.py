@@ -1,6 +1,6 @@
 """RUN/provenance.jsonl: which file was made of which, by SHA-256, from the data to the engine.
 
-    data --train, quantize--> checkpoint --export--> ONNX, .fp4 --build--> engine
+    data --train, quantize, import-modelopt--> checkpoint --export--> ONNX, .fp4 --build--> engine
 
 Every stage appends a line when its file is whole: the file, what it was made of, each with its digest at that moment.
 The last line of a file counts. `verify_run` walks the chain and compares it with the files that are there now: a file
@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -32,8 +32,8 @@ from fp4deploy.runs import Run, is_first_process, run_of
 from fp4deploy.schema import MOST_BYTES, Name, whole_lines
 
 FILE = "provenance.jsonl"
-Stage = Literal["train", "quantize", "export", "build"]
-STAGES: tuple[Stage, ...] = ("train", "quantize", "export", "build")
+Stage = Literal["train", "quantize", "import-modelopt", "export", "build"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 CONTENT = (".json", ".txt", ".csv", ".yaml", ".yml")  # suffixes of a dataset's files whose content is digested
 MOST_FILES = 2_000_000  # of a dataset
 MOST_CONTENT = 8 << 30  # bytes of its JSON and text files

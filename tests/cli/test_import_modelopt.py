@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copyfile
 
 import torch
 
 from fp4deploy.models import load_weights, read_card
 from fp4deploy.models.checkpoint import network_of
+from fp4deploy.provenance import links, verify_run
 from fp4deploy.qat import load_model, quantized_layers
+from fp4deploy.runs import create_run
 from tests.cli.command_line import Invoke
 from tests.interop.test_modelopt import FILE
 
@@ -32,8 +35,13 @@ def of_modelopt(checkpoint: Path, target: Path) -> None:
 
 
 def test_a_file_of_modelopt_becomes_a_checkpoint(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    run.config_path.touch()
+    like = run.checkpoint("fp16")
+    like.parent.mkdir()
+    copyfile(checkpoint, like)
     of_modelopt(checkpoint, tmp_path / "mo.pt")
-    result = invoke("import-modelopt", "mo.pt", "--like", checkpoint)
+    result = invoke("import-modelopt", "mo.pt", "--like", like)
     assert result.exit_code == 0, result.stderr
     assert "mo.safetensors (2 of 3 quantised layers, 1 of them in FP8)" in result.stdout
     assert "its format, INT8" in result.stdout
@@ -42,6 +50,10 @@ def test_a_file_of_modelopt_becomes_a_checkpoint(invoke: Invoke, checkpoint: Pat
     assert {name: round(float(layer.input_amax), 3) for name, layer in quantized_layers(model).items()} == {  # type: ignore[arg-type]
         "encoder.1.conv1": 1.5, "encoder.1.conv2": 1.5
     }  # fmt: skip
+    [link] = links(run)
+    assert link.stage == "import-modelopt"
+    assert [Path(each.path).name for each in link.inputs] == ["best.safetensors", "mo.pt"]
+    assert [finding.status for finding in verify_run(run)] == ["ok"]
 
 
 def test_what_it_refuses(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:

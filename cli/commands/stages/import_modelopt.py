@@ -27,6 +27,7 @@ def import_modelopt(
     expect(model)
     from rich.table import Table
 
+    from fp4deploy import provenance
     from fp4deploy.interop.modelopt import from_modelopt, read_modelopt
     from fp4deploy.models import read_card, save_checkpoint
     from fp4deploy.models.checkpoint import network_of
@@ -46,6 +47,7 @@ def import_modelopt(
         tuple(each.layer for each in kept if each.precision in wanted) for wanted in (("FP4", "FP8"), ("FP8",))
     )
     save_checkpoint(target, network, quantized_card(card, "nvfp4_qat", names, None, eight or None))
+    provenance.record("import-modelopt", target, [like, source])
     table = Table("layer", "precision", "not kept", box=None, pad_edge=False)
     for each in found:
         table.add_row(each.layer, each.precision, "; ".join(each.lost) or "-")
