@@ -8,8 +8,8 @@ input, W of the weight and Y of the output, the two forms move and multiply
     FP8 convolution                             X (2 + 1 + 1) + W + 2 Y                        FP8, twice the rate
 
 the FP16 form reads the input, writes it quantised and decoded, and reads that; weights are read as codes, written
-decoded, and read. The cost is the roofline of `peaks`, max(operations / peak, bytes / bandwidth), for the RTX 5090
-(SM120) or the B200. By this model FP8 wins wherever a GPU has FP8 tensor cores. It leaves out launches, tile sizes and
+decoded, and read. The cost is the roofline of `peaks`, max(operations / peak, bytes / bandwidth), of the RTX 5090
+(SM120). By this model FP8 wins wherever a GPU has FP8 tensor cores. It leaves out launches, tile sizes and
 caches, and nobody has timed either form: a projection, which the ledger says as the reason. `--conv qdq` keeps FP16 and
 the smaller weights.
 """
@@ -23,19 +23,18 @@ from fp4deploy.export.lowering.gemm import geometry
 from fp4deploy.export.lowering.pattern import Fp4Layer
 from fp4deploy.peaks import Gpu, find_gpu
 
+GPU = "sm120"
 REASON = "no FP4 convolution in TensorRT: an FP8 one, {ratio:.1f} times as fast as FP16 by the roofline, not measured"
 
 
-def prefers_fp8(layer: Fp4Layer, gpu: Gpu | None = None) -> str | None:
+def prefers_fp8(layer: Fp4Layer) -> str | None:
     """Why a convolution of one group becomes FP8, None where it stays FP16 or its shape is not known."""
     plan = geometry(layer)
     if plan is None or layer.shape is None or not can_be_fp8(layer):
         return None
     pixels = math.prod(plan.size)
     weights = layer.out_channels * layer.shape[0] * math.prod(layer.kernel)
-    half, eight = seconds(
-        gpu or find_gpu("sm120"), math.prod(layer.shape), weights, layer.out_channels * pixels, pixels
-    )
+    half, eight = seconds(find_gpu(GPU), math.prod(layer.shape), weights, layer.out_channels * pixels, pixels)
     return REASON.format(ratio=half / eight) if eight < half else None
 
 

@@ -14,6 +14,7 @@ gets the same FP16 values as one that is given normalised images rounded to FP16
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,14 +99,8 @@ def _replace_input(graph: onnx.GraphProto, wanted: Interface, card: dict[str, An
     _rename(graph, name, inner)
     kind, extents = given.type.tensor_type.elem_type, _extents(given)
     outer = TYPES[wanted.input] if wanted.input else kind
-    nodes, value = [], name
-
-    def add(op: str, role: str, *more: str, **attributes: Any) -> None:
-        nonlocal value
-        made = f"{PREFIX}.{role}"
-        nodes.append(helper.make_node(op, [value, *more], [made], name=made, **attributes))
-        value = made
-
+    nodes: list[onnx.NodeProto] = []
+    add = partial(_append, nodes, name)
     if wanted.input_layout == "nhwc":
         extents = [extents[0], *extents[2:], extents[1]]
         if wanted.input != "uint8":
@@ -133,14 +128,8 @@ def _replace_output(graph: onnx.GraphProto, wanted: Interface) -> None:
     inner, name = f"{PREFIX}.{given.name}", given.name
     _rename(graph, name, inner)
     kind, extents = given.type.tensor_type.elem_type, _extents(given)
-    nodes, value = [], inner
-
-    def add(op: str, role: str, **attributes: Any) -> None:
-        nonlocal value
-        made = f"{PREFIX}.{role}"
-        nodes.append(helper.make_node(op, [value], [made], name=made, **attributes))
-        value = made
-
+    nodes: list[onnx.NodeProto] = []
+    add = partial(_append, nodes, inner)
     if wanted.output == "argmax":
         add("ArgMax", "classes", axis=1, keepdims=0)
         add("Cast", "classes_int32", to=TensorProto.INT32)
@@ -155,6 +144,12 @@ def _replace_output(graph: onnx.GraphProto, wanted: Interface) -> None:
     nodes[-1].output[0] = name
     graph.node.extend(nodes)
     given.type.CopyFrom(_tensor(kind, extents))
+
+
+def _append(nodes: list[onnx.NodeProto], first: str, op: str, role: str, *more: str, **attributes: Any) -> None:
+    """Add a node that reads the output of the last one, or the value `first`."""
+    value, made = nodes[-1].output[0] if nodes else first, f"{PREFIX}.{role}"
+    nodes.append(helper.make_node(op, [value, *more], [made], name=made, **attributes))
 
 
 def _type_name(value: onnx.ValueInfoProto) -> str:

@@ -30,11 +30,7 @@ def _group_norm_relu_damax(
 ) -> torch.Tensor:
     n, c, h, w = x.shape
     dy = dy.contiguous(memory_format=torch.channels_last)
-    chunks, per_chunk = chunks_of(h * w, c, n)
-    partial = torch.empty((n, chunks), dtype=torch.float32, device=x.device)
-    sums = kernel("learned.cu", "normalized", "PPPPPPqiq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device)
-    sums.launch((chunks, n), THREADS, x, dy, ab, amax, largest, partial, h * w, c, per_chunk)
-    return _gradient(partial, amax, x.numel())
+    return _gradient("normalized", "PPPPPPqiq", dy, (x, dy, ab), (h * w, c), n, amax, largest)
 
 
 @torch.library.impl(LIBRARY, "pool_damax", "CUDA")
@@ -43,28 +39,39 @@ def _pool_damax(
 ) -> torch.Tensor:
     n, c, h, w = dpooled.shape
     dpooled = dpooled.contiguous(memory_format=torch.channels_last)
-    chunks, per_chunk = chunks_of(h * w, c, n)
-    partial = torch.empty((n, chunks), dtype=torch.float32, device=y.device)
-    sums = kernel("learned.cu", "pooled", "PPPPPiqiq", {"DTYPE": CUDA_TYPES[y.dtype]}, y.device)
-    sums.launch((chunks, n), THREADS, y, dpooled, amax, largest, partial, w, h * w, c, per_chunk)
-    return _gradient(partial, amax, dpooled.numel())
+    return _gradient("pooled", "PPPPPiqiq", dpooled, (y, dpooled), (w, h * w, c), n, amax, largest)
 
 
 @torch.library.impl(LIBRARY, "concat_damax", "CUDA")
 def _concat_damax(
     a: torch.Tensor, b: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor | None
 ) -> torch.Tensor:
-    n, c, h, w = gradient.shape
+    n, _, h, w = gradient.shape
     gradient, b = (each.contiguous(memory_format=torch.channels_last) for each in (gradient, b))
-    chunks, per_chunk = chunks_of(n * h * w, c, 1)
-    partial = torch.empty((1, chunks), dtype=torch.float32, device=a.device)
-    sums = kernel("learned.cu", "joined", "PPPPPPqiiq", {"DTYPE": CUDA_TYPES[a.dtype]}, a.device)
-    sums.launch(chunks, THREADS, a, b, gradient, amax, largest, partial, n * h * w, a.shape[1], b.shape[1], per_chunk)
-    return _gradient(partial, amax, gradient.numel())
+    sizes = (n * h * w, a.shape[1], b.shape[1])
+    return _gradient("joined", "PPPPPPqiiq", gradient, (a, b, gradient), sizes, 1, amax, largest)
 
 
-def _gradient(partial: torch.Tensor, amax: torch.Tensor, elements: int) -> torch.Tensor:
-    return partial.sum() / (amax.reshape(()) * elements**0.5)
+def _gradient(
+    function: str,
+    signature: str,
+    gradient: torch.Tensor,
+    maps: tuple[torch.Tensor, ...],
+    sizes: tuple[int, ...],
+    batch: int,
+    amax: torch.Tensor,
+    largest: torch.Tensor | None,
+) -> torch.Tensor:
+    """Let a kernel of `learned.cu` sum over `maps` in chunks, and add the chunks.
+
+    sizes: its integers, before the pixels of a chunk. batch: in how many parts the pixels are chunked.
+    """
+    channels = gradient.shape[1]
+    chunks, per_chunk = chunks_of(gradient.numel() // channels // batch, channels, batch)
+    partial = torch.empty((batch, chunks), dtype=torch.float32, device=gradient.device)
+    sums = kernel("learned.cu", function, signature, {"DTYPE": CUDA_TYPES[maps[0].dtype]}, gradient.device)
+    sums.launch((chunks, batch), THREADS, *maps, amax, largest, partial, *sizes, per_chunk)
+    return partial.sum() / (amax.reshape(()) * gradient.numel() ** 0.5)
 
 
 for _operator in ("group_norm_relu_damax", "pool_damax", "concat_damax"):
