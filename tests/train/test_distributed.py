@@ -68,12 +68,13 @@ def train_and_compare_amaxes(data: Path, out: Path) -> None:
 
 
 def train_until_a_signal(data: Path, out: Path) -> None:
-    """In one of two processes: train; the second alone receives SIGTERM, after its third step."""
+    """In one of two processes: train; the second alone receives SIGTERM, after its third step, and ends soon after."""
     original = Trainer._step
 
     def signalled(self: Trainer, *batch: torch.Tensor) -> None:
         original(self, *batch)
         if dist.get_rank() == 1 and self.progress.step == 3:
+            signal.alarm(30)  # where the first trains on, the second waits for it and would do so for ever
             os.kill(os.getpid(), signal.SIGTERM)
 
     Trainer._step = signalled  # type: ignore[method-assign]
