@@ -24,7 +24,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,12 +33,10 @@ from fp4deploy.errors import InputError
 
 try:
     import fcntl
-except ImportError:  # Windows: what killed processes leave stays until `remove_leftovers`
+except ImportError:  # Windows: what killed processes leave stays
     fcntl = None  # type: ignore[assignment]
 
-PARTIAL = ".*.partial"  # glob of the temporary folders
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.partial")
-JUST_MADE = 60  # seconds in which a folder may not be locked yet
 
 _tidied: set[Path] = set()  # folders that this process has looked through
 
@@ -57,14 +54,13 @@ def atomic_write(path: Path) -> Iterator[Path]:
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError(f"{path} is a device or a pipe, and would be replaced by a file. Give the name of a file.")
-    private = path.with_name(f".{secrets.token_hex(8)}.partial")
-    temporary = private / path.name
+    private: Path | None = None
     lock: int | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_of_killed(path.parent)
-        private.mkdir(mode=0o700)
-        lock = _locked(private)
+        private, lock = _private_folder(path.parent)
+        temporary = private / path.name
         yield temporary
         _synchronise(temporary)
         if temporary.is_dir() and path.is_dir():
@@ -77,8 +73,21 @@ def atomic_write(path: Path) -> Iterator[Path]:
             "free some space or choose another place."
         ) from error
     finally:
-        shutil.rmtree(private, ignore_errors=True)
+        if private is not None:
+            shutil.rmtree(private, ignore_errors=True)
         if lock is not None:
+            os.close(lock)
+
+
+def _private_folder(parent: Path) -> tuple[Path, int | None]:
+    """A new temporary folder, and a descriptor that holds its lock, None where the system has none."""
+    while True:
+        private = parent / f".{secrets.token_hex(8)}.partial"
+        private.mkdir(mode=0o700)
+        lock = _locked(private, wait=True)
+        if private.exists():
+            return private, lock
+        if lock is not None:  # another process removed it before it was locked
             os.close(lock)
 
 
@@ -89,35 +98,24 @@ def _remove_of_killed(folder: Path) -> None:
     _tidied.add(folder)
     with suppress(OSError):  # others remove theirs meanwhile
         for path in folder.iterdir():
-            if TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > JUST_MADE:
-                lock = _locked(path)
-                if lock is not None:
-                    shutil.rmtree(path, ignore_errors=True)
-                    os.close(lock)
+            if TEMPORARY.fullmatch(path.name) and (lock := _locked(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
 
 
-def _locked(folder: Path) -> int | None:
+def _locked(folder: Path, wait: bool = False) -> int | None:
     """A descriptor of the folder that holds its lock; None where another process has it, or there are no locks."""
     if fcntl is None:
         return None
     descriptor = None
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         if descriptor is not None:
             os.close(descriptor)
         return None
     return descriptor
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes were writing below a folder that nobody else writes to now."""
-    for path in list(folder.rglob(PARTIAL)):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _synchronise(path: Path) -> None:

@@ -7,14 +7,13 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from fp4deploy import files
 from fp4deploy.errors import InputError
-from fp4deploy.files import append_line, atomic_write, digest_of, file_digest, remove_leftovers
+from fp4deploy.files import append_line, atomic_write, digest_of, file_digest
 from fp4deploy.schema import whole_lines
 
 
@@ -121,18 +120,6 @@ def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypat
     assert order == ["content", "folder", "renamed", tmp_path.name]
 
 
-def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
-    leftover = tmp_path / "state" / ".0123.partial"
-    leftover.mkdir(parents=True)
-    (leftover / "file").write_text("half")
-    (tmp_path / ".old.1.partial").write_text("half")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "kept").touch()
-    (tmp_path / ".link.partial").symlink_to("elsewhere")
-    remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "kept", "state"]
-
-
 WRITER = """
 import sys, time
 from pathlib import Path
@@ -150,24 +137,45 @@ def test_the_next_write_removes_what_a_killed_process_was_writing(
 ) -> None:
     target, own = tmp_path / "file", tmp_path / ".mine.partial"
     own.mkdir()
+    (tmp_path / f".{16 * '0'}.partial").symlink_to(own)
+    others = sorted(tmp_path.iterdir())
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(target)], stdout=subprocess.PIPE)
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"writing\n"
-        (half,) = (path for path in tmp_path.iterdir() if path != own)
-        for age, alive in ((0, True), (3600, True), (0, False), (3600, False)):
-            if not alive and writer.poll() is None:
+        (half,) = (path for path in tmp_path.iterdir() if path not in others)
+        for alive in (True, False):
+            if not alive:
                 writer.kill()
                 writer.wait()
-            os.utime(half, (time.time() - age,) * 2)
             monkeypatch.setattr(files, "_tidied", set())
             with atomic_write(target) as temporary:
                 temporary.write_text("whole")
-            assert half.exists() == (alive or age == 0)
-        assert sorted(tmp_path.iterdir()) == sorted([own, target])
+            assert half.exists() == alive
+        assert sorted(tmp_path.iterdir()) == sorted([*others, target])
     finally:
         writer.kill()
         writer.wait()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders are locked on POSIX alone")
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process took it for that of a killed one."""
+    removed, locked = list[Path](), files._locked
+
+    def late(folder: Path, wait: bool = False) -> int | None:
+        if not removed:
+            removed.append(folder)
+            folder.rmdir()
+        return locked(folder, wait)
+
+    monkeypatch.setattr(files, "_locked", late)
+    with atomic_write(tmp_path / "file") as temporary:
+        assert temporary.parent != removed[0]
+        temporary.write_text("whole")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def test_a_digest_depends_on_where_parts_end() -> None:

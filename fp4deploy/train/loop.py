@@ -25,7 +25,7 @@ from torch import nn
 
 from fp4deploy.data import EpochLoader, expand
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.files import append_line, remove_leftovers
+from fp4deploy.files import append_line
 from fp4deploy.models import ModelCard, save_checkpoint
 from fp4deploy.plugins import available
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
@@ -148,7 +148,6 @@ class Trainer:
         if resume and self.job.state_path.is_file():
             self._load()
         if self.accelerator.is_main_process:
-            remove_leftovers(self.job.folder)
             keep_epochs(self.job.metrics_path, self.progress.epoch)
             self.telemetry.resume(self.progress.step, self.progress.epoch)
         job, start = self.job, self.progress

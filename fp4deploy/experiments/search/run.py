@@ -16,7 +16,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option, Placement, least_cost, least_error
 from fp4deploy.experiments.search.costs import LayerCost, layer_costs
 from fp4deploy.experiments.search.study import Labelled, Measurements, Record
-from fp4deploy.files import file_digest, remove_leftovers
+from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
 from fp4deploy.ptq.checkpoint import calibration_images
@@ -115,7 +115,6 @@ def search(
     if card.precision != "fp16" or card.head is not None:
         raise InputError(f"search takes the FP16 checkpoint of a semantic model, and {checkpoint} is another one.")
     with hold(out):
-        remove_leftovers(out)
         model, _ = load_model(checkpoint, device)
         names = [plan.name for plan in layer_plan(model, include="*") if plan.precision == "FP4"]
         calibration = [each.to(device) for each in calibration_images(checkpoint, data, images, batch)]
