@@ -1,10 +1,9 @@
-"""Convolutions with decoded weights without a GPU: planes, plans, and the kernels in Triton's interpreter."""
+"""Convolutions with decoded weights without a GPU: planes and plans."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,22 +11,6 @@ import torch
 from fp4deploy.errors import InputError
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import decoded
-from tests.plugins.gemm import interpreted_decoded
-from tests.plugins.gemm.test_interpreted_gemms import interpret
-
-
-@pytest.fixture(scope="module")
-def kernels() -> dict[str, Any]:
-    return interpret(interpreted_decoded.__file__)
-
-
-@pytest.mark.parametrize("name", interpreted_decoded.CASES)
-def test_kernels(kernels: dict[str, Any], name: str) -> None:
-    found, case = kernels[name], interpreted_decoded.CASES[name]
-    assert found["error"] <= 6e-4
-    assert found["differing"] == 0, "bytes of the fused quantisation"
-    assert found["moments"] <= 1e-5
-    assert found["launches"] == (2 if case.splits > 1 else 1)
 
 
 @pytest.mark.parametrize(("channels", "up"), [((32,), False), ((48, 16), False), ((64,), True)])

@@ -1,16 +1,12 @@
-"""Runs the plugins' kernels in Triton's interpreter, from what the plugins hand to TensorRT: prints JSON.
-
-    TRITON_INTERPRET=1 python -m tests.plugins.tensorrt.interpreted_plugins
+"""The plugins' kernels in Triton's interpreter (`tests.plugins.interpreter`), from what plugins hand to TensorRT.
 
 Everything but the compiled code is what TensorRT gets: types and shapes of outputs, the grid and the integers, and
-arguments in its order. Triton reads the variable when it is imported, so that this is a process of its own.
+arguments in its order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 
 import torch
 
@@ -22,6 +18,10 @@ from tests.plugins.tensorrt.plugin_cases import CASES, IMAGES, Case, Outputs, ch
 from tests.plugins.tensorrt.tensorrt_offers import stand_in, symbolic
 
 SMALL = ("one pixel, 1x1", "one pixel, 3x3", "17 channels, stride 2", "no padding", "two sources, uneven")
+SMALL += ("up, odd channels",)
+WHOLE_STEPS = Case((1, 3, 4), (64, 64), 20, relu=True)
+CONVOLUTIONS = {**{name: CASES[name] for name in SMALL}, "two sources, whole steps": WHOLE_STEPS}
+CHAIN = "chain"
 ASKED: list[Launch] = []
 
 
@@ -46,15 +46,13 @@ def run(
     return outputs.checked()
 
 
-def main() -> None:
-    cases: dict[str, Case] = {name: CASES[name] for name in SMALL}
-    cases["two sources, whole steps"] = Case((1, 3, 4), (64, 64), 20, relu=True)
-    cases["up, odd channels"] = CASES["up, odd channels"]
-    results = {name: check(case, run, tactic=2) for name, case in cases.items()}
-    results |= {f"quantise {name}": check_quantize(shape, run) for name, shape in IMAGES.items()}
-    results["chain"] = check_chain(run)
-    json.dump(results, sys.stdout)
+def names() -> list[str]:
+    """Of the single nodes."""
+    return [*CONVOLUTIONS, *(f"quantise {name}" for name in IMAGES)]
 
 
-if __name__ == "__main__":
-    main()
+def results() -> dict[str, dict[str, float]]:
+    """What was found in every node, and in the chain."""
+    found = {name: check(case, run, tactic=2) for name, case in CONVOLUTIONS.items()}
+    found |= {f"quantise {name}": check_quantize(shape, run) for name, shape in IMAGES.items()}
+    return found | {CHAIN: check_chain(run)}
