@@ -14,6 +14,7 @@ applies a scale. Here they run along the input channels, so the codes of a convo
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,35 +175,11 @@ def from_modelopt(network: nn.Module, quantized: Quantized) -> list[Transfer]:
 
 
 def _transfer(name: str, layer: nn.Module, quantizers: Mapping[str, Quantizer]) -> Transfer:
-    result = Transfer(name, "FP16")
     weight, x = quantizers.get("weight"), quantizers.get("input")
-    formats = {each.format for each in (weight, x) if each is not None}
-    refused = next(
-        (
-            why
-            for wrong, why in (
-                (type(layer) not in QUANTIZED, f"{type(layer).__name__} has no quantised class here"),
-                (weight is None or x is None, "one operand alone is quantised, and a GEMM in FP4 or FP8 needs both"),
-                (len(formats) > 1, f"operands in {' and '.join(sorted(formats))}"),
-                (not formats <= {"NVFP4", "FP8"}, f"its format, {' and '.join(sorted(formats))}"),
-                (any(each.scaled for each in (weight, x) if each), "the scale that multiplies its input first"),
-                (x is not None and x.amax is None, "its input has no amax: calibrate it"),
-                (x is not None and x.amax is not None and x.amax.numel() != 1, "its input has several amaxes"),
-                (
-                    x is not None and x.amax is not None and not bool((x.amax > 0).all() & x.amax.isfinite().all()),
-                    "the amax of its input is not positive and finite",
-                ),
-            )
-            if wrong
-        ),
-        None,
-    )
-    if refused is not None:
-        result.lost.append(refused)
-        return result
-    assert weight is not None
-    assert x is not None
-    result.precision = "FP8" if formats == {"FP8"} else "FP4"
+    refused = _refusal(layer, weight, x)
+    if refused or weight is None or x is None:
+        return Transfer(name, "FP16", [refused])
+    result = Transfer(name, "FP8" if x.format == "FP8" else "FP4")
     values: Any = layer.weight
     if result.precision == "FP4" and not isinstance(layer, nn.Linear):
         result.lost.append(
@@ -218,6 +195,27 @@ def _transfer(name: str, layer: nn.Module, quantizers: Mapping[str, Quantizer]) 
         elif abs(float(weight.amax) - own) > SAME * max(own, 1e-30):
             result.lost.append(f"the weight's amax {float(weight.amax):.4g}: {own:.4g}, that of the weight, instead")
     return result
+
+
+def _refusal(layer: nn.Module, weight: Quantizer | None, x: Quantizer | None) -> str:
+    """Why a layer stays in FP16; empty where it can be taken over."""
+    if type(layer) not in QUANTIZED:
+        return f"{type(layer).__name__} has no quantised class here"
+    if weight is None or x is None:
+        return "one operand alone is quantised, and a GEMM in FP4 or FP8 needs both"
+    if weight.format != x.format:
+        return f"operands in {weight.format} and {x.format}"
+    if x.format not in ("NVFP4", "FP8"):
+        return f"its format, {x.format}"
+    if weight.scaled or x.scaled:
+        return "the scale that multiplies its input first"
+    if x.amax is None:
+        return "its input has no amax: calibrate it"
+    if x.amax.numel() != 1:
+        return "its input has several amaxes"
+    if not 0 < float(x.amax) < math.inf:
+        return "the amax of its input is not positive and finite"
+    return ""
 
 
 def to_modelopt(model: nn.Module) -> tuple[nn.Module, list[Transfer]]:

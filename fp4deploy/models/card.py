@@ -41,9 +41,9 @@ class ModelCard:
     `height` and `width` are in pixels, `mean` and `std` in units of [0, 1] RGB; `background` says that class 0 stands
     for everything unlabelled (COCO layouts) rather than for a class of its own (semantic masks). `include` and
     `exclude` are the patterns that chose the quantised layers, `fp8` those of them that are FP8; None for the default
-    choice. `task` is "semantic",
-    "instance" or "detection", and `head` the layout of the output of the latter two. `digits`: the model
-    encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its input is the same.
+    choice. `task` is "semantic", "instance" or "detection", and `head` the layout of the output of the latter two.
+    `digits`: the model encodes the image in several FP4 terms before its first layer (`models.input_encoding`); its
+    input is the same.
     `architecture` is the model spec (`models.spec`), `scale` a UNet's own, `arguments` those of the spec's network, and
     `output` the name or number of the logits where it has several outputs.
     """

@@ -13,8 +13,8 @@ The names are private to torch: where a version has others, it works as before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any, cast
 from unittest import mock
@@ -29,20 +29,20 @@ ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}
 @contextmanager
 def short_export() -> Iterator[None]:
     """Inside, torch's ONNX exporter reads a copy of one table for each opset and decomposes only what it must."""
-    with ExitStack() as stack:
-        try:
+    with ExitStack() as patches:
+        with suppress(ImportError, AttributeError):
             from torch.onnx._internal.exporter import _fx_passes
             from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-            make, decompose = ONNXRegistry.from_torchlib, _fx_passes.decompose_with_registry
-        except (ImportError, AttributeError):
-            yield
-            return
-        table = staticmethod(lambda *a, **k: _copied(_table(make, *a, **k)))
-        stack.enter_context(mock.patch.object(ONNXRegistry, "from_torchlib", table))
-        short = _decompose_where_needed(decompose)
-        stack.enter_context(mock.patch.object(_fx_passes, "decompose_with_registry", short))
+            one_table = _from_one_table(ONNXRegistry.from_torchlib)
+            where_needed = _decompose_where_needed(_fx_passes.decompose_with_registry)
+            patches.enter_context(mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(one_table)))
+            patches.enter_context(mock.patch.object(_fx_passes, "decompose_with_registry", where_needed))
         yield
+
+
+def _from_one_table(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **options: _copied(_table(make, *arguments, **options))
 
 
 @cache
@@ -85,13 +85,14 @@ def _as_convolution(node: torch.fx.Node) -> None:
     axes = weight.meta["val"].ndim - 2
     defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
     given = defaults | dict(zip(defaults, node.args[2:], strict=False)) | dict(node.kwargs)
-    lists = {name: value * axes if len(value) == 1 else value for name, value in _lists(given)}
-    sizes = (lists["stride"], lists["padding"], lists["dilation"], True, lists["output_padding"], given["groups"])
+    stride, padding, dilation, rest = (
+        _for_each_axis(given[name], axes) for name in ("stride", "padding", "dilation", "output_padding")
+    )
     node.target = aten.convolution.default
-    node.args, node.kwargs = (*node.args[:2], given["bias"], *sizes), {}
+    node.args = (*node.args[:2], given["bias"], stride, padding, dilation, True, rest, given["groups"])
+    node.kwargs = {}
 
 
-def _lists(given: dict[str, Any]) -> Iterator[tuple[str, list[int]]]:
-    for name in ("stride", "padding", "output_padding", "dilation"):
-        value = given[name]
-        yield name, [value] if isinstance(value, int) else list(value)
+def _for_each_axis(value: int | Sequence[int], axes: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * axes if len(values) == 1 else values
