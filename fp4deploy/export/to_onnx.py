@@ -19,6 +19,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.verify.exported import batches_of
 from fp4deploy.export.verify.outputs import (
     Agreement,
@@ -43,6 +44,8 @@ class ExportResult:
     card: None of a module that was exported without one.
     size_bytes: of the canonical file. fp4_layers: how many layers it holds in FP4.
     verification: how far ONNX Runtime and torch agree; None where nothing was verified.
+    unused_layers: quantised layers that the network never calls in evaluation, such as an auxiliary head. Training and
+        checkpoints keep them, the file has nothing of them.
     """
 
     path: Path
@@ -51,6 +54,7 @@ class ExportResult:
     size_bytes: int
     fp4_layers: int
     verification: Agreement | None
+    unused_layers: tuple[str, ...] = ()
 
     @property
     def agreement(self) -> float | None:
@@ -192,13 +196,15 @@ def _write_all(
     size_bytes = _write(canonical, out)
     if decomposed is not None:
         _write(decomposed, portable_name(out))
+    held = {name for name, plan in planned_layers(canonical).items() if plan["precision"] != "FP16"}
     return ExportResult(
         path=out,
         portable_path=portable_name(out) if decomposed is not None else None,
         card=card,
         size_bytes=size_bytes,
-        fp4_layers=len(quantized_layers(model)),
+        fp4_layers=len(held),
         verification=verification,
+        unused_layers=tuple(name for name in quantized_layers(model) if name not in held),
     )
 
 

@@ -44,8 +44,7 @@ def load_model(path: Path, device: str | torch.device = "cpu", model: str | None
     if card.precision == "nvfp4":
         prepare_as(network, card)
     load_weights(network, path)
-    amaxes = {name: layer.input_amax for name, layer in quantized_layers(network).items()}
-    idle = [name for name, amax in amaxes.items() if amax is not None and not amax > 0]
+    idle = _uncalibrated(network, card)
     if idle:
         raise InputError(
             f"{path}: the activations of {len(idle)} layers were never calibrated (first {idle[0]}). "
@@ -53,6 +52,23 @@ def load_model(path: Path, device: str | torch.device = "cpu", model: str | None
         )
     round_to_deployed(network)
     return network.to(device).eval(), card
+
+
+def _uncalibrated(network: nn.Module, card: ModelCard) -> list[str]:
+    """The layers that have seen no data; those that the network never calls need none.
+
+    Such layers, an auxiliary head or a deep stage of an encoder that the decoder leaves out, stay in the checkpoint.
+    """
+    layers = quantized_layers(network)
+    idle = {name for name, layer in layers.items() if layer.input_amax is not None and not layer.input_amax > 0}
+    called: list[str] = []
+    hooks = [layers[name].register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name in idle]
+    if idle:
+        with torch.inference_mode():
+            network.eval()(torch.zeros(1, len(card.mean), card.height, card.width))
+    for hook in hooks:
+        hook.remove()
+    return called
 
 
 def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:

@@ -20,6 +20,7 @@ class Net(nn.Module):
         self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.body = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1))
+        self.unused = nn.Conv2d(width, width, 3)
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, x):
@@ -59,6 +60,7 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     assert "is a net.py:Net, and the model named for it is unet" in other.stderr
     exported = invoke("export", run, "--model", model, "--images", 2, "--dynamic-size")
     assert exported.exit_code == 0, exported.stderr
+    assert "without 1 layers that the network never calls (first unused)" in " ".join(exported.stdout.split())
     measured = invoke("bench", "--engine", run / "export" / "unet.onnx", "--iterations", 1)
     assert measured.exit_code == 0, measured.stderr
     measured = invoke("bench", "--engine", run / "nvfp4" / "best.safetensors", "--model", model, "--iterations", 1)

@@ -142,7 +142,9 @@ def describe(result: ExportResult) -> str:
     """One line about an exported model."""
     portable = f" and {shown(result.portable_path)}" if result.portable_path else ""
     agreed = f", {result.verification.sentence()}" if result.verification else ""
-    return f"{shown(result.path)}{portable} ({result.path.stat().st_size / 1e6:.2f} MB){agreed}"
+    unused = result.unused_layers
+    without = f", without {len(unused)} layers that the network never calls (first {unused[0]})" if unused else ""
+    return f"{shown(result.path)}{portable} ({result.path.stat().st_size / 1e6:.2f} MB){agreed}{without}"
 
 
 def _targets(source: Path | None, out: Path | None, suffix: str) -> list[tuple[Path, Path]]:

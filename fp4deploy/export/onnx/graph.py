@@ -40,7 +40,7 @@ from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
-from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers
+from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
 from fp4deploy.graph.capture import Inputs, arguments, output_names, quiet, why_not_captured
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
@@ -79,8 +79,9 @@ def export_graph(
     >>> [node.op_type for node in graph.graph.node]
     ['Conv', 'Relu']
     """
-    constants = {name: layer_constants(name, layer) for name, layer in quantized_layers(model).items()}
-    traced = _trace(_traceable(model, constants), _examples(input_shape), dynamic_size)
+    constants, refused = _constants(model)
+    traced = _trace(_traceable(model, constants, refused), _examples(input_shape), dynamic_size)
+    reached = marked_layers(traced)
     leaves = {name for name, module in model.named_modules() if not any(module.children())}
     for each in (NameAfterModules(leaves), ForgetTracing(), LowerMarkers(constants), NameFixPass()):
         each(traced)
@@ -89,7 +90,7 @@ def export_graph(
     traced.ir_version = IR_VERSION
     traced.producer_name, traced.producer_version = PRODUCER, None
     traced.graph.name = card.architecture if card else type(model).__name__.lower()
-    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model))
+    traced.metadata_props[LAYERS_KEY] = json.dumps(_layers(model, reached))
     if card:
         traced.metadata_props[CARD_KEY] = card.to_json()
     proto = ir.to_proto(traced)
@@ -112,10 +113,28 @@ def _name_axes(graph: ir.Graph) -> None:
             value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
 
 
-def _layers(model: nn.Module) -> dict[str, dict[str, str]]:
-    recipes = [layer.recipe for layer in quantized_layers(model).values()]
+def _constants(model: nn.Module) -> tuple[dict[str, LayerConstants | Fp8Constants], dict[str, InputError]]:
+    """The constants of the quantised layers, and why others have none: an error only if the network calls the layer."""
+    found: dict[str, LayerConstants | Fp8Constants] = {}
+    refused: dict[str, InputError] = {}
+    for name, layer in quantized_layers(model).items():
+        try:
+            found[name] = layer_constants(name, layer)
+        except InputError as error:
+            refused[name] = error
+    return found, refused
+
+
+def _layers(model: nn.Module, reached: set[str]) -> dict[str, dict[str, str]]:
+    """What each layer is in; a quantised one that the network never calls is not in the file."""
+    quantized = quantized_layers(model)
+    recipes = [layer.recipe for layer in quantized.values()]
     plans = layer_plan(model, recipes[0] if recipes else None)  # of a prepared model: as it is
-    return {plan.name: {"kind": plan.kind, "precision": plan.precision, "reason": plan.reason} for plan in plans}
+    return {
+        plan.name: {"kind": plan.kind, "precision": plan.precision, "reason": plan.reason}
+        for plan in plans
+        if plan.name in reached or plan.name not in quantized
+    }
 
 
 Examples = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]  # positional, by name
@@ -244,9 +263,11 @@ def _not_folded(model: ir.Model) -> Iterator[None]:
         node.domain = ""
 
 
-def _traceable(model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants]) -> nn.Module:
-    """An FP16 copy on the CPU whose quantised layers leave markers."""
-    quantized = {f"{name}.weight" for name in constants}
+def _traceable(
+    model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError]
+) -> nn.Module:
+    """An FP16 copy on the CPU whose quantised layers leave markers, or raise what is `refused`."""
+    quantized = {f"{name}.weight" for name in (*constants, *refused)}
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not _fits_fp16(tensor) and name not in quantized:
             raise InputError(f"{name} holds NaN, Inf or a value beyond FP16's largest, 65504; it cannot be exported.")
@@ -255,6 +276,8 @@ def _traceable(model: nn.Module, constants: dict[str, LayerConstants | Fp8Consta
         forward: Callable[..., torch.Tensor] | None = None
         if name in constants:
             forward = _marking_forward(name, constants[name], module)
+        elif name in refused:
+            forward = _refusing_forward(refused[name])
         elif _computes(module, nn.GroupNorm) and module.affine:
             forward = _group_norm
         elif _computes(module, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d) and module.running_mean is None:
@@ -302,6 +325,13 @@ def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn
     if isinstance(module, CONVOLUTIONS):
         return convolution
     return transposed_convolution if isinstance(module, QuantConvTranspose2d) else linear
+
+
+def _refusing_forward(error: InputError) -> Callable[..., torch.Tensor]:
+    def refuse(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    return refuse
 
 
 def _marker(kind: str, inputs: list[torch.Tensor], layer: str, shape: tuple[Any, ...]) -> torch.Tensor:

@@ -51,7 +51,7 @@ class LowerMarkers(ir.passes.InPlacePass):
         self.layers = layers
 
     def requires(self, model: ir.Model) -> None:
-        unknown = {_layer_of(node) for node in _markers(model)} - set(self.layers)
+        unknown = marked_layers(model) - set(self.layers)
         if unknown:
             raise ir.passes.PreconditionError(f"no constants for {sorted(unknown)}")
 
@@ -75,6 +75,11 @@ class LowerMarkers(ir.passes.InPlacePass):
             function = cast(ir.Function, ir.from_proto(dynamic_quantize_function()))
             model.functions[function.identifier()] = function
         return ir.passes.PassResult(model, modified=bool(markers))
+
+
+def marked_layers(model: ir.Model) -> set[str]:
+    """The quantised layers that tracing reached."""
+    return {_layer_of(node) for node in _markers(model)}
 
 
 def _markers(model: ir.Model) -> list[ir.Node]:

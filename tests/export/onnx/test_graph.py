@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from torch import nn
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.to_onnx import export_onnx
 from fp4deploy.formats import global_amax, global_scale, quantize_nvfp4
 from fp4deploy.models import build_unet
-from fp4deploy.qat import prepare, quantized_layers
+from fp4deploy.qat import calibrate, prepare, quantized_layers
 from tests.export.exported_models import (
     UNET_SHAPE,
     Shapes,
@@ -203,6 +206,27 @@ def test_uncalibrated_layer_is_named() -> None:
     model = prepare(build_unet(5, 0.25)).eval()
     with pytest.raises(InputError, match=r"encoder\.0\.conv2.*never calibrated.*fp4deploy train"):
         export_graph(model, UNET_SHAPE)
+
+
+def test_a_layer_that_never_runs_is_no_layer_of_the_file(tmp_path: Path) -> None:
+    """The auxiliary head of a network without its training: never calibrated, trained or not, and not in the file."""
+
+    class WithAuxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.auxiliary = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 1)
+            self.body, self.head = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(self.stem(x)))
+
+    model = prepare(WithAuxiliary())
+    calibrate(model, torch.ones(1, 3, 8, 8))
+    result = export_onnx(model.eval(), torch.ones(1, 3, 8, 8), tmp_path / "own.onnx")
+    assert (result.fp4_layers, result.unused_layers) == (1, ("auxiliary",))
+    written = onnx.load(result.path)
+    assert [layer.name for layer in layers_of(written)] == ["stem", "body", "head"]
+    assert not [each.name for each in written.graph.initializer if "auxiliary" in each.name]
 
 
 @pytest.mark.parametrize("name", ["grouped.weight", "first.bias"])
