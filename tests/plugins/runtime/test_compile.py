@@ -1,13 +1,15 @@
 """Every kernel source compiles for every architecture, with the macros and the signatures that the operators use.
 
-No GPU: nvcc alone. One call compiles a variant for several architectures and keeps the PTX, in which entry points and
-their parameters are listed.
+No GPU: nvcc alone. It keeps the PTX, in which entry points and their parameters are listed, and reports stack and
+spills.
 
 The sources tell architectures apart by 8.6, 8.9 and 10.0 alone (a test reads them), so that three architectures have
 all the code there is, and SM100 to SM121 compile the same lines. A second of nvcc for each variant and architecture is
 minutes in all, so that `make test` takes variants in which every value of every macro of a source occurs: one of each
-source for a Blackwell GPU and for SM80 or SM90 in turn, the others for one of these. `make emulate` compiles every
-variant for SM90, SM100 and SM120, those of `make test` for SM80, and one of each source for the other architectures.
+source for a Blackwell GPU and for SM80 or SM90 in turn, the others for one of these. Most of that second goes into
+CUDA's headers: the variants of an architecture are one source there (`joined`), each in a namespace. `make emulate`
+compiles files as they are, every variant for SM90, SM100 and SM120, those of `make test` for SM80, and one of each
+source for the other architectures.
 One of each source shows that the PTX for SM100 to SM103, SM120 and SM121 differs in the name of the target alone, so
 that of the other variants the PTX for SM100 is assembled for SM120.
 
@@ -19,6 +21,9 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -41,10 +46,15 @@ WIDE = {"pack_rows", "pack_rows_4o6", "finite_amax", "concat", "separate", "mome
 WIDE |= {"norm_pack", "norm_pool_pack", "pointwise_pack", "pool", "pool_gradient", "track_amax", "previous_amax"}
 WIDE |= {"normalized", "pooled", "joined"}
 WIDE_LOAD = re.compile(r"ld\.(?:volatile\.)?global[.\w]*\.v4\.[bfsu]32")
-REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+REPORT = re.compile(
+    r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
 SPILLED = 4  # bytes: one register, around the call of a rare path
 STACK = 8  # bytes: what a called function returns by reference; a local array takes 32 or more
 TARGET = re.compile(r"^\.target .*$", re.MULTILINE)
+INCLUDE = re.compile(r'#include (?:<([\w.]+)>|"([\w.]+)")')
+MACRO = re.compile(r"^#define (\w+)", re.MULTILINE)
+HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat": "cuda_bf16.h", r"\bu?int\d+_t": "cstdint"}
 ENTRY = re.compile(r"\.entry (\w+)\s*\((.*?)\)(.*?)^}", re.DOTALL | re.MULTILINE)
 PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+)(?: \.ptr \.align \d+)? \w+(\[\d+\])?")
 # What a letter of a launch signature (see `runtime.launch`) is in PTX.
@@ -101,9 +111,85 @@ def sample(variant: Variant) -> list[str]:
     return (other if number % 2 else []) or older
 
 
+@dataclass(frozen=True)
+class Code:
+    """What nvcc made of the joined variants of an architecture: PTX, and the report of ptxas."""
+
+    entries: dict[str, re.Match[str]]
+    report: dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def joined_code(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Code]:
+    @lru_cache
+    def compiled_for(arch: str) -> Code:
+        folder = tmp_path_factory.mktemp(arch)
+        source = folder / "kernels.cu"
+        source.write_text(joined([variant for variant in CHOSEN if arch in sample(variant)]))
+        said = run_nvcc(source, [arch], [], folder)
+        entries = {found[1]: found for found in ENTRY.finditer((folder / "kernels.ptx").read_text())}
+        return Code(entries, {name: tuple(map(int, found)) for name, *found in REPORT.findall(said)})
+
+    return compiled_for
+
+
 @pytest.mark.parametrize("variant", CHOSEN, ids=str)
-def test_every_value_of_a_macro_compiles(variant: Variant, tmp_path: Path) -> None:
-    compile_for(sample(variant), variant, tmp_path)
+def test_every_value_of_a_macro_compiles(variant: Variant, joined_code: Callable[[str], Code]) -> None:
+    if not sample(variant):
+        pytest.skip("this nvcc knows none of the architectures")
+    for arch in sample(variant):
+        code = joined_code(arch)
+        for name, signature in variant.entries:
+            start = f"_ZN{len(space(variant))}{space(variant)}{len(name)}{name}E"
+            (entry,) = (entry for each, entry in code.entries.items() if each.startswith(start))
+            check_entry(name, entry, signature, dict(variant.macros), capability(arch) >= 100)
+        check_report([found for name, found in code.report.items() if space(variant) in name], len(variant.entries))
+
+
+def space(variant: Variant) -> str:
+    """The namespace of a variant; no name is the beginning of another."""
+    return f"variant{CHOSEN.index(variant)}_"
+
+
+def joined(variants: list[Variant]) -> str:
+    """Variants as one source: CUDA's headers once, then each variant with its macros in a namespace."""
+    texts = {path.name: path.read_text() for folder in nvcc.SOURCES for path in folder.glob("*.cu*")}
+    system = sorted({found for text in texts.values() for found, _ in INCLUDE.findall(text) if found})
+    names = {name for text in texts.values() for name in MACRO.findall(text)}
+    names |= {name for variant in variants for name, _ in variant.macros}
+    lines = [f"#include <{name}>" for name in system]
+    for variant in variants:
+        lines += [f"#undef {name}" for name in sorted(names)]
+        options = nvcc._definitions(dict(variant.macros))
+        lines += ["#define " + option.removeprefix("-D").replace("=", " ", 1) for option in options]
+        lines += [f"namespace {space(variant)} {{", *included(variant.source, texts, set()), "}"]
+    return "\n".join(lines).replace('extern "C" ', "")
+
+
+def included(name: str, texts: dict[str, str], seen: set[str]) -> Iterator[str]:
+    """The lines of a file, those of our headers in the place where they are included first."""
+    seen.add(name)
+    yield f'#line 1 "{name}"'
+    for number, line in enumerate(texts[name].splitlines(), 1):
+        found = INCLUDE.match(line)
+        if found and found[2] and found[2] not in seen:
+            yield from included(found[2], texts, seen)
+            yield f'#line {number + 1} "{name}"'
+        else:
+            yield "" if found or line == "#pragma once" else line
+
+
+@pytest.mark.parametrize("variant", FIRST, ids=lambda variant: variant.source)
+def test_sources_include_the_headers_they_need(variant: Variant) -> None:
+    """Which a joined source does not show."""
+    texts = {path.name: path.read_text() for folder in nvcc.SOURCES for path in folder.glob("*.cu*")}
+    names: set[str] = set()
+    lines = [
+        *included(variant.source, texts, names),
+        *(str(each) for each in VARIANTS if each.source == variant.source),
+    ]
+    headers = {header for name in names for header, _ in INCLUDE.findall(texts[name])}
+    assert headers >= {header for pattern, header in HEADERS.items() if re.search(pattern, "\n".join(lines))}
 
 
 @pytest.mark.variants
@@ -143,39 +229,50 @@ def compile_for(targets: list[str], variant: Variant, tmp_path: Path, shared: bo
         pytest.skip("this nvcc knows none of the architectures")
     blackwell = [arch for arch in targets if capability(arch) >= 100]
     assembled = blackwell[1:] if shared else []
-    numbers = [arch.removeprefix("sm_") for arch in targets if arch not in assembled]
-    command = [
-        str(NVCC),
-        "-fatbin",
-        "-Xptxas=-v",
-        "--keep",
-        f"--keep-dir={tmp_path}",
-        *nvcc.FLAGS,
-        *nvcc._definitions(dict(variant.macros)),
-        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers),
-        "-o",
-        str(tmp_path / "kernels.fatbin"),
-        str(nvcc.source_path(variant.source)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, f"{variant}\n{done.stderr}{done.stdout}"
+    archs = [arch for arch in targets if arch not in assembled]
+    said = run_nvcc(nvcc.source_path(variant.source), archs, nvcc._definitions(dict(variant.macros)), tmp_path)
     stem, count = Path(variant.source).stem, 0
+    numbers = [arch.removeprefix("sm_") for arch in archs]
     for number in numbers:
         kept = f"{stem}.compute_{number}" if len(numbers) > 1 else stem  # nvcc names the target where there are several
         assert (tmp_path / f"{kept}.cubin").stat().st_size > 0
         entries = {found[1]: found for found in ENTRY.finditer((tmp_path / f"{kept}.ptx").read_text())}
         count += len(entries)
         for name, signature in variant.entries:
-            check_entry(entries[name], signature, dict(variant.macros), capability(number) >= 100)
+            check_entry(name, entries[name], signature, dict(variant.macros), capability(number) >= 100)
     require_one_code(tmp_path, stem, [number for number in numbers if number in ONE_CODE])
-    said = done.stderr + done.stdout
     for arch in assembled:
         said += assemble(tmp_path / f"{stem}.compute_{blackwell[0].removeprefix('sm_')}.ptx", arch)
         count += sum(len(ENTRY.findall(file.read_text())) for file in tmp_path.glob(f"*.{arch}.ptx"))
-    report = REPORT.findall(said)
+    check_report([tuple(map(int, found)) for _, *found in REPORT.findall(said)], count)
+
+
+def run_nvcc(source: Path, archs: list[str], definitions: list[str], folder: Path) -> str:
+    """Machine code and PTX in a folder; returns the report of ptxas."""
+    numbers = [arch.removeprefix("sm_") for arch in archs]
+    command = [
+        str(NVCC),
+        "-fatbin",
+        "-Xptxas=-v",
+        "--keep",
+        f"--keep-dir={folder}",
+        *nvcc.FLAGS,
+        *definitions,
+        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers),
+        "-o",
+        str(folder / "kernels.fatbin"),
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, f"{source.name} {definitions}\n{done.stderr}{done.stdout}"
+    return done.stderr + done.stdout
+
+
+def check_report(report: list[tuple[int, ...]], count: int) -> None:
+    """Stack and spills of at least so many functions."""
     assert len(report) >= count
-    assert max(int(spilled) for _, *both in report for spilled in both) <= SPILLED
-    assert max(int(stack) for stack, *_ in report) <= STACK
+    assert max(spilled for _, *both in report for spilled in both) <= SPILLED
+    assert max(stack for stack, *_ in report) <= STACK
 
 
 def assemble(ptx: Path, arch: str) -> str:
@@ -203,9 +300,9 @@ def require_emulated(folder: Path) -> None:
             compiled(parse(text, entry[1]))
 
 
-def check_entry(entry: re.Match[str], signature: str, macros: dict[str, str | int], blackwell: bool) -> None:
+def check_entry(name: str, entry: re.Match[str], signature: str, macros: dict[str, str | int], blackwell: bool) -> None:
     """Parameters, 16-byte loads, and FP4 conversion by the hardware that has it."""
-    name, parameters, body = entry.groups()
+    _, parameters, body = entry.groups()
     expected = [LETTERS[letter] for letter in re.findall(r"\d*.", signature)]
     assert ["".join(found) for found in PARAMETER.findall(parameters)] == expected, name
     wide = name in WIDE or bool(macros.get("LINEAR"))
