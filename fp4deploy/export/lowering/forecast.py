@@ -6,11 +6,14 @@ needs no forecast: `lower` gives its plan.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
 
 from fp4deploy.export.lowering.fp8 import NO_TRANSPOSED
+from fp4deploy.export.lowering.single_block import SINGLE_BLOCK
+from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
 from fp4deploy.qat.prepare import is_fp8
@@ -39,10 +42,12 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
     """
     if isinstance(layer, QuantizedLayer) and is_fp8(layer.recipe):
         return forecast_fp8(layer)
-    if isinstance(layer, nn.Linear):
-        return Forecast("FP4", "FP4", "linear layer as an FP4 GEMM")
     if conv == "plugin" and _is_plugin(layer):
         return Forecast("FP4", "FP4", "plugin: TensorRT has no FP4 convolution")
+    if _is_single_block(layer):
+        return Forecast("FP16", "FP16", SINGLE_BLOCK)
+    if isinstance(layer, nn.Linear):
+        return Forecast("FP4", "FP4", "linear layer as an FP4 GEMM")
     if is_upsampling(layer):
         if conv == "qdq":
             return Forecast("FP16", "FP4", f"{BLOCKED}; --conv auto makes it an FP4 GEMM")
@@ -69,6 +74,14 @@ def forecast_fp8(layer: nn.Module) -> Forecast:
 
 def _is_one_gemm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and layer.groups == 1
+
+
+def _is_single_block(layer: nn.Module) -> bool:
+    """As `single_block.is_single_block`: one output, one tap, channels that fill one block at most."""
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    channels, outputs = weight.shape[:2] if isinstance(layer, nn.ConvTranspose2d) else weight.shape[1::-1]
+    return outputs == 1 and channels <= NVFP4_BLOCK and math.prod(weight.shape[2:]) == 1
 
 
 def _is_plugin(layer: nn.Module) -> bool:

@@ -11,7 +11,8 @@
 | plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
 (TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a GEMM. It takes no
-plugins: `plugin` is for TensorRT, see `lowering.plugin`.)
+plugins: `plugin` is for TensorRT, see `lowering.plugin`. A weight of a single block is decoded to FP16 in every mode
+without a plugin for it, see `lowering.single_block`.)
 
 The ledger compares the plan with the engine: a layer whose actual precision is not the planned one fell back, and
 `--strict` fails on it. Model-local functions are dropped, because the engine has its own `TRT_FP4DynamicQuantize`.
@@ -42,6 +43,7 @@ from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
+from fp4deploy.export.lowering.single_block import DecodeSingleBlocks, is_single_block
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.size import fix_size
@@ -148,7 +150,8 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
     _check_open(layers.values(), conv, usual)
     plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
-    reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
+    single = {name for name, layer in layers.items() if name not in plugins and is_single_block(layer)}
+    reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins | single}
     for name, reason in reasons.items():
         _check_buildable(layers[name], reason)
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -160,10 +163,10 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     }
     inputs = quantized_after(model)
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
-    forms = (ConvToPlugin(plugins), ConvToGemm(lowered), ConvToFp8(eight))
+    forms = (ConvToPlugin(plugins), DecodeSingleBlocks(single), ConvToGemm(lowered), ConvToFp8(eight))
     names = NameFixPass(NamedByOutput())
     Sequential(DropFunctions(), names, *forms, *share, RemoveUnusedNodesPass(), names)(model)
-    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs)
+    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, single)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
 
 
