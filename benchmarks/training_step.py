@@ -24,7 +24,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def modelopt_model(scale: float) -> nn.Module:
     return mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, lambda quantized: quantized(images))
 
 
-def measure(scale: float, chosen: list[str], repeats: int) -> list[dict[str, Any]]:
+def measure(scale: float, chosen: list[str], repeats: int) -> Iterator[dict[str, Any]]:
     """Rows of name, times and peak memory; each model is freed before the next.
 
     chosen: names of the rows to measure; all where it is empty.
@@ -134,25 +135,27 @@ def measure(scale: float, chosen: list[str], repeats: int) -> list[dict[str, Any
     ]
     if unknown := set(chosen) - {name for name, *_ in cases}:
         raise SystemExit(f"No row {sorted(unknown)}. Rows: {', '.join(name for name, *_ in cases)}.")
-    rows = []
     for name, make, compiled_loss, layout, kernels in cases:
         if chosen and name not in chosen:
             continue
         os.environ["FP4DEPLOY_KERNELS"] = kernels
-        torch.cuda.reset_peak_memory_stats()
+        row: dict[str, Any] = {"scale": scale, "case": name}
         try:
-            step = make_step(make().train().to(memory_format=layout), compiled_loss, layout)
-            row = {"scale": scale, "case": name, "ms": median_ms(step, repeats)}
-            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            rows.append(row | graph_ms(step, repeats))
-            graph = rows[-1].get("graph_ms")
-            told = f"graph {graph:8.2f} ms" if graph else rows[-1]["graph_error"][:60]
-            print(f"scale {scale}  {name:28s} {row['ms']:8.2f} ms   peak {row['peak_gb']:.2f} GB   {told}", flush=True)
+            row |= timed(make_step(make().train().to(memory_format=layout), compiled_loss, layout), repeats)
+            graph = f"graph {row['graph_ms']:8.2f} ms" if "graph_ms" in row else row["graph_error"][:60]
+            told = f"{row['ms']:8.2f} ms   peak {row['peak_gb']:.2f} GB   {graph}"
         except Exception as error:  # a peer may be missing; say so and go on
-            rows.append({"scale": scale, "case": name, "error": f"{type(error).__name__}: {error}"[:300]})
-            print(f"scale {scale}  {name:28s} {rows[-1]['error'][:160]}", flush=True)
+            row["error"] = told = f"{type(error).__name__}: {error}"[:300]
+        print(f"scale {scale}  {name:28s} {told[:160]}", flush=True)
+        yield row
         torch.cuda.empty_cache()
-    return rows
+
+
+def timed(step: Callable[[], None], repeats: int) -> dict[str, Any]:
+    """Milliseconds launched and in a graph, and peak gigabytes of the former."""
+    torch.cuda.reset_peak_memory_stats()
+    found = {"ms": median_ms(step, repeats), "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+    return found | graph_ms(step, repeats)
 
 
 def main() -> None:
@@ -160,20 +163,27 @@ def main() -> None:
     parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.25])
     parser.add_argument("--cases", nargs="+", default=[], help="names of rows; all by default")
     parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after so many")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    rows = [row for scale in arguments.scales for row in measure(scale, arguments.cases, arguments.repeats)]
+    report: dict[str, Any] = {"command": "python benchmarks/training_step.py", "machine": machine(), "rows": []}
+    rows = report["rows"]
+    began = time.perf_counter()
+    for scale in arguments.scales:
+        for row in measure(scale, arguments.cases, arguments.repeats):
+            rows.append(row)
+            if arguments.json:  # after each: a run that is cut off keeps what it has
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            if time.perf_counter() - began > arguments.seconds:
+                break
     times = {(row["scale"], row["case"]): row.get("ms") for row in rows}
     for scale in arguments.scales:
         for kind in ("fused", "fused, compiled loss"):
             fp16, nvfp4 = times.get((scale, f"fp16 {kind}")), times.get((scale, f"nvfp4 {kind}"))
             if fp16 and nvfp4:
                 print(f"scale {scale}  nvfp4 / fp16, {kind}: {nvfp4 / fp16:.3f}")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"command": "python benchmarks/training_step.py", "machine": machine(), "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
