@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import least_cost, least_error
-from fp4deploy.experiments.search.costs import layer_costs
-from fp4deploy.experiments.search.files import save_search
-from fp4deploy.experiments.search.run import Budget, search
+from fp4deploy.experiments.search.costs import LayerCost, layer_costs, measured_layers, with_measured
+from fp4deploy.experiments.search.files import pareto_front, save_search
+from fp4deploy.experiments.search.run import Budget, Point, search
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
 from fp4deploy.runs import LOCK, Run
@@ -94,6 +95,14 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     assert set(config.quant.include or ()) == {*again.chosen.layers, *again.chosen.fp8}
     assert (config.quant.fp8 or []) == list(again.chosen.fp8)
     assert json.loads((out / "search.json").read_text())["latency"].startswith("projected")
+    times = tmp_path / "times.json"
+    rows = [(name, "FP16", 2.0) for name in found.errors], [("head", "FP4", 1.5), ("up.0", "FP4", 3.0)]
+    times.write_text(json.dumps({"layers": [timed("GPU", 1, own) for own in rows]}))
+    measured = search(checkpoint, shapes, Budget("ms", 45.5), out, measured=times, **options)  # type: ignore[arg-type]
+    assert measured.chosen.layers == ("head",)  # up.0 takes longer in FP4
+    assert (measured.chosen.ms, measured.fp16.ms, measured.gpu) == (45.5, 46.0, "GPU")
+    save_search(measured, out)
+    assert json.loads((out / "search.json").read_text())["latency"].startswith("measured")
     with pytest.raises(InputError, match="belongs to a search of another checkpoint"):
         search(checkpoint, shapes, Budget("drop", 1.0), out, images=1)
     with pytest.raises(InputError, match="No placement needs at most bytes=10"):
@@ -101,6 +110,41 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     with pytest.raises(InputError, match="takes the FP16 checkpoint"):
         search(untrained.checkpoint("nvfp4"), shapes, Budget("drop", 1.0), out)
     assert read_card(checkpoint).precision == "fp16"
+
+
+def timed(device: str, batch: int, rows: list[tuple[str, str, float]]) -> dict[str, Any]:
+    """One network of `bench --layers --json`."""
+    layers = [{"layer": layer, "precision": precision, "ms": ms} for layer, precision, ms in rows]
+    return {"device": device, "batch": batch, "layers": layers}
+
+
+def test_measured_times_of_layers(tmp_path: Path) -> None:
+    half = timed("GPU", 1, [("0", "FP16", 2.0), ("relu", "FP16", 9.0), ("1", "FP16", 3.0)])
+    four = timed("GPU", 4, [("0", "FP4, weight decoded at load", 2.0), ("0", "FP4", 2.0)])
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"layers": [half, four]}))
+    times, device = measured_layers(path)
+    assert device == "GPU"
+    costs = with_measured(dict.fromkeys("01", LayerCost(1, 2, 4, 0.1, 0.1, 0.1)), times)
+    assert (costs["0"].ms_fp4, costs["0"].ms_fp8, costs["0"].ms_fp16) == (1.0, None, 2.0)  # both uses, of 4 images
+    assert (costs["0"].precisions, costs["1"].precisions) == (("FP4",), ())
+    assert costs["0"].bytes_fp4 == 1
+    with pytest.raises(InputError, match="The times are not of 2 in FP16"):
+        with_measured(dict.fromkeys("02", costs["0"]), times)
+    with pytest.raises(InputError, match="not of any layer in FP4"):
+        with_measured({"1": costs["1"]}, times)
+    path.write_text(json.dumps({"layers": [half, four | {"device": "CPU"}]}))
+    with pytest.raises(InputError, match="several devices: CPU, GPU"):
+        measured_layers(path)
+    path.write_text(json.dumps({"layers": [half | {"batch": 0}]}))
+    with pytest.raises(InputError, match=r"batch.*bench --engine FP16\.fp4"):
+        measured_layers(path)
+
+
+def test_the_front_has_no_point_that_another_beats() -> None:
+    points = [Point((), (), 0.0, cost, 0.0, miou) for cost, miou in ((1, 0.3), (2, 0.2), (2, 0.5), (3, 0.5), (4, 0.6))]
+    front = pareto_front(points, lambda each: each.bytes)
+    assert [(each.bytes, each.miou) for each in front] == [(1, 0.3), (2, 0.5), (4, 0.6)]
 
 
 def test_a_folder_is_searched_in_by_one_process(untrained: Run, shapes: Path, tmp_path: Path) -> None:

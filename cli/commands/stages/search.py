@@ -27,6 +27,14 @@ def search(
         Literal["auto", "qdq", "gemm", "fp8", "plugin"],
         typer.Option("--conv", help="Form of FP4 convolutions, as of build."),
     ] = "auto",
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measured",
+            help="JSON of bench --layers of the packed FP16 and NVFP4 networks, for measured times.",
+            show_default="projected times",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the search.", show_default="search beside the checkpoint")
     ] = None,
@@ -40,38 +48,35 @@ def search(
     from fp4deploy.experiments.search.files import RECIPE, save_search
     from fp4deploy.experiments.search.run import Budget
     from fp4deploy.experiments.search.run import search as run
-    from fp4deploy.models import read_card
-    from fp4deploy.runs import hold
 
     wanted = Budget.parse(budget)
     folder = out or checkpoint.parent / "search"
-    read_card(checkpoint)  # before its folder is made
-    with hold(folder):
-        found = run(
-            checkpoint,
-            data or data_of(checkpoint),
-            wanted,
-            folder,
-            images=images,
-            batch=batch,
-            method=method,
-            arch=arch,
-            conv=conv,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            say=note,
-        )
-        files = save_search(found, folder)
+    found = run(
+        checkpoint,
+        data or data_of(checkpoint),
+        wanted,
+        folder,
+        images=images,
+        batch=batch,
+        method=method,
+        arch=arch,
+        conv=conv,
+        measured=measured,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        say=note,
+    )
+    files = save_search(found, folder)
     layers = len(found.chosen.layers)
     done(
         f"{layers} of {len(found.errors)} layers in FP4, {len(found.chosen.fp8)} in FP8: "
         f"mIoU {100 * found.chosen.miou:.2f} (drop {found.drop:.2f}), "
-        f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3f} ms projected",
+        f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3g} ms {found.timed}",
         layers=list(found.chosen.layers),
         fp8=list(found.chosen.fp8),
         miou=found.chosen.miou,
         drop_points=found.drop,
         bytes=found.chosen.bytes,
-        projected_ms=found.chosen.ms,
+        **{f"{found.timed}_ms": found.chosen.ms},
     )
     for file in files:
         done(shown(file), file=str(file))

@@ -1,50 +1,128 @@
-"""What a layer costs in FP4, FP8 and FP16: bytes of its weights, and a lower bound of its time.
+"""What a layer costs in FP4, FP8 and FP16: bytes of its weights, and its time, from one of two sources.
 
-The time is the roofline of `peaks`: a projection, not a measurement. FP4 tensor cores count only where the engine
-multiplies in FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied
-in FP8, and FP4 saves bytes in the file alone.
+**The roofline** of `peaks`: a projection, not a measurement. FP4 tensor cores count only where the engine multiplies in
+FP4 (`lowering.forecast`): in TensorRT-RTX's default form a 3x3 convolution of FP4 weights is multiplied in FP8, and FP4
+saves bytes in the file alone.
+
+**Layers measured** by `bench --layers` in packed networks (`measured_layers`): the model packed in FP16, and quantised
+and packed in FP4. A layer that was not timed in FP4 stays FP16, and no layer is FP8, which packed networks do not
+hold. Norms and poolings, which also write the packed activations, are the same in every placement and not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import nn
 
+from fp4deploy.bench.records import Record
+from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.peaks import Gpu
+from fp4deploy.schema import Name, read_json, validated
 
 FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
 MOVED = {"FP16": FP16, "FP8": FP8, "FP4": FP4}
-LABEL = "projected: roofline of published peaks"
+PRECISIONS = ("FP4", "FP8")
+PROJECTED = "projected: roofline of published peaks"
+MEASURED = "measured: layers of packed networks"
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: bytes of its weights, and milliseconds for one image, in FP4, FP8 and FP16."""
+    """One layer: bytes of its weights, and milliseconds for one image, in FP4, FP8 and FP16; None: not measured."""
 
     bytes_fp4: float
     bytes_fp8: float
     bytes_fp16: float
-    ms_fp4: float
-    ms_fp8: float
+    ms_fp4: float | None
+    ms_fp8: float | None
     ms_fp16: float
 
     def of(self, precision: str, kind: str) -> float:
-        """Bytes or ms (`kind`) in "FP4", "FP8" or "FP16"."""
+        """Bytes or ms (`kind`) in "FP16" or one of `precisions`."""
         found: float = getattr(self, f"{kind}_{precision.lower()}")
         return found
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Of "FP4" and "FP8" those whose time is known."""
+        return tuple(each for each in PRECISIONS if self.of(each, "ms") is not None)
+
+
+class TimedLayer(Record):
+    """What is needed of a row of `bench --layers --json`."""
+
+    layer: Name
+    precision: Name
+    ms: Annotated[float, Field(ge=0)]
+
+
+class TimedNetwork(Record):
+    """What is needed of one of its networks."""
+
+    device: Name
+    batch: Annotated[int, Field(ge=1)]
+    layers: Annotated[list[TimedLayer], Field(max_length=100_000)]
+
+
+class TimedNetworks(Record):
+    """What is needed of the file."""
+
+    layers: Annotated[list[TimedNetwork], Field(min_length=1, max_length=1000)]
+
+
+def measured_layers(path: Path) -> tuple[dict[tuple[str, str], float], str]:
+    """Milliseconds of each layer for one image in "FP4" and "FP16", and the device, of `bench --layers --json`.
+
+    Raises:
+        InputError: it is no such file, or its networks were timed on several devices.
+    """
+    advice = f"Write it with: fp4deploy bench --engine FP16.fp4 --engine NVFP4.fp4 --layers --json {path}"
+    networks = validated(TimedNetworks, read_json(path, advice), path, advice).layers
+    devices = sorted({network.device for network in networks})
+    if len(devices) > 1:
+        raise InputError(f"{path} holds times of several devices: {', '.join(devices)}. {advice}")
+    found: dict[tuple[str, str], float] = {}
+    for network in networks:
+        own: dict[tuple[str, str], float] = {}
+        for row in network.layers:  # a layer that is used twice has two
+            key = (row.layer, "FP4" if row.precision.startswith("FP4") else "FP16")
+            own[key] = own.get(key, 0.0) + row.ms / network.batch
+        found |= own
+    return found, devices[0]
+
+
+def with_measured(costs: Mapping[str, LayerCost], times: Mapping[tuple[str, str], float]) -> dict[str, LayerCost]:
+    """The costs with measured times instead of projected ones.
+
+    Raises:
+        InputError: a layer was not measured in FP16, or none in FP4.
+    """
+    absent = [name for name in costs if (name, "FP16") not in times]
+    if absent or not any((name, "FP4") in times for name in costs):
+        what = f"{absent[0]} in FP16" if absent else "any layer in FP4"
+        raise InputError(
+            f"The times are not of {what}. Pack the FP16 model and the same model quantised, and measure both in one "
+            "file: fp4deploy bench --engine FP16.fp4 --engine NVFP4.fp4 --layers --json FILE"
+        )
+    return {
+        name: replace(cost, ms_fp4=times.get((name, "FP4")), ms_fp8=None, ms_fp16=times[name, "FP16"])
+        for name, cost in costs.items()
+    }
 
 
 @torch.no_grad()
 def layer_costs(
     model: nn.Module, names: Mapping[str, nn.Module], image: torch.Tensor, gpu: Gpu, conv: str
 ) -> dict[str, LayerCost]:
-    """Cost of each named layer for one image [1, C, H, W]; `conv` as of `fp4deploy build`."""
+    """Projected cost of each named layer for one image [1, C, H, W]; `conv` as of `fp4deploy build`."""
     seen: dict[str, tuple[int, int, int]] = {}
 
     def watch(name: str) -> Any:

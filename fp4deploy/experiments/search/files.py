@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from fp4deploy.bench import tables
-from fp4deploy.experiments.search.costs import LABEL
+from fp4deploy.experiments.search.costs import PRECISIONS, LayerCost
 from fp4deploy.experiments.search.run import Found, Point, sqnr
 from fp4deploy.files import atomic_write
 from fp4deploy.ptq.methods import find_method
@@ -51,10 +53,10 @@ def render(found: Found) -> str:
     layers = [
         [
             name,
-            *(f"{sqnr(found.errors[name][each]):.1f}" for each in ("FP4", "FP8")),
+            *(f"{sqnr(found.errors[name][each]):.1f}" if each in cost.precisions else "–" for each in PRECISIONS),
             _precision(found.chosen, name),
-            *(f"{cost.of(each, 'bytes') / 1e3:.1f}" for each in ("FP4", "FP8", "FP16")),
-            *(f"{1e3 * cost.of(each, 'ms'):.2f}" for each in ("FP4", "FP8", "FP16")),
+            *(f"{cost.of(each, 'bytes') / 1e3:.1f}" for each in (*PRECISIONS, "FP16")),
+            *(_microseconds(cost, each) for each in (*PRECISIONS, "FP16")),
         ]
         for name, cost in found.costs.items()
     ]
@@ -65,14 +67,14 @@ def render(found: Found) -> str:
             f"{100 * point.miou:.2f}",
             f"{100 * (found.fp16.miou - point.miou):.2f}",
             f"{point.bytes / 1e6:.2f}",
-            f"{point.ms:.3f}",
+            f"{point.ms:.3g}",
         ]
         for point in (found.fp16, *found.points)
     ]
     return "\n".join(
         (
             f"# Search: {found.budget.kind}={found.budget.most:g}, method {found.method}, {found.images} images\n",
-            f"Chosen: {_sentence(found, found.chosen)} Times for {found.gpu} are {LABEL}.\n",
+            f"Chosen: {_sentence(found, found.chosen)} Times for {found.gpu} are {found.latency}.\n",
             tables.markdown(("layers in FP4", "in FP8", "mIoU", "drop", "MB", "ms"), points),
             "Each layer alone in FP4 and in FP8: signal to error of the logits in dB, weights, time:\n",
             tables.markdown(
@@ -81,6 +83,10 @@ def render(found: Found) -> str:
             ),
         )
     )
+
+
+def _microseconds(cost: LayerCost, precision: str) -> str:
+    return f"{1e3 * cost.of(precision, 'ms'):.2f}" if precision in ("FP16", *cost.precisions) else "–"
 
 
 def _precision(point: Point, name: str) -> str:
@@ -92,13 +98,12 @@ def _sentence(found: Found, point: Point) -> str:
         f"{len(point.layers)} of {len(found.errors)} layers in FP4, {len(point.fp8)} in FP8, "
         f"mIoU {100 * point.miou:.2f} (FP16 {100 * found.fp16.miou:.2f}), "
         f"{point.bytes / 1e6:.2f} MB of weights (FP16 {found.fp16.bytes / 1e6:.2f}), "
-        f"{point.ms:.3f} ms projected (FP16 {found.fp16.ms:.3f})."
+        f"{point.ms:.3g} ms {found.timed} (FP16 {found.fp16.ms:.3g})."
     )
 
 
 def _document(found: Found) -> dict[str, object]:
-    fields = dataclasses.asdict(found)
-    return {**fields, "latency": LABEL, "drop": found.drop}
+    return {**dataclasses.asdict(found), "drop": found.drop}
 
 
 def _picture(found: Found) -> bytes:
@@ -107,21 +112,41 @@ def _picture(found: Found) -> bytes:
 
     figure = Figure(figsize=(9.5, 3.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    for panel, (title, cost) in zip(
-        figure.subplots(1, 2, sharey=True),
-        (("weights, MB", lambda each: each.bytes / 1e6), (f"ms on {found.gpu}, projected", lambda each: each.ms)),
-        strict=True,
-    ):
-        points = sorted((found.fp16, *found.points), key=cost)
-        panel.plot([cost(each) for each in points], [100 * each.miou for each in points], "o-", color="#0072b2", ms=4)
-        panel.plot([cost(found.fp16)], [100 * found.fp16.miou], "s", color="#666666", label="FP16")
-        panel.plot([cost(found.chosen)], [100 * found.chosen.miou], "*", color="#d55e00", ms=13, label="chosen")
-        panel.set_xlabel(title)
-        panel.grid(True, color="#eef0f2")
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=8)
+    unit, factor = ("us", 1e3) if found.fp16.ms < 0.1 else ("ms", 1.0)
+    weights, time = figure.subplots(1, 2, sharey=True)
+    _draw_panel(weights, found, lambda each: each.bytes / 1e6)
+    weights.set_xlabel("weights, MB")
+    _draw_panel(time, found, lambda each: factor * each.ms)
+    time.set_xlabel(f"{unit} on {found.gpu}, {found.timed}")
+    figure.axes[0].legend(frameon=False, fontsize=8)
     figure.axes[0].set_ylabel("mIoU")
     target = io.BytesIO()
     figure.savefig(target, format="png", metadata={"Software": None})
     return target.getvalue()
+
+
+def _draw_panel(panel: Any, found: Found, cost: Callable[[Point], float]) -> None:
+    """mIoU against a cost: the Pareto front as a line, dominated placements as open dots."""
+    points = {found.fp16, found.chosen, *found.points}
+    best = pareto_front(points, cost)
+    for some, style, looks in (
+        (best, "o-", {"color": "#0072b2", "ms": 4, "drawstyle": "steps-post", "label": "Pareto front"}),
+        (points.difference(best), "o", {"color": "#0072b2", "ms": 4, "mfc": "white", "label": "dominated"}),
+        ([found.fp16], "s", {"color": "#666666", "ms": 9, "mfc": "none", "label": "FP16"}),
+        ([found.chosen], "*", {"color": "#d55e00", "ms": 14, "mfc": "none", "label": "chosen"}),
+    ):
+        panel.plot([cost(each) for each in some], [100 * each.miou for each in some], style, **looks)
+    panel.locator_params(axis="x", nbins=6)
+    panel.ticklabel_format(useOffset=False)
+    panel.grid(True, color="#eef0f2")
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def pareto_front(points: Iterable[Point], cost: Callable[[Point], float]) -> list[Point]:
+    """The points that no other one beats in cost and mIoU, the cheapest first."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda each: (cost(each), -each.miou)):
+        if not front or point.miou > front[-1].miou:
+            front.append(point)
+    return front

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from fp4deploy.data import VAL, EvalTransform, validation_set
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import Option, Placement, least_cost, least_error
-from fp4deploy.experiments.search.costs import LayerCost, layer_costs
+from fp4deploy.experiments.search.costs import (
+    MEASURED,
+    PRECISIONS,
+    PROJECTED,
+    LayerCost,
+    layer_costs,
+    measured_layers,
+    with_measured,
+)
 from fp4deploy.experiments.search.study import Labelled, Measurements, Record
 from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
@@ -24,14 +32,13 @@ from fp4deploy.qat import layer_plan, load_model
 from fp4deploy.runs import hold
 
 KINDS = ("drop", "bytes", "ms")
-PRECISIONS = ("FP4", "FP8")
 POINTS = 10
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """drop: points of mIoU below FP16; bytes: of weights; ms: projected, for one image."""
+    """drop: points of mIoU below FP16; bytes: of weights; ms: for one image."""
 
     kind: str
     most: float
@@ -73,11 +80,17 @@ class Found:
     chosen: Point
     fp16: Point
     points: tuple[Point, ...]
-    errors: dict[str, dict[str, float]]  # layer -> "FP4" and "FP8" -> relative squared error of the logits
+    errors: dict[str, dict[str, float]]  # layer -> its precisions -> relative squared error of the logits
     costs: dict[str, LayerCost]
     gpu: str
+    latency: str  # what the times are: `costs.PROJECTED` or `costs.MEASURED`
     method: str
     images: int
+
+    @property
+    def timed(self) -> str:
+        """ "projected" or "measured"."""
+        return self.latency.partition(":")[0]
 
     @property
     def drop(self) -> float:
@@ -96,6 +109,7 @@ def search(
     method: str = "amax",
     arch: str = "sm120",
     conv: str = "auto",
+    measured: Path | None = None,
     device: str = "cpu",
     say: Say = lambda text: None,
 ) -> Found:
@@ -105,12 +119,14 @@ def search(
         images: of the training split to calibrate on, and of the validation split to measure on.
         method: of `ptq.METHODS`, how a layer is quantised while it is measured.
         arch, conv: GPU and form of convolutions of the projected time.
+        measured: times of `bench --layers --json` instead, see `costs`.
 
     Raises:
-        InputError: not an FP16 checkpoint, no layer for FP4, a budget that no placement meets, a folder of another
-            search, or one that another process uses.
+        InputError: not an FP16 checkpoint, no layer for FP4, a budget that no placement meets, times of other layers,
+            a folder of another search, or one that another process uses.
     """
     gpu = find_gpu(arch)
+    times, timed_on = measured_layers(measured) if measured is not None else (None, gpu.name)
     card = read_card(checkpoint)
     if card.precision != "fp16" or card.head is not None:
         raise InputError(f"search takes the FP16 checkpoint of a semantic model, and {checkpoint} is another one.")
@@ -128,13 +144,13 @@ def search(
         measure = Measurements(
             model, calibration, labelled, card.class_names, method, Record(out / "measured.jsonl", identity)
         )
+        costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
+        costs = costs if times is None else with_measured(costs, times)
         errors: dict[Option, float] = {}
         for name in names:
-            for precision in PRECISIONS:
+            for precision in costs[name].precisions:
                 errors[name, precision] = measure.error((name, precision))
-            four, eight = (sqnr(errors[name, precision]) for precision in PRECISIONS)
-            say(f"  {name}: SQNR of the logits {four:.1f} dB in FP4, {eight:.1f} dB in FP8")
-        costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
+                say(f"  {name}: SQNR of the logits {sqnr(errors[name, precision]):.1f} dB in {precision}")
         fixed = _fixed_bytes(model, names)
 
         def point(placement: Placement) -> Point:
@@ -159,8 +175,9 @@ def search(
             counts = f"{len(last.layers)} layers in FP4, {len(last.fp8)} in FP8"
             say(f"  {counts}: mIoU {100 * last.miou:.2f}, {last.bytes / 1e6:.2f} MB")
         chosen = _choose(budget, fp16, points, errors, saved, point)
-        by_layer = {name: {each: errors[name, each] for each in PRECISIONS} for name in names}
-        return Found(budget, chosen, fp16, tuple(points), by_layer, costs, gpu.name, method, images)
+        by_layer = {name: {each: errors[name, each] for each in costs[name].precisions} for name in names}
+        latency = PROJECTED if times is None else MEASURED
+        return Found(budget, chosen, fp16, tuple(points), by_layer, costs, timed_on, latency, method, images)
 
 
 def sqnr(error: float) -> float:
@@ -208,7 +225,7 @@ def _saved(costs: dict[str, LayerCost], kind: str) -> dict[Option, float]:
     return {
         (name, precision): cost.of("FP16", kind) - cost.of(precision, kind)
         for name, cost in costs.items()
-        for precision in PRECISIONS
+        for precision in cost.precisions
     }
 
 
