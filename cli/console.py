@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -81,39 +81,3 @@ def shown(path: Path) -> str:
         return str(Path(os.path.realpath(path)).relative_to(os.path.realpath("")))
     except (OSError, ValueError):  # the current folder may be gone
         return str(path)
-
-
-@contextmanager
-def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with the time left on stderr, where that is a terminal; the block gets `advance(done, of)`."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TextColumn("ETA"), TimeRemainingColumn())
-    screen = notes()
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(unit, total=None)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
-
-
-@contextmanager
-def phases() -> Iterator[Callable[[str, int, int], None]]:
-    """As `progress`, of work in phases: the block gets `advance(phase, done, of)`; a new phase begins the bar again."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    screen = notes()
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda phase, done, of: bar.update(task, description=phase, completed=done, total=of)
-
-
-@contextmanager
-def working(text: str) -> Iterator[None]:
-    """`text` with a spinner and the time since, on stderr, where that is a terminal: work whose length is not known."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    screen = notes()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        bar.add_task(text, total=None)
-        yield

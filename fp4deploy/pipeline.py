@@ -19,9 +19,10 @@ from fp4deploy.errors import UnavailableError
 from fp4deploy.export import export_onnx
 from fp4deploy.export.engine.build import build_engine
 from fp4deploy.export.to_packed import pack
+from fp4deploy.progress import progress
 from fp4deploy.report.collect import now
-from fp4deploy.report.figures.telemetry import draw_heatmaps
 from fp4deploy.report.model import Measurement, StageTime
+from fp4deploy.report.telemetry_page import draw_trained
 from fp4deploy.report.write import Report, write_report
 from fp4deploy.runs import Run, artifact_stem
 
@@ -55,9 +56,8 @@ def run_chain(
     measurement = Measurement(artifacts=[], commands=list(commands), data=str(data))
     with stage(1, "train", say, measurement):
         train_models(config, run, models, from_scratch=from_scratch)
-        if config.telemetry.plots and config.telemetry.every and "jsonl" in config.telemetry.trackers:
-            for model in models:
-                draw_heatmaps(run, model)
+        with progress("drawing") as bar:
+            draw_trained(run, models, config.telemetry, bar.phase)
     with stage(2, "export and verify", say, measurement):
         for model in models:
             _export(run, model, data, say)
@@ -67,11 +67,13 @@ def run_chain(
     with stage(4, "bench", say, measurement):
         for model in models:
             for path in _artifacts(run, model, say):
-                entry = bench_or_explain(path, data, model=model)
+                with progress("images", then="scores and latency") as bar:
+                    entry = bench_or_explain(path, data, model=model, progress=bar.advance)
                 measurement.artifacts.append(entry.model_copy(update={"path": path.relative_to(run.path).as_posix()}))
     with stage(5, "report", say, measurement):
         measurement.created, measurement.environment = now(), Machine.model_validate(environment())
-        return write_report(run, measurement, data)
+        with progress("drawing the page"):
+            return write_report(run, measurement, data)
 
 
 @contextmanager
@@ -87,18 +89,22 @@ def stage(number: int, title: str, say: Say, measurement: Measurement) -> Iterat
 
 def _export(run: Run, model: str, data: Path, say: Say) -> None:
     target = run.export_dir / f"{artifact_stem(model)}.onnx"
-    result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
+    with progress(f"{target.name}: tracing and comparing with torch"):
+        result = export_onnx(run.checkpoint(model), target, portable=True, data=data)
     agreed = f": {result.verification.sentence()}" if result.verification else ""
     say(f"      {target.name}{agreed}")
-    packed = pack(run.checkpoint(model), target.with_suffix(".fp4"), data=data)
+    with progress(f"{target.stem}.fp4: packing and comparing with torch"):
+        packed = pack(run.checkpoint(model), target.with_suffix(".fp4"), data=data)
     agreed = f": {packed.verification.sentence()}" if packed.verification else ""
     say(f"      {packed.file.path.name}{agreed}")
 
 
 def _build(run: Run, model: str, arch: str, say: Say, measurement: Measurement) -> None:
     stem = artifact_stem(model)
+    source, target = run.export_dir / f"{stem}.onnx", run.engine_dir / f"{stem}.plan"
     try:
-        result = build_engine(run.export_dir / f"{stem}.onnx", run.engine_dir / f"{stem}.plan", arch=arch)
+        with progress("lowering") as bar:
+            result = build_engine(source, target, arch=arch, progress=bar.phase)
     except UnavailableError as error:
         measurement.remarks.append(f"{stem}.plan was not built: {error}")
         say(f"      {stem}.plan was not built: {error}")

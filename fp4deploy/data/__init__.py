@@ -23,7 +23,7 @@ from fp4deploy.data.sample import (
     Sample,
     SegmentationDataset,
 )
-from fp4deploy.data.summary import summarise
+from fp4deploy.data.summary import parse_splits, summarise
 from fp4deploy.data.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "open_boxes",
     "open_dataset",
     "open_instances",
+    "parse_splits",
     "summarise",
     "train_loader",
     "validation_set",

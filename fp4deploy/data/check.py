@@ -8,50 +8,64 @@ a defect.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fp4deploy.data.coco.annotations import Annotation, CocoFile, Defect, ImageRecord, parse
+from fp4deploy.data.coco.annotations import Annotation, CocoFile, Defect, ImageRecord
 from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pixel_count
-from fp4deploy.data.dataset import has_split, require_folder
+from fp4deploy.data.dataset import has_split
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
-from fp4deploy.data.layouts import find_annotations, find_images, has_masks, mask_files, split_images
+from fp4deploy.data.layouts import find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import class_colours, class_values
 from fp4deploy.data.sample import SPLITS, TEST
-from fp4deploy.data.summary import shared_images
+from fp4deploy.data.summary import parse_splits, shared_images
 from fp4deploy.errors import InputError
 
+if TYPE_CHECKING:
+    from fp4deploy.progress import Phase
+
+Advance = Callable[[int, int], None]  # images read, all images
 _BOX_TOLERANCE = 1.0  # pixels; COCO's own boxes are rounded to hundredths
 
 
-def check_dataset(root: Path) -> list[Defect]:
+def check_dataset(
+    root: Path,
+    parsed: Mapping[str, CocoFile] | None = None,
+    progress: Phase = lambda phase, done, of: None,
+) -> list[Defect]:
     """List the defects of the splits to train and to validate on, and of a test split where there is one.
 
     An empty list means that training can read everything.
+
+    Args:
+        parsed: what `parse_splits` gives, where the caller has it.
+        progress: is called with what is read, how much of it, and how much there is.
 
     Raises:
         InputError: `root` is not a dataset folder at all. Defects of its content never raise.
     """
     root = Path(root)
-    require_folder(root)
+    files = parse_splits(root) if parsed is None else parsed
     defects: list[Defect] = []
     masks = has_masks(root)
     splits = (*SPLITS, TEST) if has_split(root, TEST) else SPLITS
-    parsed = {split: parse(path) for split in splits if (path := find_annotations(root, split))}
     for split in splits:
+        advance = partial(progress, f"images of {split}")
         if masks:
-            defects += _check_masks(root, split)
-        if split in parsed:
-            defects += _check_annotations(root, split, parsed[split], read_images=not masks)
+            defects += _check_masks(root, split, advance)
+        if split in files:
+            defects += _check_annotations(root, split, files[split], None if masks else advance)
         elif not masks:
             defects.append(Defect(f"annotations/instances_{split}2017.json", None, "missing-file", "does not exist."))
-    listed = [file for file in parsed.values() if file.categories]
+    listed = [files[split] for split in splits if split in files and files[split].categories]
     for file in listed[1:]:
         if file.categories != listed[0].categories:
             file.report("different-categories", f"lists other categories than {listed[0].path.name}.")
             defects.append(file.defects[-1])
-    for pair in shared_images(root):
+    for pair in shared_images(root, files):
         defects.append(Defect(pair.second, None, "shared-image", f"is the same image as {pair.first}: scores mislead."))
     if masks:
         try:
@@ -61,7 +75,8 @@ def check_dataset(root: Path) -> list[Defect]:
     return defects
 
 
-def _check_annotations(root: Path, split: str, parsed: CocoFile, read_images: bool) -> Iterator[Defect]:
+def _check_annotations(root: Path, split: str, parsed: CocoFile, advance: Advance | None) -> Iterator[Defect]:
+    """`advance`: the images are read, and it is called; None: they only have to be there."""
     yield from parsed.defects
     file = parsed.file
     if not parsed.images and not parsed.defects:
@@ -71,8 +86,8 @@ def _check_annotations(root: Path, split: str, parsed: CocoFile, read_images: bo
     if folder is None:
         yield Defect(f"{split}2017", None, "missing-folder", "does not exist.")
     else:
-        if read_images:
-            yield from _check_images(root, [(path, (record.height, record.width)) for path, record in paths])
+        if advance is not None:
+            yield from _check_images(root, [(path, (record.height, record.width)) for path, record in paths], advance)
         else:
             for path, _ in paths:
                 if not path.is_file():
@@ -84,7 +99,9 @@ def _check_annotations(root: Path, split: str, parsed: CocoFile, read_images: bo
             yield Defect(file, annotation.id, kind, f"annotation {annotation.id} {cause}.")
 
 
-def _check_images(root: Path, images: Sequence[tuple[Path, tuple[int, int] | None]]) -> Iterator[Defect]:
+def _check_images(
+    root: Path, images: Sequence[tuple[Path, tuple[int, int] | None]], advance: Advance
+) -> Iterator[Defect]:
     """Decode every image, on all cores (decoding releases the GIL)."""
 
     def check(item: tuple[Path, tuple[int, int] | None]) -> Defect | None:
@@ -96,7 +113,10 @@ def _check_images(root: Path, images: Sequence[tuple[Path, tuple[int, int] | Non
         return None
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from filter(None, pool.map(check, images))
+        for number, defect in enumerate(pool.map(check, images)):
+            advance(number + 1, len(images))
+            if defect is not None:
+                yield defect
 
 
 def _has_size(path: Path, size: tuple[int, int]) -> bool:
@@ -151,7 +171,7 @@ def _box_defects(box: object, image: ImageRecord) -> Iterator[tuple[str, str]]:
         yield "box-outside", f"has the bbox {box}, outside its image of {image.width}x{image.height} pixels"
 
 
-def _check_masks(root: Path, split: str) -> Iterator[Defect]:
+def _check_masks(root: Path, split: str, advance: Advance) -> Iterator[Defect]:
     folder, masks = find_images(root, split), mask_files(root, split)
     if not masks:
         yield Defect(f"masks/{split}", None, "missing-file", "holds no mask.")
@@ -170,7 +190,7 @@ def _check_masks(root: Path, split: str) -> Iterator[Defect]:
             pairs.append((images[stem], (values.shape[0], values.shape[1])))
         except ImageError as error:
             yield Defect(_relative(root, masks[stem]), None, "unreadable-mask", str(error))
-    yield from _check_images(root, pairs)
+    yield from _check_images(root, pairs, advance)
 
 
 def _relative(root: Path, path: Path) -> str:

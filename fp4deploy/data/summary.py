@@ -6,11 +6,11 @@ bytes, whatever their names are (COCO128's two splits are one folder of the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4deploy.data.coco.annotations import parse
+from fp4deploy.data.coco.annotations import CocoFile, parse
 from fp4deploy.data.dataset import has_split, require_folder
 from fp4deploy.data.images import ImageError, image_size
 from fp4deploy.data.layouts import find_annotations, find_images, has_masks, split_images
@@ -39,26 +39,36 @@ class Shared:
     second: str
 
 
-def summarise(root: Path) -> list[SplitSummary]:
-    """The splits that can be read.
+def parse_splits(root: Path) -> dict[str, CocoFile]:
+    """The annotation files of a dataset by split: none of a set of masks.
 
     Raises:
         InputError: `root` is not a dataset folder.
     """
     require_folder(root)
-    return [_summary(root, split) for split in ALL_SPLITS if has_split(root, split)]
+    return {split: parse(path) for split in ALL_SPLITS if (path := find_annotations(root, split))}
 
 
-def shared_images(root: Path) -> list[Shared]:
-    """Images that two splits have in common, by content; only files of equal size are read.
+def summarise(root: Path, parsed: Mapping[str, CocoFile] | None = None) -> list[SplitSummary]:
+    """The splits that can be read; `parsed` is what `parse_splits` gives, where the caller has it.
 
     Raises:
         InputError: `root` is not a dataset folder.
     """
-    require_folder(root)
+    parsed = parse_splits(root) if parsed is None else parsed
+    return [_summary(root, split, parsed.get(split)) for split in ALL_SPLITS if has_split(root, split)]
+
+
+def shared_images(root: Path, parsed: Mapping[str, CocoFile] | None = None) -> list[Shared]:
+    """Images that two splits have in common, by content; only files of equal size are read. `parsed` as of `summarise`.
+
+    Raises:
+        InputError: `root` is not a dataset folder.
+    """
+    parsed = parse_splits(root) if parsed is None else parsed
     by_size: dict[int, list[tuple[Path, str]]] = {}
     for split in ALL_SPLITS:
-        for path in _files(root, split):
+        for path in _files(root, split, parsed.get(split)):
             if path.is_file():
                 by_size.setdefault(path.stat().st_size, []).append((path, split))
     found = []
@@ -73,25 +83,23 @@ def shared_images(root: Path) -> list[Shared]:
     return found
 
 
-def _summary(root: Path, split: str) -> SplitSummary:
-    files = _files(root, split)
+def _summary(root: Path, split: str, parsed: CocoFile | None) -> SplitSummary:
+    files = _files(root, split, parsed)
     annotations = None
-    path = find_annotations(root, split)
-    if path is not None and not has_masks(root):
-        parsed = parse(path)
+    if parsed is not None and not has_masks(root):
         annotations = dict.fromkeys(parsed.categories.values(), 0)
         for annotation in parsed.annotations:
             annotations[parsed.categories[annotation.category_id]] += 1
     return SplitSummary(split, len(files), annotations, _sizes(files))
 
 
-def _files(root: Path, split: str) -> list[Path]:
+def _files(root: Path, split: str, parsed: CocoFile | None) -> list[Path]:
     if has_masks(root):
         return list(split_images(root, split).values())
-    path, folder = find_annotations(root, split), find_images(root, split)
-    if path is None or folder is None:
+    folder = find_images(root, split)
+    if parsed is None or folder is None:
         return []
-    return [folder / record.file_name for record in parse(path).images.values()]
+    return [folder / record.file_name for record in parsed.images.values()]
 
 
 def _sizes(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:

@@ -19,7 +19,7 @@ Quantization of Large Language Models", 2023 (norms; the regression is this proj
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,21 @@ from fp4deploy.ptq.forward import call_of, order_of
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import NORMS
 
+if TYPE_CHECKING:
+    from fp4deploy.progress import Phase
+
 CHOICES = ("none", "bias", "norm", "both")
 LEAST, MOST = 0.5, 2.0  # of a slope: beyond that the channel carries nothing to scale
 
 
 @torch.no_grad()
-def correct(model: nn.Module, reference: nn.Module, batches: Sequence[Tensor], choice: str) -> list[str]:
+def correct(
+    model: nn.Module,
+    reference: nn.Module,
+    batches: Sequence[Tensor],
+    choice: str,
+    progress: Phase = lambda phase, done, of: None,
+) -> list[str]:
     """Correct a quantised model towards its full-precision `reference`, in place.
 
     Returns:
@@ -43,7 +52,8 @@ def correct(model: nn.Module, reference: nn.Module, batches: Sequence[Tensor], c
         return []
     wanted = [name for name, layer in model.named_modules() if _kind(layer) in _kinds(choice)]
     names = order_of(model, wanted, batches[0])
-    for name in names:
+    for number, name in enumerate(names):
+        progress("correction of the layers", number, len(names))
         mean, other_mean, variance, covariance = _moments(model, reference, name, batches)
         layer: Any = model.get_submodule(name)
         if _kind(layer) == "bias":

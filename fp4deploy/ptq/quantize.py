@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from fp4deploy.ptq.reconstruct import reconstruct, units_of
 from fp4deploy.qat import prepare
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import Selection
+
+if TYPE_CHECKING:
+    from fp4deploy.progress import Phase
 
 ITERATIONS = 400
 Say = Callable[[str], None]
@@ -62,6 +65,7 @@ def quantize(
     iterations: int = ITERATIONS,
     seed: int = 0,
     say: Say = lambda text: None,
+    progress: Phase = lambda phase, done, of: None,
 ) -> Result:
     """Quantise a full-precision model to NVFP4, in place.
 
@@ -73,6 +77,8 @@ def quantize(
         correction: "none", "bias", "norm" or "both" (`correction`).
         activations: "amax", "percentile" or "mse"; None as the method says.
         iterations: training steps of each unit (adaround, brecq).
+        say: gets lines about what is done.
+        progress: is called with the running phase, what is done of it, and all of it.
 
     Raises:
         InputError: an unknown name, no images, or a model that cannot be quantised.
@@ -98,9 +104,9 @@ def quantize(
     say(f"Activations: {activations or chosen.activations} over {result.images} images.")
     with autocast(batches[0]):
         calibrate_activations(model, batches, activations or chosen.activations, percentile)
-    _quantize_weights(model, reference, batches, chosen, iterations, seed, result, say)
+    _quantize_weights(model, reference, batches, chosen, iterations, seed, result, say, progress)
     say(f"Correction: {correction}.")
-    result.corrected = corrections.correct(model, reference, batches, correction)
+    result.corrected = corrections.correct(model, reference, batches, correction, progress)
     model.train(was_training)
     result.seconds = time.monotonic() - began
     return result
@@ -115,19 +121,24 @@ def _quantize_weights(
     seed: int,
     result: Result,
     say: Say,
+    progress: Phase,
 ) -> None:
     if method.weights == "nearest":
         return
-    hessians = hessians_of(model, batches, seed) if method.uses_inputs else {}
+    hessians = hessians_of(model, batches, seed, progress) if method.uses_inputs else {}
     if method.weights in ("layer", "block"):
         local = {name: diagonal_blocks(hessian) for name, hessian in hessians.items()}
         hessians.clear()
-        for unit in units_of(model, method.weights == "block", batches[0]):
+        units = units_of(model, method.weights == "block", batches[0])
+        for number, unit in enumerate(units):
+            progress("weights of the units", number, len(units))
             errors = reconstruct(model, reference, unit, batches, local, iterations, seed)
             result.units[unit] = errors
             say(f"  {unit}: squared error {errors[0]:.3g} -> {errors[1]:.3g}")
         return
-    for name, layer in fp4_layers(model).items():
+    layers = fp4_layers(model)
+    for number, (name, layer) in enumerate(layers.items()):
+        progress("weights of the layers", number, len(layers))
         set_weight(layer, quantized_rows(layer, method.weights, hessians.pop(name, None)))
 
 
@@ -153,7 +164,9 @@ def set_weight(layer: QuantizedLayer, rows: Tensor) -> None:
 
 
 @torch.no_grad()
-def hessians_of(model: nn.Module, batches: Iterable[Tensor], seed: int = 0) -> dict[str, Tensor]:
+def hessians_of(
+    model: nn.Module, batches: Sequence[Tensor], seed: int = 0, progress: Phase = lambda phase, done, of: None
+) -> dict[str, Tensor]:
     """H = X^T X / n [K, K] of the quantised inputs of every layer whose inputs can be written as rows."""
     layers = {name: layer for name, layer in fp4_layers(model).items() if has_hessian(layer)}
     sums: dict[str, Tensor] = {}
@@ -172,7 +185,8 @@ def hessians_of(model: nn.Module, batches: Iterable[Tensor], seed: int = 0) -> d
 
     handles = [layer.register_forward_pre_hook(measure(name)) for name, layer in layers.items()]
     try:
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            progress("inputs of the layers", number, len(batches))
             with autocast(batch):
                 model(batch)
     finally:

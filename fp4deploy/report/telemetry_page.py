@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4deploy.files import atomic_write
 from fp4deploy.report.figures.heatmap import Heatmap
 from fp4deploy.report.figures.heatmap_page import MISSING, colorscale
-from fp4deploy.report.figures.telemetry import model_heatmaps, read_snapshots, save_heatmaps
+from fp4deploy.report.figures.telemetry import heatmap_folder, model_heatmaps, read_snapshots, save_heatmaps
 from fp4deploy.report.html import environment
 from fp4deploy.runs import MODELS, Run
+from fp4deploy.train.logging.trackers import log_pictures
+
+if TYPE_CHECKING:
+    from fp4deploy.progress import Phase
+    from fp4deploy.train.sections import TelemetrySection
 
 NAME = "telemetry.html"
 DIGITS = 4
@@ -27,8 +32,38 @@ def page_path(run: Run) -> Path:
     return run.path / "plots" / NAME
 
 
-def draw_telemetry_of(run: Run, models: Sequence[str]) -> dict[str, list[Path]]:
+def draw_trained(
+    run: Run, models: Sequence[str], settings: TelemetrySection, progress: Phase | None = None
+) -> dict[str, list[Path]]:
+    """What is drawn after a training, unless its settings switch it off: `draw_telemetry_of`, and the heatmaps in
+    TensorBoard, W&B or MLflow, where these tracked the training.
+
+    Raises:
+        InputError: a model left no telemetry, or a file cannot be written.
+    """
+    if not (settings.plots and settings.every and "jsonl" in settings.trackers):
+        return {}
+    drawn = draw_telemetry_of(run, models, progress)
+    for model in models:
+        _show(run, model, settings)
+    return drawn
+
+
+def _show(run: Run, model: str, settings: TelemetrySection) -> None:
+    folder, snapshots = heatmap_folder(run, model), read_snapshots(run, model)
+    files = {
+        f"heatmaps/{path.relative_to(folder).with_suffix('').as_posix()}": path
+        for path in sorted(folder.rglob("*.png"))
+    }
+    if files and snapshots:
+        step = snapshots[-1].step
+        log_pictures(settings.trackers, run.model_dir(model), settings.project, settings.wandb_mode, files, step)
+
+
+def draw_telemetry_of(run: Run, models: Sequence[str], progress: Phase | None = None) -> dict[str, list[Path]]:
     """Draw the heatmaps of some models of a run and the page of all that were tracked; the files by model.
+
+    progress: as of `save_heatmaps`.
 
     Raises:
         InputError: one of `models` left no telemetry, or a file cannot be written.
@@ -40,7 +75,7 @@ def draw_telemetry_of(run: Run, models: Sequence[str]) -> dict[str, list[Path]]:
         found = model_heatmaps(run, model)
         page += [(model, *placed) for placed in found]
         if model in models:
-            files[model] = save_heatmaps(run, model, found)
+            files[model] = save_heatmaps(run, model, found, progress=progress)
     write_page(run, page)
     return files
 

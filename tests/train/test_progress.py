@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -37,6 +38,17 @@ def test_validation_is_a_phase_of_its_own(screen: io.StringIO) -> None:
         display.validated(1, 3)
         assert (tasks[1].visible, tasks[1].completed) == (True, 1)
     assert "epoch 1/2" in screen.getvalue()
+
+
+def test_a_log_gets_lines_in_a_long_epoch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fp4deploy.progress.SECONDS", 0.01)
+    with Display("fp16", epochs=2, steps=4) as display:
+        display.step(2, 0.5)
+        time.sleep(0.1)
+        assert capsys.readouterr().err.splitlines()[0] == "  fp16  step 2/4  epoch 1/2  loss 0.5000"
+        display.validated(1, 3)
+        time.sleep(0.1)
+        assert capsys.readouterr().err.splitlines()[-1].endswith("loss 0.5000  validation 1/3")
 
 
 @pytest.mark.parametrize("quiet", [True, False])

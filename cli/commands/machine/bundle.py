@@ -37,14 +37,17 @@ def write(
     from fp4deploy.native import record, write_bundle
     from fp4deploy.native.bundle import SUFFIX
     from fp4deploy.packed import read_packed
+    from fp4deploy.progress import progress
 
     file, gpu = read_packed(network), _gpu(arch, tuned_for, processors)
     images = [_image(file, size) for size in sizes] if sizes else [_image(file, None)]
     shapes = list(dict.fromkeys((batch, *image) for image in images for batch in batches or [1]))
     out = out or network.with_name(f"{network.stem}-{gpu.arch}{SUFFIX}")
-    plans = [record(file, gpu, shape) for shape in shapes]
+    with progress("recording plans"):
+        plans = [record(file, gpu, shape) for shape in shapes]
     note(f"Compiling the kernels of {len(plans)} plans for {gpu.arch}, {gpu.processors} multiprocessors ...")
-    count = write_bundle(out, file, plans, jobs)
+    with progress("kernels"):
+        count = write_bundle(out, file, plans, jobs)
     about = {
         "path": str(out),
         "arch": str(gpu.arch),

@@ -33,8 +33,10 @@ def shapes(
 ) -> None:
     """Write a COCO-format set of generated scenes: textures, occlusion, crowds, polygons and RLE."""
     from fp4deploy.data import generate_shapes
+    from fp4deploy.progress import progress
 
-    generate_shapes(out, train=train, val=val, size=size, seed=seed)
+    with progress("drawing scenes"):
+        generate_shapes(out, train=train, val=val, size=size, seed=seed)
     done(f"{shown(out)}: {train} training and {val} validation scenes of {size} x {size} pixels.", folder=str(out))
     note(f"Train on them with: fp4deploy train --data {shown(out)}")
 
@@ -49,12 +51,16 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
     """List splits, classes and sizes, and every defect with its file; exit 1 if there is one."""
-    from fp4deploy.data import check_dataset, summarise
+    from fp4deploy.data import check_dataset, parse_splits, summarise
+    from fp4deploy.progress import progress
 
     if sheet is not None and sheet.suffix.lower() != ".png":
         raise InputError(f"--sheet takes the PNG file to write, such as sheet.png, not {sheet}.")
-    splits = summarise(folder)
-    defects = check_dataset(folder)
+    with progress("reading annotations") as bar:
+        parsed = parse_splits(folder)
+        bar.phase("sizes of images")
+        splits = summarise(folder, parsed)
+        defects = check_dataset(folder, parsed, bar.phase)
     if as_json:
         print_json(
             {
@@ -121,11 +127,14 @@ def import_(
 ) -> None:
     """Make a dataset folder of COCO files (Label Studio, CVAT, your own) and of the folders of their images."""
     from fp4deploy.data import import_coco
+    from fp4deploy.progress import progress
 
     named = {"train": train_json, "val": val_json, "test": test_json}
     files = {split: path for split, path in named.items() if path is not None}
     folders = images or list(dict.fromkeys(path.parent for path in files.values()))
-    for found in import_coco(files, folders, out, val_share=val_share, test_share=test_share, seed=seed):
+    with progress("collecting images"):
+        imported = import_coco(files, folders, out, val_share=val_share, test_share=test_share, seed=seed)
+    for found in imported:
         done(
             f"{found.split}: {counted(found.images, 'image')}, {counted(found.annotations, 'annotation')}",
             **vars(found),

@@ -98,10 +98,15 @@ def kernels(
         raise InputError("Names are for --emulate; without it every kernel is compiled.")
     from fp4deploy.plugins.aot.build import build
     from fp4deploy.plugins.gemm.triton.variants import all_variants
+    from fp4deploy.progress import progress
 
     requested = [(launch, target) for target in _targets(arch) for launch in all_variants(target)]
     note(f"Compiling {len(requested)} kernels for {', '.join(dict.fromkeys(target for _, target in requested))} ...")
-    done = dict(build(requested, jobs, out))
+    done = {}
+    with progress("kernels") as bar:
+        for index, result in build(requested, jobs, out):
+            done[index] = result
+            bar.advance(len(done), len(requested))
     built = [done[index] for index in sorted(done)]
     if as_json:
         print_json({"folder": str(out) if out else None, "kernels": [each.as_json() for each in built]})

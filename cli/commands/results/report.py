@@ -12,7 +12,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ... import completion
-from ...console import done, note, print_json, shown, working
+from ...console import done, note, print_json, shown
 from ...settings import NamedModelOption, expect
 
 if TYPE_CHECKING:
@@ -41,12 +41,13 @@ def report(
     model: NamedModelOption = None,
 ) -> None:
     """Write one self-contained page: the report of a run, or a comparison of runs. Nothing is trained or measured."""
+    from fp4deploy.progress import progress
     from fp4deploy.report.write import open_runs
 
     expect(model)
     _check(out, json_out)
     found = open_runs(runs) if runs else [latest_run()]
-    with working("drawing the page"):
+    with progress("drawing the page"):
         data, page = _one(found[0], out) if len(found) == 1 else _several(found, out)
     if json_out not in (None, "-"):
         from fp4deploy.files import atomic_write

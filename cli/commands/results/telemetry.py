@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,12 +11,9 @@ from fp4deploy.errors import InputError, counted
 from fp4deploy.runs import Run, latest_run, open_run
 
 from ... import completion
-from ...console import done, note, shown, working
+from ...console import done, note, shown
 from ...deferred import deferred
 from ...settings import NamedModelOption, NetworkOption, expect
-
-if TYPE_CHECKING:
-    from fp4deploy.train.sections import TelemetrySection
 
 app = typer.Typer(help="Heatmaps of a training; kurtosis of its tensors.", no_args_is_help=True)
 
@@ -32,6 +29,9 @@ def plot(
 ) -> None:
     """Draw every heatmap of a run from its telemetry.jsonl and checkpoints, under plots/heatmaps/<model>/."""
     expect(network)
+    from fp4deploy.progress import progress
+    from fp4deploy.report.telemetry_page import draw_telemetry_of
+
     found = open_run(run) if run is not None else latest_run()
     models = _tracked(found)
     if model is not None and model not in models:
@@ -40,7 +40,9 @@ def plot(
         raise InputError(
             f"{shown(found.path)} holds no telemetry. Train with telemetry: fp4deploy train --telemetry-every 200"
         )
-    draw(found, [model] if model else models)
+    with progress("drawing") as bar:
+        drawn = draw_telemetry_of(found, [model] if model else models, bar.phase)
+    show_drawn(found, drawn)
 
 
 @deferred(app, "study")
@@ -62,9 +64,11 @@ def study(
     from fp4deploy.bench.locate import data_of
     from fp4deploy.experiments.sensitivity.files import render_study, save_study
     from fp4deploy.experiments.sensitivity.study import study_images, study_kurtosis
+    from fp4deploy.progress import progress
 
     path = checkpoint or _default_checkpoint()
-    found = study_kurtosis(path, study_images(path, data or data_of(path), images), on_gpu=True)
+    with progress("every layer alone in NVFP4"):
+        found = study_kurtosis(path, study_images(path, data or data_of(path), images), on_gpu=True)
     whole = path.resolve()
     files = save_study(found, out or whole.parents[1] / "plots" / "kurtosis" / whole.parent.name)
     done(render_study(found).split("Each layer")[0].strip())
@@ -72,33 +76,15 @@ def study(
         done(shown(file), file=str(file))
 
 
-def draw(run: Run, models: list[str]) -> None:
-    """Draw the heatmaps of `models`, and print where they are."""
+def show_drawn(run: Run, drawn: dict[str, list[Path]]) -> None:
+    """Print where the heatmaps of each model are."""
     from fp4deploy.report.figures.telemetry import heatmap_folder
-    from fp4deploy.report.telemetry_page import draw_telemetry_of, page_path
+    from fp4deploy.report.telemetry_page import page_path
 
-    with working("drawing heatmaps"):
-        drawn = draw_telemetry_of(run, models)
     for model, files in drawn.items():
         note(f"{model}: {counted(len(files), 'heatmap file')} under {shown(heatmap_folder(run, model))}")
-    note(f"All of them on one page: {shown(page_path(run))}")
-
-
-def show_heatmaps(run: Run, models: list[str], settings: TelemetrySection) -> None:
-    """Add the heatmaps to TensorBoard, W&B or MLflow, where these track the training."""
-    from fp4deploy.report.figures.telemetry import heatmap_folder, read_snapshots
-    from fp4deploy.train.logging.trackers import log_pictures
-
-    for model in models:
-        folder = heatmap_folder(run, model)
-        snapshots = read_snapshots(run, model)
-        files = {
-            f"heatmaps/{path.relative_to(folder).with_suffix('').as_posix()}": path
-            for path in sorted(folder.rglob("*.png"))
-        }
-        if files and snapshots:
-            step = snapshots[-1].step
-            log_pictures(settings.trackers, run.model_dir(model), settings.project, settings.wandb_mode, files, step)
+    if drawn:
+        note(f"All of them on one page: {shown(page_path(run))}")
 
 
 def _tracked(run: Run) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 from fp4deploy.errors import InputError, UnavailableError, counted
 
 from ... import completion
-from ...console import note, notes, print_json, progress, results, shown
+from ...console import note, notes, print_json, results, shown
 from ...numbers import MOST_SECONDS, finite
 from ...settings import NamedModelOption, expect
 
@@ -322,6 +322,7 @@ def _measure(
 ) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of
+    from fp4deploy.progress import progress
     from fp4deploy.provenance import outdated
     from fp4deploy.runs import run_of
 
@@ -334,12 +335,12 @@ def _measure(
             note(f"  {stale}")
         model = model_of(path, run_of(path))
         folder = _folder(keep, path, model, len(paths), *settings.values()) if keep is not None else None
-        with progress("images") as advance:
+        with progress("images", then="scores and latency") as bar:
             found.append(
                 run_one(
                     path,
                     data,
-                    progress=advance,
+                    progress=bar.advance,
                     model=model,
                     batch=batch,
                     iterations=iterations,

@@ -12,7 +12,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ... import completion
-from ...console import done, note, phases, shown
+from ...console import done, note, shown
 from ...numbers import finite
 from ...settings import parse_size
 
@@ -111,6 +111,7 @@ def build(
     """Build an engine of each model, and a ledger that says which layer runs in which precision."""
     from fp4deploy.export.engine.build import build_engine
     from fp4deploy.export.lowering.interface import Interface
+    from fp4deploy.progress import progress
 
     pixels, sizes = parse_size(size), _sizes(min_size, opt_size, max_size)
     interface = Interface(input_type, input_layout, output_type, output_layout)
@@ -121,7 +122,7 @@ def build(
     for path in found:
         note(f"Building {shown(path)} ...")
         target = target_of(path, out)
-        with phases() as advance:
+        with progress("lowering") as bar:
             result = build_engine(
                 path,
                 target,
@@ -136,7 +137,7 @@ def build(
                 sizes=sizes,
                 interface=interface,
                 options=tuple(name for name, chosen in flags.items() if chosen),
-                progress=advance,
+                progress=bar.phase,
             )
         done(
             describe(result),

@@ -8,7 +8,7 @@ import typer
 
 from fp4deploy.errors import counted
 
-from ...console import done, note, print_json, progress, results
+from ...console import done, note, print_json, results
 from ...numbers import finite
 from ...settings import (
     DEFAULT,
@@ -102,11 +102,14 @@ def run_estimate(
     Raises:
         InputError: the data cannot be read, or a model has nothing to train.
     """
+    from fp4deploy.progress import progress
     from fp4deploy.train.estimate import estimate_training
 
     note(f"Measuring {counted(steps, 'step')} of {', '.join(models)}, at most {minutes:g} minutes ...")
-    with progress("measurements") as advance:
-        report = estimate_training(config, models, gpus, images, val_images, efficiency, steps, 60 * minutes, advance)
+    with progress("measurements") as bar:
+        report = estimate_training(
+            config, models, gpus, images, val_images, efficiency, steps, 60 * minutes, bar.advance
+        )
     if as_json:
         print_json(report)
     else:

@@ -10,7 +10,7 @@ import typer
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
-from ...console import done, note, shown, working
+from ...console import done, note, shown
 from ...settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
@@ -71,13 +71,15 @@ def export(
     if form == "triton":
         _serve(source, out or REPOSITORY, max_batch)
         return
+    from fp4deploy.progress import progress
+
     pixels, suffix = parse_size(size), SUFFIXES[form]
     failed: list[GateError | InputError] = []
     for checkpoint, target in _targets(source, out, suffix):
         note(f"Exporting {shown(checkpoint)} ...")
         verify_on = (data or _data(checkpoint)) if verify else None
         try:
-            with working(f"tracing{' and comparing with torch' if verify else ''}"):
+            with progress(f"tracing{' and comparing with torch' if verify else ''}"):
                 if form == "packed":
                     line = _packed(checkpoint, target, verify_on, images, verify)
                 else:

@@ -11,7 +11,7 @@ import typer
 
 from fp4deploy.errors import InputError
 
-from ...console import done, note, print_json, progress, results, shown
+from ...console import done, note, print_json, results, shown
 from ...numbers import finite
 from ...settings import NetworkOption, expect
 
@@ -174,10 +174,11 @@ def _files(
     as_json: bool,
 ) -> None:
     from fp4deploy.predict.write import predict_files
+    from fp4deploy.progress import progress
 
-    with progress("images") as advance:
+    with progress("images") as bar:
         document, failures = predict_files(
-            predictor, model, sources, out, batch, overlays, lambda number, _: advance(number, len(sources))
+            predictor, model, sources, out, batch, overlays, lambda number, _: bar.advance(number, len(sources))
         )
     if as_json:
         print_json(document)

@@ -10,7 +10,7 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
-from ...console import done, note, shown, working
+from ...console import done, note, shown
 from ...settings import NamedModelOption, expect, parse_size
 
 MOST_IMAGES = 256
@@ -97,6 +97,7 @@ def quantize(
 
     from fp4deploy import provenance
     from fp4deploy.bench.locate import data_of
+    from fp4deploy.progress import progress
     from fp4deploy.ptq.checkpoint import calibration_images, quantize_checkpoint
     from fp4deploy.ptq.methods import find_method
 
@@ -113,7 +114,7 @@ def quantize(
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError(f"--out is the FP16 checkpoint {source} itself, which would be lost. Give another file.")
     where = data or data_of(source)
-    with working(f"quantising by {method}"):
+    with progress("reading images") as bar:
         result = quantize_checkpoint(
             source,
             calibration_images(source, where, images, batch),
@@ -125,6 +126,7 @@ def quantize(
             exclude=_tuple(exclude),
             fp8=_tuple(fp8),
             say=note,
+            progress=bar.phase,
             **settings,
         )
     provenance.record("quantize", target, [source, where])
@@ -157,6 +159,7 @@ def _of_onnx(
     from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
     from fp4deploy.interop.onnx_network import read_network
     from fp4deploy.interop.quantize_onnx import classes_of, folder_images, image_size, quantize_onnx
+    from fp4deploy.progress import progress
     from fp4deploy.ptq.methods import find_method
 
     find_method(method)
@@ -167,21 +170,24 @@ def _of_onnx(
         raise InputError(f"{source} does not say what its images are. Give a dataset or a folder of images: --data DIR")
     mean, std = (_rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))
     pixels = image_size(read_network(source), size, source)
-    batches = folder_images(data, images, pixels, mean, std, batch)
-    names, background = classes_of(data)
-    found = quantize_onnx(
-        source,
-        batches,
-        target,
-        method,
-        mean=mean,
-        std=std,
-        class_names=names,
-        background=background,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        say=note,
-        **settings,
-    )
+    with progress("reading images") as bar:
+        batches = folder_images(data, images, pixels, mean, std, batch)
+        names, background = classes_of(data)
+        bar.phase("comparing with the file")
+        found = quantize_onnx(
+            source,
+            batches,
+            target,
+            method,
+            mean=mean,
+            std=std,
+            class_names=names,
+            background=background,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            say=note,
+            progress=bar.phase,
+            **settings,
+        )
     provenance.record("quantize", target, [source, data])
     exported = found.export
     agreed = f", {exported.verification.sentence()}" if exported.verification else ""

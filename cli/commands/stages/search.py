@@ -48,23 +48,26 @@ def search(
     from fp4deploy.experiments.search.files import RECIPE, save_search
     from fp4deploy.experiments.search.run import Budget
     from fp4deploy.experiments.search.run import search as run
+    from fp4deploy.progress import progress
 
     wanted = Budget.parse(budget)
     folder = out or checkpoint.parent / "search"
-    found = run(
-        checkpoint,
-        data or data_of(checkpoint),
-        wanted,
-        folder,
-        images=images,
-        batch=batch,
-        method=method,
-        arch=arch,
-        conv=conv,
-        measured=measured,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        say=note,
-    )
+    with progress("reading images") as bar:
+        found = run(
+            checkpoint,
+            data or data_of(checkpoint),
+            wanted,
+            folder,
+            images=images,
+            batch=batch,
+            method=method,
+            arch=arch,
+            conv=conv,
+            measured=measured,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            say=note,
+            progress=bar.phase,
+        )
     files = save_search(found, folder)
     layers = len(found.chosen.layers)
     done(

@@ -32,7 +32,7 @@ from ...settings import (
     parse_models,
     settings,
 )
-from ..results.telemetry import draw, show_heatmaps
+from ..results.telemetry import show_drawn
 from .estimate import run_estimate
 
 if TYPE_CHECKING:
@@ -111,6 +111,9 @@ def _record(run: Run) -> None:
 
 
 def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
+    from fp4deploy.progress import progress
+    from fp4deploy.report.telemetry_page import draw_trained
+
     for model, result in trained.items():
         done(
             f"{model}: best {result.metric} {result.best_text}, {shown(run.checkpoint(model))}",
@@ -121,12 +124,8 @@ def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
             epochs=result.epochs,
             seconds=round(result.seconds, 3),
         )
-    if (
-        is_first_process()
-        and config.telemetry.plots
-        and config.telemetry.every
-        and "jsonl" in config.telemetry.trackers
-    ):
-        draw(run, list(trained))
-        show_heatmaps(run, list(trained), config.telemetry)
+    if is_first_process():
+        with progress("drawing") as bar:
+            drawn = draw_trained(run, list(trained), config.telemetry, bar.phase)
+        show_drawn(run, drawn)
     note("Export them with: fp4deploy export --format onnx")

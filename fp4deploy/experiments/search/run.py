@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from fp4deploy.peaks import find_gpu
 from fp4deploy.ptq.checkpoint import calibration_images
 from fp4deploy.qat import layer_plan, load_model
 from fp4deploy.runs import hold
+
+if TYPE_CHECKING:
+    from fp4deploy.progress import Phase
 
 KINDS = ("drop", "bytes", "ms")
 POINTS = 10
@@ -112,6 +116,7 @@ def search(
     measured: Path | None = None,
     device: str = "cpu",
     say: Say = lambda text: None,
+    progress: Phase = lambda phase, done, of: None,
 ) -> Found:
     """Choose the layers of an FP16 checkpoint that go to FP4 and to FP8.
 
@@ -120,6 +125,8 @@ def search(
         method: of `ptq.METHODS`, how a layer is quantised while it is measured.
         arch, conv: GPU and form of convolutions of the projected time.
         measured: times of `bench --layers --json` instead, see `costs`.
+        say: gets a line for each layer and placement.
+        progress: is called with the running phase, what is done of it, and all of it.
 
     Raises:
         InputError: not an FP16 checkpoint, no layer for FP4, a budget that no placement meets, times of other layers,
@@ -147,7 +154,8 @@ def search(
         costs = layer_costs(model, {name: model.get_submodule(name) for name in names}, calibration[0], gpu, conv)
         costs = costs if times is None else with_measured(costs, times)
         errors: dict[Option, float] = {}
-        for name in names:
+        for number, name in enumerate(names):
+            progress("layers alone", number, len(names))
             for precision in costs[name].precisions:
                 errors[name, precision] = measure.error((name, precision))
                 say(f"  {name}: SQNR of the logits {sqnr(errors[name, precision]):.1f} dB in {precision}")
@@ -169,7 +177,9 @@ def search(
         fp16 = point(frozenset())
         saved = _saved(costs, "ms" if budget.kind == "ms" else "bytes")
         points = []
-        for placement in dict.fromkeys(least_cost(errors, saved, bound) for bound in _bounds(errors)):
+        placements = list(dict.fromkeys(least_cost(errors, saved, bound) for bound in _bounds(errors)))
+        for number, placement in enumerate(placements):
+            progress("placements", number, len(placements))
             points.append(point(placement))
             last = points[-1]
             counts = f"{len(last.layers)} layers in FP4, {len(last.fp8)} in FP8"

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, ValidationError
 
@@ -38,6 +38,9 @@ from fp4deploy.report.run_folder import RunData
 from fp4deploy.runs import Run
 from fp4deploy.schema import read_yaml
 from fp4deploy.tasks import TASKS
+
+if TYPE_CHECKING:
+    from fp4deploy.progress import Phase
 
 TITLES = {
     "weight": "weights",
@@ -156,8 +159,16 @@ def model_heatmaps(run: Run, model: str) -> list[Placed]:
     return [*time_series(snapshots, model), *weight_heatmaps(run, model)]
 
 
-def save_heatmaps(run: Run, model: str, heatmaps: Iterable[Placed], task: str | None = None) -> list[Path]:
+def save_heatmaps(
+    run: Run,
+    model: str,
+    heatmaps: Sequence[Placed],
+    task: str | None = None,
+    progress: Phase | None = None,
+) -> list[Path]:
     """Write the three files of each heatmap; `task` as of `draw_heatmaps`.
+
+    progress: is called with what is drawn, the heatmaps done and all of them.
 
     Raises:
         InputError: a file cannot be written.
@@ -166,7 +177,9 @@ def save_heatmaps(run: Run, model: str, heatmaps: Iterable[Placed], task: str | 
     script = folder.parent / "plotly.min.js"
     save_script(script)
     written = []
-    for stem, heatmap in heatmaps:
+    for number, (stem, heatmap) in enumerate(heatmaps):
+        if progress:
+            progress(f"heatmaps of {model}", number, len(heatmaps))
         written += save_heatmap(heatmap, folder / stem.parent / f"{task}_{stem.name}", script)
     return written
 

@@ -1,4 +1,4 @@
-"""Progress of a training on stderr: a bar with an ETA on a terminal, one line an epoch in a log."""
+"""Progress of a training on stderr: a bar with an ETA on a terminal; in a log a line an epoch, more in long ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fp4deploy.progress import logged
 from fp4deploy.terminal import console, is_quiet
 
 
@@ -32,16 +33,27 @@ class Display:
             transient=True,
         )
         self.task = self.bar.add_task(model, total=steps, completed=done, loss="")
+        self.log = logged(self.line, self.console)
         self.validation = self.bar.add_task(f"{model} validation", visible=False, start=False, loss="")
 
     def __enter__(self) -> Display:
         self.bar.start()
+        self.log.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.log.__exit__(kind, error, trace)
         self.bar.stop()
+
+    def line(self) -> str:
+        """Where the training is, as a line of a log."""
+        training, validation = self.bar.tasks
+        parts = [self.model, f"step {training.completed:.0f}/{training.total:.0f}", training.fields["loss"]]
+        if validation.visible:
+            parts += [f"validation {validation.completed:.0f}/{validation.total:.0f}", validation.fields["loss"]]
+        return "  " + "  ".join(part for part in parts if part)
 
     def say(self, text: str) -> None:
         """Print a line."""
