@@ -194,7 +194,7 @@ def main() -> None:
     if arguments.json:
         shape = {"model": "unet", "scale": arguments.scale, "classes": arguments.classes, "batch": arguments.batch}
         shape |= {"height": arguments.size[0], "width": arguments.size[1]}
-        peaks = [{"name": gpu.name, "arch": gpu.arch, "fp4_tflops": gpu.fp4, "fp16_tflops": gpu.fp16,
+        peaks = [{"name": gpu.name, "arch": gpu.arch.triton_name, "fp4_tflops": gpu.fp4, "fp16_tflops": gpu.fp16,
                   "terabytes_per_second": gpu.bandwidth, "source": gpu.source} for gpu in GPUS]  # fmt: skip
         document = {"statement": STATEMENT, "command": "python benchmarks/roofline.py", **shape, "peaks": peaks}
         document |= {"totals": totals, "layers": rows}

@@ -17,12 +17,10 @@ write of another process to the same place removes the folders that are not lock
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -147,6 +145,8 @@ def _synchronise_entry(folder: Path) -> None:
 
 def digest_of(parts: Iterable[bytes]) -> str:
     """SHA-256 over byte strings; each is preceded by its length, so that no boundary between two can move."""
+    import hashlib
+
     whole = hashlib.sha256()
     for part in parts:
         whole.update(len(part).to_bytes(8, "little") + part)
@@ -161,6 +161,8 @@ def file_digest(path: Path) -> str:
     """
     if not path.is_file():
         raise InputError(f"{path} is no file.")
+    import hashlib
+
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

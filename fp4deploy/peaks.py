@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
 
 
@@ -17,7 +18,7 @@ class Gpu:
     """TFLOP/s and TB/s; `fp4` is None where tensor cores have no FP4."""
 
     name: str
-    arch: str
+    arch: Architecture
     fp4: float | None
     fp8: float
     fp16: float
@@ -31,17 +32,33 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("B200", "sm_100", 9000.0, 4500.0, 2250.0, 8.0, "NVIDIA Blackwell Architecture Technical Brief, HGX B200"),
+    Gpu(
+        "B200",
+        Architecture(10, 0),
+        9000.0,
+        4500.0,
+        2250.0,
+        8.0,
+        "NVIDIA Blackwell Architecture Technical Brief, HGX B200",
+    ),
     Gpu(
         "RTX 5090",
-        "sm_120",
+        Architecture(12, 0),
         1676.0,
         419.0,
         209.5,
         1.792,
         "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A",
     ),
-    Gpu("H200", "sm_90", None, 1979.0, 989.5, 4.8, "NVIDIA H200 Tensor Core GPU datasheet, half of the sparse figures"),
+    Gpu(
+        "H200",
+        Architecture(9, 0),
+        None,
+        1979.0,
+        989.5,
+        4.8,
+        "NVIDIA H200 Tensor Core GPU datasheet, half of the sparse figures",
+    ),
 )
 
 
@@ -51,9 +68,9 @@ def find_gpu(arch: str) -> Gpu:
     Raises:
         InputError: none is known for it.
     """
-    wanted = arch.lower().replace("sm", "sm_").replace("__", "_")
+    wanted = Architecture.find(arch)
     found = next((gpu for gpu in GPUS if gpu.arch == wanted), None)
     if found is None:
-        valid = ", ".join(gpu.arch.replace("_", "") for gpu in GPUS)
+        valid = ", ".join(str(gpu.arch) for gpu in GPUS)
         raise InputError(f"--arch {arch}: no published peaks are known for it. Valid: {valid}.")
     return found

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fp4deploy.terminal import console, is_quiet
 
-Phase = Callable[[str, int, int], None]  # what is done, how much of it, how much there is
+Phase = Callable[[str, int, int | None], None]  # what is done, how much of it, and of how much, where that is known
 SECONDS = 15.0  # between two lines of a log
 
 
@@ -52,13 +52,14 @@ class Bar:
 
 
 class Left(ProgressColumn):
-    """ "12/40  ETA 0:01:05", or nothing where the length of the work is not known."""
+    """ "12/40  ETA 0:01:05", or how much is done where the length of the work is not known."""
 
     def render(self, task: Task) -> Text:
         """The text of a task."""
+        done = int(task.completed)
         if task.total is None:
-            return Text("")
-        done, of = int(task.completed), int(task.total)
+            return Text(str(done) if done else "")
+        of = int(task.total)
         left = f"  ETA {timedelta(seconds=round((task.elapsed or 0) * (of - done) / done))}" if done else ""
         return Text(f"{done}/{of}{left}")
 

@@ -27,7 +27,6 @@ import itertools
 import json
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -214,7 +213,7 @@ def _acquire(folder: Path, lock: BaseFileLock) -> None:
 
 
 def _note_owner(file: Path) -> None:
-    about = {"pid": os.getpid(), "host": socket.gethostname(), "command": shlex.join(sys.argv)[:200]}
+    about = {"pid": os.getpid(), "host": _host(), "command": shlex.join(sys.argv)[:200]}
     with suppress(OSError):
         descriptor = os.open(file, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0))
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as opened:
@@ -233,7 +232,7 @@ def _owner(file: Path) -> dict[str, Any] | None:
 
 def _owner_is_dead(file: Path) -> bool:
     owner = _owner(file)
-    if owner is None or owner["host"] != socket.gethostname() or os.name == "nt":
+    if owner is None or owner["host"] != _host() or os.name == "nt":
         return False
     try:
         os.kill(int(owner["pid"]), 0)
@@ -275,3 +274,9 @@ def latest_run(root: Path = RUNS) -> Run:
     if not configs:
         raise InputError(f"There is no run under {root}/ yet. Train one with: fp4deploy train")
     return Run(configs[-1].parent)
+
+
+def _host() -> str:
+    import socket  # not for `--help`
+
+    return socket.gethostname()

@@ -9,8 +9,9 @@ are enlarged bilinearly before the class is decided, in bands of rows, so that m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ from fp4deploy.predict.palette import colours
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.tiles import tiled
 from fp4deploy.tasks import task_of
+
+if TYPE_CHECKING:
+    from fp4deploy.progress import Phase
 
 Picture = Path | str | Image.Image | Pixels
 BAND = 2**25  # elements of enlarged outputs that are held at once
@@ -64,7 +68,13 @@ def load(path: Path | str, tile: bool = False, overlap: int | None = None, min_s
 
 
 class Predictor:
-    """A runtime with preprocessing before it and decoding after it."""
+    """A runtime with preprocessing before it and decoding after it.
+
+    progress: is called while one large image or video is predicted, with what is counted, how much is done, and of how
+        much, where that is known.
+    """
+
+    progress: Phase = staticmethod(lambda phase, done, of: None)
 
     def __init__(
         self, runtime: Runtime, tile: bool = False, overlap: int | None = None, min_score: float = 0.0
@@ -145,7 +155,7 @@ class Predictor:
     def _tiled(self, pixels: Pixels) -> Prediction:
         size = (pixels.shape[0], pixels.shape[1])
         channels = self.card.channels
-        bands = tiled(pixels, (self.card.height, self.card.width), self.overlap, self._infer)
+        bands = self._bands(pixels)
         if self.card.head is None:
             mask = np.zeros(size, np.uint8)
             for row, band in bands:
@@ -158,6 +168,13 @@ class Predictor:
             )
         outputs = np.concatenate([band for _, band in bands], axis=1)
         return self.decoded(outputs, size)
+
+    def _bands(self, pixels: Pixels) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        height = pixels.shape[0]
+        self.progress("rows of pixels", 0, height)
+        for row, band in tiled(pixels, (self.card.height, self.card.width), self.overlap, self._infer):
+            yield row, band
+            self.progress("rows of pixels", row + band.shape[1], height)
 
     def _semantic(self, mask: Pixels, channels: int) -> Prediction:
         names = self.class_names or tuple(f"class {number}" for number in range(channels))

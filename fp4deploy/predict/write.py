@@ -154,7 +154,10 @@ def _predicted(
 
 def _video(predictor: Predictor, source: Source, out: Path, batch: int) -> Result:
     try:
-        return predict_video(predictor, str(source.path), out / f"{source.name}.overlay.mp4", batch)
+        target = out / f"{source.name}.overlay.mp4"
+        return predict_video(
+            predictor, str(source.path), target, batch, lambda frames: predictor.progress("frames", frames, None)
+        )
     except InputError as error:
         return error
 

@@ -65,8 +65,10 @@ def test_costs_of_layers_by_hand() -> None:
     assert found["0"].ms_fp4 == pytest.approx(1e3 * (found["0"].bytes_fp4 + moved) / 1.792e12)  # multiplied in FP8
     packed = 4 * 16 * 4.5 / 8 + 4 + 8 * 36 * 4.5 / 8 + 2 * 4 * 36
     assert found["1"].ms_fp4 == pytest.approx(1e3 * packed / 1.792e12)
-    with pytest.raises(InputError, match="no published peaks"):
-        find_gpu("sm75")
+    assert {find_gpu(text).name for text in ("sm_120", "sm_120a", "12.0", "SM120")} == {"RTX 5090"}
+    for text in ("sm75", "blackwell"):
+        with pytest.raises(InputError, match="no published peaks"):
+            find_gpu(text)
 
 
 @pytest.mark.parametrize("text", ["drop", "drop=", "drop=-1", "time=3", "ms=nan", "bytes=1e400"])

@@ -127,6 +127,7 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
     from fp4deploy.data.images import upright_image
     from fp4deploy.predict.sources import STDIN
     from fp4deploy.predict.write import describe, png_bytes
+    from fp4deploy.progress import progress
 
     content = io.BytesIO()
     while chunk := sys.stdin.buffer.read(1 << 20):
@@ -137,7 +138,9 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
         raise InputError("stdin gave nothing; pipe an image into it: fp4deploy predict - < photo.jpg > mask.png")
     content.seek(0)
     pixels = upright_image(content)
-    prediction = predictor.predict(pixels)
+    with progress("image") as bar:
+        predictor.progress = bar.phase
+        prediction = predictor.predict(pixels)
     if as_json:
         height, width = prediction.mask.shape
         entry: dict[str, Any] = {"file": STDIN, "height": height, "width": width, "classes": prediction.classes()}
@@ -157,10 +160,12 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
 
 def _camera(predictor: Predictor, source: str, out: Path, batch: int) -> None:
     from fp4deploy.predict.video import predict_video
+    from fp4deploy.progress import progress
 
     target = out / "camera.overlay.mp4"
     note("Recording; stop with Ctrl-C.")
-    found = predict_video(predictor, source, target, batch)
+    with progress("frames") as bar:
+        found = predict_video(predictor, source, target, batch, lambda frames: bar.phase("frames", frames))
     done(f"{found['frames']} frames in {shown(target)}")
 
 
@@ -176,10 +181,19 @@ def _files(
     from fp4deploy.predict.write import predict_files
     from fp4deploy.progress import progress
 
+    done_images = 0
+
+    def within(what: str, done: int, of: int | None) -> None:
+        bar.phase(f"image {done_images + 1} of {len(sources)}, {what}" if len(sources) > 1 else what, done, of)
+
+    def after(number: int, _: str) -> None:
+        nonlocal done_images
+        done_images = number
+        bar.phase("images", number, len(sources))
+
+    predictor.progress = within
     with progress("images") as bar:
-        document, failures = predict_files(
-            predictor, model, sources, out, batch, overlays, lambda number, _: bar.advance(number, len(sources))
-        )
+        document, failures = predict_files(predictor, model, sources, out, batch, overlays, after)
     if as_json:
         print_json(document)
     else:
