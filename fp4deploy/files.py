@@ -80,7 +80,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def _private_folder(parent: Path) -> tuple[Path, int | None]:
     """A new temporary folder, and a descriptor that holds its lock, None where the system has none."""
     while True:
-        private = parent / f".{secrets.token_hex(8)}.partial"
+        private = parent / f".{os.urandom(8).hex()}.partial"
         private.mkdir(mode=0o700)
         lock = _locked(private, wait=True)
         if private.exists():

@@ -27,7 +27,7 @@ class Bar:
     def __init__(self, text: str, then: str, screen: Console) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), Left())
         self.display = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
-        self.task = self.display.add_task(text, total=None)
+        self.task = self.display.add_task(text, total=None, since=0.0)
         self.then = then
 
     def advance(self, done: int, of: int) -> None:
@@ -35,13 +35,15 @@ class Bar:
         if done >= of and self.then:
             self.phase(self.then)
         else:
-            self.display.update(self.task, completed=done, total=of)
+            self.phase(self._state().description, done, of)
 
     def phase(self, text: str, done: int = 0, of: int | None = None) -> None:
-        """As `advance`, of the phase `text`; a new one begins the bar and its time again. of: None where not known."""
-        if text != self._state().description:
-            self.display.reset(self.task, description=text, total=None)
-        self.display.update(self.task, completed=done, total=of)
+        """As `advance`, of the phase `text`; a new one begins the bar again. of: None where not known."""
+        task = self._state()
+        if text != task.description:
+            task.fields["since"] = task.elapsed or 0.0
+        task.total, task.finished_time = of, None  # Rich's own methods cannot take a total away
+        self.display.update(self.task, description=text, completed=done)
 
     def line(self) -> str:
         """The state as one line of a log."""
@@ -59,8 +61,8 @@ class Left(ProgressColumn):
         done = int(task.completed)
         if task.total is None:
             return Text(str(done) if done else "")
-        of = int(task.total)
-        left = f"  ETA {timedelta(seconds=round((task.elapsed or 0) * (of - done) / done))}" if done else ""
+        of, seconds = int(task.total), (task.elapsed or 0.0) - task.fields["since"]
+        left = f"  ETA {timedelta(seconds=round(seconds * (of - done) / done))}" if done else ""
         return Text(f"{done}/{of}{left}")
 
 
