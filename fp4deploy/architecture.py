@@ -65,7 +65,7 @@ class Architecture:
     @classmethod
     def find(cls, text: str) -> Architecture | None:
         """Read "sm120", "sm_120", "sm_120a", "120" or "12.0", in either case; None for anything else."""
-        found = re.fullmatch(r"(?:sm_?)?(\d+)(?:(\d)|\.(\d))a?", text.strip().lower(), re.ASCII)
+        found = re.fullmatch(r"(?:sm_?)?(\d{1,2})(?:(\d)|\.(\d))a?", text.strip().lower(), re.ASCII)
         return cls(int(found[1]), int(found[2] or found[3])) if found else None
 
     @classmethod

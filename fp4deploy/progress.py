@@ -25,7 +25,8 @@ class Bar:
     """Progress of one piece of work; its methods are the callbacks of the functions that do it."""
 
     def __init__(self, text: str, then: str, screen: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), Left())
+        said = TextColumn("{task.description}", markup=False)  # it has names of files and phases
+        columns = (SpinnerColumn(), said, BarColumn(), TimeElapsedColumn(), Left())
         self.display = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
         self.task = self.display.add_task(text, total=None, since=0.0)
         self.then = then

@@ -26,6 +26,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -102,13 +103,28 @@ class Run:
 
 
 def processes() -> int:
-    """How many processes a launcher such as torchrun started together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """How many processes a launcher such as torchrun started together.
+
+    Raises:
+        InputError: its variable is no number.
+    """
+    return _launched("WORLD_SIZE", "1")
 
 
 def is_first_process() -> bool:
-    """Whether this process is alone, or the one of several that writes files and speaks."""
-    return int(os.environ.get("RANK", "0")) == 0
+    """Whether this process is alone, or the one of several that writes files and speaks.
+
+    Raises:
+        InputError: the launcher's variable is no number.
+    """
+    return _launched("RANK", "0") == 0
+
+
+def _launched(variable: str, alone: str) -> int:
+    text = os.environ.get(variable, alone)
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise InputError(f"The environment variable {variable} is '{text}'; a launcher such as torchrun sets a number.")
+    return int(text)
 
 
 def artifact_stem(model: str) -> str:

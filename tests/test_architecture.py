@@ -18,13 +18,19 @@ def test_every_spelling_is_read(text: str) -> None:
     assert Architecture.find(text) == Architecture.parse(text) == Architecture(12, 0)
 
 
-@pytest.mark.parametrize("text", ["blackwell", "", "sm_", "sm_12 0", "sm", "8", "sm_120b", "12.00", "sm-120", "²²"])
+@pytest.mark.parametrize(
+    "text", ["blackwell", "", "sm_", "sm_12 0", "sm", "8", "sm_120b", "12.00", "sm-120", "²²", "1200"]
+)
 def test_other_texts_are_refused(text: str) -> None:
     assert Architecture.find(text) is None
     with pytest.raises(InputError) as error:
         Architecture.parse(text)
     assert f"'{text}' is not a supported GPU architecture" in str(error.value)
     assert "Valid: sm80, sm_80" in str(error.value)
+
+
+def test_a_number_of_any_length_is_no_architecture() -> None:
+    assert Architecture.find("sm_" + "1" * 5000) is None  # beyond what int() reads
 
 
 def test_errors_list_the_valid_architectures() -> None:

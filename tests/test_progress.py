@@ -47,6 +47,11 @@ def test_a_bar_says_how_much_is_done_and_the_time_left(terminal: io.StringIO, ba
     assert "12" not in text
 
 
+def test_names_are_printed_literally(terminal: io.StringIO, bar: Bar) -> None:
+    bar.phase("tactics of [/x] [red]", 1, 2)
+    assert "tactics of [/x] [red]" in drawn(terminal, bar)
+
+
 def test_a_phase_has_a_time_of_its_own(terminal: io.StringIO, bar: Bar) -> None:
     bar.phase("layers", 0, 2)
     bar.display.tasks[0].start_time -= 60  # type: ignore[operator]

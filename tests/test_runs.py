@@ -15,7 +15,18 @@ from pathlib import Path
 import pytest
 
 from fp4deploy.errors import GateError, InputError, UnavailableError, suggest
-from fp4deploy.runs import LOCK, RUNS, Run, artifact_stem, create_run, hold, latest_run, open_run
+from fp4deploy.runs import (
+    LOCK,
+    RUNS,
+    Run,
+    artifact_stem,
+    create_run,
+    hold,
+    is_first_process,
+    latest_run,
+    open_run,
+    processes,
+)
 
 
 def test_exit_codes() -> None:
@@ -25,6 +36,16 @@ def test_exit_codes() -> None:
 def test_suggestions() -> None:
     assert suggest("nvfp5", ["fp16", "nvfp4"]) == " Did you mean 'nvfp4'?"
     assert suggest("zzz", ["fp16", "nvfp4"]) == ""
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "²", "1" * 5000])
+def test_a_launcher_sets_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", text)
+    monkeypatch.setenv("RANK", text)
+    with pytest.raises(InputError, match="environment variable WORLD_SIZE"):
+        processes()
+    with pytest.raises(InputError, match="environment variable RANK"):
+        is_first_process()
 
 
 def test_runs_never_overwrite_each_other(tmp_path: Path) -> None:

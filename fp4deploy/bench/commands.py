@@ -54,8 +54,8 @@ def this_command() -> str:
     """The command line of this process, as a user would type it."""
     program = ["fp4deploy"]
     if processes() > 1:
-        nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
         here = os.environ.get("LOCAL_WORLD_SIZE", str(processes()))
-        spread = ["--nnodes", str(nodes)] if nodes > 1 else []
+        spread = ["--nnodes", nodes] if nodes != "1" else []
         program = ["torchrun", *spread, "--nproc-per-node", here, "-m", "fp4deploy.cli"]
     return shlex.join([*program, *sys.argv[1:]])

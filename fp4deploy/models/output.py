@@ -15,6 +15,7 @@ is trained through, exported and measured.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -96,8 +97,9 @@ def pick_logits(found: Any, spec: str, output: str | None = None) -> torch.Tenso
             raise InputError(f"{spec} returns {', '.join(map(str, found)) or 'an empty dict'}, and no '{output}'.")
         value = found[names[0]]
     elif isinstance(found, list | tuple):
-        position = int(output) if output is not None and output.lstrip("-").isdigit() else 0
-        if not -len(found) <= position < len(found) or (output is not None and not output.lstrip("-").isdigit()):
+        text = "0" if output is None else output
+        position = int(text) if re.fullmatch("-?[0-9]{1,9}", text) else len(found)
+        if not -len(found) <= position < len(found):
             raise InputError(f"{spec} returns {len(found)} outputs; --set model.output takes a number from 0.")
         value = found[position]
     if not isinstance(value, torch.Tensor):

@@ -6,6 +6,7 @@ Frames are read, predicted and written one batch at a time, so a video of any le
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -131,6 +132,6 @@ def _frames(capture: Any, live: bool) -> Iterator[Pixels]:
 
 def _camera(source: str) -> int:
     number = source.removeprefix(CAMERA)
-    if not number.isdigit():
+    if not re.fullmatch("[0-9]{1,3}", number):
         raise InputError(f"'{source}' names no camera; write its number: camera:0")
     return int(number)

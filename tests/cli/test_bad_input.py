@@ -118,6 +118,11 @@ def test_demo_takes_no_data(invoke: Invoke, shapes: Path) -> None:
     refused(invoke("run", "--demo", "--data", shapes), "--demo uses generated shapes")
 
 
+def test_an_unknown_gpu_is_refused_before_the_training(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
+    refused(invoke("run", "--data", shapes, "--arch", "sm999"), "--arch sm999 is unknown", "Valid values: sm75")
+    assert files(tmp_path) == set()
+
+
 @pytest.mark.parametrize("command", [("export",), ("build",), ("bench",), ("train", "--resume")])
 def test_nothing_to_work_on_names_the_first_step(invoke: Invoke, command: tuple[str, ...]) -> None:
     refused(invoke(*command), "There is no run under runs/", "fp4deploy train")

@@ -147,6 +147,8 @@ def test_factories_that_give_no_network(
         ("build", {"output": "number"}, None, "returns float and no tensor"),
         ("build", {"output": "tuple"}, None, r"shape \[\].*\[N, 5, h, w\]"),
         ("build", {"output": "tuple"}, "9", "returns 2 outputs"),
+        ("build", {"output": "tuple"}, "--1", "returns 2 outputs"),
+        ("build", {"output": "tuple"}, "²", "returns 2 outputs"),
         ("build", {"output": "dict"}, "mask", "returns aux, out, and no 'mask'"),
         ("build", {"output": "dict"}, "aux", r"has the shape \[2, 1, 16, 24\]"),
         ("unaware", {}, None, r"has the shape \[2, 7, 16, 24\].*take the number of classes"),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from fp4deploy.errors import InputError
+from fp4deploy.packed import shapes
 from fp4deploy.packed.check import check_graph, check_values
 from fp4deploy.packed.graph import Graph
 from tests.packed.small_networks import CLASSES, packed
@@ -174,6 +176,20 @@ def test_what_does_not_fit(case: str) -> None:
     change, cause = CASES[case]
     with pytest.raises(InputError, match=cause):
         check_graph(changed(change), len(CLASSES))
+
+
+def test_ten_thousand_nodes_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"nodes\n.*at most 4096 items"):
+        changed(lambda graph: graph["nodes"].extend(graph["nodes"][-1:] * 10_000))
+
+
+def test_a_row_that_32_bits_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, widest = packed("nvfp4_qat", 0.25)[1].graph, 4 * 3 * 256  # pixels x taps x channels of decoder.0.conv1
+    monkeypatch.setattr(shapes, "KERNEL_ELEMENTS", widest)
+    check_graph(graph, len(CLASSES))
+    monkeypatch.setattr(shapes, "KERNEL_ELEMENTS", widest - 1)
+    with pytest.raises(InputError, match=r"'decoder.0.conv1'.*a row of its input is beyond 2\^31 elements"):
+        check_graph(graph, len(CLASSES))
 
 
 @pytest.mark.parametrize("channels", [0, 1, len(CLASSES) + 1])

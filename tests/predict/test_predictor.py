@@ -233,6 +233,15 @@ def test_a_rate_that_no_video_has_is_not_believed(stated: float) -> None:
     assert stated_rate(29.97) == 29.97
 
 
+@pytest.mark.parametrize("number", ["", "-1", "²", "0x1", "9" * 5000])
+def test_a_camera_has_a_number(number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cv2 = types.ModuleType("cv2")
+    vars(cv2).update(VideoCapture=None)
+    monkeypatch.setitem(sys.modules, "cv2", cv2)
+    with pytest.raises(InputError, match="names no camera; write its number"):
+        predict_video(Predictor(Pointwise(card())), f"camera:{number}", tmp_path / "out.mp4", batch=1)
+
+
 def test_a_video_of_a_detector_counts_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = [photo(20, 30, seed)[..., ::-1] for seed in range(3)]
     cv2 = types.ModuleType("cv2")

@@ -8,13 +8,16 @@ import math
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from PIL import Image
+from torch import nn
 
 from fp4deploy.errors import UnavailableError
-from fp4deploy.train.logging import trackers
-from fp4deploy.train.logging.telemetry import mean_dice
+from fp4deploy.train.config import TelemetrySection
+from fp4deploy.train.logging import telemetry, trackers
+from fp4deploy.train.logging.telemetry import Telemetry, mean_dice
 from fp4deploy.train.logging.trackers import (
     EPOCH,
     SAMPLE,
@@ -101,6 +104,20 @@ def test_a_missing_package_is_one_paragraph_with_the_command(name: str, monkeypa
     with pytest.raises(UnavailableError, match=rf"'{name}' needs .* pip install 'fp4deploy\[{name}\]'"):
         check_trackers(["jsonl", name])
     check_trackers(["jsonl"])
+
+
+def test_what_a_library_raises_is_said_in_words(tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = MagicMock(
+        **{f"{name}.side_effect": KeyError("no such run") for name in ("resume", "log", "pictures", "close")}
+    )
+    monkeypatch.setattr(trackers, "make_trackers", lambda *_: [failing])
+    monkeypatch.setattr(telemetry, "make_trackers", lambda *_: [failing])
+    training = Telemetry(TelemetrySection(), tmp_path, nn.Linear(2, 2), 1)
+    line = {"step": 1, "epoch": 1}
+    for call in (lambda: training.resume(1, 1), lambda: training.epoch(line), training.close,
+                 lambda: log_pictures(["mlflow"], tmp_path, "p", "offline", {"a": picture}, 1)):  # fmt: skip
+        with pytest.raises(UnavailableError, match="A tracker failed: KeyError: 'no such run'. Mend its settings"):
+            call()
 
 
 def test_tensorboard_writes_what_was_logged(tmp_path: Path) -> None:

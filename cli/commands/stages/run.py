@@ -71,12 +71,14 @@ def run(
 ) -> None:
     """Take an FP16 and an NVFP4 model through every stage, and compare them in a table and a report."""
     from fp4deploy.bench.commands import this_command
+    from fp4deploy.export.engine.build import check_arch
     from fp4deploy.pipeline import run_chain
 
     if processes() > 1:
         raise InputError("fp4deploy run is one process. Train under torchrun with: fp4deploy train; then export.")
     if demo and data is not None:
         raise InputError("--demo uses generated shapes; leave out either --demo or --data.")
+    check_arch(arch)  # before hours of training
     chosen = parse_models(models)
     resolved = settings(
         config,

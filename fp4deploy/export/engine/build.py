@@ -204,12 +204,7 @@ def _check_choices(
         )
     chosen = BACKENDS[backend]
     check_conv_mode(conv, backend)
-    target = Architecture.find(arch) if arch is not None else None
-    if arch is not None and str(target) not in chosen.arches:
-        raise InputError(
-            f"--arch {arch} is unknown to {chosen.title}.{suggest(arch, chosen.arches)} "
-            f"Valid values: {', '.join(chosen.arches)}."
-        )
+    target = check_arch(arch, backend) if arch is not None else None
     Profile(batch)
     lacking = [OPTIONS[option] for option in options if option not in chosen.options]
     if lacking:
@@ -219,7 +214,23 @@ def _check_choices(
         )
     if arch is None:
         chosen.require_installed()
-    return chosen, str(target) if target is not None else chosen.default_arch()
+    return chosen, target if target is not None else chosen.default_arch()
+
+
+def check_arch(arch: str, backend: str = "tensorrt-rtx") -> str:
+    """The architecture's own name.
+
+    Raises:
+        InputError: the library builds no engine for it.
+    """
+    chosen = BACKENDS[backend]
+    target = str(Architecture.find(arch))
+    if target not in chosen.arches:
+        raise InputError(
+            f"--arch {arch} is unknown to {chosen.title}.{suggest(arch, chosen.arches)} "
+            f"Valid values: {', '.join(chosen.arches)}."
+        )
+    return target
 
 
 def _compile(lowered: LoweredModel, job: CompileJob, log: Path | None, progress: Progress | None) -> CompileAnswer:

@@ -346,7 +346,7 @@ def owner(node: ir.Node) -> str:
 def _order(role: str) -> tuple[int, int]:
     head, _, number = role.partition(".")
     known = ("input", "query", "key", "value", "tensors", "other")
-    return (known.index(head) if head in known else len(known), int(number) if number.isdigit() else 0)
+    return (known.index(head) if head in known else len(known), int(number) if number.isdecimal() else 0)
 
 
 def size_value(size: Size) -> Any:

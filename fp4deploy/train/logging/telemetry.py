@@ -26,7 +26,7 @@ from torch import nn
 
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.qat.telemetry.collect import Table, Watcher
-from fp4deploy.train.logging.trackers import EPOCH, SAMPLE, Entry, Layers, Tracker, make_trackers, rounded
+from fp4deploy.train.logging.trackers import EPOCH, SAMPLE, Entry, Layers, Tracker, make_trackers, rounded, stated
 from fp4deploy.train.sections import TelemetrySection
 
 STATE = "telemetry.safetensors"
@@ -73,8 +73,9 @@ class Telemetry:
 
     def resume(self, step: int, epoch: int) -> None:
         """Continue after `step` steps and `epoch` whole epochs; 0, 0 begins."""
-        for tracker in self.trackers:
-            tracker.resume(step, epoch)
+        with stated():
+            for tracker in self.trackers:
+                tracker.resume(step, epoch)
         before = (step - 1) // self.every * self.every if self.every and step else None
         self.watcher.previous = _read_codes(self.state_path, before, self.watcher) if before is not None else {}
 
@@ -141,12 +142,14 @@ class Telemetry:
 
     def close(self) -> None:
         """Close the trackers."""
-        for tracker in self.trackers:
-            tracker.close()
+        with stated():
+            for tracker in self.trackers:
+                tracker.close()
 
     def _log(self, entry: Entry) -> None:
-        for tracker in self.trackers:
-            tracker.log(entry)
+        with stated():
+            for tracker in self.trackers:
+                tracker.log(entry)
 
 
 def mean_dice(line: dict[str, Any]) -> float | None:

@@ -17,11 +17,13 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from fp4deploy.errors import Fp4DeployError, UnavailableError
 from fp4deploy.files import append_line
 from fp4deploy.qat.telemetry.statistics import CODES
 from fp4deploy.requirements import MLFLOW, TENSORBOARD, WANDB
@@ -256,6 +258,24 @@ def make_trackers(
     return made
 
 
+@contextmanager
+def stated() -> Iterator[None]:
+    """What a tracker's library raises (no connection, a run that was deleted) as an error of one paragraph.
+
+    Raises:
+        UnavailableError: the library failed.
+    """
+    try:
+        yield
+    except Fp4DeployError:
+        raise
+    except Exception as error:
+        raise UnavailableError(
+            f"A tracker failed: {type(error).__name__}: {error}. Mend its settings, or leave it out of "
+            "telemetry.trackers: telemetry.jsonl holds the same numbers."
+        ) from error
+
+
 def _title(folder: Path) -> str:
     return f"{folder.parent.name}/{folder.name}"
 
@@ -266,11 +286,12 @@ def log_pictures(
     """Add pictures to what the trackers of a finished training have; the arguments are those of `make_trackers`.
 
     Raises:
-        UnavailableError: a package is missing.
+        UnavailableError: a package is missing, or its library failed.
     """
     for tracker in make_trackers((name for name in names if name != "jsonl"), folder, project, wandb_mode, {}):
-        tracker.pictures(files, step)
-        tracker.close()
+        with stated():
+            tracker.pictures(files, step)
+            tracker.close()
 
 
 def check_trackers(names: Iterable[str]) -> None:
