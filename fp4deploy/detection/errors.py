@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fp4deploy.detection.decode import iou
 from fp4deploy.instances.results import Result
-from fp4deploy.instances.scores import average_precision
+from fp4deploy.instances.scores import box_ap50
 
 FOREGROUND, BACKGROUND = 0.5, 0.1  # IoU
 KINDS = ("classification", "localisation", "both", "duplicate", "background", "missed")
@@ -56,7 +56,7 @@ def error_kinds(ground_truth: dict[str, Any], results: Sequence[Result], max_det
         InputError: the results name an image or category that the ground truth does not have.
     """
     results = _limited(results, max_detections)
-    before = average_precision(ground_truth, results, max_detections, "bbox", matches=False).ap50
+    before = box_ap50(ground_truth, results, max_detections)
     judged = _judge(ground_truth, results)
     counts = Counter(judged.kinds.values())
     counts["missed"] = len(judged.missed)
@@ -65,7 +65,7 @@ def error_kinds(ground_truth: dict[str, Any], results: Sequence[Result], max_det
         gain = 0.0
         if counts[kind]:
             truth, corrected = _corrected(ground_truth, results, judged, kind)
-            gain = average_precision(truth, corrected, max_detections, "bbox", matches=False).ap50 - before
+            gain = box_ap50(truth, corrected, max_detections) - before
         found[kind] = {"count": counts[kind], "ap50": max(0.0, gain) if np.isfinite(gain) else 0.0}
     return found
 

@@ -99,14 +99,7 @@ def average_precision(
         InputError: a result names an image or category that the ground truth does not have.
         UnavailableError: the evaluator that was asked for is not installed.
     """
-    _check_known(ground_truth, results)
-    with contextlib.redirect_stdout(io.StringIO()):
-        evaluation = _evaluator(evaluator, matches)(
-            _indexed(ground_truth), _indexed({**ground_truth, "annotations": _detected(results, kind)}), kind
-        )
-        evaluation.params.maxDets = [max_detections]
-        evaluation.evaluate()
-        evaluation.accumulate()
+    evaluation = _evaluated(_evaluator(evaluator, matches), ground_truth, results, max_detections, kind)
     precision: NDArray[np.float64] = evaluation.eval["precision"][..., 0]  # [T, R, K, A]
     recall: NDArray[np.float64] = evaluation.eval["recall"][..., 0]  # [T, K, A]
     overlaps = np.asarray(evaluation.params.iouThrs)
@@ -129,6 +122,39 @@ def average_precision(
         per_class=per_class,
         matches=matches_of(evaluation, ground_truth) if matches and evaluator != "faster-coco-eval" else None,
     )
+
+
+def box_ap50(ground_truth: dict[str, Any], results: Sequence[dict[str, Any]], max_detections: int = 100) -> float:
+    """The `ap50` that `average_precision` gives for boxes of all sizes, without the other overlaps and sizes.
+
+    Raises:
+        InputError: a result names an image or category that the ground truth does not have.
+    """
+    evaluation = _evaluated(_evaluator(None, matches=False), ground_truth, results, max_detections, "bbox", only=0.5)
+    return _mean(evaluation.eval["precision"])
+
+
+def _evaluated(
+    evaluator: Any,
+    ground_truth: dict[str, Any],
+    results: Sequence[dict[str, Any]],
+    max_detections: int,
+    kind: Kind,
+    only: float | None = None,
+) -> Any:
+    """COCOeval after its evaluation, at all overlaps and sizes, or at one overlap for objects of any size."""
+    _check_known(ground_truth, results)
+    with contextlib.redirect_stdout(io.StringIO()):
+        evaluation = evaluator(
+            _indexed(ground_truth), _indexed({**ground_truth, "annotations": _detected(results, kind)}), kind
+        )
+        evaluation.params.maxDets = [max_detections]
+        if only is not None:
+            evaluation.params.iouThrs = np.array([only])
+            evaluation.params.areaRng, evaluation.params.areaRngLbl = evaluation.params.areaRng[:1], ["all"]
+        evaluation.evaluate()
+        evaluation.accumulate()
+    return evaluation
 
 
 def _mean(values: NDArray[np.float64]) -> float:

@@ -13,7 +13,7 @@ import pytest
 from fp4deploy.data import open_boxes
 from fp4deploy.detection.errors import KINDS, error_kinds
 from fp4deploy.instances import average_precision
-from fp4deploy.instances.scores import Evaluator
+from fp4deploy.instances.scores import Evaluator, box_ap50
 
 EXAMPLES = "FP4DEPLOY_COCO_EXAMPLES"  # folder with instances_val2014_100.json and the two fake results
 
@@ -68,6 +68,17 @@ def test_both_evaluators_agree(shapes: Path, most: int) -> None:
             for each in ("pycocotools", "faster-coco-eval")
         )
         assert slow == pytest.approx(fast, abs=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_ap50_alone_is_that_of_all_overlaps(shapes: Path, most: int) -> None:
+    truth = open_boxes(shapes, "train").ground_truth()
+    for seed in range(3):
+        results = noisy(truth, seed)
+        expected = average_precision(truth, results, most, "bbox", "pycocotools").ap50
+        assert 0 < expected < 1
+        assert box_ap50(truth, results, most) == pytest.approx(expected, abs=1e-12)
+    assert np.isnan(box_ap50({**truth, "annotations": []}, []))
 
 
 def truth_of(*boxes: tuple[int, list[float]], crowd: int | None = None) -> dict[str, Any]:

@@ -5,7 +5,9 @@
   reads it: one table serves a process.
 * It then decomposes what torch.export captured by its table, which traces the whole graph again. A graph whose calls
   are all in the table, none in place or the short form of a view, comes out as it went in, and is taken as it is. Of
-  transposed convolutions the table knows the long form.
+  transposed convolutions and casts the table knows the long form.
+* Its pass of type promotion runs every call of the graph again with fake tensors. The results of those that it does not
+  change are in the graph already.
 
 The names are private to torch: where a version has others, it works as before.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any, cast
 from unittest import mock
@@ -23,12 +25,13 @@ import torch
 
 aten = torch.ops.aten
 TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
+CAST = aten.to.dtype
 ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}  # the exporter removes them
 
 
 @contextmanager
 def short_export() -> Iterator[None]:
-    """Inside, torch's ONNX exporter reads a copy of one table for each opset and decomposes only what it must."""
+    """Inside, torch's ONNX exporter reads a copy of one table for each opset and runs a graph again only if it must."""
     with ExitStack() as patches:
         with suppress(ImportError, AttributeError):
             from torch.onnx._internal.exporter import _fx_passes
@@ -38,7 +41,24 @@ def short_export() -> Iterator[None]:
             where_needed = _decompose_where_needed(_fx_passes.decompose_with_registry)
             patches.enter_context(mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(one_table)))
             patches.enter_context(mock.patch.object(_fx_passes, "decompose_with_registry", where_needed))
+        with suppress(ImportError, AttributeError):
+            from torch.onnx._internal.fx.passes import type_promotion
+
+            patches.enter_context(_promotion_of_known_results(type_promotion))
         yield
+
+
+def _promotion_of_known_results(passes: Any) -> AbstractContextManager[Any]:
+    interpreter, rule_of = passes._TypePromotionInterpreter, passes.get_type_promotion_rule
+
+    def run_node(self: Any, node: torch.fx.Node) -> Any:
+        with self._set_current_node(node):
+            rule = rule_of(node, self.type_promotion_table)
+            if rule:
+                self._maybe_promote_node(node, rule)
+        return node.meta["val"] if "val" in node.meta else torch.fx.Interpreter.run_node(self, node)
+
+    return mock.patch.object(interpreter, "run_node", run_node)
 
 
 def _from_one_table(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,14 +81,24 @@ def _decompose_where_needed(decompose: Callable[[Any, Any], Any]) -> Callable[[A
         known = {functions[0].fx_target for functions in registry.functions.values() if functions}
         calls = [node for node in program.graph.nodes if node.op == "call_function"]
         transposed = [node for node in calls if node.target in TRANSPOSED]
-        rest = {node.target for node in calls} - TRANSPOSED - ASSERTIONS
+        casts = [node for node in calls if _is_cast(node)]
+        rest = {node.target for node in calls if not _is_cast(node)} - TRANSPOSED - ASSERTIONS
         if any(each not in known or _is_rewritten(each) for each in rest):
             return decompose(program, registry)
         for node in transposed:
             _as_convolution(node)
+        for node in casts:
+            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": node.args[1]}
         return program
 
     return short
+
+
+def _is_cast(node: torch.fx.Node) -> bool:
+    """Whether it is a cast to another type and nothing else."""
+    if node.target is not CAST or len(node.args) != 2 or node.kwargs:
+        return False
+    return cast(torch.fx.Node, node.args[0]).meta["val"].dtype is not node.args[1]
 
 
 def _is_rewritten(function: Any) -> bool:

@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import fx
 
-from fp4deploy.qat.fusion.passes import apply_passes
-
 Compiled = Callable[..., Any]
 
 
 def backend(inner: Callable[[fx.GraphModule, Sequence[Any]], Compiled] | None = None) -> Compiled:
     """A backend that applies the passes and hands the graph to `inner`, by default inductor."""
+    from fp4deploy.qat.fusion.passes import apply_passes  # with torch._dynamo
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         compiler: Any = inner or compile_expanded

@@ -132,7 +132,7 @@ def png_uri(pixels: Pixels, largest: int | None = None) -> str:
     if largest is not None:
         image.thumbnail((largest, largest), Image.Resampling.LANCZOS)
     target = io.BytesIO()
-    image.save(target, format="PNG", optimize=True)
+    image.save(target, format="PNG")
     return data_uri("png", target.getvalue())
 
 
