@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fp4deploy.experiments.sweep.results import gap_text
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MINUS = "\N{MINUS SIGN}"
@@ -37,10 +39,7 @@ def spread(value: dict[str, float]) -> str:
 
 def gap(value: dict[str, Any] | None) -> str:
     """A difference paired by seed, in points, with its 95 % interval where there are several seeds."""
-    if value is None:
-        return ""
-    interval = "" if value["low"] is None else f" [{value['low']:+.2f}, {value['high']:+.2f}]"
-    return f"{value['mean']:+.2f}{interval}".replace("-", MINUS)
+    return "" if value is None else gap_text(value).replace("-", MINUS)
 
 
 def microseconds(row: dict[str, float], key: str = "ms") -> str:
@@ -638,21 +637,12 @@ def camvid_models() -> str:
     """CamVid for networks of other libraries: mIoU of three seeds, and gaps paired by seed."""
     rows = []
     for name in ("unet_resnet34", "deeplabv3plus", "basicunet"):
-        found = _camvid_model(name)
-        if found is None:
-            continue
+        found = result(f"camvid_{name}_h200")["variants"]
         row, base = found[name], next(each for each in found.values() if each["model"] == "fp16" and each["best"])
         for label, each in (("FP16", base), ("FP16 control", found[f"{name}_control"]), ("NVFP4 QAT", row)):
             cells = [text for key in ("best", "test") for text in (spread(each[key]), gap(each.get(f"gap_{key}")))]
             rows.append([row["note"], label, _seeds(each), *cells])
     return markdown(["network", "model", "seeds", "validation", "gap", "test", "gap"], rows, 2)
-
-
-def _camvid_model(name: str) -> dict[str, Any] | None:
-    """Variants of one network's sweep that finished."""
-    path = RESULTS / f"camvid_{name}_h200.json"
-    found: dict[str, Any] | None = result(path.stem)["variants"] if path.is_file() else None
-    return found
 
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.bench.records import Record
+from fp4deploy.bench.tables import signed
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.test_split import read_test
@@ -217,8 +218,8 @@ def gap_text(gap: dict[str, Any] | None) -> str:
     """ "+0.12 [-0.30, +0.54]", without an interval for one seed."""
     if gap is None:
         return "–"
-    mean = f"{gap['mean']:+.2f}"
-    return mean if gap["low"] is None else f"{mean} [{gap['low']:+.2f}, {gap['high']:+.2f}]"
+    mean, low, high = (None if gap[key] is None else signed(gap[key] / 100) for key in ("mean", "low", "high"))
+    return f"{mean}" if low is None else f"{mean} [{low}, {high}]"
 
 
 def _score(value: dict[str, Any] | None) -> str:
