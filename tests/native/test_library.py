@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+import typing
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -26,7 +27,7 @@ from fp4deploy.native.bundle import KEY, SIGNED
 from fp4deploy.native.plan import Buffer, Constant
 from fp4deploy.packed import PackedFile, read_packed
 from fp4deploy.packed import file as packed_format
-from fp4deploy.packed.graph import Layer
+from fp4deploy.packed.graph import Layer, Node
 from fp4deploy.plugins.gemm.decoded import decode_weight
 from tests.fuzz import loaders
 from tests.fuzz.mutate import of_safetensors, of_tree
@@ -113,6 +114,12 @@ def _numbers(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
     return [each.reshape(tensor.shape) for each in wrong]
 
 
+def ops() -> set[str]:
+    """Every node of a packed graph."""
+    kinds = typing.get_args(typing.get_args(Node)[0])
+    return {op for kind in kinds for op in typing.get_args(kind.model_fields["op"].annotation)}
+
+
 def test_numbers_and_formats(sanitized: Path, unet: PackedFile, tmp_path: Path) -> None:
     """Numbers that would reach a kernel, files of other formats, and networks of other nodes."""
     kinds = ("conv1.weight.scales", "conv2.weight.amax", "conv2.input_amax", "norm1.weight", "head.bias")
@@ -129,16 +136,26 @@ def test_numbers_and_formats(sanitized: Path, unet: PackedFile, tmp_path: Path) 
     assert not any(map(python_accepts, paths))
     former = Path(__file__).resolve().parents[1] / "packed" / "files" / "packed_1.fp4"
 
-    def other_node(metadata: dict[str, str]) -> None:
-        metadata["graph"] = metadata["graph"].replace('"op":"group_norm_relu"', '"op":"softmax"', 1)
+    def other_nodes(op: str) -> Path:
+        def change(metadata: dict[str, str]) -> None:
+            metadata["format"] = packed_format.FORMAT
+            metadata["graph"] = metadata["graph"].replace('"op":"group_norm_relu"', f'"op":"{op}"')
 
-    other = tmp_path / "other.fp4"
-    other.write_bytes(rewritten(unet.path.read_bytes(), other_node, loaders.PACKED_KEY, loaders.PACKED_SIGNED))
-    found = statuses(sanitized, ["check"], [*paths, former, tmp_path / "missing.fp4", tmp_path, other])
-    assert [status for status, _ in found] == [1] * (len(paths) + 3) + [3]
+        path = tmp_path / f"{op}.fp4"
+        path.write_bytes(rewritten(unet.path.read_bytes(), change, loaders.PACKED_KEY, loaders.PACKED_SIGNED))
+        return path
+
+    later = other_nodes("group_norm_relu")  # a file of packed/4 with the UNet's nodes
+    assert python_accepts(later)
+    others = [other_nodes(op) for op in ops() - {"conv2d", "conv_transpose2d", "group_norm_relu", "concat"}]
+    found = statuses(sanitized, ["check"], [*paths, former, tmp_path / "missing.fp4", tmp_path, later, *others])
+    count = len(paths) + 3
+    assert [status for status, _ in found[:count]] == [1] * count
+    assert [status for status, _ in found[count:]] == [0] + [3] * len(others)
     assert "packed/1" in found[len(paths)][1]
-    assert "cannot be" in found[-3][1]
-    assert "softmax" in found[-1][1]
+    assert "cannot be" in found[count - 2][1]
+    for path, (_, cause) in zip(others, found[count + 1 :], strict=True):
+        assert f"is a '{path.stem}'" in cause
 
 
 def test_mutated_bundles(sanitized: Path, driver: Path, unet: PackedFile, bundle: Path, tmp_path: Path) -> None:
