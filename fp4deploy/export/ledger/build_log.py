@@ -25,6 +25,7 @@ PRECISIONS = {
     "BFloat16": "BF16",
     "Int8": "INT8",
 }
+CODES = ("FP4", "FP8", "INT8")  # formats of stored values; generated code computes in others
 MULTIPLYING = ("gemm", "correlation", "deconv", "conv", "convolution", "matrix_multiply", "fc")
 _LINE = re.compile(r"^\s*Name: (.*?), LayerType: (\w+), (.*)$", re.MULTILINE)
 _TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[([-\d, ]*)\].*?Datatype: (\w+)")
@@ -64,10 +65,16 @@ class EngineLayer:
 
     @property
     def precision(self) -> str:
-        """Precision it computes in: of both operands ("FP4 x FP16" where they differ), else of what it writes."""
+        """Precision it computes in: of both operands ("FP4 x FP16" where they differ), else of what it writes, or reads
+        where it writes codes (a normalisation fused with the quantiser of the next layer).
+        """
         if not self.multiplies:
-            largest = max(self.outputs, key=lambda tensor: len(tensor.shape), default=None)  # the rest is scratch
-            return largest.precision if largest is not None else ""
+            written, read = (
+                max(tensors, key=lambda tensor: len(tensor.shape), default=None)  # the rest is scratch
+                for tensors in (self.outputs, self.inputs)
+            )
+            shown = read if written is not None and written.precision in CODES and read is not None else written
+            return shown.precision if shown is not None else ""
         operands = [tensor.precision for tensor in (*self.inputs[:1], *self._weight())]
         return " x ".join(dict.fromkeys(operands))
 

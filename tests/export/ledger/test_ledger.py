@@ -68,6 +68,18 @@ def edited(kernel: str, old: str, new: str) -> str:
     return changed
 
 
+def test_a_normalisation_fused_with_the_next_quantiser_computes_in_what_it_reads() -> None:
+    (fused,) = parse_engine_layers(
+        "Name: gnor, LayerType: kgen, Inputs: [ { Name: n, Dimensions: [-1], Datatype: Int32 }, { Name: x, Dimensions: "
+        "[-1,16,96,96], Datatype: Half }], Constants: [], Outputs: [ { Name: y, Dimensions: [-1,16,96,96], Datatype: "
+        "FP8E4M3 }, { Name: scratch, Dimensions: [9024], Datatype: Float }], Metadata: [ONNX Layer: norm1]"
+    )
+    assert fused.precision == "FP16"
+    norm = next(layer for layer in planned() if layer.name == "norm1")  # type: ignore[attr-defined]
+    (matched,) = match_kernels([norm], [fused])  # type: ignore[list-item]
+    assert matched.actual == "FP16"
+
+
 def test_every_line_of_a_real_log_is_read() -> None:
     engine = parse_engine_layers(RECORDED)
     assert len(engine) == RECORDED.count("LayerType: ")
