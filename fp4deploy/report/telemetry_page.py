@@ -1,7 +1,7 @@
 """plots/telemetry.html: every heatmap of a run on one page, with contents, sorting, zoom and the values of cells.
 
 The page holds the numbers as JSON and draws them on canvases (`templates/telemetry.js`), so that it needs neither the
-files of the single heatmaps nor plotly.js: half a megabyte for a UNet of scale 0.25. Values have four digits.
+files of the single heatmaps nor plotly.js: one or two megabytes for two UNets of scale 0.25. Values have four digits.
 """
 
 from __future__ import annotations

@@ -30,10 +30,12 @@ from fp4deploy.report.figures.telemetry import (
     telemetry_pictures,
 )
 from fp4deploy.report.figures.weights import quantized_weight
+from fp4deploy.report.telemetry_page import draw_trained, page_path
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
 from fp4deploy.train.logging.telemetry import read_gradients
 from fp4deploy.train.logging.trackers import FILE, SAMPLE, read_entries
+from fp4deploy.train.sections import TelemetrySection
 
 SETTINGS = [
     "model.scale=0.125",
@@ -304,3 +306,17 @@ def test_heatmaps_carry_the_name_of_the_task(tmp_path: Path) -> None:
     (run.model_dir("fp16")).mkdir()
     (run.model_dir("fp16") / FILE).write_text(json.dumps(line) + "\n")
     assert {path.name.partition("_")[0] for path in draw_heatmaps(run, "fp16")} == {"instance"}
+
+
+def test_a_training_leaves_its_heatmaps_on_one_page(tmp_path: Path) -> None:
+    run, told = create_run(tmp_path / "run"), []
+    (run.model_dir("fp16")).mkdir()
+    (run.model_dir("fp16") / FILE).write_text(snapshot("conv"))
+    off = TelemetrySection(every=200, trackers=["jsonl"], plots=False)
+    assert draw_trained(run, ["fp16"], off) == {}
+    assert not page_path(run).exists()
+    on = off.model_copy(update={"plots": True})
+    drawn = draw_trained(run, ["fp16"], on, lambda *progress: told.append(progress))
+    assert all(path.is_file() for path in drawn["fp16"])
+    assert told == [("heatmaps of fp16", 0, 1)]
+    assert page_path(run).is_file()
