@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from fp4deploy.data import open_dataset
 from fp4deploy.files import atomic_write
@@ -34,7 +34,8 @@ def draw_contact_sheet(root: Path, split: str, out: Path) -> int:
         present |= set(np.unique(sample.mask).tolist())
         image = Image.fromarray(tinted(sample.image, sample.mask, palette))
         image.thumbnail((SIDE - 8, SIDE - 8))  # at once: twelve whole photos may be gigabytes
-        cells.append((sample.name, image))
+        times = max(1, (SIDE - 8) // max(image.size))  # small images: whole pixels, enlarged
+        cells.append((sample.name, ImageOps.scale(image, times, Image.Resampling.NEAREST)))
     shown = [entry for number, entry in enumerate(legend, int(dataset.background)) if number in present]
     rows = -(-len(cells) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * SIDE, rows * (SIDE + LINE) + _legend_height(shown)), PAPER)
