@@ -128,16 +128,22 @@ def main() -> int:
         of_room = [(mutant, outcomes[number]) for number, mutant in enumerate(mutants) if mutant.room == room]
         row = row_of(room, counts[room], of_room)
         if chosen.json:
-            _keep(chosen.json, f"python -m tests.mutation.sampled --count {chosen.count} --seed {chosen.seed}", row)
+            _keep(
+                chosen.json, f"python -m tests.mutation.sampled {room} --count {chosen.count} --seed {chosen.seed}", row
+            )
     return 0
 
 
 def _keep(path: Path, command: str, row: dict[str, Any]) -> None:
+    """Put the row of a room into a file, with the command and the machine that made it; other rows stay."""
     from fp4deploy.bench.environment import environment
 
+    machine = environment()
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    rows = [each for each in rows if each["room"] != row["room"]] + [row]
-    path.write_text(json.dumps({"command": command, "machine": environment(), "rows": rows}, indent=1) + "\n")
+    made = {"command": command, "cpu": machine["cpu"], "cores": machine["cores"]}
+    found = {each["room"]: each for each in rows} | {row["room"]: {**row, **made}}
+    ordered = [found[name] for name in ROOMS if name in found]
+    path.write_text(json.dumps({"command": command, "machine": machine, "rows": ordered}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

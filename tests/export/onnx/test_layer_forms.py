@@ -33,7 +33,9 @@ class Network(nn.Module):
         return self.layer(x.flatten(1, 2) if self.flat else x)
 
 
-def exported(network: Network, shape: tuple[int, int, int]) -> tuple[onnx.ModelProto, torch.Tensor, torch.Tensor]:
+def exported(
+    network: Network, shape: tuple[int, int, int], dynamic_size: bool = False
+) -> tuple[onnx.ModelProto, torch.Tensor, torch.Tensor]:
     """The canonical graph, an input, and what torch computes from it."""
     torch.manual_seed(0)
     prepare(network, "nvfp4_qat", include=["layer"])
@@ -43,7 +45,7 @@ def exported(network: Network, shape: tuple[int, int, int]) -> tuple[onnx.ModelP
     round_to_deployed(network)
     network.eval()
     with torch.no_grad():
-        return export_graph(network, shape), x, network(x)
+        return export_graph(network, shape, dynamic_size=dynamic_size), x, network(x)
 
 
 def assert_computes(canonical: onnx.ModelProto, x: torch.Tensor, expected: torch.Tensor) -> None:
@@ -61,6 +63,16 @@ def assert_computes(canonical: onnx.ModelProto, x: torch.Tensor, expected: torch
 def test_a_linear_layer_is_quantised_along_its_last_axis(flat: bool, size: tuple[int, int]) -> None:
     network = Network(nn.Linear(16, 24), last=True, flat=flat)
     assert_computes(*exported(network, (16, *size)))
+
+
+def test_a_linear_layer_of_open_sizes() -> None:
+    """The activation has three axes around its quantisation, and four again after it, at any height and width."""
+    network = Network(nn.Linear(16, 24), last=True)
+    canonical, x, expected = exported(network, (16, 8, 4), dynamic_size=True)
+    assert_computes(canonical, x, expected)
+    other = x.repeat(1, 1, 1, 3)[:, :, :6]
+    with torch.no_grad():
+        assert_computes(canonical, other, network(other))
 
 
 @pytest.mark.parametrize("channels", [(32, 32), (20, 48)], ids=str)
