@@ -41,7 +41,7 @@ from fp4deploy.qat import Recipe, calibrate, prepare, quantized_layers
 from fp4deploy.qat.load import round_to_deployed
 from fp4deploy.qat.recipes import NVFP4_STATIC
 
-METHODS = ("amax", "percentile", "mse", "4/6", "sweep", "gptq", "adaround", "brecq")
+METHODS = ("amax", "percentile", "mse", "4/6", "sweep", "gptq", "adaround", "faar", "brecq")
 ROWS: list[tuple[str, str, str, str]] = [  # placement, method, correction, activations
     *(("default", method, "none", "") for method in ("amax", "4/6", "sweep", "gptq")),
     *(("default", method, "norm", "") for method in ("amax", "gptq")),
@@ -55,8 +55,8 @@ ROWS: list[tuple[str, str, str, str]] = [  # placement, method, correction, acti
     ("all", "brecq", "norm", ""),
     ("rgb", "amax", "none", ""),
     ("rgb", "brecq", "norm", ""),
-    *(("default", method, "none", "") for method in ("percentile", "mse", "adaround")),
-    *(("all", method, "none", "") for method in ("percentile", "mse", "4/6", "sweep", "adaround")),
+    *(("default", method, "none", "") for method in ("percentile", "mse", "adaround", "faar")),
+    *(("all", method, "none", "") for method in ("percentile", "mse", "4/6", "sweep", "adaround", "faar")),
     *(("default", "gptq", correction, "") for correction in ("bias", "both")),
     ("all", "gptq", "both", "mse"),
 ]
@@ -175,7 +175,7 @@ def gather(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "machine": {"gpu": machine["gpus"][0]["name"], "torch": machine["packages"]["torch"]},
         **{key: seeds[0][key] for key in common},
-        **{key: [each[key] for each in seeds] for key in ("fp16_miou", "fp16_encoded_miou")},
+        **{key: [each[key] for each in seeds] for key in ("fp16_miou", "fp16_encoded_miou") if key in seeds[0]},
         "rows": [],
         "incomplete": [],
     }

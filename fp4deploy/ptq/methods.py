@@ -9,6 +9,7 @@
 | sweep | amax | block scale with the smallest error of the layer's output, e H e^T (`grid`) |
 | gptq | amax | scales of `sweep`, errors compensated column by column (`gptq`) |
 | adaround | amax | scales of `sweep`, roundings learned layer by layer (`reconstruct`) |
+| faar | amax | the same, layer by layer and then all roundings together on the network's output (`reconstruct`) |
 | brecq | amax | scales of `sweep`, roundings learned block by block (`reconstruct`) |
 | fp8 | amax | FP8: nearest, one scale an output channel (`formats.fp8`) |
 
@@ -22,12 +23,13 @@ from dataclasses import dataclass
 from fp4deploy.errors import InputError, suggest
 
 NEAREST = "nvfp4_qat"
+LEARNED = ("layer", "network", "block")  # learned roundings, by what is compared
 FREE_SCALES = "nvfp4_4o6_weight_qat"  # the recipe whose fixed points they are, see `grid`
 
 
 @dataclass(frozen=True)
 class Method:
-    """activations: of `activations.CHOICES`; weights: "nearest", "mse", "sweep", "gptq", "layer" or "block"."""
+    """activations: of `activations.CHOICES`; weights: "nearest", "mse", "sweep", "gptq" or one of `LEARNED`."""
 
     name: str
     activations: str
@@ -38,7 +40,7 @@ class Method:
     @property
     def uses_inputs(self) -> bool:
         """The weights depend on what the layers read."""
-        return self.weights in ("sweep", "gptq", "layer", "block")
+        return self.weights in ("sweep", "gptq", *LEARNED)
 
 
 METHODS: dict[str, Method] = {
@@ -51,6 +53,7 @@ METHODS: dict[str, Method] = {
         Method("sweep", "amax", "sweep", FREE_SCALES, "this project, with the Hessian of Frantar et al., 2023"),
         Method("gptq", "amax", "gptq", FREE_SCALES, "Frantar et al., GPTQ, 2023"),
         Method("adaround", "amax", "layer", FREE_SCALES, "Nagel et al., Up or Down?, 2020"),
+        Method("faar", "amax", "network", FREE_SCALES, "Li et al., FAAR, 2026"),
         Method("brecq", "amax", "block", FREE_SCALES, "Li et al., BRECQ, 2021"),
         Method("fp8", "amax", "nearest", "fp8_qat", "Micikevicius et al., FP8 Formats for Deep Learning, 2022"),
     )

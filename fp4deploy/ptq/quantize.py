@@ -25,8 +25,8 @@ from fp4deploy.ptq.forward import autocast
 from fp4deploy.ptq.gptq import gptq
 from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, hold_amax, steps
 from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers, has_hessian, input_rows
-from fp4deploy.ptq.methods import Method, find_method
-from fp4deploy.ptq.reconstruct import reconstruct, units_of
+from fp4deploy.ptq.methods import LEARNED, Method, find_method
+from fp4deploy.ptq.reconstruct import align, reconstruct, units_of
 from fp4deploy.qat import prepare
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.prepare import Selection
@@ -76,7 +76,7 @@ def quantize(
         include, exclude: which layers, as of `prepare`.
         correction: "none", "bias", "norm" or "both" (`correction`).
         activations: "amax", "percentile" or "mse"; None as the method says.
-        iterations: training steps of each unit (adaround, brecq).
+        iterations: training steps of each unit (adaround, faar, brecq).
         say: gets lines about what is done.
         progress: is called with the running phase, what is done of it, and all of it.
 
@@ -126,13 +126,18 @@ def _quantize_weights(
     if method.weights == "nearest":
         return
     hessians = hessians_of(model, batches, seed, progress) if method.uses_inputs else {}
-    if method.weights in ("layer", "block"):
+    if method.weights in LEARNED:
         local = {name: diagonal_blocks(hessian) for name, hessian in hessians.items()}
         hessians.clear()
-        units = units_of(model, method.weights == "block", batches[0])
-        for number, unit in enumerate(units):
-            progress("weights of the units", number, len(units))
-            errors = reconstruct(model, reference, unit, batches, local, iterations, seed)
+        if method.weights == "network":
+            count, learned = len(fp4_layers(model)) + 1, align(model, reference, batches, local, iterations, seed)
+        else:
+            units = units_of(model, method.weights == "block", batches[0])
+            count = len(units)
+            learned = ((unit, reconstruct(model, reference, unit, batches, local, iterations, seed)) for unit in units)
+        progress("weights of the units", 0, count)
+        for number, (unit, errors) in enumerate(learned, start=1):
+            progress("weights of the units", number, count)
             result.units[unit] = errors
             say(f"  {unit}: squared error {errors[0]:.3g} -> {errors[1]:.3g}")
         return

@@ -7,14 +7,15 @@ Between two neighbours lo <= w / step <= hi of E2M1 a weight is w' = step (lo + 
 
 x' is what the unit gets from the quantised network before it, x from the full-precision one, so that a unit also makes
 up for the error of the units before it. A unit is one layer (AdaRound) or the block that holds several (BRECQ), where
-roundings of one layer can make up for those of another; biases and the affine parameters of norms in it are trained
-as well. E2M1's neighbours lie 0.5 apart below 2 and 2 apart above 4, and the scale of a block stays what
-`grid.choose_scales` chose: the largest code of a block is not learned, so that the
-block stays a fixed point of quantisation.
+roundings of one layer can make up for those of another, or first each layer and then the whole network (FAAR's two
+stages, `align`); biases and the affine parameters of norms in it are trained as well. E2M1's neighbours lie 0.5 apart
+below 2 and 2 apart above 4, and the scale of a block stays what `grid.choose_scales` chose: the largest code of a block
+is not learned, so that the block stays a fixed point of quantisation.
 
 Sources: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020; Li et al., "BRECQ: Pushing
 the Limit of Post-Training Quantization by Block Reconstruction", 2021; rounding between the neighbours of a
-non-uniform format, as in FAAR (format-aware adaptive rounding) for NVFP4, 2026.
+non-uniform format, and the second stage: Li et al., "FAAR: Format-Aware Adaptive Rounding for NVFP4", 2026. The loss of
+both stages is the squared error above, which is this project's choice.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fp4deploy.errors import InputError
 from fp4deploy.ptq.forward import autocast, call_of, order_of
 from fp4deploy.ptq.grid import choose_scales, signed_values, steps
 from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers
@@ -36,6 +38,8 @@ from fp4deploy.qat.layers import QuantizedLayer
 STRETCH, OFFSET = 1.2, -0.1
 WARM = 0.2  # share of the iterations without the regulariser
 BETA = (20.0, 2.0)
+WEIGHT = 0.01  # lambda, relative to the mean loss of an output channel
+SOFT = 2.197  # v where h is 0.98
 
 
 class SoftRounding(nn.Module):
@@ -58,7 +62,12 @@ class SoftRounding(nn.Module):
         for name, value in (("step", step), ("low", low), ("gap", high - low)):
             self.register_buffer(name, value)
         self.v = nn.Parameter(torch.logit((share - OFFSET) / STRETCH))
-        self.hard = False
+        self.hard = True
+
+    @torch.no_grad()
+    def soften(self) -> None:
+        """Bring decided roundings back to where h has a gradient."""
+        self.v.clamp_(-SOFT, SOFT)
 
     def h(self) -> Tensor:
         """How far up each weight is, [R, B, 16] in [0, 1]."""
@@ -111,107 +120,130 @@ def reconstruct(
     hessians: dict[str, Tensor],
     iterations: int,
     seed: int = 0,
-    rate: float | None = None,
-    weight: float = 0.01,
 ) -> tuple[float, float]:
     """Train the roundings of one unit, in place.
 
     Args:
         reference: the full-precision model.
         hessians: diagonal blocks of H by layer, for the choice of scales; a layer may be missing.
-        rate: learning rate of v, by default so that a rounding can turn within a third of the iterations; for biases
-            and norms a tenth of it, at most 0.002.
-        weight: lambda, relative to the mean loss of an output channel.
 
     Returns:
         Mean squared error of the unit's output before (weights rounded to nearest) and after.
     """
-    rate = min(0.1, 7 / max(1, iterations)) if rate is None else rate
+    layers = {f"{unit}.{name}".rstrip("."): each for name, each in fp4_layers(model.get_submodule(unit)).items()}
+    with _soft(layers, hessians) as roundings:
+        return _learn(model, reference, unit, list(roundings.values()), batches, iterations, seed)
+
+
+def align(
+    model: nn.Module,
+    reference: nn.Module,
+    batches: Sequence[Tensor],
+    hessians: dict[str, Tensor],
+    iterations: int,
+    seed: int = 0,
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Train each layer's roundings on its output, then all of them on the network's, in place; as `reconstruct`.
+
+    Yields:
+        The name of each layer, and "network" at the end, with the squared errors before and after.
+
+    Raises:
+        InputError: the network's output is not one tensor.
+    """
+    if not isinstance(call_of(reference, "", batches[0][:1])[1], Tensor):
+        raise InputError("--method faar compares the network's output, which has to be one tensor. Use: --method brecq")
+    with _soft(fp4_layers(model), hessians) as roundings:
+        for name in order_of(model, list(roundings), batches[0]):
+            yield name, _learn(model, reference, name, [roundings[name]], batches, iterations, seed)
+        for each in roundings.values():
+            each.soften()
+        yield "network", _learn(model, reference, "", list(roundings.values()), batches, iterations, seed)
+
+
+def _learn(
+    model: nn.Module,
+    reference: nn.Module,
+    unit: str,
+    roundings: list[SoftRounding],
+    batches: Sequence[Tensor],
+    iterations: int,
+    seed: int,
+) -> tuple[float, float]:
+    """Train soft roundings, the biases and the norms of one unit; keep them where the hard ones became better."""
+    rate = min(0.1, 7 / max(1, iterations))  # a rounding can turn within a third of the iterations
     module: Any = model.get_submodule(unit)
     inputs = [call_of(model, unit, batch)[0] for batch in batches]
     targets = [call_of(reference, unit, batch)[1] for batch in batches]
-    layers = {f"{unit}.{name}".rstrip("."): each for name, each in fp4_layers(module).items()}
-    with _soft(layers, hessians) as roundings:
-        others = [each for name, each in module.named_parameters() if name.endswith("bias") or ".norm" in f".{name}"]
-        others = [each for each in others if each.is_floating_point() and not _is_rounding(each, roundings)]
-        optimizer = torch.optim.Adam(
-            [{"params": [each.v for each in roundings], "lr": rate}, {"params": others, "lr": min(0.002, 0.1 * rate)}]
-        )
-        saved = [(each, each.requires_grad) for each in others]
-        for each in others:
-            each.requires_grad_(True)
-        before = _error(module, inputs, targets, roundings)
-        start = [each.detach().clone() for each in others]
-        random = torch.Generator().manual_seed(seed)
-        scale = 1 / max(1e-12, sum(float(each.float().square().mean()) for each in targets) / len(targets))
-        for step in range(iterations):
-            place = int(torch.randint(len(batches), (1,), generator=random))
-            with torch.enable_grad(), autocast(inputs[place][0]):
-                output = module(*inputs[place])
-            loss = scale * (output.float() - targets[place].float()).square().mean()
-            if step >= WARM * iterations:
-                share = (step - WARM * iterations) / max(1.0, (1 - WARM) * iterations)
-                beta = BETA[1] + (BETA[0] - BETA[1]) * (1 - share)
-                count = sum(each.v.numel() for each in roundings)
-                loss = loss + weight * sum(each.undecided(beta) for each in roundings) / count
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-        after = _error(module, inputs, targets, roundings)
-        if not after < before:  # never worse than rounding to nearest
-            for each in roundings:
-                each.v.data.copy_(each.start)
-            with torch.no_grad():
-                for each, old in zip(others, start, strict=True):
-                    each.copy_(old)
-            after = before
-        for each, needed in saved:
-            each.requires_grad_(needed)
+    rounded = {id(each.v) for each in roundings}
+    others = [each for name, each in module.named_parameters() if name.endswith("bias") or ".norm" in f".{name}"]
+    others = [each for each in others if each.is_floating_point() and id(each) not in rounded]
+    optimizer = torch.optim.Adam(
+        [{"params": [each.v for each in roundings], "lr": rate}, {"params": others, "lr": min(0.002, 0.1 * rate)}]
+    )
+    trained = [*(each.v for each in roundings), *others]
+    saved = [(each, each.requires_grad, each.detach().clone()) for each in trained]
+    for each in others:
+        each.requires_grad_(True)
+    before = _error(module, inputs, targets)
+    random = torch.Generator().manual_seed(seed)
+    scale = 1 / max(1e-12, sum(float(each.float().square().mean()) for each in targets) / len(targets))
+    for each in roundings:
+        each.hard = False
+    for step in range(iterations):
+        place = int(torch.randint(len(batches), (1,), generator=random))
+        with torch.enable_grad(), autocast(inputs[place][0]):
+            output = module(*inputs[place])
+        loss = scale * (output.float() - targets[place].float()).square().mean()
+        if step >= WARM * iterations:
+            share = (step - WARM * iterations) / max(1.0, (1 - WARM) * iterations)
+            beta = BETA[1] + (BETA[0] - BETA[1]) * (1 - share)
+            count = sum(each.v.numel() for each in roundings)
+            loss = loss + WEIGHT * sum(each.undecided(beta) for each in roundings) / count
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+    for each in roundings:
+        each.hard = True
+    after = _error(module, inputs, targets)
+    better = after < before
+    for each, needed, start in saved:
+        each.requires_grad_(needed)
+        if not better:
+            each.data.copy_(start)
     for each in module.parameters():
         each.grad = None
-    return before, after
-
-
-def _is_rounding(parameter: Tensor, roundings: Sequence[SoftRounding]) -> bool:
-    return any(parameter is each.v for each in roundings)
+    return before, after if better else before
 
 
 @contextmanager
-def _soft(layers: dict[str, QuantizedLayer], hessians: dict[str, Tensor]) -> Iterator[list[Any]]:
-    """Let the layers read soft weights; afterwards they keep the hard ones."""
+def _soft(layers: dict[str, QuantizedLayer], hessians: dict[str, Tensor]) -> Iterator[dict[str, SoftRounding]]:
+    """Let the layers read weights of learned roundings, which they keep."""
     recipes = {name: layer.recipe for name, layer in layers.items()}
-    roundings: list[Any] = []
+    roundings: dict[str, SoftRounding] = {}
     try:
         for name, layer in layers.items():
             module: Any = layer
             soft = SoftRounding(module.weight, WeightMatrix.of(module), hessians.get(name))
-            soft.start = soft.v.detach().clone()
             parametrize.register_parametrization(module, "weight", soft, unsafe=True)
             module.parametrizations.weight.original.requires_grad_(False)
             layer.recipe = replace(layer.recipe, weight=None)
-            roundings.append(soft)
+            roundings[name] = soft
         yield roundings
     finally:
         for name, layer in layers.items():
             module = layer
             if parametrize.is_parametrized(module, "weight"):
-                module.parametrizations.weight[0].hard = True
                 parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
                 module.weight = nn.Parameter(module.weight.detach())
             layer.recipe = recipes[name]
 
 
 @torch.no_grad()
-def _error(
-    module: nn.Module, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Tensor], roundings: Sequence[Any]
-) -> float:
-    """Mean squared error with hard roundings."""
-    for each in roundings:
-        each.hard = True
+def _error(module: nn.Module, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Tensor]) -> float:
+    """Mean squared error."""
     total = 0.0
     for arguments, target in zip(inputs, targets, strict=True):
         with autocast(arguments[0]):
             total += float((module(*arguments).float() - target.float()).square().mean())
-    for each in roundings:
-        each.hard = False
     return total / len(inputs)

@@ -14,6 +14,8 @@ from fp4deploy.errors import InputError
 from fp4deploy.models import read_card
 from fp4deploy.ptq import METHODS, quantize, quantize_checkpoint
 from fp4deploy.ptq.correction import correct
+from fp4deploy.ptq.matrix import WeightMatrix
+from fp4deploy.ptq.reconstruct import SoftRounding, align
 from fp4deploy.qat import load_model, prepare, quantized_layers
 from fp4deploy.runs import Run
 
@@ -82,6 +84,50 @@ def test_reconstruction_is_never_worse_than_nearest(images: list[torch.Tensor]) 
     assert list(found.units) == ["1", "3", "4"]
     assert all(after <= before for before, after in found.units.values())
     assert any(after < before for before, after in found.units.values())
+
+
+def test_faar_aligns_layers_and_then_the_network(images: list[torch.Tensor]) -> None:
+    reference = network()
+    model = copy.deepcopy(reference)
+    found = quantize(model, images, "faar", iterations=30, correction="none")
+    assert list(found.units) == ["1.conv1", "1.conv2", "3", "4.conv1", "4.conv2", "network"]
+    before, after = found.units["network"]
+    assert after < before
+    assert error(model, reference, images) / len(images) == pytest.approx(after, rel=1e-4)
+    with pytest.raises(InputError, match="--method faar compares the network's output"):
+        next(align(model, Pair(), images, {}, 1))
+
+
+class Pair(nn.Module):
+    """Two outputs."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+
+def test_soft_roundings_follow_their_formula() -> None:
+    """w' = step (lo + h (hi - lo)); hard ones are the nearest codes, soft ones start at the weight itself."""
+    torch.manual_seed(3)
+    layer = nn.Linear(32, 4)
+    soft = SoftRounding(layer.weight, WeightMatrix.of(layer), None)
+    weight = layer.weight.detach()
+    step, low, gap = soft.step, soft.low, soft.gap
+    h = (1.2 * torch.sigmoid(soft.v) - 0.1).clamp(0, 1)
+    soft.hard = False
+    assert torch.equal(soft(weight), (step * (low + h * gap)).flatten(1))
+    free = ((gap > 0) & (h > 0.03) & (h < 0.97)).flatten(1)
+    assert free.sum() > 64
+    assert torch.allclose(soft(weight)[free], weight[free], atol=1e-6)
+    undecided = ((1 - (2 * h - 1) ** 2) * (gap > 0)).sum()
+    assert soft.undecided(2.0).item() == pytest.approx(undecided.item(), rel=1e-5)
+    soft.hard = True
+    codes = soft(weight).unflatten(-1, (-1, 16)) / step
+    assert torch.isin(codes.abs().round(decimals=4), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])).all()
+    assert ((soft(weight) - weight).abs() <= (step * gap).flatten(1) / 2 + 1e-6)[free].all()
+    with torch.no_grad():
+        soft.v.fill_(9.0)
+    soft.soften()
+    assert soft.v.max().item() == pytest.approx(2.197)
 
 
 def test_bias_correction_restores_the_mean_of_every_channel(images: list[torch.Tensor]) -> None:

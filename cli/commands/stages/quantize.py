@@ -30,7 +30,7 @@ def quantize(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround, brecq or fp8.")
+        str, typer.Option("--method", help="amax, percentile, mse, 4/6, sweep, gptq, adaround, faar, brecq or fp8.")
     ] = "gptq",
     correction: Annotated[str, typer.Option("--correction", help="none, bias, norm or both.")] = "norm",
     activations: Annotated[
@@ -42,7 +42,7 @@ def quantize(
     ] = 64,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images of one forward pass.")] = 4,
     iterations: Annotated[
-        int, typer.Option("--iterations", min=1, help="Training steps of a unit (adaround, brecq).")
+        int, typer.Option("--iterations", min=1, help="Training steps of a unit (adaround, faar, brecq).")
     ] = 400,
     include: Annotated[
         list[str] | None,
