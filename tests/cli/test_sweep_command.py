@@ -7,7 +7,9 @@ from pathlib import Path
 
 from tests.cli.command_line import Invoke
 
-TINY = "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1"
+TINY = (
+    "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1, telemetry.every: 0"
+)
 SMALL = ("--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32")
 
 

@@ -17,7 +17,9 @@ from fp4deploy.experiments.sweep.results import markdown
 from fp4deploy.experiments.sweep.run import run_sweep
 from fp4deploy.experiments.sweep.spec import load_sweep
 
-TINY = "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1"
+TINY = (
+    "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1, telemetry.every: 0"
+)
 FILE = f"""
 set: {{{TINY}, train.batch_size: 4}}
 seeds: [0, 1]
