@@ -50,8 +50,9 @@ def first_launch(node: Node, arch: str) -> Launch:
 
 Pair = tuple[Node, str]
 EVERY: list[Pair] = [(node, arch) for node in nodes() for arch in ARCHES]
-SAMPLE = [(node, ARCHES[(number + 2) % 3]) for number, node in enumerate(nodes())]
-PACKED = (nodes()[2], "sm_120")
+QUANTIZER, _, PACKED, UNEVEN, _, TWO, TWO_PACKED, _, UP_PACKED = nodes()
+SAMPLE = [(QUANTIZER, "sm_120"), (PACKED, "sm_120"), (UNEVEN, "sm_90"), (TWO, "sm_100")]  # every entry point
+SAMPLE += [(TWO_PACKED, "sm_90"), (UP_PACKED, "sm_100")]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def compile_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 @pytest.fixture(scope="module")
 def compiled(compile_pairs: Callable[[list[Pair]], None]) -> None:
-    compile_pairs([*SAMPLE, PACKED])
+    compile_pairs(SAMPLE)
 
 
 def check(node: Node, arch: str) -> None:
@@ -99,7 +100,7 @@ def check(node: Node, arch: str) -> None:
 
 
 @pytest.mark.parametrize(("node", "arch"), SAMPLE, ids=lambda each: each if isinstance(each, str) else each[0].name)
-def test_a_kernel_for_each_node(compiled: None, node: Node, arch: str) -> None:
+def test_a_kernel_for_each_entry_point(compiled: None, node: Node, arch: str) -> None:
     check(node, arch)
 
 
@@ -110,6 +111,11 @@ def test_a_kernel_for_each_node_and_architecture(compile_pairs: Callable[[list[P
     compile_pairs(rest)
     for node, arch in rest:
         check(node, arch)
+
+
+def test_the_sample_has_every_entry_point_and_architecture() -> None:
+    assert {node[0].entry for node, _ in SAMPLE} == {node[0].entry for node in nodes()}
+    assert {arch for _, arch in SAMPLE} == set(ARCHES)
 
 
 def test_an_offer_carries_the_compiled_kernel(compiled: None) -> None:
@@ -152,7 +158,7 @@ def test_scratch_pointers_are_taken_out() -> None:
 
 
 def test_too_much_shared_memory_is_refused(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = first_launch(nodes()[1], "sm_90")
+    launch = first_launch(UNEVEN, "sm_90")
     needed = compile_plugin(launch, "sm_90").shared
     monkeypatch.setattr("fp4deploy.plugins.tensorrt.kernels.MOST_SHARED", needed - 1)
     with pytest.raises(KernelError, match=f"needs {needed} bytes of shared memory, and a plugin can have {needed - 1}"):
