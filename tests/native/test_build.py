@@ -35,7 +35,7 @@ def shown(first: str) -> list[str]:
 
 
 def shell(command: str, folder: Path) -> None:
-    environment = {**os.environ, "CMAKE_BUILD_TYPE": "Debug"}  # quick to compile
+    environment = {**os.environ, "CMAKE_BUILD_TYPE": "None"}  # quick to compile: no -O, no -g
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
     )

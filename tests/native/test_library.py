@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 import typing
 import warnings
@@ -31,13 +32,21 @@ from fp4deploy.packed.graph import Layer, Node
 from fp4deploy.plugins.gemm.decoded import decode_weight
 from tests.fuzz import loaders
 from tests.fuzz.mutate import of_safetensors, of_tree
-from tests.native.builds import run
+from tests.native.builds import ROOT, run
 from tests.native.plain_bundle import code, write_plain_bundle
 from tests.packed.small_networks import packed
 from tests.packed.test_mutations import changed
 
 INPUTS, OUTPUTS = ("input.float32", "input.float16"), ("output.float32", "output.float16", "output.classes")
 CASES = 12  # of each kind of mutation; thousands were compared once, without a difference
+
+
+def test_what_the_sanitizers_leave_out_is_not_in_the_sources() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").iterdir())
+    cast_to = set(re.findall(r"reinterpret_cast<([^>]*)>", text))
+    assert cast_to <= {"const char*", "void*", "const void*", "uintptr_t", "Pointer"}  # Pointer: of a function
+    assert set(re.findall(r"static_cast<([^>]*\*)>", text)) <= {"const uint8_t*"}
+    assert not re.search(r"\bvirtual\b|\bdynamic_cast\b|\((?:const )?\w+ ?\*\) ?\w", text)
 
 
 def statuses(program: Path, mode: list[str], paths: list[Path]) -> list[tuple[int, str]]:

@@ -96,11 +96,14 @@ def kernels(
         raise InputError("--size, --batch, --tuned-for and --processors are for --for, which names a packed network.")
     if names:
         raise InputError("Names are for --emulate; without it every kernel is compiled.")
-    from fp4deploy.plugins.aot.build import build
+    from fp4deploy.plugins.aot.build import build, require_triton
+
+    targets = _targets(arch)
+    require_triton()
     from fp4deploy.plugins.gemm.triton.variants import all_variants
     from fp4deploy.progress import progress
 
-    requested = [(launch, target) for target in _targets(arch) for launch in all_variants(target)]
+    requested = [(launch, target) for target in targets for launch in all_variants(target)]
     note(f"Compiling {len(requested)} kernels for {', '.join(dict.fromkeys(target for _, target in requested))} ...")
     done = {}
     with progress("kernels") as bar:

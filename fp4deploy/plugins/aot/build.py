@@ -52,6 +52,16 @@ class BuildResult:
         return {**about, "complaints": self.diagnostics()}  # the key that `kernels --json` has had from the start
 
 
+def require_triton() -> None:
+    """Find out before anything is prepared.
+
+    Raises:
+        UnavailableError: Triton is missing.
+    """
+    if triton_version() is None:
+        raise UnavailableError(f"Triton is missing, and it compiles the kernels: {INSTALL_TRITON}  (Linux).")
+
+
 def build(
     requested: Iterable[tuple[Launch, str]], jobs: int | None = None, out: Path | None = None
 ) -> Iterator[tuple[int, BuildResult]]:
@@ -70,8 +80,7 @@ def build(
         InputError: the folder cannot be written.
         KernelError: a worker died.
     """
-    if triton_version() is None:
-        raise UnavailableError(f"Triton is missing, and it compiles the kernels: {INSTALL_TRITON}  (Linux).")
+    require_triton()
     todo = [(launch, store.supported(arch).triton_name) for launch, arch in requested]
     workers = max(1, min(jobs or cores(), len(todo)))
     context = multiprocessing.get_context("spawn")

@@ -50,7 +50,7 @@ inline thread_local Index threadIdx, blockIdx;
 
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS, ALL = CONSUMER_THREADS + 32, MEMORY = 232448;
 struct Phases { int count = 0, pending = 0; long expected = 0; uint32_t parity = 0; };
-struct Warp { std::barrier<> meeting{32}; uint32_t operands[32][6]; };
+struct Warp { std::barrier<> meeting{32}; uint32_t operands[2][32][6]; };
 struct Block {
     alignas(1024) uint8_t memory[MEMORY];
     std::barrier<> everyone{ALL}, multiplying{CONSUMER_THREADS};
@@ -223,24 +223,26 @@ float half_of(uint32_t pair, int which) {
     memcpy(&value, &bits, 2);
     return (float)value;
 }
-// The operands of a tensor core lie in the threads of a warp as the PTX manual says for m16n8k16.
+// The operands of a tensor core lie in the threads of a warp as the PTX manual says for m16n8k16. Two places for them, in
+// turn: who writes the next ones has met all who read those before the last.
+inline thread_local int place;
 template <typename T>
 void mma(
     float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, T*) {
     Warp& warp = warp_of_this();
     const int lane = threadIdx.x % 32;
     const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
-    memcpy(warp.operands[lane], own, sizeof own);
+    auto& operands = warp.operands[place ^= 1];
+    memcpy(operands[lane], own, sizeof own);
     warp.meeting.arrive_and_wait();
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
         for (int k = 0; k < 16; ++k) {
-            const uint32_t left = warp.operands[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
-            const uint32_t right = warp.operands[column * 4 + k % 8 / 2][4 + k / 8];
+            const uint32_t left = operands[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
+            const uint32_t right = operands[column * 4 + k % 8 / 2][4 + k / 8];
             c[i] += half_of<T>(left, k % 2) * half_of<T>(right, k % 2);
         }
     }
-    warp.meeting.arrive_and_wait();
 }
 
 // Runs `kernel` for all threads of a grid, one cluster after the other.

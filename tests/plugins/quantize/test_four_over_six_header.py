@@ -7,7 +7,7 @@ import torch
 
 from fp4deploy import formats
 from fp4deploy.formats import FourOverSix
-from tests.plugins.quantize.device_cases import INPUTS, Header, around, generator
+from tests.plugins.quantize.device_cases import INPUTS, Header, generator
 
 UNITS = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13}  # what float32 bits of the type are multiples of
 SETTINGS = [(metric, largest, dtype) for metric in ("mae", "mse") for largest in (256, 448) for dtype in UNITS]
@@ -41,8 +41,10 @@ def test_right_where_it_decides(header: Header, metric: str, largest: int, dtype
     for x in INPUTS.values():
         y = x.to(dtype)
         finite = torch.where(y.isfinite(), y, 0).abs().max().item()
-        for amax in (finite, 0.41 * finite, 6.0, 1536.0, 0.0):
+        for amax in (finite, 0.41 * finite):
             check(header, y, amax, metric, largest)
+        for amax in (6.0, 1536.0, 0.0):
+            check(header, y[::3], amax, metric, largest)
 
 
 @pytest.mark.parametrize("amax", THIRDS)
@@ -84,7 +86,10 @@ def test_zeros_are_decided_and_what_is_broken_is_not(header: Header, dtype: torc
 
 def test_scales_are_ties_apart(header: Header) -> None:
     """Neighbours of a scale's middles in float32: the group's own scale, not the next one."""
-    edges = around(torch.tensor([6 * 1.0625, 6 * 1.1875]), 1 << 16)[:: 1 << 12]
+    middles = torch.tensor([6 * 1.0625, 6 * 1.1875]).view(torch.int32)
+    edges = (
+        (middles + torch.arange(-(1 << 16), 1 << 16, 1 << 12, dtype=torch.int32)[:, None]).view(torch.float32).flatten()
+    )
     x = torch.zeros(len(edges), 16)
     x[:, 0] = edges
     for dtype in UNITS:
