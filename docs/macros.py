@@ -633,6 +633,52 @@ def fuzzed_networks() -> str:
     return markdown(["outcome", "networks"], [*rows, ["all", f"{found['networks']:,}"]])
 
 
+def architectures() -> str:
+    """What became of many architectures, from `prepare` to a packed network."""
+    found = result("architectures_cpu")
+    rows = []
+    for row in found["rows"]:
+        given = f" {row['arguments']}" if row.get("arguments") else ""
+        untuned = " \\*" if row["model"] in found["untuned"] else ""
+        planned, trained = row.get("prepare", {}), row.get("train", {})
+        engine, packed = row.get("engine", {}), row.get("packed", {})
+        canonical = row.get("canonical", {})
+        gate = "yes" if canonical.get("passed") else refusal(canonical)
+        share = (
+            f"{100 * engine['fp4_mac_share']:.1f} %, {engine['fallbacks']}"
+            if "fallbacks" in engine
+            else refusal(engine)
+        )
+        stages = (canonical, row.get("portable", {}), engine, packed)
+        sizes = [2 * planned.get("parameters", 0), *(stage.get("bytes") for stage in stages)]
+        rows.append([
+            f"`{row['model']}`{given.replace('|', ' ')}{untuned}",
+            f"{planned['fp4_layers']} of {planned['layers']}" if "layers" in planned else refusal(planned),
+            "{:.2f}, {:.2f}".format(*trained["losses"]) if "losses" in trained else refusal(trained),
+            f"{gate}, {percent(canonical)}",
+            percent(row.get("portable", {})),
+            share,
+            percent(packed),
+            ", ".join("-" if size is None else f"{size / 1e6:.1f}" for size in sizes),
+        ])  # fmt: skip
+    head = [
+        "model", "layers in FP4", "QAT loss, first and last step", "canonical ONNX: gate, argmax",
+        "portable ONNX in ONNX Runtime", "SM120 engine: FP4 MACs, fallbacks", "packed",
+        "MB: FP16, ONNX, portable, plan, packed",
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
+def percent(stage: dict[str, Any]) -> str:
+    """Pixels with torch's class, or that the stage was refused."""
+    return f"{100 * stage['argmax']:.2f} %" if "argmax" in stage else refusal(stage)
+
+
+def refusal(stage: dict[str, Any]) -> str:
+    """The first sentence of a stage's error."""
+    return " ".join(stage.get("error", "not run").split()).partition(". ")[0].replace("|", " ")[:120]
+
+
 def camvid_models() -> str:
     """CamVid for networks of other libraries: mIoU of three seeds, and gaps paired by seed."""
     rows = []
@@ -653,7 +699,7 @@ TABLES: dict[str, Callable[..., str]] = {
         image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library,
-        plain_convolutions, fuzzed_networks, camvid_models,
+        plain_convolutions, fuzzed_networks, architectures, camvid_models,
     )
 }  # fmt: skip
 

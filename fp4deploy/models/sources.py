@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 from torch import nn
@@ -181,4 +182,4 @@ def _listed(given: Arguments) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")[:300]
+    return shorten(next(iter(str(error).strip().splitlines()), "no message"), 300, placeholder=" ...")

@@ -1,6 +1,7 @@
 """Random small networks: blocks drawn by a number generator, so that a seed names a network.
 
     python -m tests.export.random_networks --count 2000 --jobs 24 --json benchmarks/results/fuzz_networks_cpu.json
+    python -m tests.export.random_networks --seed 2000 --add --json benchmarks/results/fuzz_networks_cpu.json
 
 Every network goes prepare -> a training step -> canonical ONNX -> portable ONNX in ONNX Runtime -> packed, and each of
 the two files must compute what torch computes:
@@ -50,6 +51,7 @@ from fp4deploy.qat import deployed, quantized_layers
 
 SIZES = {1: (24,), 2: (16, 24), 3: (4, 8, 8)}
 LAYER_ERROR = 1e-3  # of a layer with reference inputs
+NOTHING: dict[str, Any] = {"runs": [], "networks": 0, "outcomes": {}, "reasons": {}, "failed_seeds": []}
 LOGITS_ERROR = 0.02  # share of the pixels of the last layer, with reference inputs
 ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.ELU, nn.ReLU6, nn.Hardsigmoid,
@@ -365,11 +367,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first network")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", action="store_true", help="to the counts of other seeds in --json")
     arguments = parser.parse_args()
     totals: Counter[str] = Counter()
     table: Counter[str] = Counter()
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     failed: list[int] = []
+    earlier = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.add else NOTHING
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.jobs, initializer=_begin) as pool:
         for seed, found in pool.map(partial(_row, Path(folder)), seeds, chunksize=4):
             table.update(reasons(found))
@@ -378,23 +382,30 @@ def main() -> None:
                 failed.append(seed)
                 print(f"seed {seed}: {found}", file=sys.stderr, flush=True)
             if arguments.json and (seed % 50 == 49 or seed == seeds[-1]):
-                _write(arguments.json, seed + 1 - arguments.seed, totals, table, failed)
+                found_so_far = _record(seed + 1 - arguments.seed, arguments.seed, totals, table, failed)
+                arguments.json.write_text(json.dumps(merged(earlier, found_so_far), indent=1) + "\n", encoding="utf-8")
     for text, count in [*totals.most_common(), *table.most_common()]:
         print(f"{count:6d} {text}")
     sys.exit(1 if failed else 0)
 
 
-def _write(path: Path, count: int, totals: Counter[str], table: Counter[str], failed: list[int]) -> None:
-    found = {
+def _record(count: int, first: int, totals: Counter[str], table: Counter[str], failed: list[int]) -> dict[str, Any]:
+    run = {
         "command": f"python -m tests.export.random_networks {' '.join(sys.argv[1:])}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
-        "networks": count,
-        "outcomes": dict(totals.most_common()),
-        "reasons": dict(table.most_common()),
-        "failed_seeds": failed,
+        "seeds": [first, first + count - 1],
     }
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    counts = {"outcomes": dict(totals), "reasons": dict(table)}
+    return {"runs": [run], "networks": count, **counts, "failed_seeds": failed}
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The counts of two records of other seeds together."""
+    found: dict[str, Any] = {key: one[key] + other[key] for key in ("runs", "networks")}
+    for key in ("outcomes", "reasons"):
+        found[key] = dict((Counter(one[key]) + Counter(other[key])).most_common())
+    return found | {"failed_seeds": one["failed_seeds"] + other["failed_seeds"]}
 
 
 if __name__ == "__main__":
