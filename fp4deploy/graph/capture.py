@@ -14,6 +14,7 @@ import copy
 import io
 import logging
 import operator
+import re
 import sysconfig
 import traceback
 import warnings
@@ -111,8 +112,16 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
             f"{kind} decides by values of its tensors which way to go{place}, so that it is not one graph. Write the "
             "decision with torch.where, or let it depend on shapes and settings of the module."
         )
+    if fixed := re.match(r"Constraints violated \(([\w, ]+)\)", message):
+        return (
+            f"{kind} takes the size of an axis ({fixed[1]}) for a constant, and it may change. Read it from x.shape: "
+            "len(x), int(x.shape[0]) or a size written as a number fixes it."
+        )
+    if "translating node return" in message:
+        return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
     first = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
-    return f"torch.export cannot capture {kind}{place}: {first[:300]}. Check the example inputs' shapes and types."
+    cause = first.partition(" For more information")[0].rstrip(".!")[:300]
+    return f"torch.export cannot capture {kind}{place}: {cause}. Check the example inputs' shapes and types."
 
 
 def place_of(error: Exception) -> str:

@@ -209,6 +209,15 @@ def test_control_flow_by_values_is_named_with_its_line(
     assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
+def test_a_batch_that_is_a_constant_is_named() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.ones(len(x), 1)
+
+    with pytest.raises(InputError, match=r"Fixed takes the size of an axis \(batch\) for a constant.*x\.shape"):
+        capture(Fixed(), torch.zeros(2, 3))
+
+
 def test_a_failure_of_the_code_is_named_with_its_line() -> None:
     class Wrong(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

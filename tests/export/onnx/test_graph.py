@@ -229,6 +229,15 @@ def test_a_layer_that_never_runs_is_no_layer_of_the_file(tmp_path: Path) -> None
     assert not [each.name for each in written.graph.initializer if "auxiliary" in each.name]
 
 
+def test_an_output_that_is_no_tensor_is_named() -> None:
+    class Text(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), "text"
+
+    with pytest.raises(InputError, match="Text returns something that is no tensor"):
+        export_graph(Text(3, 4, 1), (3, 8, 8))
+
+
 @pytest.mark.parametrize("name", ["grouped.weight", "first.bias"])
 def test_nan_parameter_is_named(name: str) -> None:
     model = prepared(Shapes(), "nvfp4_qat", (3, 16, 24))
