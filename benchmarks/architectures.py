@@ -11,7 +11,7 @@
 | prepare | an epoch in full precision, then `fp4deploy.prepare` and `calibrate`: how many layers are in FP4 |
 | train | an epoch of quantisation-aware training: loss and gradients finite, loss of the first and the last step |
 | canonical | the ONNX file with Q/DQ nodes; `verify`: argmax equal to torch, or layer by layer where FP4 amplifies |
-| portable | the file in standard operators, run by plain ONNX Runtime; argmax equal to torch |
+| portable | the file in standard operators, run by plain ONNX Runtime; argmax of torch, relative distance of logits |
 | engine | TensorRT-RTX for SM120, `--conv gemm`: FP4 share of the multiply-accumulates, and layers that fell back |
 | packed | the `.fp4` file run by this project on the CPU; argmax equal to torch, and its gate |
 
@@ -20,7 +20,8 @@ networks, on another, and adds them to the rows of the file: an engine's layers 
 
 Stages are independent: what one refuses is recorded with its message, and the next is tried. Networks learn a few
 generated scenes for two epochs, so nothing here is an accuracy, and many pixels are near a tie of two classes: FP4 then
-turns last bits into other classes, and the comparison with reference inputs decides. Nothing runs on a GPU.
+turns last bits into other classes, and the comparison with reference inputs decides; a network that has learned one
+class by then has the same argmax everywhere, and only the logits' distance says something. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
@@ -215,7 +216,12 @@ def _portable(model: nn.Module, images: torch.Tensor, canonical: Path) -> dict[s
     logits = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
     with torch.inference_mode():
         expected = deployed(model)(images)
-    return {"bytes": path.stat().st_size, "argmax": _argmax(logits, expected)}
+    return {
+        "bytes": path.stat().st_size,
+        "argmax": _argmax(logits, expected),
+        "distance": float((logits - expected).norm() / expected.norm()),
+        "classes": len(expected.argmax(1).unique()),
+    }
 
 
 def _packed(model: nn.Module, images: torch.Tensor, path: Path) -> dict[str, Any]:

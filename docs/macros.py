@@ -656,14 +656,14 @@ def architectures() -> str:
             f"{planned['fp4_layers']} of {planned['layers']}" if "layers" in planned else refusal(planned),
             "{:.2f}, {:.2f}".format(*trained["losses"]) if "losses" in trained else refusal(trained),
             f"{gate}, {percent(canonical)}",
-            percent(row.get("portable", {})),
+            distance_of_logits(row.get("portable", {})),
             share,
             percent(packed),
             ", ".join("-" if size is None else f"{size / 1e6:.1f}" for size in sizes),
         ])  # fmt: skip
     head = [
         "model", "layers in FP4", "QAT loss, first and last step", "canonical ONNX: gate, argmax",
-        "portable ONNX in ONNX Runtime", "SM120 engine: FP4 MACs, fallbacks", "packed",
+        "portable ONNX: distance of logits, classes", "SM120 engine: FP4 MACs, fallbacks", "packed",
         "MB: FP16, ONNX, portable, plan, packed",
     ]  # fmt: skip
     return markdown(head, rows)
@@ -672,6 +672,11 @@ def architectures() -> str:
 def percent(stage: dict[str, Any]) -> str:
     """Pixels with torch's class, or that the stage was refused."""
     return f"{100 * stage['argmax']:.2f} %" if "argmax" in stage else refusal(stage)
+
+
+def distance_of_logits(stage: dict[str, Any]) -> str:
+    """Relative distance of the logits from torch's and the classes that occur, or that the stage was refused."""
+    return f"{stage['distance']:.0e}, {stage['classes']}" if "classes" in stage else refusal(stage)
 
 
 def refusal(stage: dict[str, Any]) -> str:
