@@ -61,14 +61,14 @@ def _uncalibrated(network: nn.Module, card: ModelCard) -> list[str]:
     """
     layers = quantized_layers(network)
     idle = {name for name, layer in layers.items() if layer.input_amax is not None and not layer.input_amax > 0}
-    called: list[str] = []
-    hooks = [layers[name].register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name in idle]
+    called: dict[str, None] = {}
+    hooks = [layers[name].register_forward_pre_hook(lambda *_, name=name: called.update({name: None})) for name in idle]
     if idle:
         with torch.inference_mode():
             network.eval()(torch.zeros(1, len(card.mean), card.height, card.width))
     for hook in hooks:
         hook.remove()
-    return called
+    return list(called)
 
 
 def prepare_as(model: nn.Module, card: ModelCard) -> nn.Module:

@@ -19,7 +19,7 @@ import onnxruntime as ort
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, checked
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, checked, require_one_input
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
@@ -50,7 +50,9 @@ class OrtRuntime:
             if canonical:
                 model = to_portable(model)
             self._session = portable_session(model)
-            self._input = self._session.get_inputs()[0].name
+            names = [each.name for each in self._session.get_inputs()]
+        require_one_input(names, path)
+        self._input = names[0]
         form = "CPU, lowered in memory" if canonical else "CPU"
         self.name = f"ONNX Runtime {ort.__version__} ({form})"
         self.device = cpu_name()

@@ -16,7 +16,7 @@ import torch
 from fp4deploy import __version__
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
-from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.bench.runtimes.protocol import Array, require_one_input
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
@@ -31,6 +31,7 @@ class PackedRuntime:
     def __init__(self, path: Path, device: str | None = None) -> None:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         file = read_packed(path)
+        require_one_input([each.name for each in file.graph.inputs], path)
         self.card = file.card or card_of(file)
         self.cuda = self._device.type == "cuda"
         network = PackedNetwork(file, self._device, os.environ.get("FP4DEPLOY_PACKED_WEIGHTS") or None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +45,19 @@ class Runtime(Protocol):
     def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds of each of up to `iterations` runs after `warmup` runs, stopping after `max_seconds`."""
         ...
+
+
+def require_one_input(names: Sequence[str], source: object) -> None:
+    """Refuse a network of several inputs.
+
+    Raises:
+        InputError: with the names of its inputs; `source` begins the message.
+    """
+    if len(names) != 1:
+        raise InputError(
+            f"{source} takes {len(names)} inputs ({', '.join(names)}), and a runtime feeds one, the images. Run a "
+            "portable .onnx file with onnxruntime, and an .fp4 file with fp4deploy.packed.PackedNetwork."
+        )
 
 
 def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: object) -> Array:
