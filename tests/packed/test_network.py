@@ -18,11 +18,12 @@ from fp4deploy.packed.graph import Concat, Conv2d, Layer
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
 
-RECIPES = ["nvfp4_qat", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat"]
 
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("scale", [0.125, 0.25])
+# At 0.125 a concatenation is written, at 0.25 none is.
+@pytest.mark.parametrize(
+    ("recipe", "scale"),
+    [("nvfp4_qat", 0.125), ("nvfp4_qat", 0.25), ("nvfp4_qat_2d", 0.125), ("nvfp4_4o6_weight_qat", 0.25)],
+)
 def test_every_step_computes_what_torch_computes(recipe: str, scale: float) -> None:
     model, file = packed(recipe, scale)
     with torch.inference_mode():
@@ -31,8 +32,10 @@ def test_every_step_computes_what_torch_computes(recipe: str, scale: float) -> N
     assert max(errors.values()) < 2e-4, errors
 
 
-@pytest.mark.parametrize("scale", [0.125, 0.25])
-@pytest.mark.parametrize(("digits", "everything"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("digits", "everything", "scale"),
+    [(True, False, 0.125), (False, True, 0.25), (True, True, 0.125), (True, True, 0.25)],
+)
 def test_every_step_where_the_image_is_digits_or_packed(digits: bool, everything: bool, scale: float) -> None:
     model, file = packed("nvfp4_qat", scale, digits, everything)
     with torch.inference_mode():
@@ -78,8 +81,8 @@ def test_a_trained_model_gives_the_same_classes(tmp_path) -> None:  # type: igno
     model = build_unet(len(names), 0.25)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     x, y = splits["train"]
-    for node in range(40):
-        part = slice(node % 3 * 8, node % 3 * 8 + 8)
+    for step in range(15):
+        part = slice(step % 3 * 8, step % 3 * 8 + 8)
         loss = nn.functional.cross_entropy(model(x[part]), y[part].long(), ignore_index=255)
         optimiser.zero_grad()
         loss.backward()

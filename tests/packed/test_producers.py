@@ -24,7 +24,7 @@ def packed_network(name: str) -> tuple[PackedFile, torch.Tensor]:
     torch.manual_seed(0)
     factory, size = NETWORKS[name]
     x = torch.randn(2, 3, *size)
-    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x)), x
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x, dynamic_size=False)), x
 
 
 def steps(name: str) -> list[Any]:
