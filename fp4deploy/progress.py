@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar with the time left on a terminal, a line every `SECONDS` in a log or pipe.
+"""Progress on stderr: on a terminal a bar with the time left, in a log a line every 15 seconds, later every minute.
 
 A piece of work says how much of it is done, or begins a phase whose length is not known; the time goes on in both, so
 that nothing looks hung. With `--quiet` nothing is printed.
@@ -7,6 +7,7 @@ that nothing looks hung. With `--quiet` nothing is printed.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +19,7 @@ from rich.text import Text
 from fp4deploy.terminal import console, is_quiet
 
 Phase = Callable[[str, int, int | None], None]  # what is done, how much of it, and of how much, where that is known
-SECONDS = 15.0  # between two lines of a log
+SECONDS, MOST_SECONDS = 15.0, 60.0  # between two lines of a log
 
 
 class Bar:
@@ -81,14 +82,14 @@ def progress(text: str, then: str = "") -> Iterator[Bar]:
 
 @contextmanager
 def logged(line: Callable[[], str], screen: Console) -> Iterator[None]:
-    """Print `line()` every `SECONDS` while the block runs, unless the screen is a terminal, which shows a bar."""
+    """Print `line()` now and then while the block runs, unless the screen is a terminal, which shows a bar."""
     if screen.is_terminal or screen.quiet:
         yield
         return
-    ended = threading.Event()
+    ended, start = threading.Event(), time.monotonic()
 
     def repeat() -> None:
-        while not ended.wait(SECONDS):
+        while not ended.wait(min(MOST_SECONDS, max(SECONDS, (time.monotonic() - start) / 10))):
             screen.print(line().rstrip(), soft_wrap=True)
 
     thread = threading.Thread(target=repeat, daemon=True)

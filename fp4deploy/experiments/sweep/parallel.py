@@ -9,7 +9,7 @@ for while they save their states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Protocol
@@ -38,8 +38,17 @@ class Worker(Protocol):
         """No run will follow; without `wait` a running one is killed."""
 
 
-def run_parallel(sweep: Sweep, out: Path, tasks: Sequence[Task], workers: Sequence[Worker], say: Say) -> None:
+def run_parallel(
+    sweep: Sweep,
+    out: Path,
+    tasks: Sequence[Task],
+    workers: Sequence[Worker],
+    say: Say,
+    advance: Callable[[int, int], None] = lambda done, of: None,
+) -> None:
     """Run all `tasks`, one at a time on each worker; results are written after each.
+
+    advance: is called with the runs that have ended, and all runs.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, when every worker has saved its state.
@@ -52,6 +61,7 @@ def run_parallel(sweep: Sweep, out: Path, tasks: Sequence[Task], workers: Sequen
                 taken = [task for _, task in running.values()]
                 if worker not in busy and (task := _next(sweep, out, waiting, taken, say)):
                     running[worker.submit(task)] = worker, task
+            advance(len(tasks) - len(waiting) - len(running), len(tasks))
             for future in wait(running, timeout=POLL, return_when=FIRST_COMPLETED).done:
                 _report(out, *running.pop(future), future, say)
                 write_results(collect(sweep, out), out)

@@ -29,6 +29,7 @@ from fp4deploy.experiments.sweep.results import collect, write_results
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.variant import Say, Started, opening, train_variant
 from fp4deploy.files import atomic_write
+from fp4deploy.progress import progress
 from fp4deploy.runs import LOCK, hold, processes
 
 FILE = "sweep.yaml"
@@ -98,7 +99,8 @@ def _run_held(
             elif jobs is not None and jobs > 1:
                 workers += [PoolWorker(number, jobs, sweep, out, started) for number in range(jobs)]
             if workers:
-                run_parallel(sweep, out, tasks, workers, say)
+                with progress("runs") as bar:
+                    run_parallel(sweep, out, tasks, workers, say, bar.advance)
             else:
                 for variant, seed in tasks:
                     say(opening(sweep, out, variant, seed))
