@@ -46,7 +46,9 @@ class TooLarge(InputError):
     """One image is too large for this model; others may not be."""
 
 
-def load(path: Path | str, tile: bool = False, overlap: int | None = None, min_score: float = 0.0) -> Predictor:
+def load(
+    path: Path | str, tile: bool = False, overlap: int | None = None, min_score: float = 0.0, batch: int = 1
+) -> Predictor:
     """Open an artefact for prediction.
 
     Args:
@@ -54,6 +56,7 @@ def load(path: Path | str, tile: bool = False, overlap: int | None = None, min_s
         tile: cut an image that is larger than the network's input into tiles, instead of making it smaller.
         overlap: pixels that neighbouring tiles share at least; a quarter of a tile's shorter side by default.
         min_score: objects with a lower score are left out, 0..1 (instance models).
+        batch: tiles given to the network at once.
 
     Raises:
         InputError: the file is missing, of another kind, or broken.
@@ -64,7 +67,7 @@ def load(path: Path | str, tile: bool = False, overlap: int | None = None, min_s
     >>> prediction.mask.shape, prediction.mask.dtype.name
     ((48, 64), 'uint8')
     """
-    return Predictor(open_runtime(Path(path)), tile, overlap, min_score)
+    return Predictor(open_runtime(Path(path)), tile, overlap, min_score, batch)
 
 
 class Predictor:
@@ -77,11 +80,16 @@ class Predictor:
     progress: Phase = staticmethod(lambda phase, done, of: None)
 
     def __init__(
-        self, runtime: Runtime, tile: bool = False, overlap: int | None = None, min_score: float = 0.0
+        self,
+        runtime: Runtime,
+        tile: bool = False,
+        overlap: int | None = None,
+        min_score: float = 0.0,
+        batch: int = 1,
     ) -> None:
         card = runtime.card
         self.runtime, self.card = runtime, card
-        self.tile = tile
+        self.tile, self.batch = tile, batch
         self.overlap = min(card.height, card.width) // 4 if overlap is None else overlap
         self.min_score = min_score
         self.background = card.background or card.head is not None
@@ -110,7 +118,7 @@ class Predictor:
         return self.predict_batch([image])[0]
 
     def predict_batch(self, images: Sequence[Picture]) -> list[Prediction]:
-        """Predict several images in one call of the network (tiled ones tile by tile)."""
+        """Predict several images in one call of the network (tiled ones one after the other, `batch` tiles a call)."""
         pixels = [as_pixels(image) for image in images]
         found: list[Prediction | None] = [self._tiled(each) if self._needs_tiles(each) else None for each in pixels]
         whole = [number for number, prediction in enumerate(found) if prediction is None]
@@ -172,7 +180,8 @@ class Predictor:
     def _bands(self, pixels: Pixels) -> Iterator[tuple[int, NDArray[np.float32]]]:
         height = pixels.shape[0]
         self.progress("rows of pixels", 0, height)
-        for row, band in tiled(pixels, (self.card.height, self.card.width), self.overlap, self._infer):
+        tile = (self.card.height, self.card.width)
+        for row, band in tiled(pixels, tile, self.overlap, self._infer, self.batch):
             yield row, band
             self.progress("rows of pixels", row + band.shape[1], height)
 

@@ -71,6 +71,16 @@ def test_tiles_keep_what_resizing_loses() -> None:
     assert (whole != cut).mean() > 0.4
 
 
+def test_tiles_are_given_in_batches_and_counted_in_rows() -> None:
+    runtime, told = Pointwise(card()), []
+    predictor = Predictor(runtime, tile=True, batch=4)
+    predictor.progress = lambda *progress: told.append(progress)
+    image = photo(80, 200)
+    assert (predictor.predict(image).mask == classes_of(image)).all()
+    assert max(batch[0] for batch in runtime.batches) == 4
+    assert (told[0], told[-1]) == (("rows of pixels", 0, 80), ("rows of pixels", 80, 80))
+
+
 def test_a_small_image_is_not_cut() -> None:
     runtime = Pointwise(card())
     Predictor(runtime, tile=True).predict(photo(32, 48))

@@ -48,7 +48,9 @@ def predict(
         int | None,
         typer.Option("--overlap", min=0, help="Pixels that tiles share.", show_default="a quarter of a tile"),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Images given to the network at once.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, help="Images, frames or tiles given to the network at once.")
+    ] = 1,
     min_score: Annotated[
         float,
         typer.Option(
@@ -75,7 +77,7 @@ def predict(
     if not piped and STDIN in images:
         raise InputError("- reads one image from stdin; give it alone.")
     sources = [] if piped or live else find_sources(images)
-    path, predictor = _predictor(model, tile, overlap, min_score)
+    path, predictor = _predictor(model, tile, overlap, min_score, batch)
     note(f"{shown(path)} on {predictor.runtime.name}, {predictor.runtime.precision}.")
     if times:
         _times(predictor, path, sources, as_json)
@@ -87,7 +89,9 @@ def predict(
         _files(predictor, path, sources, out, batch, overlays, as_json)
 
 
-def _predictor(model: Path | None, tile: bool, overlap: int | None, min_score: float) -> tuple[Path, Predictor]:
+def _predictor(
+    model: Path | None, tile: bool, overlap: int | None, min_score: float, batch: int
+) -> tuple[Path, Predictor]:
     from fp4deploy.bench.locate import find_artifact
     from fp4deploy.bench.runtimes.open import open_runtime
     from fp4deploy.predict.choose import best_runtime
@@ -98,7 +102,7 @@ def _predictor(model: Path | None, tile: bool, overlap: int | None, min_score: f
     else:
         path = find_artifact(model)
         runtime = open_runtime(path)
-    return path, Predictor(runtime, tile, overlap, min_score)
+    return path, Predictor(runtime, tile, overlap, min_score, batch)
 
 
 def _times(predictor: Predictor, model: Path, sources: list[Source], as_json: bool) -> None:
