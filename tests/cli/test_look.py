@@ -24,6 +24,7 @@ def test_check_table_counts(invoke: Invoke) -> None:
     result = invoke("check", "unet")
     assert result.exit_code == 0
     assert "unet: 21 of 41 layers quantised to FP4." in result.stdout
+    assert "TensorRT-RTX with --conv auto multiplies 4 of them in FP4 and 17 in FP8." in result.stdout
 
 
 def test_check_reads_checkpoints(invoke: Invoke, checkpoint: Path) -> None:
