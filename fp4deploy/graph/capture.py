@@ -119,6 +119,8 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
         )
     if "translating node return" in message:
         return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
+    if untranslated := re.search(r"translating node .*target=torch\.ops\.(.+?)\]", message):
+        return f"torch's ONNX exporter does not know {untranslated[1]}, which {kind} calls{place}. Write it otherwise."
     first = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
     cause = first.partition(" For more information")[0].rstrip(".!")[:300]
     return f"torch.export cannot capture {kind}{place}: {cause}. Check the example inputs' shapes and types."

@@ -229,6 +229,12 @@ def test_a_layer_that_never_runs_is_no_layer_of_the_file(tmp_path: Path) -> None
     assert not [each.name for each in written.graph.initializer if "auxiliary" in each.name]
 
 
+def test_an_operation_without_a_translation_is_named() -> None:
+    model = nn.Sequential(nn.Conv3d(3, 4, 1), nn.AdaptiveAvgPool3d(3))
+    with pytest.raises(InputError, match=r"does not know aten\._adaptive_avg_pool3d\.default, which Sequential calls"):
+        export_graph(model, (3, 8, 8, 8))
+
+
 def test_an_output_that_is_no_tensor_is_named() -> None:
     class Text(nn.Conv2d):
         def forward(self, x: torch.Tensor) -> Any:
