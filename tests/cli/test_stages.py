@@ -272,6 +272,8 @@ def test_run_chains_every_stage(small_run: Path) -> None:
         assert rows["engines/unet.plan"]["status"] == "built, not run"
         assert rows["engines/unet.plan"]["latency_ms"] is None
         assert facts["ledgers"][1]["counts"]["FP4 matrix products"] > 0
+        for ledger in facts["ledgers"]:
+            assert sum(ledger["counts"].values()) - ledger["counts"]["fallbacks"] == len(ledger["layers"])
     page = Links()
     page.feed((small_run / "report.html").read_text())
     assert page.tags >= {"table", "img", "details"} if RTX else page.tags >= {"table", "img"}
