@@ -111,7 +111,7 @@ def test_soft_roundings_follow_their_formula() -> None:
     layer = nn.Linear(32, 4)
     soft = SoftRounding(layer.weight, WeightMatrix.of(layer), None)
     weight = layer.weight.detach()
-    step, low, gap = soft.step, soft.low, soft.gap
+    step, low, gap = (getattr(soft, name) for name in ("step", "low", "gap"))
     h = (1.2 * torch.sigmoid(soft.v) - 0.1).clamp(0, 1)
     soft.hard = False
     assert torch.equal(soft(weight), (step * (low + h * gap)).flatten(1))
