@@ -39,6 +39,16 @@ def find_artifact(name: Path, root: Path = RUNS) -> Path:
     raise _missing(name, root)
 
 
+def or_of_latest_run(name: Path, root: Path = RUNS) -> Path:
+    """`name`, or where nothing has that name the latest run's artefact of that name, if there is one."""
+    if name.exists() or name.name != str(name):
+        return name
+    try:
+        return run_artifacts(latest_run(root)).get(name.name, name)
+    except InputError:
+        return name
+
+
 def _missing(name: Path, root: Path) -> InputError:
     suffixes = f"bench takes {', '.join(RUNTIMES)}"
     try:

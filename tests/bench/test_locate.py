@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4deploy.bench.locate import data_of, find_artifact, model_of, run_artifacts
+from fp4deploy.bench.locate import data_of, find_artifact, model_of, or_of_latest_run, run_artifacts
 from fp4deploy.errors import InputError
 from fp4deploy.runs import Run, run_of
 
@@ -44,6 +44,14 @@ def test_a_path_that_exists_is_itself(root: Path) -> None:
 )
 def test_a_name_is_looked_up_in_the_latest_run(root: Path, name: str, found: str) -> None:
     assert find_artifact(Path(name)) == root / "a" / found
+
+
+def test_a_name_without_a_file_is_the_latest_run_s(root: Path) -> None:
+    assert or_of_latest_run(Path("unet.onnx")) == root / "a" / "export" / "unet.onnx"
+    for other in (Path("absent.onnx"), Path("folder/unet.onnx"), root / "b" / "export" / "unet-fp16.onnx"):
+        assert or_of_latest_run(other) == other
+    Path("unet.onnx").write_text("x")
+    assert or_of_latest_run(Path("unet.onnx")) == Path("unet.onnx")
 
 
 def test_a_name_of_an_older_run_is_not_taken(root: Path) -> None:

@@ -34,11 +34,13 @@ def write(
         InputError: no architecture or several, a size that the network does not take, or a node that has no plan.
         UnavailableError: Triton or nvcc is missing, or a kernel does not compile.
     """
+    from fp4deploy.bench.locate import or_of_latest_run
     from fp4deploy.native import record, write_bundle
     from fp4deploy.native.bundle import SUFFIX
     from fp4deploy.packed import read_packed
     from fp4deploy.progress import progress
 
+    network = or_of_latest_run(network)
     file, gpu = read_packed(network), _gpu(arch, tuned_for, processors)
     images = [_image(file, size) for size in sizes] if sizes else [_image(file, None)]
     shapes = list(dict.fromkeys((batch, *image) for image in images for batch in batches or [1]))

@@ -25,7 +25,9 @@ def build(
     models: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Canonical .onnx files.", show_default="all of the latest run", autocompletion=completion.artifacts
+            help="Canonical .onnx files, or their names in the latest run.",
+            show_default="all of the latest run",
+            autocompletion=completion.artifacts,
         ),
     ] = None,
     backend: Annotated[
@@ -109,6 +111,7 @@ def build(
     refittable: Annotated[bool, typer.Option("--refittable", help="Weights of the engine can be replaced.")] = False,
 ) -> None:
     """Build an engine of each model, and a ledger that says which layer runs in which precision."""
+    from fp4deploy.bench.locate import or_of_latest_run
     from fp4deploy.export.engine.build import build_engine
     from fp4deploy.export.lowering.interface import Interface
     from fp4deploy.progress import progress
@@ -116,7 +119,7 @@ def build(
     pixels, sizes = parse_size(size), _sizes(min_size, opt_size, max_size)
     interface = Interface(input_type, input_layout, output_type, output_layout)
     flags = {"version_compatible": version_compatible, "stripped": stripped, "refittable": refittable}
-    found = list(models or _latest())
+    found = [or_of_latest_run(path) for path in models] if models else _latest()
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
     for path in found:

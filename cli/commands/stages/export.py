@@ -111,7 +111,10 @@ def _serve(source: Path | None, out: Path, max_batch: int) -> None:
 
 
 def _exported(source: Path | None) -> list[Path]:
-    """The file itself, or the canonical graphs of a run."""
+    """The file itself, also by its name in the latest run, or the canonical graphs of a run."""
+    from fp4deploy.bench.locate import or_of_latest_run
+
+    source = or_of_latest_run(source) if source is not None else None
     if source is not None and source.is_file():
         return [source]
     if source is not None and not source.exists():
