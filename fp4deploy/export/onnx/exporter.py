@@ -114,7 +114,7 @@ def _as_convolution(node: torch.fx.Node) -> None:
     weight = cast(torch.fx.Node, node.args[1])
     axes = weight.meta["val"].ndim - 2
     defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-    given = defaults | dict(zip(defaults, node.args[2:], strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = defaults | dict(zip(defaults, node.args[2:], strict=False)) | dict(node.kwargs)
     stride, padding, dilation, rest = (
         _for_each_axis(given[name], axes) for name in ("stride", "padding", "dilation", "output_padding")
     )
