@@ -87,10 +87,11 @@ def test_reconstruction_is_never_worse_than_nearest(images: list[torch.Tensor]) 
 
 
 def test_faar_aligns_layers_and_then_the_network(images: list[torch.Tensor]) -> None:
-    reference = network()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Conv2d(3, 16, 3), Block(16, 16), nn.Conv2d(16, 4, 1)).eval()
     model = copy.deepcopy(reference)
-    found = quantize(model, images, "faar", iterations=30, correction="none")
-    assert list(found.units) == ["1.conv1", "1.conv2", "3", "4.conv1", "4.conv2", "network"]
+    found = quantize(model, images, "faar", iterations=20, correction="none")
+    assert list(found.units) == ["1.conv1", "1.conv2", "network"]
     before, after = found.units["network"]
     assert after < before
     assert error(model, reference, images) / len(images) == pytest.approx(after, rel=1e-4)
