@@ -117,7 +117,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import torchmetrics.classification  # noqa: F401, before the processes are forked
+    import torch._dynamo  # noqa: F401, what the first step of an optimiser imports, before the processes are forked
+    import torchmetrics.classification  # noqa: F401
 
     import fp4deploy.train  # noqa: F401
     from fp4deploy.data import generate_shapes

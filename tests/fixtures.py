@@ -28,6 +28,7 @@ TINY = (
     "train.epochs=2",
     "train.finetune_epochs=2",
     "train.batch_size=4",
+    "telemetry.every=0",
 )
 
 

@@ -20,7 +20,7 @@ TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
     "--set", "train.epochs=2", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
     "--set", "detection.width=16", "--set", "detection.depth=1", "--set", "detection.threshold=0.001",
-    "--set", "telemetry.plots=false",
+    "--set", "telemetry.every=0",
 )  # fmt: skip
 FORMS = (".onnx", ".portable.onnx", ".fp4")
 ARTEFACTS = ("fp16", "nvfp4", *(f"unet{model}{suffix}" for model in ("", "-fp16") for suffix in FORMS))

@@ -33,6 +33,7 @@ SETTINGS = [
     "train.epochs=2",
     "train.finetune_epochs=2",
     "train.batch_size=2",
+    "telemetry.every=0",
 ]
 
 

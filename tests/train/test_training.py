@@ -31,6 +31,7 @@ SMALL = [
     "train.epochs=3",
     "train.finetune_epochs=2",
     "train.batch_size=4",
+    "telemetry.every=0",
 ]
 
 
