@@ -122,6 +122,7 @@ def _copy_to(folder: Path) -> Path:
         elif source.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, folder / part)
+    (folder / "fp4deploy" / "cli").symlink_to(folder / "cli")  # its place in an installed package
     return folder
 
 
