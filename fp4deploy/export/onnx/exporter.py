@@ -6,8 +6,6 @@
 * It then decomposes what torch.export captured by its table, which traces the whole graph again. A graph whose calls
   are all in the table, none in place or the short form of a view, comes out as it went in, and is taken as it is. Of
   transposed convolutions and casts the table knows the long form.
-* Its pass of type promotion runs every call of the graph again with fake tensors. The results of those that it does not
-  change are in the graph already.
 
 The names are private to torch: where a version has others, it works as before.
 """
@@ -16,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any, cast
 from unittest import mock
@@ -41,24 +39,7 @@ def short_export() -> Iterator[None]:
             where_needed = _decompose_where_needed(_fx_passes.decompose_with_registry)
             patches.enter_context(mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(one_table)))
             patches.enter_context(mock.patch.object(_fx_passes, "decompose_with_registry", where_needed))
-        with suppress(ImportError, AttributeError):
-            from torch.onnx._internal.fx.passes import type_promotion
-
-            patches.enter_context(_promotion_of_known_results(type_promotion))
         yield
-
-
-def _promotion_of_known_results(passes: Any) -> AbstractContextManager[Any]:
-    interpreter, rule_of = passes._TypePromotionInterpreter, passes.get_type_promotion_rule
-
-    def run_node(self: Any, node: torch.fx.Node) -> Any:
-        with self._set_current_node(node):
-            rule = rule_of(node, self.type_promotion_table)
-            if rule:
-                self._maybe_promote_node(node, rule)
-        return node.meta["val"] if "val" in node.meta else torch.fx.Interpreter.run_node(self, node)
-
-    return mock.patch.object(interpreter, "run_node", run_node)
 
 
 def _from_one_table(make: Callable[..., Any]) -> Callable[..., Any]:
