@@ -74,8 +74,8 @@ def test_a_link_at_the_temporary_place_is_not_followed(tmp_path: Path, monkeypat
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").write_text("kept")
-    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
-    (tmp_path / ".guessed.partial").symlink_to(victim)
+    monkeypatch.setattr("os.urandom", bytes)  # zeros
+    (tmp_path / f".{bytes(8).hex()}.partial").symlink_to(victim)
     with pytest.raises(InputError, match="File exists"), atomic_write(tmp_path / "file") as temporary:
         temporary.write_text("written through the link")
     assert (victim / "file").read_text() == "kept"
