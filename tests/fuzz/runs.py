@@ -1,4 +1,4 @@
-"""Loaders of a run's own records: what was made of what, what bench measured, what a search measured, class counts."""
+"""Loaders of the records of a run: what was made of what, what bench and a search measured, times of layers, counts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from fp4deploy.bench.kept import kept
 from fp4deploy.data import cached_counts, class_balance, open_dataset
 from fp4deploy.data.balance import METHODS
+from fp4deploy.experiments.search.costs import LayerCost, measured_layers, with_measured
 from fp4deploy.experiments.search.run import _bounds, sqnr
 from fp4deploy.experiments.search.study import Record
 from fp4deploy.provenance import outdated, verify_run
@@ -29,6 +30,7 @@ def run_loaders(shapes: Path, bench: bytes) -> list[Loader]:
         Loader("provenance", "run/provenance.jsonl", (_provenance(),), of_lines, _use_provenance),
         Loader("measured", "run/bench.jsonl", (_kept(bench),), of_lines, _use_kept),
         Loader("search", "search/measured.jsonl", (_search(),), of_lines, _use_search),
+        Loader("timed", "layers.json", (_timed(),), of_json, _use_timed),
         Loader("counts", "counts.json", (_counts(shapes),), of_json, lambda path: _use_counts(shapes, path)),
     ]
 
@@ -76,6 +78,19 @@ def _use_search(path: Path) -> object:
     assert all(math.isfinite(bound) for bound in _bounds(errors))
     assert Record(path, IDENTITY).values == record.values  # what was measured again was kept
     return [sqnr(error) for error in errors.values()]
+
+
+def _timed() -> bytes:
+    rows = [{"layer": name, "precision": "FP16", "ms": ms} for name, ms in (("a", 2.0), ("b", 0.5))]
+    four = [{"layer": "b", "precision": "FP4, weight decoded at load", "ms": 0.25}]
+    networks = [{"device": "GPU", "batch": batch, "layers": layers} for batch, layers in ((1, rows), (4, four))]
+    return json.dumps({"layers": networks}).encode()
+
+
+def _use_timed(path: Path) -> object:
+    found = with_measured(dict.fromkeys("ab", LayerCost(1, 2, 4, 0.1, 0.1, 0.1)), measured_layers(path)[0])
+    assert all(math.isfinite(cost.of(each, "ms")) for cost in found.values() for each in ("FP16", *cost.precisions))
+    return found
 
 
 def _counts(shapes: Path) -> bytes:

@@ -35,7 +35,7 @@ NAMES = (
     "card", "config", "sweep", "checkpoint", "state", "ledger", "baseline", "metrics", "telemetry", "report",
     "commands", "annotations", "image", "results", "kernel", "packed", "weight", "onnx",
     "models", "initial", "account", "classes", "served", "modelopt", "network", "boxes", "roboflow", "imported",
-    "listing", "colours", "provenance", "measured", "search", "counts", "predicted",
+    "listing", "colours", "provenance", "measured", "search", "timed", "counts", "predicted",
 )  # fmt: skip
 
 

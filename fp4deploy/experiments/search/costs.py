@@ -25,13 +25,14 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.forecast import forecast
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.peaks import Gpu
-from fp4deploy.schema import Name, read_json, validated
+from fp4deploy.schema import Count, Float, Name, read_json, validated
 
 FP16, FP8, FP4 = 2.0, 1.0, 4.5 / 8  # bytes an element; FP4 with its block scales
 MOVED = {"FP16": FP16, "FP8": FP8, "FP4": FP4}
 PRECISIONS = ("FP4", "FP8")
 PROJECTED = "projected: roofline of published peaks"
 MEASURED = "measured: layers of packed networks"
+MOST_MS = 1e9  # of one layer
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,14 @@ class TimedLayer(Record):
 
     layer: Name
     precision: Name
-    ms: Annotated[float, Field(ge=0)]
+    ms: Annotated[Float, Field(ge=0, le=MOST_MS)]
 
 
 class TimedNetwork(Record):
     """What is needed of one of its networks."""
 
     device: Name
-    batch: Annotated[int, Field(ge=1)]
+    batch: Annotated[Count, Field(ge=1)]
     layers: Annotated[list[TimedLayer], Field(max_length=100_000)]
 
 
