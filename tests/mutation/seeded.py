@@ -145,8 +145,8 @@ FAULTS: dict[str, Seeded] = {
         GATE, "    if unscored is not None:", "    if False:", f"{GATE_TESTS} -k no_score"
     ),
     "the last batch of an engine is dropped": Seeded(
-        "fp4deploy/bench/runtimes/tensorrt.py", "for i in range(0, len(images), largest)]",
-        "for i in range(0, len(images) - len(images) % largest or largest, largest)]",
+        "fp4deploy/bench/runtimes/tensorrt.py", "for i in range(0, len(images), most)]",
+        "for i in range(0, len(images) - len(images) % most or most, most)]",
         "tests/bench/test_runtime_tensorrt.py::test_more_images_than_the_largest_batch_all_run",
     ),
     "the smallest normal scale counts as underflow": Seeded(
