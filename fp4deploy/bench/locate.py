@@ -29,24 +29,24 @@ def find_artifact(name: Path, root: Path = RUNS) -> Path:
         raise InputError(f"{name} is a folder; --engine takes a file: {', '.join(RUNTIMES)}.")
     if name.suffix not in ("", *RUNTIMES) or name.name != str(name):
         raise _missing(name, root)
-    try:
-        artifacts = run_artifacts(latest_run(root))
-    except InputError:
-        raise _missing(name, root) from None
-    for key in (name.name, f"{name.name}.safetensors"):
-        if key in artifacts:
-            return artifacts[key]
-    raise _missing(name, root)
+    found = _of_latest_run(name.name, root) or _of_latest_run(f"{name.name}.safetensors", root)
+    if found is None:
+        raise _missing(name, root)
+    return found
 
 
 def or_of_latest_run(name: Path, root: Path = RUNS) -> Path:
     """`name`, or where nothing has that name the latest run's artefact of that name, if there is one."""
     if name.exists() or name.name != str(name):
         return name
+    return _of_latest_run(name.name, root) or name
+
+
+def _of_latest_run(name: str, root: Path) -> Path | None:
     try:
-        return run_artifacts(latest_run(root)).get(name.name, name)
+        return run_artifacts(latest_run(root)).get(name)
     except InputError:
-        return name
+        return None
 
 
 def _missing(name: Path, root: Path) -> InputError:

@@ -18,15 +18,12 @@ Scales are FP16, as the tensors are; a layer whose scales FP16 could not hold (a
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx_ir.passes import InPlacePass, PassResult
 
-from fp4deploy.export.lowering.pattern import Fp4Layer, find_fp4_layers
+from fp4deploy.export.lowering.pattern import Fp4Layer, LowerNamedLayers
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.formats.constants import E4M3_MAX, nvfp4_range
@@ -73,20 +70,11 @@ def _numbers(value: ir.Value | None) -> NDArray[np.float32]:
     return np.asarray(tensor.numpy()).astype(np.float32)
 
 
-class ConvToFp8(InPlacePass):
+class ConvToFp8(LowerNamedLayers):
     """Lower the named FP4 layers."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = frozenset(names)
-
-    def call(self, model: ir.Model) -> PassResult:
-        modified = False
-        for layer in find_fp4_layers(model):
-            if layer.name in self.names:
-                _lower(NodeWriter(model.graph, f"{layer.name}.fp8", before=layer.compute), layer)
-                modified = True
-        return PassResult(model, modified)
+    def lower(self, graph: ir.Graph, layer: Fp4Layer) -> None:
+        _lower(NodeWriter(graph, f"{layer.name}.fp8", before=layer.compute), layer)
 
 
 def _lower(writer: NodeWriter, layer: Fp4Layer) -> None:

@@ -16,10 +16,11 @@ cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
+from onnx_ir.passes import InPlacePass, PassResult
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import GEMM_OPS
@@ -138,6 +139,24 @@ def find_fp4_layers(model: ir.Model) -> list[Fp4Layer]:
         if node.op_type == "DequantizeLinear":
             _check_unclaimed(node)
     return layers
+
+
+class LowerNamedLayers(InPlacePass):
+    """Lower the FP4 layers of these names, one after the other."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = frozenset(names)
+
+    def lower(self, graph: ir.Graph, layer: Fp4Layer) -> None:
+        """Lower one layer, in place."""
+        raise NotImplementedError
+
+    def call(self, model: ir.Model) -> PassResult:
+        layers = [layer for layer in find_fp4_layers(model) if layer.name in self.names]
+        for layer in layers:
+            self.lower(model.graph, layer)
+        return PassResult(model, bool(layers))
 
 
 def _check_quantize(node: ir.Node) -> None:

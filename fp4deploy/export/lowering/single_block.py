@@ -7,14 +7,11 @@ and 16 products a pixel are no loss.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import InPlacePass, PassResult
 
 from fp4deploy.export.lowering.fp8 import decoded_weight
-from fp4deploy.export.lowering.pattern import Fp4Layer, find_fp4_layers
+from fp4deploy.export.lowering.pattern import Fp4Layer, LowerNamedLayers
 from fp4deploy.export.onnx.writer import NodeWriter
 
 SINGLE_BLOCK = "its weight is a single block, whose scale TensorRT-RTX takes for that of a tensor: decoded to FP16"
@@ -25,19 +22,10 @@ def is_single_block(layer: Fp4Layer) -> bool:
     return layer.scales.const_value is not None and layer.scales.const_value.size == 1
 
 
-class DecodeSingleBlocks(InPlacePass):
+class DecodeSingleBlocks(LowerNamedLayers):
     """Decode the weights of the named FP4 layers."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = frozenset(names)
-
-    def call(self, model: ir.Model) -> PassResult:
-        modified = False
-        for layer in find_fp4_layers(model):
-            if layer.name in self.names:
-                writer = NodeWriter(model.graph, layer.name, before=layer.compute)
-                values = decoded_weight(layer).reshape(layer.out_channels, -1).astype(np.float16)
-                layer.half.replace_all_uses_with(writer.constant("weight", values))
-                modified = True
-        return PassResult(model, modified)
+    def lower(self, graph: ir.Graph, layer: Fp4Layer) -> None:
+        writer = NodeWriter(graph, layer.name, before=layer.compute)
+        values = decoded_weight(layer).reshape(layer.out_channels, -1).astype(np.float16)
+        layer.half.replace_all_uses_with(writer.constant("weight", values))
