@@ -1,25 +1,28 @@
 """The C library beside the Python runtime on one GPU: the same bytes, and the latency of both.
 
     cmake -S native -B build && cmake --build build
-    python benchmarks/native_library.py --library build/libfp4deploy.so --json FILE
+    python benchmarks/native_library.py --library build/libfp4deploy.so --example build/segment --json FILE
 
 UNets of random weights, calibrated on random images. `own`: first and last layer in FP16, computed by this package's
 kernel in both runtimes (`plain="kernel"`). `torch`: the Python runtime as it is, with cuDNN for these two layers; the
 share of pixels with the same class is compared. `digits`: every layer in FP4, so that the Python runtime needs no
 option. Bytes are compared for inputs in FP32 and FP16, outputs in FP16 and FP32, class maps, the host call and a
-replayed CUDA graph. Times: medians of CUDA events, launched one by one and replayed from a graph that torch captures on
-its stream, for both alike.
+replayed CUDA graph. With `--example`, the program `native/examples/segment.c` segments a photo of random pixels, and
+its mask is compared with the classes of the Python runtime. Times: medians of CUDA events, launched one by one and
+replayed from a graph that torch captures on its stream, for both alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peers import captured, machine, median_ms
 
@@ -31,6 +34,7 @@ from fp4deploy.native.library import Library, Run
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, write_packed
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
+MEAN, STD = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
 RECIPE, CLASSES = "nvfp4_qat", tuple(f"class {i}" for i in range(12))
 KINDS = {"own": (False, None), "digits": (True, ["*"])}
 
@@ -38,6 +42,7 @@ KINDS = {"own": (False, None), "digits": (True, ["*"])}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--example", type=Path, help="the built segment.c")
     parser.add_argument("--scales", type=float, nargs="+", default=[0.25, 1.0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--size", type=int, nargs=2, default=[352, 480], metavar=("HEIGHT", "WIDTH"))
@@ -52,6 +57,7 @@ def main() -> None:
                 rows += compare(arguments, Path(folder), scale, kind)
     if arguments.json:
         command = "python benchmarks/native_library.py --library build/libfp4deploy.so"
+        command += " --example build/segment" if arguments.example else ""
         height, width = arguments.size
         found = {"command": command, "machine": machine(), "height": height, "width": width, "rows": rows}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +73,7 @@ def network(path: Path, scale: float, height: int, width: int, digits: bool, inc
     prepare(model, RECIPE, include=include)
     calibrate(model.cuda(), [torch.randn(1, 3, height, width, device="cuda")])
     round_to_deployed(model.cpu())
-    rgb = ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
-    card = ModelCard("nvfp4", scale, CLASSES, height, width, *rgb, False, RECIPE, digits=digits)
+    card = ModelCard("nvfp4", scale, CLASSES, height, width, MEAN, STD, False, RECIPE, digits=digits)
     graph, tensors = pack_model(model.eval(), torch.zeros(1, 3, height, width), dynamic_size=False)
     file = packed_file(path, card, graph, tensors)
     write_packed(file)
@@ -90,6 +95,8 @@ def compare(arguments: Any, folder: Path, scale: float, kind: str) -> list[dict[
     for shape in shapes:
         row: dict[str, Any] = {"kind": kind, "scale": scale, "batch": shape[0]}
         row |= bytes_of(native.run(shape), runtimes, shape, kind)
+        if arguments.example and shape[0] == 1:
+            row["different"]["example"] = of_example(arguments.example, file.path, kernels, runtimes["own"], shape[2:])
         if not arguments.no_times:
             row |= times_of(native.run(shape), runtimes, shape)
         print(row, flush=True)
@@ -131,6 +138,19 @@ def bytes_of(run: Run, runtimes: dict[str, PackedNetwork], shape: tuple[int, ...
 
 def _different(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.view(torch.int16) != b.view(torch.int16)).sum())
+
+
+def of_example(program: Path, model: Path, kernels: Path, network: PackedNetwork, size: tuple[int, ...]) -> int:
+    """Pixels in which the mask of the C program differs from the Python runtime's classes."""
+    (height, width), folder = size, model.parent
+    pixels = np.random.default_rng(2).integers(0, 256, (height, width, 3), np.uint8)
+    photo, mask = folder / "photo.ppm", folder / "mask.pgm"
+    photo.write_bytes(b"P6\n%d %d\n255\n" % (width, height) + pixels.tobytes())
+    subprocess.run([program, model, kernels, photo, mask], check=True, stdout=subprocess.DEVNULL)
+    found = np.frombuffer(mask.read_bytes()[-height * width :], np.uint8).reshape(height, width)
+    image = (pixels / np.float32(255) - np.float32(MEAN)) / np.float32(STD)
+    logits: Any = network(torch.from_numpy(image).permute(2, 0, 1)[None].cuda())
+    return int((logits[0].argmax(0).cpu().numpy() != found).sum())
 
 
 @torch.inference_mode()
