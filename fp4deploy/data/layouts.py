@@ -30,6 +30,7 @@ LAYOUTS = (
 )
 ALIASES = {VAL: (VAL, "valid", "validation")}
 LONGEST_STEM = 240  # bytes; file systems take 255 with the suffix
+MASKS = "masks"
 VOC_MASKS, VOC_IMAGES, VOC_LISTS = "SegmentationClass", "JPEGImages", Path("ImageSets") / "Segmentation"
 
 
@@ -57,7 +58,9 @@ def find_images(root: Path, split: str) -> Path | None:
 
 def has_masks(root: Path) -> bool:
     """Whether a folder has semantic masks, which take priority over COCO annotations."""
-    return any(next(_masks(root, split), None) is not None or _mask_folder(root, split) for split in ALL_SPLITS)
+    if not any((root / folder).is_dir() for folder in (MASKS, VOC_MASKS)):
+        return False
+    return any(_mask_folder(root, split) or next(_masks(root, split), None) is not None for split in ALL_SPLITS)
 
 
 def has_mask_split(root: Path, split: str) -> bool:
@@ -90,7 +93,7 @@ def _names(split: str) -> tuple[str, ...]:
 
 
 def _mask_folder(root: Path, split: str) -> Path | None:
-    return next((folder for name in _names(split) if (folder := root / "masks" / name).is_dir()), None)
+    return next((folder for name in _names(split) if (folder := root / MASKS / name).is_dir()), None)
 
 
 def _voc_list(root: Path, split: str) -> Path | None:

@@ -5,6 +5,7 @@ No layout is read from XML: CVAT and Pascal VOC are read by their masks and list
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import shutil
@@ -125,17 +126,19 @@ def _imported(images: dict[str, bytes]) -> Callable[[Path], object]:
 
 def _voc(images: dict[str, bytes], largest: int) -> Callable[[Path], object]:
     """Masks with values up to `largest`; 0: masks in the colours of the seed."""
+    rows = np.arange(32 * 32).reshape(32, 32) // 400
+    colours = np.array([(0, 0, 0), (128, 64, 128), (0, 0, 230)], np.uint8)
+    png = io.BytesIO()
+    Image.fromarray(np.minimum(rows, largest).astype(np.uint8) if largest else colours[rows]).save(png, format="PNG")
+    mask = png.getvalue()
 
     def use(path: Path) -> object:
         root = path.parent if path.name == "labelmap.txt" else path.parents[2]
         shutil.rmtree(root / "SegmentationClass", ignore_errors=True)
         _write(root / "JPEGImages", images)
         (root / "SegmentationClass").mkdir()
-        rows = np.arange(32 * 32).reshape(32, 32) // 400
-        colours = np.array([(0, 0, 0), (128, 64, 128), (0, 0, 230)], np.uint8)
         for name in NAMES:
-            mask = np.minimum(rows, largest).astype(np.uint8) if largest else colours[rows]
-            Image.fromarray(mask).save(root / "SegmentationClass" / f"{name}.png")
+            (root / "SegmentationClass" / f"{name}.png").write_bytes(mask)
         listing = root / "ImageSets" / "Segmentation" / "train.txt"
         if listing != path:
             listing.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import io
 import json
 import random
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,14 @@ def _of_yaml(content: bytes, draw: random.Random) -> bytes:
     if draw.random() < 0.5:
         return of_text(YAML_TOKENS)(content, draw)
     try:
-        return yaml.safe_dump(of_tree(yaml.safe_load(content), draw), allow_unicode=True).encode()
+        return yaml.safe_dump(of_tree(_yaml(content), draw), allow_unicode=True).encode()
     except (yaml.YAMLError, UnicodeEncodeError, RecursionError):  # a value that YAML cannot write
         return of_bytes(content, draw)
+
+
+@lru_cache
+def _yaml(content: bytes) -> Any:
+    return yaml.safe_load(content)
 
 
 def _configs() -> tuple[bytes, ...]:
@@ -416,8 +422,13 @@ def _of_containers(content: bytes, draw: random.Random) -> bytes:
     if draw.random() < 0.3:
         return of_bytes(content, draw)
     target = io.BytesIO()
-    torch.save(of_tree(torch.load(io.BytesIO(content), weights_only=True), draw), target)
+    torch.save(of_tree(_containers(content), draw), target)
     return target.getvalue()
+
+
+@lru_cache
+def _containers(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _use_modelopt(path: Path) -> object:

@@ -66,29 +66,38 @@ def of_text(tokens: tuple[bytes, ...]) -> Mutate:
 
 def of_tree(tree: Any, draw: random.Random) -> Any:
     """A copy with one to three values replaced, removed, added or exchanged."""
-    tree = copy.deepcopy(tree)
+    tree = _copied(tree)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         places = list(_places(tree))
         if not places:
-            return copy.deepcopy(draw.choice(ODD))
+            return _copied(draw.choice(ODD))
         holder, key = draw.choice(places)
         match draw.randrange(8):
             case 0:
                 del holder[key]
             case 1 if isinstance(holder, dict):
-                holder[draw.choice(("extra", "", "x" * 600, "__class__", str(key) + " "))] = copy.deepcopy(holder[key])
+                holder[draw.choice(("extra", "", "x" * 600, "__class__", str(key) + " "))] = _copied(holder[key])
             case 1:
-                holder.insert(key, copy.deepcopy(holder[key]))
+                holder.insert(key, _copied(holder[key]))
             case 2:
                 other, place = draw.choice(places)
-                holder[key] = copy.deepcopy(other[place])
+                holder[key] = _copied(other[place])
             case 3 if type(holder[key]) in (int, float):
                 holder[key] = draw.choice((-1, 0, 1, 2, 1000, 0.5, 1e30)) * holder[key]
             case 4 if isinstance(holder[key], str):
                 holder[key] = holder[key] + draw.choice((" ", "x", "\0", "\ud800", "/../", "é"))
             case _:
-                holder[key] = copy.deepcopy(draw.choice(ODD))
+                holder[key] = _copied(draw.choice(ODD))
     return tree
+
+
+def _copied(tree: Any) -> Any:
+    """`copy.deepcopy` for trees of dicts and lists, whose leaves are not changed."""
+    if isinstance(tree, dict):
+        found = copy.copy(tree)
+        found.update((key, _copied(value)) for key, value in tree.items())
+        return found
+    return [_copied(each) for each in tree] if isinstance(tree, list) else tree
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
