@@ -101,7 +101,9 @@ def main() -> None:
             if arguments.json:
                 command = "python benchmarks/four_over_six_cost.py"
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                arguments.json.write_text(json.dumps({"command": command, **machine(), "rows": rows}, indent=1) + "\n")
+                arguments.json.write_text(
+                    json.dumps({"command": command, "machine": machine(), "rows": rows}, indent=1) + "\n"
+                )
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ captured; what refuses says so in `graph_error`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,13 @@ def modelopt_model(scale: float) -> nn.Module:
     return mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, lambda quantized: quantized(images))
 
 
-def measure(scale: float, chosen: list[str], repeats: int) -> Iterator[dict[str, Any]]:
-    """Rows of name, times and peak memory; each model is freed before the next.
+Case = tuple[str, Callable[[], nn.Module], bool, torch.memory_format, str]
 
-    chosen: names of the rows to measure; all where it is empty.
+
+def cases(scale: float) -> list[Case]:
+    """Rows: name, how its model is made, whether the loss is compiled, memory format, FP4DEPLOY_KERNELS.
+
+    The row that takes longest to compile stands last.
     """
 
     def plain(
@@ -116,10 +120,9 @@ def measure(scale: float, chosen: list[str], repeats: int) -> Iterator[dict[str,
         return torch.compile(plain("fp16", False), mode=mode, dynamic=False)  # type: ignore[return-value]
 
     nhwc, nchw = torch.channels_last, torch.contiguous_format
-    cases: list[tuple[str, Callable[[], nn.Module], bool, torch.memory_format, str]] = [
+    return [
         ("fp16 unfused, NCHW", lambda: plain("fp16", False, layout=nchw), False, nchw, "on"),
         ("fp16 compiled", lambda: compiled("default"), False, nhwc, "on"),
-        ("fp16 max-autotune", lambda: compiled("max-autotune-no-cudagraphs"), False, nhwc, "on"),
         ("fp16 unfused", lambda: plain("fp16", False), False, nhwc, "on"),
         ("fp16 fused", lambda: plain("fp16", True), False, nhwc, "on"),
         ("fp16 fused, compiled loss", lambda: plain("fp16", True), True, nhwc, "on"),
@@ -132,23 +135,24 @@ def measure(scale: float, chosen: list[str], repeats: int) -> Iterator[dict[str,
         ("peer: ModelOpt NVFP4 QAT", lambda: modelopt_model(scale), False, nchw, "on"),
         ("peer: ModelOpt NVFP4 QAT, channels_last", lambda: modelopt_model(scale), False, nhwc, "on"),
         ("peer: ModelOpt NVFP4 QAT, compiled", lambda: torch.compile(modelopt_model(scale)), False, nchw, "on"),
+        ("fp16 max-autotune", lambda: compiled("max-autotune-no-cudagraphs"), False, nhwc, "on"),
     ]
-    if unknown := set(chosen) - {name for name, *_ in cases}:
-        raise SystemExit(f"No row {sorted(unknown)}. Rows: {', '.join(name for name, *_ in cases)}.")
-    for name, make, compiled_loss, layout, kernels in cases:
-        if chosen and name not in chosen:
-            continue
-        os.environ["FP4DEPLOY_KERNELS"] = kernels
-        row: dict[str, Any] = {"scale": scale, "case": name}
-        try:
-            row |= timed(make_step(make().train().to(memory_format=layout), compiled_loss, layout), repeats)
-            graph = f"graph {row['graph_ms']:8.2f} ms" if "graph_ms" in row else row["graph_error"][:60]
-            told = f"{row['ms']:8.2f} ms   peak {row['peak_gb']:.2f} GB   {graph}"
-        except Exception as error:  # a peer may be missing; say so and go on
-            row["error"] = told = f"{type(error).__name__}: {error}"[:300]
-        print(f"scale {scale}  {name:28s} {told[:160]}", flush=True)
-        yield row
-        torch.cuda.empty_cache()
+
+
+def measure(scale: float, case: Case, repeats: int) -> dict[str, Any]:
+    """One row: times and peak memory. The model is freed at the end."""
+    name, make, compiled_loss, layout, kernels = case
+    os.environ["FP4DEPLOY_KERNELS"] = kernels
+    row: dict[str, Any] = {"scale": scale, "case": name}
+    try:
+        row |= timed(make_step(make().train().to(memory_format=layout), compiled_loss, layout), repeats)
+        graph = f"graph {row['graph_ms']:8.2f} ms" if "graph_ms" in row else row["graph_error"][:60]
+        told = f"{row['ms']:8.2f} ms   peak {row['peak_gb']:.2f} GB   {graph}"
+    except Exception as error:  # a peer may be missing; say so and go on
+        row["error"] = told = f"{type(error).__name__}: {error}"[:300]
+    print(f"scale {scale}  {name:28s} {told[:160]}", flush=True)
+    torch.cuda.empty_cache()
+    return row
 
 
 def timed(step: Callable[[], None], repeats: int) -> dict[str, Any]:
@@ -167,17 +171,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    report: dict[str, Any] = {"command": "python benchmarks/training_step.py", "machine": machine(), "rows": []}
-    rows = report["rows"]
+    names = [case[0] for case in cases(1.0)]
+    if unknown := set(arguments.cases) - set(names):
+        raise SystemExit(f"No row {sorted(unknown)}. Rows: {', '.join(names)}.")
+    chosen = [index for index, name in enumerate(names) if not arguments.cases or name in arguments.cases]
+    rows: list[dict[str, Any]] = []
     began = time.perf_counter()
-    for scale in arguments.scales:
-        for row in measure(scale, arguments.cases, arguments.repeats):
-            rows.append(row)
-            if arguments.json:  # after each: a run that is cut off keeps what it has
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-            if time.perf_counter() - began > arguments.seconds:
-                break
+    for index, scale in itertools.product(chosen, arguments.scales):
+        if time.perf_counter() - began > arguments.seconds:
+            break
+        rows.append(measure(scale, cases(scale)[index], arguments.repeats))
+        if arguments.json:  # after each: a run that is cut off keeps what it has
+            report = {"command": "python benchmarks/training_step.py", "machine": machine(), "rows": rows}
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     times = {(row["scale"], row["case"]): row.get("ms") for row in rows}
     for scale in arguments.scales:
         for kind in ("fused", "fused, compiled loss"):

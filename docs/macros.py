@@ -49,24 +49,46 @@ def microseconds(row: dict[str, float], key: str = "ms") -> str:
 
 STEP_ROWS = {
     "FP16, torch eager, channels_last": "fp16 unfused",
+    "FP16, torch eager, NCHW": "fp16 unfused, NCHW",
+    "FP16, torch.compile, channels_last": "fp16 compiled",
     "FP16, fused": "fp16 fused",
     "FP16, fused, loss compiled": "fp16 fused, compiled loss",
     "NVFP4, torch reference": "nvfp4 unfused, reference",
     "NVFP4, kernels but not fused": "nvfp4 unfused",
+    "NVFP4, kernels but not fused, delayed amax": "nvfp4 unfused, delayed",
     "**NVFP4, fused**": "nvfp4 fused",
+    "NVFP4, fused, delayed amax": "nvfp4 fused, delayed",
     "**NVFP4, fused, loss compiled**": "nvfp4 fused, compiled loss",
     "ModelOpt 0.47 NVFP4 QAT, eager, NCHW (blocks along image width)": "peer: ModelOpt NVFP4 QAT",
+    "ModelOpt 0.47 NVFP4 QAT, eager, channels_last": "peer: ModelOpt NVFP4 QAT, channels_last",
 }
 
 
 def training_step() -> str:
-    """A training step of the UNet by scale: time and peak memory."""
+    """A training step of the UNet by scale: time launched from Python and in a CUDA graph, and peak memory."""
     found = {(row["scale"], row["case"]): row for row in result("training_step_h200")["rows"]}
     rows = []
     for label, case in STEP_ROWS.items():
-        cells = [f"{found[scale, case][key]:.1f}" for scale in (1.0, 0.25) for key in ("ms", "peak_gb")]
+        cells = [f"{found[scale, case][key]:.1f}" for scale in (1.0, 0.25) for key in ("ms", "graph_ms", "peak_gb")]
         rows.append([label, *cells])
-    return markdown(["", "scale 1.0, ms", "peak GB", "scale 0.25, ms", "peak GB"], rows)
+    head = [cell for scale in (1.0, 0.25) for cell in (f"scale {scale}, ms", "in a CUDA graph, ms", "peak GB")]
+    return markdown(["", *head], rows)
+
+
+def step_ratio(case: str, other: str, scale: float = 1.0, key: str = "ms") -> str:
+    """Time of one row of that table over another's."""
+    found = {(row["scale"], row["case"]): row for row in result("training_step_h200")["rows"]}
+    return f"{found[scale, case][key] / found[scale, other][key]:.2f}"
+
+
+def four_over_six_training() -> str:
+    """A training step with 4/6 beside the same without, in turn."""
+    rows = []
+    for row in result("four_over_six_cost_h200")["rows"]:
+        low, high = row["ratio_quartiles"]
+        times = (f"{row[key]:.2f}" for key in ("plain_ms", "four_over_six_ms"))
+        rows.append([row["pair"], f"{row['scale']:g}", *times, f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"])
+    return markdown(["4/6 in", "scale", "plain, ms", "4/6, ms", "ratio, quartiles of the pairs"], rows)
 
 
 KERNEL_ROWS = {
@@ -699,7 +721,8 @@ def camvid_models() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        training_step, kernels, four_over_six_ties, convolutions, few_channels, gemms, packed_network, packed_latency,
+        training_step, four_over_six_training, kernels, four_over_six_ties, convolutions, few_channels, gemms,
+        packed_network, packed_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, coco_samples, ptq_camvid,
         image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
@@ -769,7 +792,9 @@ def machine(name: str) -> str:
 
 def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
-    for function in (table, result, spread, gap, machine, four_over_six_cost, input_encoding_cost, loading_rates):
+    for function in (
+        table, result, spread, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates
+    ):  # fmt: skip
         env.macro(function)
 
 
