@@ -1,6 +1,6 @@
 """Post-training quantisation of an FP16 UNet by every method, on one split, with paired intervals.
 
-    python benchmarks/ptq.py --data CAMVID --config configs/camvid.yaml --json benchmarks/results/ptq_camvid_h200.json
+    python -m benchmarks.ptq --data CAMVID --config configs/camvid.yaml --json benchmarks/results/ptq_camvid_h200.json
 
 Trains FP16 first (`--epochs`, the settings of `--config`), or takes `--checkpoint`. Placements: `default`, all layers
 but the first and the last; `all`, every layer, the image in the multi-term FP4 encoding, which takes the FP16 weights
@@ -10,7 +10,7 @@ E4M3. Calibration images are of the training split, evenly spaced, at evaluation
 points of mIoU, with the 95 % interval of the gate's bootstrap over images. The file is written after every row;
 `--seconds` skips rows when the time is over. Files of several seeds become one, with intervals over seeds:
 
-    python benchmarks/ptq.py --gather seed0.json seed1.json seed2.json --command "what made them" --json FILE
+    python -m benchmarks.ptq --gather seed0.json seed1.json seed2.json --command "what made them" --json FILE
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from fp4deploy.bench.gate.bootstrap import paired_drop, value
 from fp4deploy.data import IGNORE, EvalTransform, open_dataset
 from fp4deploy.experiments.sweep.results import interval
 from fp4deploy.export.lowering.forecast import forecast
-from fp4deploy.models import build_unet, load_weights, read_card
+from fp4deploy.models import ModelCard, build_unet, load_weights, read_card
 from fp4deploy.ptq import quantize
 from fp4deploy.qat import Recipe, calibrate, prepare, quantized_layers
 from fp4deploy.qat.load import round_to_deployed
 from fp4deploy.qat.recipes import NVFP4_STATIC
 
-METHODS = ("amax", "percentile", "mse", "4/6", "sweep", "gptq", "adaround", "faar", "brecq")
+Samples = list[tuple[torch.Tensor, torch.Tensor]]  # images [3, H, W] and masks [H, W], or batches of both
 ROWS: list[tuple[str, str, str, str]] = [  # placement, method, correction, activations
     *(("default", method, "none", "") for method in ("amax", "4/6", "sweep", "gptq")),
     *(("default", method, "norm", "") for method in ("amax", "gptq")),
@@ -64,21 +64,12 @@ ROWS: list[tuple[str, str, str, str]] = [  # placement, method, correction, acti
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--checkpoint", type=Path, help="FP16 checkpoint instead of training one")
-    parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--set", action="append", default=[], help="setting of the training")
-    parser.add_argument("--split", default="test")
-    parser.add_argument("--images", type=int, default=64, help="calibration images")
-    parser.add_argument("--batch", type=int, default=4)
+    add_arguments(parser)
     parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--most", type=int, default=100_000, help="images of the split at most")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--rows", help="placement:method:correction[:activations],...")
     parser.add_argument("--gather", type=Path, nargs="+", help="files of seeds 0, 1, ... to put together")
     parser.add_argument("--command", help="with --gather: commands that trained the models and measured them")
-    parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     if options.gather:
         documents = [json.loads(path.read_text(encoding="utf-8")) for path in options.gather]
@@ -91,11 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = options.checkpoint or train(options, Path(folder))
         training = time.monotonic() - began
-        card = read_card(checkpoint)
-        test = load(card, options.data, options.split, options.most)
-        images = [
-            batch.to(device) for batch, _ in batches(load(card, options.data, "train", options.images), options.batch)
-        ]
+        card, test, images = opened(options, checkpoint, device)
         plain = build_unet(len(card.class_names), card.scale)
         load_weights(plain, checkpoint)
         encoded = build_unet(len(card.class_names), card.scale, digits=True)
@@ -103,7 +90,7 @@ def main() -> None:
     networks = {"default": plain, "rgb": plain, "all": encoded}
     networks = {name: network.to(device).eval() for name, network in networks.items()}
     document: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/ptq.py", *map(str, _arguments(options))]),
+        "command": " ".join(["python -m benchmarks.ptq", *_arguments(options)]),
         "split": options.split,
         "images": len(test),
         "calibration_images": sum(map(len, images)),
@@ -237,6 +224,28 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}={each}" for name, each in given.items()]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What names the model, the data and the result."""
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--checkpoint", type=Path, help="FP16 checkpoint instead of training one")
+    parser.add_argument("--epochs", type=int, default=200, help="of FP16, without --checkpoint")
+    parser.add_argument("--set", action="append", default=[], help="setting of the training")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--images", type=int, default=64, help="calibration images")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--most", type=int, default=100_000, help="images of the split at most")
+    parser.add_argument("--json", type=Path, required=True)
+
+
+def opened(options: argparse.Namespace, checkpoint: Path, device: str) -> tuple[ModelCard, Samples, list[torch.Tensor]]:
+    """The card of a checkpoint, the samples to measure on, and batches of calibration images on the device."""
+    card = read_card(checkpoint)
+    chosen = load(card, options.data, "train", options.images)
+    images = [batch.to(device) for batch, _ in batches(chosen, options.batch)]
+    return card, load(card, options.data, options.split, options.most), images
+
+
 def train(options: argparse.Namespace, folder: Path) -> Path:
     """An FP16 checkpoint."""
     from fp4deploy.runs import create_run
@@ -248,7 +257,7 @@ def train(options: argparse.Namespace, folder: Path) -> Path:
     return run.checkpoint("fp16")
 
 
-def load(card: Any, data: Path, split: str, most: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def load(card: ModelCard, data: Path, split: str, most: int) -> Samples:
     """Up to `most` samples, evenly spaced, as the card sizes and normalises them."""
     dataset = open_dataset(data, split, card.class_names[1:] if card.background else card.class_names)
     transform = EvalTransform(card.height, card.width, card.mean, card.std)
@@ -256,14 +265,14 @@ def load(card: Any, data: Path, split: str, most: int) -> list[tuple[torch.Tenso
     return [transform(dataset.load(place * len(dataset) // count)) for place in range(count)]
 
 
-def batches(samples: list[tuple[torch.Tensor, torch.Tensor]], size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(samples: Samples, size: int) -> Samples:
     """Samples stacked."""
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
     return [(torch.stack([x for x, _ in part]), torch.stack([y for _, y in part])) for part in parts]
 
 
 @torch.no_grad()
-def measure(model: torch.nn.Module, samples: Any, classes: tuple[str, ...], device: str) -> PixelCounts:
+def measure(model: torch.nn.Module, samples: Samples, classes: tuple[str, ...], device: str) -> PixelCounts:
     """Counts of every image, the weights as deployed, FP16 autocast on a GPU."""
     deployed = copy.deepcopy(model).eval()
     round_to_deployed(deployed)
