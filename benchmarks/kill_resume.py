@@ -118,7 +118,6 @@ def main() -> None:
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch._dynamo  # noqa: F401, what the first step of an optimiser imports, before the processes are forked
-    import torchmetrics.classification  # noqa: F401
 
     import fp4deploy.train  # noqa: F401
     from fp4deploy.data import generate_shapes

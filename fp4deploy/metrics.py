@@ -1,9 +1,11 @@
-"""Accuracy: mean intersection over union, from torchmetrics' confusion matrix.
+"""Accuracy: mean intersection over union, from the confusion matrix of all pixels.
 
 IoU of a class = true positives / (true positives + false positives + false negatives), over the whole split rather
 than averaged over images. A class that occurs neither in the truth nor in the prediction has no IoU and is left out of
-the mean; pixels labelled 255 (crowd, void) count nowhere. torchmetrics is imported with the first score: with scipy it
-takes as long to import as torch.
+the mean; pixels labelled 255 (crowd, void) count nowhere.
+
+The matrix is one `torch.bincount` of truth * classes + prediction. torchmetrics counts in the same way, but its import
+brings scipy.signal and matplotlib: as many seconds as torch, in every training.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import Any
 import torch
 
 from fp4deploy.data.sample import IGNORE
-from fp4deploy.models.torchvision_operators import declare_operators
 
 
 @dataclass(frozen=True)
@@ -50,24 +51,22 @@ class SegmentationScore:
     """Accumulates predictions [N, H, W] (or logits [N, C, H, W]) against targets [N, H, W]."""
 
     def __init__(self, num_classes: int, class_names: Sequence[str], ignore_index: int = IGNORE) -> None:
-        declare_operators()  # torchmetrics imports torchvision where it is installed
-        from torchmetrics.classification import MulticlassConfusionMatrix
-
+        self.num_classes, self.ignore_index = num_classes, ignore_index
         self.class_names = tuple(class_names)
-        self.confusion = MulticlassConfusionMatrix(
-            num_classes=num_classes, ignore_index=ignore_index, validate_args=False
-        )
+        self._counts = torch.zeros(num_classes, num_classes, dtype=torch.int64)
 
     def update(self, prediction: torch.Tensor, target: torch.Tensor) -> None:
         """Add a batch."""
         if prediction.ndim == 4:
             prediction = prediction.argmax(dim=1)
-        self.confusion = self.confusion.to(target.device)
-        self.confusion.update(prediction.to(target.device), target.long())
+        labelled = target != self.ignore_index
+        pairs = target[labelled].long() * self.num_classes + prediction.to(target.device)[labelled]
+        counts = torch.bincount(pairs, minlength=self._counts.numel())
+        self._counts = self._counts.to(target.device) + counts.view_as(self._counts)
 
     def matrix(self) -> torch.Tensor:
-        """Confusion counts [truth, prediction], summed over processes where there are several."""
-        return self.confusion.compute().double().cpu()
+        """Confusion counts [truth, prediction]."""
+        return self._counts.double().cpu()
 
     def compute(self) -> Scores:
         """Scores of everything seen so far; NaN mIoU when no labelled pixel was seen."""

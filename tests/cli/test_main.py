@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
 
-HEAVY = ("torch", "onnx", "onnxruntime", "onnx_ir", "numpy", "yaml", "matplotlib", "accelerate", "torchmetrics", "PIL")
+HEAVY = ("torch", "onnx", "onnxruntime", "onnx_ir", "numpy", "yaml", "matplotlib", "accelerate", "PIL")
 COMMANDS = (
     "run",
     "train",

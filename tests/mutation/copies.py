@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("fp4deploy", "cli", "tests", "benchmarks", "configs", "examples", "pyproject.toml")
 LIBRARIES = (
     "accelerate", "numpy", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "pycocotools.mask", "pydantic", "pytest",
-    "scipy.stats", "torch", "torch.onnx", "torchmetrics",
+    "scipy.stats", "torch", "torch.onnx",
 )  # fmt: skip
 OWN = ("benchmarks", "cli", "fp4deploy", "tests")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fp4deploy.runs import Run, create_run
 
-PRELOADED = ["fp4deploy.train", "fp4deploy.data", "pytest", "torch.distributed", "torchmetrics.classification"]
+PRELOADED = ["fp4deploy.train", "fp4deploy.data", "pytest", "torch.distributed"]
 PRELOADED += ["torch._dynamo", "fp4deploy.export.to_onnx", "fp4deploy.export.to_packed", "typer.main"]
 
 
