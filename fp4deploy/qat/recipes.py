@@ -19,8 +19,8 @@ Sources: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025 (`nvfp4_tr
 "Microscaling Data Formats for Deep Learning", 2023 (`mx_baseline`); Mishra et al., "Recipes for Pre-training LLMs with
 MXFP8", 2025 (`nvidia_round_to_infinity`); Chen et al., "TetraJet-v2: Accurate NVFP4 Training for Large Language Models
 with Oscillation Suppression and Outlier Control", arXiv 2510.27527, 2025 (`tetrajet_v2`: its six quantisers with the
-global scale of a tensor instead of one for each 128 elements, without its two other algorithms); Panferov et al.,
-"Quartet II", arXiv 2601.22813, 2026 (`quartet_2`).
+global scale of a tensor instead of one for each 128 elements, and `WeightReset`, its OsciReset; without its FP8
+channels for outliers); Panferov et al., "Quartet II", arXiv 2601.22813, 2026 (`quartet_2`).
 """
 
 from __future__ import annotations
@@ -111,6 +111,25 @@ class QuantSpec:
 
 
 @dataclass(frozen=True)
+class WeightReset:
+    """When weights that oscillate between two codes are set to the value of their code (`qat.oscillation`).
+
+    start: share of the training after which the first window begins.
+    period: steps from the beginning of a window to that of the next.
+    window: steps over which the movement of a weight and that of its quantised value are summed.
+    ratio: the least ratio of the second to the first that counts as oscillation.
+
+    The defaults are those of TetraJet-v2's configurations for OLMo2-70M and 150M, which start after 59 to 69 % of the
+    steps.
+    """
+
+    start: float = 0.6
+    period: int = 200
+    window: int = 50
+    ratio: float = 8.0
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The six quantisers of a layer; None leaves an operand as it is (see the module's page).
 
@@ -122,11 +141,12 @@ class Recipe:
     amax_learned: a static activation's amax is not tracked but a parameter with a gradient (`qat.learned`).
     fp8: "convolutions": layers that no engine can compute in FP4, because they are not a single GEMM, are FP8
         (`qat.placement`); "none": all layers have the operands above. `prepare` can be told other layers.
+    weight_reset: when oscillating weights are reset; None: never.
 
     Raises:
         InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, a
-            Hadamard transform on one operand of a GEMM only or on one that a backward GEMM reuses, or a delayed
-            or learned amax where there is no static one.
+            Hadamard transform on one operand of a GEMM only or on one that a backward GEMM reuses, a delayed
+            or learned amax where there is no static one, or a reset of weights that have no code of their own.
 
     >>> print(Recipe("mine", activation=QuantSpec(scale="static"), weight=QuantSpec(block="2d")))
     recipe  format  X          W^T    G  W  G^T  X (dW)  double quant
@@ -146,6 +166,7 @@ class Recipe:
     amax_timing: str = "current"
     amax_learned: bool = False
     fp8: str = "none"
+    weight_reset: WeightReset | None = None
 
     def __post_init__(self) -> None:
         wrong = []
@@ -184,6 +205,10 @@ class Recipe:
             wrong.append("amax_learned is of an activation with a static scale, and there is none")
         if self.amax_learned and (self.amax_timing == "delayed" or not self.straight_through):
             wrong.append("amax_learned goes with amax_timing 'current' and gradients that pass straight through")
+        if self.weight_reset and not (self.weight and self.weight.rounding == "nearest"):
+            wrong.append("weight_reset goes with a weight that is rounded to nearest")
+        if (reset := self.weight_reset) and not (0 <= reset.start < 1 <= reset.window < reset.period - 1):
+            wrong.append("weight_reset: start is from 0 to below 1, window from 1 to period - 2")
         if wrong:
             raise InputError(f"Recipe '{self.name}': " + "; ".join(wrong) + ".")
 
@@ -194,7 +219,7 @@ class Recipe:
             InputError: its gradients are quantised, or its amax is learned.
         """
         scale = self.activation.scale if self.activation else "static"
-        return replace(self, activation=QuantSpec("fp8", scale=scale), weight=FP8_ROWS, fp8="none")
+        return replace(self, activation=QuantSpec("fp8", scale=scale), weight=FP8_ROWS, fp8="none", weight_reset=None)
 
     def operands(self) -> dict[str, QuantSpec | None]:
         """The six specs by name, in the table's order."""
@@ -307,7 +332,13 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4_HADAMARD, rounding="stochastic"),
             NVFP4_HADAMARD,
         ),
-        replace(_everywhere("tetrajet_v2", NVFP4_ROTATED), activation=NVFP4, weight=NVFP4, double_quantization=True),
+        replace(
+            _everywhere("tetrajet_v2", NVFP4_ROTATED),
+            activation=NVFP4,
+            weight=NVFP4,
+            double_quantization=True,
+            weight_reset=WeightReset(),
+        ),
         Recipe(
             "quartet_2", NVFP4_4O6, NVFP4_4O6, NVFP4_EDEN, NVFP4_EDEN, NVFP4_EDEN, NVFP4_EDEN, double_quantization=True
         ),

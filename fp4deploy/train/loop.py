@@ -34,6 +34,7 @@ from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
 from fp4deploy.qat.fusion.compiler import backend
 from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.learned import keep_positive
+from fp4deploy.qat.oscillation import OscillationResets
 from fp4deploy.tasks import TaskScores
 from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.distributed import agreed_signal, share_amaxes
@@ -46,7 +47,7 @@ from fp4deploy.train.losses.auxiliary import AuxiliaryLosses
 from fp4deploy.train.optimizer import WeightAverage, make_optimizer, set_learning_rate
 from fp4deploy.train.schedule import TrainingJob, learning_rate
 from fp4deploy.train.sections import TelemetrySection, TrainSection
-from fp4deploy.train.state import Progress, SavingPace, load_state, save_state
+from fp4deploy.train.state import Progress, SavingPace, Stateful, load_state, save_state
 from fp4deploy.train.tasks import TrainingTask
 
 MAX_CONSECUTIVE_SKIPPED = 30
@@ -82,7 +83,8 @@ class Trainer:
         self.device = self.accelerator.device
         self.train_batches: Any = loaders[0]
         self.val_batches: Any = loaders[1]
-        self.layers = tuple(quantized_layers(model).values())
+        layers = quantized_layers(model)
+        self.layers = tuple(layers.values())
         fused = bool(settings.fused) and not settings.checkpointing and available(self.device)
         self.kernels = "cuda" if fused else "torch"
         if fused and (settings.fused is True or has_kernels(model)):
@@ -121,6 +123,10 @@ class Trainer:
             compiled=self.compiled,
             config={"model": job.model, "recipe": card.recipe, "lr": job.lr, **settings.model_dump(mode="json")},
         )
+        self.resets = OscillationResets(layers, self.steps)
+        self.parts: dict[str, Stateful] = {"resets": self.resets}
+        if self.average is not None:
+            self.parts["average"] = self.average
         self.progress = Progress()
         self.statistics = RunningStatistics(self.device, EpochStatistics(), settings.spike)
         self.interrupt = Interrupt()
@@ -275,6 +281,7 @@ class Trainer:
             self.stepper.step()
         self.stepper.zero_grad(set_to_none=True)
         keep_positive(self.learned)
+        self.resets.update(self.progress.step)
         if self.average is not None:
             self.average.update(self.progress.step)
         self.progress.step += 1
@@ -324,7 +331,7 @@ class Trainer:
 
     def _load(self) -> None:
         path = self.job.state_path
-        self.progress = load_state(path, self.bare, self.optimizer, self.accelerator.scaler, self.average)
+        self.progress = load_state(path, self.bare, self.optimizer, self.accelerator.scaler, self.parts)
         self.statistics = RunningStatistics(self.device, EpochStatistics(**self.progress.counts), self.settings.spike)
         epoch = self.progress.batches
         if epoch and epoch != len(self.train_batches):
@@ -364,5 +371,5 @@ class Trainer:
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             with self.pace.saving():
-                save_state(self.job.state_path, self.bare, self.optimizer, scaler, self.progress, self.average)
+                save_state(self.job.state_path, self.bare, self.optimizer, scaler, self.progress, self.parts)
             self.telemetry.save()

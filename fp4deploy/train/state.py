@@ -1,10 +1,11 @@
 """Everything an exact resume needs, in one safetensors file, replaced by one rename.
 
-Tensors: the model (quantiser state included), both Adam moments of every parameter, the averaged weights where there
-are any, the random number states. The metadata holds the counters and the loss scaler as JSON, and a SHA-256 over all
-of it, which a resume compares first (`models.checkpoint`). The learning rate is a function of the step, the order and
-the augmentation of the data are functions of (seed, epoch), so neither needs saving. One file means that a crash, a
-full disk or Ctrl-C leaves either the old state or the new one, never half of each; nothing is pickled.
+Tensors: the model (quantiser state included), both Adam moments of every parameter, what other parts of the training
+keep (averaged weights, the window of the weight resets), the random number states. The metadata holds the counters and
+the loss scaler as JSON, and a SHA-256 over all of it, which a resume compares first (`models.checkpoint`). The learning
+rate is a function of the step, the order and the augmentation of the data are functions of (seed, epoch), so neither
+needs saving. One file means that a crash, a full disk or Ctrl-C leaves either the old state or the new one, never half
+of each; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import torch
 from pydantic import ConfigDict
@@ -26,10 +28,22 @@ from fp4deploy.errors import InputError
 from fp4deploy.models.checkpoint import read_signed, write_tensors
 from fp4deploy.schema import Count, parse_json, validated
 from fp4deploy.train.logging.running_statistics import EpochStatistics
-from fp4deploy.train.optimizer import WeightAverage
 
 PROGRESS_KEY = "fp4deploy.progress"
 DAMAGE = (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, InputError)
+
+
+class Stateful(Protocol):
+    """A part of a training with tensors of its own."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The tensors, by name."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore them; KeyError where one is missing."""
+
+
+NO_PARTS: Mapping[str, Stateful] = MappingProxyType({})
 
 
 @dataclass
@@ -90,9 +104,9 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     scaler: Any | None,
     progress: Progress,
-    average: WeightAverage | None = None,
+    parts: Mapping[str, Stateful] = NO_PARTS,
 ) -> None:
-    """Write the state between two steps, atomically.
+    """Write the state between two steps, atomically; `parts`: what else has a state, by the prefix of its tensors.
 
     Raises:
         InputError: the disk is full; the state saved before survives.
@@ -100,7 +114,8 @@ def save_state(
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in moments.items()}
-    tensors |= {f"average.{name}": value for name, value in (average.state() if average else {}).items()}
+    for prefix, part in parts.items():
+        tensors |= {f"{prefix}.{name}": value for name, value in part.state().items()}
     tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
@@ -115,7 +130,7 @@ def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: Any | None,
-    average: WeightAverage | None = None,
+    parts: Mapping[str, Stateful] = NO_PARTS,
 ) -> Progress:
     """Put everything back as `save_state` found it.
 
@@ -132,8 +147,8 @@ def load_state(
         model.load_state_dict(weights)
         optimizer.load_state_dict({"state": _moments(tensors), "param_groups": optimizer.state_dict()["param_groups"]})
         _lay_out_like_parameters(optimizer)
-        if average is not None:
-            average.load_state(_below(tensors, "average."))
+        for prefix, part in parts.items():
+            part.load_state(_below(tensors, f"{prefix}."))
         progress = _progress(path, meta)
         if scaler is not None and meta.get("scaler"):
             scaler.load_state_dict(validated(dict[str, int | float], meta["scaler"], path))

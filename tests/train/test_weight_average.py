@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.qat import load_model
+from fp4deploy.qat import RECIPES, load_model
+from fp4deploy.qat.recipes import WeightReset
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
@@ -75,7 +77,11 @@ def test_the_average_is_what_is_scored_and_kept(tiny: Config, tmp_path: Path, mo
     assert torch.equal(scored[1], load_file(run.model_dir("fp16") / "state/last.safetensors")[f"model.{first}"])
 
 
-def test_an_interrupted_average_resumes_exactly(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_average_and_window_of_resets_resume_exactly(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = WeightReset(start=0.0, period=4, window=2, ratio=2.0)
+    monkeypatch.setitem(RECIPES, "nvfp4_qat", replace(RECIPES["nvfp4_qat"], weight_reset=often))
     settings = with_settings(tiny, ["train.ema=0.9", "train.batch_size=2", "train.from_scratch=true"])
     runs, original = [create_run(tmp_path / name) for name in ("straight", "interrupted")], Trainer._step
     train_models(settings, runs[0], ("nvfp4",))
@@ -88,6 +94,10 @@ def test_an_interrupted_average_resumes_exactly(tiny: Config, tmp_path: Path, mo
         patch.setattr(Trainer, "_step", signalled)
         with pytest.raises(KeyboardInterrupt):
             train_models(settings, runs[1], ("nvfp4",))
+    stopped = load_file(runs[1].model_dir("nvfp4") / "state/last.safetensors")
+    assert {name.split(".")[-1] for name in stopped if name.startswith("resets.")} == {
+        "jumped", "moved", "quantized", "weight",
+    }  # fmt: skip
     train_models(settings, runs[1], ("nvfp4",), resume=True)
     for name in ("best.safetensors", "state/last.safetensors"):
         first, second = (load_file(run.model_dir("nvfp4") / name) for run in runs)
