@@ -10,6 +10,7 @@ gradients clipped. Medians of whole steps by CUDA events after a warm-up; the in
 | `NCHW`, `channels_last` | memory format of the plain forward; the fused one is channels_last |
 | `compiled`, `max-autotune` | the model by `torch.compile` in that mode; the rest of the step as in the other rows |
 | `fused` | our forward and backward (`qat.fused_unet`), FP16 and NVFP4 alike |
+| `recomputed` | inputs of convolutions computed again in the backward (`train.recompute`) |
 | `compiled loss` | the loss alone by `torch.compile` |
 | `reference` | quantised by the torch reference instead of the kernels |
 | `delayed` | recipe nvfp4_qat_delayed |
@@ -107,14 +108,18 @@ def cases(scale: float) -> list[Case]:
     """
 
     def plain(
-        precision: str, fused: bool, recipe: str = "nvfp4_qat", layout: torch.memory_format = torch.channels_last
+        precision: str,
+        fused: bool,
+        recipe: str = "nvfp4_qat",
+        layout: torch.memory_format = torch.channels_last,
+        recompute: bool = False,
     ) -> nn.Module:
         torch.manual_seed(0)
         model: nn.Module = build_unet(CLASSES, scale)
         if precision == "nvfp4":
             prepare(model, recipe)
         model = model.cuda().to(memory_format=layout)  # type: ignore[call-overload]
-        return fuse_unet(model) if fused else model
+        return fuse_unet(model, recompute) if fused else model
 
     def compiled(mode: str) -> nn.Module:
         return torch.compile(plain("fp16", False), mode=mode, dynamic=False)  # type: ignore[return-value]
@@ -125,11 +130,13 @@ def cases(scale: float) -> list[Case]:
         ("fp16 compiled", lambda: compiled("default"), False, nhwc, "on"),
         ("fp16 unfused", lambda: plain("fp16", False), False, nhwc, "on"),
         ("fp16 fused", lambda: plain("fp16", True), False, nhwc, "on"),
+        ("fp16 fused, recomputed", lambda: plain("fp16", True, recompute=True), False, nhwc, "on"),
         ("fp16 fused, compiled loss", lambda: plain("fp16", True), True, nhwc, "on"),
         ("nvfp4 unfused, reference", lambda: plain("nvfp4", False), False, nhwc, "off"),
         ("nvfp4 unfused", lambda: plain("nvfp4", False), False, nhwc, "on"),
         ("nvfp4 unfused, delayed", lambda: plain("nvfp4", False, "nvfp4_qat_delayed"), False, nhwc, "on"),
         ("nvfp4 fused", lambda: plain("nvfp4", True), False, nhwc, "on"),
+        ("nvfp4 fused, recomputed", lambda: plain("nvfp4", True, recompute=True), False, nhwc, "on"),
         ("nvfp4 fused, delayed", lambda: plain("nvfp4", True, "nvfp4_qat_delayed"), False, nhwc, "on"),
         ("nvfp4 fused, compiled loss", lambda: plain("nvfp4", True), True, nhwc, "on"),
         ("peer: ModelOpt NVFP4 QAT", lambda: modelopt_model(scale), False, nchw, "on"),

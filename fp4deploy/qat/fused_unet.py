@@ -19,7 +19,7 @@ recipe that the kernels do not have, no autocast, no GPU), the plain forward run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -34,22 +34,32 @@ from fp4deploy.plugins import available
 from fp4deploy.plugins.quantize import learned as learned  # defines its operators
 from fp4deploy.plugins.quantize.channels_last import channels_fit
 from fp4deploy.plugins.quantize.weights import fake_quantize_weights, weight_fits
+from fp4deploy.qat.gemms import ConvGemms
 from fp4deploy.qat.layers import QuantizedLayer
+from fp4deploy.qat.quantizers import quantize_operand
 from fp4deploy.qat.recipes import QuantSpec, Recipe
+from fp4deploy.qat.recompute import computed_by, convolve, recomputing
 from fp4deploy.qat.ste import fake_quantize
 
 ops = torch.ops.fp4deploy
 SIMPLE_INPUT = QuantSpec(scale="static")
 SIMPLE_WEIGHT = QuantSpec()
+SAME = ConvGemms((3, 3), (1, 1), (1, 1), (1, 1), 1)
+POINTWISE = ConvGemms((1, 1), (1, 1), (0, 0), (1, 1), 1)
+UPWARDS = ConvGemms((2, 2), (2, 2), (0, 0), (1, 1), 1, transposed=True)
 
 # observe(layer, shape [N, C, H, W] of its input, function: slice of the batch -> that input before quantisation)
 Observe = Callable[[nn.Module, torch.Size, Callable[[slice], torch.Tensor]], None]
 
 
-def fuse_unet(model: nn.Module) -> nn.Module:
-    """Give a UNet the fused forward, in place; any other model is returned as it is."""
+def fuse_unet(model: nn.Module, recompute: bool = False) -> nn.Module:
+    """Give a UNet the fused forward, in place; any other model is returned as it is.
+
+    recompute: keep no input of a convolution for the backward that can be computed again (`recompute`).
+    """
     if type(model) is UNet:
         model.__class__ = FusedUNet
+        cast(FusedUNet, model).recomputes = recompute
     return model
 
 
@@ -61,11 +71,14 @@ def has_kernels(model: nn.Module) -> bool:
 class FusedUNet(UNet):
     """`UNet` whose forward uses the fused kernels where it can."""
 
+    recomputes = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = _compute_dtype(x)
         if dtype is None or not self._fusable():
             return super().forward(x)
-        with torch.autocast("cuda", enabled=False):
+        again = recomputing() if self.recomputes and torch.is_grad_enabled() else nullcontext()
+        with torch.autocast("cuda", enabled=False), again:
             return self._fused(self.read_image(x).to(dtype, memory_format=torch.channels_last))
 
     def fuses(self, x: torch.Tensor) -> bool:
@@ -117,30 +130,44 @@ class FusedUNet(UNet):
         if isinstance(encoder[0].conv1, QuantizedLayer):  # by default it stays as it is
             x = encoder[0].conv1.quantized_input(x)
         for level, block in enumerate(encoder):
+            x = convolve(x, weights[block.conv1], None, SAME)
             x, bias = self._block(block, x, weights)
             if level < deepest:
-                y, largest = _norm(x, bias, block.norm2, None)
-                after = encoder[level + 1].conv1
-                skip, x = _pool(y, largest, after)
-                self._observe_input(after, x.shape, partial(_pooled, y))
-                skips.append((skip, largest))
+                x = self._downwards(block, x, bias, encoder[level + 1].conv1, skips)
             else:
                 x = self._norm(x, bias, block.norm2, ups[0])
         for index, (up, block) in enumerate(zip(ups, decoder, strict=True)):
-            upwards = F.conv_transpose2d(x, weights[up], _cast(up.bias, x), up.stride)
-            skip, largest = skips.pop()
-            x = _concat(skip, upwards, largest, block.conv1)
-            self._observe_input(block.conv1, x.shape, partial(_joined, skip, upwards))
+            x = self._upwards(up, x, weights, *skips.pop(), block.conv1)
+            x = convolve(x, weights[block.conv1], None, SAME)
             x, bias = self._block(block, x, weights)
             after = ups[index + 1] if index + 1 < len(ups) else self.head
             x = self._norm(x, bias, block.norm2, after)
-        return F.conv2d(x, weights[self.head], _cast(self.head.bias, x))
+        return convolve(x, weights[self.head], _cast(self.head.bias, x), POINTWISE)
 
     def _block(self, block: Block, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """Up to the second convolution, whose bias is still to be added."""
-        x = F.conv2d(x, weights[block.conv1], None, padding=1)
+        """From the output of the first convolution to that of the second, whose bias is still to be added."""
         x = self._norm(x, block.conv1.bias, block.norm1, block.conv2)
-        return F.conv2d(x, weights[block.conv2], None, padding=1), block.conv2.bias
+        return convolve(x, weights[block.conv2], None, SAME), block.conv2.bias
+
+    def _downwards(
+        self, block: Block, x: torch.Tensor, bias: torch.Tensor | None, after: nn.Module, skips: list[Any]
+    ) -> torch.Tensor:
+        """The input of the next level, from the output of a block's second convolution; `skips` gets the other."""
+        y, largest = _norm(x, bias, block.norm2, None)
+        skip, pooled = _pool(y, largest, after)
+        self._observe_input(after, pooled.shape, partial(_pooled, y))
+        skips.append((skip, largest))
+        return pooled
+
+    def _upwards(
+        self, up: Any, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor], skip: torch.Tensor,
+        largest: torch.Tensor, after: nn.Module,
+    ) -> torch.Tensor:  # fmt: skip
+        """The input of a block of the decoder."""
+        upwards = convolve(x, weights[up], _cast(up.bias, x), UPWARDS)
+        joined = _concat(skip, upwards, largest, after)
+        self._observe_input(after, joined.shape, partial(_joined, skip, upwards))
+        return joined
 
     def _norm(self, x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module) -> torch.Tensor:
         y, _ = _norm(x, bias, norm, after)
@@ -207,7 +234,7 @@ class _NormReLU(torch.autograd.Function):
         quantize: bool,
         delayed: bool,
         clips: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = x.contiguous(memory_format=torch.channels_last)
         y, ab, mean_rstd, channel_mean, largest = ops.group_norm_relu(
             x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed
@@ -215,8 +242,8 @@ class _NormReLU(torch.autograd.Function):
         used = largest if amax is None else amax
         ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used, largest)
         ctx.masks = quantize and clips
-        ctx.mark_non_differentiable(largest)
-        return y, largest
+        ctx.mark_non_differentiable(largest, ab)
+        return y, largest, ab
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -279,11 +306,19 @@ def _norm(
         amax = None if after.moves_amax else _fixed_amax(after, x)
         decay, delayed = after.recipe.amax_decay, after.is_delayed and after.moves_amax
     args = (norm.weight, norm.bias, norm.num_groups, norm.eps, amax, tracked, decay, _in_kernel(after), delayed)
-    result: tuple[torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *args, _clips(after))
-    y, largest = result
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *args, _clips(after))
+    y, largest, ab = result
     if delayed:
         cast(QuantizedLayer, after).remember(largest)
-    return _quantized(y, after, largest if amax is None else amax), largest
+    used = largest if amax is None else amax
+    computed_by(y, _norm_again, x, ab, used, _in_kernel(after))
+    return _quantized(y, after, used), largest
+
+
+def _norm_again(x: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor, quantize: bool) -> torch.Tensor:
+    x = x.contiguous(memory_format=torch.channels_last)
+    y: torch.Tensor = ops.group_norm_relu_again(x, ab, amax, quantize)
+    return y
 
 
 def _in_kernel(after: nn.Module | None) -> bool:
@@ -301,13 +336,20 @@ def _quantized(y: torch.Tensor, after: nn.Module | None, amax: torch.Tensor | No
     if not isinstance(after, QuantizedLayer) or _in_kernel(after):
         return y
     used = cast(torch.Tensor, amax).reshape(()) if after.is_static else None
-    return fake_quantize(y, after.recipe.activation, (1,), used)
+    quantized = fake_quantize(y, after.recipe.activation, (1,), used)
+    computed_by(quantized, _quantized_again, y, after.recipe.activation, used)
+    return quantized
+
+
+def _quantized_again(y: torch.Tensor, spec: QuantSpec, amax: torch.Tensor | None) -> torch.Tensor:
+    return quantize_operand(y, spec, (1,), amax)[0]
 
 
 def _pool(y: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """(y for the skip connection, its 2 x 2 maximum as `after` reads it)."""
     amax = _track(y, largest, after, read=False)
     skip, pooled = _SkipAndPool.apply(y, amax if _in_kernel(after) else None, _clips(after), largest)
+    computed_by(skip, torch.Tensor.detach, y)
     return skip, _quantized(pooled, after, amax)
 
 
@@ -358,8 +400,15 @@ def _concat(a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, after: nn.M
         tracking = (largest, after.input_amax, after.recipe.amax_decay)
     else:
         amax = _track(b, largest, after, read=True)
-    result: torch.Tensor = _Concat.apply(a, b, amax if inside else None, _clips(after), *tracking)
+    used = amax if inside else None
+    result: torch.Tensor = _Concat.apply(a, b, used, _clips(after), *tracking)
+    computed_by(result, _concat_again, a, b, used)
     return _quantized(result, after, amax)
+
+
+def _concat_again(a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    joined: torch.Tensor = ops.concat(a, b, amax)[0]
+    return joined
 
 
 def _cast(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

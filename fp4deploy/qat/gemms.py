@@ -132,20 +132,21 @@ class ConvGemms:
 
     def dgrad(self, gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dX like `x` [N, C, H, W], from G [N, O, H', W'] and W."""
-        return self._backward(gradient, x.to(gradient.dtype), weight, (True, False, False))[0]
+        return self.backward(gradient, x.to(gradient.dtype), weight, (True, False, False))[0]
 
     def plain_wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dW like `weight`, from G and X as they are."""
-        return self._backward(gradient, x.to(gradient.dtype), weight.to(gradient.dtype), (False, True, False))[1]
+        return self.backward(gradient, x.to(gradient.dtype), weight.to(gradient.dtype), (False, True, False))[1]
 
-    def _backward(
+    def backward(
         self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, output_mask: tuple[bool, bool, bool]
     ) -> Any:
+        """(dX, dW, db) as torch computes them, those of the mask; None for the others."""
         return torch.ops.aten.convolution_backward(
             gradient,
             x,
             weight,
-            None,
+            [gradient.shape[1]] if output_mask[2] else None,
             self.stride,
             self.padding,
             self.dilation,

@@ -36,6 +36,7 @@ from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.learned import keep_positive
 from fp4deploy.qat.oscillation import OscillationResets
 from fp4deploy.tasks import TaskScores
+from fp4deploy.train.captured import CapturedStep
 from fp4deploy.train.checkpointing import checkpoint_blocks
 from fp4deploy.train.distributed import agreed_signal, share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
@@ -88,7 +89,7 @@ class Trainer:
         fused = bool(settings.fused) and not settings.checkpointing and available(self.device)
         self.kernels = "cuda" if fused else "torch"
         if fused and (settings.fused is True or has_kernels(model)):
-            fuse_unet(model)
+            fuse_unet(model, settings.recompute)
         if settings.checkpointing:
             checkpoint_blocks(model)
         self.fuses = fused and not isinstance(model, FusedUNet) and self._compiling_pays()
@@ -127,6 +128,8 @@ class Trainer:
         self.parts: dict[str, Stateful] = {"resets": self.resets}
         if self.average is not None:
             self.parts["average"] = self.average
+        self.noted: str | None = None  # why there is no CUDA graph, once it was said
+        self.captured = CapturedStep(self._compute, self._forget, self._no_graph())
         self.progress = Progress()
         self.statistics = RunningStatistics(self.device, EpochStatistics(), settings.spike)
         self.interrupt = Interrupt()
@@ -137,6 +140,17 @@ class Trainer:
         fusible = bool(self.layers) and all(layer.recipe.straight_through for layer in self.layers)
         asked = self.settings.fused == "auto" and fusible
         return asked and self._alone and self.steps >= STEPS_WORTH_COMPILING
+
+    def _no_graph(self) -> str | None:
+        """Why no step of this training is captured; None where one may be."""
+        reasons = {
+            "train.cuda_graph is false": not self.settings.cuda_graph,
+            "there is no GPU": self.device.type != "cuda",
+            "several processes train": not self._alone,
+            "train.accumulate is not 1": self.settings.accumulate != 1,
+            "quant.damping changes with the step": self.auxiliary is not None and self.auxiliary.damping > 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     @property
     def steps(self) -> int:
@@ -172,6 +186,7 @@ class Trainer:
                 raise self.interrupt.error() from None
             finally:
                 self.telemetry.close()
+                self.captured.release()
         self.accelerator.wait_for_everyone()  # the next model starts from this one's checkpoint
         self.accelerator.free_memory()
         return self.progress
@@ -217,7 +232,7 @@ class Trainer:
         progress.seconds += progress.epoch_seconds
         progress.skipped += counts.skipped
         progress.batch, progress.epoch_seconds = 0, 0.0
-        self.statistics = RunningStatistics(self.device, counts.next_epoch(), self.settings.spike)
+        self.statistics.start(counts.next_epoch())
         self.keep(scores, line)
         display.epoch(progress.epoch, counts.mean_loss, scores.text() if scores else None, line["seconds"])
         unscored = None
@@ -255,11 +270,28 @@ class Trainer:
         first = progress.batch - progress.batch % accumulate
         group = min(accumulate, progress.batches - first)
         last = progress.batch + 1 == first + group
-        with self.accelerator.autocast(), self.telemetry.watching(images, progress.step, last):
+        if last:
+            set_learning_rate(self.optimizer, self._learning_rate(progress.step))
+        if accumulate == 1:
+            self.captured(images, masks, launch=self.telemetry.due(progress.step))
+        else:
+            self._compute(images, masks, group, last)
+        if not self._alone:
+            share_amaxes(self.layers)
+        if last:
+            self.resets.update(progress.step)
+            if self.average is not None:
+                self.average.update(progress.step)
+            progress.step += 1
+        progress.batch += 1
+
+    def _compute(self, images: torch.Tensor, masks: torch.Tensor, group: int = 1, last: bool = True) -> None:
+        """What the GPU does in `_step`; captured, it is only replayed."""
+        with self.accelerator.autocast(), self.telemetry.watching(images, self.progress.step, last):
             logits = self.model(images)
         loss = self.loss(logits, masks)
         if self.auxiliary is not None:
-            share = progress.step / self.steps
+            share = self.progress.step / self.steps
             loss = self.auxiliary(loss, images, logits, self.layers, share, self.accelerator.autocast)
         self.statistics.add_loss(loss.detach())
         if last:
@@ -268,12 +300,8 @@ class Trainer:
         else:
             with self.accelerator.no_sync(self.model):
                 self.accelerator.backward(loss / group)
-        if not self._alone:
-            share_amaxes(self.layers)
-        progress.batch += 1
 
     def _update(self) -> None:
-        set_learning_rate(self.optimizer, self._learning_rate(self.progress.step))
         norm = self.accelerator.clip_grad_norm_(self.bare.parameters(), self.settings.clip)
         self.statistics.add_step(norm)
         self.telemetry.sample(self.progress.step, self.progress.epoch, norm, self.accelerator.scaler)
@@ -281,16 +309,21 @@ class Trainer:
             self.stepper.step()
         self.stepper.zero_grad(set_to_none=True)
         keep_positive(self.learned)
-        self.resets.update(self.progress.step)
-        if self.average is not None:
-            self.average.update(self.progress.step)
-        self.progress.step += 1
+
+    def _forget(self) -> None:
+        """After a capture that failed: gradients without values, and a scaler that thinks they are unscaled."""
+        self.stepper.zero_grad(set_to_none=True)
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler._per_optimizer_states.clear()
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(step, self.steps, self.job.lr, self.settings.warmup)
 
     def _between_steps(self, display: Display) -> None:
         progress = self.progress
+        if self.settings.cuda_graph and self.captured.refusal != self.noted:
+            self.noted = self.captured.refusal
+            display.say(f"{self.job.model}: no CUDA graph of the step, since {self.noted}")
         if self.device.type == "cpu" or progress.step % STEPS_BETWEEN_READS == 0:
             counts = self.statistics.read()
             self.telemetry.flush()

@@ -36,7 +36,8 @@ def make_optimizer(
     """AdamW; biases and normalisation parameters (one axis) are not decayed.
 
     Learned amaxes have a learning rate of `clip_lr` times the others' and a decay of their own.
-    On a GPU the fused form: one kernel, which also skips a step of non-finite gradients without asking the CPU.
+    On a GPU the fused form: one kernel, which also skips a step of non-finite gradients without asking the CPU, and
+    reads the learning rate from memory, so that a CUDA graph of the step follows the schedule.
     """
     clips = [p for name, p in model.named_parameters() if name.endswith(QUANTIZER_BUFFERS)]
     others = [p for name, p in model.named_parameters() if not name.endswith(QUANTIZER_BUFFERS)]
@@ -48,14 +49,22 @@ def make_optimizer(
     ]
     if clips:
         groups.append({"params": clips, "weight_decay": clip_decay, "lr_factor": clip_lr})
-    on_gpu = all(p.is_cuda for p in (*others, *clips))
-    return torch.optim.AdamW(groups, lr=lr, fused=True if on_gpu else None)
+    device = others[0].device
+    if device.type != "cuda":
+        return torch.optim.AdamW(groups, lr=lr)
+    for group in groups:
+        group["lr"] = torch.tensor(lr, dtype=torch.float32, device=device)
+    return torch.optim.AdamW(groups, lr=lr, fused=True, capturable=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the rate of every group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1.0)
+        rate = lr * group.get("lr_factor", 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 class WeightAverage:

@@ -128,6 +128,12 @@ class TrainSection(Section):
     checkpointing: bool = Field(
         False, description="compute blocks again in the backward pass, for less memory; not on the fused path"
     )
+    recompute: bool = Field(
+        False,
+        description="on the fused path, keep no input of a convolution for the backward that a kernel can compute "
+        "again: less memory, the same numbers",
+    )
+    cuda_graph: bool = Field(False, description="replay the whole step as one CUDA graph where it can be captured")
     products: Literal["emulated", "fp4"] = Field(
         "emulated",
         description="fp4: forward, dgrad and wgrad multiply packed FP4; for recipes that quantise gradients",

@@ -26,6 +26,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_layers
 from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
 from fp4deploy.qat.learned import fake_quantize_learned
+from fp4deploy.qat.recompute import Call, Recomputed, recomputing
 
 
 def clipped(y: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,15 +60,26 @@ def group_norm_relu(
     x: Any, bias: Any, weight: Any, beta: Any, groups: Any, eps: Any, amax: Any, tracked: Any, decay: Any,
     quantize: Any, delayed: Any = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    y = normalized(x, bias, weight, beta, groups, eps)
-    largest = follow(y.amax(), tracked, decay, delayed)
-    kept = coefficients(x, bias, weight, beta, groups, eps), torch.tensor([groups, eps]), beta.clone()
-    return clipped(y, largest if amax is None else amax)[0] if quantize else y, *kept, largest
+    ab = coefficients(x, bias, weight, beta, groups, eps)
+    largest = follow(affine_relu(x, ab).amax(), tracked, decay, delayed)
+    y = group_norm_relu_again(x, ab, largest if amax is None else amax, quantize)
+    return y, ab, torch.tensor([groups, eps]), beta.clone(), largest
+
+
+def affine_relu(x: torch.Tensor, ab: torch.Tensor) -> torch.Tensor:
+    a, b = ab[..., None, None].unbind(1)
+    return torch.relu(a * x + b)
+
+
+def group_norm_relu_again(x: Any, ab: Any, amax: Any, quantize: Any) -> torch.Tensor:
+    y = affine_relu(x, ab)
+    return clipped(y, amax)[0] if quantize else y
 
 
 def group_norm_relu_backward(
     x: Any, dy: Any, ab: Any, settings: Any, beta: Any, bias: Any, weight: Any, amax: Any, quantize: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    dy = dy.contiguous(memory_format=torch.channels_last)
     with torch.enable_grad():
         given = [None if each is None else each.detach().requires_grad_() for each in (x, bias, weight, beta)]
         y = normalized(*given, int(settings[0]), float(settings[1]))
@@ -85,6 +97,7 @@ def pool(y: Any, amax: Any) -> torch.Tensor:
 
 
 def pool_backward(y: Any, dskip: Any, dpooled: Any, amax: Any) -> torch.Tensor:
+    dpooled = dpooled.contiguous(memory_format=torch.channels_last)
     with torch.enable_grad():
         given = y.detach().requires_grad_()
         pooled = F.max_pool2d(given, 2)
@@ -109,9 +122,10 @@ def concat(a: Any, b: Any, amax: Any, other: Any = None, tracked: Any = None, de
     return (out, torch.zeros(0, dtype=torch.uint8)) if amax is None else clipped(out, amax)
 
 
-def separate(gradient: Any, inside: Any, first: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def separate(gradient: Any, inside: Any, first: Any) -> Any:
+    gradient = gradient.contiguous(memory_format=torch.channels_last)
     masked = gradient if inside is None else gradient * inside
-    return masked[:, :first].clone(), masked[:, first:].clone()
+    return tuple(part.contiguous(memory_format=torch.channels_last) for part in (masked[:, :first], masked[:, first:]))
 
 
 def damax(value: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor, largest: Any) -> torch.Tensor:
@@ -125,8 +139,7 @@ def damax(value: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor, large
 
 
 def group_norm_relu_damax(x: Any, dy: Any, ab: Any, amax: Any, largest: Any) -> torch.Tensor:
-    a, b = ab[..., None, None].unbind(1)
-    return damax(torch.relu(a * x + b), dy, amax, largest)
+    return damax(affine_relu(x, ab), dy, amax, largest)
 
 
 def pool_damax(y: Any, dpooled: Any, amax: Any, largest: Any) -> torch.Tensor:
@@ -150,7 +163,7 @@ def _order(weight: torch.Tensor) -> tuple[int, ...]:
 
 KERNELS = (
     *(group_norm_relu, group_norm_relu_backward, pool, pool_backward, track_amax, previous_amax, concat, separate),
-    *(group_norm_relu_damax, pool_damax, concat_damax, fake_quantize_weights),
+    *(group_norm_relu_damax, pool_damax, concat_damax, fake_quantize_weights, group_norm_relu_again),
 )
 
 
@@ -205,6 +218,48 @@ def test_a_step_of_every_recipe_with_kernels(recipe: str) -> None:
     for one, other in zip(quantized_layers(plain).values(), quantized_layers(fused).values(), strict=True):
         if one.input_amax is not None and other.input_amax is not None:
             torch.testing.assert_close(one.input_amax, other.input_amax, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_4o6_qat"])
+def test_inputs_computed_again_give_the_same_bits(recipe: str | None) -> None:
+    torch.manual_seed(0)
+    plain: Any = build_unet(3, 0.25)
+    fused: Any = fuse_unet((prepare(plain, recipe) if recipe else plain).train())
+    x = torch.randn(2, 3, 32, 32)
+    kept, again = (copy.deepcopy(fused) for _ in range(2))
+    for _ in range(2):  # the second with other weights, and with a delayed amax
+        expected = step(kept, x, True)
+        with recomputing():
+            found = step(again, x, True)
+        assert torch.equal(expected[0], found[0])
+        assert all(torch.equal(value, found[1][name]) for name, value in expected[1].items())
+        for model in (kept, again):
+            with torch.no_grad():
+                for each in model.parameters():
+                    each -= 0.1 * each.grad
+
+
+def test_no_input_of_a_convolution_but_images_and_pooled_ones_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, pack = [], Recomputed.pack
+
+    def watched(self: Recomputed, x: torch.Tensor) -> torch.Tensor | Call:
+        kept.append((x, pack(self, x)))
+        return kept[-1][1]
+
+    monkeypatch.setattr(Recomputed, "pack", watched)
+    layout: Any = {"memory_format": torch.channels_last}
+    model: Any = fuse_unet(build_unet(3, 0.25).train()).to(**layout)
+    with recomputing():
+        y = model._fused(torch.randn(2, 3, 32, 32).to(**layout))
+    assert y.grad_fn is not None
+    maps = [(x, packed) for x, packed in kept if x.ndim == 4 and x.shape[0] == 2]
+    values = {x.data_ptr(): x.numel() for x, packed in maps if not isinstance(packed, Call)}
+    again = {x.data_ptr(): x.numel() for x, packed in maps if isinstance(packed, Call)}
+    levels = [2 * 32 * 32 * 16 / 2**level for level in range(5)]
+    images, pooled = 2 * 32 * 32 * 3, sum(levels[:4]) / 4
+    convolutions = 2 * sum(levels) + 2 * sum(levels[:4]) + sum(levels[:4])  # the last are the transposed ones'
+    assert sum(values.values()) == convolutions + images + pooled
+    assert sum(again.values()) > convolutions
 
 
 def test_quantised_gradients_have_no_kernels() -> None:

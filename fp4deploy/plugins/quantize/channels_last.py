@@ -3,6 +3,7 @@
 | operation | forward | backward |
 |---|---|---|
 | `group_norm_relu` | bias of the convolution + GroupNorm + ReLU + fake quantisation | all of it in two passes |
+| `group_norm_relu_again` | the same output from the coefficients of the first time | - |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
 | `concat` | concatenation + fake quantisation | split, zero where an element was clipped |
 | `track_amax` | amax of a tensor, and the running amax of a static scale | - |
@@ -97,6 +98,7 @@ LIBRARY.define(
     "group_norm_relu(Tensor x, Tensor? bias, Tensor weight, Tensor beta, int groups, float eps, Tensor? amax, "
     "Tensor(a!)? tracked, float decay, bool quantize, bool delayed=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+LIBRARY.define("group_norm_relu_again(Tensor x, Tensor ab, Tensor amax, bool quantize) -> Tensor")
 LIBRARY.define(
     "group_norm_relu_backward(Tensor x, Tensor dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, Tensor? bias, "
     "Tensor weight, Tensor amax, bool quantize) -> (Tensor, Tensor)"
@@ -131,13 +133,7 @@ def _group_norm_relu(
     ab, mean_rstd, channel_mean, largest = group_statistics(
         x, bias, weight, beta, groups, eps, tracked, decay, quantize, delayed
     )
-    n, c, h, w = x.shape
-    pixels = h * w
-    macros, (chunks, per_chunk) = _macros(x, quantize), chunks_of(pixels, c, n)
-    used = largest if amax is None else amax
-    y = torch.empty_like(x)
-    apply = kernel("group_norm.cu", "apply", "PPPPqiq", macros, x.device)
-    apply.launch((chunks, n), THREADS, x, ab, used, y, pixels, c, per_chunk)
+    y = _group_norm_relu_again(x, ab, largest if amax is None else amax, quantize)
     return y, ab, mean_rstd, channel_mean, largest
 
 
@@ -145,6 +141,22 @@ def _group_norm_relu(
 def _(x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed=False):  # type: ignore[no-untyped-def]
     n, c = x.shape[:2]
     return torch.empty_like(x), _float(x, n, 2, c), _float(x, n, groups, 2), _float(x, n, c), _float(x, 1)
+
+
+@torch.library.impl(LIBRARY, "group_norm_relu_again", "CUDA")
+def _group_norm_relu_again(x: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor, quantize: bool) -> torch.Tensor:
+    n, c, h, w = x.shape
+    pixels = h * w
+    macros, (chunks, per_chunk) = _macros(x, quantize), chunks_of(pixels, c, n)
+    y = torch.empty_like(x)
+    apply = kernel("group_norm.cu", "apply", "PPPPqiq", macros, x.device)
+    apply.launch((chunks, n), THREADS, x, ab, amax, y, pixels, c, per_chunk)
+    return y
+
+
+@torch.library.register_fake("fp4deploy::group_norm_relu_again", lib=LIBRARY)
+def _(x, ab, amax, quantize):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
 
 
 @torch.library.impl(LIBRARY, "group_norm_relu_backward", "CUDA")

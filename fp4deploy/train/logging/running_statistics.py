@@ -68,6 +68,10 @@ class RunningStatistics:
         self.values = torch.tensor(astuple(start), dtype=torch.float64, device=device)
         self.spike = spike
 
+    def start(self, statistics: EpochStatistics) -> None:
+        """Go on from these, in the same memory: a CUDA graph writes there."""
+        self.values.copy_(torch.tensor(astuple(statistics), dtype=torch.float64))
+
     @torch.no_grad()
     def add_loss(self, loss: torch.Tensor) -> None:
         """Count the loss of one batch; NaN and Inf add nothing."""
