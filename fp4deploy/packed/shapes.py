@@ -1,15 +1,20 @@
-"""Shapes of all activations for given sizes of the inputs: the nodes run on tensors without data (torch's meta device).
+"""Shapes of all activations for given sizes of the inputs.
 
     shapes_of(graph)                       {"image": (1, 3, 96, 96), "encoder.0.conv1": (1, 16, 96, 96), ...}
     shapes_of(graph, {"image": (4, 3, 64, 64)})
 
 Shapes have torch's axes, whatever form an activation has. A node whose operands do not fit is named.
+
+Nodes run on tensors without data (torch's meta device), so that torch itself decides what fits. That is slow: the first
+such call imports torch._dynamo, 2 to 3 seconds, and each takes up to milliseconds. The usual nodes of a convolutional
+network therefore have a formula (`_by_formula`), for operands that surely fit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -17,7 +22,27 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.sizes import SizeError
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
-from fp4deploy.packed.graph import Conv2d, ConvTranspose2d, Graph, GroupNormReLU, Input, Layer, Node, axes_of, named
+from fp4deploy.packed.graph import (
+    Activation,
+    AdaptivePool,
+    Affine,
+    Arithmetic,
+    Compare,
+    Concat,
+    Conv2d,
+    ConvTranspose2d,
+    Graph,
+    GroupNormReLU,
+    Input,
+    Layer,
+    Linear,
+    Node,
+    Pool,
+    Reduce,
+    Resize,
+    axes_of,
+    named,
+)
 from fp4deploy.packed.operators import Context, compute, convolve
 
 Shape = tuple[int, ...]
@@ -25,6 +50,7 @@ Shapes = dict[str, Shape]
 
 MOST_ELEMENTS = 1 << 28  # of one activation, for one item of the batch
 KERNEL_ELEMENTS = (1 << 31) - 1  # 32-bit offsets of the kernels
+MODES = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}  # of `Resize`, by their axes
 TRIALS = (2, 4, 8, 16, 32, 64, 128)  # multiples to which a size that does not fit is rounded, for the message
 
 
@@ -102,9 +128,19 @@ def weight_shape(graph: Graph, node: Layer, channels: int) -> list[int]:
 
 
 def _result(graph: Graph, node: Node, inputs: list[Shape], context: Context) -> Shape:
+    weight = _checked_weight(graph, node, inputs) if isinstance(node, Layer) else []
+    known = _by_formula(node, inputs, weight, context)
+    if known is not None and all(size > 0 for size in known):
+        return known
     tensors = [_empty(shape) for shape in inputs]
     if not isinstance(node, Layer):
         return tuple(compute(node, tensors, context).shape)
+    bias = None if node.bias is None else context.tensor(node.bias)
+    return tuple(convolve(node, tensors, _empty(weight).permute(weight_order(node, len(weight))), bias).shape)
+
+
+def _checked_weight(graph: Graph, node: Layer, inputs: list[Shape]) -> list[int]:
+    """The shape of a layer's weight, which fits the number of its inputs' axes and channels."""
     spatial = isinstance(node, (Conv2d, ConvTranspose2d))
     axes = axes_of(node) if isinstance(node, Conv2d | ConvTranspose2d) else 0
     wanted = {1: "[N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, D, H, W]"}.get(axes, "")
@@ -117,8 +153,78 @@ def _result(graph: Graph, node: Node, inputs: list[Shape], context: Context) -> 
     if axes == 2 and node.precision == "nvfp4":
         width, deep = inputs[0][3], -(-channels // NVFP4_BLOCK) * NVFP4_BLOCK
         _require(width * shape[1] * deep <= KERNEL_ELEMENTS, "a row of its input is beyond 2^31 elements")
-    bias = None if node.bias is None else context.tensor(node.bias)
-    return tuple(convolve(node, tensors, _empty(shape).permute(weight_order(node, len(shape))), bias).shape)
+    return shape
+
+
+def _by_formula(node: Node, inputs: list[Shape], weight: list[int], context: Context) -> Shape | None:
+    """The result of a usual node whose operands fit; None, or a size below 1, where torch is to decide."""
+    if not inputs:
+        return None
+    first = inputs[0]
+    if isinstance(node, Linear):
+        return (*first[:-1], weight[0])
+    if isinstance(node, Conv2d | ConvTranspose2d):
+        joined = _joined(inputs, 1)
+        return joined and _convolved(node, joined, weight)
+    if isinstance(node, Concat):
+        return _joined(inputs, node.dim)
+    if isinstance(node, Activation):
+        return first
+    if isinstance(node, Affine):
+        return first if len(first) > 1 else None
+    if isinstance(node, GroupNormReLU):
+        fits = len(first) == 4 and first[1] % node.groups == 0 and math.prod(first) > node.groups
+        return first if fits else None
+    if isinstance(node, Arithmetic | Compare):
+        return first if all(shape == first for shape in inputs) else None
+    if isinstance(node, Reduce):
+        fits = len(set(node.dims)) == len(node.dims) and max(node.dims) < len(first)
+        kept = (
+            1 if axis in node.dims else size for axis, size in enumerate(first) if node.keep or axis not in node.dims
+        )
+        return tuple(kept) if fits else None
+    return _resampled(node, first, context)
+
+
+def _joined(shapes: list[Shape], axis: int) -> Shape | None:
+    """Shapes that differ along one axis, concatenated there."""
+    first = shapes[0]
+    if axis >= len(first) or len({(*shape[:axis], 0, *shape[axis + 1 :]) for shape in shapes}) > 1:
+        return None
+    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+
+
+def _convolved(node: Conv2d | ConvTranspose2d, source: Shape, weight: list[int]) -> Shape:
+    """The formulas in torch's documentation of both modules; a kernel beyond the padded input gives a size below 1."""
+    channels, *kernel, _ = weight
+    if isinstance(node, Conv2d):
+        return (source[0], channels, *_windows(source[2:], kernel, node))
+    axes = zip(source[2:], node.stride, node.padding, node.dilation, kernel, node.output_padding, strict=True)
+    sizes = [(size - 1) * step - 2 * pad + wide * (taps - 1) + more + 1 for size, step, pad, wide, taps, more in axes]
+    return (source[0], channels * node.groups, *sizes)
+
+
+def _windows(sizes: Shape, kernel: list[int], node: Any) -> list[int]:
+    """How many windows of a kernel lie in the padded sizes."""
+    axes = zip(sizes, kernel, node.stride, node.padding, node.dilation, strict=True)
+    return [(size + 2 * pad - wide * (taps - 1) - 1) // step + 1 for size, taps, step, pad, wide in axes]
+
+
+def _resampled(node: Node, source: Shape, context: Context) -> Shape | None:
+    """Pools and resizing over all axes after the channels."""
+    lead, spatial = source[:2], source[2:]
+    if isinstance(node, Pool) and len(node.kernel) == len(spatial) and not node.ceil_mode:
+        axes = zip(node.padding, node.kernel, spatial, strict=True)
+        usual = all(2 * pad <= taps <= size for pad, taps, size in axes)
+        return (*lead, *_windows(spatial, node.kernel, node)) if usual else None
+    if isinstance(node, AdaptivePool) and len(node.size) == len(spatial):
+        return (*lead, *context.sizes_of(node.size))
+    if isinstance(node, Resize) and MODES.get(node.mode, len(spatial)) == len(spatial):
+        if node.size is not None and len(node.size) == len(spatial):
+            return (*lead, *context.sizes_of(node.size))
+        if node.scale is not None and len(node.scale) == len(spatial):
+            return (*lead, *(int(size * scale) for size, scale in zip(spatial, node.scale, strict=True)))
+    return None
 
 
 def weight_order(node: Layer, rank: int) -> tuple[int, ...]:
