@@ -34,6 +34,7 @@ try:
 except ImportError:  # Windows: what killed processes leave stays
     fcntl = None  # type: ignore[assignment]
 
+MOST_DIGESTED = 64 << 30  # bytes
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.partial")
 
 _tidied: set[Path] = set()  # folders that this process has looked through
@@ -157,16 +158,26 @@ def file_digest(path: Path) -> str:
     """Hexadecimal SHA-256 of a regular file.
 
     Raises:
-        InputError: it is missing, or a folder, device or pipe, which may never end.
+        InputError: it is missing, a folder, device or pipe, cannot be read, or is larger than `MOST_DIGESTED` or than
+            its size says (a file of /proc may never end).
     """
-    if not path.is_file():
-        raise InputError(f"{path} is no file.")
     import hashlib
 
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+    try:
+        if not path.is_file():
+            raise InputError(f"{path} is no file.")
+        with path.open("rb") as file:
+            left = os.fstat(file.fileno()).st_size
+            if left > MOST_DIGESTED:
+                raise InputError(f"{path} is larger than {MOST_DIGESTED >> 30} GiB.")
+            while chunk := file.read(min(1 << 20, left + 1)):
+                digest.update(chunk)
+                left -= len(chunk)
+                if left < 0:
+                    raise InputError(f"{path} is longer than its size says.")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
     return digest.hexdigest()
 
 

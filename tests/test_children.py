@@ -58,9 +58,9 @@ def python_310() -> str | None:
     """An interpreter without the option -P."""
     if sys.version_info < (3, 11):
         return sys.executable
-    found = shutil.which("python3.10")
-    works = found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0
-    return found if works else None
+    found = [shutil.which("python3.10"), *Path.home().glob(".pyenv/versions/3.10.*/bin/python")]
+    asked = ((each, subprocess.run([each, "--version"], capture_output=True, check=False)) for each in found if each)
+    return next((str(each) for each, done in asked if done.returncode == 0), None)  # a shim of pyenv may have none
 
 
 @posix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 import subprocess
@@ -212,3 +213,18 @@ def test_no_line_is_appended_to_a_pipe_and_none_is_digested(tmp_path: Path) -> N
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / "nothing"):
         with pytest.raises(InputError, match="is no file"):
             file_digest(path)
+
+
+def test_a_file_that_may_never_end_is_not_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names are in records of a run; the kernel's files have a size of 0, or of all memory."""
+    with pytest.raises(InputError, match="cannot be read: File name too long"):
+        file_digest(tmp_path / ("x" * 300))
+    if (status := Path("/proc/self/status")).is_file():
+        with pytest.raises(InputError, match="longer than its size says"):
+            file_digest(status)
+    (tmp_path / "a").write_bytes(b"abc")
+    monkeypatch.setattr("fp4deploy.files.MOST_DIGESTED", 3)
+    assert file_digest(tmp_path / "a") == hashlib.sha256(b"abc").hexdigest()
+    (tmp_path / "a").write_bytes(b"abcd")
+    with pytest.raises(InputError, match="is larger than"):
+        file_digest(tmp_path / "a")

@@ -33,3 +33,11 @@ def test_a_python_that_a_library_starts_imports_nothing_of_the_current_folder(tm
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     for environment, status in ((plain, 7), (keep_python_safe(dict(plain)), 0)):
         assert subprocess.run(probe, cwd=tmp_path, env=environment, check=False).returncode == status
+
+
+def test_python_310_asks_no_other_python_what_the_cpu_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keep_python_safe({}).keys() >= {"PYTHONSAFEPATH"}
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    assert keep_python_safe({}) == {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    own = {"TORCHINDUCTOR_VEC_ISA_OK": "0"}
+    assert keep_python_safe(own)["TORCHINDUCTOR_VEC_ISA_OK"] == "0"

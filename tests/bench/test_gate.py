@@ -277,6 +277,9 @@ def test_a_recorded_baseline_is_bound(untrained: Run, shapes: Path, tmp_path: Pa
     path.write_text(json.dumps({**document, "evidence": None}))
     with pytest.raises(InputError, match="does not say on which images"):
         find_baseline(path, None)
+    long = {**document["artifacts"][0], "path": "x" * 300}  # longer than a file's name can be: it is not there
+    path.write_text(json.dumps({**document, "artifacts": [long]}))
+    assert find_baseline(path, None).value == read.value
 
 
 def test_one_of_several_entries_is_named(untrained: Run, shapes: Path, tmp_path: Path) -> None:

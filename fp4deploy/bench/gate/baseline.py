@@ -110,8 +110,7 @@ def _recorded(path: Path, split: str, artefact: str | None) -> Baseline:
         raise InputError(
             f"{source} was measured on the split {entry.split}, and this is a measurement on {split}. {advice}"
         )
-    recorded = Path(entry.path)
-    if entry.sha256 is not None and entry.path and recorded.is_file() and file_digest(recorded) != entry.sha256:
+    if entry.sha256 is not None and _digest(entry.path) not in (None, entry.sha256):
         raise InputError(f"{source}: {entry.path} is no longer the file that was measured. {advice}")
     counts = read_evidence(evidence, source)
     metric, stated = ("mIoU", entry.miou) if entry.miou is not None else ("AP", entry.ap)
@@ -123,6 +122,14 @@ def _recorded(path: Path, split: str, artefact: str | None) -> Baseline:
             f"{source} states {metric} {stated}, and the counts of its images give {computed:.6f}. {advice}"
         )
     return Baseline(entry.path, metric, stated, entry.split, entry.data_sha256, counts)
+
+
+def _digest(path: str) -> str | None:
+    """None where the file is no longer there."""
+    try:
+        return file_digest(Path(path))
+    except InputError:
+        return None
 
 
 def _chosen(entries: Sequence[RecordedEntry], source: str, artefact: str | None, advice: str) -> int:

@@ -6,7 +6,7 @@ A layer with weights is one of four operators that contract a weight with an act
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ IR_VERSION = 11
 GEMM_OPS = {"Conv": "Conv2d", "ConvTranspose": "ConvTranspose2d", "MatMul": "Linear", "Gemm": "Linear"}  # -> torch
 MOST_BYTES = 2 << 30  # of a protobuf message
 MOST_EXTERNAL_BYTES = 8 << 30  # of a file's weights outside of it
+MOST_EXPANDED = 20_000  # nodes after its functions are expanded, or
+MOST_EXPANSION = 64  # times those in the file
+GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 LARGEST_ELEMENT = 16  # bytes: complex128
 LAYERS_KEY = "fp4deploy.layers"  # metadata: torch layer name -> {kind, precision, reason}
 
@@ -68,6 +71,7 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"it is larger than {MOST_BYTES >> 30} GiB, the limit of the format")
         model = onnx.load(path, load_external_data=False)
+        _check_functions(model)
         _check_external(model, path.parent)
         load_external_data_for_model(model, str(path.parent))
     except Exception as error:  # protobuf's, onnx's own, and of files with external data
@@ -75,6 +79,30 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
     if not model.graph.node or not model.graph.output:
         raise InputError(f"{path} is not an ONNX model: it holds no operators. Write one with: fp4deploy export")
     return model
+
+
+def _check_functions(model: onnx.ModelProto) -> None:
+    """Refuse functions that stand for far more nodes than are in the file: 30 that call the next twice are 2^30."""
+    bodies = {(each.domain, each.name, each.overload): each.node for each in model.functions}
+    sizes: dict[tuple[str, str, str], int] = {}
+    stored = 0
+
+    def expanded(nodes: Iterable[onnx.NodeProto]) -> int:
+        nonlocal stored
+        total = 0
+        for node in nodes:
+            stored += 1
+            graphs = [graph for each in node.attribute for graph in (each.g, *each.graphs) if each.type in GRAPHS]
+            key = (node.domain, node.op_type, node.overload)
+            if key in bodies and key not in sizes:
+                sizes[key] = 0  # a function that calls itself is refused by ONNX's own checker
+                sizes[key] = expanded(bodies[key])
+            total += 1 + sizes.get(key, 0) + sum(expanded(graph.node) for graph in graphs)
+        return total
+
+    total = expanded(model.graph.node)
+    if total > (most := max(MOST_EXPANDED, MOST_EXPANSION * stored)):
+        raise ValueError(f"its functions stand for more than {most} nodes, and it holds {stored}")
 
 
 def _check_external(model: onnx.ModelProto, folder: Path) -> None:

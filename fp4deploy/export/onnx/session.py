@@ -9,5 +9,5 @@ import onnxruntime
 def portable_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
     """An ONNX Runtime CPU session of a decomposed graph."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only
+    options.log_severity_level = 4  # an error is raised as well, and the log prints names of the file as they are
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,32 @@ def test_weights_outside_of_the_model_are_read(tmp_path: Path) -> None:
     assert (tmp_path / "model.onnx").stat().st_size < sum(path.stat().st_size for path in tmp_path.iterdir())
     weights = parse_onnx(tmp_path / "model.onnx").graph.initializer
     assert all((numpy_helper.to_array(each) == 1).all() for each in weights)
+
+
+def nested(depth: int, calls: int) -> onnx.ModelProto:
+    """`depth` functions, each of which calls the next so many times."""
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
+
+    def function(at: int) -> onnx.FunctionProto:
+        last = at == depth - 1
+        names = ["x", *(f"t{call}" for call in range(calls - 1)), "y"]
+        nodes = [
+            helper.make_node("Relu" if last else f"F{at + 1}", [start], [end], domain="" if last else "own")
+            for start, end in pairwise(names)
+        ]
+        return helper.make_function("own", f"F{at}", ["x"], ["y"], nodes, imports)
+
+    values = [helper.make_tensor_value_info(name, FLOAT, [2, 4]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("F0", ["x"], ["y"], domain="own")], "graph", values[:1], values[1:])
+    return helper.make_model(graph, opset_imports=imports, functions=[function(at) for at in range(depth)])
+
+
+def test_functions_that_expand_without_measure_are_refused(tmp_path: Path) -> None:
+    """onnx and ONNX Runtime expand them in memory: 30 that call the next twice would be 2^30 nodes."""
+    path = tmp_path / "model.onnx"
+    for depth, calls in ((30, 2), (3, 200)):
+        path.write_bytes(nested(depth, calls).SerializeToString())
+        with pytest.raises(InputError, match="its functions stand for more than .* nodes, and it holds"):
+            parse_onnx(path)
+    path.write_bytes(nested(5, 4).SerializeToString())
+    assert len(parse_onnx(path).functions) == 5
