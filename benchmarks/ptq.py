@@ -150,7 +150,7 @@ def main() -> None:
 def gather(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     """One document of those of several seeds: each row's drops by seed, their mean and its interval by Student's t.
 
-    A row that is not there for every seed is left out and named in "incomplete".
+    A row that some seed does not have is named in "incomplete", and has None for that seed.
 
     Raises:
         ValueError: the documents differ in what they measured.
@@ -169,20 +169,22 @@ def gather(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     by_name = [{_name(row): row for row in each["rows"] if "drop" in row} for each in seeds]
     for row in seeds[0]["rows"]:
         name = _name(row)
-        if not all(name in rows for rows in by_name):
+        measured = [rows.get(name) for rows in by_name]
+        drops = [each["drop"] for each in measured if each is not None]
+        if len(drops) < len(seeds):
             found["incomplete"].append(name)
+        if not drops:
             continue
-        drops = [rows[name]["drop"] for rows in by_name]
         low, high = interval(drops)
         found["rows"].append(
             {
                 **{key: row[key] for key in ("placement", "method", "correction", "activations") if key in row},
-                "by_seed": drops,
-                "over_images": [[rows[name]["low"], rows[name]["high"]] for rows in by_name],
+                "by_seed": [each and each["drop"] for each in measured],
+                "over_images": [each and [each["low"], each["high"]] for each in measured],
                 "mean": statistics.fmean(drops),
                 "low": low,
                 "high": high,
-                "seconds": [rows[name].get("seconds") for rows in by_name],
+                "seconds": [each and each.get("seconds") for each in measured],
             }
         )
     return found

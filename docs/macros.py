@@ -37,6 +37,12 @@ def spread(value: dict[str, float]) -> str:
     return f"{100 * value['mean']:.2f} ± {100 * value['sd']:.2f}"
 
 
+def points(values: Sequence[float]) -> str:
+    """Scores of several seeds in points: "57.3, 56.1 and 56.3"."""
+    texts = [f"{100 * value:.1f}" for value in values]
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
 def gap(value: dict[str, Any] | None) -> str:
     """A difference paired by seed, in points, with its 95 % interval where there are several seeds."""
     return "" if value is None else gap_text(value).replace("-", MINUS)
@@ -371,6 +377,25 @@ def ptq_camvid() -> str:
     return markdown(["method", "corrected", *PLACEMENTS.values()], rows, 2)
 
 
+PEERS = {
+    "`nvfp4_qat`": ("nvfp4_qat", "none"),
+    "`sweep`, norms corrected": ("sweep", "norm"),
+    "ModelOpt, simulated blocks": ("modelopt", "none"),
+    "ModelOpt's weights and amaxes, imported": ("imported", "none"),
+    "FP16, trained as long (control)": ("fp16", "none"),
+}
+
+
+def modelopt_peer() -> str:
+    """ModelOpt's PTQ, QAT and QAD beside ours."""
+    rows = result("modelopt_peer_h200")["rows"]
+    found = {(row["placement"].replace("control", "qat"), row["method"], row["correction"]): row for row in rows}
+    table = [
+        [label, *(_drop(found.get((kind, *key))) for kind in ("ptq", "qat", "qad"))] for label, key in PEERS.items()
+    ]
+    return markdown(["", "PTQ", "QAT", "QAD"], table)
+
+
 def image_input() -> str:
     """What quantising the image itself costs on CamVid's test split, every layer in FP4."""
     found = result("camvid_sweep_h200")["variants"]
@@ -385,11 +410,11 @@ def image_input() -> str:
 
 
 def _drop(row: dict[str, Any] | None) -> str:
-    """A drop as a difference to FP16, with its interval, or of fewer than three seeds that of each."""
+    """A drop as a difference to FP16, with its interval; those of the seeds that have it, where not all do."""
     if row is None:
         return ""
-    if len(row["by_seed"]) < 3:
-        return ", ".join(f"{-drop:+.2f}" for drop in row["by_seed"])
+    if None in row["by_seed"]:
+        return ", ".join(f"{-drop:+.2f}" for drop in row["by_seed"] if drop is not None).replace("-", MINUS)
     return gap({"mean": -row["mean"], "low": -row["high"], "high": -row["low"]})
 
 
@@ -724,7 +749,7 @@ TABLES: dict[str, Callable[..., str]] = {
         training_step, four_over_six_training, kernels, four_over_six_ties, convolutions, few_channels, gemms,
         packed_network, packed_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, coco_samples, ptq_camvid,
-        image_input, scaling, fp4_training, estimates, telemetry_cost,
+        modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library,
         plain_convolutions, fuzzed_networks, architectures, camvid_models,
@@ -793,7 +818,7 @@ def machine(name: str) -> str:
 def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
-        table, result, spread, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates
+        table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates
     ):  # fmt: skip
         env.macro(function)
 

@@ -21,12 +21,14 @@ def measured(drop: float, *more: dict[str, Any], images: int = 10) -> dict[str, 
 
 def test_drops_over_seeds_have_the_interval_of_their_mean() -> None:
     failed = {"placement": "all", "method": "mse", "correction": "none", "error": "no memory"}
-    found = ptq.gather([measured(1.0, failed), measured(2.0), measured(3.0)])
-    (row,) = found["rows"]
+    late = {"placement": "rgb", "method": "mse", "drop": 5.0, "low": 4.0, "high": 6.0}
+    found = ptq.gather([measured(1.0, failed, late), measured(2.0), measured(3.0)])
+    row, once = found["rows"]
     assert row["by_seed"] == [1.0, 2.0, 3.0]
     assert row["over_images"] == [[0.0, 2.0], [1.0, 3.0], [2.0, 4.0]]
     assert (row["mean"], row["low"], row["high"]) == pytest.approx((2.0, 2 - 2.484, 2 + 2.484), abs=1e-3)
-    assert found["incomplete"] == ["all:mse:none"]
+    assert (once["by_seed"], once["mean"], once["low"]) == ([5.0, None, None], 5.0, None)
+    assert found["incomplete"] == ["all:mse:none", "rgb:mse:none"]
     assert found["machine"] == {"gpu": "a GPU", "torch": "2.11"}
 
 
