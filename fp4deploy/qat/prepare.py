@@ -2,9 +2,9 @@
 
 Kept in high precision by default: the first layer with weights (it reads the image, of which FP4 leaves 3 bits where
 `models.input_encoding` has not encoded it as 13 channels), the last one (its error goes straight into the logits, with
-no normalisation after it; a network with several output layers names them in `output_layers`), and everything that is
-not a GEMM (normalisation, pooling, activation functions). A layer that no quantised class implements (a subclass with a
-forward of its own, an embedding) says so.
+no normalisation after it; a network with several output layers names them in `output_layers`), layers of at most four
+input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling, activation
+functions). A layer that no quantised class implements (a subclass with a forward of its own, an embedding) says so.
 
 Of the layers that are quantised, those that `fp8` names are FP8; by default the recipe decides (`Recipe.fp8`).
 """
@@ -269,6 +269,8 @@ def _reason_to_keep(
         return None
     if name in ends[0]:
         return f"first layer: reads the image ({channels} input channels, a block has {NVFP4_BLOCK})"
+    if channels <= NVFP4_BLOCK // 4:
+        return f"{channels} input channels: three quarters of a block of {NVFP4_BLOCK}, or more, would be padding"
     if name in ends[1]:
         return "output layer: its error goes straight into the logits"
     return None

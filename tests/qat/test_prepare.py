@@ -237,6 +237,16 @@ def test_layers_that_cannot_be_quantised_say_why() -> None:
     assert list(quantized_layers(model)) == ["fine"]
 
 
+def test_a_layer_of_few_channels_stays_wherever_it_stands() -> None:
+    def planned(channels: int, **chosen: Any) -> list[str]:
+        layers = (nn.Conv2d(3, 16, 3), nn.Conv2d(channels, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 2, 1))
+        return [plan.precision for plan in layer_plan(nn.ModuleList(layers), **chosen)]
+
+    assert planned(4) == planned(1) == ["FP16", "FP16", "FP4", "FP16"]
+    assert planned(5) == ["FP16", "FP4", "FP4", "FP16"]
+    assert planned(4, include=["1"]) == ["FP16", "FP4", "FP16", "FP16"]
+
+
 def test_mistakes_in_a_selection_are_named() -> None:
     with pytest.raises(InputError, match=r"No layer matches 'boddy.*body\.conv"):
         prepare(net(), include=["boddy.*"])
