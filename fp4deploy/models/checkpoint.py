@@ -31,6 +31,7 @@ from fp4deploy.schema import parse_json
 DIGEST_KEY = "fp4deploy.sha256"
 QUANTIZER_BUFFERS = (".input_amax",)
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)  # int64: counters of norms
+MOST_TENSORS = 20_000  # of one file
 FIRST_WEIGHT = "encoder.0.conv1.weight"
 
 
@@ -87,6 +88,18 @@ def _signed_parts(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, st
         )
 
 
+def tensor_names(file: Any) -> list[str]:
+    """Names of the tensors of a safetensors file that is open.
+
+    Raises:
+        ValueError: there are more than `MOST_TENSORS`; a header of 100 MB can list a million empty ones.
+    """
+    names = list(file.keys())
+    if len(names) > MOST_TENSORS:
+        raise ValueError(f"it holds {len(names)} tensors, and {MOST_TENSORS} is the limit")
+    return names
+
+
 def read_signed(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Metadata and tensors of a safetensors file, on the CPU, compared with their digest where the file has one.
 
@@ -96,7 +109,7 @@ def read_signed(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+            tensors = {name: file.get_tensor(name) for name in tensor_names(file)}
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise InputError(f"{path} is corrupt, or not a readable safetensors file ({error}).") from error
     if DIGEST_KEY in metadata and metadata[DIGEST_KEY] != digest_of(_signed_parts(tensors, metadata)):
@@ -125,8 +138,8 @@ def read_tensors(
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(key)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-    except (SafetensorError, OSError, KeyError) as error:
+            tensors = {name: file.get_tensor(name) for name in tensor_names(file)}
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise InputError(f"{path} is not a {what}, or not a whole one ({error}). {advice}") from error
     if text is None:
         raise InputError(f"{path} is safetensors, but not a {what}: it lacks the metadata '{key}'. {advice}")
@@ -191,7 +204,7 @@ def network_of(path: Path, card: ModelCard, model: str | None = None) -> nn.Modu
     planned = _planned(path, card, model)
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in tensor_names(file)}
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise InputError(f"{path} is corrupt, or not a readable safetensors file ({error}).") from error
     _require_fit(path, {name: tuple(value.shape) for name, value in planned.state_dict().items()}, shapes)

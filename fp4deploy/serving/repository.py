@@ -21,7 +21,7 @@ from typing import Any
 import onnx
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.ledger.ledger import ledger_path, load_ledger
+from fp4deploy.export.engine.build import open_plan
 from fp4deploy.export.onnx.canonical import read_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.files import atomic_write
@@ -105,7 +105,7 @@ def _onnx(path: Path, most: int) -> Served:
 
 
 def _plan(path: Path, most: int) -> Served:
-    ledger = load_ledger(ledger_path(path))
+    ledger = open_plan(path)
     if ledger.backend != "tensorrt":
         raise InputError(
             f"{path} is an engine of {ledger.backend}, for which Triton Inference Server has no backend. Serve the "

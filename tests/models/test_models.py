@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fp4deploy.errors import InputError
 from fp4deploy.models import ModelCard, build_unet, load_weights, read_card, save_checkpoint
+from fp4deploy.models.checkpoint import read_signed
 
 CARD = ModelCard("fp16", 0.125, ("background", "a", "b"), 32, 32, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), True)
 
@@ -66,6 +68,15 @@ def test_broken_checkpoints_are_refused_in_one_sentence(tmp_path: Path) -> None:
     save_checkpoint(path, model, CARD)
     with pytest.raises(InputError, match=r"NaN or Inf in head\.bias"):
         load_weights(build_unet(3, 0.125), path)
+
+
+def test_a_file_of_very_many_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "many.safetensors"
+    save_file({name: torch.zeros(0) for name in "abc"}, path)
+    assert read_signed(path)[1].keys() == set("abc")
+    monkeypatch.setattr("fp4deploy.models.checkpoint.MOST_TENSORS", 2)
+    with pytest.raises(InputError, match="it holds 3 tensors, and 2 is the limit"):
+        read_signed(path)
 
 
 def test_card_that_is_no_card() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,6 +23,7 @@ from fp4deploy.qat.telemetry.collect import contracted_axis, window
 from fp4deploy.report.figures.heatmap import COUNT, SIGNED, Heatmap, save_heatmap
 from fp4deploy.report.figures.heatmap_page import save_script
 from fp4deploy.report.figures.telemetry import (
+    REPORTED,
     STATISTICS,
     draw_heatmaps,
     heatmap_folder,
@@ -240,6 +242,24 @@ def test_pictures_of_a_report(trained: Run, drawn: Path) -> None:
     assert [caption.split(":")[0] for caption, _ in pictures] == ["nvfp4"] * 6
     assert all(uri.startswith("data:image/png;base64,") for _, uri in pictures)
     assert telemetry_pictures(trained, ["fp16_control"]) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes and devices")
+def test_a_picture_of_a_run_that_is_none_is_left_out(tmp_path: Path) -> None:
+    """A run from a stranger: a link would put another file of the reader into the page, a device would never end."""
+    run = Run(tmp_path)
+    folder = heatmap_folder(run, "nvfp4")
+    path = folder / f"{next(iter(REPORTED)).replace('*', 'all')}.png"
+    path.parent.mkdir(parents=True)
+    (tmp_path / "secret").write_text("a private key")
+    for target in (tmp_path / "secret", "/dev/zero", tmp_path / "pipe"):
+        path.symlink_to(target)
+        if target == tmp_path / "pipe":
+            os.mkfifo(target)
+        assert telemetry_pictures(run, ["nvfp4"]) == []
+        path.unlink()
+    Image.new("L", (2, 2)).save(path)
+    assert len(telemetry_pictures(run, ["nvfp4"])) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ backends run with a stand-in for the module that the server gives them, around O
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import io
 import json
@@ -22,6 +23,7 @@ from PIL import Image
 
 from fp4deploy.data.images import FORMATS
 from fp4deploy.errors import InputError
+from fp4deploy.export.ledger.ledger import Ledger
 from fp4deploy.models import InstanceHead
 from fp4deploy.predict.predictor import load
 from fp4deploy.runs import Run
@@ -194,12 +196,29 @@ def test_a_class_name_is_one_line_of_the_labels() -> None:
     assert files["labels.txt"] == b"road side\nsky\n"
 
 
-@pytest.mark.parametrize(("name", "message"), [("a.fp4", "backends for .onnx and .plan"), ("a.plan", "ledger")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.fp4", "backends for .onnx and .plan"), ("a.plan", "is not an engine plan")]
+)
 def test_other_files_are_refused(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"bytes")
     with pytest.raises(InputError, match=message):
         write_repository(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_of_another_ledger_is_refused(tmp_path: Path) -> None:
+    """What is handed to the server is the plan whose digest the ledger has."""
+    content = b"ftrt" + bytes(60)
+    made = ("tensorrt", "10", "sm120", "auto", "build log", "a.onnx", "0" * 64, "a.plan")
+    digest = hashlib.sha256(content).hexdigest()
+    ledger = Ledger(*made, digest, len(content), 0.5, (1, 1, 8), json.loads(card().to_json()), (), ())
+    (tmp_path / "a.ledger.json").write_text(ledger.to_json())
+    (tmp_path / "a.plan").write_bytes(content)
+    assert write_repository(tmp_path / "a.plan", tmp_path / "out")
+    (tmp_path / "a.plan").write_bytes(content[:-1] + b"x")
+    with pytest.raises(InputError, match="is not the plan that a.ledger.json was written for"):
+        write_repository(tmp_path / "a.plan", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_rtx_engine_is_refused(plan: Path, tmp_path: Path) -> None:

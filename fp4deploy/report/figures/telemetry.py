@@ -36,12 +36,14 @@ from fp4deploy.report.figures.weights import weight_heatmaps
 from fp4deploy.report.model import MODEL_TITLES
 from fp4deploy.report.run_folder import RunData
 from fp4deploy.runs import Run
-from fp4deploy.schema import read_yaml
+from fp4deploy.schema import read_bytes, read_yaml
 from fp4deploy.tasks import TASKS
 
 if TYPE_CHECKING:
     from fp4deploy.progress import Phase
 
+PNG = b"\x89PNG\r\n\x1a\n"
+MOST_PICTURE = 16 << 20  # bytes
 TITLES = {
     "weight": "weights",
     "activation": "activations",
@@ -207,8 +209,19 @@ def telemetry_pictures(run: Run, models: Iterable[str]) -> list[tuple[str, str]]
             (caption, path) for name, caption in REPORTED.items() for path in sorted(folder.glob(f"{name}.png"))[:1]
         ]
         if found:
-            return [(f"{model}: {caption}", data_uri("png", path.read_bytes())) for caption, path in found]
+            return [
+                (f"{model}: {caption}", data_uri("png", content)) for caption, path in found for content in _png(path)
+            ]
     return []
+
+
+def _png(path: Path) -> list[bytes]:
+    """The content of a picture; [] where it is none, such as a link to a device or to another file of the reader."""
+    try:
+        content = read_bytes(path, MOST_PICTURE)
+    except InputError:
+        return []
+    return [content] if content.startswith(PNG) else []
 
 
 def time_series(snapshots: Sequence[Snapshot], model: str) -> Iterator[tuple[Path, Heatmap]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
-from fp4deploy.schema import parse_json
+from fp4deploy.schema import MOST_LINES_BYTES, parse_json, read_bytes
 
 
 def keep_epochs(path: Path, last: int) -> None:
@@ -27,9 +27,9 @@ def keep_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
     """Keep the lines of a JSON Lines file whose values are `wanted`, each with its newline.
 
     Raises:
-        InputError: the disk is full; the file keeps its lines.
+        InputError: the file cannot be read, or the disk is full; the file keeps its lines.
     """
-    whole = path.read_bytes()
+    whole = read_bytes(path, MOST_LINES_BYTES)
     kept = b"".join(line + b"\n" for line in whole.splitlines() if _is_wanted(line, wanted))
     if kept != whole:
         with atomic_write(path) as temporary:

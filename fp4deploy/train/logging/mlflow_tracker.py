@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.files import atomic_write
+from fp4deploy.schema import read_text
 from fp4deploy.train.logging.trackers import Entry, required
 
 RUN_ID = "run_id"  # file in the tracker's folder
@@ -39,7 +40,7 @@ class MlflowTracker:
         self.client = MlflowClient(tracking_uri=uri)
         known = self.folder / RUN_ID
         if step and known.is_file():
-            self.run = known.read_text(encoding="utf-8").strip()
+            self.run = read_text(known).strip()
             self.client.update_run(self.run, status="RUNNING")
             return
         found = self.client.get_experiment_by_name(self.project)
