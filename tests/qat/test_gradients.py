@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare
+from fp4deploy.formats import quantize_nvfp4, random_hadamard
+from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare, set_products
 from fp4deploy.qat.ste import fake_quantize
 from tests.qat.layer_cases import LAYERS, generator, make
 
@@ -149,6 +150,31 @@ def test_double_quantisation_requantises_what_the_forward_quantised(name: str) -
     for one, other, third in zip(double, single, reused, strict=True):
         assert not torch.equal(one, other)
         assert not torch.equal(one, third)
+
+
+@pytest.mark.usefixtures("one_byte")
+@pytest.mark.parametrize("products", ["emulated", "fp4"])
+def test_nvfp4_train_is_nvidias_recipe(products: str) -> None:
+    """Written out for a linear layer: 1-D blocks, 16 x 16 for W, SR for G, RHT on both operands of dW, each once."""
+    layer = nn.Linear(32, 48, bias=False).double()
+    x, upstream = torch.randn(64, 32, generator=generator(1)), torch.randn(64, 48, generator=generator(2))
+    x[:, 5] *= 30  # blocks of unequal scale, so that quantising twice or along another axis is seen
+    upstream[7] *= 30
+    model = set_products(prepare(nn.Sequential(layer), "nvfp4_train", include=["0"]).train(), products)
+    source = x.double().requires_grad_()
+    y = model(source)
+    dx, dw = torch.autograd.grad(y, [source, layer.weight], upstream.double())
+    weight = layer.weight.detach().float()
+
+    def once(t: torch.Tensor, **how: Any) -> torch.Tensor:
+        return quantize_nvfp4(t.contiguous(), **how).dequantize().double()
+
+    tiles = once(weight, block="2d")
+    assert torch.equal(tiles, once(weight.T, block="2d").T)  # forward and dgrad multiply with the same weights
+    torch.testing.assert_close(y, once(x) @ tiles.T, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dx, once(upstream, rounding="stochastic", seed=0) @ tiles, rtol=1e-12, atol=1e-12)
+    rows = once(random_hadamard(upstream.T.contiguous()), rounding="stochastic", seed=0)
+    torch.testing.assert_close(dw, rows @ once(random_hadamard(x.T.contiguous())).T, rtol=1e-12, atol=1e-12)
 
 
 def test_blocks_follow_the_contraction_of_each_product() -> None:
