@@ -112,7 +112,7 @@ class Trainer:
             self.loss = torch.compile(self.loss.__call__)
         if self.fuses:
             mark_fusible(self.bare)
-            self.model = torch.compile(self.model, backend=backend(), dynamic=False)
+            self.model = torch.compile(self.model, backend=backend(keep_codes=settings.recompute), dynamic=False)
         elif self.compiled:
             self.model = torch.compile(self.model)
         self.telemetry = Telemetry(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._inductor.lowering  # noqa: F401  the decompositions use it
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -19,7 +19,8 @@ from torch._inductor.decomposition import select_decomp_table
 import fp4deploy as fd
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, finite_amax
 from fp4deploy.qat import calibrate, prepare, quantized_layers
-from fp4deploy.qat.fusion import norms, traced
+from fp4deploy.qat.fusion import norms, operators, traced
+from fp4deploy.qat.fusion.codes import keep_codes
 from fp4deploy.qat.fusion.compiler import backend
 from fp4deploy.qat.fusion.expand import expand
 from fp4deploy.qat.fusion.fuse import mark_fusible
@@ -93,6 +94,18 @@ def test_extreme_global_scales(amax: float) -> None:
     x[0] *= amax if amax == amax else 1
     expected, _ = fake_quantize_nvfp4(x, (-1,), torch.tensor(amax))
     assert same(traced.quantize(x, torch.tensor(amax), -1, 1, True, None), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_give_the_values_back(shape: tuple[int, ...]) -> None:
+    axis = 1 - len(shape)
+    for dtype, amax in ((torch.float32, 2.7), (torch.float16, 300.0), (torch.float32, 0.0)):
+        x = hard_values(shape, dtype)
+        values, _, codes, scales = operators.quantize_and_keep(x, torch.tensor(amax), axis, 1, True, False)
+        again = operators.decode(codes, scales, torch.tensor(amax), axis, shape[1], dtype)
+        assert same(again, values)
+        assert not torch.signbit(again[again == 0]).any()
+        assert again.stride() == values.stride()
 
 
 def test_every_e4m3_scale_and_tie() -> None:
@@ -296,6 +309,40 @@ def test_a_network_through_all_passes(norm: Any, activation: Any, recipe: str) -
         assert seen[0]["amax"] == (1 if recipe == "nvfp4_qat" else 3)  # of a sum; two of a pooling that may be negative
     if recipe == "nvfp4_qat":
         assert seen[0]["relu_and_quantize"] == 2
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_qat", "nvfp4_qat+dynamic"])
+def test_the_backward_keeps_codes_and_computes_the_same_bits(recipe: str) -> None:
+    model = prepared(nn.BatchNorm2d, nn.ReLU, recipe)
+    same_model = copy.deepcopy(model)
+    plain, kept = compiled_and_kept(same_model, lambda graph: None)
+    small, codes = compiled_and_kept(model, keep_codes)
+    for seed in range(2):
+        for one, other in zip(step(model, images(seed), small), step(same_model, images(seed), plain), strict=True):
+            assert torch.equal(one, other)
+    assert {each.dtype for each in codes} - {each.dtype for each in kept} == {torch.int64, torch.float16}
+    assert sum(each.nbytes for each in codes) < 0.75 * sum(each.nbytes for each in kept)
+
+
+def compiled_and_kept(model: nn.Module, change: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The compiled forward, its joint graph changed; feature maps that it keeps for the backward, once it has run."""
+    found: list[torch.Tensor] = []
+
+    def divide(joint: Any, inputs: Any, **how: Any) -> Any:
+        change(joint.graph)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
+        values = [node.meta["val"] for node in backward.graph.nodes if node.op == "placeholder"]
+        found.extend(each for each in values if each.ndim > 3 and each.shape[0] == 2)
+        return forward, backward
+
+    def inner(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        decompositions = select_decomp_table()
+        return aot_autograd(fw_compiler=run_expanded, decompositions=decompositions, partition_fn=divide)(
+            module, inputs
+        )
+
+    mark_fusible(model)
+    return torch.compile(model, backend=backend(inner), fullgraph=True, dynamic=False), found
 
 
 def test_a_shared_quantiser_takes_the_larger_amax() -> None:

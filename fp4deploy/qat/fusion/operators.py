@@ -1,6 +1,8 @@
 """Quantisation in torch operators, each as one operator of torch until it is compiled.
 
     traced_quantize     x' and a bit an element for the gradient, also of relu(x)
+    traced_keep         the same, and x' as codes and scales, 0.63 bytes a value, for the weight gradient (`codes`)
+    traced_decode       x' from them
     traced_amax         the largest finite magnitude, of blocks first
     traced_norm_amax    that of a normalised tensor, from its moments (`norms`)
     traced_track        the running amax of a static scale
@@ -39,6 +41,13 @@ SMALLEST_NORMAL = 2.0**-6  # of E4M3
 LIBRARY.define(
     "traced_quantize(Tensor x, Tensor amax, int axis, int groups, bool clips, bool rectified) -> (Tensor, Tensor)"
 )
+LIBRARY.define(
+    "traced_keep(Tensor x, Tensor amax, int axis, int groups, bool clips, bool rectified)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "traced_decode(Tensor codes, Tensor scales, Tensor amax, int axis, int size, ScalarType dtype) -> Tensor"
+)
 LIBRARY.define("traced_amax(Tensor x) -> Tensor")
 LIBRARY.define(
     "traced_norm_amax(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype, float slope)"
@@ -55,12 +64,29 @@ def quantize(
     x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, clips: bool, rectified: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x', bits of the elements whose gradient passes; none where all do)."""
+    values, bits, *_ = quantize_and_keep(x, amax, axis, groups, clips, rectified)
+    return values, bits
+
+
+def quantize_and_keep(
+    x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, clips: bool, rectified: bool
+) -> tuple[torch.Tensor, ...]:
+    """`quantize`, and x' as it is kept: codes int64 and scales float16 [..., groups, blocks]."""
     y = torch.relu(x) if rectified else x
-    values, in_range = quantized(y, amax, axis, groups)
+    units, scales, in_range = _in_units(y, amax, axis, groups)
+    values = _from_units(units, scales, amax, axis, x.shape[axis], x.dtype)
+    kept = _pack_units(units), scales.squeeze(-1).to(torch.float16)
     if not (clips or rectified):
-        return values, torch.empty(0, dtype=torch.int16, device=x.device)
+        return values, torch.empty(0, dtype=torch.int16, device=x.device), *kept
     positive = split(x, axis, groups) > 0 if rectified else in_range
-    return values, pack(positive & in_range if clips and rectified else positive)
+    return values, pack(positive & in_range if clips and rectified else positive), *kept
+
+
+def decode(
+    codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor, axis: int, size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """x' of `quantize_and_keep`, bit for bit; `size`: elements of the axis."""
+    return _from_units(_unpack_units(codes), scales.to(torch.float32).unsqueeze(-1), amax, axis, size, dtype)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -155,16 +181,48 @@ def unpack(bits: torch.Tensor, like: torch.Tensor, axis: int, groups: int) -> to
 
 def quantized(x: torch.Tensor, global_amax: torch.Tensor, axis: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(x' like `x`, in-range mask in blocks)."""
+    units, scales, in_range = _in_units(x, global_amax, axis, groups)
+    return _from_units(units, scales, global_amax, axis, x.shape[axis], x.dtype), in_range
+
+
+def _in_units(
+    x: torch.Tensor, global_amax: torch.Tensor, axis: int, groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks of E2M1 values in float32, their E4M3 scales [..., 1], and the in-range mask."""
     blocks = split(x, axis, groups)
-    block_amax = blocks.abs().amax(-1, keepdim=True)
-    encode, step = _block_scales(block_amax, global_amax.to(torch.float32))
+    encode, scales = _block_scales(blocks.abs().amax(-1, keepdim=True), global_amax.to(torch.float32))
     scaled = blocks * encode
-    values = join(_round_e2m1(scaled) * step, axis, x.shape[axis]).to(x.dtype)
-    return values.movedim(axis, -1).contiguous().movedim(-1, axis), scaled.abs() <= E2M1_MAX
+    return _round_e2m1(scaled), scales, scaled.abs() <= E2M1_MAX
+
+
+def _from_units(
+    units: torch.Tensor, scales: torch.Tensor, global_amax: torch.Tensor, axis: int, size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """x' with `size` elements along `axis`, which is last in memory."""
+    step = (scales * global_amax.to(torch.float32)) * (1 / nvfp4_range(E4M3_MAX))
+    values = join(units * step, axis, size).to(dtype)
+    return values.movedim(axis, -1).contiguous().movedim(-1, axis)
+
+
+def _pack_units(units: torch.Tensor) -> torch.Tensor:
+    """E2M1 values [..., 16] as int64 [...]: four bits each, sign above magnitude, element i from bit 4 i on."""
+    size = units.abs()
+    code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size * 0.5 + 4)) + 8.0 * (units < 0)
+    place = 4 * torch.arange(NVFP4_BLOCK, dtype=torch.int64, device=units.device)
+    return (torch.nan_to_num(code).to(torch.int64) << place).sum(-1)
+
+
+def _unpack_units(codes: torch.Tensor) -> torch.Tensor:
+    """Undo `_pack_units`."""
+    place = 4 * torch.arange(NVFP4_BLOCK, dtype=torch.int64, device=codes.device)
+    code = ((codes.unsqueeze(-1) >> place) & 15).to(torch.float32)
+    size = torch.where(code < 8, code, code - 8)
+    value = torch.where(size < 4, 0.5 * size, torch.where(size < 6, size - 2, 2 * size - 8))
+    return torch.where(code < 8, value, -value)
 
 
 def _block_scales(block_amax: torch.Tensor, global_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e, the value of one E2M1 unit) of each block, NaN for a block with a NaN or an Inf."""
+    """(e, E4M3 scale) of each block, NaN for a block with a NaN or an Inf."""
     limit = nvfp4_range(E4M3_MAX)
     scale = (limit / global_amax.double()).float().clamp(max=FLT_MAX)
     scale = torch.where((scale == 0) | (global_amax == 0), 1.0, scale)
@@ -173,8 +231,7 @@ def _block_scales(block_amax: torch.Tensor, global_amax: torch.Tensor) -> tuple[
     unrounded = torch.where(finite & (global_amax > 0), block_amax * (scale * (1 / E2M1_MAX)), 0.0)
     d8 = _round_e4m3(unrounded.clamp(max=float(E4M3_MAX)))
     encode = torch.where(d8 > 0, (1.0 / (d8 * decode).double()).float().clamp(max=FLT_MAX), 0.0)
-    step = (d8 * global_amax) * (1 / limit)
-    return torch.where(finite, encode, float("nan")), torch.where(finite, step, float("nan"))
+    return torch.where(finite, encode, float("nan")), torch.where(finite, d8, float("nan"))
 
 
 def _round_e4m3(d: torch.Tensor) -> torch.Tensor:
@@ -199,7 +256,7 @@ def _restrided(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(x: torch.Tensor, *arguments: Any) -> Any:
         found = function(x, *arguments)
-        if function in (quantize, amax, norm_amax, track, damax):
+        if function in (quantize, quantize_and_keep, decode, amax, norm_amax, track, damax):
             return found
         first, *rest = found if isinstance(found, tuple) else (found,)
         like = torch.empty_like(x).copy_(first)
@@ -218,6 +275,19 @@ def _bits(x: torch.Tensor, axis: int, groups: int) -> torch.Tensor:
 def _(x, amax, axis, groups, clips, rectified):  # type: ignore[no-untyped-def]
     values = torch.empty(x.movedim(axis, -1).shape, dtype=x.dtype, device=x.device).movedim(-1, axis)
     return values, _bits(x, axis, groups) if clips or rectified else torch.empty(0, dtype=torch.int16, device=x.device)
+
+
+@torch.library.register_fake("fp4deploy::traced_keep", lib=LIBRARY)
+def _(x, amax, axis, groups, clips, rectified):  # type: ignore[no-untyped-def]
+    values = torch.empty(x.movedim(axis, -1).shape, dtype=x.dtype, device=x.device).movedim(-1, axis)
+    blocks = _bits(x, axis, groups)
+    bits = blocks if clips or rectified else torch.empty(0, dtype=torch.int16, device=x.device)
+    return values, bits, torch.empty_like(blocks, dtype=torch.int64), torch.empty_like(blocks, dtype=torch.float16)
+
+
+@torch.library.register_fake("fp4deploy::traced_decode", lib=LIBRARY)
+def _(codes, scales, amax, axis, size, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty((*codes.shape[:-2], size), dtype=dtype, device=codes.device).movedim(-1, axis)
 
 
 @torch.library.register_fake("fp4deploy::traced_amax", lib=LIBRARY)
@@ -257,6 +327,8 @@ def _(gradient, bits, slope):  # type: ignore[no-untyped-def]
 
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.fp4deploy.traced_quantize.default: quantize,
+    torch.ops.fp4deploy.traced_keep.default: quantize_and_keep,
+    torch.ops.fp4deploy.traced_decode.default: decode,
     torch.ops.fp4deploy.traced_amax.default: amax,
     torch.ops.fp4deploy.traced_norm_amax.default: norm_amax,
     torch.ops.fp4deploy.traced_track.default: track,
