@@ -56,6 +56,10 @@ class Recomputed:
         """`call` gives the bits, shape and strides of `x`."""
         self._calls[x.data_ptr()] = weakref.ref(x), call
 
+    def clear(self) -> None:
+        """Forget them, so that each lives as long as what autograd keeps; the hooks of every saved tensor hold this."""
+        self._calls.clear()
+
     def pack(self, x: torch.Tensor) -> torch.Tensor | Call:
         """The call that computes `x` again, or `x` itself; hooks see an alias of what is saved."""
         reference, call = self._calls.get(x.data_ptr(), (None, None))
@@ -77,6 +81,7 @@ def recomputing() -> Iterator[None]:
             yield
     finally:
         _running.reset(token)
+        recomputed.clear()
 
 
 def computed_by(x: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any) -> None:

@@ -9,7 +9,8 @@ The first steps are launched: they create the optimiser's state, compile and cho
 for operations that wait for the GPU, which a graph cannot hold. A batch of another shape (the last of an epoch) and a
 step that telemetry samples are launched too. Where no step can be captured, `refusal` says why.
 
-Memory: a graph keeps the activations of its step, as long as it lives; launched steps have their own beside it.
+Memory: a graph keeps the activations of its step, as long as it lives; launched steps have their own beside it. So
+nothing is captured where the GPU has no room for both.
 
 Source: CUDA programming guide, "CUDA Graphs"; torch.cuda.graph.
 """
@@ -23,6 +24,7 @@ import torch
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 LAUNCHED_FIRST = 4
+ROOM = 2.2  # times the memory of a step: the graph, a launched step, and what the allocator cuts off
 
 
 class CapturedStep:
@@ -83,6 +85,11 @@ class CapturedStep:
 
     def _capture(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Record a step without running it; the loader's threads may go on calling CUDA meanwhile."""
+        torch.cuda.empty_cache()
+        needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        if torch.cuda.mem_get_info()[0] < ROOM * needed:
+            self.refusal = "the GPU has no room for a graph beside launched steps"
+            return
         batch, graph = (images.clone(), labels.clone()), torch.cuda.CUDAGraph()
         try:
             with (

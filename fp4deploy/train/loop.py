@@ -321,7 +321,7 @@ class Trainer:
 
     def _between_steps(self, display: Display) -> None:
         progress = self.progress
-        if self.settings.cuda_graph and self.captured.refusal != self.noted:
+        if self.device.type == "cuda" and self.settings.cuda_graph and self.captured.refusal != self.noted:
             self.noted = self.captured.refusal
             display.say(f"{self.job.model}: no CUDA graph of the step, since {self.noted}")
         if self.device.type == "cpu" or progress.step % STEPS_BETWEEN_READS == 0:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
+from fp4deploy.models import name_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.captured import LAUNCHED_FIRST, CapturedStep
@@ -23,7 +24,7 @@ from tests.train.small_network import SPEC
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 STEPS = 52
-GRAPH, RECOMPUTE = "train.cuda_graph=true", "train.recompute=true"
+LAUNCHED, GRAPH, RECOMPUTE = "train.cuda_graph=false", "train.cuda_graph=true", "train.recompute=true"
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("data") / "shapes"
     generate_shapes(folder, train=8, val=2, size=64, seed=0)
     settings = ["model.scale=0.25", "data.height=64", "data.width=64", "train.batch_size=2", "data.workers=0"]
-    settings += ["train.epochs=13", "train.evaluate_every=13", "train.from_scratch=true", "telemetry.every=17"]
+    settings += [
+        LAUNCHED,
+        "train.epochs=13",
+        "train.evaluate_every=13",
+        "train.from_scratch=true",
+        "telemetry.every=17",
+    ]
     return load_config(None, [f"data.root={folder}", *settings])
 
 
@@ -82,11 +89,13 @@ def assert_same(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict
         ("nvfp4", ("recipe=nvfp4_qat_delayed", "train.ema=0.9")),
         ("nvfp4", (f"model.spec={SPEC}",)),
         ("nvfp4", ("train.fused=false",)),
+        ("nvfp4", (f"model.spec={SPEC}", "train.compile=true")),
     ],
 )
 def test_every_way_has_the_bits_of_the_plain_training(
     config: Config, tmp_path: Path, replays: list[str | None], model: str, changed: tuple[str, ...]
 ) -> None:
+    name_model(SPEC)
     plain = trained(config, tmp_path / "plain", model, *changed)
     assert replays == []
     assert_same(trained(config, tmp_path / "again", model, *changed, RECOMPUTE), plain)
