@@ -1,5 +1,5 @@
 # make demo   train, export, build and measure an FP16 and an NVFP4 UNet on generated data, and print the table
-# make test   formatting, lint, types, layers and tests, of long lists of kernels a sample
+# make test   formatting, lint, types, layers (make check) and, beside them, tests: of long lists of kernels a sample
 # make emulate   the whole lists: kernels in the PTX emulator, with planted faults, and compiled for every architecture
 # make fuzz   every reader of files on tens of thousands of mutated files, and a table of the outcomes
 # make mutants   faults in the code that decides bytes and verdicts: does a test notice? half an hour of CPU
@@ -11,16 +11,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test fuzz mutants emulate docs install install-dev install-docs clean
+.PHONY: demo test check pytest fuzz mutants emulate docs install install-dev install-docs clean
 
 demo: install
 	$(BIN)/fp4deploy run --demo
 
 test: install-dev
+	$(MAKE) --jobs 2 check pytest
+
+check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+pytest: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not emulate and not variants"
 
 emulate: install-dev

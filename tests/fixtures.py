@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from torch import nn
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
-from fp4deploy.export import build_engine, export_onnx
+from fp4deploy.export import build_engine, export_onnx, to_packed
 from fp4deploy.export.to_packed import pack
+from fp4deploy.graph import Graph, capture
+from fp4deploy.graph.capture import Inputs
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
+from fp4deploy.models.unet import UNet
 from fp4deploy.qat import calibrate, prepare
 from fp4deploy.runs import Run, artifact_stem, create_run
 from fp4deploy.train import Config, load_config, train_models
@@ -47,6 +51,24 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     mine = factory.mktemp(name) / "one"
     shutil.copytree(folder, mine)
     return mine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _each_unet_is_captured_once() -> Iterator[None]:
+    """The graph of a UNet does not depend on its weights, and packing captures the same few again and again."""
+    kept: dict[tuple[str, torch.Size, bool], Graph] = {}
+
+    def captured(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False) -> Graph:
+        if type(model) is not UNet or not isinstance(example_inputs, torch.Tensor):
+            return capture(model, example_inputs, dynamic_size)
+        key = repr(model), example_inputs.shape, dynamic_size
+        if key not in kept:
+            kept[key] = capture(model, example_inputs, dynamic_size)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(to_packed, "capture", captured)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import run
 
 from fp4deploy.bench.commands import FILE, recorded
 from fp4deploy.report.run_folder import read_run
 from fp4deploy.runs import Run
-from tests.cli.command_line import ENVIRONMENT, PACKAGE, Invoke
+from tests.cli.command_line import Invoke
 from tests.processes import fp4deploy
-from tests.train.launch import rank_environments
+from tests.train.launch import rank_environments, start
 
 SMALL = ("model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=4", "train.epochs=1")
 SETS = tuple(
@@ -31,12 +31,12 @@ def test_commands_and_machines_of_a_run(
         monkeypatch.setattr("sys.argv", ["/somewhere/bin/fp4deploy", *arguments])
         result = invoke(*arguments)
         assert result.exit_code == 0, result.stderr
-    run = Run(tmp_path / "my run")
-    first, second = recorded(run)
+    trained = Run(tmp_path / "my run")
+    first, second = recorded(trained)
     assert first.command.startswith(f"fp4deploy train --data {shapes} --models fp16 --out 'my run' --set")
     assert second.command == f"fp4deploy train --data {shapes} --out 'my run' --resume"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", str(first.at))
-    found = read_run(run)
+    found = read_run(trained)
     assert found.commands == [first.command, second.command]
     assert found.commands_recorded
     assert found.environment == second.environment
@@ -65,21 +65,35 @@ def test_a_damaged_line_is_left_out(tmp_path: Path, line: str) -> None:
     assert recorded(Run(tmp_path)) == []
 
 
-def torchrun(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PACKAGE]
-    command = [*launch, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
-    )
+def torchrun(script: Path) -> None:
+    """In a process of its own: what `torchrun --nproc-per-node 2` does."""
+    os.chdir(script.parent)
+    run.main(["--standalone", "--nproc-per-node", "2", str(script)])
+
+
+def test_torchrun_sets_the_variables_that_tests_set(tmp_path: Path) -> None:
+    """Those of `rank_environments`, with which two processes train here: a child of torchrun imports torch anew."""
+    script = tmp_path / "child.py"
+    script.write_text("import json, os\nopen(os.environ['RANK'], 'w').write(json.dumps({**os.environ}))\n")
+    launcher = start(torchrun, script)
+    launcher.join(60)
+    assert launcher.exitcode == 0
+    for rank, expected in enumerate(rank_environments(2)):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        fixed = expected.keys() - {"MASTER_ADDR", "MASTER_PORT"}
+        assert found.keys() >= expected.keys()
+        assert {name: found[name] for name in fixed} == {name: expected[name] for name in fixed}
+        assert found["GROUP_WORLD_SIZE"] == "1"
 
 
 @pytest.mark.slow
 def test_two_processes_make_one_run(shapes: Path, tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "train", "--data", shapes, "--models", "fp16", *SETS)
-    assert done.returncode == 0, done.stderr
+    arguments = ("train", "--data", shapes, "--models", "fp16", *SETS)
+    both = [fp4deploy(tmp_path, *arguments, **environment) for environment in rank_environments(2)]
+    assert [command.wait() for command in both] == [0, 0], [command.stderr for command in both]
     (folder,) = (tmp_path / "runs").iterdir()
-    assert done.stderr.count("Run folder:") == 1
-    assert done.stdout.count("fp16: best mIoU") == 1
+    assert [command.stderr.count("Run folder:") for command in both] == [1, 0]
+    assert [command.stdout.count("fp16: best mIoU") for command in both] == [1, 0]
     (entry,) = recorded(Run(folder))
     assert entry.command.startswith(f"torchrun --nproc-per-node 2 -m fp4deploy.cli train --data {shapes}")
     (line,) = (folder / "fp16" / "metrics.jsonl").read_text().splitlines()

@@ -30,7 +30,7 @@ from tests.processes import LIMIT, wait_until
 
 SWEEPS = sorted((Path(__file__).parents[2] / "configs").glob("sweep_*.yaml"))
 TINY = (
-    "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 2, train.finetune_epochs: 2, telemetry.every: 0"
+    "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1, telemetry.every: 0"
 )
 FILE = f"""
 set: {{{TINY}, train.batch_size: 4, data.root: ROOT}}

@@ -6,8 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ from fp4deploy.experiments.sweep.variant import LOG
 from fp4deploy.runs import Run
 from fp4deploy.train.loop import Trainer
 from tests.processes import plant
+from tests.train.launch import start
 
 FILE = """
 set: {model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: EPOCHS, train.finetune_epochs: 1,
@@ -92,32 +91,25 @@ def test_two_at_a_time_give_what_one_gives_and_one_that_dies_costs_its_own_run(
     assert len(said) == 2
 
 
-CALLER = """
-import os, signal, sys, threading, time
-from pathlib import Path
-from fp4deploy.experiments.sweep.run import run_sweep
-from fp4deploy.experiments.sweep.spec import load_sweep
+def killed_when_it_trains(file: Path, out: Path) -> None:
+    """In a process of its own: a sweep that is killed."""
 
-def end_when_it_trains():
-    while not any(Path(sys.argv[2]).rglob("train.log")):
-        time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGKILL)
+    def end_when_it_trains() -> None:
+        while not any(out.rglob("train.log")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-if __name__ == "__main__":
     threading.Thread(target=end_when_it_trains, daemon=True).start()
-    run_sweep(load_sweep(Path(sys.argv[1])), Path(sys.argv[2]), ("control",), jobs=2)
-"""
+    run_sweep(load_sweep(file), out, ("control",), jobs=2)
 
 
 @pytest.mark.slow
 def test_workers_end_after_a_sweep_that_was_killed(tmp_path: Path) -> None:
-    sweep, script = sweep_of(tmp_path), tmp_path / "caller.py"
-    script.write_text(CALLER)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SWEEP_OF_THIS_TEST": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(sweep.file), str(tmp_path / "out")], env=environment, check=False, timeout=240
-    )
-    assert done.returncode == -signal.SIGKILL
+    sweep = sweep_of(tmp_path, seeds=(0,))
+    environment = {"SWEEP_OF_THIS_TEST": str(tmp_path)}
+    process = start(killed_when_it_trains, sweep.file, tmp_path / "out", environment=environment)
+    process.join(240)
+    assert process.exitcode == -signal.SIGKILL
     for _ in range(1200):
         if not with_environment(f"SWEEP_OF_THIS_TEST={tmp_path}"):
             return
@@ -141,7 +133,7 @@ def slowly(run: Run) -> None:
     """Called in the process of a run: its steps take time, and nothing of the CPU's."""
 
     def slow(self: Trainer, *batch: torch.Tensor) -> None:
-        time.sleep(0.2)
+        time.sleep(0.5)
         self.statistics.add_loss(torch.zeros(()))
         self.progress.step += 1
         self.progress.batch += 1

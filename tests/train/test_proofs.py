@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import kill_resume
 from fp4deploy.data import generate_shapes
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, SegmentationLoss, load_config, train_models, with_settings
 from fp4deploy.train.logging.running_statistics import RunningStatistics
 from fp4deploy.train.loop import Trainer
-from tests.train.launch import run_ranks
-
-ROOT = Path(__file__).parents[2]
+from tests.train.launch import run_ranks, start
 
 
 def losses_of(config: Config, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -37,31 +35,21 @@ def losses_of(config: Config, folder: Path, model: str, monkeypatch: pytest.Monk
     return losses
 
 
+def kill_and_resume(report: Path, recipe: str) -> None:
+    """In a process of its own: the script with a few short epochs; what it prints goes into a file."""
+    sys.argv = ["kill_resume.py", "--steps", "3", "--within", "6", "--images", "28", "--recipe", recipe]
+    with report.open("w") as file, redirect_stdout(file):
+        kill_resume.main()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["nvfp4_train"])
-def test_killed_at_a_random_step_the_following_losses_are_the_same_bits(recipe: str) -> None:
+def test_killed_at_a_random_step_the_following_losses_are_the_same_bits(recipe: str, tmp_path: Path) -> None:
     """SIGKILL, stochastic rounding, averaged weights, accumulated gradients; the script does 50 steps by default."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "benchmarks" / "kill_resume.py"),
-            "--steps",
-            "3",
-            "--within",
-            "6",
-            "--images",
-            "28",
-            "--recipe",
-            recipe,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    process = start(kill_and_resume, tmp_path / "report.json", recipe)
+    process.join(240)
+    assert process.exitcode == 0
+    report = json.loads((tmp_path / "report.json").read_text())
     assert report["different"] == 0
     assert report["batches_compared"] == 6
     assert report["resumed_after_batches"] <= report["killed_after_batches"]

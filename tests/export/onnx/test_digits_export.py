@@ -167,11 +167,11 @@ def test_from_a_checkpoint_through_the_gates(tmp_path: Path, include: tuple[str,
     generate_shapes(tmp_path / "data", train=1, val=4, size=SIZE, seed=0)
     names = open_dataset(tmp_path / "data", "val").class_names
     torch.manual_seed(0)
-    model = prepare(build_unet(len(names), 0.25, digits=True), include=include)
+    model = prepare(build_unet(len(names), 0.125, digits=True), include=include)
     calibrate(model, [image(4)])
     model.get_parameter("head.bias").data[0] += 4
     card = ModelCard(
-        "nvfp4", 0.25, names, SIZE, SIZE, IMAGE_MEAN, IMAGE_STD, True, "nvfp4_qat", include=include, digits=True
+        "nvfp4", 0.125, names, SIZE, SIZE, IMAGE_MEAN, IMAGE_STD, True, "nvfp4_qat", include=include, digits=True
     )
     path = tmp_path / "best.safetensors"
     save_checkpoint(path, model, card)
