@@ -9,6 +9,7 @@ import numpy as np
 from fp4deploy.data.sample import IGNORE, Pixels
 
 TINT = 0.6
+BAND = 2**20  # pixels that are blended at once: they are FP32 meanwhile
 VOID = (160, 160, 160)
 BLACK = (0, 0, 0)
 COLOURS = (
@@ -33,14 +34,18 @@ def colours(count: int, background: bool) -> Palette:
 
 def tinted(image: Pixels, mask: Pixels, palette: Palette) -> Pixels:
     """Draw class colours over the image in grey, so that they stand out; `mask` [H, W] holds class ids or 255."""
-    grey = image.mean(axis=2, dtype=np.float32)
     table = np.zeros((256, 3), np.float32)
     weight = np.zeros(256, np.float32)
     for number, colour in [*enumerate(palette), (IGNORE, VOID)]:
         if colour is not None:
             table[number], weight[number] = colour, TINT
-    share = weight[mask][..., None]
-    blended: Pixels = ((1 - share) * grey[..., None] + share * table[mask]).round().astype(np.uint8)
+    blended = np.empty_like(image)
+    rows = max(1, BAND // max(1, image.shape[1]))
+    for top in range(0, len(image), rows):
+        band = slice(top, top + rows)
+        grey = image[band].mean(axis=2, dtype=np.float32)[..., None]
+        share = weight[mask[band]][..., None]
+        blended[band] = ((1 - share) * grey + share * table[mask[band]]).round()
     return blended
 
 

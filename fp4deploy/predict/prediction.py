@@ -49,7 +49,9 @@ class Prediction:
                 {"id": int(numbers[at]), "name": self.class_names[numbers[at]], "objects": int(counts[at])}
                 for at in order
             ]
-        pixels = np.bincount(self.mask.reshape(-1), minlength=len(self.class_names))
+        pixels = np.zeros(256, np.int64)
+        for row in self.mask:  # numpy widens what it counts
+            pixels += np.bincount(row, minlength=256)
         found = sorted(np.flatnonzero(pixels).tolist(), key=lambda number: -pixels[number])
         return [
             {
