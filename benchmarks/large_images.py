@@ -38,7 +38,7 @@ START = 128  # side of the first, small image: what the program itself takes
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="an artefact with a model card; tiles are of its input size")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[START, 2048, 4096, 8192], help="sides of the images")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[START, 2048, 8192], help="sides of the images")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

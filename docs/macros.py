@@ -661,6 +661,21 @@ def native_library() -> str:
     return markdown([*head, "library, launched", "Python, launched"], rows)
 
 
+def large_images() -> str:
+    """`predict --tile` by the size of the image: CPU time and peak memory of the command."""
+    rows = [
+        [
+            f"{row['side']} x {row['side']}",
+            str(row["tiles"]),
+            f"{row['cpu_seconds']:.0f}",
+            f"{row['peak_mib'] / 1024:.2f}",
+            f"{row['all_logits_mib'] / 1024:.2f}",
+        ]
+        for row in result("large_images_cpu")["rows"]
+    ]
+    return markdown(["image", "tiles", "CPU, s", "peak memory, GiB", "logits of all pixels, GiB"], rows, 1)
+
+
 def plain_convolutions() -> str:
     """FP16 convolutions by this package and by cuDNN: elements that differ from the reference, microseconds."""
     rows = []
@@ -751,7 +766,7 @@ TABLES: dict[str, Callable[..., str]] = {
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, coco_samples, ptq_camvid,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
-        emulated_architectures, emulated_on_gpu, self_test, native_library,
+        emulated_architectures, emulated_on_gpu, self_test, native_library, large_images,
         plain_convolutions, fuzzed_networks, architectures, camvid_models,
     )
 }  # fmt: skip

@@ -15,8 +15,8 @@ from fp4deploy.bench.artifact import bench_artifact
 from fp4deploy.bench.evidence import PixelCounts, read_evidence, write_matches, write_pixels
 from fp4deploy.bench.gate.baseline import Baseline, find_baseline
 from fp4deploy.bench.gate.bootstrap import FEW_IMAGES, Interval, paired_drop, value
-from fp4deploy.bench.gate.decision import Decision, decide, gate_drop, require_passed
-from fp4deploy.bench.records import ArtifactEntry
+from fp4deploy.bench.gate.decision import Decision, decide, fastest, gate_drop, require_passed
+from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.instances.matches import ClassMatches, Matches
 from fp4deploy.runs import Run
@@ -319,3 +319,21 @@ def test_an_artefact_is_its_own_baseline(untrained: Run, shapes: Path) -> None:
     decided = decide(found, find_baseline(path, shapes), 0.0)
     assert decided.passed
     assert (decided.drop.low, decided.drop.high) == (0, 0)
+
+
+def test_the_fastest_that_is_accurate_enough() -> None:
+    def timed(name: str, model: str, miou: float, p50: float, status: str = "ok") -> ArtifactEntry:
+        quantiles = Quantiles(p50=p50, p90=p50, p99=p50)
+        return ArtifactEntry(path=name, model=model, miou=miou, latency_ms=quantiles, status=status)
+
+    rows = [
+        timed("unet-fp16-auto.plan", "fp16", 0.730, 4.0),
+        timed("unet-auto.plan", "nvfp4", 0.728, 2.0),
+        timed("unet-gemm.plan", "nvfp4", 0.720, 1.0),
+        timed("unet.fp4", "nvfp4", 0.750, 3.0),
+        timed("unet-qdq.plan", "nvfp4", 0.730, 0.5, "failed"),
+    ]
+    assert [getattr(fastest(rows, drop), "path", None) for drop in (1.0, 0.5, 0.2, 0.0)] == [
+        "unet-gemm.plan", "unet-auto.plan", "unet-auto.plan", "unet.fp4",
+    ]  # fmt: skip
+    assert fastest(rows[4:], 1.0) is None

@@ -324,3 +324,14 @@ def test_ctrl_c_then_resume(shapes: Path, tmp_path: Path) -> None:
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert (metrics.parent / "best.safetensors").is_file()
     assert not (metrics.parents[1] / "nvfp4").exists()  # nobody asked for it
+
+
+@pytest.mark.skipif(not NO_GPU, reason="of a machine without a GPU")
+def test_forms_are_timed_on_a_gpu(invoke: Invoke, tmp_path: Path) -> None:
+    model = tmp_path / "unet.onnx"
+    model.touch()
+    result = invoke("bench", "--forms", "--engine", model)
+    assert (result.exit_code, "here is no CUDA GPU" in result.stderr) == (3, True)
+    portable = model.rename(tmp_path / "unet.portable.onnx")
+    result = invoke("bench", "--forms", "--engine", portable)
+    assert (result.exit_code, "Export them with" in result.stderr) == (2, True)

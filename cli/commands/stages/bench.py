@@ -102,6 +102,13 @@ def bench(
             help="Most seconds that one inference of an .onnx or .plan may take.",
         ),
     ] = 600.0,
+    forms: Annotated[
+        bool,
+        typer.Option(
+            "--forms",
+            help="Build engines of every form for the GPU here, measure them and packed networks, name the fastest.",
+        ),
+    ] = False,
     layers: Annotated[
         bool,
         typer.Option("--layers", help="Time each layer of packed networks instead, against the machine's limits."),
@@ -132,6 +139,8 @@ def bench(
     from fp4deploy.data import MEASURED
 
     paths = _resolve(engine)
+    if forms:
+        paths = _every_form(paths)
     if layers:
         _time_layers(paths, batch, iterations, out, trace)
         return
@@ -156,7 +165,7 @@ def bench(
         if reference is not None:
             decisions = gate_drop(found, reference, max_drop)
     finally:
-        _write(found, split, reference, decisions, out, limit)
+        _write(found, split, reference, decisions, out, limit, _fastest(found, max_drop) if forms else {})
     if keep is not None:
         _draw(found, decisions, reference, where, split, keep)
     if reference is not None:
@@ -164,6 +173,46 @@ def bench(
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
     if engine:
         _require_run(found)
+
+
+def _every_form(paths: list[Path]) -> list[Path]:
+    """Engines of every form of the ONNX files, built for the GPU at hand, and the packed networks.
+
+    Raises:
+        UnavailableError: no GPU, or no library that builds engines with FP4 for it.
+        InputError: there is no ONNX file.
+    """
+    import torch
+
+    from fp4deploy.architecture import Architecture
+    from fp4deploy.export.engine.forms import backend_for, build_forms
+    from fp4deploy.runs import run_of
+
+    from .build import canonical
+
+    models = [path for path in paths if canonical(path)]
+    if not models:
+        raise InputError("--forms builds engines of ONNX files, and there is none. Export them with: fp4deploy export")
+    if not torch.cuda.is_available():
+        raise UnavailableError("--forms times engines on the GPU that they are built for, and here is no CUDA GPU.")
+    arch = str(Architecture.of_device())
+    run = run_of(models[0])
+    folder = (run.engine_dir if run is not None else models[0].parent) / "forms"
+    plans = build_forms(models, folder, backend_for(arch), arch, lambda text: note(f"  {text}"))
+    return [*plans, *(path for path in paths if path.suffix == ".fp4")]
+
+
+def _fastest(found: list[ArtifactEntry], max_drop: float) -> dict[str, str | None]:
+    """The fastest artefact that is accurate enough, as part of the JSON; said on stderr."""
+    from fp4deploy.bench.gate.decision import fastest
+
+    best = fastest(found, max_drop)
+    if best is None or best.latency_ms is None:
+        note("Nothing that ran is accurate enough to be chosen.")
+        return {"fastest": None}
+    accuracy = "" if best.accuracy is None else f", {best.metric} {100 * best.accuracy:.2f}"
+    note(f"Fastest within {max_drop:g} points: {best.path}, {best.latency_ms.p50:.3g} ms{accuracy}.")
+    return {"fastest": best.path}
 
 
 def _throughput(paths: list[Path], streams: list[int], batch: int, out: str | None) -> None:
@@ -384,10 +433,12 @@ def _write(
     decisions: list[Decision],
     out: str | None,
     limit: int | None,
+    more: dict[str, Any],
 ) -> None:
     from fp4deploy.bench.environment import environment
 
     document = {
+        **more,
         "artifacts": [entry.model_dump(mode="json") for entry in found],
         "split": split,
         **({"limit": limit} if limit is not None else {}),

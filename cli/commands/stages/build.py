@@ -173,8 +173,13 @@ def describe(result: BuildResult) -> str:
 
 
 def canonical_models(folder: Path) -> list[Path]:
-    """Canonical files of an export folder: all .onnx but the decomposed graphs (.portable.onnx)."""
-    return [path for path in sorted(folder.glob("*.onnx")) if not path.name.endswith(".portable.onnx")]
+    """Canonical files of an export folder."""
+    return [path for path in sorted(folder.glob("*.onnx")) if canonical(path)]
+
+
+def canonical(path: Path) -> bool:
+    """By its name an ONNX file that engines are built of: no decomposed graph (.portable.onnx)."""
+    return path.suffix == ".onnx" and not path.name.endswith(".portable.onnx")
 
 
 def target_of(path: Path, out: Path | None) -> Path:

@@ -151,6 +151,20 @@ def gate_drop(results: Sequence[ArtifactEntry], baseline: Baseline, max_drop: fl
     return [decide(result, baseline, max_drop) for result in results if result.accuracy is not None]
 
 
+def fastest(found: Sequence[ArtifactEntry], max_drop: float) -> ArtifactEntry | None:
+    """The artefact with the smallest median latency among those that ran and are accurate enough.
+
+    Args:
+        max_drop: points of mIoU or AP below the most accurate artefact of the FP16 model, or where there is none below
+            the most accurate of all.
+    """
+    ran = [entry for entry in found if entry.status == OK and entry.latency_ms is not None]
+    full = [entry.accuracy for entry in ran if entry.model == "fp16"] or [entry.accuracy for entry in ran]
+    best = max((value for value in full if value is not None), default=0.0)
+    enough = [entry for entry in ran if 100 * (best - (entry.accuracy or 0.0)) <= max_drop + ROUNDING]
+    return min(enough, key=lambda entry: entry.latency_ms.p50 if entry.latency_ms else math.inf, default=None)
+
+
 def require_passed(decisions: Sequence[Decision]) -> None:
     """Fail where a decision did not pass.
 
