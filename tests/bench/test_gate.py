@@ -169,6 +169,41 @@ def test_the_worst_of_several_is_named() -> None:
         require_passed(found)
 
 
+def test_a_failure_states_drop_and_interval() -> None:
+    failed = Decision("a/unet.onnx", "mIoU", 0.7, 0.8, Interval(0.1, 0.0625, 0.15), 0.5, 40, (), ())
+    with pytest.raises(
+        GateError, match="has 70.00 mIoU, 10.00 points below .* 80.00; the 95% .* is 6.25 to 15.00, and"
+    ):
+        require_passed([failed])
+
+
+def test_what_each_image_costs_leaves_out_a_class_that_never_occurs() -> None:
+    first, second = (counts(5, right, seed=seed) for right, seed in ((0.9, 0), (0.8, 1)))
+    pairs = []
+    for each in (first, second):
+        stacked = np.stack([each.hit, first.truth, each.predicted], -1)
+        stacked[:, 2] = 0
+        pairs.append(stacked)
+    names = [f"{n}.png" for n in range(5)]
+    before, after = (PixelCounts(names, CLASSES, each) for each in pairs)
+    alone = [np.where(np.arange(5)[:, None, None] == place, pairs[1], pairs[0]) for place in range(5)]
+    expected = [value(before) - value(PixelCounts(names, CLASSES, each)) for each in alone]
+    np.testing.assert_allclose(paired_drop(before, after).images, expected, rtol=1e-12)
+
+
+def test_a_measured_baseline_has_the_limits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def bench(path: Path, data: Path | None, **options: Any) -> ArtifactEntry:
+        asked.update(options)
+        return ArtifactEntry(path="a.onnx", status="ok")
+
+    monkeypatch.setattr("fp4deploy.bench.gate.baseline.bench_artifact", bench)
+    with pytest.raises(InputError, match="has no accuracy"):
+        find_baseline(Path("a.onnx"), None, 7, "test", 3.0, limit=5)
+    assert asked == {"iterations": 1, "max_detections": 7, "split": "test", "timeout": 3.0, "limit": 5}
+
+
 def test_gate_without_a_measurement_fails() -> None:
     unmeasured = ArtifactEntry(path="unet.onnx", status="ok")
     with pytest.raises(GateError, match="no artefact gave an mIoU"):

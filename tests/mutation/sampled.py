@@ -48,7 +48,10 @@ ROOMS = {
         ("fp4deploy/export/onnx/qdq.py", "fp4deploy/export/onnx/layer_constants.py"),
         tuple(f"tests/export/onnx/test_{name}.py" for name in ("graph", "layer_forms", "image_size")),
     ),
-    "lowering": Room(("fp4deploy/export/lowering/gemm.py",), ("tests/export/lowering/test_lowering_gemm.py",)),
+    "lowering": Room(
+        ("fp4deploy/export/lowering/gemm.py",),
+        tuple(f"tests/export/lowering/test_{name}.py" for name in ("lowering_gemm", "interface")),
+    ),
     "ledger": Room(
         ("fp4deploy/export/ledger/actual.py", "fp4deploy/export/ledger/ledger.py"), ("tests/export/ledger",)
     ),

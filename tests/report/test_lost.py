@@ -6,7 +6,7 @@ import numpy as np
 
 from fp4deploy.data import IGNORE
 from fp4deploy.predict.palette import colours
-from fp4deploy.report.figures.lost import _row
+from fp4deploy.report.figures.lost import _row, _stems
 from fp4deploy.report.figures.overlays import DIFFERENCE
 
 
@@ -19,3 +19,9 @@ def test_what_the_baseline_had_right_is_marked() -> None:
     assert (both.shape, alone.shape) == ((1, 20, 3), (1, 16, 3))
     marked = [(each[0, -4:] == DIFFERENCE).all(-1).tolist() for each in (both, alone)]
     assert marked == [[True, False, False, False], [True, True, False, False]]
+
+
+def test_every_image_has_a_picture_of_its_own() -> None:
+    """Also where the names differ in other letters than ASCII's, in their folders, or in nothing else than case."""
+    assert _stems(["a/1.jpg", "b c.jpg"]) == ["1", "b_c"]
+    assert _stems(["東.jpg", "京.jpg", "a.jpg", "x/A.png"]) == ["_.1", "_.2", "a.3", "A.4"]

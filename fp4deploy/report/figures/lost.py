@@ -63,8 +63,9 @@ def draw_lost(
     samples = (dataset.load(index) for index in range(len(dataset)))
     found = {sample.name: sample for sample in samples if sample.name in wanted}
     written = []
-    for name in [name for name in wanted if name in found]:
-        path = folder / FOLDER / f"{_file_name(name)}.png"
+    drawn = [name for name in wanted if name in found]
+    for name, stem in zip(drawn, _stems(drawn), strict=True):
+        path = folder / FOLDER / f"{stem}.png"
         with atomic_write(path) as temporary:
             Image.fromarray(draw(card, found[name], models)).save(temporary, format="PNG")
         written.append(path)
@@ -113,5 +114,8 @@ def _row(image: Pixels, truth: Pixels, predictions: Sequence[Pixels], palette: P
     return np.concatenate([image, *(tinted(image, mask, palette) for mask in (truth, *predictions)), grey], axis=1)
 
 
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).stem) or "image"
+def _stems(names: Sequence[str]) -> list[str]:
+    """Of files that any system takes; a number tells apart those that would be equal."""
+    stems = [re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).stem) or "image" for name in names]
+    folded = [stem.casefold() for stem in stems]
+    return [f"{stem}.{number}" if folded.count(stem.casefold()) > 1 else stem for number, stem in enumerate(stems, 1)]

@@ -133,9 +133,9 @@ def test_the_summary_counts_every_layer() -> None:
     other = dataclasses.replace(found, layers=tuple(changed.get(entry.layer, entry) for entry in found.layers))
     text = other.summary()
     for part in (
-        "1 FP16 layer whose weights are not listed",
+        "1 FP16 layer whose weights are not listed, ",
         "1 FP8 layer with FP8 weights",
-        "1 layer of unknown precision whose weights are not listed",
+        "1 layer of unknown precision whose weights are not listed, ",
     ):
         assert part in text
     counted = [

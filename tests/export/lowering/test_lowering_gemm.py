@@ -10,7 +10,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.lowering.gemm import is_upsampling
+from fp4deploy.export.lowering.gemm import Geometry, geometry, is_upsampling
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.lowering.pattern import find_fp4_layers
 from fp4deploy.export.onnx.decomposed import to_portable
@@ -255,3 +255,14 @@ def test_only_a_plain_2x2_transposed_convolution_is_upsampling(name: str, value:
     node.attribute.extend([*kept, helper.make_attribute(name, value)])
     (layer,) = find_fp4_layers(ir.from_proto(canonical))
     assert not is_upsampling(layer)
+
+
+@pytest.mark.parametrize(("name", "value"), [("group", 2), ("auto_pad", "SAME_UPPER")])
+def test_only_a_plain_convolution_is_a_gemm(name: str, value: object) -> None:
+    canonical = one_layer("1x1")
+    (layer,) = find_fp4_layers(ir.from_proto(canonical))
+    assert geometry(layer) == Geometry((1, 1), (1, 1), (0, 0, 0, 0), IMAGE)
+    (node,) = [node for node in canonical.graph.node if node.op_type == "Conv"]
+    node.attribute.append(helper.make_attribute(name, value))
+    (layer,) = find_fp4_layers(ir.from_proto(canonical))
+    assert geometry(layer) is None
