@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from fp4deploy.export.onnx.canonical import GEMM_OPS
-from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP, TRT_DOMAIN, dynamic_quantize_function
+from fp4deploy.export.onnx.quantize_function import (
+    DEQUANTIZE_OPS,
+    QUANTIZE_OP,
+    STATIC_QUANTIZE_OPS,
+    TRT_DOMAIN,
+    dynamic_quantize_function,
+)
 
 FORMATS = {
     "FLOAT4E2M1": "FP4",
@@ -69,6 +75,7 @@ class Operand:
     axis: int = 0
     rank: int = 0
     extent: int = 0
+    tensorrt: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -195,7 +202,7 @@ def _operand(value: ir.Value | None, names: list[str], contracted: int) -> Opera
             return _blocked(
                 FAKE_QUANTIZE[node.op_type], "E4M3", size, -1, shape, path, names, contracted, dynamic=False
             )
-        if node.op_type == "DequantizeLinear":
+        if node.op_type in DEQUANTIZE_OPS:
             return _dequantized(node, path, names, contracted)
         if node.op_type not in PASSING:
             break
@@ -215,15 +222,24 @@ def _dequantized(node: ir.Node, path: list[ir.Node], names: list[str], contracte
     codes, scale = node.inputs[0], node.inputs[1]
     producer = codes.producer() if codes is not None else None
     dynamic = producer is not None and producer.op_type == QUANTIZE_OP
-    form = "FP4" if dynamic else _format(codes)
-    if not form and producer is not None and len(producer.inputs) > 2:
-        form = _format(producer.inputs[2])  # QuantizeLinear: the type of the zero point
+    foreign = TRT_DOMAIN in (node.domain, producer.domain if producer is not None else "")
+    form = "FP4" if dynamic else "FP8" if node.op_type != "DequantizeLinear" else _code_format(codes)
     size = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
     if not size:
         shape = _shape(scale)
-        return Operand(form, "channel" if math.prod(shape or (1,)) > 1 else "tensor")
-    return _blocked(form, _scale_format(scale), size, axis, _sizes(codes), path, names, contracted, dynamic)
+        return Operand(form, "channel" if math.prod(shape or (1,)) > 1 else "tensor", tensorrt=foreign)
+    scales = "E8M0" if node.op_type == "TRT_MXFP8DequantizeLinear" else _scale_format(scale)
+    blocked = _blocked(form, scales, size, axis, _sizes(codes), path, names, contracted, dynamic)
+    return replace(blocked, tensorrt=foreign)
+
+
+def _code_format(codes: ir.Value | None) -> str:
+    """Format of codes: the type of the zero point that they were quantised with, else their own."""
+    producer = codes.producer() if codes is not None else None
+    if producer is not None and producer.op_type in STATIC_QUANTIZE_OPS and len(producer.inputs) > 2:
+        return _format(producer.inputs[2]) or _format(codes)
+    return _format(codes)
 
 
 def _scale_format(scale: ir.Value | None) -> str:

@@ -101,15 +101,17 @@ def _refused(operand: Operand) -> str:
 
 def _eight_bit_problem(layer: Multiplication) -> str:
     if layer.activation.scaling != "tensor":
-        return f"the activation has a scale a {layer.activation.scaling}; one for the tensor is needed"
+        return f"the activation has one scale for each {layer.activation.scaling}, and needs one for the tensor"
     if layer.weight.scaling not in ("tensor", "channel"):
-        return f"the weight has a {layer.weight.scaling}; one scale for the tensor or a channel is needed"
+        return f"the weight has one scale for each {layer.weight.scaling}, and needs one for the tensor or a channel"
     return ""
 
 
 def _ort_cpu(layer: Multiplication) -> Verdict:
     if "FP4" in (layer.weight.format, layer.activation.format):
         return Verdict("refused", "ONNX Runtime has no FP4 on the CPU; fp4deploy export --portable decomposes it")
+    if layer.weight.tensorrt or layer.activation.tensorrt:
+        return Verdict("refused", "its quantisers are operators of TensorRT, which ONNX Runtime does not have")
     if layer.requested == "INT8":
         return Verdict("INT8")
     if layer.weight.quantized or layer.activation.quantized:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fp4deploy.audit.operands import multiplications
 from fp4deploy.audit.report import audit_file
 from fp4deploy.audit.targets import TARGETS
 from fp4deploy.errors import InputError
+from fp4deploy.export.lowering.pattern import weight_initializer
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.qat import calibrate, prepare
 
@@ -171,6 +173,37 @@ def test_fp8_convolutions_run_in_fp8(scale: list[int]) -> None:
     assert layer.requested == "FP8"
     assert TARGETS["tensorrt-rtx"].rule(layer).runs == "FP8"
     assert TARGETS["onnxruntime"].rule(layer).runs == "FP32"
+
+
+def test_quantisers_of_tensorrt_in_files_of_modelopt() -> None:
+    """Its own export writes operators of TensorRT, and types their codes as UINT8."""
+
+    def encoded(source: str, target: str) -> list[onnx.NodeProto]:
+        quantize = helper.make_node("TRT_FP8QuantizeLinear", [source, "s"], [f"{target}.codes"], domain="trt")
+        dequantize = helper.make_node("TRT_FP8DequantizeLinear", [f"{target}.codes", "s"], [target], domain="trt")
+        return [quantize, dequantize]
+
+    convolution = helper.make_node("Conv", ["a", "w"], ["y"], name="conv")
+    constants = [_constant("weight", 1, [32, 64, 3, 3]), _constant("s", 1, [])]
+    nodes = [*encoded("x", "a"), *encoded("weight", "w"), convolution]
+    model = _model(nodes, constants, [1, 64, 8, 8], [1, 32, 6, 6])
+    model.graph.value_info.append(helper.make_tensor_value_info("a.codes", TensorProto.UINT8, [1, 64, 8, 8]))
+    layer = _one(model)
+    assert (str(layer.weight), str(layer.activation)) == ("FP8, tensor", "FP8, tensor")
+    assert TARGETS["tensorrt-rtx"].rule(layer).runs == "FP8"
+    assert "does not have" in TARGETS["onnxruntime"].rule(layer).reason
+    weight = weight_initializer(ir.from_proto(model).graph[-1])
+    assert weight is not None
+    assert weight.name == "weight"
+
+
+def test_codes_have_the_type_of_their_zero_point() -> None:
+    model = _eight_bits(FP8, [], 0)
+    model.graph.value_info.append(helper.make_tensor_value_info("xq", TensorProto.UINT8, [1, 64, 8, 8]))
+    model.graph.node[0].domain = "trt"  # as ModelOpt writes it, so that no type is inferred
+    layer = _one(model)
+    assert layer.requested == "FP8"
+    assert TARGETS["onnxruntime"].rule(layer).runs == "refused"
 
 
 def test_weights_alone() -> None:

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.experiments.search.choose import least_cost, least_error
 from fp4deploy.experiments.search.costs import LayerCost, layer_costs, measured_layers, with_measured
-from fp4deploy.experiments.search.files import pareto_front, save_search
+from fp4deploy.experiments.search.files import pareto_front, recipe, save_search
 from fp4deploy.experiments.search.run import Budget, Point, search
 from fp4deploy.models import read_card
 from fp4deploy.peaks import find_gpu
-from fp4deploy.runs import LOCK, Run
+from fp4deploy.runs import LOCK, Run, create_run
 from fp4deploy.train import load_config
+from fp4deploy.train.config import save_config, with_settings
 
 
 def test_the_solver_is_as_good_as_trying_everything() -> None:
@@ -90,12 +92,18 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     assert again.chosen.bytes <= half
     assert again.errors == found.errors
     assert len((out / "measured.jsonl").read_text().splitlines()) <= len(lines) + 1  # one placement more
-    assert {path.name for path in save_search(again, out)} == {
+    assert {path.name for path in save_search(again, out, checkpoint)} == {
         "precision.yaml", "search.json", "search.md", "pareto.png"
     }  # fmt: skip
     config = load_config(out / "precision.yaml", [])
     assert set(config.quant.include or ()) == {*again.chosen.layers, *again.chosen.fp8}
     assert (config.quant.fp8 or []) == list(again.chosen.fp8)
+    assert config.train.init_checkpoint == str(checkpoint.resolve())
+    run = create_run(tmp_path / "run")
+    save_config(with_settings(config, ["seed=7", "quant.exclude=[head]", "train.from_scratch=true"]), run.config_path)
+    settings = yaml.safe_load(recipe(again, run.checkpoint("fp16")))
+    assert (settings["seed"], settings["quant"]["exclude"], settings["train"]["from_scratch"]) == (7, None, False)
+    assert settings["train"]["init_checkpoint"] == str(run.checkpoint("fp16").resolve())
     assert json.loads((out / "search.json").read_text())["latency"].startswith("projected")
     times = tmp_path / "times.json"
     rows = [(name, "FP16", 2.0) for name in found.errors], [("head", "FP4", 1.5), ("up.0", "FP4", 3.0)]
@@ -103,12 +111,14 @@ def test_a_search_writes_a_recipe_and_can_go_on(untrained: Run, shapes: Path, tm
     measured = search(checkpoint, shapes, Budget("ms", 45.5), out, measured=times, **options)  # type: ignore[arg-type]
     assert measured.chosen.layers == ("head",)  # up.0 takes longer in FP4
     assert (measured.chosen.ms, measured.fp16.ms, measured.gpu) == (45.5, 46.0, "GPU")
-    save_search(measured, out)
+    save_search(measured, out, checkpoint)
     assert json.loads((out / "search.json").read_text())["latency"].startswith("measured")
     with pytest.raises(InputError, match="belongs to a search of another checkpoint"):
         search(checkpoint, shapes, Budget("drop", 1.0), out, images=1)
     with pytest.raises(InputError, match="No placement needs at most bytes=10"):
         search(checkpoint, shapes, Budget("bytes", 10.0), out, **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="which the budget of 1e\\+09 allows: nothing has to be quantised"):
+        search(checkpoint, shapes, Budget("bytes", 1e9), out, **options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="takes the FP16 checkpoint"):
         search(untrained.checkpoint("nvfp4"), shapes, Budget("drop", 1.0), out)
     assert read_card(checkpoint).precision == "fp16"

@@ -68,7 +68,7 @@ def search(
             say=note,
             progress=bar.phase,
         )
-    files = save_search(found, folder)
+    files = save_search(found, folder, checkpoint)
     layers = len(found.chosen.layers)
     done(
         f"{layers} of {len(found.errors)} layers in FP4, {len(found.chosen.fp8)} in FP8: "
@@ -83,4 +83,6 @@ def search(
     )
     for file in files:
         done(shown(file), file=str(file))
-    note(f"Use it with: fp4deploy quantize {shown(checkpoint)} --config {shown(folder / RECIPE)}")
+    settings = shown(folder / RECIPE)
+    note(f"Use it with: fp4deploy quantize {shown(checkpoint)} --config {settings}")
+    note(f"or train with: fp4deploy train --config {settings} --models nvfp4")

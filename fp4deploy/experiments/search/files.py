@@ -16,18 +16,20 @@ from fp4deploy.experiments.search.costs import PRECISIONS, LayerCost
 from fp4deploy.experiments.search.run import Found, Point, sqnr
 from fp4deploy.files import atomic_write
 from fp4deploy.ptq.methods import find_method
+from fp4deploy.runs import run_of
+from fp4deploy.train import load_config
 
 RECIPE = "precision.yaml"
 
 
-def save_search(found: Found, folder: Path) -> list[Path]:
-    """Write the four files.
+def save_search(found: Found, folder: Path, checkpoint: Path) -> list[Path]:
+    """Write the four files of the search of a checkpoint.
 
     Raises:
         InputError: the disk is full or the folder cannot be written.
     """
     contents = {
-        RECIPE: recipe(found).encode(),
+        RECIPE: recipe(found, checkpoint).encode(),
         "search.json": (json.dumps(_document(found), indent=1, allow_nan=False) + "\n").encode(),
         "search.md": render(found).encode(),
         "pareto.png": _picture(found),
@@ -38,12 +40,25 @@ def save_search(found: Found, folder: Path) -> list[Path]:
     return [folder / name for name in contents]
 
 
-def recipe(found: Found) -> str:
-    """Settings that `train --config` and `quantize --config` take; the card carries the choice on to `export`."""
-    chosen = found.chosen
-    quant = {"include": [name for name in found.errors if name in chosen.layers + chosen.fp8]}
-    quant |= {"fp8": list(chosen.fp8)} if chosen.fp8 else {}
-    settings = {"recipe": find_method(found.method).recipe, "quant": quant}
+def recipe(found: Found, checkpoint: Path) -> str:
+    """Settings that `train --config` and `quantize --config` take; the card carries the choice on to `export`.
+
+    They are those of the run that holds the checkpoint, where one does, with the layers of the search: training starts
+    from the checkpoint, on the same data, with the same network.
+    """
+    chosen, run = found.chosen, run_of(checkpoint)
+    settings: dict[str, Any] = load_config(run.config_path).model_dump(mode="json") if run is not None else {}
+    layers = [name for name in found.errors if name in chosen.layers + chosen.fp8]
+    settings["recipe"] = find_method(found.method).recipe
+    settings["train"] = settings.get("train", {}) | {
+        "init_checkpoint": str(Path(checkpoint).resolve()),
+        "from_scratch": False,
+    }
+    settings["quant"] = settings.get("quant", {}) | {
+        "include": layers,
+        "exclude": None,
+        "fp8": list(chosen.fp8) or None,
+    }
     heading = f"# {found.budget.kind}={found.budget.most:g}: {_sentence(found, found.chosen)}\n"
     return heading + yaml.safe_dump(settings, sort_keys=False)
 

@@ -129,8 +129,8 @@ def search(
         progress: is called with the running phase, what is done of it, and all of it.
 
     Raises:
-        InputError: not an FP16 checkpoint, no layer for FP4, a budget that no placement meets, times of other layers,
-            a folder of another search, or one that another process uses.
+        InputError: not an FP16 checkpoint, no layer for FP4, a budget that no placement meets or that FP16 meets,
+            times of other layers, a folder of another search, or one that another process uses.
     """
     gpu = find_gpu(arch)
     times, timed_on = measured_layers(measured) if measured is not None else (None, gpu.name)
@@ -214,7 +214,12 @@ def _choose(
             )
         return min(fitting, key=lambda each: each.bytes)
     now = fp16.bytes if budget.kind == "bytes" else fp16.ms
-    placement = least_error(errors, saved, max(0.0, now - budget.most))
+    if now <= budget.most:
+        raise InputError(
+            f"FP16 needs {budget.kind}={now:g}, which the budget of {budget.most:g} allows: nothing has to be "
+            "quantised. Give a smaller budget."
+        )
+    placement = least_error(errors, saved, now - budget.most)
     if placement is None:
         least = min(getattr(each, budget.kind) for each in points)
         raise InputError(f"No placement needs at most {budget.kind}={budget.most:g}; the least is {least:g}.")

@@ -24,12 +24,12 @@ from onnx_ir.passes import InPlacePass, PassResult
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import GEMM_OPS
-from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.onnx.quantize_function import DEQUANTIZE_OPS, QUANTIZE_OP, STATIC_QUANTIZE_OPS
 from fp4deploy.formats import NVFP4_BLOCK
 
 SCALE_TYPE_E4M3 = int(ir.DataType.FLOAT8E4M3FN)
 OPEN = 0  # height or width of a layer's input, where the graph takes any
-_SHAPE_OPS = ("Cast", "Reshape", "Transpose", "Identity", "DequantizeLinear")
+_SHAPE_OPS = ("Cast", "Reshape", "Transpose", "Identity", *DEQUANTIZE_OPS)
 _REEXPORT = "Export the model again: fp4deploy export --format onnx"
 
 
@@ -96,12 +96,18 @@ def chain(value: ir.Value | None) -> Iterator[ir.Node]:
 
 
 def weight_initializer(node: ir.Node) -> ir.Value | None:
-    """Initialiser that a compute node's second operand comes from, or None where both operands are computed."""
+    """Initialiser that a compute node's second operand comes from, or None where both operands are computed.
+
+    Files of other tools may hold the weight unquantised and quantise it in the graph.
+    """
     if len(node.inputs) < 2:
         return None
     value = node.inputs[1]
     for above in chain(value):
         value = above.inputs[0]
+    quantizer = value.producer() if value is not None else None
+    if quantizer is not None and quantizer.op_type in STATIC_QUANTIZE_OPS:
+        value = quantizer.inputs[0]
     return value if value is not None and value.is_initializer() else None
 
 

@@ -19,10 +19,10 @@ import onnx_ir as ir
 
 from fp4deploy.export.lowering.pattern import layer_name, weight_initializer
 from fp4deploy.export.onnx.canonical import GEMM_OPS
-from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.onnx.quantize_function import DEQUANTIZE_OPS, QUANTIZE_OP, STATIC_QUANTIZE_OPS
 
-_QUANTIZERS = (QUANTIZE_OP, "QuantizeLinear")
-_AROUND = ("DequantizeLinear", "Cast", "Reshape", "Pad", "Transpose", "Identity", *_QUANTIZERS)
+_QUANTIZERS = (QUANTIZE_OP, *STATIC_QUANTIZE_OPS)
+_AROUND = (*DEQUANTIZE_OPS, "Cast", "Reshape", "Pad", "Transpose", "Identity", *_QUANTIZERS)
 IMAGE = "input"
 
 

@@ -13,6 +13,8 @@ import onnx.parser
 
 TRT_DOMAIN = "trt"
 QUANTIZE_OP = "TRT_FP4DynamicQuantize"
+DEQUANTIZE_OPS = ("DequantizeLinear", "TRT_FP8DequantizeLinear", "TRT_MXFP8DequantizeLinear")
+STATIC_QUANTIZE_OPS = ("QuantizeLinear", "TRT_FP8QuantizeLinear")
 
 _FUNCTION = """
 <opset_import: ["" : 23], domain: "trt">
