@@ -82,6 +82,7 @@ def bench_artifact(
         boundary_f1=found.boundary_f1 if found else None,
         recall_by_size=found.recall_by_size if found else {},
         errors=found.errors if found else {},
+        confusion=found.confusion if found else {},
         split=split if found else None,
         data_sha256=found.data_sha256 if found else None,
         evidence=found.evidence if found else None,

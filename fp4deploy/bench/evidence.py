@@ -27,7 +27,8 @@ from fp4deploy.metrics import Scores
 class Accuracy:
     """What one evaluation gives: the scores, counts of its images, and the digest of the images and labels.
 
-    boundary_f1, recall_by_size: of semantic models, see `detail`. errors: of detectors, see `detection.errors`.
+    boundary_f1, recall_by_size: of semantic models, see `detail`. errors, confusion: of detectors, see
+    `detection.errors`.
     """
 
     scores: Scores | InstanceScores
@@ -36,6 +37,7 @@ class Accuracy:
     boundary_f1: float | None = None
     recall_by_size: dict[str, float | None] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    confusion: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class PixelCounts:

@@ -1,7 +1,7 @@
 """Objects of a runtime: their average precision, and on request the files that other tools read.
 
 DIR/results.json                COCO results: an RLE or a box for each object, at the size of the original image
-DIR/scores.json                 AP, AP50, AP75, by size and class; of boxes also the kinds of errors
+DIR/scores.json                 AP, AP50, AP75, by size and class; of boxes also the kinds of errors and the confusion
 DIR/panoptic.json, panoptic/    segments as PNG and their list, COCO's panoptic format (instance models)
 DIR/overlays/                   the objects over the images
 """
@@ -25,10 +25,9 @@ from fp4deploy.data.digest import DigestedDataset
 from fp4deploy.data.part import part_of
 from fp4deploy.detection import DetectionEvaluation, Detections
 from fp4deploy.detection.draw import draw_boxes
-from fp4deploy.detection.errors import Errors
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
-from fp4deploy.instances import InstanceEvaluation, Instances, InstanceScores, write_results
+from fp4deploy.instances import InstanceEvaluation, Instances, write_results
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.instances.panoptic import PanopticWriter
 from fp4deploy.instances.results import Result
@@ -82,13 +81,15 @@ def evaluate_objects(
         if progress:
             progress(seen, len(dataset))
     scores = evaluation.compute()
-    errors = evaluation.errors() if isinstance(evaluation, DetectionEvaluation) else {}
+    more: dict[str, Any] = {}
+    if isinstance(evaluation, DetectionEvaluation):
+        more = {"errors": evaluation.errors(), "confusion": evaluation.confusion()}
     if finish:
-        finish(scores, errors)
+        finish({**scores.to_json(), "per_class": scores.per_class, **more})
     assert scores.matches is not None
     truth = json.dumps(evaluation.ground_truth, sort_keys=True, default=str)
     digest = hashlib.sha256((digested.digest() + truth).encode()).hexdigest()
-    return Accuracy(scores, write_matches(scores.matches), digest, errors=errors)
+    return Accuracy(scores, write_matches(scores.matches), digest, **more)
 
 
 def _limited(card: ModelCard, max_detections: int | None) -> ModelCard:
@@ -98,7 +99,7 @@ def _limited(card: ModelCard, max_detections: int | None) -> ModelCard:
     return dataclasses.replace(card, head=dataclasses.replace(card.head, max_detections=max_detections))
 
 
-Finish = Callable[[InstanceScores, Errors], None]
+Finish = Callable[[dict[str, Any]], None]
 
 
 def _keep(folder: Path, evaluation: Any) -> Finish:
@@ -121,9 +122,9 @@ class _Files:
             with atomic_write(self.folder / "overlays" / self.dataset.picture_name(index)) as temporary:
                 Image.fromarray(draw_instances(sample.image, found.ids)).save(temporary, format="PNG")
 
-    def finish(self, scores: InstanceScores, errors: Errors) -> None:
+    def finish(self, scores: dict[str, Any]) -> None:
         self.panoptic.finish()
-        _write(self.folder, self.evaluation.results(), {**scores.to_json(), "per_class": scores.per_class})
+        _write(self.folder, self.evaluation.results(), scores)
 
 
 class _BoxFiles:
@@ -138,9 +139,8 @@ class _BoxFiles:
                 drawn = draw_boxes(sample.image, found.above(SHOWN))
                 Image.fromarray(drawn).save(temporary, format="PNG")
 
-    def finish(self, scores: InstanceScores, errors: Errors) -> None:
-        content = {**scores.to_json(), "per_class": scores.per_class, "errors": errors}
-        _write(self.folder, self.evaluation.results(), content)
+    def finish(self, scores: dict[str, Any]) -> None:
+        _write(self.folder, self.evaluation.results(), scores)
 
 
 def _write(folder: Path, results: list[Result], scores: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ class ArtifactEntry(Record):
     pixel_accuracy: float | None = None
     per_class: Scores = Field(default_factory=dict)
     errors: dict[str, Scores] = Field(default_factory=dict)  # of detectors: kind -> count and AP50 that it costs
+    confusion: dict[str, dict[str, int]] = Field(default_factory=dict)  # of detectors: class -> detected as -> count
     boundary_f1: float | None = None
     recall_by_size: Scores = Field(default_factory=dict)
     split: str | None = None

@@ -17,6 +17,7 @@ INSTANCE = (("AP", "ap"), ("AP50", "ap50"))
 NUMERIC = frozenset({"size", "mIoU", "AP", "AP50", "change", "p50 ms", "images/s"})
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
+MOST_CONFUSIONS = 12  # rows of the table
 
 
 def metrics(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, str], ...]:
@@ -160,3 +161,18 @@ def error_rows(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, ...], lis
         cells = [f"{each.get('count') or 0:.0f} ({points(each.get('ap50'))})" for each in found]
         body.append([str(entry.model), *cells])
     return ("model", *kinds), body
+
+
+def confusion_rows(artifacts: Sequence[ArtifactEntry]) -> tuple[tuple[str, ...], list[list[str]]] | None:
+    """Head and body of the table of the commonest confusions, a column a checkpoint; None where there are none."""
+    measured = [entry for entry in artifacts if entry.confusion and entry.path.endswith(".safetensors")]
+    counts = [
+        {(truth, found): count for truth, row in entry.confusion.items() for found, count in row.items()}
+        for entry in measured
+    ]
+    wrong = {pair for each in counts for pair in each if pair[0] != pair[1]}
+    if not wrong:
+        return None
+    shown = sorted(wrong, key=lambda pair: (-max(each.get(pair, 0) for each in counts), pair))[:MOST_CONFUSIONS]
+    body = [[*pair, *(str(each.get(pair, 0)) for each in counts)] for pair in shown]
+    return ("object", "detected as", *(str(entry.model) for entry in measured)), body

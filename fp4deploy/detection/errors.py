@@ -16,6 +16,9 @@ kind is the AP50 that would be gained if its errors alone were corrected: a wron
 detection removed where its object is found already), duplicates and background removed, missed objects removed from the
 ground truth. Costs do not add up to what is missing, since one error can hide another.
 
+`confusion` counts what each object was detected as, of the detections that are drawn (score of at least
+`models.boxes.SHOWN`).
+
 Source: Bolya et al., "TIDE: A General Toolbox for Identifying Object Detection Errors", 2020.
 """
 
@@ -32,11 +35,14 @@ from numpy.typing import NDArray
 from fp4deploy.detection.decode import iou
 from fp4deploy.instances.results import Result
 from fp4deploy.instances.scores import box_ap50
+from fp4deploy.models.boxes import SHOWN
 
 FOREGROUND, BACKGROUND = 0.5, 0.1  # IoU
 KINDS = ("classification", "localisation", "both", "duplicate", "background", "missed")
 Annotation = dict[str, Any]
 Errors = dict[str, dict[str, float]]  # kind -> its "count" and the "ap50" that it costs
+Confusion = dict[str, dict[str, int]]  # class of an object -> class it was detected as -> how often
+NOTHING = "nothing"  # in a confusion: an object without a detection, and a detection without an object
 
 
 @dataclass
@@ -68,6 +74,36 @@ def error_kinds(ground_truth: dict[str, Any], results: Sequence[Result], max_det
             gain = box_ap50(truth, corrected, max_detections) - before
         found[kind] = {"count": counts[kind], "ap50": max(0.0, gain) if np.isfinite(gain) else 0.0}
     return found
+
+
+def confusion(
+    ground_truth: dict[str, Any], results: Sequence[Result], max_detections: int = 100, score: float = SHOWN
+) -> Confusion:
+    """What objects were detected as, of detections of at least this score; pairs that occur.
+
+    An object that a detection of another class covers, and none of its own, counts as that class; one that is
+    detected at the wrong place counts as not detected, and its detection as one without an object.
+    """
+    shown = [result for result in _limited(results, max_detections) if result["score"] >= score]
+    judged = _judge(ground_truth, shown)
+    names = {category["id"]: category["name"] for category in ground_truth["categories"]}
+    pairs: Counter[tuple[str, str]] = Counter()
+    taken = set(judged.found)
+    for place, kind in judged.kinds.items():
+        truth, meant = NOTHING, judged.meant.get(place)
+        if kind == "classification" and meant is not None and meant["id"] not in taken:
+            taken.add(meant["id"])
+            truth = names[meant["category_id"]]
+        pairs[truth, names[shown[place]["category_id"]]] += 1
+    for each in ground_truth["annotations"]:
+        if each["id"] in judged.found:
+            pairs[names[each["category_id"]], names[each["category_id"]]] += 1
+        elif each["id"] not in taken and not each["iscrowd"]:
+            pairs[names[each["category_id"]], NOTHING] += 1
+    counts: Confusion = {}
+    for (truth, found), count in sorted(pairs.items()):
+        counts.setdefault(truth, {})[found] = count
+    return counts
 
 
 def _limited(results: Sequence[Result], most: int) -> list[Result]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp4deploy.data import BoxDataset
 from fp4deploy.detection.decode import Detections, FoundBoxes, decode_boxes, in_image
-from fp4deploy.detection.errors import Errors, error_kinds
+from fp4deploy.detection.errors import Confusion, Errors, confusion, error_kinds
 from fp4deploy.instances.evaluation import gathered
 from fp4deploy.instances.results import Result
 from fp4deploy.instances.scores import InstanceScores, average_precision
@@ -64,6 +64,10 @@ class DetectionEvaluation:
         """Kinds of errors, by `detection.errors`."""
         with torch.inference_mode(False):
             return error_kinds(self.ground_truth, self.results(), self.head.max_detections)
+
+    def confusion(self) -> Confusion:
+        """What objects were detected as, by `detection.errors`."""
+        return confusion(self.ground_truth, self.results(), self.head.max_detections)
 
     def compute(self) -> InstanceScores:
         """Score everything seen so far against the whole split."""

@@ -103,6 +103,7 @@ def render_html(report: ReportData, pictures: Pictures) -> str:
             counts=count_titles(report),
             per_class=TASKS[report.task].per_class,
             errors=tables.error_rows(report.artifacts),
+            confusions=tables.confusion_rows(report.artifacts),
             classes=_classes(report),
             machine=described(report.environment),
         )

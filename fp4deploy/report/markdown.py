@@ -23,6 +23,8 @@ def render_markdown(report: ReportData) -> str:
     parts += [f"## {TASKS[report.task].per_class} per class, points\n", per_class(report.models)]
     if kinds := tables.error_rows(report.artifacts):
         parts += ["## Kinds of errors: how many, and AP50 that they cost in points\n", tables.markdown(*kinds)]
+    if confusions := tables.confusion_rows(report.artifacts):
+        parts += ["## Commonest confusions, detections of a score from 0.3\n", tables.markdown(*confusions)]
     parts += ["## Measured on\n", _machine(report.environment)]
     return "\n".join(parts)
 

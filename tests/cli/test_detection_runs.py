@@ -47,6 +47,7 @@ def test_one_command_goes_all_the_way(home: Path) -> None:
     page, written = (run / "report.html").read_text(), (run / "report.md").read_text()
     for text in (page, written):
         assert "Kinds of errors" in text
+        assert "Commonest confusions" in text
         assert "mIoU" not in text
     assert page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0].count("data:image/png;base64") == 20
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fp4deploy.data import open_boxes
-from fp4deploy.detection.errors import KINDS, error_kinds
+from fp4deploy.detection.errors import KINDS, NOTHING, confusion, error_kinds
 from fp4deploy.instances import average_precision
 from fp4deploy.instances.scores import Evaluator, box_ap50
 
@@ -142,3 +142,27 @@ def test_no_detection_and_nothing_to_find() -> None:
     only_crowd = truth_of((1, A), crowd=1)
     assert error_kinds(only_crowd, found((2, B, 0.5)))["background"]["count"] == 1
     assert np.isnan(average_precision(only_crowd, [], 100, "bbox").ap)
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        (found((1, A, 0.9), (2, B, 0.8)), {"one": {"one": 1}, "two": {"two": 1}}),
+        (found((1, A, 0.9), (1, B, 0.8)), {"one": {"one": 1}, "two": {"one": 1}}),
+        (found((1, A, 0.9), (2, B, 0.8), (1, B, 0.7)), {NOTHING: {"one": 1}, "one": {"one": 1}, "two": {"two": 1}}),
+        (
+            found((1, A, 0.9), (2, [50.0, 60.0, 20.0, 20.0], 0.8)),
+            {NOTHING: {"two": 1}, "one": {"one": 1}, "two": {NOTHING: 1}},
+        ),
+        (found((1, A, 0.9), (2, B, 0.2)), {"one": {"one": 1}, "two": {NOTHING: 1}}),
+        (found((1, B, 0.9), (1, B, 0.8)), {NOTHING: {"one": 1}, "one": {NOTHING: 1}, "two": {"one": 1}}),
+    ],
+    ids=["right", "another class", "a second class on one object", "wrong place", "low score", "two of another class"],
+)
+def test_what_objects_were_detected_as(results: list[dict[str, Any]], expected: dict[str, dict[str, int]]) -> None:
+    assert confusion(truth_of((1, A), (2, B)), results) == expected
+
+
+def test_a_crowd_takes_its_detections_and_is_not_missed() -> None:
+    truth = truth_of((1, A), (1, B), crowd=2)
+    assert confusion(truth, found((1, A, 0.9), (1, [52.0, 52.0, 5.0, 5.0], 0.9))) == {"one": {"one": 1}}
