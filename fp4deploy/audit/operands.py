@@ -270,7 +270,6 @@ def _blocked(
     dynamic: bool,
 ) -> Operand:
     known = -len(shape) <= axis < len(shape)
-    place = {"axis": axis % len(shape) - len(shape), "rank": len(shape), "extent": shape[axis]} if known else {}
     numbers = _arriving_blocks(shape, axis, size, path)
     along: list[int] = []
     if numbers is not None and numbers.ndim == len(names):
@@ -282,7 +281,9 @@ def _blocked(
         scales=scales,
         dynamic=dynamic,
         contracted=along == [contracted] if along else None,  # none: a block holds one element
-        **place,
+        axis=axis % len(shape) - len(shape) if known else 0,
+        rank=len(shape) if known else 0,
+        extent=shape[axis] if known else 0,
     )
 
 

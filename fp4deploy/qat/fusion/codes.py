@@ -103,7 +103,7 @@ def _moved(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, fx.Node | None])
     inputs = {each: _decoded(graph, each, known) for each in node.all_input_nodes}
     if None in inputs.values():
         return None
-    copy = graph.node_copy(node, lambda each: inputs[each])  # type: ignore[return-value]
+    copy = graph.node_copy(node, lambda each: inputs[each])
     copy.meta = {**node.meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE}
     return copy
 
