@@ -100,7 +100,7 @@ def result(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("script", "recipes"),
-    [("vit_digits", ["mx_baseline", "nvfp4_4o6_qat", "nvfp4_train"]), ("conv_digits", ["tetrajet", "nvfp4_qat"])],
+    [("vit_digits", ["mx_baseline", "nvfp4_train"]), ("conv_digits", ["tetrajet", "nvfp4_qat"])],
 )
 def test_digits_trains_every_recipe_asked_for(
     command: Command, tmp_path: Path, script: str, recipes: list[str]

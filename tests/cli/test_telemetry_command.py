@@ -13,10 +13,12 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.cli.command_line import Invoke
+from tests.train.small_network import SPEC
 
 TINY = (
-    "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
+    "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
     "--set", "train.epochs=1", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
+    "--set", f"model.spec={SPEC}",
 )  # fmt: skip
 
 

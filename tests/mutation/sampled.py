@@ -62,7 +62,7 @@ ROOMS = {
     ),
     "packed": Room(
         ("fp4deploy/packed/check.py", "fp4deploy/packed/shapes.py"),
-        ("tests/packed/test_packed_check.py", "tests/packed/test_mutations.py", "tests/packed/test_memory.py"),
+        tuple(f"tests/packed/test_{name}.py" for name in ("packed_check", "mutations", "memory", "shapes")),
     ),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.losses.auxiliary import AuxiliaryLosses, damping_loss, distillation_loss
 from fp4deploy.train.sections import DistillSection
+from tests.train.small_network import SPEC
 
 
 def test_the_divergence_is_that_of_the_tempered_softmaxes() -> None:
@@ -120,7 +121,13 @@ def test_distillation_alone_brings_the_student_to_its_teacher(
             losses.append(self.statistics.read().loss - before)
 
     monkeypatch.setattr(Trainer, "_step", noted)
-    settings = ["distill.weight=1", "distill.task=0", "train.epochs=10", "train.from_scratch=true"]
+    settings = [
+        f"model.spec={SPEC}",
+        "distill.weight=1",
+        "distill.task=0",
+        "train.epochs=10",
+        "train.from_scratch=true",
+    ]
     train_models(with_settings(tiny, settings), create_run(tmp_path / "run"))
     assert len(losses) == 20
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])

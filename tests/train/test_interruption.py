@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from fp4deploy.data import generate_shapes
 from fp4deploy.errors import InputError, Interrupted
 from fp4deploy.files import append_line
+from fp4deploy.models.spec import name_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models
 from fp4deploy.train.interrupt import Interrupt
@@ -25,9 +26,10 @@ from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningS
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.state import Progress, SavingPace, load_state, read_progress, save_state
 from tests.train.launch import copy_of, start
+from tests.train.small_network import SPEC
 
 SETTINGS = [
-    "model.scale=0.125",
+    f"model.spec={SPEC}",
     "data.height=32",
     "data.width=32",
     "train.epochs=2",
@@ -121,6 +123,7 @@ def test_the_same_signal_again_interrupts_at_once_and_another_does_not() -> None
 
 def train_until_step_6(out: Path, reached: Path, settings: Path) -> None:
     """In a process that will be killed: train, and wait at the seventh step."""
+    name_model(SPEC)
     step = Trainer._step
 
     def waiting(self: Trainer, *batch: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from fp4deploy.train import Config, SegmentationLoss, load_config, train_models,
 from fp4deploy.train.logging.running_statistics import RunningStatistics
 from fp4deploy.train.loop import Trainer
 from tests.train.launch import run_ranks, start
+from tests.train.small_network import SPEC
 
 
 def losses_of(config: Config, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -174,7 +175,7 @@ def test_a_spike_is_survived_and_reported(
 
     monkeypatch.setattr(Trainer, "_step", spiked)
     run = create_run(tmp_path / "run")
-    train_models(with_settings(tiny, ["train.epochs=20"]), run, ("fp16",))
+    train_models(with_settings(tiny, [f"model.spec={SPEC}", "train.epochs=20"]), run, ("fp16",))
     lines = [json.loads(line) for line in (run.model_dir("fp16") / "metrics.jsonl").open()]
     assert [line["epoch"] for line in lines if line["loss_spikes"]] == [13]
     assert lines[12]["loss_spikes"] == 1

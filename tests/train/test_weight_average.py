@@ -20,6 +20,7 @@ from fp4deploy.train import Config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.optimizer import WeightAverage
 from tests.train.launch import copy_of
+from tests.train.small_network import SPEC
 
 
 def test_the_average_is_the_recursion_with_a_short_memory_at_first() -> None:
@@ -82,7 +83,9 @@ def test_an_interrupted_average_and_window_of_resets_resume_exactly(
 ) -> None:
     often = WeightReset(start=0.0, period=4, window=2, ratio=2.0)
     monkeypatch.setitem(RECIPES, "nvfp4_qat", replace(RECIPES["nvfp4_qat"], weight_reset=often))
-    settings = with_settings(tiny, ["train.ema=0.9", "train.batch_size=2", "train.from_scratch=true"])
+    settings = with_settings(
+        tiny, [f"model.spec={SPEC}", "train.ema=0.9", "train.batch_size=2", "train.from_scratch=true"]
+    )
     runs, original = [create_run(tmp_path / name) for name in ("straight", "interrupted")], Trainer._step
     train_models(settings, runs[0], ("nvfp4",))
 

@@ -27,7 +27,7 @@ SIZES = ((32, 48), (16, 16), (64, 32))
 @cache
 def open_sized(name: str) -> tuple[nn.Module, onnx.ModelProto]:
     torch.manual_seed(0)
-    network = build_unet(4, 0.25) if name == "unet" else DilatedBranches()
+    network = build_unet(4, 0.125) if name == "unet" else DilatedBranches()
     model = prepared(network, "nvfp4_qat", (3, *SIZES[0]))
     return model, export_graph(model, (3, *SIZES[0]), dynamic_size=True)
 
