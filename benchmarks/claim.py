@@ -1,12 +1,13 @@
 """The cost of training with quantised gradients, by size and kind of network, in parts that fit short GPU sessions.
 
     python -m benchmarks.claim --data dsb2018=DSB2018 --data camvid=CAMVID --json claim.json --minutes 8 --jobs 6
-    python -m benchmarks.claim --json claim.json                                    prints the table, trains nothing
+    python -m benchmarks.claim --json claim.json --plot docs/images/claim.png       the tables and the picture alone
 
 The published claim (arXiv 2605.27616, brain-tumour segmentation): convolutional networks lose accuracy under recipes
 that quantise gradients, the more the larger they are, and transformers do not. The variants are those of
 configs/sweep_claim.yaml: each network is trained from random weights in FP16 and with four recipes, and a gap is that
 of the best mIoU to the FP16 training of the same network, data set and seed, with the interval of `experiments.sweep`.
+Growth is what the claim is about: the gap of a larger UNet minus that of the one of scale 0.25, seed by seed.
 
 The JSON is added to. Every finished training is a row of it, and a call trains what has no row yet, the cheapest
 networks first and all data sets of a network before the next one; what --minutes interrupts is trained again by the
@@ -35,6 +36,9 @@ SWEEP = Path(__file__).parents[1] / "configs/sweep_claim.yaml"
 NETWORKS = ("unet_025", "segformer", "unet_05", "unet_1")  # the cheapest first
 RECIPES = ("nvfp4_qat", "nvfp4_train", "tetrajet", "fp4_all_the_way")
 CONTROL = "fp16"
+SMALLEST, LARGER = "unet_025", ("unet_05", "unet_1")
+LABELS = {"unet_025": "UNet 0.25", "unet_05": "UNet 0.5", "unet_1": "UNet 1.0", "segformer": "SegFormer B0"}
+COLOURS = dict(zip(RECIPES, ("#7f7f7f", "#0072B2", "#D55E00", "#009E73"), strict=True))  # of Okabe and Ito
 SETTINGS = {"camvid": ("train.epochs=24", "data.width=352")}  # as many steps as on DSB2018
 Row = dict[str, Any]
 
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time on one GPU")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the gaps of all rows")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all trainings")
     options = parser.parse_args()
     rows: list[Row] = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.json.is_file() else []
@@ -65,6 +70,10 @@ def main() -> None:
                 rows += train(name, network, variants, seeds, settings, left, options.jobs)
                 write(options.json, rows, sets)
     print(markdown(rows))
+    for each in growth(rows):
+        print(f"{each['data']} {each['recipe']}: gap of {each['network']} minus gap of {SMALLEST}: {gap_text(each)}")
+    if options.plot:
+        draw(gaps(rows), options.plot)
 
 
 def missing(
@@ -137,6 +146,58 @@ def gaps(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return found
 
 
+def growth(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """For each data set, recipe and larger UNet: its gap minus that of the smallest, paired by seed, in points."""
+    known = {(gap["data"], gap["network"], gap["recipe"]): gap for gap in gaps(rows)}
+    found = []
+    for (data, network, recipe), gap in known.items():
+        smallest = known.get((data, SMALLEST, recipe))
+        if network in LARGER and smallest:
+            runs = [
+                {seed: {"status": "done", "gap": points / 100} for seed, points in each["by_seed"].items()}
+                for each in (gap, smallest)
+            ]
+            shared = {seed: run for seed, run in runs[0].items() if seed in runs[1]}
+            if difference := paired(shared, runs[1], "gap"):
+                found.append({"data": data, "network": network, "recipe": recipe, **difference})
+    return found
+
+
+def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Gaps by network, a panel for each data set: mean, interval and seeds of each recipe."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(dict.fromkeys(gap["data"] for gap in found))
+    figure, panels = plt.subplots(
+        1, max(1, len(names)), figsize=(5.2 * max(1, len(names)), 3.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, name in zip(panels[0], names, strict=False):
+        for shift, recipe in enumerate(RECIPES):
+            for gap in found:
+                if (gap["data"], gap["recipe"]) != (name, recipe):
+                    continue
+                at = list(LABELS).index(gap["network"]) + 0.16 * (shift - 1.5)
+                seeds = list(gap["by_seed"].values())
+                if gap["low"] is not None:
+                    panel.plot([at, at], [gap["low"], gap["high"]], "-", lw=1.5, color=COLOURS[recipe])
+                panel.plot([at] * len(seeds), seeds, "o", ms=3, alpha=0.5, color=COLOURS[recipe])
+                panel.plot(at, gap["mean"], "_", ms=9, mew=2.5, color=COLOURS[recipe])
+        panel.axhline(0, color="#7f7f7f", lw=1)
+        panel.set_xticks(range(len(LABELS)), list(LABELS.values()))
+        panel.set_title(name, fontsize=10, loc="left")
+        panel.grid(axis="y", color="#e0e0e0")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("mIoU minus FP16's, points")
+    handles = [plt.Line2D([], [], color=colour, marker="o", ls="", label=recipe) for recipe, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """FP16's mIoU in points, and the gaps of the recipes."""
     known = {(gap["data"], gap["network"], gap["recipe"]): gap for gap in gaps(rows)}
@@ -158,7 +219,8 @@ def write(path: Path, rows: Sequence[Row], sets: Sequence[str]) -> None:
     """The JSON, with the gaps of all rows so far."""
     data = [f"--data {name}={name.upper()}" for name in dict.fromkeys(row["data"] for row in rows)]
     command = " ".join(["python -m benchmarks.claim", *data, *sets, f"--json {path.name}"])
-    report = {"command": command, "machine": machine(), "sweep": SWEEP.name, "rows": rows, "gaps": gaps(rows)}
+    report = {"command": command, "machine": machine(), "sweep": SWEEP.name, "rows": rows}
+    report |= {"gaps": gaps(rows), "growth": growth(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

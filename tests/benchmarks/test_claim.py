@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.claim import CONTROL, NETWORKS, RECIPES, SWEEP, gaps, longest, markdown, missing
+from benchmarks.claim import CONTROL, NETWORKS, RECIPES, SWEEP, gaps, growth, longest, markdown, missing
 from fp4deploy.experiments.sweep.spec import load_sweep
 
 
@@ -48,3 +48,17 @@ def test_gaps_are_paired_with_the_fp16_training_of_the_same_network_and_seed() -
     assert gap["mean"] == pytest.approx(-2.0)
     assert gap["low"] < gap["mean"] < gap["high"]
     assert "| d | unet_025 | 55.00 | – | – | -2.00 [" in markdown(rows)
+
+
+def test_growth_is_the_difference_of_two_gaps_of_a_seed() -> None:
+    scores = {"unet_025": ((0.50, 0.49), (0.60, 0.57)), "unet_1": ((0.80, 0.76), (0.70, 0.68), (0.5, 0.5))}
+    rows = [
+        row(recipe, seed, best, network)
+        for network, seeds in scores.items()
+        for seed, pair in enumerate(seeds)
+        for recipe, best in zip((CONTROL, "tetrajet"), pair, strict=True)
+    ]
+    (found,) = growth(rows)
+    assert (found["network"], found["recipe"]) == ("unet_1", "tetrajet")
+    assert found["by_seed"] == pytest.approx({"0": -3.0, "1": 1.0})  # -4 against -1, -2 against -3
+    assert found["mean"] == pytest.approx(-1.0)
