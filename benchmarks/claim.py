@@ -9,10 +9,10 @@ configs/sweep_claim.yaml: each network is trained from random weights in FP16 an
 of the best mIoU to the FP16 training of the same network, data set and seed, with the interval of `experiments.sweep`.
 Growth is what the claim is about: the gap of a larger UNet minus that of the one of scale 0.25, seed by seed.
 
-The JSON is added to. Every finished training is a row of it, and a call trains what has no row yet, the cheapest
-networks first and all data sets of a network before the next one; what --minutes interrupts is trained again by the
-next call. On another machine give it the JSON of the calls before; nothing else is needed. A group of which the longest
-training so far took more than the time left is not begun.
+The JSON is added to. Every finished training becomes a row of it at once, and a call trains what has no row yet, the
+cheapest networks first and all data sets of a network before the next one; what --minutes interrupts is trained again
+by the next call. On another machine give it the JSON of the calls before; nothing else is needed. A group of which the
+longest training so far took more than the time left is not begun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.sweep_result import machine
 from fp4deploy.experiments.sweep.results import collect, gap_text, paired
 from fp4deploy.experiments.sweep.run import run_sweep
-from fp4deploy.experiments.sweep.spec import load_sweep
+from fp4deploy.experiments.sweep.spec import Sweep, load_sweep
 
 SWEEP = Path(__file__).parents[1] / "configs/sweep_claim.yaml"
 NETWORKS = ("unet_025", "segformer", "unet_05", "unet_1")  # the cheapest first
@@ -59,6 +59,10 @@ def main() -> None:
     end = time.monotonic() + 60 * options.minutes
     sets = [f"--set {each}" for each in options.set]
     data = dict(each.split("=", 1) for each in options.data)
+
+    def keep(found: Sequence[Row]) -> None:
+        write(options.json, [*rows, *found], sets)
+
     for network in options.networks:
         for name, folder in data.items():
             for variants, seeds in missing(rows, name, network, options.seeds):
@@ -67,8 +71,9 @@ def main() -> None:
                     print(f"{name} {network}: not begun, {left:.1f} minutes are left")
                     continue
                 settings = (*SETTINGS.get(name, ()), f"data.root={json.dumps(folder)}", *options.set)
-                rows += train(name, network, variants, seeds, settings, left, options.jobs)
-                write(options.json, rows, sets)
+                sweep = load_sweep(SWEEP, settings, seeds)
+                rows += train(name, network, variants, sweep, left, options.jobs, keep)
+                keep([])
     print(markdown(rows))
     for each in growth(rows):
         print(f"{each['data']} {each['recipe']}: gap of {each['network']} minus gap of {SMALLEST}: {gap_text(each)}")
@@ -96,38 +101,39 @@ def longest(rows: Sequence[Row], data: str, network: str) -> float:
 
 
 def train(
-    data: str,
-    network: str,
-    recipes: Sequence[str],
-    seeds: tuple[int, ...],
-    sets: tuple[str, ...],
-    minutes: float,
-    jobs: int,
+    data: str, network: str, recipes: Sequence[str], sweep: Sweep, minutes: float, jobs: int, keep: Callable[..., None]
 ) -> list[Row]:
-    """The rows of the trainings that were finished."""
-    sweep = load_sweep(SWEEP, sets, seeds)
+    """The rows of the trainings that were finished; `keep` gets those so far with everything that the sweep says."""
     chosen = {f"{network}_{recipe}": recipe for recipe in recipes}
     sweep = replace(sweep, variants=tuple(each for each in sweep.variants if each.name.startswith(f"{network}_")))
-    with tempfile.TemporaryDirectory() as folder:
-        run_sweep(
-            sweep, Path(folder) / "sweep", tuple(chosen), minutes, lambda text: print(text, flush=True), jobs=jobs
-        )
-        found = collect(sweep, Path(folder) / "sweep")["variants"]
     gpu = machine()["gpu"]
-    return [
-        {
-            "data": data,
-            "network": network,
-            "recipe": recipe,
-            "seed": int(seed),
-            **{key: run[key] for key in ("best", "last", "epochs", "skipped_steps")},
-            "seconds": round(run["seconds"], 1),
-            "gpu": gpu,
-        }
-        for name, recipe in chosen.items()
-        for seed, run in found[name]["runs"].items()
-        if run["status"] == "done"
-    ]
+
+    def finished(out: Path) -> list[Row]:
+        found = collect(sweep, out)["variants"]
+        return [
+            {
+                "data": data,
+                "network": network,
+                "recipe": recipe,
+                "seed": int(seed),
+                **{key: run[key] for key in ("best", "last", "epochs", "skipped_steps")},
+                "seconds": round(run["seconds"], 1),
+                "gpu": gpu,
+            }
+            for name, recipe in chosen.items()
+            for seed, run in found[name]["runs"].items()
+            if run["status"] == "done"
+        ]
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "sweep"
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+            keep(finished(out))
+
+        run_sweep(sweep, out, tuple(chosen), minutes, say, jobs=jobs)
+        return finished(out)
 
 
 def gaps(rows: Iterable[Row]) -> list[dict[str, Any]]:
