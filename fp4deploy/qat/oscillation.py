@@ -8,7 +8,7 @@ element by element,
 
 with r = 0 where the weight did not move. A weight that travels has r near 1; one that oscillates has its code's jumps
 against hardly any movement of its own. After the next step every weight with r >= ratio is set to its code's value,
-w <- Q(w), as far from both thresholds as it can be. The optimiser's moments stay as they are.
+w <- Q(w), away from both thresholds of its code. The optimiser's moments stay as they are.
 
 Steps count from the first one after `start`: in a period, step 0 takes the weights that the sums start from, steps 1
 to T sum, step T + 1 resets. Dampening (`train.losses.auxiliary`) pulls every weight to its code all the time instead.
