@@ -73,17 +73,20 @@ class CommandGroup(TyperGroup):
     def _read_json(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments without a `--json` that the command does not know, or with the value that it lacks."""
         command: Any = self
-        names = []
-        for argument in args:
+        names, end = [], 0
+        for number, argument in enumerate(args):
             found = command.get_command(ctx, argument) if isinstance(command, TyperGroup) else None
             if found is not None:
-                command = found
+                command, end = found, number
                 names.append(argument)
         own = next((each for each in command.params if JSON in each.opts), None)
         if own is None or isinstance(command, TyperGroup):
             ctx.obj["json"] = " ".join(names) or None
             return [argument for argument in args if argument != JSON]
         place = args.index(JSON) + 1
+        if place <= end:  # in front of the command, where it names no file
+            value = [] if own.is_flag else ["-"]
+            return [*args[: place - 1], *args[place : end + 1], JSON, *value, *args[end + 1 :]]
         lacks = place == len(args) or (args[place].startswith("-") and args[place] != "-")
         return [*args[:place], "-", *args[place:]] if lacks and not own.is_flag else args
 
