@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from fp4deploy.errors import InputError, UnavailableError, suggest
+from fp4deploy.errors import InputError, suggest
 from fp4deploy.models.pyramid import PyramidSegmenter
 from fp4deploy.models.torchvision_operators import declare_operators
 from fp4deploy.requirements import ZOO
@@ -142,10 +142,7 @@ SOURCES: dict[str, Callable[[str, int, Arguments], nn.Module]] = {
 
 def _library(name: str) -> Any:
     declare_operators()
-    reason = ZOO[name].why_missing()
-    if reason is not None:
-        raise UnavailableError(f"The model comes from {reason}")
-    return importlib.import_module(name)
+    return ZOO[name].require("The model")
 
 
 def _chosen(name: str, known: Mapping[str, Callable[..., Any]], form: str) -> Callable[..., Any]:
