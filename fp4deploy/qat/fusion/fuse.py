@@ -23,7 +23,7 @@ from fp4deploy.qat.fusion.compiler import backend
 from fp4deploy.qat.prepare import quantized_layers
 
 
-def fuse(model: nn.Module, example_inputs: Any = None) -> nn.Module:
+def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool = False) -> nn.Module:
     """Fuse quantisation with the layers around it, in place; without a GPU the model is returned as it is.
 
     Args:
@@ -31,6 +31,8 @@ def fuse(model: nn.Module, example_inputs: Any = None) -> nn.Module:
         example_inputs: a batch, or a tuple of the forward's arguments. Given, a training step's forward and backward
             run at once, so that the time to compile is spent here; gradients, buffers and the state of random
             generators are as before.
+        recompute: keep no input of a convolution for the backward: our UNet computes it again (`qat.recompute`), of
+            other networks quantised ones are kept as codes and scales (`codes`). Less memory, a longer step.
 
     >>> model = fd.prepare(nn.Sequential(nn.Linear(64, 32)), include="0")
     >>> fd.fuse(model) is model
@@ -38,9 +40,9 @@ def fuse(model: nn.Module, example_inputs: Any = None) -> nn.Module:
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if not available(device) or has_kernels(model):
-        return fuse_unet(model)
+        return fuse_unet(model, recompute)
     mark_fusible(model)
-    model.compile(backend=backend(), dynamic=False)
+    model.compile(backend=backend(keep_codes=recompute), dynamic=False)
     if example_inputs is not None:
         _warm_up(model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
     return model
