@@ -137,7 +137,7 @@ class FusedUNet(UNet):
             else:
                 x = self._norm(x, bias, block.norm2, ups[0])
         for index, (up, block) in enumerate(zip(ups, decoder, strict=True)):
-            x = self._upwards(up, x, weights, skips.pop(), block.conv1)
+            x = self._upwards(up, x, weights, *skips.pop(), block.conv1)
             x = convolve(x, weights[block.conv1], None, SAME)
             x, bias = self._block(block, x, weights)
             after = ups[index + 1] if index + 1 < len(ups) else self.head
@@ -153,23 +153,24 @@ class FusedUNet(UNet):
         self, block: Block, x: torch.Tensor, bias: torch.Tensor | None, after: nn.Module, skips: list[Any]
     ) -> torch.Tensor:
         """The input of the next level, from the output of a block's second convolution; `skips` gets the other."""
-        y, largest, ab = _norm(x, bias, block.norm2, None)
-        skip, pooled = _pool(y, x.detach(), ab, largest, after)
+        y, largest = _norm(x, bias, block.norm2, None)
+        skip, pooled = _pool(y, largest, after)
         self._observe_input(after, pooled.shape, partial(_pooled, y))
-        skips.append((skip, x.detach(), ab, largest))
+        skips.append((skip, largest))
         return pooled
 
     def _upwards(
-        self, up: Any, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor], skip: Any, after: nn.Module
-    ) -> torch.Tensor:
-        """The input of a block of the decoder; `skip`: what `_downwards` put aside."""
+        self, up: Any, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor], skip: torch.Tensor,
+        largest: torch.Tensor, after: nn.Module,
+    ) -> torch.Tensor:  # fmt: skip
+        """The input of a block of the decoder."""
         upwards = convolve(x, weights[up], _cast(up.bias, x), UPWARDS)
-        joined = _concat(*skip, upwards, after)
-        self._observe_input(after, joined.shape, partial(_joined, skip[0], upwards))
+        joined = _concat(skip, upwards, largest, after)
+        self._observe_input(after, joined.shape, partial(_joined, skip, upwards))
         return joined
 
     def _norm(self, x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module) -> torch.Tensor:
-        y, *_ = _norm(x, bias, norm, after)
+        y, _ = _norm(x, bias, norm, after)
         self._observe_input(after, x.shape, lambda images: _normalized(x[images], bias, norm))
         return y
 
@@ -256,30 +257,19 @@ class _NormReLU(torch.autograd.Function):
 
 
 class _SkipAndPool(torch.autograd.Function):
-    """y = relu(a x + b) for the skip connection, and pooled; x is kept, which the gradient of the norm reads too."""
-
     @staticmethod
     def forward(
-        ctx: Any,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        ab: torch.Tensor,
-        amax: torch.Tensor | None,
-        clips: bool,
-        largest: torch.Tensor,
+        ctx: Any, y: torch.Tensor, amax: torch.Tensor | None, clips: bool, largest: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(x, ab, amax if clips else None, largest)
+        ctx.save_for_backward(y, amax if clips else None, largest)
         return y.view_as(y), ops.pool(y, amax)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, ab, amax, largest = ctx.saved_tensors
+        y, amax, largest = ctx.saved_tensors
         dskip, dpooled = gradients
-        damax = None
-        if ctx.needs_input_grad[3]:
-            y = _norm_again(x, ab, largest, False)
-            damax = ops.pool_damax(y, dpooled, amax, largest).reshape(amax.shape)
-        return ops.pool_backward(x, dskip, dpooled, amax, ab), None, None, damax, None, None
+        damax = ops.pool_damax(y, dpooled, amax, largest).reshape(amax.shape) if ctx.needs_input_grad[1] else None
+        return ops.pool_backward(y, dskip, dpooled, amax), damax, None, None
 
 
 class _Concat(torch.autograd.Function):
@@ -307,8 +297,8 @@ class _Concat(torch.autograd.Function):
 
 def _norm(
     x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(relu(norm(x + bias)) as the layer `after` reads it, its amax, a and b of relu(a x + b))."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(relu(norm(x + bias)) as the layer `after` reads it, its amax)."""
     amax = tracked = None
     decay, delayed = 0.0, False
     if isinstance(after, QuantizedLayer) and after.is_static:
@@ -322,7 +312,7 @@ def _norm(
         cast(QuantizedLayer, after).remember(largest)
     used = largest if amax is None else amax
     computed_by(y, _norm_again, x, ab, used, _in_kernel(after))
-    return _quantized(y, after, used), largest, ab
+    return _quantized(y, after, used), largest
 
 
 def _norm_again(x: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor, quantize: bool) -> torch.Tensor:
@@ -355,12 +345,10 @@ def _quantized_again(y: torch.Tensor, spec: QuantSpec, amax: torch.Tensor | None
     return quantize_operand(y, spec, (1,), amax)[0]
 
 
-def _pool(
-    y: torch.Tensor, x: torch.Tensor, ab: torch.Tensor, largest: torch.Tensor, after: nn.Module
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y = relu(a x + b) for the skip connection, its 2 x 2 maximum as `after` reads it)."""
+def _pool(y: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y for the skip connection, its 2 x 2 maximum as `after` reads it)."""
     amax = _track(y, largest, after, read=False)
-    skip, pooled = _SkipAndPool.apply(y, x, ab, amax if _in_kernel(after) else None, _clips(after), largest)
+    skip, pooled = _SkipAndPool.apply(y, amax if _in_kernel(after) else None, _clips(after), largest)
     computed_by(skip, torch.Tensor.detach, y)
     return skip, _quantized(pooled, after, amax)
 
@@ -403,13 +391,8 @@ def _fixed_amax(after: QuantizedLayer, x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, after.static_amax(x)).reshape(1)
 
 
-def _concat(
-    a: torch.Tensor, x: torch.Tensor, ab: torch.Tensor, largest: torch.Tensor, b: torch.Tensor, after: nn.Module
-) -> torch.Tensor:
-    """[a, b] as the layer `after` reads it; `largest` is the amax of a, the normalised x.
-
-    Delayed, only the copy itself reads b.
-    """
+def _concat(a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> torch.Tensor:
+    """[a, b] as the layer `after` reads it; `largest` is the amax of a. Delayed, only the copy itself reads b."""
     tracking: tuple[Any, ...] = ()
     inside = _in_kernel(after)
     if inside and isinstance(after, QuantizedLayer) and after.moves_amax and after.is_delayed:
@@ -419,8 +402,13 @@ def _concat(
         amax = _track(b, largest, after, read=True)
     used = amax if inside else None
     result: torch.Tensor = _Concat.apply(a, b, used, _clips(after), *tracking)
-    computed_by(result, ops.concat_again, x, ab, b, used)
+    computed_by(result, _concat_again, a, b, used)
     return _quantized(result, after, amax)
+
+
+def _concat_again(a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    joined: torch.Tensor = ops.concat(a, b, amax)[0]
+    return joined
 
 
 def _cast(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -96,8 +96,7 @@ def pool(y: Any, amax: Any) -> torch.Tensor:
     return pooled if amax is None else clipped(pooled, amax)[0]
 
 
-def pool_backward(y: Any, dskip: Any, dpooled: Any, amax: Any, ab: Any = None) -> torch.Tensor:
-    y = y if ab is None else affine_relu(y.contiguous(memory_format=torch.channels_last), ab)
+def pool_backward(y: Any, dskip: Any, dpooled: Any, amax: Any) -> torch.Tensor:
     dpooled = dpooled.contiguous(memory_format=torch.channels_last)
     with torch.enable_grad():
         given = y.detach().requires_grad_()
@@ -121,10 +120,6 @@ def concat(a: Any, b: Any, amax: Any, other: Any = None, tracked: Any = None, de
     if tracked is not None:
         follow(torch.maximum(b.abs().amax(), other).reshape(()), tracked, decay, False)
     return (out, torch.zeros(0, dtype=torch.uint8)) if amax is None else clipped(out, amax)
-
-
-def concat_again(x: Any, ab: Any, b: Any, amax: Any) -> torch.Tensor:
-    return concat(affine_relu(x.contiguous(memory_format=torch.channels_last), ab), b, amax)[0]
 
 
 def separate(gradient: Any, inside: Any, first: Any) -> Any:
@@ -169,7 +164,6 @@ def _order(weight: torch.Tensor) -> tuple[int, ...]:
 KERNELS = (
     *(group_norm_relu, group_norm_relu_backward, pool, pool_backward, track_amax, previous_amax, concat, separate),
     *(group_norm_relu_damax, pool_damax, concat_damax, fake_quantize_weights, group_norm_relu_again),
-    concat_again,
 )
 
 

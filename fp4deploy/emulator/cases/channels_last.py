@@ -94,20 +94,6 @@ def pooling_gradient(setting: Setting, outcome: Outcome) -> None:
         outcome.compare(got, (exact.grad + skipped).to(HALF))
 
 
-def from_coefficients(setting: Setting, outcome: Outcome) -> None:
-    """The gradient of the pooling and the concatenation, from x, a and b instead of relu(a x + b)."""
-    x, b, dskip = (_image(setting, 2, channels, 6, 4, seed=seed) for seed, channels in enumerate((32, 48, 32)))
-    ab, amax, dpooled = normal(setting, 2, 2, 32, seed=3), torch.tensor([AMAX]), _image(setting, 2, 32, 3, 2, seed=4)
-    with emulated(setting, outcome):
-        y = channels_last._group_norm_relu_again(x, ab, amax, False)
-        for scale in (amax, None):
-            dx = channels_last._pool_backward(x, dskip, dpooled, scale, ab)
-            outcome.compare(dx, channels_last._pool_backward(y, dskip, dpooled, scale))
-            joined = channels_last._concat_again(x, ab, b, scale)
-            outcome.compare(joined, channels_last._concat(y, b, scale)[0])
-    outcome.compare(y, _relu(x, ab).to(HALF))
-
-
 def concatenation(setting: Setting, outcome: Outcome) -> None:
     """Concatenation with fake quantisation, and its gradient."""
     a, b, amax = _image(setting, 1, 32, 3, 5), _image(setting, 1, 48, 3, 5, seed=1), torch.tensor([AMAX])
@@ -234,7 +220,6 @@ CASES = (
     Case("pool", MAPS, pooling),
     Case("gradient of pool", MAPS, pooling_gradient),
     Case("concatenate and separate", MAPS, concatenation),
-    Case("gradient of pool and concatenation from the input of a norm", MAPS, from_coefficients),
     Case("running amax", MAPS, tracking),
     Case("gradient of a learned amax", MAPS, learned_amax),
     Case("GroupNorm and pack", "norm and pack", norm_packing),

@@ -3,10 +3,10 @@
 | operation | forward | backward |
 |---|---|---|
 | `group_norm_relu` | bias of the convolution + GroupNorm + ReLU + fake quantisation | all of it in two passes |
+| `group_norm_relu_again` | the same output from the coefficients of the first time | - |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
 | `concat` | concatenation + fake quantisation | split, zero where an element was clipped |
 | `track_amax` | amax of a tensor, and the running amax of a static scale | - |
-| `group_norm_relu_again`, `concat_again` | the same output, from the input of the norm and its coefficients | - |
 | `previous_amax` | the running amax of earlier steps; at the very first step the tensor's own | - |
 
 The input of the next convolution is fake-quantised to NVFP4 in blocks of 16 channels with a static global scale, as by
@@ -108,12 +108,11 @@ LIBRARY.define(
 )
 LIBRARY.define("previous_amax(Tensor x, Tensor? other, Tensor tracked) -> Tensor")
 LIBRARY.define("pool(Tensor y, Tensor? amax) -> Tensor")
-LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax, Tensor? ab=None) -> Tensor")
+LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
 LIBRARY.define(
     "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0) "
     "-> (Tensor, Tensor)"
 )
-LIBRARY.define("concat_again(Tensor x, Tensor ab, Tensor b, Tensor? amax) -> Tensor")
 LIBRARY.define("separate(Tensor gradient, Tensor? inside, int first) -> (Tensor, Tensor)")
 
 
@@ -267,30 +266,22 @@ def _(y, amax):  # type: ignore[no-untyped-def]
 
 @torch.library.impl(LIBRARY, "pool_backward", "CUDA")
 def _pool_backward(
-    y: torch.Tensor,
-    dskip: torch.Tensor | None,
-    dpooled: torch.Tensor,
-    amax: torch.Tensor | None,
-    ab: torch.Tensor | None = None,
+    y: torch.Tensor, dskip: torch.Tensor | None, dpooled: torch.Tensor, amax: torch.Tensor | None
 ) -> torch.Tensor:
-    """With `ab`, y is the input x of the norm that gave relu(a x + b)."""
     n, c, h, w = y.shape
-    y, dpooled = (each.contiguous(memory_format=torch.channels_last) for each in (y, dpooled))
+    dpooled = dpooled.contiguous(memory_format=torch.channels_last)
     if dskip is not None:
         dskip = dskip.contiguous(memory_format=torch.channels_last)
     dy = torch.empty_like(y)
     pixels = (h // 2) * (w // 2)
     chunks, per_chunk = chunks_of(pixels, c, n)
-    macros, source = _macros(y, amax is not None), [y]
-    if ab is not None:
-        macros, source = {**macros, "NORMALIZE": 1}, [y, ab]
-    launch = kernel("pool.cu", "pool_gradient", "P" * len(source) + "PPPPiqiq", macros, y.device).launch
-    launch((chunks, n), THREADS, *source, dskip, dpooled, amax, dy, w // 2, pixels, c, per_chunk)
+    launch = kernel("pool.cu", "pool_gradient", "PPPPPiqiq", _macros(y, amax is not None), y.device).launch
+    launch((chunks, n), THREADS, y, dskip, dpooled, amax, dy, w // 2, pixels, c, per_chunk)
     return dy
 
 
 @torch.library.register_fake("fp4deploy::pool_backward", lib=LIBRARY)
-def _(y, dskip, dpooled, amax, ab=None):  # type: ignore[no-untyped-def]
+def _(y, dskip, dpooled, amax):  # type: ignore[no-untyped-def]
     return torch.empty_like(y)
 
 
@@ -325,22 +316,6 @@ def _concat_outputs(a: torch.Tensor, b: torch.Tensor, quantize: bool) -> tuple[t
 @torch.library.register_fake("fp4deploy::concat", lib=LIBRARY)
 def _(a, b, amax, other=None, tracked=None, decay=0.0):  # type: ignore[no-untyped-def]
     return _concat_outputs(a, b, amax is not None)
-
-
-@torch.library.impl(LIBRARY, "concat_again", "CUDA")
-def _concat_again(x: torch.Tensor, ab: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
-    out, _ = _concat_outputs(x, b, False)
-    x, b = (each.contiguous(memory_format=torch.channels_last) for each in (x, b))
-    n, c, h, w = out.shape
-    chunks, per_chunk = chunks_of(h * w, c, n)
-    launch = kernel("concat.cu", "concat_again", "PPPPPqiiq", _macros(x, amax is not None), x.device).launch
-    launch((chunks, n), THREADS, x, ab, b, amax, out, h * w, x.shape[1], b.shape[1], per_chunk)
-    return out
-
-
-@torch.library.register_fake("fp4deploy::concat_again", lib=LIBRARY)
-def _(x, ab, b, amax):  # type: ignore[no-untyped-def]
-    return _concat_outputs(x, b, False)[0]
 
 
 @torch.library.impl(LIBRARY, "separate", "CUDA")

@@ -53,13 +53,6 @@ template <typename T> __device__ __forceinline__ void store(T* target, const flo
     *reinterpret_cast<uint4*>(target) = raw;
 }
 
-// relu(a x + b) in place, rounded as a feature map of T holds it.
-template <typename T>
-__device__ __forceinline__ void normalize(float (&x)[VECTOR], const float (&a)[VECTOR], const float (&b)[VECTOR]) {
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) x[i] = float(T(fp4::nan_max(__fmaf_rn(a[i], x[i], b[i]), 0.f)));
-}
-
 // The channels of this thread, and its pixels in the chunk.
 struct Walk {
     int channel;    // first of the eight

@@ -6,8 +6,6 @@
 // given, it is updated with the largest finite |b| and *other, the amax of a, and *amax is the value before the update.
 // cell and counter are scratch, zero before and after.
 //
-// `concat_again` gives the same output from x instead of a = relu(p x + q), pq: [N, 2, CA]; its grid is (chunks, N).
-//
 // Launch: block 256, grid (chunks, 1). a: DTYPE [pixels, CA]; b: DTYPE [pixels, CB]; out: DTYPE [pixels, CA + CB];
 // in_range: uint8 [pixels, (CA + CB) / 8].
 #include "channels.cuh"
@@ -63,38 +61,6 @@ extern "C" __global__ void __launch_bounds__(256) concat(
             fp4::track_amax(cell, other, tracked, nullptr, decay, true);
     }
 #endif
-}
-
-extern "C" __global__ void __launch_bounds__(256) concat_again(
-    const DTYPE* x, const float* pq, const DTYPE* b, const float* amax, DTYPE* out, long long pixels, int CA, int CB,
-    long long per_chunk) {
-    int C = CA + CB;
-    Walk walk(pixels, C, per_chunk);
-    bool first = walk.channel < CA;
-    int width = first ? CA : CB;
-    long long item = blockIdx.y * pixels;
-    const DTYPE* source = (first ? x + walk.channel : b + walk.channel - CA) + item * width;
-    float p[VECTOR] = {}, q[VECTOR] = {};
-    if (walk.active && first) {
-        channels::load(pq + blockIdx.y * 2LL * CA + walk.channel, p);
-        channels::load(pq + (blockIdx.y * 2LL + 1) * CA + walk.channel, q);
-    }
-#if QUANTIZE
-    const fp4::GlobalScale scale = fp4::global_scale(*amax);
-#endif
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        bool has = walk.has(trip);
-        float v[VECTOR] = {};
-        if (has) channels::load(source + walk.pixel(trip) * width, v);
-        if (first) channels::normalize<DTYPE>(v, p, q);
-#if QUANTIZE
-        fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = fp4::fake_quantize(v[i], block);
-#endif
-        if (has) channels::store(out + (item + walk.pixel(trip)) * C + walk.channel, v);
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(256) separate(

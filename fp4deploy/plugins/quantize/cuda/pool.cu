@@ -2,15 +2,10 @@
 //
 // In a UNet two layers read y: the pooling and the skip connection. The backward adds both gradients in one pass: dy =
 // dskip, plus dpooled at the position of the maximum (the first of equals, row by row), unless quantisation clipped it.
-// With NORMALIZE the gradient reads x instead of y = relu(a x + b), ab: [N, 2, C].
 //
 // Launch: block 256, grid (chunks of output pixels, N). y: DTYPE [N, 2 H, 2 W, C]; pooled: DTYPE [N, H, W, C]; C a
 // multiple of 8, of 16 with quantisation.
 #include "channels.cuh"
-
-#ifndef NORMALIZE
-#define NORMALIZE 0
-#endif
 
 using channels::VECTOR;
 using channels::Walk;
@@ -58,24 +53,13 @@ extern "C" __global__ void __launch_bounds__(256) pool(
 }
 
 extern "C" __global__ void __launch_bounds__(256) pool_gradient(
-    const DTYPE* y,
-#if NORMALIZE
-    const float* ab,
-#endif
-    const DTYPE* dskip, const DTYPE* dpooled, const float* amax, DTYPE* dy, int W, long long pixels, int C,
+    const DTYPE* y, const DTYPE* dskip, const DTYPE* dpooled, const float* amax, DTYPE* dy, int W, long long pixels, int C,
     long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
     long long item = blockIdx.y * pixels * 4 * C + walk.channel;
     const DTYPE* in = dpooled + blockIdx.y * pixels * C + walk.channel;
 #if QUANTIZE
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
-#endif
-#if NORMALIZE
-    float a[VECTOR], b[VECTOR];
-    if (walk.active) {
-        channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
-        channels::load(ab + (blockIdx.y * 2LL + 1) * C + walk.channel, b);
-    }
 #endif
     for (int trip = 0; trip < walk.trips; ++trip) {
         bool has = walk.has(trip);
@@ -85,16 +69,10 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
         if (has) {
             channels::load(in + walk.pixel(trip) * C, g);
             channels::load(y + item + corner.base, best);
-#if NORMALIZE
-            channels::normalize<DTYPE>(best, a, b);
-#endif
 #pragma unroll
             for (int tap = 1; tap < 4; ++tap) {
                 float v[VECTOR];
                 channels::load(y + item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
-#if NORMALIZE
-                channels::normalize<DTYPE>(v, a, b);
-#endif
 #pragma unroll
                 for (int i = 0; i < VECTOR; ++i)
                     if (v[i] > best[i] || v[i] != v[i]) {
