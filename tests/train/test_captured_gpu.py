@@ -89,7 +89,6 @@ def assert_same(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict
         ("nvfp4", ("recipe=nvfp4_qat_delayed", "train.ema=0.9")),
         ("nvfp4", (f"model.spec={SPEC}",)),
         ("nvfp4", ("train.fused=false",)),
-        ("nvfp4", (f"model.spec={SPEC}", "train.compile=true")),
     ],
 )
 def test_every_way_has_the_bits_of_the_plain_training(
