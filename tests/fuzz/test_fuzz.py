@@ -28,6 +28,7 @@ CASES = {
     "colours": 150,
 }  # the others take at most 10 ms a case
 OTHERS = 200
+OUTCOMES = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "fuzz_cpu.json"
 TOLERANT = (
     "metrics",
     "telemetry",
@@ -52,6 +53,12 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loader]:
 
 def test_every_loader_is_named(every: dict[str, Loader]) -> None:
     assert tuple(every) == NAMES
+
+
+def test_the_table_of_outcomes_has_every_loader() -> None:
+    rows = json.loads(OUTCOMES.read_text(encoding="utf-8"))["rows"]
+    assert tuple(row["loader"] for row in rows) == NAMES
+    assert all(row["cases"] == row["refused"] + row["accepted"] for row in rows)  # nothing was a defect
 
 
 @pytest.mark.parametrize("name", NAMES)
