@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 from tests.cli.command_line import Invoke
+from tests.train.small_network import SPEC
 
-TINY = (
-    "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1, telemetry.every: 0"
-)
-SMALL = ("--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32")
+TINY = "data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1, telemetry.every: 0"
+SMALL = ("--set", f"model.spec={SPEC}", "--set", "data.height=32", "--set", "data.width=32")
 
 
 def test_a_sweep_ends_in_a_table_and_its_files(invoke: Invoke, tmp_path: Path, shapes: Path) -> None:
@@ -19,14 +18,15 @@ def test_a_sweep_ends_in_a_table_and_its_files(invoke: Invoke, tmp_path: Path, s
         f"set: {{{TINY}}}\nagainst: control\nvariants:\n  control: {{model: fp16_control}}\n  qat: {{model: nvfp4}}\n"
         "  bad: {set: {quant.exclude: [nothing]}}\n"
     )
-    result = invoke("sweep", file, "--data", shapes, "--only", "qat,control", "--seeds", "0,1")
+    sweep = ("sweep", file, "--data", shapes, "--seeds", "0,1", "--set", f"model.spec={SPEC}")
+    result = invoke(*sweep, "--only", "qat,control")
     assert result.exit_code == 0, result.stderr
     assert "| qat | nvfp4 |" in result.stdout
     assert "2/2" in result.stdout
     assert {path.name for path in Path("runs/two").iterdir()} == {
         ".lock", "sweep.yaml", "sweep.json", "sweep.md", "sweep.png", "fp16", "control", "qat",
     }  # fmt: skip
-    failing = invoke("sweep", file, "--data", shapes, "--seeds", "0,1")
+    failing = invoke(*sweep)
     assert failing.exit_code == 1
     assert "2 of the runs failed: bad (seed 0), bad (seed 1)" in failing.stderr
     assert json.loads(Path("runs/two/sweep.json").read_text())["variants"]["qat"]["runs"]["1"]["status"] == "done"

@@ -16,10 +16,9 @@ from fp4deploy.experiments.sweep import variant as sweep_one
 from fp4deploy.experiments.sweep.results import markdown
 from fp4deploy.experiments.sweep.run import run_sweep
 from fp4deploy.experiments.sweep.spec import load_sweep
+from tests.train.small_network import SPEC
 
-TINY = (
-    "model.scale: 0.125, data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1, telemetry.every: 0"
-)
+TINY = "data.height: 32, data.width: 32, train.epochs: 1, train.finetune_epochs: 1, telemetry.every: 0"
 FILE = f"""
 set: {{{TINY}, train.batch_size: 4}}
 seeds: [0, 1]
@@ -42,7 +41,8 @@ def swept(
 ) -> tuple[Any, list[str]]:
     said: list[str] = []
     (folder / "mine.yaml").write_text(FILE)
-    sweep = load_sweep(folder / "mine.yaml", (f"data.root={data}", *sets), seeds)
+    settings = (f"model.spec={SPEC}", f"data.root={data}", *sets)
+    sweep = load_sweep(folder / "mine.yaml", settings, seeds, named=(SPEC,))
     return run_sweep(sweep, folder / "out", only, say=said.append), said
 
 
@@ -151,7 +151,14 @@ def test_objects_are_scored_by_ap(tiny_data: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_data, data)
     shutil.copytree(data / "train2017", data / "test2017")
     shutil.copy(data / "annotations" / "instances_train2017.json", data / "annotations" / "instances_test2017.json")
-    settings = ("task=instance", "train.epochs=40", "train.evaluate_every=40", "train.lr=3e-3")
+    settings = (
+        "model.spec=unet",
+        "model.scale=0.125",
+        "task=instance",
+        "train.epochs=40",
+        "train.evaluate_every=40",
+        "train.lr=3e-3",
+    )
     results, said = swept(tmp_path, data, *settings, only=("control",))
     (folder,) = (tmp_path / "out" / "fp16" / "seed0").glob("fp16")
     scores = evaluate_task(TorchRuntime(folder / "best.safetensors"), data, split="test").scores
