@@ -23,7 +23,7 @@ FORMS = (".onnx", ".portable.onnx", ".fp4")
 TINY = (
     "--set", "model.scale=0.125", "--set", "data.height=32", "--set", "data.width=32", "--set", "data.workers=0",
     "--set", "train.epochs=3", "--set", "train.finetune_epochs=1", "--set", "train.batch_size=4",
-    "--set", "instance.threshold=0.02", "--set", "instance.max_detections=300", "--set", "telemetry.plots=false",
+    "--set", "instance.threshold=0.02", "--set", "instance.max_detections=300", "--set", "telemetry.every=0",
 )  # fmt: skip
 RUN = ("run", "--task", "instance", "--out", "runs/one", *TINY)
 ARTEFACTS = ("fp16", "nvfp4", *(f"unet{model}{suffix}" for model in ("", "-fp16") for suffix in FORMS))

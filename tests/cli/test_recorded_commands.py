@@ -19,7 +19,7 @@ from tests.train.launch import rank_environments, start
 
 SMALL = ("model.scale=0.125", "data.height=32", "data.width=32", "train.batch_size=4", "train.epochs=1")
 SETS = tuple(
-    part for setting in (*SMALL, "train.finetune_epochs=1", "telemetry.plots=false") for part in ("--set", setting)
+    part for setting in (*SMALL, "train.finetune_epochs=1", "telemetry.every=0") for part in ("--set", setting)
 )
 
 
