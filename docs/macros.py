@@ -559,11 +559,12 @@ def digit_recipes(name: str) -> str:
 
 
 def fuzzed() -> str:
-    """Outcomes of `make fuzz`."""
+    """Outcomes of `make fuzz`, and the machine of each row."""
     rows = result("fuzz_cpu")["rows"]
-    cells = [[str(row[key]) for key in ("loader", "cases", "refused", "accepted", "defects")] for row in rows]
-    total = [str(sum(row[key] for row in rows)) for key in ("cases", "refused", "accepted", "defects")]
-    return markdown(["reader", "cases", "refused", "accepted", "defects"], [*cells, ["all", *total]])
+    counts = ("cases", "refused", "accepted", "defects")
+    cells = [[str(row[key]) for key in ("loader", *counts)] + [f"{row['cores']} cores, {row['cpu']}"] for row in rows]
+    total = [str(sum(row[key] for row in rows)) for key in counts]
+    return markdown(["reader", *counts, "machine"], [*cells, ["all", *total, ""]])
 
 
 def mutants() -> str:
