@@ -18,7 +18,7 @@ from tests.packed.small_networks import packed
 
 NODES: TypeAdapter[Any] = TypeAdapter(Node)
 CONTEXT = Context(lambda name: torch.zeros(4), {})
-SHORT = ["linear"], ["bilinear", "bicubic"], ["trilinear"]
+SMOOTH = ["linear"], ["bilinear", "bicubic"], ["trilinear"]  # interpolation over one, two and three axes
 
 
 def drawn(draw: random.Random) -> tuple[dict[str, Any], list[Shape], list[int]]:
@@ -32,25 +32,17 @@ def drawn(draw: random.Random) -> tuple[dict[str, Any], list[Shape], list[int]]:
 
     kernel = each(1, 4)
     places = {"stride": each(1, 3), "padding": each(0, 2), "dilation": each(1, 2)}
+    more = [draw.randrange(step) for step in places["stride"]]
     layer = {"layer": "it", "precision": "fp16", "groups": groups}
     axis = draw.randrange(axes + 2)
     other = tuple(draw.randint(1, 3) if at == axis or draw.random() < 0.05 else size for at, size in enumerate(source))
     pixels, wide = (1, 4, 5, draw.randint(5, 6)), (1, draw.randint(1, 3), 5, 5)
     dims = each(0, axes + 1, draw.randint(1, axes + 2))
-    mode = draw.choice(["nearest", *SHORT[axes - 1], *SHORT[draw.randrange(3)]])
+    mode = draw.choice(["nearest", *SMOOTH[axes - 1], *SMOOTH[draw.randrange(3)]])
     size = {"size": each(1, 9)} if draw.random() < 0.5 else {"scale": [draw.choice((0.3, 1.0, 1.7, 2.0))] * axes}
     kinds: list[tuple[dict[str, Any], list[Shape], list[int]]] = [
         ({"op": f"conv{axes}d", **layer, **places}, [source], [4, *kernel, 4 // groups]),
-        (
-            {
-                "op": f"conv_transpose{axes}d",
-                **layer,
-                **places,
-                "output_padding": [draw.randrange(step) for step in places["stride"]],
-            },
-            [source],
-            [4, *kernel, 4],
-        ),
+        ({"op": f"conv_transpose{axes}d", **layer, **places, "output_padding": more}, [source], [4, *kernel, 4]),
         ({"op": "conv2d", "layer": "it", "precision": "nvfp4"}, [pixels, wide], [4, 2, 2, 4 + wide[1]]),
         ({"op": "linear", "layer": "it", "precision": "fp16"}, [source], [5, source[-1]]),
         ({"op": "max_pool", "kernel": kernel, **places, "ceil_mode": draw.random() < 0.2}, [source], []),
