@@ -79,26 +79,27 @@ def error_kinds(ground_truth: dict[str, Any], results: Sequence[Result], max_det
 def confusion(
     ground_truth: dict[str, Any], results: Sequence[Result], max_detections: int = 100, score: float = SHOWN
 ) -> Confusion:
-    """What objects were detected as, of detections of at least this score; pairs that occur.
+    """What objects were detected as: every detection of at least this score counts once, every missed object once.
 
-    An object that a detection of another class covers, and none of its own, counts as that class; one that is
-    detected at the wrong place counts as not detected, and its detection as one without an object.
+    A detection of another class that covers an object counts for that object's class, also where another detection is
+    right; one at the wrong place, or a second one of the right class, has no object.
     """
     shown = [result for result in _limited(results, max_detections) if result["score"] >= score]
     judged = _judge(ground_truth, shown)
     names = {category["id"]: category["name"] for category in ground_truth["categories"]}
     pairs: Counter[tuple[str, str]] = Counter()
-    taken = set(judged.found)
+    covered = set(judged.found)
     for place, kind in judged.kinds.items():
-        truth, meant = NOTHING, judged.meant.get(place)
-        if kind == "classification" and meant is not None and meant["id"] not in taken:
-            taken.add(meant["id"])
+        truth = NOTHING
+        if kind == "classification":
+            meant = judged.meant[place]
+            covered.add(meant["id"])
             truth = names[meant["category_id"]]
         pairs[truth, names[shown[place]["category_id"]]] += 1
     for each in ground_truth["annotations"]:
         if each["id"] in judged.found:
             pairs[names[each["category_id"]], names[each["category_id"]]] += 1
-        elif each["id"] not in taken and not each["iscrowd"]:
+        elif each["id"] not in covered and not each["iscrowd"]:
             pairs[names[each["category_id"]], NOTHING] += 1
     counts: Confusion = {}
     for (truth, found), count in sorted(pairs.items()):

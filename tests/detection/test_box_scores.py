@@ -149,13 +149,13 @@ def test_no_detection_and_nothing_to_find() -> None:
     [
         (found((1, A, 0.9), (2, B, 0.8)), {"one": {"one": 1}, "two": {"two": 1}}),
         (found((1, A, 0.9), (1, B, 0.8)), {"one": {"one": 1}, "two": {"one": 1}}),
-        (found((1, A, 0.9), (2, B, 0.8), (1, B, 0.7)), {NOTHING: {"one": 1}, "one": {"one": 1}, "two": {"two": 1}}),
+        (found((1, A, 0.9), (2, B, 0.8), (1, B, 0.7)), {"one": {"one": 1}, "two": {"one": 1, "two": 1}}),
         (
             found((1, A, 0.9), (2, [50.0, 60.0, 20.0, 20.0], 0.8)),
             {NOTHING: {"two": 1}, "one": {"one": 1}, "two": {NOTHING: 1}},
         ),
         (found((1, A, 0.9), (2, B, 0.2)), {"one": {"one": 1}, "two": {NOTHING: 1}}),
-        (found((1, B, 0.9), (1, B, 0.8)), {NOTHING: {"one": 1}, "one": {NOTHING: 1}, "two": {"one": 1}}),
+        (found((1, B, 0.9), (1, B, 0.8)), {"one": {NOTHING: 1}, "two": {"one": 2}}),
     ],
     ids=["right", "another class", "a second class on one object", "wrong place", "low score", "two of another class"],
 )
