@@ -49,6 +49,7 @@ def test_one_command_goes_all_the_way(home: Path) -> None:
         assert "Kinds of errors" in text
         assert "Commonest confusions" in text
         assert "mIoU" not in text
+    assert " % of boxes" in page
     assert page.partition("<h2>Samples</h2>")[2].partition("<h2>")[0].count("data:image/png;base64") == 20
 
 

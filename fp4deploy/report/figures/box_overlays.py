@@ -71,7 +71,7 @@ class _Prediction:
             "difference": grey,
         }
         uris = {title: png_uri(pixels) for title, pixels in pictures.items()}
-        return Overlay(self.name, uris, self.differing, worst)
+        return Overlay(self.name, uris, self.differing, worst, counted="boxes")
 
 
 def find_boxes(model: Runtime, sample: Sample) -> Detections:

@@ -41,6 +41,7 @@ class PictureRow:
 class Overlay:
     """One validation image and what both models predict; every picture is a PNG data URI.
 
+    differing: share of the pixels, or of the boxes (`counted`), in which the models differ.
     legend: (name, colour) of the classes in the annotation or a prediction of this image, where colours stand for them.
     """
 
@@ -49,6 +50,7 @@ class Overlay:
     differing: float
     worst: bool
     legend: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
+    counted: str = "pixels"
 
     @property
     def pair(self) -> tuple[str, str] | None:
