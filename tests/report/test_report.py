@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -204,11 +205,13 @@ def test_history_skips_a_line_cut_short(tmp_path: Path) -> None:
     assert history(run, "nvfp4") == []
 
 
-def test_curves() -> None:
+def test_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     epochs = [Epoch(epoch=number, loss=1 / number, miou=0.5) for number in (1, 2, 3)]
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "x")
     svg = draw_curves({"fp16": epochs, "nvfp4": epochs[:1]}, fine_tuned=True)
     assert svg is not None
     assert svg.startswith("<svg")
+    assert os.environ["SOURCE_DATE_EPOCH"] == "x"
     assert svg == draw_curves({"fp16": epochs, "nvfp4": epochs[:1]}, fine_tuned=True), "the same picture every time"
     assert draw_curves({"fp16": []}, fine_tuned=True) is None
     unscored = [epoch.model_copy(update={"miou": None}) for epoch in epochs[:2]]

@@ -8,6 +8,7 @@ run and a line style a model; the colours are Okabe and Ito's without yellow, wh
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,12 @@ def _finish(axes: Any, keys: Sequence[str]) -> None:
 
 def _svg(figure: Any) -> str:
     target = io.StringIO()
-    figure.savefig(target, format="svg", metadata={"Date": None})
-    _pyplot().close(figure)
+    date = os.environ.pop("SOURCE_DATE_EPOCH", None)  # matplotlib parses it, though no date is written
+    try:
+        figure.savefig(target, format="svg", metadata={"Date": None})
+    finally:
+        if date is not None:
+            os.environ["SOURCE_DATE_EPOCH"] = date
+        _pyplot().close(figure)
     text = target.getvalue()
     return text[text.index("<svg") :]
