@@ -154,6 +154,7 @@ def _fp4deploy(
     for name, value in environment.items():
         os.environ.pop(name, None) if value == "" else os.environ.update({name: value})
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     _redirect(2, os.open(f"{output}/err.txt", os.O_WRONLY | os.O_CREAT))
     if stdout == "pipe":
         reader, writer = os.pipe()

@@ -222,8 +222,8 @@ def test_the_code_in_the_recipes_page_runs() -> None:
     blocks = [
         code for code in blocks if "load_model(trained)" not in code
     ]  # of a checkpoint: in tests/qat/test_prepare.py
-    space: dict[str, Any] = {"model": VisionTransformer()}
-    expected = [0, 4, 4, 4]
+    space: dict[str, Any] = {"model": VisionTransformer(), "steps": 1000, "step": 0}
+    expected = [0, 4, 4, 4, 4]
     assert len(blocks) == len(expected)
     for code, layers in zip(blocks, expected, strict=True):
         exec(code, space)
