@@ -94,6 +94,8 @@ def _export(
     try:
         with quiet(), torch.no_grad():
             return torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
+    except OSError:  # of the machine, such as no room for temporary files
+        raise
     except Exception as error:
         raise InputError(why_not_captured(model, error)) from error
 

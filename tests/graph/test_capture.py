@@ -248,3 +248,12 @@ def test_the_module_is_not_changed() -> None:
     capture(model, torch.ones(1, 3, 8, 8))
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_error_of_the_machine_is_not_the_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.export, "export", full)
+    with pytest.raises(OSError, match="No space left"):
+        capture(nn.Conv2d(3, 4, 1), torch.zeros(1, 3, 8, 8))
