@@ -70,10 +70,13 @@ STEP_ROWS = {
 }
 
 
+def _steps(name: str = "training_step_h200") -> dict[tuple[float, str], dict[str, Any]]:
+    return {(row["scale"], row["case"]): row for row in result(name)["rows"]}
+
+
 def training_step() -> str:
     """A training step of the UNet by scale: time launched from Python and in a CUDA graph, and peak memory."""
-    found = {(row["scale"], row["case"]): row for row in result("training_step_h200")["rows"]}
-    rows = []
+    found, rows = _steps(), []
     for label, case in STEP_ROWS.items():
         cells = [f"{found[scale, case][key]:.1f}" for scale in (1.0, 0.25) for key in ("ms", "graph_ms", "peak_gb")]
         rows.append([label, *cells])
@@ -83,8 +86,7 @@ def training_step() -> str:
 
 def recomputed_steps() -> str:
     """Steps that keep the inputs of convolutions and steps that do not."""
-    rows = []
-    found = {(row["scale"], row["case"]): row for row in result("training_step_recomputed_h200")["rows"]}
+    found, rows = _steps("training_step_recomputed_h200"), []
     for (scale, case), row in found.items():
         kept = found[scale, case.removesuffix(", recomputed")]
         ratios = ["" if row is kept else f"{row[key] / kept[key]:.2f}" for key in ("graph_ms", "peak_gb")]
@@ -96,7 +98,7 @@ def recomputed_steps() -> str:
 
 def step_ratio(case: str, other: str, scale: float = 1.0, key: str = "ms") -> str:
     """Time of one row of that table over another's."""
-    found = {(row["scale"], row["case"]): row for row in result("training_step_h200")["rows"]}
+    found = _steps()
     return f"{found[scale, case][key] / found[scale, other][key]:.2f}"
 
 

@@ -7,8 +7,8 @@ Libraries start Python themselves: to learn what the CPU can do, torch.compile c
 current folder first. PYTHONSAFEPATH says that it must not, from Python 3.11 on.
 
 matplotlib reads a file `matplotlibrc` of the current folder before that of the user, when it is imported. It can make
-the import fail, and figures call LaTeX. There is no option against it, and other libraries
-import matplotlib on their own.
+the import fail, and figures call LaTeX. There is no option against it, and other libraries import
+matplotlib on their own.
 """
 
 from __future__ import annotations

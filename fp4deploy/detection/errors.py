@@ -76,15 +76,13 @@ def error_kinds(ground_truth: dict[str, Any], results: Sequence[Result], max_det
     return found
 
 
-def confusion(
-    ground_truth: dict[str, Any], results: Sequence[Result], max_detections: int = 100, score: float = SHOWN
-) -> Confusion:
-    """What objects were detected as: every detection of at least this score counts once, every missed object once.
+def confusion(ground_truth: dict[str, Any], results: Sequence[Result], max_detections: int = 100) -> Confusion:
+    """What objects were detected as: every detection that is drawn counts once, every missed object once.
 
     A detection of another class that covers an object counts for that object's class, also where another detection is
     right; one at the wrong place, or a second one of the right class, has no object.
     """
-    shown = [result for result in _limited(results, max_detections) if result["score"] >= score]
+    shown = [result for result in _limited(results, max_detections) if result["score"] >= SHOWN]
     judged = _judge(ground_truth, shown)
     names = {category["id"]: category["name"] for category in ground_truth["categories"]}
     pairs: Counter[tuple[str, str]] = Counter()

@@ -24,7 +24,7 @@ def render_markdown(report: ReportData) -> str:
     if kinds := tables.error_rows(report.artifacts):
         parts += ["## Kinds of errors: how many, and AP50 that they cost in points\n", tables.markdown(*kinds)]
     if confusions := tables.confusion_rows(report.artifacts):
-        parts += ["## Commonest confusions, detections of a score from 0.3\n", tables.markdown(*confusions)]
+        parts += ["## Commonest confusions of the detections that are drawn\n", tables.markdown(*confusions)]
     parts += ["## Measured on\n", _machine(report.environment)]
     return "\n".join(parts)
 

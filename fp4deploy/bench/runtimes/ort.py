@@ -26,10 +26,8 @@ from fp4deploy.export import read_onnx, to_portable
 from fp4deploy.export.onnx.boxes import OUTPUTS
 from fp4deploy.export.onnx.canonical import foreign_graph, is_canonical
 from fp4deploy.export.onnx.layers import layers_of
-from fp4deploy.export.onnx.session import portable_session
+from fp4deploy.export.onnx.session import FATAL, portable_session
 from fp4deploy.models.card import CARD_KEY, ModelCard
-
-FATAL = 4  # log level; that a run was stopped is said by the error
 
 
 class OrtRuntime:

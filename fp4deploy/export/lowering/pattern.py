@@ -16,6 +16,7 @@ cause.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -154,9 +155,9 @@ class LowerNamedLayers(InPlacePass):
         super().__init__()
         self.names = frozenset(names)
 
+    @abstractmethod
     def lower(self, graph: ir.Graph, layer: Fp4Layer) -> None:
         """Lower one layer, in place."""
-        raise NotImplementedError
 
     def call(self, model: ir.Model) -> PassResult:
         layers = [layer for layer in find_fp4_layers(model) if layer.name in self.names]

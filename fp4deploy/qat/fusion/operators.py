@@ -64,7 +64,7 @@ def quantize(
     x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, clips: bool, rectified: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x', bits of the elements whose gradient passes; none where all do)."""
-    values, bits, *_ = quantize_and_keep(x, amax, axis, groups, clips, rectified)
+    values, bits, *_ = _quantized_units(x, amax, axis, groups, clips, rectified)
     return values, bits
 
 
@@ -72,14 +72,21 @@ def quantize_and_keep(
     x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, clips: bool, rectified: bool
 ) -> tuple[torch.Tensor, ...]:
     """`quantize`, and x' as it is kept: codes int64 and scales float16 [..., groups, blocks]."""
+    values, bits, units, scales = _quantized_units(x, amax, axis, groups, clips, rectified)
+    return values, bits, _pack_units(units), scales.squeeze(-1).to(torch.float16)
+
+
+def _quantized_units(
+    x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, clips: bool, rectified: bool
+) -> tuple[torch.Tensor, ...]:
+    """`quantize`, and the E2M1 values and E4M3 scales of the blocks."""
     y = torch.relu(x) if rectified else x
     units, scales, in_range = _in_units(y, amax, axis, groups)
     values = _from_units(units, scales, amax, axis, x.shape[axis], x.dtype)
-    kept = _pack_units(units), scales.squeeze(-1).to(torch.float16)
     if not (clips or rectified):
-        return values, torch.empty(0, dtype=torch.int16, device=x.device), *kept
+        return values, torch.empty(0, dtype=torch.int16, device=x.device), units, scales
     positive = split(x, axis, groups) > 0 if rectified else in_range
-    return values, pack(positive & in_range if clips and rectified else positive), *kept
+    return values, pack(positive & in_range if clips and rectified else positive), units, scales
 
 
 def decode(
