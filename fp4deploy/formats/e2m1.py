@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from fp4deploy.formats.constants import E2M1_MAX, E2M1_VALUES
+from fp4deploy.formats.constants import E2M1_MAX
 
 _EXPONENT_BITS = 0x7F800000
 _HALF_STEP_ROUNDER = 1.5 * 2**22
@@ -35,7 +35,7 @@ def round_e2m1(u: torch.Tensor, random: torch.Tensor | None = None) -> torch.Ten
         random: uint8, the shape of `u`; rounds up with a probability of the distance in steps, to 1/256 of a step.
 
     Returns:
-        float32 of the same shape, each element one of ±`E2M1_VALUES`.
+        float32 of the same shape, each element one of ±`constants.E2M1_VALUES`.
     """
     u = u.clamp(-E2M1_MAX, E2M1_MAX)
     if random is not None:
@@ -66,8 +66,10 @@ def encode_e2m1(u: torch.Tensor, random: torch.Tensor | None = None) -> torch.Te
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """Map codes 0..15 (uint8, any shape) to their float32 values."""
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
-    return table[codes.to(torch.int64)]
+    # computed, since a table would have to be copied to a GPU, which waits for it
+    code = (codes & 7).to(torch.float32)
+    magnitude = torch.maximum(torch.maximum(code / 2, code - 2), 2 * code - 8)
+    return torch.where(codes > 7, -magnitude, magnitude)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:

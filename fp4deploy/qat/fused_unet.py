@@ -434,6 +434,7 @@ def _is_simple(module: nn.Module) -> bool:
 @lru_cache
 def _has_kernels(recipe: Recipe) -> bool:
     activation = recipe.activation
-    plain = activation and replace(activation, scale="static", four_over_six=None) == SIMPLE_INPUT
-    both = recipe.amax_learned and activation is not None and activation.four_over_six is not None
-    return bool(plain) and recipe.weight is not None and recipe.straight_through and not both
+    if activation is None or recipe.weight is None or not recipe.straight_through:
+        return False
+    simple = replace(SIMPLE_INPUT, scale=activation.scale, four_over_six=activation.four_over_six)
+    return activation == simple and not (recipe.amax_learned and activation.four_over_six)

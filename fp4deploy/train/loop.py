@@ -144,21 +144,12 @@ class Trainer:
     def _no_graph(self) -> str | None:
         """Why no step of this training is captured; None where one may be."""
         auxiliary = self.auxiliary
-        untried = {
-            "train.compile": self.compiled or self.settings.compile,
-            "train.checkpointing": self.settings.checkpointing,
-            f"the task {self.card.task}": self.card.task != "semantic",
-            "a learned amax": bool(self.learned),
-            "a recipe that quantises gradients": not all(layer.recipe.straight_through for layer in self.layers),
-            "a teacher": auxiliary is not None and auxiliary.teacher is not None,
-        }
         reasons = {
             "train.cuda_graph is false": not self.settings.cuda_graph,
             "there is no GPU": self.device.type != "cuda",
             "several processes train": not self._alone,
             "train.accumulate is not 1": self.settings.accumulate != 1,
             "quant.damping changes with the step": auxiliary is not None and auxiliary.damping > 0,
-            **{f"it was not tried with {name}": holds for name, holds in untried.items()},
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import build_unet
-from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_layers
+from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_layers, recipes
 from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
 from fp4deploy.qat.learned import fake_quantize_learned
 from fp4deploy.qat.recompute import Call, Recomputed, recomputing
@@ -262,6 +262,15 @@ def test_no_input_of_a_convolution_but_images_and_pooled_ones_is_kept(monkeypatc
     assert sum(again.values()) > convolutions
 
 
-def test_quantised_gradients_have_no_kernels() -> None:
+WITH_KERNELS = ("nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_qat_2d", "nvfp4_4o6_qat", "nvfp4_4o6_weight_qat")
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_which_recipes_have_kernels(recipe: str) -> None:
+    """Formats without a static scale have none either: they are asked all the same."""
+    assert has_kernels(prepare(build_unet(3, 0.25), recipe)) == (recipe in WITH_KERNELS)
+
+
+def test_a_learned_amax_has_kernels() -> None:
     assert has_kernels(prepare(build_unet(3, 0.25), "nvfp4_qat+learned"))
-    assert not has_kernels(prepare(build_unet(3, 0.25), "nvfp4_train"))
+    assert not has_kernels(prepare(build_unet(3, 0.25), "nvfp4_4o6_qat+learned"))

@@ -13,6 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fp4deploy.runs import Run, create_run
 
 PRELOADED = ["fp4deploy.train", "fp4deploy.data", "pytest", "torch.distributed"]
@@ -23,7 +25,7 @@ def start(function: Callable[..., None], *arguments: Any, environment: dict[str,
     """A process that calls a module's function; what it prints to stderr is this process's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_call, args=(function, arguments, environment or {}))
+    process = context.Process(target=_call, args=(function, arguments, environment or {}, torch.get_num_threads()))
     process.start()
     return process
 
@@ -54,11 +56,9 @@ def rank_environments(count: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def _call(function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
-    import torch
-
+def _call(function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str], threads: int) -> None:
     os.environ.update(environment)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)  # a forked process has one, and sums in another order than this one
     gc.freeze()  # what was preloaded
     function(*arguments)
     sys.stderr.flush()

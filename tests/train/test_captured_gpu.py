@@ -89,6 +89,15 @@ def assert_same(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict
         ("nvfp4", ("recipe=nvfp4_qat_delayed", "train.ema=0.9")),
         ("nvfp4", (f"model.spec={SPEC}",)),
         ("nvfp4", ("train.fused=false",)),
+        ("fp16", ("train.compile=true",)),
+        ("fp16", ("train.checkpointing=true",)),
+        ("nvfp4", ("recipe=nvfp4_qat+learned",)),
+        ("nvfp4", ("recipe=nvfp4_4o6_qat",)),
+        ("nvfp4", ("recipe=nvfp4_train",)),
+        ("nvfp4", ("recipe=tetrajet_v2",)),
+        ("nvfp4", ("recipe=quartet_2",)),
+        ("nvfp4", ("recipe=nvfp4_train", "train.products=fp4")),
+        ("nvfp4", ("recipe=mx_baseline",)),
     ],
 )
 def test_every_way_has_the_bits_of_the_plain_training(
@@ -103,6 +112,39 @@ def test_every_way_has_the_bits_of_the_plain_training(
     assert set(replays) == {None}
     if not changed:
         assert_same(trained(config, tmp_path / "both", model, GRAPH, RECOMPUTE), plain)
+
+
+def test_a_network_compiled_for_fusion_has_the_bits_of_the_plain_training(
+    config: Config, tmp_path: Path, replays: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name_model(SPEC)
+    monkeypatch.setattr("fp4deploy.train.loop.STEPS_WORTH_COMPILING", STEPS)
+    settings = (f"model.spec={SPEC}", "train.fused=auto")
+    plain = trained(config, tmp_path / "plain", "nvfp4", *settings)
+    assert_same(trained(config, tmp_path / "graph", "nvfp4", *settings, GRAPH), plain)
+    assert replays
+    assert set(replays) == {None}
+
+
+def test_a_distilled_training_has_the_bits_of_the_plain_one(
+    config: Config, tmp_path: Path, replays: list[str | None]
+) -> None:
+    trained(config, tmp_path / "teacher", "fp16")
+    teacher = Run(tmp_path / "teacher").checkpoint("fp16")
+    settings = ("distill.weight=0.5", f"distill.teacher={teacher}")
+    plain = trained(config, tmp_path / "plain", "nvfp4", *settings)
+    assert_same(trained(config, tmp_path / "graph", "nvfp4", *settings, GRAPH), plain)
+    assert replays
+    assert set(replays) == {None}
+
+
+@pytest.mark.parametrize("task", ["instance", "detection"])
+def test_a_loss_that_waits_for_the_gpu_is_launched(
+    config: Config, tmp_path: Path, replays: list[str | None], capfd: pytest.CaptureFixture[str], task: str
+) -> None:
+    trained(config, tmp_path / "run", "nvfp4", f"task={task}", GRAPH)
+    assert replays == []
+    assert "waits for the GPU" in capfd.readouterr().err
 
 
 def test_a_training_with_a_graph_resumes(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
 from fp4deploy.plugins import available
+from fp4deploy.qat.recipes import RECIPES
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.loop import Trainer
@@ -137,3 +138,10 @@ def test_recipes_without_fused_kernels_train(config: Config, tmp_path: Path, rec
     train_models(with_settings(config, settings), run, ("fp16", "nvfp4"))
     assert lines(run, "nvfp4")[-1]["loss"] < 1.2 * lines(run, "nvfp4")[0]["loss"]
     assert all(value.isfinite().all() for value in load_file(run.checkpoint("nvfp4")).values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains(config: Config, tmp_path: Path, recipe: str) -> None:
+    run = create_run(tmp_path / "run")
+    train_models(with_settings(config, [f"recipe={recipe}", "train.from_scratch=true"]), run, ("nvfp4",))
+    assert lines(run, "nvfp4")[-1]["loss"] < lines(run, "nvfp4")[0]["loss"]
