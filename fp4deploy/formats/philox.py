@@ -75,8 +75,7 @@ def random_bytes(
     for size in rows:
         count *= size
     g = torch.arange(count, dtype=torch.int64, device=device)
-    seeds = torch.as_tensor(signed(seed), dtype=torch.int64, device=device)
-    offsets = torch.as_tensor(signed(offset), dtype=torch.int64, device=device)
+    seeds, offsets = (_on_device(value, device) for value in (seed, offset))
     words = philox4x32((g & _LOW, (g >> 32) & _LOW, *_halves(offsets)), _halves(seeds))
     shifts = torch.arange(0, 32, 8, device=device)
     data = ((torch.stack(words, -1).unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8)
@@ -108,6 +107,13 @@ def rounding_bytes(
     return random_bytes(x.shape, axis, seed, offset, block, x.device)
 
 
+def _on_device(value: int | torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Int64 []. An int is filled in there, since a copy from the CPU would wait for a GPU."""
+    if isinstance(value, torch.Tensor):
+        return torch.as_tensor(value, dtype=torch.int64, device=device)
+    return torch.full((), signed(value), dtype=torch.int64, device=device)
+
+
 def draw_seed(device: torch.device) -> torch.Tensor:
     """A seed, int64 [], from torch's generator of a device."""
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
@@ -117,9 +123,7 @@ def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value & _LOW, (value >> 32) & _LOW
 
 
-def signed(value: int | torch.Tensor) -> int | torch.Tensor:
+def signed(value: int) -> int:
     """An unsigned 64-bit number as the int64 with the same bits."""
-    if isinstance(value, torch.Tensor):
-        return value
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
