@@ -22,49 +22,49 @@ from collections.abc import Callable
 
 import torch
 
-Step = Callable[[torch.Tensor, torch.Tensor], None]
+Batch = tuple[torch.Tensor, ...]
 LAUNCHED_FIRST = 4
 ROOM = 2.2  # times the memory of a step: the graph, a launched step, and what the allocator cuts off
 
 
 class CapturedStep:
-    """Runs a step of (images, labels): captured once, then replayed."""
+    """Runs a step of a batch of tensors: captured once, then replayed."""
 
-    def __init__(self, step: Step, abandon: Callable[[], None], refusal: str | None = None) -> None:
+    def __init__(self, step: Callable[..., None], abandon: Callable[[], None], refusal: str | None = None) -> None:
         """`abandon` forgets what a capture that failed left behind; `refusal`: why there is none in this training."""
         self._step, self._abandon, self.refusal = step, abandon, refusal
         self._launched = 0
-        self._shapes: tuple[torch.Size, torch.Size] | None = None
+        self._shapes: list[torch.Size] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._batch: Batch | None = None
 
-    def __call__(self, images: torch.Tensor, labels: torch.Tensor, launch: bool = False) -> None:
+    def __call__(self, *batch: torch.Tensor, launch: bool = False) -> None:
         """One step on this batch; `launch`: not by the graph."""
-        shapes = images.shape, labels.shape
+        shapes = [each.shape for each in batch]
         self._shapes = self._shapes or shapes
         if self.refusal is not None or launch or shapes != self._shapes:
-            self._step(images, labels)
+            self._step(*batch)
         elif self._launched < LAUNCHED_FIRST:
             self._launched += 1
-            self._launch(images, labels)
+            self._launch(*batch)
         else:
-            self._replay(images, labels)
+            self._replay(*batch)
 
     def release(self) -> None:
         """Free the graph and its memory."""
         self._graph = self._batch = None
         self._launched = 0
 
-    def _launch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+    def _launch(self, *batch: torch.Tensor) -> None:
         """A step before the capture, the last one watched."""
         if self._launched < LAUNCHED_FIRST:
-            self._step(images, labels)
+            self._step(*batch)
             return
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                self._step(images, labels)
+                self._step(*batch)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         for each in caught:
@@ -73,33 +73,33 @@ class CapturedStep:
             elif "Synchronization debug mode is a prototype" not in str(each.message):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
-    def _replay(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+    def _replay(self, *batch: torch.Tensor) -> None:
         if self._graph is None or self._batch is None:
-            self._capture(images, labels)
+            self._capture(*batch)
         if self._graph is None or self._batch is None:
-            self._step(images, labels)
+            self._step(*batch)
             return
-        for buffer, given in zip(self._batch, (images, labels), strict=True):
+        for buffer, given in zip(self._batch, batch, strict=True):
             buffer.copy_(given)
         self._graph.replay()
 
-    def _capture(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+    def _capture(self, *batch: torch.Tensor) -> None:
         """Record a step without running it; the loader's threads may go on calling CUDA meanwhile."""
         torch.cuda.empty_cache()
         needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         if torch.cuda.mem_get_info()[0] < ROOM * needed:
             self.refusal = "the GPU has no room for a graph beside launched steps"
             return
-        batch, graph = (images.clone(), labels.clone()), torch.cuda.CUDAGraph()
+        buffers, graph = tuple(each.clone() for each in batch), torch.cuda.CUDAGraph()
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),  # again after a capture that fails
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
             ):
-                self._step(*batch)
+                self._step(*buffers)
         except Exception as error:  # whatever the network calls
             lines = str(error).strip().splitlines() or [""]
             self.refusal = f"the step cannot be captured ({type(error).__name__}: {lines[0][:200]})"
             self._abandon()
             return
-        self._graph, self._batch = graph, batch
+        self._graph, self._batch = graph, buffers

@@ -105,11 +105,11 @@ class Trainer:
         if not self._alone:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
-        self.loss: Any = task.loss
+        self.loss: Any = task.of_targets
         if self.compiled or settings.compile:
             keep_compiled_private()
         if settings.compile:
-            self.loss = torch.compile(self.loss.__call__)
+            self.loss = torch.compile(self.loss)
         if self.fuses:
             mark_fusible(self.bare)
             self.model = torch.compile(self.model, backend=backend(keep_codes=settings.recompute), dynamic=False)
@@ -265,7 +265,7 @@ class Trainer:
         progress.epoch_seconds = elapsed + time.perf_counter() - start
         return images_seen, time.perf_counter() - start
 
-    def _step(self, images: torch.Tensor, masks: torch.Tensor) -> None:
+    def _step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Forward and backward of one batch; the optimiser's step where it is the last of its group."""
         progress, accumulate = self.progress, self.settings.accumulate
         first = progress.batch - progress.batch % accumulate
@@ -273,10 +273,11 @@ class Trainer:
         last = progress.batch + 1 == first + group
         if last:
             set_learning_rate(self.optimizer, self._learning_rate(progress.step))
+        targets = self.task.targets(labels)
         if accumulate == 1:
-            self.captured(images, masks, launch=self.telemetry.due(progress.step))
+            self.captured(images, *targets, launch=self.telemetry.due(progress.step))
         else:
-            self._compute(images, masks, group, last)
+            self._compute(images, *targets, group=group, last=last)
         if not self._alone:
             share_amaxes(self.layers)
         if last:
@@ -286,11 +287,11 @@ class Trainer:
             progress.step += 1
         progress.batch += 1
 
-    def _compute(self, images: torch.Tensor, masks: torch.Tensor, group: int = 1, last: bool = True) -> None:
+    def _compute(self, images: torch.Tensor, *targets: torch.Tensor, group: int = 1, last: bool = True) -> None:
         """What the GPU does in `_step`; captured, it is only replayed."""
         with self.accelerator.autocast(), self.telemetry.watching(images, self.progress.step, last):
             logits = self.model(images)
-        loss = self.loss(logits, masks)
+        loss = self.loss(logits, *targets)
         if self.auxiliary is not None:
             share = self.progress.step / self.steps
             loss = self.auxiliary(loss, images, logits, self.layers, share, self.accelerator.autocast)

@@ -13,6 +13,7 @@ against the annotations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,17 @@ class TrainingTask:
         """A new validation."""
         found = self._task.evaluation(self._val, self.card, self._ground_truth)
         found.matches = False
+        return found
+
+    def targets(self, labels: Tensor) -> tuple[Tensor, ...]:
+        """What the loss makes of labels alone; `of_targets` takes it. Its shapes need not be the batch's."""
+        found: tuple[Tensor, ...] = self.loss.targets(labels) if hasattr(self.loss, "targets") else (labels,)
+        return found
+
+    @property
+    def of_targets(self) -> Callable[..., Tensor]:
+        """The loss of (outputs, *targets)."""
+        found: Callable[..., Tensor] = self.loss.of if hasattr(self.loss, "targets") else self.loss.__call__
         return found
 
     def warnings(self) -> list[str]:

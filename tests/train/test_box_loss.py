@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4deploy.models.boxes import DetectionHead, places
-from fp4deploy.train.losses.boxes import BACKGROUND, BoxLoss, assign, centre_ness, focal_loss, giou
+from fp4deploy.train.losses.boxes import BACKGROUND, BoxLoss, BoxTargets, assign, centre_ness, focal_loss, giou
 
 HEAD = DetectionHead("fcos", 2, width=16)
 SIZE = (64, 64)
@@ -17,6 +17,11 @@ COUNTS = (256, 64, 16, 4)  # places of the strides 4, 8, 16, 32
 
 def labels(*rows: tuple[float, ...]) -> torch.Tensor:
     return torch.tensor(rows).reshape(1, -1, 5)
+
+
+def positive(targets: BoxTargets) -> torch.Tensor:
+    """Places with an object, bool [N, P]."""
+    return targets.classes >= 0
 
 
 def where(targets: torch.Tensor) -> list[int]:
@@ -76,28 +81,28 @@ def test_centre_ness_by_hand() -> None:
 def test_the_larger_side_chooses_the_stride(side: float, stride: int) -> None:
     found = assign(labels((1, 32 - side / 2, 30, 32 + side / 2, 34)), HEAD, SIZE)
     strides = places(HEAD.strides, *SIZE)[2]
-    assert set(strides[found.positive[0]].tolist()) == {stride}
+    assert set(strides[positive(found)[0]].tolist()) == {stride}
 
 
 def test_places_near_the_centre_learn_the_distances_to_the_edges() -> None:
     found = assign(labels((2, 8, 8, 24, 24)), HEAD, SIZE)
-    places_found = where(found.positive[0])
+    places_found = where(positive(found)[0])
     assert places_found == [row * 16 + column for row in (2, 3, 4, 5) for column in (2, 3, 4, 5)]
     assert set(found.classes[0, places_found].tolist()) == {1}
     at = 3 * 16 + 2  # centre (10, 14)
     torch.testing.assert_close(found.distances[0, :, at], torch.tensor([2.0, 6.0, 14.0, 10.0]) / 4)
-    assert (found.classes[0][~found.positive[0]] == BACKGROUND).all()
+    assert (found.classes[0][~positive(found)[0]] == BACKGROUND).all()
 
 
 def test_a_box_smaller_than_a_stride_has_the_place_of_its_centre() -> None:
     found = assign(labels((1, 20.1, 12.1, 20.6, 12.9)), HEAD, SIZE)
-    assert where(found.positive[0]) == [3 * 16 + 5]
+    assert where(positive(found)[0]) == [3 * 16 + 5]
     assert (found.distances > 0).all()
 
 
 def test_a_box_at_the_border_stays_inside_the_map() -> None:
     found = assign(labels((1, 60, 60, 64, 64)), HEAD, SIZE)
-    assert 255 in where(found.positive[0])
+    assert 255 in where(positive(found)[0])
 
 
 def test_the_smallest_of_several_objects_takes_a_place() -> None:
@@ -115,9 +120,9 @@ def test_crowds_and_rows_without_a_box() -> None:
     found = assign(labels((255, 0, 0, 32, 32), (-1, 0, 0, 0, 0), (1, 8, 8, 16, 16), (1, 40, 40, 40, 50)), HEAD, SIZE)
     x, y, _ = places(HEAD.strides, *SIZE)
     inside = (x < 32) & (y < 32)
-    assert (found.ignored[0] == (inside & ~found.positive[0])).all()
-    assert found.positive.any()
-    assert x[found.positive[0]].max() < 16
+    assert (found.ignored[0] == (inside & ~positive(found)[0])).all()
+    assert positive(found).any()
+    assert x[positive(found)[0]].max() < 16
 
 
 def outputs_of(targets_of: torch.Tensor) -> torch.Tensor:

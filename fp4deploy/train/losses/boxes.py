@@ -48,11 +48,6 @@ class BoxTargets:
     distances: Tensor
     ignored: Tensor
 
-    @property
-    def positive(self) -> Tensor:
-        """Places with an object, bool [N, P]."""
-        return self.classes >= 0
-
 
 class BoxLoss:
     """`BoxLoss(...)(outputs [N, classes + 5, places], boxes float32 [N, M, 5])` -> float32 scalar."""
@@ -69,31 +64,38 @@ class BoxLoss:
         self.head, self.size, self.weights = head, size, weights
         self.alpha, self.gamma = alpha, gamma
 
-    @not_compiled
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Labels are rows of class, left, top, right, bottom in pixels of the input; class 255: crowd, -1: no box."""
-        head = self.head
+        return self.of(outputs, *self.targets(labels))
+
+    @not_compiled
+    def targets(self, labels: Tensor) -> tuple[Tensor, ...]:
+        """What `of` compares the outputs with: the fields of `BoxTargets`."""
+        found = assign(labels, self.head, self.size)
+        return found.classes, found.distances, found.ignored
+
+    @not_compiled
+    def of(self, outputs: Tensor, classes: Tensor, distances: Tensor, ignored: Tensor) -> Tensor:
+        """The loss from what `targets` made of the labels."""
+        head, positive = self.head, classes >= 0
         with torch.autocast(outputs.device.type, enabled=False):
             outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
-            targets = assign(labels, head, self.size)
-            positive = targets.positive
-            truth = torch.stack([targets.classes == number for number in range(head.classes)], 1).to(outputs.dtype)
+            truth = torch.stack([classes == number for number in range(head.classes)], 1).to(outputs.dtype)
             focal = focal_loss(head.class_logits(outputs), truth, self.alpha, self.gamma)
-            distances = targets.distances.to(outputs.dtype)
+            distances = distances.to(outputs.dtype)
             overlap, centred = giou(head.distances(outputs), distances), centre_ness(distances)
             centre = F.binary_cross_entropy_with_logits(head.centredness(outputs), centred, reduction="none")
             sums = [
-                (focal * ~targets.ignored[:, None]).sum(),
+                (focal * ~ignored[:, None]).sum(),
                 ((1 - overlap) * centred * positive).sum(),
                 (centre * positive).sum(),
                 positive.sum().to(outputs.dtype),
                 (centred * positive).sum(),
             ]
             of_class, of_box, of_centre, count, mass = summed(torch.stack(sums)).unbind()
-            parts = torch.stack(
-                (of_class / count.clamp(min=1), of_box / mass.clamp(min=1), of_centre / count.clamp(min=1))
-            )
-            return (parts * parts.new_tensor(self.weights)).sum()
+            parts = of_class / count.clamp(min=1), of_box / mass.clamp(min=1), of_centre / count.clamp(min=1)
+            weighted = [weight * part for weight, part in zip(self.weights, parts, strict=True)]
+            return torch.stack(weighted).sum()
 
 
 def focal_loss(logits: Tensor, truth: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:

@@ -57,20 +57,28 @@ class CentreLoss:
         self.head, self.semantic = head, semantic
         self.heatmap, self.offset, self.sigma = heatmap, offset, sigma
 
-    @not_compiled
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Labels are class ids or 255, and numbers of objects."""
-        masks, ids = labels[:, 0], labels[:, 1]
+        return self.of(outputs, *self.targets(labels))
+
+    @not_compiled
+    def targets(self, labels: Tensor) -> tuple[Tensor, ...]:
+        """What `of` compares the outputs with: class ids, and the fields of `CentreTargets`."""
+        found = centre_targets(labels[:, 1], self.sigma)
+        return labels[:, 0], found.heatmap, found.offsets, found.things
+
+    @not_compiled
+    def of(self, outputs: Tensor, masks: Tensor, heatmap: Tensor, offsets: Tensor, things: Tensor) -> Tensor:
+        """The loss from what `targets` made of the labels."""
         with torch.autocast(outputs.device.type, enabled=False):
             outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
-            targets = centre_targets(ids, self.sigma)
             labelled = masks != IGNORE
-            error = ((self.head.heatmap(outputs) - targets.heatmap).square() * labelled).sum()
-            apart = ((self.head.offsets(outputs) - targets.offsets).abs().sum(1) / 2 * targets.things).sum()
-            sums = error, apart, (targets.heatmap * labelled).sum(), labelled.sum(), targets.things.sum()
-            error, apart, peaks, pixels, things = summed(torch.stack([part.to(error.dtype) for part in sums])).unbind()
+            error = ((self.head.heatmap(outputs) - heatmap).square() * labelled).sum()
+            apart = ((self.head.offsets(outputs) - offsets).abs().sum(1) / 2 * things).sum()
+            sums = error, apart, (heatmap * labelled).sum(), labelled.sum(), things.sum()
+            error, apart, peaks, pixels, count = summed(torch.stack([part.to(error.dtype) for part in sums])).unbind()
             heat = error / torch.maximum(peaks, LEAST_MASS * pixels).clamp(min=1.0)
-            offset = apart / things.clamp(min=1)
+            offset = apart / count.clamp(min=1)
             semantic = self.semantic(self.head.semantic(outputs), masks)
             return semantic + self.heatmap * heat + self.offset * offset
 
