@@ -2,9 +2,10 @@
 
 Kept in high precision by default: the first layer with weights (it reads the image, of which FP4 leaves 3 bits where
 `models.input_encoding` has not encoded it as 13 channels), the last one (its error goes straight into the logits, with
-no normalisation after it; a network with several output layers names them in `output_layers`), layers of at most four
-input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling, activation
-functions). A layer that no quantised class implements (a subclass with a forward of its own, an embedding) says so.
+no normalisation after it; of several outputs the one that produces each, see `qat.output_layers`), layers of at most
+four input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling,
+activation functions). A layer that no quantised class implements (a subclass with a forward of its own, an embedding)
+says so.
 
 Of the layers that are quantised, those that `fp8` names are FP8; by default the recipe decides (`Recipe.fp8`).
 """
@@ -23,6 +24,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
+from fp4deploy.qat.output_layers import output_layers
 from fp4deploy.qat.placement import is_single_gemm
 from fp4deploy.qat.recipes import Recipe, find_recipe
 
@@ -74,7 +76,7 @@ def layer_plan(
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
     gemms = [name for name, layer in layers if _is_gemm(layer)]
-    outputs = tuple(getattr(model, "output_layers", ())) or tuple(gemms[-1:])
+    outputs = tuple(getattr(model, "output_layers", ())) or output_layers(model, _is_gemm) or tuple(gemms[-1:])
     _check_include(include, layers)
     for selection in (exclude, fp8):
         _check_patterns(selection, [name for name, _ in layers])
