@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError
-from fp4deploy.formats import E2M1_MAX, E4M3_MAX, FourOverSix, fake_quantize_nvfp4, quantize_nvfp4
-from fp4deploy.formats.e2m1 import E2M1_VALUES
+from fp4deploy.formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX, FourOverSix, fake_quantize_nvfp4, quantize_nvfp4
 from fp4deploy.formats.mxfp4 import fake_quantize_mxfp4
 from fp4deploy.models import ModelCard, UNet, build_unet, load_weights, read_card, save_checkpoint
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS, GAIN, decode_input, encode_input, expand_weight
