@@ -96,6 +96,14 @@ def recomputed_steps() -> str:
     return markdown(["", "launched, ms", "in a CUDA graph, ms", "peak GB", "time", "memory"], rows)
 
 
+def captured_recipe() -> str:
+    """Images a second of a training that quantises gradients, in the epochs after the first: replayed and launched."""
+    found = {row["cuda_graph"]: row["epochs"][1:] for row in result("captured_recipe_h200")["rows"]}
+    replayed, launched = ([epoch["images_per_s"] for epoch in found[graph]] for graph in (True, False))
+    times = sum(replayed) / sum(launched)
+    return f"{min(replayed):.0f} to {max(replayed):.0f}, {min(launched):.0f} to {max(launched):.0f}, {times:.1f} times"
+
+
 def step_ratio(case: str, other: str, scale: float = 1.0, key: str = "ms") -> str:
     """Time of one row of that table over another's."""
     found = _steps()
@@ -377,6 +385,25 @@ def coco_samples() -> str:
 
 PLACEMENTS = {"default": "21 of 23 layers", "all": "every layer, multi-term input", "rgb": "every layer, plain image"}
 CORRECTIONS = {"none": "", "norm": "norms", "bias": "biases", "both": "norms and biases"}
+
+
+CLAIM_NETWORKS = {"unet_025": "UNet 0.25", "unet_05": "UNet 0.5", "unet_1": "UNet 1.0", "segformer": "SegFormer B0"}
+CLAIM_RECIPES = ("nvfp4_qat", "nvfp4_train", "tetrajet", "fp4_all_the_way")
+
+
+def claim() -> str:
+    """mIoU of FP16 and gaps of the recipes to it, in points, of the networks that all seeds were trained of."""
+    report = result("claim_h200")
+    gaps = {(each["data"], each["network"], each["recipe"]): each for each in report["gaps"] if each["low"] is not None}
+    rows = []
+    for data in dict.fromkeys(row["data"] for row in report["rows"]):
+        for network, label in CLAIM_NETWORKS.items():
+            found = [gaps.get((data, network, recipe)) for recipe in CLAIM_RECIPES]
+            of = {"data": data, "network": network, "recipe": "fp16"}
+            scores = [row["best"] for row in report["rows"] if all(row[key] == value for key, value in of.items())]
+            if any(found):
+                rows.append([data, label, f"{100 * sum(scores) / len(scores):.2f}", *map(gap, found)])
+    return markdown(["data", "network", "FP16", *(f"`{recipe}`" for recipe in CLAIM_RECIPES)], rows, 2)
 
 
 def ptq_camvid() -> str:
@@ -780,7 +807,7 @@ TABLES: dict[str, Callable[..., str]] = {
         training_step, recomputed_steps, four_over_six_training,
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
         packed_network, packed_latency,
-        packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, coco_samples, ptq_camvid,
+        packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, coco_samples, ptq_camvid, claim,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library, large_images,
@@ -850,7 +877,8 @@ def machine(name: str) -> str:
 def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
-        table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates
+        table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
+        captured_recipe,
     ):  # fmt: skip
         env.macro(function)
 
