@@ -10,7 +10,7 @@ from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import measure
 from fp4deploy.bench.ledgers import built_by, ledger_of
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
-from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.data import VAL
 from fp4deploy.errors import UnavailableError
 from fp4deploy.files import file_digest
@@ -51,7 +51,7 @@ def bench_artifact(
         UnavailableError: this machine cannot run it.
     """
     path = Path(path)
-    runtime = open_runtime(path, timeout, provider, form)
+    runtime = open_for_images(path, timeout, provider, form)
     found = None
     if data is not None:
         found = evaluate_task(

@@ -434,6 +434,21 @@ def output_names(program: torch.export.ExportedProgram, count: int) -> list[str]
     return [_path(path) for path, _ in tree.tree_leaves_with_path(tree.tree_unflatten(list(range(count)), spec))]
 
 
+def file_names(names: Sequence[str], inputs: Sequence[str], single: str = "logits") -> list[str]:
+    """What outputs of a module (`output_names`) are called where a file names them apart from its inputs.
+
+    >>> file_names(["0", "1.depth"], ["image"]), file_names([""], ["image"]), file_names(["x", "y"], ["x"])
+    (['output_0', 'output_1.depth'], ['logits'], ['output_x', 'y'])
+    """
+    if len(names) == 1:
+        return [single]
+    taken, found = set(inputs), []
+    for name in names:
+        found.append(f"output_{name}" if name[:1].isdigit() or name in taken else name)
+        taken.add(found[-1])
+    return found
+
+
 def _path(path: Sequence[Any]) -> str:
     """ "" for a single tensor, "out", "aux" of a dict, "0", "1" of a tuple; deeper ones joined by points."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

@@ -37,9 +37,12 @@ def feature_map_bytes(form: Form, shape: Shape) -> int:
 
 
 def input_shapes(graph: Graph, height: int, width: int, batch: int = 1) -> dict[str, Shape]:
-    """Shapes of the inputs: feature maps of this size, anything else as in the example."""
+    """Shapes of the inputs: the first feature map has this size, others in proportion; the rest as in the example."""
+    first = next((each.shape for each in graph.inputs if len(each.shape) == 4), [1, 1, 1, 1])
     return {
-        each.name: (batch, each.shape[1], height, width) if len(each.shape) == 4 else (batch, *each.shape[1:])
+        each.name: (batch, each.shape[1], height * each.shape[2] // first[2], width * each.shape[3] // first[3])
+        if len(each.shape) == 4
+        else (batch, *each.shape[1:])
         for each in graph.inputs
     }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4deploy.bench.locate import run_artifacts
-from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.runs import MODELS, Run, artifact_stem, latest_run
@@ -51,7 +51,7 @@ def best_runtime(run: Run | None = None, skipped: Callable[[Path, str], None] | 
         raise InputError(f"{run.path} has no model yet. Continue with: fp4deploy train")
     for path in paths:
         try:
-            return path, open_runtime(path)
+            return path, open_for_images(path)
         except UnavailableError as error:
             if skipped:
                 skipped(path, str(error))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 
-from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data.images import upright_image
 from fp4deploy.data.sample import Pixels, Sample
@@ -67,7 +67,7 @@ def load(
     >>> prediction.mask.shape, prediction.mask.dtype.name
     ((48, 64), 'uint8')
     """
-    return Predictor(open_runtime(Path(path)), tile, overlap, min_score, batch)
+    return Predictor(open_for_images(Path(path)), tile, overlap, min_score, batch)
 
 
 class Predictor:

@@ -95,14 +95,6 @@ def test_onnx_without_a_card_says_so(tmp_path: Path) -> None:
         _ = runtime.card
 
 
-def test_a_network_of_two_inputs_is_named(tmp_path: Path) -> None:
-    one, other, out = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 3, 8, 8]) for name in "aby")
-    graph = helper.make_graph([helper.make_node("Add", ["a", "b"], ["y"])], "g", [one, other], [out])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "f.onnx")
-    with pytest.raises(InputError, match=r"f\.onnx takes 2 inputs \(a, b\).*onnxruntime"):
-        open_runtime(tmp_path / "f.onnx")
-
-
 def test_a_loop_without_an_end_is_stopped(untrained: Run, tmp_path: Path) -> None:
     original = onnx.load(untrained.export_dir / "unet-fp16.portable.onnx")
     image = original.graph.input[0]

@@ -93,7 +93,7 @@ def _predictor(
     model: Path | None, tile: bool, overlap: int | None, min_score: float, batch: int
 ) -> tuple[Path, Predictor]:
     from fp4deploy.bench.locate import find_artifact
-    from fp4deploy.bench.runtimes.open import open_runtime
+    from fp4deploy.bench.runtimes.open import open_for_images
     from fp4deploy.predict.choose import best_runtime
     from fp4deploy.predict.predictor import Predictor
 
@@ -101,7 +101,7 @@ def _predictor(
         path, runtime = best_runtime(skipped=lambda path, reason: note(f"Not {shown(path)}: {reason}"))
     else:
         path = find_artifact(model)
-        runtime = open_runtime(path)
+        runtime = open_for_images(path)
     return path, Predictor(runtime, tile, overlap, min_score, batch)
 
 

@@ -3,6 +3,7 @@
 A runtime takes normalised images float32 [N, 3, H, W] and gives logits float32 [N, classes, H, W], both in host
 memory, whatever it computes in; so accuracy is measured by the same code for every artefact. Its `time` measures
 the network alone: input and output stay where the runtime computes (CUDA events on a GPU, a clock on a CPU).
+A network of several inputs is called like its module: `runtime(a, b)` (`runtimes.ports`).
 
 | file | runtime | where |
 |---|---|---|
@@ -18,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, Runtime
+from fp4deploy.bench.runtimes.ports import require_one_input
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, OpenRuntime, Runtime
 from fp4deploy.errors import InputError
 
 
-def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager") -> Runtime:
+def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager") -> OpenRuntime:
     """Load an artefact into the runtime its suffix asks for.
 
     timeout: most seconds that one inference of an `.onnx` file or an engine may take (default: 600); the graphs of
@@ -37,6 +39,8 @@ def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu"
     >>> import numpy as np
     >>> runtime = open_runtime(checkpoint)
     >>> runtime.infer(np.zeros((1, 3, 32, 32), np.float32)).shape
+    (1, 4, 32, 32)
+    >>> runtime({"image": np.zeros((1, 3, 32, 32), np.float32)}).shape
     (1, 4, 32, 32)
     """
     path = Path(path)
@@ -59,38 +63,49 @@ def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu"
     return opener(path)
 
 
-def _onnx(path: Path, timeout: float | None = None) -> Runtime:
+def open_for_images(path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager") -> Runtime:
+    """`open_runtime` of a network that takes images alone, as every command does.
+
+    Raises:
+        InputError: as of `open_runtime`; a network of several inputs.
+    """
+    runtime = open_runtime(path, timeout, provider, form)
+    require_one_input(runtime.inputs, path)
+    return runtime
+
+
+def _onnx(path: Path, timeout: float | None = None) -> OpenRuntime:
     from fp4deploy.bench.runtimes.ort import OrtRuntime
 
     return OrtRuntime(path, TIMEOUT if timeout is None else timeout)
 
 
-def _onnx_rtx(path: Path) -> Runtime:
+def _onnx_rtx(path: Path) -> OpenRuntime:
     from fp4deploy.bench.runtimes.ort_rtx import OrtRtxRuntime
 
     return OrtRtxRuntime(path)
 
 
-def _checkpoint(path: Path, form: str = "eager") -> Runtime:
+def _checkpoint(path: Path, form: str = "eager") -> OpenRuntime:
     from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 
     return TorchRuntime(path, form=form)
 
 
-def _packed(path: Path) -> Runtime:
+def _packed(path: Path) -> OpenRuntime:
     from fp4deploy.bench.runtimes.packed import PackedRuntime
 
     return PackedRuntime(path)
 
 
-def _plan(path: Path, timeout: float | None = None) -> Runtime:
+def _plan(path: Path, timeout: float | None = None) -> OpenRuntime:
     from fp4deploy.bench.runtimes.tensorrt import open_plan
 
     return open_plan(path, TIMEOUT if timeout is None else timeout)
 
 
 PROVIDERS = ("cpu", "tensorrt-rtx")  # of ONNX Runtime
-RUNTIMES: dict[str, Callable[[Path], Runtime]] = {
+RUNTIMES: dict[str, Callable[[Path], OpenRuntime]] = {
     ".onnx": _onnx,
     ".safetensors": _checkpoint,
     ".fp4": _packed,

@@ -19,7 +19,8 @@ import onnxruntime as ort
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, checked, require_one_input
+from fp4deploy.bench.runtimes.ports import Extent, Outputs, Port, fed, named
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, Given, checked
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
@@ -39,18 +40,13 @@ class OrtRuntime:
         self._path, self._timeout = path, timeout
         self._card = find_card(model, path)
         with foreign_graph(path):
-            fp4 = (
-                self._card.precision == "nvfp4"
-                if self._card
-                else any(each.precision == "FP4" for each in layers_of(model))
-            )
+            fp4 = is_fp4(model, self._card)
             canonical = is_canonical(model)
             if canonical:
                 model = to_portable(model)
             self._session = portable_session(model)
-            names = [each.name for each in self._session.get_inputs()]
-        require_one_input(names, path)
-        self._input = names[0]
+        self.inputs = ports_of(self._session, path)
+        self._names = [each.name for each in self._session.get_outputs()]
         form = "CPU, lowered in memory" if canonical else "CPU"
         self.name = f"ONNX Runtime {ort.__version__} ({form})"
         self.device = cpu_name()
@@ -67,34 +63,34 @@ class OrtRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        outputs = self._run({self._input: images})
-        return outputs if self._card is None else checked(outputs, images, self._card, self._path)
+        found: Array = self._outputs(fed(self.inputs, [images], self._path))[0]
+        return found if self._card is None else checked(found, images, self._card, self._path)
+
+    def __call__(self, *inputs: Any) -> Outputs:
+        """The output of these inputs, or several by name (`ports`)."""
+        return named(self._names, self._outputs(fed(self.inputs, inputs, self._path)))
 
     @property
     def decodes(self) -> bool:
         """Whether the file gives boxes as well (`export.onnx.boxes`)."""
-        return [value.name for value in self._session.get_outputs()][1:] == list(OUTPUTS)
+        return self._names[1:] == list(OUTPUTS)
 
     def detect(self, images: Array) -> list[FoundBoxes]:
         """Boxes [K, 4] in pixels of the input, classes [K] and scores [K] of each image, of a file that `decodes`."""
-        _, image, boxes, classes, scores = self._outputs({self._input: images})
+        _, image, boxes, classes, scores = self._outputs(fed(self.inputs, [images], self._path))
         if not _are_boxes(image, boxes, classes, scores, self.card.channels):
             raise InputError(f"{self._path} answers no boxes of its classes. Export it again: fp4deploy export")
         return [
             (boxes[image == number], classes[image == number], scores[image == number]) for number in range(len(images))
         ]
 
-    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+    def time(self, images: Given, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds a session run."""
-        feed = {self._input: images}
-        self._run(feed)  # an inference that ends once ends again on the same images; the timed ones start no thread
+        feed = fed(self.inputs, [images], self._path)
+        self._outputs(feed)  # an inference that ends once ends again on the same images; the timed ones start no thread
         return time_cpu(lambda: self._session.run(None, feed), warmup, iterations, max_seconds)
 
-    def _run(self, feed: dict[str, Array]) -> Array:
-        found: Array = self._outputs(feed)[0]
-        return found
-
-    def _outputs(self, feed: dict[str, Array]) -> list[Any]:
+    def _outputs(self, feed: dict[str, Any]) -> list[Any]:
         options = ort.RunOptions()
         options.log_severity_level = FATAL
         timer = threading.Timer(self._timeout, setattr, (options, "terminate", True))
@@ -124,6 +120,39 @@ def _are_boxes(image: Array, boxes: Array, classes: Array, scores: Array, channe
         and bool(np.isfinite(boxes).all() and ((scores >= 0) & (scores <= 1)).all())
         and bool(((classes >= 1) & (classes <= channels - 5)).all())
     )
+
+
+TENSORS = {
+    "float": np.float32, "float16": np.float16, "double": np.float64, "bool": np.bool_, "int64": np.int64,
+    "int32": np.int32, "int16": np.int16, "int8": np.int8, "uint64": np.uint64, "uint32": np.uint32,
+    "uint16": np.uint16, "uint8": np.uint8,
+}  # fmt: skip
+
+
+def ports_of(session: ort.InferenceSession, path: Path) -> tuple[Port, ...]:
+    """The inputs of a session.
+
+    Raises:
+        InputError: one is no tensor, or of a type that arrays do not have.
+    """
+    found = []
+    for each in session.get_inputs():
+        dtype = TENSORS.get(each.type.removeprefix("tensor(").removesuffix(")"))
+        if dtype is None:
+            raise InputError(f"{path}: the input '{each.name}' is {each.type}; valid: tensors of {', '.join(TENSORS)}.")
+        found.append(Port(each.name, np.dtype(dtype), tuple(map(_extent, each.shape)) or None))
+    return tuple(found)
+
+
+def _extent(size: Any) -> Extent:
+    return size if isinstance(size, str) or (isinstance(size, int) and size > 0) else None
+
+
+def is_fp4(model: onnx.ModelProto, card: ModelCard | None) -> bool:
+    """Whether layers are in FP4, as the card or else the file's own list says."""
+    if card is not None:
+        return card.precision == "nvfp4"
+    return any(each.precision == "FP4" for each in layers_of(model))
 
 
 def find_card(model: onnx.ModelProto, path: Path) -> ModelCard | None:

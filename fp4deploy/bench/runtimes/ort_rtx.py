@@ -13,6 +13,7 @@ Source: ONNX Runtime, "Using a Plugin Execution Provider Library".
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ import onnxruntime as ort
 import torch
 
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.ort import find_card, require_card
-from fp4deploy.bench.runtimes.protocol import Array, checked
+from fp4deploy.bench.runtimes.ort import find_card, is_fp4, ports_of, require_card
+from fp4deploy.bench.runtimes.ports import Outputs, fed, named, require_one_input
+from fp4deploy.bench.runtimes.protocol import Array, Given, checked
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export import read_onnx
 from fp4deploy.export.onnx.canonical import is_canonical
+from fp4deploy.models.card import ModelCard
 from fp4deploy.requirements import ORT_RTX
 
 TITLE = "ONNX Runtime's TensorRT-RTX provider"
@@ -44,7 +47,7 @@ class OrtRtxRuntime:
     def __init__(self, path: Path) -> None:
         model = read_onnx(path)
         self._path = path
-        self.card = require_card(find_card(model, path), path)
+        self._card = find_card(model, path)
         if not is_canonical(model):
             raise InputError(f"{path} is the decomposed graph, for CPUs. {TITLE} takes the canonical file.")
         options = ort.SessionOptions()
@@ -54,10 +57,26 @@ class OrtRtxRuntime:
             self._session = ort.InferenceSession(model.SerializeToString(), options)
         except Exception as error:  # ONNX Runtime has a class of its own for every cause
             raise UnavailableError(f"{path}: {TITLE} does not take the graph. It says: {_line(error)}") from error
-        (self._input,), (self._output,) = self._session.get_inputs(), self._session.get_outputs()
+        self.inputs = ports_of(self._session, path)
+        self._names = [each.name for each in self._session.get_outputs()]
+        self._output = self._session.get_outputs()[0]
         self.name = f"ONNX Runtime {ort.__version__} (TensorRT-RTX {ORT_RTX.version()})"
         self.device = torch.cuda.get_device_name()
-        self.precision = {"nvfp4": "NVFP4", "fp16": "FP16"}.get(self.card.precision, self.card.precision)
+        self.precision = "NVFP4" if is_fp4(model, self._card) else "FP16"
+
+    @property
+    def card(self) -> ModelCard:
+        """The card in the file's metadata.
+
+        Raises:
+            InputError: there is none.
+        """
+        return require_card(self._card, self._path)
+
+    def __call__(self, *inputs: Any) -> Outputs:
+        """The output of these inputs, or several by name (`ports`)."""
+        found = self._session.run(None, fed(self.inputs, inputs, self._path))
+        return named(self._names, [each.astype(np.float32) if each.dtype == np.float16 else each for each in found])
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
@@ -65,22 +84,33 @@ class OrtRtxRuntime:
         self._session.run_with_iobinding(binding)
         return checked(logits.float().cpu().numpy(), images, self.card, self._path)
 
-    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
-        """Milliseconds of a session run; images and logits stay on the GPU."""
-        binding, _logits = self._bound(images)
+    def time(self, images: Given, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+        """Milliseconds of a session run; inputs and outputs stay on the GPU."""
+        binding = self._bound_inputs([images]) if isinstance(images, Mapping) else self._bound(images)[0]
+        if isinstance(images, Mapping):
+            for name in self._names:
+                binding.bind_output(name, "cuda")
         return time_cpu(lambda: self._session.run_with_iobinding(binding), warmup, iterations, max_seconds)
 
     def _bound(self, images: Array) -> tuple[Any, torch.Tensor]:
-        binding = self._session.io_binding()
-        dtype, element = TYPES[self._input.type]
-        given = torch.from_numpy(np.ascontiguousarray(images)).to("cuda", dtype)
-        binding.bind_input(self._input.name, "cuda", given.device.index, element, given.shape, given.data_ptr())
+        require_one_input(self.inputs, self._path)
+        binding = self._bound_inputs([images])
         dtype, element = TYPES[self._output.type]
         logits = torch.empty(len(images), self.card.channels, *images.shape[2:], device="cuda", dtype=dtype)
         binding.bind_output(self._output.name, "cuda", logits.device.index, element, logits.shape, logits.data_ptr())
-        binding.images = given  # lives as long as the binding, which has its address alone
-        torch.cuda.synchronize()
+        for name in self._names[1:]:
+            binding.bind_output(name, "cuda")
         return binding, logits
+
+    def _bound_inputs(self, inputs: Sequence[Any]) -> Any:
+        binding = self._session.io_binding()
+        binding.held = []  # live as long as the binding, which has their addresses alone
+        for name, array in fed(self.inputs, inputs, self._path).items():
+            given = torch.from_numpy(array).to("cuda")
+            binding.bind_input(name, "cuda", given.device.index, array.dtype, given.shape, given.data_ptr())
+            binding.held.append(given)
+        torch.cuda.synchronize()
+        return binding
 
 
 def devices() -> list[Any]:

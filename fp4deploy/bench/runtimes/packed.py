@@ -8,19 +8,24 @@ weights that a GPU decodes at load count as decoded.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fp4deploy import __version__
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
-from fp4deploy.bench.runtimes.protocol import Array, require_one_input
+from fp4deploy.bench.runtimes.ports import Outputs, Port, fed, named
+from fp4deploy.bench.runtimes.protocol import Array, Given
+from fp4deploy.graph.capture import file_names
 from fp4deploy.models.card import ModelCard
 from fp4deploy.packed import PackedFile, PackedNetwork, activation_bytes, full_precision, plain_bytes, read_packed
 from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
-from fp4deploy.packed.graph import Layer
+from fp4deploy.packed.graph import Input, Layer
 from fp4deploy.packed.network import Result
 from fp4deploy.plugins import why_unavailable
 
@@ -31,7 +36,9 @@ class PackedRuntime:
     def __init__(self, path: Path, device: str | None = None) -> None:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         file = read_packed(path)
-        require_one_input([each.name for each in file.graph.inputs], path)
+        self._path = path
+        self.inputs = tuple(map(_port, file.graph.inputs))
+        self._names = file_names([each.name for each in file.graph.outputs], [each.name for each in file.graph.inputs])
         self.card = file.card or card_of(file)
         self.cuda = self._device.type == "cuda"
         network = PackedNetwork(file, self._device, os.environ.get("FP4DEPLOY_PACKED_WEIGHTS") or None)
@@ -43,15 +50,24 @@ class PackedRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        return first_output(self._network(torch.from_numpy(images))).float().cpu().numpy()
+        return first_output(self._network(*self._given([images]))).float().cpu().numpy()
 
-    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+    def __call__(self, *inputs: Any) -> Outputs:
+        """The output of these inputs, or several by name (`ports`)."""
+        outputs = self._network(*self._given(inputs))
+        return named(self._names, [each.float().cpu().numpy() for each in tree_leaves(outputs)])
+
+    def time(self, images: Given, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds a forward pass."""
-        call = self._network.prepared(torch.from_numpy(np.ascontiguousarray(images)))
+        call = self._network.prepared(*self._given([images]))
         if not self.cuda:
             return time_cpu(call, warmup, iterations, max_seconds)
         stream = torch.cuda.current_stream(self._device)
         return time_cuda(call, stream, warmup, iterations, max_seconds)
+
+    def _given(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        feed = fed(self.inputs, inputs, self._path)
+        return [torch.from_numpy(feed[port.name]) for port in self.inputs]
 
 
 def memory(file: PackedFile, batch: int = 1) -> dict[str, int]:
@@ -74,6 +90,13 @@ def card_of(file: PackedFile) -> ModelCard:
         "nvfp4" if packed else "fp16", 1.0, (), height, width, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), False,
         architecture="own",
     )  # fmt: skip
+
+
+def _port(each: Input) -> Port:
+    """Free axes but the batch are left to the network, which says what sizes would fit."""
+    free = {axis: "N" if axis == 0 else None for axis in each.free}
+    extents = tuple(free.get(axis, size) for axis, size in enumerate(each.shape))
+    return Port(each.name, np.dtype(np.float32), extents)
 
 
 def first_output(outputs: Result) -> torch.Tensor:

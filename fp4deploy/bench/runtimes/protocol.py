@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4deploy.bench.runtimes.ports import Outputs, Port
 from fp4deploy.errors import InputError
 from fp4deploy.models.card import ModelCard
 
 Array = NDArray[np.float32]
+Given = Array | Mapping[str, Any]  # images, or inputs by name
 TIMEOUT = 600.0  # seconds that one inference may take
 
 
@@ -47,17 +49,24 @@ class Runtime(Protocol):
         ...
 
 
-def require_one_input(names: Sequence[str], source: object) -> None:
-    """Refuse a network of several inputs.
+class OpenRuntime(Runtime, Protocol):
+    """What `open_runtime` gives: it is called like the module, with one input or several (`ports`).
 
-    Raises:
-        InputError: with the names of its inputs; `source` begins the message.
+    `time` takes a dict by the names of the inputs too; `infer` takes images and gives the first output.
     """
-    if len(names) != 1:
-        raise InputError(
-            f"{source} takes {len(names)} inputs ({', '.join(names)}), and a runtime feeds one, the images. Run a "
-            "portable .onnx file with onnxruntime, and an .fp4 file with fp4deploy.packed.PackedNetwork."
-        )
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        """The file's inputs, in order."""
+        ...
+
+    def __call__(self, *inputs: Any) -> Outputs:
+        """The output of these inputs, or several by name; arrays in order, or one dict by the names of the inputs."""
+        ...
+
+    def time(self, images: Given, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+        """As of `Runtime`."""
+        ...
 
 
 def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: object) -> Array:

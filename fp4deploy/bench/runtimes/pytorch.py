@@ -16,16 +16,16 @@ packed network, which is one CUDA graph too, should be compared with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
-from fp4deploy.bench.runtimes.protocol import Array
+from fp4deploy.bench.runtimes.ports import Outputs, fed, image_port
+from fp4deploy.bench.runtimes.protocol import Array, Given
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.qat import load_model
 
@@ -50,6 +50,7 @@ class TorchRuntime:
         if form != "eager" and not self.cuda:
             raise UnavailableError(f"torch runs a checkpoint as '{form}' on a GPU only. Without one: --torch eager")
         model, self.card = load_model(path, device=str(self._device))
+        self._path, self.inputs = path, (image_port(),)
         self._graph = form != "eager"
         self._half = self._graph and self.card.precision == "fp16"
         if self._graph:
@@ -65,18 +66,23 @@ class TorchRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        return self._forward(self._prepared(images)).float().cpu().numpy()
+        return self._forward(self._prepared([images])).float().cpu().numpy()
 
-    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+    def __call__(self, *inputs: Any) -> Outputs:
+        """The logits; a checkpoint's network reads images alone, given as an array or a dict by its name."""
+        return self._forward(self._prepared(inputs)).float().cpu().numpy()
+
+    def time(self, images: Given, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds a forward pass."""
-        held = self._prepared(np.ascontiguousarray(images))
+        held = self._prepared([images])
         if not self.cuda:
             return time_cpu(lambda: self._forward(held), warmup, iterations, max_seconds)
         call = captured(lambda: self._forward(held), self._device) if self._graph else lambda: self._forward(held)
         stream = torch.cuda.current_stream(self._device)
         return time_cuda(call, stream, warmup, iterations, max_seconds)
 
-    def _prepared(self, images: Array) -> torch.Tensor:
+    def _prepared(self, inputs: Sequence[Any]) -> torch.Tensor:
+        (images,) = fed(self.inputs, inputs, self._path).values()
         x = torch.from_numpy(images).to(self._device)
         x = x.half() if self._half else x
         return x.contiguous(memory_format=torch.channels_last) if self._graph else x

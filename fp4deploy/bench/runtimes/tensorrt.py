@@ -8,7 +8,7 @@ ledger (`unet.ledger.json`) says which, and a machine that cannot run it gets on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,8 @@ from fp4deploy.architecture import Architecture
 from fp4deploy.bench.latency import time_cuda
 from fp4deploy.bench.ledgers import TITLES, built_by
 from fp4deploy.bench.runtimes.engine_interface import EngineInterface, assumed
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, checked
+from fp4deploy.bench.runtimes.ports import Extent, Outputs, Port, fed, named, require_one_input
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, Given, checked
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine import build as engine
@@ -33,11 +34,22 @@ from fp4deploy.requirements import LIBRARIES
 
 POLL = 1e-4  # seconds between two looks at a stream
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+KINDS = {"HALF": "fp16", "FLOAT": "fp32", "UINT8": "uint8", "INT32": "int32", "INT64": "int64", "BOOL": "bool"}
+DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
+    "fp16": (torch.float16, np.dtype(np.float16)),
+    "fp32": (torch.float32, np.dtype(np.float32)),
+    "uint8": (torch.uint8, np.dtype(np.uint8)),
+    "int32": (torch.int32, np.dtype(np.int32)),
+    "int64": (torch.int64, np.dtype(np.int64)),
+    "bool": (torch.bool, np.dtype(np.bool_)),
+}
 HINT = "Bench it on that GPU; here, bench the ONNX file it was built from."
 
 
 class TensorRtRuntime:
     """A deserialised engine with a dynamic batch, bound to CUDA tensors."""
+
+    _where = "cuda"
 
     def __init__(
         self,
@@ -61,9 +73,10 @@ class TensorRtRuntime:
         names = [loaded.get_tensor_name(i) for i in range(loaded.num_io_tensors)]
         inputs = [name for name in names if loaded.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
         outputs = [name for name in names if loaded.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
-        if len(inputs) != 1 or len(outputs) != 1:
-            raise InputError(f"{path} has {len(inputs)} inputs and {len(outputs)} outputs; bench takes one of each.")
-        self._input, self._output = inputs[0], outputs[0]
+        if not inputs or not outputs:
+            raise InputError(f"{path} has {len(inputs)} inputs and {len(outputs)} outputs; it needs one of each.")
+        self._input, self._outputs = inputs[0], outputs
+        self.inputs = tuple(map(self._port, inputs))
         self._stream = torch.cuda.Stream()
         self._io = EngineInterface(self._interface(ledger))
         self.card = (ledger.model_card() if ledger else None) or self._assumed_card()
@@ -77,24 +90,33 @@ class TensorRtRuntime:
         parts = [self._run_at_least(least, images[i : i + most]) for i in range(0, len(images), most)]
         return checked(np.concatenate(parts), images, self.card, self._path)
 
+    def __call__(self, *inputs: Any) -> Outputs:
+        """The output of these inputs, or several by name (`ports`), in the engine's own types and layouts."""
+        found = self._execute(self._fed(inputs))
+        return named(self._outputs, [found[name].cpu().numpy() for name in self._outputs])
+
     def _run_at_least(self, least: int, images: Array) -> Array:
         """Run images that may be fewer than the smallest batch: the last one is repeated."""
         missing = max(0, least - len(images))
         return self._run(np.concatenate([images, images[-1:].repeat(missing, 0)]))[: len(images)]
 
     def _run(self, images: Array) -> Array:
-        _given, output = self._bind(images)  # _given stays alive: the engine reads it by address
+        output = self._execute(self._images(images))[self._outputs[0]]
+        logits: Array = self._io.logits(output, self.card)
+        return logits
+
+    def _execute(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        _given, outputs = self._bind(given)  # _given stays alive: the engine reads it by address
         self._launch()
         self._wait()
         if self._cache is not None:  # kernels are compiled by the first inference of a shape
             caches.keep(self._cached, bytes(self._cache.serialize()), self._before)
             self._cache = None
-        logits: Array = self._io.logits(output, self.card)
-        return logits
+        return outputs
 
-    def time(self, images: Array, warmup: int, iterations: int, max_seconds: float) -> list[float]:
+    def time(self, images: Given, warmup: int, iterations: int, max_seconds: float) -> list[float]:
         """Milliseconds between two CUDA events around `execute_async_v3`."""
-        _given, _output = self._bind(images)
+        _given, _outputs = self._bind(self._fed([images]) if isinstance(images, Mapping) else self._images(images))
         self._launch()
         self._wait()  # an inference that ends once ends again on the same images
         return time_cuda(self._launch, self._stream, warmup, iterations, max_seconds)
@@ -112,16 +134,38 @@ class TensorRtRuntime:
             raise UnavailableError(f"{self.name} names no layers in its profile.")
         return dict(times.milliseconds)
 
-    def _bind(self, images: Array) -> tuple[torch.Tensor, torch.Tensor]:
-        given = self._io.given(images, self.card).to("cuda", self._dtype(self._input))
-        if not self._context.set_input_shape(self._input, tuple(given.shape)):
-            raise InputError(f"The engine does not take images of shape {list(given.shape)}; build it for that size.")
-        shape = tuple(self._context.get_tensor_shape(self._output))
-        logits = torch.empty(shape, device="cuda", dtype=self._dtype(self._output))
-        self._context.set_tensor_address(self._input, given.data_ptr())
-        self._context.set_tensor_address(self._output, logits.data_ptr())
+    def _images(self, images: Array) -> dict[str, torch.Tensor]:
+        require_one_input(self.inputs, self._path)
+        return {self._input: self._io.given(images, self.card)}
+
+    def _fed(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(array) for name, array in fed(self.inputs, inputs, self._path).items()}
+
+    def _bind(self, given: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        held = []
+        for name, tensor in given.items():
+            held.append(tensor.to(self._where, self._dtype(name)))
+            if not self._context.set_input_shape(name, tuple(tensor.shape)):
+                what = "images" if len(given) == 1 else f"'{name}'"
+                raise InputError(
+                    f"The engine does not take {what} of shape {list(tensor.shape)}; build it for that size."
+                )
+            self._context.set_tensor_address(name, held[-1].data_ptr())
+        outputs = {}
+        for name in self._outputs:
+            shape = tuple(self._context.get_tensor_shape(name))
+            outputs[name] = torch.empty(shape, device=self._where, dtype=self._dtype(name))
+            self._context.set_tensor_address(name, outputs[name].data_ptr())
         self._stream.wait_stream(torch.cuda.current_stream())
-        return given, logits
+        return held, outputs
+
+    def _port(self, name: str) -> Port:
+        """An input with the extents of the first profile."""
+        extents: tuple[Extent, ...] = tuple(self._engine.get_tensor_shape(name))
+        if -1 in extents:
+            least, _, most = map(tuple, self._engine.get_tensor_profile_shape(name, 0))
+            extents = tuple(low if low == high else (low, high) for low, high in zip(least, most, strict=True))
+        return Port(name, DTYPES[self._kind(name)][1], extents)
 
     def _launch(self) -> None:
         if not self._context.execute_async_v3(self._stream.cuda_stream):
@@ -134,14 +178,11 @@ class TensorRtRuntime:
         wait_for(done.query, self._timeout, self._path)
 
     def _dtype(self, name: str) -> torch.dtype:
-        return {"fp16": torch.float16, "fp32": torch.float32, "uint8": torch.uint8, "int32": torch.int32}[
-            self._kind(name)
-        ]
+        return DTYPES[self._kind(name)][0]
 
     def _kind(self, name: str) -> str:
-        kinds = {"HALF": "fp16", "FLOAT": "fp32", "UINT8": "uint8", "INT32": "int32"}
         types = self._trt.DataType
-        known = {getattr(types, each): kind for each, kind in kinds.items() if hasattr(types, each)}
+        known = {getattr(types, each): kind for each, kind in KINDS.items() if hasattr(types, each)}
         found = known.get(self._engine.get_tensor_dtype(name))
         if found is None:
             raise InputError(
@@ -153,14 +194,15 @@ class TensorRtRuntime:
         if ledger is not None:
             fields: dict[str, Any] = ledger.interface or {}
             return Interface(**fields)
-        names = self._input, self._output
+        names = self._input, self._outputs[0]
         kinds, shapes = map(self._kind, names), map(self._engine.get_tensor_shape, names)
         (given, made), (given_shape, made_shape) = kinds, shapes
         return assumed(given, tuple(given_shape), made, tuple(made_shape))
 
     def _assumed_card(self) -> ModelCard:
-        _, second, third, fourth = self._engine.get_tensor_shape(self._input)
-        height, width = (second, third) if self._io.interface.input_layout == "nhwc" else (third, fourth)
+        shape = tuple(self._engine.get_tensor_shape(self._input))
+        first = 1 if self._io.interface.input_layout == "nhwc" else 2
+        height, width = shape[first : first + 2] if len(shape) == 4 else (1, 1)
         return ModelCard("unknown", 0.0, (), height, width, IMAGE_MEAN, IMAGE_STD, background=False)
 
 

@@ -41,7 +41,7 @@ from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
-from fp4deploy.graph.capture import Inputs, arguments, output_names, quiet, why_not_captured
+from fp4deploy.graph.capture import Inputs, arguments, file_names, output_names, quiet, why_not_captured
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
@@ -239,11 +239,9 @@ def _name_outputs(program: torch.onnx.ONNXProgram) -> None:
     names = output_names(exported, len(exported.graph_signature.user_outputs))
     if len(names) != len(outputs):
         raise InputError("The module returns something that is no tensor. Return tensors, or a tuple or dict of them.")
-    taken = {value.name for value in program.model.graph.inputs}
-    for value, name in zip(outputs, names, strict=True):
-        wanted = OUTPUT if len(outputs) == 1 else f"output_{name}" if name[:1].isdigit() or name in taken else name
-        taken.add(wanted)
-        value.name = wanted
+    inputs = [str(value.name) for value in program.model.graph.inputs]
+    for value, name in zip(outputs, file_names(names, inputs, OUTPUT), strict=True):
+        value.name = name
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

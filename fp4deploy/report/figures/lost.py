@@ -12,7 +12,7 @@ from PIL import Image
 
 from fp4deploy.bench.evidence import PixelCounts, read_evidence
 from fp4deploy.bench.records import Evidence
-from fp4deploy.bench.runtimes.open import open_runtime
+from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, Sample
 from fp4deploy.detection.draw import draw_boxes
@@ -50,9 +50,9 @@ def draw_lost(
     Raises:
         InputError: the artefact or the data cannot be read, or the folder cannot be written.
     """
-    runtime = open_runtime(artefact)
+    runtime = open_for_images(artefact)
     try:
-        other = open_runtime(baseline) if baseline is not None else None
+        other = open_for_images(baseline) if baseline is not None else None
     except Fp4DeployError:
         other = None
     models = [model for model in (other, runtime) if model is not None]
