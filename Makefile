@@ -26,7 +26,7 @@ check: install-dev
 	$(BIN)/mypy
 
 pytest: install-dev
-	MAKEFLAGS= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not emulate and not variants"
+	MAKEFLAGS= PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not emulate and not variants"
 
 emulate: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "emulate or variants"

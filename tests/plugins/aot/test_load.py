@@ -343,7 +343,7 @@ def test_every_variant_that_a_network_uses_is_listed(arch: str, channels: int) -
         {"name": "other_kernel"}, {"shared": 1 << 20}, {"shared": -1}, {"divisible": (99,)}, {"parameters": ("*x y",)},
         {"registers": 256}, {"cubin": b"code"}, {"ptx": "x" * (store.MOST_PTX + 1)},
     ],
-    ids=str,
+    ids=lambda change: str(change)[:40],  # one is a text of 16 MB
 )  # fmt: skip
 def test_a_header_that_does_not_fit_the_machine_code(change: dict[str, object]) -> None:
     kernel = compiled()
