@@ -1,7 +1,7 @@
 """The boxes of one image, from a model's output (`models.boxes`) to pixels of the original image.
 
 1. Scores of every class at every place; those above the threshold are candidates, the highest `CANDIDATES` of them.
-2. Their boxes in pixels of the input, from place and distances.
+2. Their boxes in pixels of the input, from prior and distances.
 3. Non-maximum suppression: in the order of the scores, a box is kept unless one of its class that is kept overlaps it
    by an IoU above `nms`. It ends with `max_detections` boxes.
 4. From the input to the image (`data.letterbox`), cut at its border.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp4deploy.data.letterbox import letterbox
-from fp4deploy.models.boxes import DetectionHead, places
+from fp4deploy.models.boxes import DetectionHead
 
 FoundBoxes = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]  # boxes [K, 4], classes [K], scores [K]
 CANDIDATES = 10_000  # of an image; a limit for outputs without sense
@@ -52,7 +52,7 @@ def decode_boxes(outputs: Tensor, head: DetectionHead, target: tuple[int, int], 
     """Read the boxes of one image.
 
     Args:
-        outputs: [classes + 5, places] on any device, any float dtype; places with NaN or Inf have no box.
+        outputs: [channels, places] on any device, any float dtype; places with NaN or Inf have no box.
         target: height and width of the network's input in pixels.
         size: height and width of the original image in pixels.
     """
@@ -81,8 +81,9 @@ def candidates(outputs: Tensor, head: DetectionHead, target: tuple[int, int]) ->
     scores, order = scores[kept], order[kept]
     count = outputs.shape[1]
     place = order % count
-    x, y, stride = places(head.strides, *target, device=outputs.device)[:, place]
-    left, top, right, bottom = (head.distances(outputs)[:, place] * stride).unbind()
+    x, y, width, height = head.priors(*target, device=outputs.device)[:, place]
+    sizes = torch.stack((width, height, width, height))
+    left, top, right, bottom = (head.distances(outputs)[:, place] * sizes).unbind()
     boxes = torch.stack((x - left, y - top, x + right, y + bottom), 1)
     return boxes.cpu().numpy(), (order // count).cpu().numpy(), scores.cpu().numpy()
 

@@ -21,8 +21,9 @@ from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.models.detector import UNetDetector, pyramid_detector
 from fp4deploy.models.output import with_logits
-from fp4deploy.models.sources import BACKBONES, SOURCES, call_factory
+from fp4deploy.models.sources import BACKBONES, SOURCES, call_factory, torchvision_detector
 from fp4deploy.models.spec import KNOWN, UNET, ModelSpec, require_named
+from fp4deploy.models.torchvision_detectors import require_layout
 from fp4deploy.models.unet import build_unet
 
 
@@ -34,7 +35,7 @@ def build_model(
     Args:
         channels: of the logits.
         scale, digits: of this project's UNet; the spec's own scale comes first.
-        head: of a detector, which the spec's network is the backbone of.
+        head: of a detector, which the spec's network is the backbone of, or has itself.
 
     Raises:
         InputError: an unknown name, wrong arguments, or a factory that returns no module.
@@ -44,6 +45,8 @@ def build_model(
     >>> build_model(parse_spec("unet:0.125"), 4).head.out_channels
     4
     """
+    if head is not None:
+        require_layout(spec, head)
     if spec.source == UNET:
         if spec.arguments:
             names = ", ".join(spec.arguments)
@@ -52,6 +55,8 @@ def build_model(
         return build_unet(channels, width, digits) if head is None else UNetDetector(head, width, digits)
     if digits:
         raise InputError(f"model.digits is an input encoding of this project's unet; {spec.text} has none.")
+    if head is not None and spec.source == "torchvision":
+        return torchvision_detector(spec.name, head, spec.arguments)
     if head is not None:
         return pyramid_detector(_backbone(spec, channels, head), head, spec.text)
     if spec.known:
@@ -82,7 +87,8 @@ def _backbone(spec: ModelSpec, channels: int, head: DetectionHead) -> nn.Module:
     if spec.source not in BACKBONES:
         raise InputError(
             f"{spec.text} gives a map of logits, and a detector needs feature maps of several strides. Take unet, "
-            f"{', '.join(f'{name}:NAME' for name in BACKBONES)}, or a function of your own that returns them."
+            f"{', '.join(f'{name}:NAME' for name in BACKBONES)}, torchvision:fcos_resnet50_fpn, or a function of your "
+            "own that returns them."
         )
     return BACKBONES[spec.source](spec.name, head.strides, spec.arguments)
 

@@ -22,7 +22,7 @@ from fp4deploy.models.spec import KNOWN, ModelSpec, parse_spec
 from fp4deploy.schema import Bool, Count, Float, Name, parse_json, validated
 
 CARD_KEY = "fp4deploy.card"
-HEADS = ("centres", "set", "fcos")  # `method` of a head
+HEADS = ("centres", "set", "fcos", "fcos_relu", "retinanet")  # `method` of a head
 AGAIN = "Export or train the model again."
 MOST_PIXELS = 16_384  # height or width
 

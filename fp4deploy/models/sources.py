@@ -17,7 +17,9 @@ from typing import Any
 from torch import nn
 
 from fp4deploy.errors import InputError, suggest
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.pyramid import PyramidSegmenter
+from fp4deploy.models.torchvision_detectors import METHODS, with_raw_output
 from fp4deploy.models.torchvision_operators import declare_operators
 from fp4deploy.requirements import ZOO
 
@@ -92,10 +94,36 @@ def _smp(name: str, channels: int, arguments: Arguments) -> nn.Module:
 
 def _torchvision(name: str, channels: int, arguments: Arguments) -> nn.Module:
     vision = _library("torchvision")
+    if name in METHODS:
+        raise InputError(f"torchvision:{name} is a detector. Add --task detection, or name a segmentation network.")
     names = vision.models.list_models(module=vision.models.segmentation)
     builder = _chosen(name, {each: vision.models.get_model_builder(each) for each in names}, "torchvision:NAME")
     given = _harmless(f"torchvision:{name}", arguments) | {"weights": None, "weights_backbone": None}
     return call_factory(builder, f"torchvision:{name}", channels, {**given, "num_classes": channels})
+
+
+def torchvision_detector(name: str, head: DetectionHead, arguments: Arguments) -> nn.Module:
+    """A detector of torchvision with random weights, which returns its raw output.
+
+    Raises:
+        InputError: torchvision has no such detector, or none that is taken; or there are arguments.
+        UnavailableError: torchvision is not installed.
+    """
+    if name not in METHODS:
+        raise InputError(
+            f"torchvision:{name} is none of torchvision's detectors that are taken, which are "
+            f"{', '.join(METHODS)}.{suggest(name, METHODS)} unet, timm:NAME and functions of your own that return "
+            "feature maps get this project's head."
+        )
+    vision = _library("torchvision")
+    if arguments:
+        raise InputError(
+            f"torchvision:{name} takes no model.args ({', '.join(arguments)}): its boxes are read as "
+            "detection.threshold, .nms and .max_detections say, and images are sized by data.height and .width."
+        )
+    given = {"weights": None, "weights_backbone": None, "num_classes": head.classes}
+    network = call_factory(vision.models.get_model_builder(name), f"torchvision:{name}", head.classes, given)
+    return with_raw_output(network, head)
 
 
 def _monai(name: str, channels: int, arguments: Arguments) -> nn.Module:

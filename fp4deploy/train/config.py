@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.files import atomic_write
 from fp4deploy.models.card import TaskName
-from fp4deploy.models.spec import UNET
+from fp4deploy.models.spec import UNET, parse_spec
+from fp4deploy.models.torchvision_detectors import own_layout
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
@@ -83,6 +84,14 @@ class Config(Section):
         if given:
             raise ValueError(
                 f"train.{given[0]} is of losses over pixels; task=detection has detection.alpha and .gamma"
+            )
+        own, usual = own_layout(parse_spec(self.model.spec)), DetectionSection()
+        fixed = ["width", "depth"] if own else []
+        fixed += ["centre_loss"] if own.get("method") == "retinanet" else []
+        changed = [name for name in fixed if getattr(self.detection, name) != getattr(usual, name)]
+        if changed:
+            raise ValueError(
+                f"detection.{changed[0]} is of this project's head; {self.model.spec} has its own; leave it out"
             )
         return self
 

@@ -25,6 +25,8 @@ from fp4deploy.data import CocoDataset, SegmentationDataset, cached_counts, clas
 from fp4deploy.errors import InputError
 from fp4deploy.models import DetectionHead, InstanceHead, ModelCard
 from fp4deploy.models.heads import Head
+from fp4deploy.models.spec import parse_spec
+from fp4deploy.models.torchvision_detectors import own_layout
 from fp4deploy.runs import Run
 from fp4deploy.tasks import TASKS, Evaluation
 from fp4deploy.train.config import Config
@@ -143,11 +145,15 @@ def _no_head(config: Config, data: SegmentationDataset) -> None:
 
 def _detection_head(config: Config, data: SegmentationDataset) -> DetectionHead:
     chosen = config.detection
+    layout = {
+        "method": "fcos",
+        "width": chosen.width,
+        "depth": chosen.depth,
+        **own_layout(parse_spec(config.model.spec)),
+    }
     return DetectionHead(
-        "fcos",
-        len(data.class_names) - 1,
-        width=chosen.width,
-        depth=chosen.depth,
+        **layout,
+        classes=len(data.class_names) - 1,
         threshold=chosen.threshold,
         nms=chosen.nms,
         max_detections=chosen.max_detections,

@@ -83,12 +83,13 @@ Head read_head(const Value& value, int64_t names) {
     const Value* method = value.find("method");
     if (!method) fail("head has no method");
     Head head;
-    head.method = choice(*method, "head.method", {"centres", "set", "fcos"});
+    head.method = choice(*method, "head.method", {"centres", "set", "fcos", "fcos_relu", "retinanet"});
     const int64_t most_found = 100'000, usual_detections = 100;
-    if (head.method == "fcos") {
+    if (head.finds_boxes()) {
         const Object fields(value, {"method", "classes", "strides", "width", "depth", "threshold", "nms", "max_detections"});
         const int64_t classes = fields.integer("classes", 1, MOST_CLASSES), width = 128, depth = 2;
-        head.channels = classes + 5;
+        head.channels = classes + (head.method == "retinanet" ? 4 : 5);
+        head.anchors = head.method == "retinanet" ? 9 : 1;
         head.strides = {4, 8, 16, 32};
         if (fields.maybe("strides")) {
             head.strides.clear();
@@ -190,7 +191,7 @@ Card read_card(const std::string& text) {
             if (characters(name) < 1 || characters(name) > 500) fail("arguments has a name that is empty or too long");
     }
     fields.maybe_text("output");
-    const bool boxes = card.head && card.head->method == "fcos";
+    const bool boxes = card.head && card.head->finds_boxes();
     if ((task == "detection") != boxes || (task == "instance") != (card.head && !boxes)) fail("task and head do not go together");
     return card;
 }

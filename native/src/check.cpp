@@ -149,10 +149,10 @@ void check_logits(const Graph& graph, const Shapes& shapes, const Card& card) {
     bool fits = card.channels() >= 1 && image.size() == 4;
     if (fits) {
         Shape wanted{image[0], card.channels(), image[2], image[3]};
-        if (card.head && card.head->method == "fcos") {
+        if (card.head && card.head->finds_boxes()) {
             int64_t places = 0;
             for (const int64_t stride : card.head->strides) places += ((image[2] + stride - 1) / stride) * ((image[3] + stride - 1) / stride);
-            wanted = {image[0], card.channels(), places};
+            wanted = {image[0], card.channels(), card.head->anchors * places};
         }
         fits = logits == wanted;
     }

@@ -90,7 +90,9 @@ Shapes shapes_of(const Graph& graph, const std::vector<Shape>& inputs);
 struct Head {
     std::string method;
     int64_t channels = 0;
-    std::vector<int64_t> strides;  // of "fcos"
+    int64_t anchors = 1;           // of a detector: boxes a pixel of a feature map
+    std::vector<int64_t> strides;  // of a detector
+    bool finds_boxes() const { return method != "centres" && method != "set"; }
 };
 
 struct Card {

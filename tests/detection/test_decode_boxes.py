@@ -11,7 +11,7 @@ import torch
 from fp4deploy.data import open_boxes
 from fp4deploy.detection import DetectionEvaluation, decode_boxes
 from fp4deploy.detection.decode import iou, suppress
-from fp4deploy.models.boxes import DetectionHead, distance_iou, map_sizes, places
+from fp4deploy.models.boxes import DetectionHead, distance_iou, map_sizes
 from fp4deploy.models.heads import agreeing
 from tests.detection.perfect import perfect_output
 
@@ -19,7 +19,7 @@ HEAD = DetectionHead("fcos", 6, width=16, max_detections=50)
 
 
 def test_places_lie_in_the_middle_of_their_cells() -> None:
-    x, y, stride = places((4, 32), 33, 8)
+    x, y, stride, _ = DetectionHead("fcos", 1, (4, 32)).priors(33, 8)
     assert map_sizes((4, 32), 33, 8) == [(9, 2), (2, 1)]
     assert x[:3].tolist() == [2, 6, 2]
     assert y[:3].tolist() == [2, 2, 6]

@@ -60,7 +60,10 @@ def head(**changed: Any) -> dict[str, Any]:
         (head(nms=99999999999), "head.nms = 99999999999: input should be less than or equal to 63"),
         (head(nms=4), "head.nms = 4: a window around a pixel has an odd side"),
         (head(threshold=1), "head.threshold = 1"),
-        (head(method="boxes"), "head.method = 'boxes': input should be one of 'centres', 'set', 'fcos'"),
+        (
+            head(method="boxes"),
+            "head.method = 'boxes': input should be one of 'centres', 'set', 'fcos', 'fcos_relu', 'retinanet'",
+        ),
         (head(masks=3), "head.masks = 3 with 'centres'"),
         (head(stuff=[3]), "head.stuff: a number is no class"),
         (head(max_detections=0), "head.max_detections = 0"),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp4deploy.models.boxes import DetectionHead, places
+from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.train.losses.boxes import BACKGROUND, BoxLoss, BoxTargets, assign, centre_ness, focal_loss, giou
 
 HEAD = DetectionHead("fcos", 2, width=16)
@@ -80,7 +80,7 @@ def test_centre_ness_by_hand() -> None:
 @pytest.mark.parametrize(("side", "stride"), [(8, 4), (63, 4), (64, 4), (65, 8), (129, 16), (257, 32), (4000, 32)])
 def test_the_larger_side_chooses_the_stride(side: float, stride: int) -> None:
     found = assign(labels((1, 32 - side / 2, 30, 32 + side / 2, 34)), HEAD, SIZE)
-    strides = places(HEAD.strides, *SIZE)[2]
+    strides = HEAD.priors(*SIZE)[2]
     assert set(strides[positive(found)[0]].tolist()) == {stride}
 
 
@@ -118,7 +118,7 @@ def test_the_smallest_of_several_objects_takes_a_place() -> None:
 
 def test_crowds_and_rows_without_a_box() -> None:
     found = assign(labels((255, 0, 0, 32, 32), (-1, 0, 0, 0, 0), (1, 8, 8, 16, 16), (1, 40, 40, 40, 50)), HEAD, SIZE)
-    x, y, _ = places(HEAD.strides, *SIZE)
+    x, y, _, _ = HEAD.priors(*SIZE)
     inside = (x < 32) & (y < 32)
     assert (found.ignored[0] == (inside & ~positive(found)[0])).all()
     assert positive(found).any()

@@ -78,7 +78,7 @@ class OrtRuntime:
     def detect(self, images: Array) -> list[FoundBoxes]:
         """Boxes [K, 4] in pixels of the input, classes [K] and scores [K] of each image, of a file that `decodes`."""
         _, image, boxes, classes, scores = self._outputs(fed(self.inputs, [images], self._path))
-        if not _are_boxes(image, boxes, classes, scores, self.card.channels):
+        if not _are_boxes(image, boxes, classes, scores, len(self.card.class_names) - 1):
             raise InputError(f"{self._path} answers no boxes of its classes. Export it again: fp4deploy export")
         return [
             (boxes[image == number], classes[image == number], scores[image == number]) for number in range(len(images))
@@ -110,15 +110,15 @@ class OrtRuntime:
             timer.cancel()
 
 
-def _are_boxes(image: Array, boxes: Array, classes: Array, scores: Array, channels: int) -> bool:
-    """Whether these are images [K], boxes [K, 4], classes [K] of a model of so many channels, and scores [K]."""
+def _are_boxes(image: Array, boxes: Array, classes: Array, scores: Array, most: int) -> bool:
+    """Whether these are images [K], boxes [K, 4], classes [K] from 1 to `most`, and scores [K]."""
     count = len(boxes) if boxes.ndim else 0
     return (
         (image.shape, boxes.shape, classes.shape, scores.shape) == ((count,), (count, 4), (count,), (count,))
         and boxes.dtype.kind == scores.dtype.kind == "f"
         and image.dtype.kind == classes.dtype.kind == "i"
         and bool(np.isfinite(boxes).all() and ((scores >= 0) & (scores <= 1)).all())
-        and bool(((classes >= 1) & (classes <= channels - 5)).all())
+        and bool(((classes >= 1) & (classes <= most)).all())
     )
 
 

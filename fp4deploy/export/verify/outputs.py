@@ -25,7 +25,7 @@ from torch import nn
 
 from fp4deploy.data import VAL
 from fp4deploy.detection import decode_boxes
-from fp4deploy.detection.decode import iou
+from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
@@ -155,12 +155,11 @@ def require_same_boxes(portable: onnx.ModelProto, card: ModelCard, images: Itera
     count = unmatched = 0
     for batch in images:
         raw, _, boxes, classes, scores = session.run(None, {name: batch[:1].numpy()})
-        order = np.argsort(-scores, kind="stable")[: card.head.max_detections]
         expected = decode_boxes(torch.from_numpy(raw[0]), card.head, size, size)
-        given = boxes[order].clip(0, [size[1], size[0]] * 2)
-        same = (iou(expected.boxes, given) > 0.99) & (expected.classes[:, None] == classes[order])
-        same &= np.abs(expected.scores[:, None] - scores[order]) < 1e-4
-        count += len(expected) + len(order)
+        given = in_image((boxes, classes, scores), card.head, size, size)
+        same = (iou(expected.boxes, given.boxes) > 0.99) & (expected.classes[:, None] == given.classes)
+        same &= np.abs(expected.scores[:, None] - given.scores) < 1e-4
+        count += len(expected) + len(given)
         unmatched += int((~same.any(1)).sum() + (~same.any(0)).sum())
     if unmatched > 0.01 * count:
         raise GateError(
