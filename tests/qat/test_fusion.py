@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.lowering  # noqa: F401  the decompositions use it
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 
 import fp4deploy as fd
 from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, finite_amax
@@ -247,12 +245,20 @@ def run_expanded(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     return make_boxed_func(module.forward)
 
 
+def decompositions() -> dict[Any, Any]:
+    """Inductor's, imported late: every process of the tests imports this file, and few need a compiler."""
+    import torch._inductor.lowering  # noqa: F401  they use it
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
 def compiled(model: nn.Module, seen: list[Counter[str]]) -> Any:
     mark_fusible(model)
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         seen.append(Counter(getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes))
-        return aot_autograd(fw_compiler=run_expanded, decompositions=select_decomp_table())(module, inputs)
+        return aot_autograd(fw_compiler=run_expanded, decompositions=decompositions())(module, inputs)
 
     return torch.compile(model, backend=backend(inner), fullgraph=True, dynamic=False)
 
@@ -336,8 +342,7 @@ def compiled_and_kept(model: nn.Module, change: Any) -> tuple[Any, list[torch.Te
         return forward, backward
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        decompositions = select_decomp_table()
-        return aot_autograd(fw_compiler=run_expanded, decompositions=decompositions, partition_fn=divide)(
+        return aot_autograd(fw_compiler=run_expanded, decompositions=decompositions(), partition_fn=divide)(
             module, inputs
         )
 
