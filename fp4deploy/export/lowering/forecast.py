@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fp4deploy.export.lowering.decode import NO_GEMM, SINGLE_BLOCK
 from fp4deploy.export.lowering.fp8 import NO_TRANSPOSED
-from fp4deploy.export.lowering.single_block import SINGLE_BLOCK
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
@@ -52,6 +52,8 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
         if conv == "qdq":
             return Forecast("FP16", "FP4", f"{BLOCKED}; --conv auto makes it an FP4 GEMM")
         return Forecast("FP4", "FP4", "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace")
+    if isinstance(layer, nn.Conv2d) and layer.groups > 1 and layer.kernel_size == (1, 1):
+        return Forecast("FP16", "FP16", NO_GEMM)
     spatial = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
     if spatial and (conv == "fp8" or (conv == "auto" and _is_one_gemm(layer))):
         return Forecast("FP8", "FP8", "no FP4 convolution in TensorRT: an FP8 convolution")
@@ -77,7 +79,7 @@ def _is_one_gemm(layer: nn.Module) -> bool:
 
 
 def _is_single_block(layer: nn.Module) -> bool:
-    """As `single_block.is_single_block`: one output, one tap, channels that fill one block at most."""
+    """As `decode.is_single_block`: one output, one tap, channels that fill one block at most."""
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
     channels, outputs = weight.shape[:2] if isinstance(layer, nn.ConvTranspose2d) else weight.shape[1::-1]

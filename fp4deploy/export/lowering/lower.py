@@ -11,8 +11,8 @@
 | plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
 (TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a GEMM. It takes no
-plugins: `plugin` is for TensorRT, see `lowering.plugin`. A weight of a single block is decoded to FP16 in every mode
-without a plugin for it, see `lowering.single_block`.)
+plugins: `plugin` is for TensorRT, see `lowering.plugin`. A weight of a single block, and that of a 1x1 convolution in
+groups, is decoded to FP16 in every mode without a plugin for it, see `lowering.decode`.)
 
 The ledger compares the plan with the engine: a layer whose actual precision is not the planned one fell back, and
 `--strict` fails on it. Model-local functions are dropped, because the engine has its own `TRT_FP4DynamicQuantize`.
@@ -35,6 +35,7 @@ from onnx_ir.passes.common.naming import SimpleNameGenerator
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.export.ledger.ledger import PlannedLayer
 from fp4deploy.export.lowering.cost import prefers_fp8
+from fp4deploy.export.lowering.decode import DecodeWeights, why_decoded
 from fp4deploy.export.lowering.fp8 import REASON, ConvToFp8, can_be_fp8
 from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
 from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
@@ -43,7 +44,6 @@ from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
-from fp4deploy.export.lowering.single_block import DecodeSingleBlocks, is_single_block
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.size import fix_size
@@ -150,10 +150,9 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
     _check_open(layers.values(), conv, usual)
     plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
-    single = {name for name, layer in layers.items() if name not in plugins and is_single_block(layer)}
-    reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins | single}
-    for name, reason in reasons.items():
-        _check_buildable(layers[name], reason)
+    reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
+    decoded = {name: why for name, reason in reasons.items() if (why := why_decoded(layers[name], reason))}
+    reasons = {name: reason for name, reason in reasons.items() if name not in decoded}
     lowered = {name: reason for name, reason in reasons.items() if reason is not None}
     sized = model if usual is None else ir.from_proto(_with_shapes(fix_size(proto, usual)))
     macs = count_macs(sized)
@@ -163,10 +162,10 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     }
     inputs = quantized_after(model)
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
-    forms = (ConvToPlugin(plugins), DecodeSingleBlocks(single), ConvToGemm(lowered), ConvToFp8(eight))
+    forms = (ConvToPlugin(plugins), DecodeWeights(decoded), ConvToGemm(lowered), ConvToFp8(eight))
     names = NameFixPass(NamedByOutput())
     Sequential(DropFunctions(), names, *forms, *share, RemoveUnusedNodesPass(), names)(model)
-    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, single)
+    plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, decoded)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
 
 
@@ -246,12 +245,3 @@ def _fp8_reason(layer: Fp4Layer, conv: str) -> str | None:
     if conv == "fp8":
         return REASON if can_be_fp8(layer) else None
     return prefers_fp8(layer) if conv == "auto" else None
-
-
-def _check_buildable(layer: Fp4Layer, gemm: str | None) -> None:
-    """TensorRT-RTX 1.7 fails on a 1x1 convolution with FP4 weights (it moves the blocks to a third-last axis)."""
-    if gemm is None and layer.kind != "Linear" and layer.kernel == (1, 1):
-        raise InputError(
-            f"Layer {layer.name}: a 1x1 {layer.kind} with groups or automatic padding cannot be built in FP4. "
-            "Exclude it from quantisation and export again; fp4deploy check lists every layer."
-        )

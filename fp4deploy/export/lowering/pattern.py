@@ -331,6 +331,9 @@ def _input_shape(name: str, node: ir.Node, channels: int) -> tuple[int, int, int
     if len(shape) != 4 or any(size is None for size in shape[1:]):
         return channels, OPEN, OPEN
     c, h, w = (int(size or 0) for size in shape[1:])
-    if c != channels:
-        raise InputError(f"Layer {name}: its input has {c} channels and its weight {channels}. {_REEXPORT}")
+    groups = attribute(node, "group", 1) if node.op_type == "Conv" else 1  # a transposed weight holds all channels
+    assert isinstance(groups, int)
+    if c != groups * channels:
+        each = f", in {groups} groups" if groups > 1 else ""
+        raise InputError(f"Layer {name}: its input has {c} channels and its weight {channels}{each}. {_REEXPORT}")
     return c, h, w

@@ -16,7 +16,6 @@ from fp4deploy.export.ledger.ledger import PlannedLayer
 from fp4deploy.export.lowering.fp8 import NO_TRANSPOSED
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
 from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
-from fp4deploy.export.lowering.single_block import SINGLE_BLOCK
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
 
@@ -45,7 +44,7 @@ def plan_layers(
     plugins: Collection[str] = (),
     fp8: Mapping[str, str] | None = None,
     inputs: Mapping[str, str] | None = None,
-    decoded: Collection[str] = (),
+    decoded: Mapping[str, str] | None = None,
 ) -> tuple[PlannedLayer, ...]:
     """Plan of every layer of a lowered model, those that multiply first, in graph order.
 
@@ -57,7 +56,7 @@ def plan_layers(
         plugins: names of the layers that became plugins.
         fp8: name -> reason of the FP4 layers that became FP8 convolutions.
         inputs: name -> operator whose result is quantised (`placement`), before lowering.
-        decoded: names of the FP4 layers whose weights were decoded (`single_block`).
+        decoded: name -> reason of the FP4 layers whose weights were decoded (`decode`).
     """
     computing: dict[str, list[ir.Node]] = {}
     for node in model.graph:
@@ -79,7 +78,7 @@ def plan_layers(
         if fp8 is not None and name in fp8:
             form, compute, weights, reason = "fp8", "FP8", "FP8", fp8[name]
         if name in decoded:
-            form, compute, weights, reason = "plain", "FP16", "FP16", SINGLE_BLOCK
+            form, compute, weights, reason = "plain", "FP16", "FP16", decoded[name]
         kind = request.get("kind") or (layer.kind if layer else GEMM_OPS[first.op_type] if first is not None else "")
         plan.append(
             PlannedLayer(

@@ -257,7 +257,15 @@ def test_only_a_plain_2x2_transposed_convolution_is_upsampling(name: str, value:
     assert not is_upsampling(layer)
 
 
-@pytest.mark.parametrize(("name", "value"), [("group", 2), ("auto_pad", "SAME_UPPER")])
+def test_groups_that_the_weight_does_not_have_are_refused() -> None:
+    canonical = one_layer("1x1")
+    (node,) = [node for node in canonical.graph.node if node.op_type == "Conv"]
+    node.attribute.append(helper.make_attribute("group", 2))
+    with pytest.raises(InputError, match=r"its input has \d+ channels and its weight \d+, in 2 groups"):
+        find_fp4_layers(ir.from_proto(canonical))
+
+
+@pytest.mark.parametrize(("name", "value"), [("auto_pad", "SAME_UPPER")])
 def test_only_a_plain_convolution_is_a_gemm(name: str, value: object) -> None:
     canonical = one_layer("1x1")
     (layer,) = find_fp4_layers(ir.from_proto(canonical))

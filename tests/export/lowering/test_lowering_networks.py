@@ -51,6 +51,27 @@ def test_gemms_give_the_numbers_of_the_convolutions(name: str) -> None:
     assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("conv", ["auto", "gemm", "qdq"])
+def test_layers_in_groups_are_lowered_and_say_what_they_are(conv: str) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3, groups=2), nn.Conv2d(32, 64, 1, groups=2)]
+    model = prepared(
+        nn.Sequential(*layers, nn.ConvTranspose2d(64, 32, 2, 2, groups=2), nn.Conv2d(32, 5, 1)),
+        "nvfp4_qat",
+        SHAPE,
+    )
+    canonical = export_graph(model, SHAPE)
+    found = lower(canonical, conv, "tensorrt")  # global scales as they are, for ONNX Runtime
+    plans = {layer.name: layer for layer in found.layers}
+    assert [plans[name].compute for name in "123"] == ["FP16"] * 3
+    assert [plans[name].weights for name in "123"] == ["FP4", "FP16", "FP4"]
+    assert plans["2"].reason.endswith("not a single GEMM: decoded to FP16")
+    lowered = found.model
+    lowered.functions.extend(canonical.functions)
+    expected, got = run(canonical), run(lowered)
+    assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_canonical_graph_computes_what_torch_computes(name: str) -> None:
     model, canonical = exported(name)
