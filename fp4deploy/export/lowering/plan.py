@@ -77,7 +77,7 @@ def plan_layers(
         )
         if fp8 is not None and name in fp8:
             form, compute, weights, reason = "fp8", "FP8", "FP8", fp8[name]
-        if name in decoded:
+        if decoded is not None and name in decoded:
             form, compute, weights, reason = "plain", "FP16", "FP16", decoded[name]
         kind = request.get("kind") or (layer.kind if layer else GEMM_OPS[first.op_type] if first is not None else "")
         plan.append(
