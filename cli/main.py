@@ -228,6 +228,6 @@ def main() -> None:
             with suppress(OSError):  # stderr may be where stdout is
                 _say("Error:", str(error))
         status = status or error.exit_code
-    except Interrupted as error:  # before the command began
-        status = 128 + error.number
+    except KeyboardInterrupt as error:  # before the command began, or while a shell waits for a completion
+        status = 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
     sys.exit(status)

@@ -17,7 +17,7 @@ from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.schema import Count, Float, validated
 
 _SUFFIX = "_kernel_time"
-_FUSED = re.compile(r"_token_\d+$")  # ONNX Runtime's mark on a node that an optimisation made of another
+_FUSED = re.compile(r"(_token_\d+|_nchwc)+$")  # ONNX Runtime's marks on a node that an optimisation made of another
 _TYPES = {"float": "FP32", "float16": "FP16", "bfloat16": "BF16", "int8": "INT8", "uint8": "INT8", "double": "FP64"}
 MULTIPLYING = (*GEMM_OPS, *INTEGER_OPS, "FusedConv", "FusedMatMul", "FusedGemm", "NhwcConv", "MatMulNBits")
 

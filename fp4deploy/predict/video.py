@@ -29,6 +29,13 @@ FASTEST = 1000.0
 CODEC = "mp4v"
 
 
+def require_opencv() -> None:
+    """Raises UnavailableError where OpenCV is missing, with the command that adds it."""
+    missing = LIBRARIES["cv2"].why_missing()
+    if missing:
+        raise UnavailableError(f"Videos and cameras are read by OpenCV: {missing}")
+
+
 def predict_video(
     predictor: Predictor, source: str, target: Path, batch: int, progress: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
@@ -46,9 +53,7 @@ def predict_video(
     Raises:
         UnavailableError: OpenCV is missing. InputError: the video cannot be decoded, or the target not be written.
     """
-    missing = LIBRARIES["cv2"].why_missing()
-    if missing:
-        raise UnavailableError(f"Videos and cameras are read by OpenCV: {missing}")
+    require_opencv()
     import cv2
 
     live = source.startswith(CAMERA)

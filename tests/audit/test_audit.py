@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
 
 from fp4deploy.audit.operands import multiplications
+from fp4deploy.audit.ort_profile import profile_rows
 from fp4deploy.audit.report import audit_file
 from fp4deploy.audit.targets import TARGETS
 from fp4deploy.errors import InputError
@@ -255,6 +256,13 @@ def test_integer_graphs_of_onnx_runtime(quantized: Path) -> None:
     assert [(row.requested, row.runs) for row in pairs] == [("INT8", "INT8")] * 2
     assert [(row.requested, row.runs) for row in operators] == [("INT8", "refused")] * 2
     assert all(row.fell_back for row in operators)
+
+
+def test_a_convolution_in_blocked_layout_has_the_name_of_its_node() -> None:
+    called = {"op_name": "Conv", "provider": "CPUExecutionProvider", "input_type_shape": [{"float": [1, 16, 8, 8]}]}
+    event = {"cat": "Node", "name": "encoder.0.conv1_nchwc_kernel_time", "dur": 12, "args": called}
+    (row,) = profile_rows([event], Path("profile.json"))
+    assert (row["onnx_nodes"], row["runs"]) == (["encoder.0.conv1"], "FP32")
 
 
 def test_a_profile_says_what_ran(quantized: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from cli.settings import use_device
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.qat.recipes import RECIPES
 from fp4deploy.train.config import Config, setting_names
-from tests.cli.command_line import Invoke
+from tests.cli.command_line import ROOT, Invoke
 
 INSTRUCTION = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}
 
@@ -80,6 +82,18 @@ def test_a_shell_gets_its_completion(process: Invoke, shell: str, monkeypatch: p
     for key, value in {**line, "_FP4DEPLOY_COMPLETE": INSTRUCTION[shell]}.items():
         monkeypatch.setitem(command_line.ENVIRONMENT, key, value)
     assert re.search(r"\btrain\b", process().stdout)
+
+
+def test_ctrl_c_while_a_shell_waits_for_a_completion_prints_nothing() -> None:
+    code = """
+import signal
+import cli.main as command
+command.app = lambda prog_name: signal.raise_signal(signal.SIGINT)
+command.main()
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_short_flags_are_settings_and_set_wins() -> None:

@@ -64,13 +64,16 @@
       const zoom = Number(at("zoom").value) * Math.min(4, Math.max(1, map.columns.length / this.columns.length));
       const matrix = !map.layers;
       this.high = zoom * (matrix ? Math.max(3, Math.min(13, 420 / map.rows.length)) : 17);
-      const room = Math.max(260, Math.min(620, at("maps").clientWidth - 240));
-      this.width = zoom * (matrix ? this.high / zoom : Math.min(60, Math.max(2, room / map.columns.length)));
       this.title = LETTER + 8;  // the axis title has a strip of its own, outside the labels
       this.left = this.title + wide(this.rows.map((row) => map.rows[row])) + 8;
-      this.area = [this.columns.length * this.width, this.rows.length * this.high];
-      this.bar = this.left + this.area[0] + 14;
-      this.total = [this.bar + 12 + 8 + wide(this.ticks().map(number)) + 10 + this.title, this.area[1] + 4 + LETTER + 6 + this.title];
+      this.area = [0, this.rows.length * this.high];
+      const gap = 14;
+      const scale = 12 + 8 + wide(this.ticks().map(number)) + 10 + this.title;
+      const room = Math.max(120, Math.min(620, at("maps").clientWidth - this.left - gap - scale));
+      this.width = zoom * (matrix ? this.high / zoom : Math.min(60, Math.max(2, room / map.columns.length)));
+      this.area[0] = this.columns.length * this.width;
+      this.bar = this.left + this.area[0] + gap;
+      this.total = [this.bar + scale, this.area[1] + 4 + LETTER + 6 + this.title];
     }
 
     ticks() {
