@@ -29,7 +29,7 @@ class Library:
 
     def why_missing(self) -> str | None:
         """Reason and command, such as "pycuda is missing: pip install pycuda"; None where it imports."""
-        fault = self._fault()
+        fault = self.fault()
         return f"{self.name} {fault}: {self.install}" if fault else None
 
     def require(self, user: str, otherwise: str = "") -> ModuleType:
@@ -42,7 +42,7 @@ class Library:
         Raises:
             UnavailableError: it does not import.
         """
-        fault = self._fault()
+        fault = self.fault()
         if fault:
             instead = f", or {otherwise}" if otherwise else ""
             raise UnavailableError(f"{user} needs {self.name}, which {fault}. Add it with: {self.install}{instead}")
@@ -55,7 +55,8 @@ class Library:
         found = importlib.import_module(self.name)
         return str(getattr(found, "__version__", None) or package_version(self.name) or "unknown version")
 
-    def _fault(self) -> str | None:
+    def fault(self) -> str | None:
+        """Why it cannot be used, "is missing" or "does not load (REASON)"; None where it imports."""
         error = self._error()
         if error is None:
             return None

@@ -31,12 +31,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Tool:
-    """A library or program fp4deploy can use; `version` is None where it is missing."""
+    """A library or program fp4deploy can use.
+
+    version: None where it cannot be used. fault: then why, "is missing" or "does not load (REASON)".
+    """
 
     name: str
     purpose: str
     version: str | None
     install: str
+    fault: str | None = None
 
 
 def gpus() -> list[Gpu]:
@@ -94,9 +98,10 @@ def tools() -> list[Tool]:
     """The libraries and programs that decide what this machine can do."""
     from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC
 
-    found = [Tool(each.name, each.purpose, each.version(), each.install) for each in LIBRARIES.values()]
-    nvcc = Tool("nvcc", "compiles the CUDA kernels for the GPU present", nvcc_version(), INSTALL_NVCC)
-    return [*found, nvcc]
+    found = [Tool(each.name, each.purpose, each.version(), each.install, each.fault()) for each in LIBRARIES.values()]
+    version = nvcc_version()
+    fault = None if version else "is missing"
+    return [*found, Tool("nvcc", "compiles the CUDA kernels for the GPU present", version, INSTALL_NVCC, fault)]
 
 
 def abilities(found: list[Tool], devices: list[Gpu]) -> list[tuple[str, bool, str]]:

@@ -34,8 +34,11 @@ def _print_tables(machine: dict, found: list, tasks: list[tuple[str, bool, str]]
     console.print(f"Python {machine['python']} on {machine['cpu']}, {machine['cores']} cores; CUDA GPU: {devices}\n")
     libraries = Table("library", "version", "what for", "to add it", box=None, pad_edge=False)
     for tool in found:
-        version = Text(tool.version) if tool.version else Text("missing", style="red")
-        libraries.add_row(tool.name, version, tool.purpose, "" if tool.version else tool.install)
+        state, _, reason = (tool.fault or "").partition(" (")
+        version = Text(state.removeprefix("is "), style="red") if state else Text(tool.version or "")
+        # installing again mends nothing where what a library needs, such as a driver, is not there
+        remedy = reason.removesuffix(")") if reason else tool.install
+        libraries.add_row(tool.name, version, tool.purpose, Text(remedy if state else ""))
     console.print(libraries)
     console.print("\nThis machine can:")
     able = Table(show_header=False, box=None, pad_edge=False)
