@@ -16,8 +16,8 @@ import torch
 
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.qat.gemms import ConvGemms, LinearGemms
-from fp4deploy.qat.quantizers import quantize_operand, shared_rotation
-from fp4deploy.qat.recipes import Recipe
+from fp4deploy.qat.quantizers import quantize_operand, quantize_unfolded, shared_rotation, unfolds_by_kernel
+from fp4deploy.qat.recipes import QuantSpec, Recipe
 
 Gemms = LinearGemms | ConvGemms
 
@@ -92,9 +92,24 @@ def _dgrad(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, gemms:
 def _wgrad(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gemms: Gemms, recipe: Recipe) -> torch.Tensor:
     if not (recipe.wgrad_gradient or recipe.wgrad_activation):
         return gemms.plain_wgrad(gradient, x, weight)
-    axes = (gemms.wgrad_axis,)
     rotation = shared_rotation(recipe.wgrad_gradient, gradient.device)
-    g, x = gemms.wgrad_operands(gradient, x)
-    g, _ = quantize_operand(g, recipe.wgrad_gradient, axes, rotation=rotation)
-    x, _ = quantize_operand(x, recipe.wgrad_activation, axes, rotation=rotation)
-    return gemms.wgrad(g.to(gradient.dtype), x.to(gradient.dtype), weight)
+    g = _rows(gradient, x, recipe.wgrad_gradient, gemms, True, gradient.dtype, rotation)
+    rows = _rows(x, gradient, recipe.wgrad_activation, gemms, False, gradient.dtype, rotation)
+    return gemms.wgrad(g, rows, weight)
+
+
+def _rows(
+    operand: torch.Tensor,
+    other: torch.Tensor,
+    spec: QuantSpec | None,
+    gemms: Gemms,
+    is_gradient: bool,
+    dtype: torch.dtype,
+    rotation: torch.Tensor | None,
+) -> torch.Tensor:
+    """G or X as rows over tokens or pixels, quantised, of `dtype`; on a GPU not unfolded in memory before it is."""
+    unfolds = gemms.unfolds_gradient if is_gradient else gemms.unfolds_input
+    if unfolds and isinstance(gemms, ConvGemms) and spec is not None and unfolds_by_kernel(operand, spec):
+        return quantize_unfolded(operand, spec, gemms.unfolding(other.shape[2:]), dtype)
+    rows = (gemms.wgrad_gradient if is_gradient else gemms.wgrad_input)(operand, other.shape)
+    return quantize_operand(rows, spec, (gemms.wgrad_axis,), rotation=rotation)[0].to(dtype)

@@ -34,6 +34,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fp4deploy.plugins.quantize.unfolded import Unfolding
+
 Pair = tuple[int, int]
 Sizes = tuple[int, ...]  # one a spatial axis
 
@@ -68,6 +70,11 @@ class LinearGemms:
     @property
     def unfolds_input(self) -> bool:
         """The wgrad reads X unfolded."""
+        return False
+
+    @property
+    def unfolds_gradient(self) -> bool:
+        """The wgrad reads G unfolded."""
         return False
 
     def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +164,7 @@ class ConvGemms:
         )
 
     def wgrad_operands(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """G and X as [N, rows, pixels], float32; the one with the larger height and width unfolded."""
+        """G and X as [N, rows, pixels]; the one with the larger height and width unfolded."""
         return self.wgrad_gradient(gradient, x.shape), self.wgrad_input(x, gradient.shape)
 
     @property
@@ -166,15 +173,23 @@ class ConvGemms:
         pixelwise = {*self.kernel, *self.stride} == {1} and not any(self.padding)
         return not (self.transposed or pixelwise)
 
+    @property
+    def unfolds_gradient(self) -> bool:
+        """The wgrad reads G unfolded: that of a transposed convolution."""
+        return self.transposed
+
+    def unfolding(self, grid: Sequence[int]) -> Unfolding:
+        """How the wgrad of a Conv2d or ConvTranspose2d reads its unfolded operand; `grid`: sizes of the other one."""
+        steps: Any = (self.kernel, self.stride, self.padding, self.dilation, tuple(grid))
+        return Unfolding(*steps)
+
     def wgrad_gradient(self, gradient: torch.Tensor, x_shape: Sequence[int]) -> torch.Tensor:
-        """G [N, rows, pixels], float32; of a transposed convolution unfolded."""
-        if self.transposed:
-            return self._unfold(gradient, tuple(x_shape[2:]))
-        return gradient.to(torch.float32).flatten(2)
+        """G [N, rows, pixels]; of a transposed convolution unfolded."""
+        return self._unfold(gradient, tuple(x_shape[2:])) if self.unfolds_gradient else gradient.flatten(2)
 
     def wgrad_input(self, x: torch.Tensor, gradient_shape: Sequence[int]) -> torch.Tensor:
-        """X [N, rows, pixels], float32; of a convolution unfolded."""
-        return self._unfold(x, tuple(gradient_shape[2:])) if self.unfolds_input else x.to(torch.float32).flatten(2)
+        """X [N, rows, pixels]; of a convolution unfolded."""
+        return self._unfold(x, tuple(gradient_shape[2:])) if self.unfolds_input else x.flatten(2)
 
     def wgrad(self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dW like `weight`, from the (quantised) operands of `wgrad_operands`."""
@@ -191,8 +206,8 @@ class ConvGemms:
         """im2col: [N, channels * taps, pixels], cropped to `sizes`, the height and width of the other operand."""
         kernel = self.kernel
         if len(kernel) != 2:
-            return self._unfold_taps(activation.to(torch.float32), sizes)
-        unfolded = F.unfold(activation.to(torch.float32), kernel, self.dilation, self.padding, self.stride)
+            return self._unfold_taps(activation, sizes)
+        unfolded = F.unfold(activation, kernel, self.dilation, self.padding, self.stride)
         extents = (
             size + 2 * padding - dilation * (taps - 1) - 1
             for size, padding, dilation, taps in zip(

@@ -71,6 +71,11 @@ class QuantSpec:
     hadamard: bool = False
     row_scaled: bool = False
 
+    @property
+    def mx_rule(self) -> str | None:
+        """The rule of an MXFP4 block scale; None for the other formats."""
+        return self.scale_rule if self.format == "mxfp4" else None
+
     def __post_init__(self) -> None:
         wrong = [
             f"{name} '{getattr(self, name)}' is not one of {', '.join(values)}"

@@ -92,9 +92,15 @@ FAULTS = {
         ),
         "rows and images end one element later": planted.replaced(r"setp\.lt\.s64", "setp.le.s64", None),
         "the tap is the channel": planted.replaced(r"div\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"rem.u32\1", -1),
-        "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
         "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
         "stores are misaligned": planted.replaced(r"(st\.global\.(?:v2\.u32|u64)\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
+    "packing unfolded, stochastic, RHT": {
+        "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
+    },
+    "quantising unfolded": {
+        "an image has another number of rows": planted.replaced(r"mul\.lo\.s64", "add.s64", -1),
+        "stores are shifted": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\]", r"\1+16]", 0),
     },
     "FP16 convolution, 16 channels": {
         "a barrier is missing before the weights of a step": planted.without_barrier(0),

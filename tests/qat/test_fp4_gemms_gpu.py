@@ -16,6 +16,7 @@ from fp4deploy.plugins.quantize.unfolded import Unfolding, pack_unfolded
 from fp4deploy.qat import QuantSpec, prepare, set_products
 from fp4deploy.qat.fp4_gemms.operands import pack_operand
 from fp4deploy.qat.gemms import ConvGemms
+from fp4deploy.qat.quantizers import quantize_operand, quantize_unfolded, unfolds_by_kernel
 from tests.qat.layer_cases import LAYERS, make
 from tests.qat.reference_gemms import Gradients
 from tests.qat.test_fp4_gemms import FEW, RECIPES_HERE, operands
@@ -93,6 +94,23 @@ def test_packing_unfolds_without_memory(name: str, spec: str, dtype: torch.dtype
             assert torch.equal(packed.codes.cpu(), expected.codes[images])
             assert torch.equal(packed.scales.cpu().view(torch.uint8), expected.scales[images].view(torch.uint8))
             assert packed.shape[1:] == expected.shape[1:]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float32, torch.float16)])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", UNFOLDINGS)
+def test_quantising_unfolds_without_memory(name: str, spec: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """The values of quantising what F.unfold writes, in a layout that a matrix product reads without a copy."""
+    shape, steps = UNFOLDINGS[name]
+    x, how = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtypes[0]), SPECS[spec]
+    gemms = ConvGemms(*steps, groups=1)
+    grid = nn.functional.conv2d(x.float(), torch.ones(1, shape[1], *steps[0]), None, *steps[1:]).shape[2:]
+    expected, _ = quantize_operand(gemms._unfold(x, tuple(grid)), how, (-1,))
+    source = x.cuda().to(memory_format=torch.channels_last)
+    assert unfolds_by_kernel(source, how)
+    found = quantize_unfolded(source, how, gemms.unfolding(grid), dtypes[1])
+    assert torch.equal(found.cpu(), expected.to(dtypes[1]))
+    assert found.transpose(0, 1).is_contiguous()
 
 
 def step(products: str, recipe: str, name: str, device: str, half: bool = False) -> Gradients:

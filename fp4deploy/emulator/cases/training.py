@@ -5,8 +5,8 @@ Sums are exact, as in `gemms`, so that there is one right answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.emulator.launch import emulate_triton
 from fp4deploy.formats import FourOverSix, Nvfp4Tensor
 from fp4deploy.plugins.gemm.training import Packed, Window, gather_call, rows_call
-from fp4deploy.plugins.quantize.unfolded import Unfolding, pack_unfolded
+from fp4deploy.plugins.quantize.unfolded import Unfolding, fake_quantize_unfolded, pack_unfolded
 
 Pack = Callable[..., Packed]
 STRIDE_2 = Window((3, 3), (2, 2), (1, 1), (1, 1))
@@ -103,11 +103,37 @@ class PackUnfolded:
                     outcome.compare(found.amax, expected.amax)
 
 
+@dataclass(frozen=True)
+class QuantizeUnfolded:
+    """The values of an unfolded feature map, of `dtype`."""
+
+    unfolding: Unfolding
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float16
+
+    def __call__(self, setting: Setting, outcome: Outcome) -> None:
+        """Launch, execute, compare."""
+        x, of = normal(setting, 2, 3, 9, 8, seed=5).half(), self.unfolding
+        rows = F.unfold(x, of.kernel, of.dilation, of.padding, of.stride)
+        torch.manual_seed(setting.seed)
+        options: dict[str, Any] = dict(self.options)
+        rows = formats.random_hadamard(rows) if options.pop("hadamard", False) else rows.float()
+        if "scale_rule" in options:
+            expected = formats.fake_quantize_mxfp4(rows, -1, **options)
+        else:
+            expected = formats.fake_quantize_nvfp4(rows, (-1,), **options)[0]
+        torch.manual_seed(setting.seed)
+        with emulated(setting, outcome):
+            found = fake_quantize_unfolded(x, of, self.dtype, **self.options)
+        outcome.compare(found.contiguous(), expected.to(self.dtype))
+
+
 def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor) -> None:
     outcome.add(emulate_triton(call, setting.arch, [out], setting.model, setting.edit, setting.grid, setting.gpu))
 
 
 THREE = Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (9, 8))
+WHOLE = Unfolding((3, 3), (1, 1), (2, 1), (1, 1), (11, 8))  # rows of 88 pixels
 STRIDED = Unfolding((2, 3), (2, 1), (1, 2), (1, 2), (5, 8))
 
 INPUT, WEIGHT, OPERANDS = "dgrad", "wgrad", "training operands"
@@ -125,4 +151,11 @@ PACKING = (
     Case("packing unfolded, stochastic, RHT", OPERANDS, PackUnfolded(STRIDED, None, "stochastic", None, True)),
     Case("packing unfolded, MXFP4, stochastic", OPERANDS, PackUnfolded(STRIDED, "ceil", "stochastic")),
     Case("packing unfolded, 4/6", OPERANDS, PackUnfolded(THREE, four_over_six=FourOverSix("mse"))),
+    Case("quantising unfolded", OPERANDS, QuantizeUnfolded(WHOLE)),
+    Case(
+        "quantising unfolded, stochastic, RHT",
+        OPERANDS,
+        QuantizeUnfolded(STRIDED, {"rounding": "stochastic", "hadamard": True}),
+    ),
+    Case("quantising unfolded, MXFP4, FP32", OPERANDS, QuantizeUnfolded(THREE, {"scale_rule": "ceil"}, torch.float32)),
 )

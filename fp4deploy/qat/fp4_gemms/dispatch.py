@@ -26,12 +26,12 @@ from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.gemm import dispatch as inference
 from fp4deploy.plugins.gemm.arguments import runs_kernels
 from fp4deploy.plugins.gemm.training import POINTWISE, TYPES, Packed, Window, gather_gemm, rows_gemm
-from fp4deploy.plugins.quantize.dispatch import runs_on_gpu
-from fp4deploy.plugins.quantize.unfolded import Unfolding, pack_unfolded
+from fp4deploy.plugins.quantize.unfolded import pack_unfolded
 from fp4deploy.qat.fp4_gemms import reference
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand
 from fp4deploy.qat.fp4_gemms.reference import Gemms
 from fp4deploy.qat.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.quantizers import unfolds_by_kernel
 from fp4deploy.qat.recipes import QuantSpec
 
 
@@ -83,9 +83,8 @@ def wgrad(
 def unfolds_on_gpu(operand: torch.Tensor, gemms: Gemms, *specs: QuantSpec) -> bool:
     """Whether `unfolded_wgrad` takes a wgrad whose unfolded operand is `operand`."""
     fits = isinstance(gemms, ConvGemms) and len(gemms.kernel) == 2 and gemms.groups == 1
-    special = any(spec.row_scaled or spec.rounding == "ms_eden" for spec in specs)
-    plain = len({spec.format for spec in specs}) == 1 and not special
-    return fits and plain and runs_on_gpu(operand) and _has_kernels(operand)
+    plain = len({spec.format for spec in specs}) == 1 and all(unfolds_by_kernel(operand, spec) for spec in specs)
+    return fits and plain and _has_kernels(operand)
 
 
 def unfolded_wgrad(
@@ -104,11 +103,9 @@ def unfolded_wgrad(
         grid: height and width of the other operand.
         spec: how `operand` is quantised, once unfolded.
     """
-    taps: Any = (gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, tuple(grid))
-    rule = spec.scale_rule if spec.format == "mxfp4" else None
     total: torch.Tensor | None = None
-    unfolding = Unfolding(*taps)
-    for images, packed in pack_unfolded(operand, unfolding, rule, spec.rounding, spec.four_over_six, spec.hadamard):
+    options = (spec.mx_rule, spec.rounding, spec.four_over_six, spec.hadamard)
+    for images, packed in pack_unfolded(operand, gemms.unfolding(grid), *options):
         part = rows_gemm(_images(rows.packed, images), packed)
         total = part if total is None else total + part
     assert total is not None

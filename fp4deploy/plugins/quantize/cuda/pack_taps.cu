@@ -1,23 +1,25 @@
-// Packs the unfolded (im2col) feature map that a weight gradient contracts along its pixels; it is never written
-// unfolded. Row (n, channel, tap) has as K the OH * OW output pixels of image n in row-major order, and element
+// Packs, or fake-quantises, the unfolded (im2col) feature map that a weight gradient contracts along its pixels, which is
+// never written unfolded before. Row (n, channel, tap) has as K the OH * OW output pixels of image n in row-major order, and element
 // (oy, ox) is
 //
 //   x[n, channel, oy * stride - padding + tap_y * dilation, ox * stride - padding + tap_x * dilation]     0 outside
 //
 // A thread has a group of 16 pixels (MXFP4: two adjacent lanes share a block of 32). The bytes, and the counters of
-// Philox, are those of packing the unfolded tensor [N, channels * taps, OH * OW] along its last axis.
+// Philox, are those of quantising the unfolded tensor [N, channels * taps, OH * OW] along its last axis.
 //
-// Macros: DTYPE, FORMAT, E, SQUARED, FAST, STOCHASTIC, HADAMARD as of quantize.cu; PACKED 1, or 3 for the finite amax
-//   alone (codes: int32 [1], zero before); ROWS, IN_RANGE, INNER, LINEAR and BIG are 0.
-// Arguments: x DTYPE [planes, H, W] (planes: images * channels); amax, random, scales as of quantize.cu; codes uint8
-//   [rows, 8 G], both only of the rows of this launch; rows of this launch, and the number of its first row.
+// Macros: DTYPE, FORMAT, E, SQUARED, FAST, STOCHASTIC, HADAMARD as of quantize.cu; PACKED 0 fake quantisation, 1 codes
+//   and scales, 3 the finite amax alone; OUT, the type of the values; ROWS, IN_RANGE, INNER, LINEAR and BIG are 0.
+// Arguments: x DTYPE [planes, H, W] (planes: images * channels); amax, random, scales as of quantize.cu; out: values OUT
+//   [channels * taps, images, OH * OW padded to 16 with HADAMARD], or codes uint8 [rows, 8 G], or int32 [1], zero
+//   before; codes and scales are only of the rows of this launch; rows of this launch, and the number of its first row;
+//   rows of an image: channels * taps.
 // Launch: block 256, grid ceil(rows * G / 256).
 #include "groups.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) pack_taps(
-    const DTYPE* x, const float* amax, const uint64_t* random, uint8_t* codes, uint8_t* scales, long long rows,
-    long long first, int height, int width, int out_height, int out_width, int taps, int taps_x, int stride_y,
-    int stride_x, int padding_y, int padding_x, int dilation_y, int dilation_x) {
+    const DTYPE* x, const float* amax, const uint64_t* random, void* out, uint8_t* scales, long long rows,
+    long long first, int image_rows, int images, int height, int width, int out_height, int out_width, int taps,
+    int taps_x, int stride_y, int stride_x, int padding_y, int padding_x, int dilation_y, int dilation_x) {
     const long long pixels = (long long)out_height * out_width;
     const View view{pixels, 1, MX ? (pixels + 31) / 32 * 2 : (pixels + 15) / 16};
     const long long thread = (long long)blockIdx.x * 256 + threadIdx.x, row = thread / view.groups;
@@ -38,7 +40,21 @@ extern "C" __global__ void __launch_bounds__(256) pack_taps(
     }
     // `quantize` writes to the place of the row's number.
     const long long blocks = MX ? view.groups / 2 : view.groups;
-    quantize(
-        v, amax, random, PACKED == 3 ? codes : codes - first * view.groups * 8, scales - first * blocks, nullptr, view,
-        first + row, group, 0, has);
+    uint8_t* codes = static_cast<uint8_t*>(out) - (PACKED == 1 ? first * view.groups * 8 : 0);
+    quantize(v, amax, random, codes, scales - first * blocks, nullptr, view, first + row, group, 0, has);
+#if PACKED == 0
+    if (!has) return;
+    const long long image = (first + row) / image_rows, place = (first + row - image * image_rows) * images + image;
+    OUT* target = static_cast<OUT*>(out) + place * view.padded() + begin;
+    alignas(16) OUT values[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) values[i] = narrow<OUT>(v[i]);
+    if (view.padded() % 16 == 0) {  // then every group begins at a multiple of 16 bytes, and is whole or not there
+        if (begin >= view.padded()) return;
+#pragma unroll
+        for (int i = 0; i < sizeof(OUT); ++i) reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<uint4*>(values)[i];
+    } else {
+        for (int i = 0; i < 16 && begin + i < view.padded(); ++i) target[i] = values[i];
+    }
+#endif
 }
