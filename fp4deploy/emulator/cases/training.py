@@ -133,7 +133,7 @@ def _emulate(setting: Setting, outcome: Outcome, call: Any, out: torch.Tensor) -
 
 
 THREE = Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (9, 8))
-WHOLE = Unfolding((3, 3), (1, 1), (2, 1), (1, 1), (11, 8))  # rows of 88 pixels
+WHOLE = Unfolding((2, 3), (1, 1), (1, 1), (1, 1), (10, 8))  # rows of 80 pixels, whole groups
 STRIDED = Unfolding((2, 3), (2, 1), (1, 2), (1, 2), (5, 8))
 
 INPUT, WEIGHT, OPERANDS = "dgrad", "wgrad", "training operands"
