@@ -1,7 +1,7 @@
 """The cost of training with quantised gradients, by size and kind of network, in parts that fit short GPU sessions.
 
     python -m benchmarks.claim --data dsb2018=DSB2018 --data camvid=CAMVID --json claim.json --minutes 8 --jobs 6
-    python -m benchmarks.claim --json claim.json --plot docs/images/claim.png       the tables and the picture alone
+    python -m benchmarks.claim --json claim.json --plot docs/images/claim.png       the gaps and the picture alone
 
 The published claim (arXiv 2605.27616, brain-tumour segmentation): convolutional networks lose accuracy under recipes
 that quantise gradients, the more the larger they are, and transformers do not. The variants are those of
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Train what is missing, and print the table."""
+    """Train what is missing, and print the gaps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FOLDER", help="a data set; repeatable")
     parser.add_argument("--json", type=Path, required=True, help="results, added to")
@@ -74,7 +74,8 @@ def main() -> None:
                 sweep = load_sweep(SWEEP, settings, seeds)
                 rows += train(name, network, variants, sweep, left, options.jobs, keep)
                 keep([])
-    print(markdown(rows))
+    for each in gaps(rows):
+        print(f"{each['data']} {LABELS[each['network']]}, {each['recipe']}: gap to FP16 {gap_text(each)}")
     for each in growth(rows):
         print(f"{each['data']} {each['recipe']}: gap of {each['network']} minus gap of {SMALLEST}: {gap_text(each)}")
     if options.plot:
@@ -204,29 +205,12 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """FP16's mIoU in points, and the gaps of the recipes."""
-    known = {(gap["data"], gap["network"], gap["recipe"]): gap for gap in gaps(rows)}
-    lines = ["| data | network | FP16 | " + " | ".join(RECIPES) + " |", "|---|---|---:" + "|---:" * len(RECIPES) + "|"]
-    for data in dict.fromkeys(row["data"] for row in rows):
-        for network in sorted({row["network"] for row in rows if row["data"] == data}):
-            scores = [
-                100 * row["best"]
-                for row in rows
-                if (row["data"], row["network"], row["recipe"]) == (data, network, CONTROL)
-            ]
-            mean = f"{sum(scores) / len(scores):.2f}" if scores else "–"
-            cells = [gap_text(known.get((data, network, recipe))) for recipe in RECIPES]
-            lines.append(f"| {data} | {network} | {mean} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def write(path: Path, rows: Sequence[Row], sets: Sequence[str]) -> None:
     """The JSON, with the gaps of all rows so far."""
     data = [f"--data {name}={name.upper()}" for name in dict.fromkeys(row["data"] for row in rows)]
     command = " ".join(["python -m benchmarks.claim", *data, *sets, f"--json {path.name}"])
     report = {"command": command, "machine": machine(), "sweep": SWEEP.name, "rows": rows}
-    report |= {"gaps": gaps(rows), "growth": growth(rows)}
+    report |= {"networks": LABELS, "recipes": list(RECIPES), "gaps": gaps(rows), "growth": growth(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

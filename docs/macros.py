@@ -387,23 +387,19 @@ PLACEMENTS = {"default": "21 of 23 layers", "all": "every layer, multi-term inpu
 CORRECTIONS = {"none": "", "norm": "norms", "bias": "biases", "both": "norms and biases"}
 
 
-CLAIM_NETWORKS = {"unet_025": "UNet 0.25", "unet_05": "UNet 0.5", "unet_1": "UNet 1.0", "segformer": "SegFormer B0"}
-CLAIM_RECIPES = ("nvfp4_qat", "nvfp4_train", "tetrajet", "fp4_all_the_way")
-
-
 def claim() -> str:
     """mIoU of FP16 and gaps of the recipes to it, in points, of the networks that all seeds were trained of."""
     report = result("claim_h200")
     gaps = {(each["data"], each["network"], each["recipe"]): each for each in report["gaps"] if each["low"] is not None}
     rows = []
     for data in dict.fromkeys(row["data"] for row in report["rows"]):
-        for network, label in CLAIM_NETWORKS.items():
-            found = [gaps.get((data, network, recipe)) for recipe in CLAIM_RECIPES]
+        for network, label in report["networks"].items():
+            found = [gaps.get((data, network, recipe)) for recipe in report["recipes"]]
             of = {"data": data, "network": network, "recipe": "fp16"}
             scores = [row["best"] for row in report["rows"] if all(row[key] == value for key, value in of.items())]
             if any(found):
                 rows.append([data, label, f"{100 * sum(scores) / len(scores):.2f}", *map(gap, found)])
-    return markdown(["data", "network", "FP16", *(f"`{recipe}`" for recipe in CLAIM_RECIPES)], rows, 2)
+    return markdown(["data", "network", "FP16", *(f"`{recipe}`" for recipe in report["recipes"])], rows, 2)
 
 
 def ptq_camvid() -> str:

@@ -15,6 +15,18 @@ from fp4deploy.errors import UnavailableError
 
 
 @dataclass(frozen=True)
+class Fault:
+    """Why a library or program cannot be used. state: "missing", or what it fails to do; reason: then the error."""
+
+    state: str = "missing"
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        """As a predicate: "is missing", "does not load (REASON)"."""
+        return f"is {self.state}" if self.reason is None else f"{self.state} ({self.reason})"
+
+
+@dataclass(frozen=True)
 class Library:
     """A library.
 
@@ -29,8 +41,8 @@ class Library:
 
     def why_missing(self) -> str | None:
         """Reason and command, such as "pycuda is missing: pip install pycuda"; None where it imports."""
-        fault = self.fault()
-        return f"{self.name} {fault}: {self.install}" if fault else None
+        found = self.find()
+        return f"{self.name} {found}: {self.install}" if isinstance(found, Fault) else None
 
     def require(self, user: str, otherwise: str = "") -> ModuleType:
         """Import it.
@@ -42,36 +54,30 @@ class Library:
         Raises:
             UnavailableError: it does not import.
         """
-        fault = self.fault()
-        if fault:
+        found = self.find()
+        if isinstance(found, Fault):
             instead = f", or {otherwise}" if otherwise else ""
-            raise UnavailableError(f"{user} needs {self.name}, which {fault}. Add it with: {self.install}{instead}")
-        return importlib.import_module(self.name)
+            raise UnavailableError(f"{user} needs {self.name}, which {found}. Add it with: {self.install}{instead}")
+        return found
 
-    def version(self) -> str | None:
-        """Its version; None where it does not import."""
-        if self._error() is not None:
-            return None
-        found = importlib.import_module(self.name)
+    def version(self) -> str | Fault:
+        """Its version, or why it cannot be used."""
+        found = self.find()
+        if isinstance(found, Fault):
+            return found
         return str(getattr(found, "__version__", None) or package_version(self.name) or "unknown version")
 
-    def fault(self) -> str | None:
-        """Why it cannot be used, "is missing" or "does not load (REASON)"; None where it imports."""
-        error = self._error()
-        if error is None:
-            return None
-        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == self.name
-        return "is missing" if absent else f"does not load ({' '.join(str(error).split())})"
-
-    def _error(self) -> Exception | None:
+    def find(self) -> ModuleType | Fault:
+        """The library, imported, or why it cannot be used."""
         try:
-            found = importlib.import_module(self.module or self.name)
+            working = importlib.import_module(self.module or self.name)
         except Exception as error:  # a shared library that does not load raises what it likes
-            return error
-        spec = getattr(found, "__spec__", None)
+            absent = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == self.name
+            return Fault() if absent else Fault("does not load", " ".join(str(error).split()) or type(error).__name__)
+        spec = getattr(working, "__spec__", None)
         if spec is not None and spec.origin is None:  # a folder of that name without a package in it
-            return ModuleNotFoundError(name=self.name)
-        return None
+            return Fault()
+        return importlib.import_module(self.name)
 
 
 LIBRARIES = {

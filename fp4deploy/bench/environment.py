@@ -10,7 +10,7 @@ from typing import Any
 from fp4deploy.architecture import Architecture
 from fp4deploy.children import cores
 from fp4deploy.errors import UnavailableError
-from fp4deploy.requirements import LIBRARIES, package_version, reasons
+from fp4deploy.requirements import LIBRARIES, Fault, package_version, reasons
 
 PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx", "tensorrt", "triton", "pycuda", "numpy")
 
@@ -33,14 +33,14 @@ class Gpu:
 class Tool:
     """A library or program fp4deploy can use.
 
-    version: None where it cannot be used. fault: then why, "is missing" or "does not load (REASON)".
+    version: None where it cannot be used. fault: then why.
     """
 
     name: str
     purpose: str
     version: str | None
     install: str
-    fault: str | None = None
+    fault: Fault | None = None
 
 
 def gpus() -> list[Gpu]:
@@ -82,26 +82,30 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def nvcc_version() -> str | None:
-    """Release of the CUDA compiler the kernels are built with; None where there is none that runs."""
+def nvcc_version() -> str | Fault:
+    """Release of the CUDA compiler the kernels are built with, or why there is none."""
     from fp4deploy.plugins.runtime import nvcc as compiler
 
     program = compiler.find_nvcc()
+    if program is None:
+        return Fault()
     try:
-        printed = compiler.nvcc_version(program) if program else None
-    except UnavailableError:
-        return None
-    return printed and (printed.removeprefix("release ").split(",")[0].strip() or "unknown version")
+        printed = compiler.nvcc_version(program)
+    except UnavailableError as error:
+        return Fault("does not run", str(error))
+    return printed.removeprefix("release ").split(",")[0].strip() or "unknown version"
 
 
 def tools() -> list[Tool]:
     """The libraries and programs that decide what this machine can do."""
     from fp4deploy.plugins.runtime.nvcc import INSTALL_NVCC
 
-    found = [Tool(each.name, each.purpose, each.version(), each.install, each.fault()) for each in LIBRARIES.values()]
-    version = nvcc_version()
-    fault = None if version else "is missing"
-    return [*found, Tool("nvcc", "compiles the CUDA kernels for the GPU present", version, INSTALL_NVCC, fault)]
+    found = [(each.name, each.purpose, each.version(), each.install) for each in LIBRARIES.values()]
+    found.append(("nvcc", "compiles the CUDA kernels for the GPU present", nvcc_version(), INSTALL_NVCC))
+    return [
+        Tool(name, purpose, None, install, state) if isinstance(state, Fault) else Tool(name, purpose, state, install)
+        for name, purpose, state, install in found
+    ]
 
 
 def abilities(found: list[Tool], devices: list[Gpu]) -> list[tuple[str, bool, str]]:
@@ -109,12 +113,12 @@ def abilities(found: list[Tool], devices: list[Gpu]) -> list[tuple[str, bool, st
     from fp4deploy.plugins import why_unavailable
     from fp4deploy.plugins.aot import load as aot
 
-    missing = {tool.name: f"{tool.name} is missing: {tool.install}" for tool in found if not tool.version}
+    missing = {tool.name: f"{tool.name} {tool.fault}: {tool.install}" for tool in found if tool.fault}
     blackwell = [gpu for gpu in devices if gpu.capability >= (10, 0)]
     no_fp4 = f"no Blackwell GPU ({devices[0].arch} has no FP4 tensor cores)" if devices else "no NVIDIA GPU"
     no_gpu = None if blackwell else no_fp4
     neither = (
-        "neither tensorrt nor tensorrt_rtx is installed" if {"tensorrt", "tensorrt_rtx"} <= missing.keys() else None
+        "neither tensorrt nor tensorrt_rtx can be used" if {"tensorrt", "tensorrt_rtx"} <= missing.keys() else None
     )
     no_kernels = why_unavailable()
     place = devices[0].name if devices else f"the CPU, {cores()} cores"

@@ -12,7 +12,7 @@ from fp4deploy.bench import environment
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.runtime import nvcc as compiler
-from fp4deploy.requirements import LIBRARIES, Library
+from fp4deploy.requirements import LIBRARIES, Fault, Library
 
 
 def row(task: str) -> tuple[bool, str]:
@@ -47,15 +47,17 @@ def test_the_release_of_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnavailableError("does not run")
 
     monkeypatch.setattr(compiler, "nvcc_version", refuse)
-    assert environment.nvcc_version() is None
+    assert environment.nvcc_version() == Fault("does not run", "does not run")
     monkeypatch.setattr(compiler, "find_nvcc", lambda: None)
-    assert environment.nvcc_version() is None
+    assert environment.nvcc_version() == Fault()
     nvcc = environment.tools()[-1]
-    assert (nvcc.name, nvcc.version) == ("nvcc", None)
+    assert (nvcc.name, nvcc.version, nvcc.fault) == ("nvcc", None, Fault("missing"))
     assert "pip install nvidia-cuda-nvcc" in nvcc.install
 
 
-def test_a_library_that_does_not_load_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_does_not_load_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bindings import without the shared library that they bind: the module that loads it decides."""
     assert LIBRARIES["pycuda"].module == "pycuda.driver"
     package = tmp_path / "half_installed"
@@ -63,11 +65,13 @@ def test_a_library_that_does_not_load_is_missing(tmp_path: Path, monkeypatch: py
     (package / "__init__.py").write_text("__version__ = '1.2'")
     monkeypatch.syspath_prepend(tmp_path)
     half = Library("half_installed", "", "pip install it", "half_installed.driver")
-    assert half.version() is None
+    assert half.version() == Fault("missing")
     assert half.why_missing() == "half_installed is missing: pip install it"
-    (package / "driver.py").write_text("raise OSError('libdriver.so: cannot open')")
+    driver = "print('imported')\nraise OSError('libdriver.so: cannot open')"
+    (package / "driver.py").write_text(driver)
     importlib.invalidate_caches()
-    assert half.version() is None
+    assert half.version() == Fault("does not load", "libdriver.so: cannot open")
+    assert capsys.readouterr().out == "imported\n"
     assert half.why_missing() == "half_installed does not load (libdriver.so: cannot open): pip install it"
     whole = Library("half_installed", "", "pip install it")
     assert (whole.version(), whole.why_missing()) == ("1.2", None)
@@ -78,5 +82,5 @@ def test_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row("run Triton kernels") == (False, "no NVIDIA GPU that torch can use")
     monkeypatch.setattr(aot, "why_unavailable", lambda: None)
     assert row("run Triton kernels")[0]
-    monkeypatch.setattr(Library, "version", lambda library: None)
+    monkeypatch.setattr(Library, "find", lambda library: Fault())
     assert row("compile Triton kernels") == (False, "triton is missing: pip install triton")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...console import print_json, results
+
+if TYPE_CHECKING:
+    from fp4deploy.bench.environment import Tool
 
 
 def doctor(
@@ -25,7 +28,7 @@ def doctor(
     _print_tables(environment(), found, tasks)
 
 
-def _print_tables(machine: dict, found: list, tasks: list[tuple[str, bool, str]]) -> None:
+def _print_tables(machine: dict, found: list[Tool], tasks: list[tuple[str, bool, str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -34,11 +37,11 @@ def _print_tables(machine: dict, found: list, tasks: list[tuple[str, bool, str]]
     console.print(f"Python {machine['python']} on {machine['cpu']}, {machine['cores']} cores; CUDA GPU: {devices}\n")
     libraries = Table("library", "version", "what for", "to add it", box=None, pad_edge=False)
     for tool in found:
-        state, _, reason = (tool.fault or "").partition(" (")
-        version = Text(state.removeprefix("is "), style="red") if state else Text(tool.version or "")
+        fault = tool.fault
+        version = Text(fault.state, style="red") if fault else Text(tool.version or "")
         # installing again mends nothing where what a library needs, such as a driver, is not there
-        remedy = reason.removesuffix(")") if reason else tool.install
-        libraries.add_row(tool.name, version, tool.purpose, Text(remedy if state else ""))
+        remedy = (fault.reason or tool.install) if fault else ""
+        libraries.add_row(tool.name, version, tool.purpose, Text(remedy))
     console.print(libraries)
     console.print("\nThis machine can:")
     able = Table(show_header=False, box=None, pad_edge=False)
