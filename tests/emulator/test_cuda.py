@@ -90,7 +90,10 @@ FAULTS = {
         "pixels right of and below it are read": planted.replaced(
             r"setp\.lt\.s32(\s+%p\d+, %r\d+, %r\d+;)", r"setp.le.s32\1", None
         ),
-        "rows and images end one element later": planted.replaced(r"setp\.lt\.s64", "setp.le.s64", None),
+        "rows end one element later": planted.replaced(r"setp\.lt\.u32", "setp.le.u32", None),
+        "images end one element later": planted.replaced(
+            r"(setp\.gt\.s32\s+%p\d+, )(%r\d+)(, (?:[2-9]|1\d);)", r"\g<1>16\g<3>", None
+        ),
         "the tap is the channel": planted.replaced(r"div\.u32(\s+%r\d+, %r\d+, %r\d+;)", r"rem.u32\1", -1),
         "stores are shifted": planted.replaced(r"(st\.global\.u8\s+\[%rd\d+)\]", r"\1+1]", None),
         "stores are misaligned": planted.replaced(r"(st\.global\.(?:v2\.u32|u64)\s+\[%rd\d+)\]", r"\1+4]", None),

@@ -14,14 +14,13 @@ import torch
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from fp4deploy.plugins.quantize.layout import View, dense, view_along
 from fp4deploy.plugins.runtime.launch import assumed_processors, kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, SMALL, THREADS
 
 SIGNATURE = "PPPPPPqqq"
 FILL = 132 * 16  # blocks that fill a large GPU
 BLOCKS = {"pack_rows": 8, "pack_rows_4o6": 6}  # thread blocks a multiprocessor: two waves; measured on an H200
 TILE = (128, 4)
 VECTORS = 2  # 16-byte loads of a thread; 2 was the fastest of 1, 2, 4, 8 on an H200
-SMALL = 2**31 - 2**10  # threads that 32-bit indices can count
 
 LIBRARY.define(
     "quantize_along(Tensor x, int axis, Tensor? amax, Tensor? random, int[] variant, bool inside) -> (Tensor, Tensor)"

@@ -23,7 +23,7 @@ from fp4deploy.formats.hadamard import WIDTH
 from fp4deploy.formats.mxfp4 import SCALE_RULES
 from fp4deploy.plugins.quantize.dispatch import finite_amax, mx_variant, nvfp4_variant, random_state, runs_on_gpu
 from fp4deploy.plugins.runtime.launch import kernel
-from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, SMALL, THREADS
 
 SIGNATURE = "PPPPPqqiiiiiiiiiiiiii"
 BYTES = 1 << 28  # of codes that are packed at a time
@@ -172,10 +172,11 @@ def _launch(
         "STOCHASTIC": int(random is not None and packed != 3),
         **dict(zip(names, variant, strict=True)),
     }
-    macros |= {"PACKED": packed, "IN_RANGE": 0, "INNER": 0, "LINEAR": 0, "BIG": 0}
+    macros |= {"PACKED": packed, "IN_RANGE": 0, "INNER": 0, "LINEAR": 0}
     macros["OUT"] = CUDA_TYPES[outputs[0].dtype] if packed == 0 else macros["DTYPE"]
     images, channels, taps = *x.shape[:2], unfolding.taps
     first, rows = chunk
+    macros["BIG"] = int(max(rows * groups, first + rows) > SMALL)
     sizes = (rows, first, channels * taps, images, *x.shape[2:], *unfolding.grid, taps, unfolding.kernel[1])
     steps = (*unfolding.stride, *unfolding.padding, *unfolding.dilation)
     launch = kernel("pack_taps.cu", "pack_taps", SIGNATURE, macros, x.device).launch
