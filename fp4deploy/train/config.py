@@ -59,11 +59,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _can_be_distilled(self) -> Config:
-        if self.task != "semantic" and self.distill.weight:
-            article = "an instance" if self.task == "instance" else f"a {self.task}"
+        if self.task == "instance" and self.distill.weight:
             raise ValueError(
                 f"distill.weight = {self.distill.weight:g}: distillation compares the softmax over classes, and the "
-                f"outputs of {article} model are not all of classes; leave it 0, or train with task=semantic"
+                "outputs of an instance model are not all of classes; leave it 0, or train with task=semantic"
             )
         return self
 

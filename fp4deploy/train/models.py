@@ -154,9 +154,7 @@ def _train(
         set_products(prepare_as(network, card), config.train.products)
         if (fine_tuned or find_recipe(config.recipe).amax_learned) and not resume:
             calibrate_on(network, loaders[0], config)
-    auxiliary = make_auxiliary_losses(
-        config, model, loaders[0].source.class_names, partial(_starting_point, config, run, model, card)
-    )
+    auxiliary = make_auxiliary_losses(config, model, card, partial(_starting_point, config, run, model, card))
     trainer = Trainer(
         job,
         network,

@@ -250,9 +250,9 @@ class QuantSection(Section):
 class DistillSection(Section):
     """Distillation from the FP16 checkpoint; for nvfp4 and, so that the comparison is fair, for fp16_control."""
 
-    weight: float = Field(0.0, ge=0, description="of the divergence between the two softmaxes; 0: none")
+    weight: float = Field(0.0, ge=0, description="of the divergence between the outputs of the two; 0: none")
     task: float = Field(1.0, ge=0, description="weight of the loss against the labels")
-    temperature: float = Field(1.0, gt=0, description="both softmaxes are taken at logits / temperature")
+    temperature: float = Field(1.0, gt=0, description="probabilities of both are taken at logits / temperature")
     teacher: str | None = Field(None, description="checkpoint other than the one that fine-tuning starts from")
     control: bool = Field(True, description="distil fp16_control as well")
 

@@ -187,15 +187,17 @@ def require_same_task(path: Path, found: ModelCard, expected: ModelCard) -> None
 
 
 def require_same_head(path: Path, found: Head | None, expected: Head | None) -> None:
-    """Let a checkpoint be fine-tuned only with the channels it was trained with; how they are decoded may differ.
+    """Let a checkpoint be fine-tuned, or teach, only with the channels it was trained with; how they are decoded may
+    differ.
 
     Raises:
         InputError: the channels mean something else.
     """
     if _layout(found) != _layout(expected) or getattr(found, "stuff", ()) != getattr(expected, "stuff", ()):
         raise InputError(
-            f"{path} has the instance head {_layout(found)}, and this run {_layout(expected)}. Give both the same "
-            "instance.method, instance.channels and instance.stuff, or choose another checkpoint."
+            f"{path} has the head {_layout(found)}, and this run {_layout(expected)}. Give both the same "
+            "instance.method, instance.channels and instance.stuff, or, of detectors, the same strides and model; or "
+            "choose another checkpoint."
         )
 
 

@@ -121,7 +121,6 @@ def test_predict_draws_boxes_and_lists_them(at_home: Invoke, home: Path, shapes:
         ("train.class_balance=effective_number", "losses over pixels"),
         ("detection.width=20", "multiple of 8"),
         ("detection.nms=0", "detection.nms"),
-        ("distill.weight=1", "a detection model"),
         ("model.spec=smp:Unet/resnet18", "feature maps of several strides"),
     ],
 )

@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_task_gives_one_clear_error(
         *start, "--task", "instance", "--set", "instance.method=set", "--set", f"train.init_checkpoint={trained}"
     )
     assert result.exit_code == 2
-    assert "has the instance head 'centres' and 7 semantic channels, and this run 'set' of 20 masks" in result.stderr
+    assert "has the head 'centres' and 7 semantic channels, and this run 'set' of 20 masks" in result.stderr
     assert not list(Path("runs").glob("*/*/best.safetensors"))
 
 

@@ -225,6 +225,29 @@ def test_a_variant_with_digits_starts_from_the_model_without(tiny_data: Path, tm
     assert shapes == [(8, 3, 3, 3), (8, 13, 3, 3)]
 
 
+def test_a_control_teaches_the_model_that_is_compared_with_it(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the taught variant is asked for, and the file names it before its teacher."""
+    original, teachers = module.train_models, dict[str, str | None]()
+
+    def noted(config: Config, run: Any, models: Any, **rest: Any) -> Any:
+        teachers[models[0]] = config.distill.teacher
+        return original(config, run, models, **rest)
+
+    monkeypatch.setattr(module, "train_models", noted)
+    text = FILE[: FILE.index("  control:")]
+    text += "  taught: {teacher: control, set: {distill.weight: 1}}\n"
+    text += "  control: {model: fp16_control}\n  other: {model: nvfp4_ptq}\n"
+    sweep = load_sweep(written(tmp_path, tiny_data, text), seeds=(0,))
+    assert sweep.variant("taught").needs == ("fp16", "control")
+    results = run_sweep(sweep, tmp_path / "out", ("taught",), say=lambda _: None)
+    status = {name: row["runs"]["0"]["status"] for name, row in results["variants"].items()}
+    assert status == {"fp16": "done", "control": "done", "other": "missing", "taught": "done"}
+    control = tmp_path / "out" / "control" / "seed0" / "fp16_control" / "best.safetensors"
+    assert teachers == {"fp16": None, "fp16_control": None, "nvfp4": str(control)}
+
+
 def test_the_picture_is_drawn_where_there_is_something_to_see(
     swept: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
 ) -> None:
@@ -263,6 +286,9 @@ def test_a_table_of_one_seed_has_no_interval(swept: tuple[Path, dict[str, Any], 
         ("variants: {a/b: {}}", "becomes a folder"),
         ("variants: {a: {base: fp17}}", "a has base: fp17, which is no variant"),
         ("variants: {a: {}, b: {base: a}}", "'a' is the FP16 model that b starts from"),
+        ("variants: {a: {teacher: fp17}}", "a has teacher: fp17, which is no variant"),
+        ("variants: {a: {teacher: b}, b: {}}", "teacher: b, and a teacher is FP16 or a control"),
+        ("variants: {a: {teacher: b}, b: {model: fp16_control}}", "distill.weight 0"),
         ("variants: {a: {model: fp16, base: fp16}}", "starts from no FP16 model of the sweep"),
         ("variants: {fp16: {model: nvfp4_ptq}}", "rename the variant"),
         ("{seeds: [1, 1], variants: {a: {}}}", "distinct whole numbers"),

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,14 @@ def test_a_run_waits_for_what_it_starts_from() -> None:
     assert first_ready(tasks[3:], [(base, 0), (scratch, 0)]) == (base, 1)
     assert first_ready(tasks[4:], [(base, 1)]) is None
     assert first_ready(tasks[1:], []) == (qat, 0)
+
+
+def test_a_run_waits_for_its_teacher() -> None:
+    base, control = variant("fp16", None), variant("control", "fp16")
+    taught = replace(variant("taught", "fp16"), teacher="control")
+    assert first_ready([(taught, 0), (control, 0)], []) == (control, 0)
+    assert first_ready([(taught, 0)], [(control, 0)]) is None
+    assert first_ready([(taught, 0)], [(control, 1), (base, 1)]) == (taught, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Several runs of a sweep at a time: which run goes to which worker, and what happens when a worker dies.
 
-A worker takes one run after the other: the first in the list whose FP16 model has been trained, so that all variants of
-a seed share one FP16 training. `pool` has workers on this machine, `cluster` workers of Ray; both give a
-`concurrent.futures.Future` for a run, and this module alone decides. A worker that dies costs the run it had, which is
-marked as failed, and the others go on. Ctrl-C, or the end of the sweep's time, is passed on to the workers and waited
-for while they save their states.
+A worker takes one run after the other: the first in the list whose FP16 model and teacher have been trained, so that
+all variants of a seed share one FP16 training. `pool` has workers on this machine, `cluster` workers of Ray; both give
+a `concurrent.futures.Future` for a run, and this module alone decides. A worker that dies costs the run it had, which
+is marked as failed, and the others go on. Ctrl-C, or the end of the sweep's time, is passed on to the workers and
+waited for while they save their states.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def _next(sweep: Sweep, out: Path, waiting: list[Task], running: Sequence[Task],
 def first_ready(waiting: Sequence[Task], running: Sequence[Task]) -> Task | None:
     """The first that starts from nothing that is still to be trained."""
     unfinished = {(variant.name, seed) for variant, seed in (*waiting, *running)}
-    return next((task for task in waiting if (task[0].base, task[1]) not in unfinished), None)
+    return next(
+        ((variant, seed) for variant, seed in waiting if unfinished.isdisjoint((name, seed) for name in variant.needs)),
+        None,
+    )
 
 
 def _report(out: Path, worker: Worker, task: Task, future: Future[list[str]], say: Say) -> None:

@@ -115,11 +115,12 @@ def _run_held(
 
 
 def _chosen(sweep: Sweep, only: tuple[str, ...]) -> list[Variant]:
-    if not only:
-        return list(sweep.variants)
-    names = {sweep.variant(name).name for name in only}
-    names |= {base for name in only if (base := sweep.variant(name).base)}
-    return [variant for variant in sweep.variants if variant.name in names]
+    """The variants to run, those with a teacher after the others, which may be their teachers."""
+    names = {sweep.variant(name).name for name in only} or {variant.name for variant in sweep.variants}
+    while needed := {each for name in names for each in sweep.variant(name).needs} - names:
+        names |= needed
+    chosen = [variant for variant in sweep.variants if variant.name in names]
+    return sorted(chosen, key=lambda variant: variant.teacher is not None)
 
 
 def _check(out: Path) -> None:

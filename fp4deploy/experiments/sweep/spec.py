@@ -15,7 +15,8 @@
 Every variant that is fine-tuned starts from the FP16 model of its seed, which is trained once, so that a difference
 within a seed is not that of two FP16 trainings. A variant that changes the network, its head or the data
 (`model.*`, `data.*`) has an FP16 model of its own, or starts from the one that `base` names: a network with
-`model.digits` can start from one without. `fp16` names the common model as a variant.
+`model.digits` can start from one without. `fp16` names the common model as a variant. The teacher of a distillation is
+the model that fine-tuning starts from, or the variant that `teacher` names, of the same seed.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ class VariantSection(Section):
     """model: what is trained; set: settings; against: the variant to compare with, null for none; note: a text.
 
     base: the FP16 variant to start from, where it is not the one that the settings ask for.
+    teacher: the FP16 or control variant that distils it (`distill.weight`), where it is not the one it starts from.
     """
 
     model: Literal["fp16", "nvfp4", "fp16_control", "nvfp4_ptq"] = "nvfp4"
     set: dict[str, Any] = Field(default_factory=dict)
     against: str | None = ""
     base: str | None = None
+    teacher: str | None = None
     note: str = ""
 
 
@@ -72,6 +75,7 @@ class Variant:
     """One row of the sweep: what is trained, its settings over the common ones, and what it is compared with.
 
     base: name of the FP16 model it starts from; None where it starts from random weights or a checkpoint of its own.
+    teacher: name of the variant that distils it; None where it is not one of the sweep.
     """
 
     name: str
@@ -80,6 +84,12 @@ class Variant:
     against: str | None
     base: str | None
     note: str
+    teacher: str | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the variants that must have been trained before this one."""
+        return tuple(name for name in (self.base, self.teacher) if name is not None)
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ def _variant(
         if key.startswith(OF_THE_BASE) and key not in NOT_OF_THE_BASE
     ]
     base = None if starts_alone else row.base or "-".join([BASE, *(_plain(text) for text in different)])
-    return Variant(name, row.model, sets, None if against == name else against, base, row.note)
+    return Variant(name, row.model, sets, None if against == name else against, base, row.note, row.teacher)
 
 
 def _plain(text: str) -> str:
@@ -207,6 +217,8 @@ def _check(sweep: Sweep) -> None:
             problems.append(f"{variant.name} is compared with '{variant.against}', which is no variant.{near}")
         if variant.base is not None and by_name[variant.base].model != "fp16":
             problems.append(f"'{variant.base}' is the FP16 model that {variant.name} starts from; rename the variant")
+        if variant.teacher is not None:
+            problems += _wrong_teacher(sweep, variant, by_name)
         try:
             tasks.add(sweep.config(variant, sweep.seeds[0] if sweep.seeds else 0).task)
         except InputError as error:
@@ -217,6 +229,25 @@ def _check(sweep: Sweep) -> None:
         problems.append("seeds are distinct whole numbers from 0 on, at least one")
     if problems:
         raise InputError(f"{sweep.file} is not a valid sweep: {'; '.join(problems)}")
+
+
+def _wrong_teacher(sweep: Sweep, variant: Variant, by_name: dict[str, Variant]) -> list[str]:
+    """What is wrong with the teacher that a variant names; it may not wait for one that waits for it."""
+    teacher = by_name.get(str(variant.teacher))
+    if teacher is None:
+        near = suggest(str(variant.teacher), by_name)
+        return [f"{variant.name} has teacher: {variant.teacher}, which is no variant.{near}"]
+    if teacher.model not in (BASE, "fp16_control") or teacher.teacher is not None:
+        return [
+            f"{variant.name} has teacher: {teacher.name}, and a teacher is FP16 or a control without one of its own"
+        ]
+    try:
+        distilled = sweep.config(variant, sweep.seeds[0] if sweep.seeds else 0).distill.weight > 0
+    except InputError:  # reported by `_check`
+        return []
+    return (
+        [] if distilled else [f"{variant.name} has a teacher and distill.weight 0, so that it learns nothing from it"]
+    )
 
 
 assert set(MODELS) == set(VariantSection.model_fields["model"].annotation.__args__)  # type: ignore[union-attr]

@@ -72,12 +72,15 @@ def train_variant(
     error_file = run.path / ERROR_FILE
     try:
         config = _shared(sweep.config(variant, seed), jobs)
-        if variant.base is not None:
-            base = sweep.variant(variant.base)
-            if outcome(sweep, out, base, seed)["status"] != "done":
-                raise InputError(f"The FP16 model it starts from, {base.name} of seed {seed}, is not there.")
-            start = run_of(out, base, seed).checkpoint("fp16")
-            config = with_settings(config, [f"train.init_checkpoint={json.dumps(str(start))}"])
+        given = {"train.init_checkpoint": variant.base, "distill.teacher": variant.teacher}
+        config = with_settings(
+            config,
+            [
+                f"{key}={json.dumps(str(_trained(sweep, out, name, seed)))}"
+                for key, name in given.items()
+                if name is not None
+            ],
+        )
         resume = (run.model_dir(variant.model) / "state").is_dir()
         run.path.mkdir(parents=True, exist_ok=True)
         if started is not None:
@@ -93,6 +96,14 @@ def train_variant(
     error_file.unlink(missing_ok=True)
     say(f"{title}: {result.metric} {result.best_text}, {result.seconds:.0f} s")
     _test(config, run, variant.model, title, say)
+
+
+def _trained(sweep: Sweep, out: Path, name: str, seed: int) -> Path:
+    """The checkpoint of another variant of the same seed."""
+    other = sweep.variant(name)
+    if outcome(sweep, out, other, seed)["status"] != "done":
+        raise InputError(f"The model that it needs, {name} of seed {seed}, is not there.")
+    return run_of(out, other, seed).checkpoint(other.model)
 
 
 def train_logged(

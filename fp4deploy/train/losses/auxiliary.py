@@ -6,7 +6,8 @@ of x / T over the classes,
     loss  =  task * loss of the labels  +  weight * T^2 * mean over pixels of KL(softmax_T(t) || softmax_T(z))
 
 T^2 keeps the gradient's size when T changes. The teacher is the FP16 model that fine-tuning starts from, so that at
-first the divergence is the effect of quantisation alone. It needs no labels and covers void pixels as well.
+first the divergence is the effect of quantisation alone. It needs no labels and covers void pixels as well. A detector
+has a divergence of its own in place of KL (`losses.taught_boxes`).
 
 Dampening. In straight-through training a weight near the threshold between two codes oscillates between them. Late in
 the training a penalty on the distance to the code's value, with a weight that rises linearly to `damping`,
@@ -33,12 +34,15 @@ from fp4deploy.qat import QuantizedLayer
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.train.sections import DistillSection
 
+Divergence = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
 
 @dataclass
 class AuxiliaryLosses:
     """The auxiliary losses of one model, `placed` on the device that it trains on.
 
-    teacher: a model that gives logits [N, C, H, W] for the images, or None.
+    teacher: a model that gives outputs of the student's shape for the images, or None.
+    divergence: of (student's outputs, teacher's outputs, temperature).
     damping, damping_start: as in `sections.QuantSection`.
     """
 
@@ -46,6 +50,7 @@ class AuxiliaryLosses:
     distill: DistillSection = field(default_factory=DistillSection)
     damping: float = 0.0
     damping_start: float = 0.5
+    divergence: Divergence = field(default_factory=lambda: distillation_loss)
 
     def placed(self, device: torch.device, layout: torch.memory_format, fused: bool) -> AuxiliaryLosses:
         """Move the teacher to the device, frozen, in the layout of the student's images."""
@@ -69,7 +74,7 @@ class AuxiliaryLosses:
         if self.teacher is not None:
             with torch.no_grad(), autocast():
                 teacher_logits = self.teacher(images)
-            divergence = distillation_loss(logits, teacher_logits, self.distill.temperature)
+            divergence = self.divergence(logits, teacher_logits, self.distill.temperature)
             loss = self.distill.task * loss + self.distill.weight * divergence
         strength = self.damping * max(0.0, (done - self.damping_start) / (1 - self.damping_start))
         if strength > 0:
