@@ -78,6 +78,8 @@ def with_logits(network: nn.Module, spec: str, channels: int, output: str | None
     network.__class__ = type(
         kind.__name__, (LogitsOutput, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )
+    if not hasattr(network, "output_layers"):
+        network.output_layers = ()  # type: ignore[assignment]  # one output: that of the last layer, for qat
     network.logits_output, network.logits_channels, network.logits_spec = output, channels, spec  # type: ignore[assignment]
     return network
 

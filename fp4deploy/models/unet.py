@@ -57,6 +57,8 @@ class UNet(nn.Module):
         InputError: `scale` gives a width that GroupNorm's 8 groups do not divide; `digits` with other than 3 channels.
     """
 
+    output_layers: tuple[str, ...] = ("head",)
+
     def __init__(
         self, classes: int, scale: float = 1.0, in_channels: int = IMAGE_CHANNELS, digits: bool = False
     ) -> None:

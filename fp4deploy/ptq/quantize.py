@@ -73,7 +73,8 @@ def quantize(
         model: any module that `qat.prepare` takes, on any device.
         images: model inputs [N, 3, H, W], normalised: one batch or several, on the model's device.
         method: one of `methods.METHODS`.
-        include, exclude: which layers, as of `prepare`.
+        include: which layers, as of `prepare`.
+        exclude: likewise.
         correction: "none", "bias", "norm" or "both" (`correction`).
         activations: "amax", "percentile" or "mse"; None as the method says.
         iterations: training steps of each unit (adaround, faar, brecq).

@@ -4,7 +4,8 @@
 
 Of each output it is the GEMM layer that was called last among those from which the output is reached without another
 one. A network of one output is not traced further: its last layer is the one. Where tracing stops (control flow that
-asks for a size or a value, an output that is no tensor), the network names the layers itself, in `output_layers`.
+asks for a size or a value, an output that is no tensor), that is assumed, with a warning, unless the network names the
+layers itself, in `output_layers`.
 
 Tracing calls `forward` with stand-ins for tensors, which a module may keep as an attribute. It therefore works on
 copies of the modules, without hooks; the parameters are those of the model.
@@ -17,6 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,9 +28,8 @@ from torch.utils._pytree import tree_leaves
 HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
 
-def output_layers(model: nn.Module, is_gemm: Callable[[nn.Module], bool]) -> tuple[str, ...] | None:
-    """Names of the layers that produce the outputs of a network of several; None for one output, or where it is not
-    known.
+def output_layers(model: nn.Module, is_gemm: Callable[[nn.Module], bool]) -> tuple[str, ...]:
+    """Names of the layers that produce the outputs of a network; of one output the last layer.
 
     >>> class Two(nn.Module):
     ...     def __init__(self):
@@ -40,18 +41,37 @@ def output_layers(model: nn.Module, is_gemm: Callable[[nn.Module], bool]) -> tup
     >>> output_layers(Two(), lambda layer: isinstance(layer, nn.Conv2d))
     ('head', 'depth')
     """
+    gemms = [name for name, layer in model.named_modules() if is_gemm(layer)]
+    last, named = tuple(gemms[-1:]), getattr(model, "output_layers", None)
+    if len(gemms) < 2:
+        return last
+    if named is not None and not isinstance(named, nn.Module):
+        return tuple(named) or last
     try:
         with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             graph = _Tracer(is_gemm).trace(_copied(model, {}).eval())
     except Exception:  # forward is anyone's code, and runs with stand-ins
-        return None
-    outputs = tree_leaves(next(node for node in graph.nodes if node.op == "output").args[0])
-    if len(outputs) < 2 or not all(isinstance(each, fx.Node) for each in outputs):
-        return None
+        _say_assumed(type(model).__name__, gemms[-1])
+        return last
+    results = tree_leaves(next(node for node in graph.nodes if node.op == "output").args[0])
+    outputs = [each for each in results if isinstance(each, fx.Node)]
+    if len(outputs) < 2:
+        return last
     modules, order = dict(model.named_modules()), {node: at for at, node in enumerate(graph.nodes)}
     found = (_behind(each, modules, is_gemm) for each in outputs)
     return tuple(dict.fromkeys(str(max(nodes, key=order.__getitem__).target) for nodes in found if nodes))
+
+
+@lru_cache  # once of each: the filters' own memory is lost by `catch_warnings`
+def _say_assumed(network: str, last: str) -> None:
+    warnings.warn(
+        f"The forward of {network} cannot be traced symbolically: its last layer, {last}, is "
+        "taken for the one that produces the output, and stays in FP16. If there are several outputs or another layer "
+        'produces it, name the layers in an attribute of the network, output_layers = ("head", "depth"); with '
+        "output_layers = () this is not said.",
+        stacklevel=3,
+    )
 
 
 class _Tracer(fx.Tracer):

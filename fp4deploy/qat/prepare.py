@@ -76,7 +76,7 @@ def layer_plan(
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
     gemms = [name for name, layer in layers if _is_gemm(layer)]
-    outputs = tuple(getattr(model, "output_layers", ())) or output_layers(model, _is_gemm) or tuple(gemms[-1:])
+    outputs = output_layers(model, _is_gemm) if include is None else ()
     _check_include(include, layers)
     for selection in (exclude, fp8):
         _check_patterns(selection, [name for name, _ in layers])

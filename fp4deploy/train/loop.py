@@ -105,7 +105,7 @@ class Trainer:
         if not self._alone:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
-        self.loss: Any = task.of_targets
+        self.loss: Any = task.loss.of
         if self.compiled or settings.compile:
             keep_compiled_private()
         if settings.compile:
@@ -239,7 +239,7 @@ class Trainer:
         unscored = None
         if scores is not None and not math.isfinite(scores.score):
             unscored = f"the validation split has no {self.task.metric}: nothing in it can be scored"
-        for warning in filter(None, [counts.warning(), unscored, *self.task.warnings()]):
+        for warning in filter(None, [counts.warning(), unscored, *self.task.loss.warnings()]):
             display.say(f"{self.job.model}  epoch {progress.epoch}: {warning}")
 
     def _train_rest(self, display: Display) -> tuple[int, float]:
@@ -273,7 +273,7 @@ class Trainer:
         last = progress.batch + 1 == first + group
         if last:
             set_learning_rate(self.optimizer, self._learning_rate(progress.step))
-        targets = self.task.targets(labels)
+        targets = self.task.loss.targets(labels)
         if accumulate == 1:
             self.captured(images, *targets, launch=self.telemetry.due(progress.step))
         else:

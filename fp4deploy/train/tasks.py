@@ -13,7 +13,6 @@ against the annotations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from fp4deploy.tasks import TASKS, Evaluation
 from fp4deploy.train.config import Config
 from fp4deploy.train.losses.boxes import BoxLoss
 from fp4deploy.train.losses.centres import CentreLoss
+from fp4deploy.train.losses.loss import Loss
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 from fp4deploy.train.losses.sets import SetLoss
 from fp4deploy.train.sections import TrainSection
@@ -43,10 +43,10 @@ ByName = dict[str, float]  # class -> weight
 class TrainingTask:
     """One task on one validation split.
 
-    loss: of (outputs, labels). metric: its score's key in files.
+    metric: its score's key in files.
     """
 
-    def __init__(self, loss: Any, card: ModelCard, val: SegmentationDataset) -> None:
+    def __init__(self, loss: Loss, card: ModelCard, val: SegmentationDataset) -> None:
         self.loss, self.card, self._val = loss, card, val
         self._task = TASKS[card.task]
         self.metric = self._task.key
@@ -59,22 +59,6 @@ class TrainingTask:
         """A new validation."""
         found = self._task.evaluation(self._val, self.card, self._ground_truth)
         found.matches = False
-        return found
-
-    def targets(self, labels: Tensor) -> tuple[Tensor, ...]:
-        """What the loss makes of labels alone; `of_targets` takes it. Its shapes need not be the batch's."""
-        found: tuple[Tensor, ...] = self.loss.targets(labels) if hasattr(self.loss, "targets") else (labels,)
-        return found
-
-    @property
-    def of_targets(self) -> Callable[..., Tensor]:
-        """The loss of (outputs, *targets)."""
-        found: Callable[..., Tensor] = self.loss.of if hasattr(self.loss, "targets") else self.loss.__call__
-        return found
-
-    def warnings(self) -> list[str]:
-        """Those of the loss."""
-        found: list[str] = self.loss.warnings() if hasattr(self.loss, "warnings") else []
         return found
 
 

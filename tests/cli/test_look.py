@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -84,28 +83,23 @@ def test_doctor_json_is_alone_on_stdout(invoke: Invoke) -> None:
 def test_doctor_tells_a_library_that_does_not_load_from_a_missing_one(
     monkeypatch: pytest.MonkeyPatch, invoke: Invoke
 ) -> None:
-    from fp4deploy.requirements import Library
+    from fp4deploy.requirements import Fault, Library
 
-    error = Library._error
-
-    def without(library: Any) -> Exception | None:
-        return OSError("libhalf.so: cannot open") if library.name == "onnx" else error(library)
-
-    monkeypatch.setattr(Library, "_error", without)
+    fault, find = Fault("does not load", "libhalf.so: cannot open"), Library.find
+    monkeypatch.setattr(Library, "find", lambda library: fault if library.name == "onnx" else find(library))
     lines = {line.split()[0]: line for line in invoke("doctor").stdout.splitlines() if line}
     assert "does not load" in lines["onnx"]
     assert lines["onnx"].rstrip().endswith("libhalf.so: cannot open")
     found = {each["name"]: each for each in json.loads(invoke("doctor", "--json").stdout)["tools"]}
-    assert found["onnx"]["fault"] == "does not load (libhalf.so: cannot open)"
+    assert found["onnx"]["fault"] == {"state": "does not load", "reason": "libhalf.so: cannot open"}
     assert found["torch"]["fault"] is None
 
 
 def test_doctor_says_how_to_add_what_is_missing(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     import fp4deploy.bench.environment as environment
-    from fp4deploy.requirements import Library
+    from fp4deploy.requirements import Fault, Library
 
-    monkeypatch.setattr(Library, "version", lambda library: None if library.name == "tensorrt_rtx" else "1.0")
-    monkeypatch.setattr(Library, "fault", lambda library: "is missing" if library.name == "tensorrt_rtx" else None)
+    monkeypatch.setattr(Library, "version", lambda library: Fault() if library.name == "tensorrt_rtx" else "1.0")
     monkeypatch.setattr(environment, "gpus", list)
     text = invoke("doctor").stdout
     lines = [line for line in text.splitlines() if line.startswith("tensorrt_rtx")]

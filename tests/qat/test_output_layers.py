@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fp4deploy.models import DetectionHead
+from fp4deploy.models.detector import UNetDetector
+from fp4deploy.models.output import with_logits
+from fp4deploy.models.unet import build_unet
 from fp4deploy.qat import layer_plan, prepare
+from fp4deploy.qat.output_layers import _say_assumed
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(autouse=True)
+def unsaid() -> None:
+    _say_assumed.cache_clear()
 
 
 class Heads(nn.Module):
@@ -52,9 +65,36 @@ def test_a_single_output_keeps_the_last_layer_alone() -> None:
 
 def test_where_tracing_stops_the_network_names_its_output_layers() -> None:
     model = Heads(asks_for_size=True)
-    assert precisions(model)["head"] == "FP4"
+    with pytest.warns(UserWarning, match=r"Heads cannot be traced .* last layer, last, .* output_layers = "):
+        assert precisions(model)["head"] == "FP4"
+    layer_plan(model, include="head")  # which asks for no output layer
     model.output_layers = ("head", "depth")  # type: ignore[assignment]
     assert [precisions(model)[name] for name in ("head", "depth", "score")] == ["FP16", "FP16", "FP4"]
+    model.output_layers = ()  # type: ignore[assignment]
+    assert [precisions(model)[name] for name in ("head", "last")] == ["FP4", "FP16"]
+
+
+def test_the_warning_is_shown_once() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            prepare(Heads(asks_for_size=True))
+            layer_plan(Heads(asks_for_size=True))
+    assert len(shown) == 1
+
+
+def test_networks_of_commands_have_one_output_and_do_not_warn() -> None:
+    network = with_logits(Heads("tuple", asks_for_size=True), "heads", 4, "0")
+    for model in (network, build_unet(4, 0.125, digits=True), UNetDetector(DetectionHead("fcos", 2), 0.125)):
+        layer_plan(model)
+
+
+def test_an_output_that_is_no_tensor_is_none() -> None:
+    class WithNone(Heads):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.stem(x)), self.depth(self.stem(x)), None
+
+    assert {name for name, each in precisions(WithNone()).items() if each == "FP16"} == {"stem", "head", "depth"}
 
 
 def test_of_a_sum_the_layer_called_last_is_the_output_layer() -> None:

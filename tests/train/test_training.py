@@ -238,7 +238,7 @@ def test_a_diverged_training_ends_with_one_error(
 def test_accumulated_gradients_are_those_of_the_large_batch(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SegmentationLoss, "__call__", lambda self, logits, target: logits.square().mean())
+    monkeypatch.setattr(SegmentationLoss, "of", lambda self, logits, target: logits.square().mean())
     first_gradients: list[dict[str, torch.Tensor]] = []
     original = Trainer._update
 

@@ -18,8 +18,6 @@ from fp4deploy.export.lowering.pattern import Fp4Layer, LowerNamedLayers
 from fp4deploy.export.onnx.writer import NodeWriter
 
 SINGLE_BLOCK = "its weight is a single block, whose scale TensorRT-RTX takes for that of a tensor: decoded to FP16"
-
-
 NO_GEMM = "TensorRT-RTX builds no 1x1 convolution with FP4 weights, and this one is not a single GEMM: decoded to FP16"
 
 

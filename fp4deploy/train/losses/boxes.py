@@ -38,6 +38,7 @@ from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.boxes import DetectionHead, map_sizes
 from fp4deploy.tracing import not_compiled
 from fp4deploy.train.distributed import summed
+from fp4deploy.train.losses.loss import Loss
 
 SIDES = 16.0  # strides: the largest side of an object of a stride
 RADIUS = 1.5  # strides
@@ -58,8 +59,11 @@ class BoxTargets:
     ignored: Tensor
 
 
-class BoxLoss:
-    """`BoxLoss(...)(outputs [N, channels, places], boxes float32 [N, M, 5])` -> float32 scalar."""
+class BoxLoss(Loss):
+    """`BoxLoss(...)(outputs [N, channels, places], boxes float32 [N, M, 5])` -> float32 scalar.
+
+    Labels are rows of class, left, top, right, bottom in pixels of the input; class 255: crowd, -1: no box.
+    """
 
     def __init__(
         self,
@@ -72,10 +76,6 @@ class BoxLoss:
         """`size`: height and width of the input; `weights`: of class, box and centre-ness."""
         self.head, self.size, self.weights = head, size, weights
         self.alpha, self.gamma = alpha, gamma
-
-    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Labels are rows of class, left, top, right, bottom in pixels of the input; class 255: crowd, -1: no box."""
-        return self.of(outputs, *self.targets(labels))
 
     @not_compiled
     def targets(self, labels: Tensor) -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.heads import OFFSET_UNIT, InstanceHead
 from fp4deploy.tracing import not_compiled
 from fp4deploy.train.distributed import summed
+from fp4deploy.train.losses.loss import Loss
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 SIGMA_MIN, SIGMA_MAX = 1.0, 8.0  # pixels of the input
@@ -48,18 +49,17 @@ class CentreTargets:
     things: Tensor
 
 
-class CentreLoss:
-    """`CentreLoss(...)(outputs [N, classes + 3, H, W], labels int64 [N, 2, H, W])` -> float32 scalar."""
+class CentreLoss(Loss):
+    """`CentreLoss(...)(outputs [N, classes + 3, H, W], labels int64 [N, 2, H, W])` -> float32 scalar.
+
+    Labels are class ids or 255, and numbers of objects.
+    """
 
     def __init__(
         self, head: InstanceHead, semantic: SegmentationLoss, heatmap: float, offset: float, sigma: float
     ) -> None:
         self.head, self.semantic = head, semantic
         self.heatmap, self.offset, self.sigma = heatmap, offset, sigma
-
-    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Labels are class ids or 255, and numbers of objects."""
-        return self.of(outputs, *self.targets(labels))
 
     @not_compiled
     def targets(self, labels: Tensor) -> tuple[Tensor, ...]:
@@ -81,10 +81,6 @@ class CentreLoss:
             offset = apart / count.clamp(min=1)
             semantic = self.semantic(self.head.semantic(outputs), masks)
             return semantic + self.heatmap * heat + self.offset * offset
-
-    def warnings(self) -> list[str]:
-        """None: this head takes any number of objects."""
-        return []
 
 
 @torch.no_grad()

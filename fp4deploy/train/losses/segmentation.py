@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from fp4deploy.data.sample import IGNORE
 from fp4deploy.train.distributed import summed
+from fp4deploy.train.losses.loss import Loss
 
 Share = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,7 +53,7 @@ def cross_entropy(
     return _cross_entropy(_log_probability(logits), target, class_weights)
 
 
-class SegmentationLoss:
+class SegmentationLoss(Loss):
     """`cross_entropy` * CE + `dice` * Dice, a float32 scalar; `balance` weighs classes in the cross-entropy alone."""
 
     def __init__(
@@ -66,7 +67,7 @@ class SegmentationLoss:
         self.cross_entropy, self.dice, self.class_weights = cross_entropy, dice, class_weights
         self.label_smoothing, self.balance = label_smoothing, balance
 
-    def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def of(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Loss of logits [N, C, H, W] against int64 targets [N, H, W]; 0 where no pixel is labelled."""
         weights, balance = (w if w is None else w.to(logits.device) for w in (self.class_weights, self.balance))
         log_probability = _log_probability(logits)

@@ -34,12 +34,13 @@ from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.heads import InstanceHead
 from fp4deploy.tracing import not_compiled
 from fp4deploy.train.distributed import summed
+from fp4deploy.train.losses.loss import Loss
 from fp4deploy.train.losses.segmentation import SMOOTH, SegmentationLoss
 
 Pairs = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # channels and objects of each image
 
 
-class SetLoss:
+class SetLoss(Loss):
     """`SetLoss(...)(outputs [N, classes + K, H, W], labels int64 [N, 2, H, W])` -> float32 scalar."""
 
     def __init__(self, head: InstanceHead, semantic: SegmentationLoss, bce: float, dice: float, empty: float) -> None:
@@ -50,7 +51,7 @@ class SetLoss:
         self._warned = False
 
     @not_compiled
-    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+    def of(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Labels are class ids or 255, and numbers of objects."""
         masks, ids = labels[:, 0], labels[:, 1]
         with torch.autocast(outputs.device.type, enabled=False):
