@@ -278,9 +278,13 @@ class _Concat(torch.autograd.Function):
         ctx: Any, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, clips: bool, *tracking: Any
     ) -> torch.Tensor:
         out, in_range = ops.concat(a, b, amax, *tracking)
-        ctx.arguments = 4 + len(tracking)
+        masks, ctx.arguments = clips and amax is not None, 4 + len(tracking)
+        again = _ConcatAgain(masks)
+        computed_by(out, again.values, a, b, amax)
+        if masks:
+            computed_by(in_range, again.in_range, a, b, amax)
         inputs = (a, b, amax) if ctx.needs_input_grad[2] else ()
-        ctx.save_for_backward(in_range if amax is not None and clips else None, *inputs)
+        ctx.save_for_backward(in_range if masks else None, *inputs)
         ctx.first = a.shape[1]
         return out
 
@@ -402,13 +406,29 @@ def _concat(a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, after: nn.M
         amax = _track(b, largest, after, read=True)
     used = amax if inside else None
     result: torch.Tensor = _Concat.apply(a, b, used, _clips(after), *tracking)
-    computed_by(result, _concat_again, a, b, used)
     return _quantized(result, after, amax)
 
 
-def _concat_again(a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
-    joined: torch.Tensor = ops.concat(a, b, amax)[0]
-    return joined
+class _ConcatAgain:
+    """Both results of one concatenation; the convolution's weight gradient needs one right before the other is read."""
+
+    def __init__(self, masks: bool) -> None:
+        self._masks = masks
+        self._in_range: torch.Tensor | None = None
+
+    def values(self, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+        """[a, b] as the layer reads it."""
+        joined: torch.Tensor
+        joined, in_range = ops.concat(a, b, amax)
+        self._in_range = in_range if self._masks else None
+        return joined
+
+    def in_range(self, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+        """The mask of elements that were not clipped."""
+        if self._in_range is None:  # the weight has no gradient, or this is a second backward
+            self.values(a, b, amax)
+        found, self._in_range = cast(torch.Tensor, self._in_range), None
+        return found
 
 
 def _cast(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

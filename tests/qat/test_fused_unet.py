@@ -262,6 +262,23 @@ def test_no_input_of_a_convolution_but_images_and_pooled_ones_is_kept(monkeypatc
     assert sum(again.values()) > convolutions
 
 
+def test_no_mask_of_clipped_elements_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, pack = [], Recomputed.pack
+
+    def watched(self: Recomputed, x: torch.Tensor) -> torch.Tensor | Call:
+        kept.append((x.dtype, pack(self, x)))
+        return kept[-1][1]
+
+    monkeypatch.setattr(Recomputed, "pack", watched)
+    layout: Any = {"memory_format": torch.channels_last}
+    model: Any = fuse_unet(prepare(build_unet(3, 0.25), "nvfp4_qat").train()).to(**layout)
+    with recomputing():
+        model._fused(torch.randn(2, 3, 32, 32).to(**layout))
+    masks = [packed for dtype, packed in kept if dtype == torch.bool]
+    assert len(masks) == 4
+    assert all(isinstance(packed, Call) for packed in masks)
+
+
 WITH_KERNELS = ("nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_qat_2d", "nvfp4_4o6_qat", "nvfp4_4o6_weight_qat")
 
 
