@@ -19,6 +19,7 @@ Trade-off: im2col writes KH*KW copies of the activation before the quantiser rea
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -88,12 +89,18 @@ def _replace_layer(writer: NodeWriter, layer: Fp4Layer, result: ir.Value) -> Non
 
 
 def _gemm(
-    writer: NodeWriter, layer: Fp4Layer, activation: ir.Value, weight: ir.Value, bias_repeat: int = 1
+    writer: NodeWriter,
+    layer: Fp4Layer,
+    activation: ir.Value,
+    weight: ir.Value,
+    size: tuple[int, ...],
+    bias_repeat: int = 1,
 ) -> ir.Value:
-    """[N,C,P] activation and [M,C] weight -> [N,M,P], bias added; both operands are dequantised FP16."""
+    """[N,C,P] activation, P = H*W of `size`, and [M,C] weight -> [N,M,P], bias added; both are dequantised FP16."""
+    shape = (None, math.prod(size) or None, bias_repeat * layer.out_channels)
     columns = writer.add("Transpose", "columns", activation, perm=[0, 2, 1])
     contracted = writer.add("Transpose", "weight", weight, perm=[1, 0])
-    result = writer.add("MatMul", "matmul", columns, contracted)
+    result = writer.add("MatMul", "matmul", columns, contracted, dtype=layer.half.dtype, shape=shape)
     node = layer.compute
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is not None:
@@ -105,7 +112,7 @@ def _gemm(
 
 def _lower_pointwise(writer: NodeWriter, layer: Fp4Layer) -> None:
     assert layer.shape is not None
-    result = _gemm(writer, layer, layer.dequantized, layer.half)
+    result = _gemm(writer, layer, layer.dequantized, layer.half, layer.shape[1:])
     shape = _image_shape(writer, layer, layer.out_channels)
     _replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
 
@@ -156,7 +163,7 @@ def _lower_upsampling(writer: NodeWriter, layer: Fp4Layer) -> None:
     _reshape_storage(layer.codes, (rows, channels))
     _reshape_storage(layer.scales, (rows, channels // NVFP4_BLOCK))
     _forget_shapes(layer)
-    result = _gemm(writer, layer, layer.dequantized, layer.half, bias_repeat=4)
+    result = _gemm(writer, layer, layer.dequantized, layer.half, layer.shape[1:], bias_repeat=4)
     taps = writer.add("Reshape", "image", result, _image_shape(writer, layer, rows))
     _replace_layer(writer, layer, writer.add("DepthToSpace", "spread", taps, blocksize=2, mode="CRD"))
 
@@ -200,7 +207,7 @@ def _lower_im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> None:
     block = writer.add("DequantizeLinear", "scales_dequantized", scales, scale)
     value = writer.add("DequantizeLinear", "dequantized", codes, block, axis=1, block_size=NVFP4_BLOCK)
     half = writer.add("Cast", "half", value, to=int(ir.DataType.FLOAT16))
-    result = _gemm(writer, layer, half, layer.half)
+    result = _gemm(writer, layer, half, layer.half, plan.size)
     shape = writer.integers("image_shape", 0, layer.out_channels, *plan.size)
     _replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
 

@@ -12,7 +12,8 @@
 
 (TensorRT-RTX 1.7.1 does not build a 1x1 convolution with FP4 weights, so even `qdq` makes it a GEMM. It takes no
 plugins: `plugin` is for TensorRT, see `lowering.plugin`. A weight of a single block, and that of a 1x1 convolution in
-groups, is decoded to FP16 in every mode without a plugin for it, see `lowering.decode`.)
+groups, is decoded to FP16 in every mode without a plugin for it, see `lowering.decode`. FP4 GEMMs are written in the
+form that stays one, see `lowering.linear`.)
 
 The ledger compares the plan with the engine: a layer whose actual precision is not the planned one fell back, and
 `--strict` fails on it. Model-local functions are dropped, because the engine has its own `TRT_FP4DynamicQuantize`.
@@ -38,6 +39,7 @@ from fp4deploy.export.lowering.cost import prefers_fp8
 from fp4deploy.export.lowering.decode import DecodeWeights, why_decoded
 from fp4deploy.export.lowering.fp8 import REASON, ConvToFp8, can_be_fp8
 from fp4deploy.export.lowering.gemm import ConvToGemm, geometry, is_pointwise, is_upsampling
+from fp4deploy.export.lowering.linear import CutLinear, FlattenLinear
 from fp4deploy.export.lowering.pattern import Fp4Layer, check_multiple, find_fp4_layers, is_fp4
 from fp4deploy.export.lowering.placement import quantized_after
 from fp4deploy.export.lowering.plan import count_macs, plan_layers
@@ -163,8 +165,9 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     inputs = quantized_after(model)
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
     forms = (ConvToPlugin(plugins), DecodeWeights(decoded), ConvToGemm(lowered), ConvToFp8(eight))
+    linear = (FlattenLinear(), CutLinear())
     names = NameFixPass(NamedByOutput())
-    Sequential(DropFunctions(), names, *forms, *share, RemoveUnusedNodesPass(), names)(model)
+    Sequential(DropFunctions(), names, *forms, *linear, *share, RemoveUnusedNodesPass(), names)(model)
     plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, decoded)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
 

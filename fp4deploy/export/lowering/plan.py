@@ -15,6 +15,7 @@ import onnx_ir as ir
 from fp4deploy.export.ledger.ledger import PlannedLayer
 from fp4deploy.export.lowering.fp8 import NO_TRANSPOSED
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
+from fp4deploy.export.lowering.linear import PART
 from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
@@ -60,7 +61,7 @@ def plan_layers(
     """
     computing: dict[str, list[ir.Node]] = {}
     for node in model.graph:
-        own = plugin_layer(node)
+        own = plugin_layer(node) or _layer_of_part(node, fp4_layers)
         if own is not None:
             computing.setdefault(own, []).append(node)
         elif node.op_type in GEMM_OPS and (_name(node) in requests or weight_initializer(node) is not None):
@@ -79,6 +80,9 @@ def plan_layers(
             form, compute, weights, reason = "fp8", "FP8", "FP8", fp8[name]
         if decoded is not None and name in decoded:
             form, compute, weights, reason = "plain", "FP16", "FP16", decoded[name]
+        parts = {_name(node) for node in nodes} - {name}
+        if parts:
+            reason = f"{reason}; in {len(parts)} parts, because its result is read in parts"
         kind = request.get("kind") or (layer.kind if layer else GEMM_OPS[first.op_type] if first is not None else "")
         plan.append(
             PlannedLayer(
@@ -104,6 +108,12 @@ def plugin_layer(node: ir.Node) -> str | None:
         return None
     names = [value.name or "" for value in node.inputs if value is not None]
     return next(name.rpartition(f"{MARK}.")[0] for name in names if f"{MARK}.weight_codes" in name)
+
+
+def _layer_of_part(node: ir.Node, fp4_layers: Collection[str]) -> str | None:
+    """The layer whose GEMM is written in parts, of which this node is one."""
+    name = _name(node).rpartition(PART)[0] if node.op_type in GEMM_OPS else ""
+    return name if name in fp4_layers else None
 
 
 def _name(node: ir.Node) -> str:
