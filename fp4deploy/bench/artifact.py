@@ -10,7 +10,9 @@ from fp4deploy.bench.evaluate import Progress, evaluate_task
 from fp4deploy.bench.latency import measure
 from fp4deploy.bench.ledgers import built_by, ledger_of
 from fp4deploy.bench.records import ArtifactEntry, Quantiles
+from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.open import open_for_images
+from fp4deploy.bench.runtimes.ports import fixed_batch
 from fp4deploy.data import VAL
 from fp4deploy.errors import UnavailableError
 from fp4deploy.files import file_digest
@@ -37,12 +39,15 @@ def bench_artifact(
     provider: str = "cpu",
     form: str = "eager",
     limit: int | None = None,
+    like: Like | None = None,
 ) -> ArtifactEntry:
     """Measure one artefact: accuracy on a split of `data` (left out when None), and latency.
 
     max_detections, results: of models that find objects, as of `evaluate_task`.
     limit: measure accuracy on so many images of the split, evenly spaced.
     timeout, provider: of an ONNX file, form: of a checkpoint, as of `open_runtime`.
+    like: the card of an ONNX file that has none.
+    batch: images of a timed run; 1 is what the file takes at least, where it takes one number alone.
 
     The bytes of weights and activations are in the entry where the runtime knows them (`runtimes.packed.memory`).
 
@@ -51,7 +56,7 @@ def bench_artifact(
         UnavailableError: this machine cannot run it.
     """
     path = Path(path)
-    runtime = open_for_images(path, timeout, provider, form)
+    runtime = open_for_images(path, timeout, provider, form, like)
     found = None
     if data is not None:
         found = evaluate_task(
@@ -65,7 +70,8 @@ def bench_artifact(
         )
     scores = found.scores if found and isinstance(found.scores, Scores) else None
     instances = found.scores if found and isinstance(found.scores, InstanceScores) else None
-    timed = measure(runtime, batch=batch, iterations=iterations)
+    one = fixed_batch(runtime.inputs) if batch == 1 else None
+    timed = measure(runtime, batch=one or batch, iterations=iterations)
     return ArtifactEntry(
         path=str(path),
         model=model or runtime.card.precision,

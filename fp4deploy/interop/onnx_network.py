@@ -28,7 +28,7 @@ from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.canonical import foreign_graph, read_onnx
+from fp4deploy.export.onnx.canonical import GEMM_OPS, foreign_graph, read_onnx
 from fp4deploy.interop.onnx_layers import WeightedNode, call_layer, layer_of
 from fp4deploy.interop.onnx_operators import FLOATS, MOST_HOST, OPERATORS, Call, as_tensor, host
 
@@ -63,6 +63,28 @@ class OnnxNetwork(nn.Module):
         self.numbers: dict[str, Any] = {}  # small constants, for operators that want numbers
         self._buffers_of: dict[str, str] = {}
         self._read(graph, constants)
+        self.output_layers = self._output_layers()
+
+    def _output_layers(self) -> tuple[str, ...]:
+        """Of each of several outputs the GEMM layer that comes last before it (`qat.output_layers`); () of one."""
+        if len(self.output_names) < 2:
+            return ()
+        writer = {name: place for place, node in enumerate(self.nodes) for name in node[2]}
+        found = []
+        for output in self.output_names:
+            waiting, seen, layers = [output], {output}, []
+            while waiting:
+                place = writer.get(waiting.pop())
+                if place is None:  # the image, or a constant
+                    continue
+                call, inputs, _, path = self.nodes[place]
+                if path and call.op in GEMM_OPS:
+                    layers.append((place, path))
+                else:
+                    waiting.extend(set(inputs) - seen)
+                    seen.update(inputs)
+            found += [max(layers)[1]] if layers else []
+        return tuple(dict.fromkeys(found))
 
     def _read(self, graph: onnx.GraphProto, constants: dict[str, TensorProto]) -> None:
         arrays = {name: _array(tensor) for name, tensor in constants.items()}

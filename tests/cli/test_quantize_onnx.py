@@ -57,3 +57,20 @@ def test_what_the_command_refuses(invoke: Invoke, shapes: Path, tmp_path: Path) 
         assert message in result.stderr
         assert len(result.stderr.strip().splitlines()) <= 3
     assert {path.name for path in tmp_path.glob("*.onnx")} == {"open.onnx", "cut.onnx"}
+
+
+def test_a_foreign_file_is_measured_like_another(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
+    onnx.save(segmenter(7, size=("N", 3, 32, 32)), tmp_path / "net.onnx")
+    (tmp_path / "like.yaml").write_text(
+        "class_names: [background, circle, square, triangle, star, ring, cross]\nbackground: true\n"
+    )
+    common = ("bench", "--engine", "net.onnx", "--data", shapes, "--iterations", 1)
+    refused = invoke(*common)
+    assert refused.exit_code == 2
+    assert "--like FILE" in refused.stderr
+    assert invoke(*common, "--like", "like.yaml", "--baseline", "net.onnx").exit_code == 0
+    result = invoke(*common, "--like", "like.yaml", "--results", "kept", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    (entry,) = json.loads(result.stdout)["artifacts"]
+    assert 0 <= entry["miou"] <= 1
+    assert list((tmp_path / "kept" / "lost").glob("*.png"))

@@ -207,3 +207,15 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         read_network(tmp_path / "x.onnx")
     with pytest.raises(InputError, match="does not exist"):
         read_network(tmp_path / "y.onnx")
+
+
+def test_of_several_outputs_the_layer_of_each_is_the_output_s(tmp_path: Path) -> None:
+    net = Onnx(size=("N", 3, 16, 16))
+    trunk = net.node("Relu", net.conv("trunk", "image", 3, 32))
+    depth = net.node("Sigmoid", net.conv("depth", trunk, 32, 16, 1))
+    head = net.conv("head", trunk, 32, 16, 1)
+    onnx.save(net.model(head, net.node("Add", depth, depth)), tmp_path / "two.onnx")
+    network = read_network(tmp_path / "two.onnx")
+    assert network.output_layers == ("head", "depth")
+    onnx.save(net.model(head), tmp_path / "one.onnx")
+    assert read_network(tmp_path / "one.onnx").output_layers == ()

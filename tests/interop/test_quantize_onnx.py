@@ -24,6 +24,7 @@ def test_a_plain_folder_of_images(tmp_path: Path) -> None:
 def test_a_classifier_has_no_card(tmp_path: Path) -> None:
     net = Onnx()
     x = net.node("Relu", net.conv("second", net.node("Relu", net.conv("first", "image", 3, 16)), 16, 16))
+    x = net.node("Relu", net.conv("features", x, 16, 16))
     pooled = net.node("Flatten", net.node("GlobalAveragePool", x))
     onnx.save(net.model(net.node("MatMul", pooled, net.normal("fc", 16, 4)), x), tmp_path / "net.onnx")
     found = quantize_onnx(tmp_path / "net.onnx", torch.randn(2, 3, 16, 16), tmp_path / "q.onnx", "amax")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fp4deploy.bench.gate.baseline import Baseline
     from fp4deploy.bench.gate.decision import Decision
     from fp4deploy.bench.records import ArtifactEntry
+    from fp4deploy.bench.runtimes.like import Like
 
 
 def bench(
@@ -34,6 +35,14 @@ def bench(
     ] = None,
     data: Annotated[
         Path | None, typer.Option("--data", help="Data to measure on.", show_default="that of the artefact's run")
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            help="Classes, size, mean and std of .onnx files without a model card: a checkpoint, .onnx or .yaml.",
+            show_default="the file's own card",
+        ),
     ] = None,
     split: Annotated[str, typer.Option("--split", help="Part of the data: val or test.")] = "val",
     limit: Annotated[
@@ -136,9 +145,11 @@ def bench(
     expect(model)
     from fp4deploy.bench.gate.baseline import find_baseline
     from fp4deploy.bench.gate.decision import gate_drop, require_passed
+    from fp4deploy.bench.runtimes.like import read_like
     from fp4deploy.data import MEASURED
 
     paths = _resolve(engine)
+    card = read_like(like) if like is not None else None
     if forms:
         paths = _every_form(paths)
     if layers:
@@ -158,8 +169,8 @@ def bench(
     reference = None
     if baseline is not None:
         resolved = baseline if baseline.suffix == ".json" else _resolve([baseline])[0]
-        reference = find_baseline(resolved, where, max_dets, split, timeout, baseline_artefact, limit)
-    found = _measure(chosen, where, split, batch, iterations, max_dets, keep, timeout, limit)
+        reference = find_baseline(resolved, where, max_dets, split, timeout, baseline_artefact, limit, card)
+    found = _measure(chosen, where, split, batch, iterations, max_dets, keep, timeout, limit, card)
     decisions: list[Decision] = []
     try:
         if reference is not None:
@@ -167,7 +178,7 @@ def bench(
     finally:
         _write(found, split, reference, decisions, out, limit, _fastest(found, max_drop) if forms else {})
     if keep is not None:
-        _draw(found, decisions, reference, where, split, keep)
+        _draw(found, decisions, reference, where, split, keep, card)
     if reference is not None:
         require_passed(decisions)
         note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
@@ -294,6 +305,7 @@ def _draw(
     data: Path,
     split: str,
     folder: Path,
+    like: Like | None,
 ) -> None:
     """Overlays of the images that lost most; without a baseline of those with most wrong pixels (semantic models)."""
     from fp4deploy.report.figures.lost import draw_lost, most_wrong
@@ -305,7 +317,7 @@ def _draw(
         images = names[entry.path] if entry.path in names else most_wrong(entry.evidence)
         baseline = Path(reference.artefact) if reference is not None else None
         target = folder if len(found) == 1 else folder / Path(entry.path).name
-        if images and draw_lost(Path(entry.path), baseline, images, data, split, target):
+        if images and draw_lost(Path(entry.path), baseline, images, data, split, target, like):
             note(f"Wrote overlays to {shown(target)}.")
 
 
@@ -368,6 +380,7 @@ def _measure(
     keep: Path | None,
     timeout: float,
     limit: int | None,
+    like: Like | None,
 ) -> list[ArtifactEntry]:
     from fp4deploy.bench.artifact import bench_artifact, bench_or_explain
     from fp4deploy.bench.locate import model_of
@@ -398,6 +411,7 @@ def _measure(
                     split=split,
                     timeout=timeout,
                     limit=limit,
+                    like=like,
                     **settings,
                 )
             )

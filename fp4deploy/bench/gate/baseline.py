@@ -21,6 +21,7 @@ from fp4deploy.bench.artifact import bench_artifact
 from fp4deploy.bench.evidence import read_evidence
 from fp4deploy.bench.gate.bootstrap import Counts, value
 from fp4deploy.bench.records import Evidence, Record
+from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.data import VAL
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.files import file_digest
@@ -68,10 +69,12 @@ def find_baseline(
     timeout: float | None = None,
     artefact: str | None = None,
     limit: int | None = None,
+    like: Like | None = None,
 ) -> Baseline:
     """Measure an artefact, or read an entry of what `bench --json` wrote.
 
     artefact: which entry of a file with several, by the name of its file.
+    like: as of `bench_artifact`.
     limit: measure on so many images of the split; a recorded entry has to be of the same ones.
 
     Raises:
@@ -84,7 +87,7 @@ def find_baseline(
     if artefact is not None:
         raise InputError(f"--baseline-artefact chooses an entry of a file of bench --json, and {path} is none.")
     entry = bench_artifact(
-        path, data, iterations=1, max_detections=max_detections, split=split, timeout=timeout, limit=limit
+        path, data, iterations=1, max_detections=max_detections, split=split, timeout=timeout, limit=limit, like=like
     )
     if entry.accuracy is None or entry.evidence is None or entry.data_sha256 is None:
         raise InputError(

@@ -18,10 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp4deploy.bench.runtimes.ports import require_one_input
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, OpenRuntime, Runtime
+from fp4deploy.bench.runtimes.protocol import TIMEOUT, OpenRuntime
 from fp4deploy.errors import InputError
+
+if TYPE_CHECKING:
+    from fp4deploy.bench.runtimes.like import Like
 
 
 def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager") -> OpenRuntime:
@@ -63,21 +67,27 @@ def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu"
     return opener(path)
 
 
-def open_for_images(path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager") -> Runtime:
+def open_for_images(
+    path: Path, timeout: float | None = None, provider: str = "cpu", form: str = "eager", like: Like | None = None
+) -> OpenRuntime:
     """`open_runtime` of a network that takes images alone, as every command does.
 
+    like: the card of an `.onnx` file that has none, in ONNX Runtime on the CPU.
+
     Raises:
-        InputError: as of `open_runtime`; a network of several inputs.
+        InputError: as of `open_runtime`; a network of several inputs, or another one than `like`.
     """
-    runtime = open_runtime(path, timeout, provider, form)
+    path = Path(path)
+    takes_like = like is not None and path.suffix.lower() == ".onnx" and provider == "cpu" and path.is_file()
+    runtime = _onnx(path, timeout, like) if takes_like else open_runtime(path, timeout, provider, form)
     require_one_input(runtime.inputs, path)
     return runtime
 
 
-def _onnx(path: Path, timeout: float | None = None) -> OpenRuntime:
+def _onnx(path: Path, timeout: float | None = None, like: Like | None = None) -> OpenRuntime:
     from fp4deploy.bench.runtimes.ort import OrtRuntime
 
-    return OrtRuntime(path, TIMEOUT if timeout is None else timeout)
+    return OrtRuntime(path, TIMEOUT if timeout is None else timeout, like)
 
 
 def _onnx_rtx(path: Path) -> OpenRuntime:

@@ -9,9 +9,11 @@ between two operators.
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -19,8 +21,8 @@ import onnxruntime as ort
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.ports import Extent, Outputs, Port, fed, named
-from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, Given, checked
+from fp4deploy.bench.runtimes.ports import Extent, Outputs, Port, fed, fixed_batch, named
+from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
@@ -30,15 +32,21 @@ from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.session import FATAL, portable_session
 from fp4deploy.models.card import CARD_KEY, ModelCard
 
+if TYPE_CHECKING:
+    from fp4deploy.bench.runtimes.like import Like
+
+LIKE = "Give --like the network's own classes and size."
+
 
 class OrtRuntime:
     """An `.onnx` file; one without a model card runs, but what it takes and gives is not known (`card`)."""
 
-    def __init__(self, path: Path, timeout: float = TIMEOUT) -> None:
-        """`timeout`: most seconds that one inference may take."""
+    def __init__(self, path: Path, timeout: float = TIMEOUT, like: Like | None = None) -> None:
+        """`timeout`: most seconds that one inference may take; `like`: the card, where the file has none."""
         model = read_onnx(path)
         self._path, self._timeout = path, timeout
         self._card = find_card(model, path)
+        self._advice = EXPORT_AGAIN if self._card else LIKE
         with foreign_graph(path):
             fp4 = is_fp4(model, self._card)
             canonical = is_canonical(model)
@@ -47,10 +55,15 @@ class OrtRuntime:
             self._session = portable_session(model)
         self.inputs = ports_of(self._session, path)
         self._names = [each.name for each in self._session.get_outputs()]
+        self.precision = "NVFP4 (emulated)" if fp4 else "FP16 (run in FP32)"
+        if self._card is None:
+            self.precision = self.precision if canonical else _weights(model)
+            if like is not None:
+                first = self._session.get_outputs()[0]
+                self._card = like.card(self.inputs, (first.name, first.shape), fp4, path)
         form = "CPU, lowered in memory" if canonical else "CPU"
         self.name = f"ONNX Runtime {ort.__version__} ({form})"
         self.device = cpu_name()
-        self.precision = "NVFP4 (emulated)" if fp4 else "FP16 (run in FP32)"
 
     @property
     def card(self) -> ModelCard:
@@ -63,8 +76,16 @@ class OrtRuntime:
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
-        found: Array = self._outputs(fed(self.inputs, [images], self._path))[0]
-        return found if self._card is None else checked(found, images, self._card, self._path)
+        batch = fixed_batch(self.inputs) or len(images)
+        parts = [self._first(images[at : at + batch], batch) for at in range(0, len(images), batch)]
+        found: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return found if self._card is None else checked(found, images, self._card, self._path, self._advice)
+
+    def _first(self, images: Array, batch: int) -> Array:
+        """The first output of at most `batch` images; the last one is repeated where there are fewer."""
+        full = np.concatenate([images, images[-1:].repeat(batch - len(images), 0)])
+        found: Array = self._outputs(fed(self.inputs, [full], self._path))[0]
+        return found[: len(images)]
 
     def __call__(self, *inputs: Any) -> Outputs:
         """The output of these inputs, or several by name (`ports`)."""
@@ -122,6 +143,10 @@ def _are_boxes(image: Array, boxes: Array, classes: Array, scores: Array, most: 
     )
 
 
+WEIGHTS: dict[int, str] = {
+    onnx.TensorProto.FLOAT: "FP32", onnx.TensorProto.FLOAT16: "FP16", onnx.TensorProto.BFLOAT16: "BF16",
+    onnx.TensorProto.INT8: "INT8", onnx.TensorProto.UINT8: "INT8", onnx.TensorProto.FLOAT8E4M3FN: "FP8",
+}  # fmt: skip
 TENSORS = {
     "float": np.float32, "float16": np.float16, "double": np.float64, "bool": np.bool_, "int64": np.int64,
     "int32": np.int32, "int16": np.int16, "int8": np.int8, "uint64": np.uint64, "uint32": np.uint32,
@@ -146,6 +171,15 @@ def ports_of(session: ort.InferenceSession, path: Path) -> tuple[Port, ...]:
 
 def _extent(size: Any) -> Extent:
     return size if isinstance(size, str) or (isinstance(size, int) and size > 0) else None
+
+
+def _weights(model: onnx.ModelProto) -> str:
+    """The type of most weights of a file that is not ours: "FP32", "FP16", "INT8"."""
+    counts: Counter[int] = Counter()
+    for tensor in model.graph.initializer:
+        counts[tensor.data_type] += math.prod(tensor.dims)
+    most = max((kind for kind in counts if kind in WEIGHTS), key=counts.__getitem__, default=onnx.TensorProto.FLOAT)
+    return WEIGHTS[most]
 
 
 def is_fp4(model: onnx.ModelProto, card: ModelCard | None) -> bool:
@@ -173,6 +207,7 @@ def require_card(card: ModelCard | None, path: Path) -> ModelCard:
     """
     if card is None:
         raise InputError(
-            f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy export"
+            f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy "
+            "export; of another tool's file bench takes classes, size and normalisation from --like FILE"
         )
     return card

@@ -57,6 +57,12 @@ def image_port(channels: int = 3) -> Port:
     return Port("image", np.dtype(np.float32), ("N", channels, "H", "W"))
 
 
+def fixed_batch(ports: Sequence[Port]) -> int | None:
+    """The only number of images that a file takes, where its writer fixed it; else None."""
+    extents = ports[0].extents if len(ports) == 1 else None
+    return extents[0] if extents and isinstance(extents[0], int) else None
+
+
 def fed(ports: Sequence[Port], given: Sequence[Any], source: object) -> dict[str, NDArray[Any]]:
     """Arrays by the names of a file's inputs, in its types.
 

@@ -14,6 +14,7 @@ from fp4deploy.models.card import ModelCard
 
 Array = NDArray[np.float32]
 Given = Array | Mapping[str, Any]  # images, or inputs by name
+EXPORT_AGAIN = "Export it again: fp4deploy export"
 TIMEOUT = 600.0  # seconds that one inference may take
 
 
@@ -69,7 +70,7 @@ class OpenRuntime(Runtime, Protocol):
         ...
 
 
-def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: object) -> Array:
+def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: object, advice: str = EXPORT_AGAIN) -> Array:
     """Outputs as float32, where they are what the card says of these images.
 
     A file may be anyone's, and whoever reads its outputs relies on their shape. Without names of classes in the card
@@ -88,6 +89,6 @@ def checked(outputs: NDArray[Any], images: Array, card: ModelCard, source: objec
     if not fits or outputs.dtype.kind != "f":
         raise InputError(
             f"{source} answers {outputs.dtype} {list(outputs.shape)} where its card promises float {list(expected)}. "
-            "Export it again: fp4deploy export"
+            f"{advice}"
         )
     return outputs.astype(np.float32, copy=False)

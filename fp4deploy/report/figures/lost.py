@@ -12,6 +12,7 @@ from PIL import Image
 
 from fp4deploy.bench.evidence import PixelCounts, read_evidence
 from fp4deploy.bench.records import Evidence
+from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, Sample
@@ -40,9 +41,17 @@ def most_wrong(evidence: Evidence) -> list[str]:
 
 
 def draw_lost(
-    artefact: Path, baseline: Path | None, images: Sequence[str], data: Path, split: str, folder: Path
+    artefact: Path,
+    baseline: Path | None,
+    images: Sequence[str],
+    data: Path,
+    split: str,
+    folder: Path,
+    like: Like | None = None,
 ) -> list[Path]:
     """Write one PNG an image into `folder`/lost; the baseline's column is left out where it cannot be run.
+
+    like: the card of ONNX files that have none.
 
     Returns:
         The files, in the order of `images`; names that the split does not have are passed over.
@@ -50,9 +59,9 @@ def draw_lost(
     Raises:
         InputError: the artefact or the data cannot be read, or the folder cannot be written.
     """
-    runtime = open_for_images(artefact)
+    runtime = open_for_images(artefact, like=like)
     try:
-        other = open_for_images(baseline) if baseline is not None else None
+        other = open_for_images(baseline, like=like) if baseline is not None else None
     except Fp4DeployError:
         other = None
     models = [model for model in (other, runtime) if model is not None]
