@@ -110,7 +110,7 @@ def _nodes(
     sizes = {f"{each.name}.{axis}": size for each, x in zip(graph.inputs, inputs, strict=True)
              for axis, size in enumerate(x.shape)}  # fmt: skip
     for each, x in zip(graph.inputs, inputs, strict=True):
-        live.update(zip([form.name for form in each.outputs], network.read_input(each, x), strict=True))
+        live.update(zip([form.name for form in each.outputs], network.read_input(each, x, network.pack), strict=True))
     rows = []
     for node in graph.nodes:
         read = [live[name] for name in node.inputs]
@@ -118,13 +118,13 @@ def _nodes(
         once = partial(_run, network, node, read, sizes, given)
         ms = _median_ms(_repeated(once, device), device, iterations) / REPEATS[device.type]
         rows.append(_row(network, node, shapes, limits, ms))
-        results = network.run_node(node, read, sizes, moments)
+        results = network.run_node(node, read, sizes, moments, network.pack)
         live.update(zip([form.name for form in node.outputs], results, strict=True))
     return rows
 
 
 def _run(network: PackedNetwork, node: Node, read: list[Any], sizes: dict[str, int], moments: dict[str, Any]) -> object:
-    return network.run_node(node, read, sizes, dict(moments))
+    return network.run_node(node, read, sizes, dict(moments), network.pack)
 
 
 def _repeated(run: Callable[[], object], device: torch.device) -> Callable[[], object]:

@@ -3,9 +3,10 @@
 On a GPU activations are FP16 or packed, convolutions and linear layers of packed operands come from
 `plugins.gemm.dispatch`, GroupNorm with ReLU from `plugins.quantize.norm_pack`, and groups of affine maps, norms,
 residual additions and activation functions from `plugins.quantize.pointwise_pack` (`producers` finds them); everything
-else is torch (`operators`). On the CPU packed tensors are decoded before each convolution and everything between is
-FP32, as in every runtime of this project that computes on a CPU: the numbers are those of the quantised model, the
-speed is not.
+else is torch (`operators`). On the CPU everything is FP32, as in every runtime of this project that computes on a CPU,
+and a packed activation is what it decodes to (`formats.round_trip_nvfp4`): the numbers are those of the quantised
+model, bit for bit those of codes and scales, and nobody makes the codes. `run_node` and `read_input` make them unless
+told otherwise, since that is what a comparison reads.
 
     network = PackedNetwork(read_packed("unet.fp4"), "cuda")
     logits = network(images)                       [N, 3, H, W] -> [N, classes, H, W]
@@ -35,6 +36,7 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.formats.round_trip import round_trip_nvfp4
 from fp4deploy.models.input_encoding import encode_input
 from fp4deploy.packed.file import PackedFile
 from fp4deploy.packed.graph import (
@@ -64,7 +66,13 @@ from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
+Pack = Callable[[torch.Tensor, torch.Tensor], FeatureMap]
 SIZES = 16  # shapes of inputs whose fit is remembered
+
+
+def packed_form(y: torch.Tensor, amax: torch.Tensor) -> FeatureMap:
+    """Codes and scales of `y` [..., K]."""
+    return quantize_nvfp4(y, amax=amax)
 
 
 class PackedNetwork:
@@ -95,6 +103,7 @@ class PackedNetwork:
         self.steps: Sequence[Step] = steps
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
         self._range: Callable[[str], AbstractContextManager[Any]] = torch.cuda.nvtx.range if marks else nullcontext
+        self.pack: Pack = round_trip_nvfp4 if self.device.type == "cpu" else packed_form  # between two nodes
         self._decodes = weights != "packed" and decoded.available(self.device)
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
@@ -129,7 +138,8 @@ class PackedNetwork:
             last = {name: number for number, step in enumerate(self.steps) for name in step.inputs}
             last |= {each.activation: len(self.steps) for each in self.graph.outputs}
             for each, x in zip(self.inputs, inputs, strict=True):
-                live.update(zip([form.name for form in each.outputs], self.read_input(each, x), strict=True))
+                read = self.read_input(each, x, self.pack)
+                live.update(zip([form.name for form in each.outputs], read, strict=True))
             for number, step in enumerate(self.steps):
                 with self._range(label(step)):
                     results = self.run_step(step, [live[name] for name in step.inputs], sizes, moments)
@@ -152,12 +162,12 @@ class PackedNetwork:
         """What the first node reads of the first input: RGB or multi-term FP4, packed or plain."""
         return self.read_input(self.graph.inputs[0], images)[0]
 
-    def read_input(self, each: Input, x: torch.Tensor) -> list[FeatureMap]:
-        """An input in the forms that nodes read."""
+    def read_input(self, each: Input, x: torch.Tensor, pack: Pack = packed_form) -> list[FeatureMap]:
+        """An input in the forms that nodes read; `pack` makes the packed ones."""
         x = x.to(self.device, self.dtype)
         if self.graph.digits:
             x = encode_input(x)
-        return self.forms(channels_last(x), each.outputs)
+        return self.forms(channels_last(x), each.outputs, pack)
 
     def run_step(
         self, step: Step, inputs: list[FeatureMap], sizes: dict[str, int], moments: dict[str, Moments] | None = None
@@ -168,7 +178,7 @@ class PackedNetwork:
         if isinstance(step, Move):
             context = Context(self._vectors.__getitem__, sizes)
             return [moved(step.node, cast("list[Nvfp4Tensor]", inputs), context)]
-        return self.run_node(step, inputs, sizes, moments)
+        return self.run_node(step, inputs, sizes, moments, self.pack)
 
     def run_node(
         self,
@@ -176,21 +186,24 @@ class PackedNetwork:
         inputs: list[FeatureMap],
         sizes: dict[str, int] | None = None,
         moments: dict[str, Moments] | None = None,
+        pack: Pack = packed_form,
     ) -> list[FeatureMap]:
         """The forms that one node writes, from the activations it reads.
 
         Args:
+            inputs: packed ones as codes and scales, or on the CPU as `round_trip_nvfp4` makes them.
             sizes: of the network's inputs ("<input>.<axis>"); needed where a node has a size that depends on them.
             moments: by activation; a convolution adds those of what it writes, a GroupNorm takes them.
+            pack: makes the packed forms on the CPU.
         """
         if isinstance(node, GroupNormReLU):
             given = moments.pop(node.inputs[0], None) if moments is not None else None
-            return self._norm(node, cast(torch.Tensor, inputs[0]), given)
+            return self._norm(node, cast(torch.Tensor, inputs[0]), given, pack)
         if isinstance(node, Layer):
-            return self._layer(node, inputs, moments)
+            return self._layer(node, inputs, moments, pack)
         context = Context(self._vectors.__getitem__, sizes or {})
         y = compute(node, cast("list[torch.Tensor]", inputs), context)
-        return self.forms(y.to(self.dtype), node.outputs)
+        return self.forms(y.to(self.dtype), node.outputs, pack)
 
     @property
     def weights_bytes(self) -> int:
@@ -218,13 +231,13 @@ class PackedNetwork:
             return "FP4, weight decoded at load"
         return "FP4" if self.device.type == "cuda" and has_kernel(node, self._taps[node.layer]) else f"FP4 as {plain}"
 
-    def forms(self, y: torch.Tensor, wanted: Sequence[Form]) -> list[FeatureMap]:
+    def forms(self, y: torch.Tensor, wanted: Sequence[Form], pack: Pack = packed_form) -> list[FeatureMap]:
         """A plain activation in each of these forms."""
         found: list[FeatureMap] = []
         for form in wanted:
             axis = 1 if form.axis == "channels" else -1
             amax = self.amax(form)
-            found.append(y if amax is None else quantize_nvfp4(y.movedim(axis, -1), amax=amax))
+            found.append(y if amax is None else pack(y.movedim(axis, -1), amax))
         return found
 
     def amax(self, form: Form) -> torch.Tensor | None:
@@ -258,30 +271,40 @@ class PackedNetwork:
             weight, bias = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
         return coefficients(x, None, weight, bias, groups, node.eps)
 
-    def _norm(self, node: GroupNormReLU, x: torch.Tensor, moments: Moments | None = None) -> list[FeatureMap]:
+    def _norm(
+        self, node: GroupNormReLU, x: torch.Tensor, moments: Moments | None = None, pack: Pack = packed_form
+    ) -> list[FeatureMap]:
         bias = self._vectors[node.bias] if node.bias else None
         weight, beta = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
-        forms = [OutputForm(self.amax(form), form.pooled) for form in node.outputs]
+        on_cpu = self.device.type == "cpu"
+        forms = [OutputForm(None if on_cpu else self.amax(form), form.pooled) for form in node.outputs]
         if any(form.pooled for form in forms) and (x.shape[2] % 2 or x.shape[3] % 2):
-            return self._norm_of_odd_size(node, x)
+            return self._norm_of_odd_size(node, x, pack)
         x = channels_last(x).permute(0, 2, 3, 1)
         written = norm_relu_pack(x, bias, weight, beta, node.groups, node.eps, forms, moments)
-        return [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
+        results = [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
+        return self._each_form(cast("list[torch.Tensor]", results), node.outputs, pack) if on_cpu else results
 
-    def _norm_of_odd_size(self, node: GroupNormReLU, x: torch.Tensor) -> list[FeatureMap]:
+    def _norm_of_odd_size(self, node: GroupNormReLU, x: torch.Tensor, pack: Pack) -> list[FeatureMap]:
         """Pooling that leaves out a last row or column: not in the pass of the normalisation."""
         once = node.model_copy(update={"outputs": [Form(name=node.outputs[0].name)]})
         y = cast(torch.Tensor, self._norm(once, x)[0])
         pooled = torch.nn.functional.max_pool2d(y, 2)
-        return [self.forms(pooled if form.pooled else y, [form])[0] for form in node.outputs]
+        return self._each_form([pooled if form.pooled else y for form in node.outputs], node.outputs, pack)
+
+    def _each_form(self, written: Sequence[torch.Tensor], wanted: Sequence[Form], pack: Pack) -> list[FeatureMap]:
+        """Plain activations, one for each form, in their forms."""
+        return [self.forms(y, [form], pack)[0] for y, form in zip(written, wanted, strict=True)]
 
     def _layer(
-        self, node: Layer, inputs: list[FeatureMap], moments: dict[str, Moments] | None = None
+        self, node: Layer, inputs: list[FeatureMap], moments: dict[str, Moments] | None, pack: Pack
     ) -> list[FeatureMap]:
         bias = self._vectors[node.bias] if node.bias else None
         if node.layer in self._decoded:
             return self._multiply_decoded(node, cast("list[Nvfp4Tensor]", inputs), bias, moments)
         if node.layer in self._packed and has_kernel(node, self._taps[node.layer]):
+            if self.device.type == "cpu":
+                return self._multiply_on_cpu(node, inputs, bias, pack)
             return self._multiply(node, cast("list[Nvfp4Tensor]", inputs), bias)
         if self._own and plain_kernel(node):
             return self.forms(
@@ -289,13 +312,13 @@ class PackedNetwork:
             )
         if node.precision == "nvfp4":
             axis = _axis(node)
-            sources = [cast(Nvfp4Tensor, x).dequantize(self.dtype).movedim(-1, axis) for x in inputs]
-            weight = self._packed[node.layer].dequantize(self.dtype)
+            sources = [decoded_form(x, self.dtype).movedim(-1, axis) for x in inputs]
+            weight = self._decoded_weight(node)
             weight = weight.permute(weight_order(node, weight.ndim))
         else:
             sources, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
         y = convolve(node, sources, weight, None if bias is None else bias.to(self.dtype))
-        return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs)
+        return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
 
     def _convolve(self, node: Conv2d, inputs: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """A layer in FP16 by the kernel of this package."""
@@ -304,13 +327,11 @@ class PackedNetwork:
         return y.permute(0, 3, 1, 2)
 
     def _multiply(self, node: Layer, inputs: list[Nvfp4Tensor], bias: torch.Tensor | None) -> list[FeatureMap]:
-        """By kernels; one packed form is written by the kernel itself. On the CPU the same by the reference."""
+        """By kernels; one packed form is written by the kernel itself."""
         weight = self._packed[node.layer]
         fused = len(node.outputs) == 1 and node.outputs[0].axis == ("last" if isinstance(node, Linear) else "channels")
         amax = self.amax(node.outputs[0]) if fused else None
-        if self.device.type == "cpu":
-            y = self._multiply_on_cpu(node, inputs, bias, amax)
-        elif isinstance(node, Linear):
+        if isinstance(node, Linear):
             y = matmul(inputs[0], weight, bias, node.relu, self.dtype, amax)
         elif isinstance(node, ConvTranspose2d):
             y = conv_transpose2d(inputs[0], weight, bias, dtype=self.dtype, out_amax=amax)
@@ -323,18 +344,29 @@ class PackedNetwork:
         return self.forms(y if isinstance(node, Linear) else y.permute(0, 3, 1, 2), node.outputs)
 
     def _multiply_on_cpu(
-        self, node: Layer, inputs: list[Nvfp4Tensor], bias: torch.Tensor | None, amax: torch.Tensor | None
-    ) -> FeatureMap:
-        """By the reference, with a weight that was decoded at the first call."""
+        self, node: Layer, inputs: list[FeatureMap], bias: torch.Tensor | None, pack: Pack
+    ) -> list[FeatureMap]:
+        """By the reference."""
+        weight = self._decoded_weight(node)
+        y: Any
+        if isinstance(node, Linear):
+            y = matmul_reference(inputs[0], weight, bias, node.relu, self.dtype)
+            return self.forms(y, node.outputs, pack)
+        if isinstance(node, ConvTranspose2d):
+            y = conv_transpose2d_reference(inputs[0], weight, bias, False, self.dtype)
+        else:
+            place = cast(Conv2d, node)
+            y = conv2d_reference(tuple(inputs), weight, bias, *_geometry(place), place.relu, self.dtype)
+        return self.forms(y.permute(0, 3, 1, 2), node.outputs, pack)
+
+    def _decoded_weight(self, node: Layer) -> torch.Tensor:
+        """A weight in the file's order of axes; on the CPU it is decoded once and kept."""
         weight = self._wide.get(node.layer)
         if weight is None:
-            weight = self._wide[node.layer] = self._packed[node.layer].dequantize(torch.float32)
-        if isinstance(node, Linear):
-            return matmul_reference(inputs[0], weight, bias, node.relu, self.dtype, amax)
-        if isinstance(node, ConvTranspose2d):
-            return conv_transpose2d_reference(inputs[0], weight, bias, False, self.dtype, amax)
-        place = cast(Conv2d, node)
-        return conv2d_reference(tuple(inputs), weight, bias, *_geometry(place), place.relu, self.dtype, amax)
+            weight = self._packed[node.layer].dequantize(self.dtype)
+            if self.device.type == "cpu":
+                self._wide[node.layer] = weight
+        return weight
 
     def _multiply_decoded(
         self,
@@ -391,6 +423,11 @@ class PackedNetwork:
                 self._fits.clear()
             self._fits[shapes] = {f"{name}.{axis}": size for name, s in given.items() for axis, size in enumerate(s)}
         return self._fits[shapes]
+
+
+def decoded_form(x: FeatureMap, dtype: torch.dtype) -> torch.Tensor:
+    """What a packed activation stands for; on the CPU it may be decoded already."""
+    return x.dequantize(dtype) if isinstance(x, Nvfp4Tensor) else x
 
 
 def _geometry(node: Conv2d) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.models.input_encoding import encode_input as written
 from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.packed.graph import Concat, Conv2d, Layer
+from fp4deploy.packed.network import packed_form
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
 
@@ -116,6 +117,18 @@ def test_no_concatenation_is_written_where_blocks_do_not_cross_it() -> None:
     (reader,) = (node for node in narrow.graph.nodes if node.inputs == [concat.outputs[0].name])
     assert isinstance(reader, Conv2d)
     assert (reader.layer, concat.outputs[0].amax) == ("decoder.3.conv1", "decoder.3.conv1.input_amax")
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.375])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_a_cpu_multiplies_what_codes_and_scales_decode_to(scale: float, bad: float | None) -> None:
+    file, x = packed("nvfp4_qat", scale)[1], images(2)
+    if bad is not None:
+        x[0, 0, 3, 3] = bad
+    network = PackedNetwork(file)
+    found = network(x)
+    network.pack = packed_form
+    assert torch.equal(found.nan_to_num(7.0), network(x).nan_to_num(7.0))
 
 
 def test_other_sizes_and_batches() -> None:

@@ -38,7 +38,7 @@ def matmul_reference(
 
 
 def conv2d_reference(
-    sources: tuple[Nvfp4Tensor, ...],
+    sources: tuple[Nvfp4Tensor | torch.Tensor, ...],
     weight: Nvfp4Tensor | torch.Tensor,
     bias: torch.Tensor | None = None,
     stride: int = 1,
@@ -50,7 +50,8 @@ def conv2d_reference(
     accumulate: torch.dtype = torch.float32,
 ) -> Output:
     """Feature maps [N, H, W, C_i], concatenated along C; filter [O, KH, KW, sum C_i] -> [N, OH, OW, O]."""
-    x = torch.cat([_decode(source, accumulate) for source in sources], dim=-1).permute(0, 3, 1, 2)
+    decoded = [_decode(source, accumulate) for source in sources]
+    x = (torch.cat(decoded, dim=-1) if len(decoded) > 1 else decoded[0]).permute(0, 3, 1, 2)
     filters = _decode(weight, accumulate).permute(0, 3, 1, 2)
     if 0 in (*x.shape, *filters.shape):  # an empty sum is 0; torch refuses some of these
         sizes = zip(x.shape[2:], filters.shape[2:], strict=True)
@@ -62,7 +63,7 @@ def conv2d_reference(
 
 
 def conv_transpose2d_reference(
-    source: Nvfp4Tensor,
+    source: Nvfp4Tensor | torch.Tensor,
     weight: Nvfp4Tensor | torch.Tensor,
     bias: torch.Tensor | None = None,
     relu: bool = False,
@@ -88,6 +89,6 @@ def _finish(
     out: torch.Tensor, bias: torch.Tensor | None, relu: bool, dtype: torch.dtype, out_amax: torch.Tensor | None
 ) -> Output:
     if bias is not None:
-        out = out + bias.to(out.dtype)
-    out = (out.relu() if relu else out).to(dtype).contiguous()
+        out = out.add_(bias.to(out.dtype))  # `out` is a fresh result of torch
+    out = (out.relu_() if relu else out).to(dtype).contiguous()
     return out if out_amax is None else quantize_nvfp4(out, amax=out_amax)

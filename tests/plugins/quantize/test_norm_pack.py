@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.plugins.quantize.norm_pack import OutputForm, affine, apply_reference, norm_relu_pack
+from fp4deploy.plugins.quantize.norm_pack import OutputForm, affine, apply_reference, group_moments, norm_relu_pack
 
 GROUPS, EPS = 8, 1e-5
 
@@ -67,6 +67,34 @@ def test_the_affine_map_rounds_once() -> None:
     (y,) = apply_reference(x, ab, [OutputForm()])
     assert isinstance(y, torch.Tensor)
     assert y.flatten()[0].item() == 2.0**-11 + 2.0**-24
+
+
+@pytest.mark.parametrize(("shape", "groups"), [((1, 64, 64, 16), 4), ((3, 20, 50, 24), 3), ((1, 1, 1, 8), 2)])
+@pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (0.01, 1.0), (1000.0, 1.0), (0.1, 0.0), (0.0, 1e-20)])
+def test_moments_are_those_of_torch(shape: tuple[int, ...], groups: int, mean: float, deviation: float) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, shift = torch.randn(shape) * deviation + mean, torch.randn(shape[-1]) * deviation
+        expected = torch.var_mean((x + shift).flatten(1, 2).unflatten(-1, (groups, -1)), dim=(1, 3), correction=0)
+        for got, wanted in zip(group_moments(x.flatten(1, 2), shift, groups), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e30])
+def test_moments_that_are_not_finite_are_those_of_torch(bad: float) -> None:
+    x = torch.randn(2, 5000, 8)
+    x[0, 70, 2] = bad
+    expected = torch.var_mean(x.unflatten(-1, (2, -1)), dim=(1, 3), correction=0)
+    for got, wanted in zip(group_moments(x, torch.zeros(8), 2), expected, strict=True):
+        assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ab = torch.randn(2, 6, 8, 16), torch.randn(2, 2, 16)
+    whole = apply_reference(x, ab, [OutputForm(), OutputForm(pooled=True)])
+    monkeypatch.setattr("fp4deploy.plugins.quantize.norm_pack.PIECE", 64)
+    for one, other in zip(apply_reference(x, ab, [OutputForm(), OutputForm(pooled=True)]), whole, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_nan_reaches_every_form() -> None:
