@@ -201,7 +201,7 @@ def test_a_measured_baseline_has_the_limits_of_the_others(monkeypatch: pytest.Mo
     monkeypatch.setattr("fp4deploy.bench.gate.baseline.bench_artifact", bench)
     with pytest.raises(InputError, match="has no accuracy"):
         find_baseline(Path("a.onnx"), None, 7, "test", 3.0, limit=5)
-    assert asked == {"iterations": 1, "max_detections": 7, "split": "test", "timeout": 3.0, "limit": 5}
+    assert asked == {"iterations": 1, "max_detections": 7, "split": "test", "timeout": 3.0, "limit": 5, "like": None}
 
 
 def test_gate_without_a_measurement_fails() -> None:

@@ -192,6 +192,14 @@ def test_inspect_and_check_of_the_exported_model(at_home: Invoke) -> None:
     ]
 
 
+def test_audit_finds_the_file_of_the_latest_run(at_home: Invoke, home: Path) -> None:
+    result = at_home("audit", "unet.onnx", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert Path(json.loads(result.stdout)["file"]).parent.name == "export"
+    absent = at_home("audit", "absent.onnx")
+    assert (absent.exit_code, "absent.onnx" in absent.stderr) == (2, True)
+
+
 @pytest.mark.rtx
 @pytest.mark.skipif(not RTX, reason="TensorRT-RTX is not installed")
 def test_build_then_bench(at_home: Invoke, home: Path) -> None:
@@ -204,6 +212,11 @@ def test_build_then_bench(at_home: Invoke, home: Path) -> None:
     assert "FP4 GEMMs" in built.stdout
     assert "built and inspected, not run" in at_home("inspect", "unet.plan").stdout
     assert json.loads(at_home("inspect", "unet.ledger.json", "--json").stdout)["arch"] == "sm120"
+    before = {path.name: path.stat().st_ino for path in (run / "engines").iterdir()}
+    refused = at_home("build", "--arch", "sm80")
+    assert refused.exit_code == 2
+    assert "unet.onnx holds FP4 layers, and sm80 has no FP4 tensor cores" in refused.stderr
+    assert {path.name: path.stat().st_ino for path in (run / "engines").iterdir()} == before, "the FP16 engine stays"
     if NO_GPU:
         result = at_home("bench", "--engine", "unet.plan")
         assert result.exit_code == 3

@@ -11,6 +11,7 @@ import typer
 from fp4deploy.errors import GateError, counted
 from fp4deploy.terminal import printable
 
+from ... import completion
 from ...console import print_json, results
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ def audit(
     file: Annotated[
         Path,
         typer.Argument(
-            help=".onnx of any tool; TensorRT layer information or an ONNX Runtime profile (.json).", show_default=False
+            help=".onnx of any tool, or its name in the latest run; TensorRT layer information or an ONNX Runtime "
+            "profile (.json).",
+            show_default=False,
+            autocompletion=completion.artifacts,
         ),
     ],
     target: Annotated[
@@ -40,8 +44,11 @@ def audit(
 ) -> None:
     """Show for each convolution and GEMM which precision is requested, which runs, and why they differ."""
     from fp4deploy.audit.report import audit_file
+    from fp4deploy.bench.locate import or_of_latest_run
 
-    found = audit_file(file, target, model)
+    if file.suffix.lower() == ".onnx":
+        file = or_of_latest_run(file)
+    found = audit_file(file, target, None if model is None else or_of_latest_run(model))
     if as_json:
         print_json({**dataclasses.asdict(found), "summary": found.summary()})
     else:

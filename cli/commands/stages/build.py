@@ -112,7 +112,7 @@ def build(
 ) -> None:
     """Build an engine of each model, and a ledger that says which layer runs in which precision."""
     from fp4deploy.bench.locate import or_of_latest_run
-    from fp4deploy.export.engine.build import build_engine
+    from fp4deploy.export.engine.build import prepare_engine
     from fp4deploy.export.lowering.interface import Interface
     from fp4deploy.progress import progress
 
@@ -122,26 +122,16 @@ def build(
     found = [or_of_latest_run(path) for path in models] if models else _latest()
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
-    for path in found:
+    options = tuple(name for name, chosen in flags.items() if chosen)
+    with progress("lowering"):  # all of them, so that what cannot be built is refused before anything is written
+        engines = [
+            prepare_engine(path, backend, arch, conv, (min_batch, opt_batch, batch), pixels, sizes, interface, options)
+            for path in found
+        ]
+    for path, engine in zip(found, engines, strict=True):
         note(f"Building {shown(path)} ...")
-        target = target_of(path, out)
-        with progress("lowering") as bar:
-            result = build_engine(
-                path,
-                target,
-                backend,
-                arch,
-                conv,
-                strict,
-                batch=(min_batch, opt_batch, batch),
-                log=log,
-                size=pixels,
-                require_fp4=require_fp4,
-                sizes=sizes,
-                interface=interface,
-                options=tuple(name for name, chosen in flags.items() if chosen),
-                progress=bar.phase,
-            )
+        with progress("compiling") as bar:
+            result = engine.build(target_of(path, out), strict, log, require_fp4, bar.phase)
         done(
             describe(result),
             model=str(path),

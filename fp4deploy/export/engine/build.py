@@ -95,8 +95,58 @@ def build_engine(
     >>> engine.ledger_path.name
     'unet.ledger.json'
     """
+    prepared = prepare_engine(onnx_path, backend, arch, conv, batch, size, sizes, interface, options)
+    return prepared.build(out, strict, log, require_fp4, progress)
+
+
+@dataclass(frozen=True)
+class PreparedEngine:
+    """An engine that is lowered and checked, and not compiled yet; nothing of it is written."""
+
+    source: Path
+    lowered: LoweredModel
+    job: CompileJob
+    conv: str
+    interface: Interface
+
+    def build(
+        self,
+        out: Path,
+        strict: bool = False,
+        log: Path | None = None,
+        require_fp4: float | None = None,
+        progress: Progress | None = None,
+    ) -> BuildResult:
+        """Compile it, and write plan and ledger; arguments and errors as of `build_engine`."""
+        out = Path(out)
+        BACKENDS[self.job.backend].require_installed()
+        with owned_folder() as folder:
+            job = replace(self.job, folder=str(folder))
+            answer = _compile(self.lowered, job, log, progress)
+            ledger = _ledger(self.source, out, self.lowered, job, answer, self.conv, self.interface)
+            if strict:
+                ledger.require_no_fallback()
+            if require_fp4 is not None:
+                ledger.require_fp4_share(require_fp4)
+            _write(job, out, ledger)
+        provenance.record("build", out, [self.source])
+        return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
+
+
+def prepare_engine(
+    onnx_path: Path,
+    backend: str = "tensorrt-rtx",
+    arch: str | None = None,
+    conv: str = "auto",
+    batch: tuple[int, int, int] = (1, 1, 8),
+    size: tuple[int, int] | None = None,
+    sizes: Sizes | None = None,
+    interface: Interface | None = None,
+    options: tuple[str, ...] = (),
+) -> PreparedEngine:
+    """What of `build_engine` comes before the compiler, with its arguments and errors."""
     chosen, target = _check_choices(backend, arch, conv, batch, options)
-    onnx_path, out, interface = Path(onnx_path), Path(out), interface or Interface()
+    onnx_path, interface = Path(onnx_path), interface or Interface()
     profile = _profile(batch, size, sizes)
     usual = profile.sizes[1] if profile.sizes else None
     lowered = lower(_sized(read_buildable(onnx_path), onnx_path, size, usual), conv, backend, usual)
@@ -111,18 +161,8 @@ def build_engine(
     plugins = any(layer.form == "plugin" for layer in lowered.layers)
     if plugins:
         supported(target)
-    chosen.require_installed()
-    with owned_folder() as folder:
-        job = CompileJob(chosen.name, target, batch, str(folder), plugins, profile.sizes, options)
-        answer = _compile(lowered, job, log, progress)
-        ledger = _ledger(onnx_path, out, lowered, job, answer, conv, interface)
-        if strict:
-            ledger.require_no_fallback()
-        if require_fp4 is not None:
-            ledger.require_fp4_share(require_fp4)
-        _write(job, out, ledger)
-    provenance.record("build", out, [onnx_path])
-    return BuildResult(out, ledger_path(out), ledger, answer.seconds, ledger.plan_bytes)
+    job = CompileJob(chosen.name, target, batch, "", plugins, profile.sizes, options)
+    return PreparedEngine(onnx_path, lowered, job, conv, interface)
 
 
 def open_plan(plan: Path) -> Ledger:
