@@ -81,7 +81,7 @@ def plan_layers(
         if decoded is not None and name in decoded:
             form, compute, weights, reason = "plain", "FP16", "FP16", decoded[name]
         parts = {_name(node) for node in nodes} - {name}
-        if parts:
+        if len(parts) > 1:
             reason = f"{reason}; in {len(parts)} parts, because its result is read in parts"
         kind = request.get("kind") or (layer.kind if layer else GEMM_OPS[first.op_type] if first is not None else "")
         plan.append(
