@@ -84,7 +84,9 @@ class OrtRuntime:
     def _first(self, images: Array, batch: int) -> Array:
         """The first output of at most `batch` images; the last one is repeated where there are fewer."""
         full = np.concatenate([images, images[-1:].repeat(batch - len(images), 0)])
-        found: Array = self._outputs(fed(self.inputs, [full], self._path))[0]
+        found = self._outputs(fed(self.inputs, [full], self._path))[0]
+        if not isinstance(found, np.ndarray) or found.shape[:1] != (batch,):
+            raise InputError(f"{self._path}: its first output is no array with one entry for each image. {self._advice}")
         return found[: len(images)]
 
     def __call__(self, *inputs: Any) -> Outputs:
