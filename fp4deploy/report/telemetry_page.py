@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4deploy.files import atomic_write
-from fp4deploy.report.figures.heatmap import Heatmap
-from fp4deploy.report.figures.heatmap_page import MISSING, colorscale
+from fp4deploy.report.figures.heatmap import MISSING, Heatmap
+from fp4deploy.report.figures.heatmap_page import colorscale
 from fp4deploy.report.figures.telemetry import heatmap_folder, model_heatmaps, read_snapshots, save_heatmaps
 from fp4deploy.report.html import environment
 from fp4deploy.runs import MODELS, Run

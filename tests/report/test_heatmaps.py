@@ -20,7 +20,8 @@ from fp4deploy.errors import InputError
 from fp4deploy.formats import E2M1_VALUES
 from fp4deploy.qat import QuantSpec, Recipe, load_model, prepare, quantized_layers
 from fp4deploy.qat.telemetry.collect import contracted_axis, window
-from fp4deploy.report.figures.heatmap import COUNT, SIGNED, Heatmap, save_heatmap
+from fp4deploy.report.figures.heatmap import COUNT, SIGNED, Heatmap
+from fp4deploy.report.figures.heatmap_files import save_heatmap
 from fp4deploy.report.figures.heatmap_page import save_script
 from fp4deploy.report.figures.telemetry import (
     REPORTED,
@@ -35,8 +36,9 @@ from fp4deploy.report.figures.weights import quantized_weight
 from fp4deploy.report.telemetry_page import draw_trained, page_path
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
+from fp4deploy.train.logging.jsonl_tracker import FILE, read_entries
 from fp4deploy.train.logging.telemetry import read_gradients
-from fp4deploy.train.logging.trackers import FILE, SAMPLE, read_entries
+from fp4deploy.train.logging.tracker import SAMPLE
 from fp4deploy.train.sections import TelemetrySection
 
 SETTINGS = [

@@ -16,8 +16,9 @@ from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.qat import load_model, quantized_layers
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
+from fp4deploy.train.logging.jsonl_tracker import read_entries
 from fp4deploy.train.logging.telemetry import STATE, read_gradients
-from fp4deploy.train.logging.trackers import EPOCH, SAMPLE, Entry, read_entries
+from fp4deploy.train.logging.tracker import EPOCH, SAMPLE, Entry
 from fp4deploy.train.loop import Trainer
 from tests.train.launch import copy_of
 from tests.train.small_network import SPEC

@@ -17,19 +17,10 @@ from torch import nn
 from fp4deploy.errors import UnavailableError
 from fp4deploy.train.config import TelemetrySection
 from fp4deploy.train.logging import telemetry, trackers
+from fp4deploy.train.logging.jsonl_tracker import JsonlTracker, read_entries
 from fp4deploy.train.logging.telemetry import Telemetry, mean_dice
-from fp4deploy.train.logging.trackers import (
-    EPOCH,
-    SAMPLE,
-    Entry,
-    JsonlTracker,
-    WandbTracker,
-    check_trackers,
-    log_pictures,
-    make_trackers,
-    read_entries,
-    rounded,
-)
+from fp4deploy.train.logging.tracker import EPOCH, SAMPLE, Entry, rounded
+from fp4deploy.train.logging.trackers import WandbTracker, check_trackers, log_pictures, make_trackers
 
 
 def sample(step: int, epoch: int = 1) -> Entry:

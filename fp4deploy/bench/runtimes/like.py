@@ -106,7 +106,7 @@ def read_like(path: Path) -> Like:
 
 
 def _onnx_card(path: Path) -> ModelCard:
-    from fp4deploy.bench.runtimes.ort import find_card, require_card
+    from fp4deploy.bench.runtimes.onnx_file import find_card, require_card
     from fp4deploy.export import read_onnx
 
     return require_card(find_card(read_onnx(path), path), path)

@@ -9,31 +9,26 @@ between two operators.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.ports import Extent, Outputs, Port, fed, fixed_batch, named
+from fp4deploy.bench.runtimes.like import Like
+from fp4deploy.bench.runtimes.onnx_file import find_card, is_fp4, ports_of, require_card, weights
+from fp4deploy.bench.runtimes.ports import Outputs, fed, fixed_batch, named
 from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
 from fp4deploy.export import read_onnx, to_portable
 from fp4deploy.export.onnx.boxes import OUTPUTS
 from fp4deploy.export.onnx.canonical import foreign_graph, is_canonical
-from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.session import FATAL, portable_session
-from fp4deploy.models.card import CARD_KEY, ModelCard
-
-if TYPE_CHECKING:
-    from fp4deploy.bench.runtimes.like import Like
+from fp4deploy.models.card import ModelCard
 
 LIKE = "Give --like the network's own classes and size."
 
@@ -57,7 +52,7 @@ class OrtRuntime:
         self._names = [each.name for each in self._session.get_outputs()]
         self.precision = "NVFP4 (emulated)" if fp4 else "FP16 (run in FP32)"
         if self._card is None:
-            self.precision = self.precision if canonical else _weights(model)
+            self.precision = self.precision if canonical else weights(model)
             if like is not None:
                 first = self._session.get_outputs()[0]
                 self._card = like.card(self.inputs, (first.name, first.shape), fp4, path)
@@ -86,7 +81,9 @@ class OrtRuntime:
         full = np.concatenate([images, images[-1:].repeat(batch - len(images), 0)])
         found = self._outputs(fed(self.inputs, [full], self._path))[0]
         if not isinstance(found, np.ndarray) or found.shape[:1] != (batch,):
-            raise InputError(f"{self._path}: its first output is no array with one entry for each image. {self._advice}")
+            raise InputError(
+                f"{self._path}: its first output is no array with one entry for each image. {self._advice}"
+            )
         return found[: len(images)]
 
     def __call__(self, *inputs: Any) -> Outputs:
@@ -143,73 +140,3 @@ def _are_boxes(image: Array, boxes: Array, classes: Array, scores: Array, most: 
         and bool(np.isfinite(boxes).all() and ((scores >= 0) & (scores <= 1)).all())
         and bool(((classes >= 1) & (classes <= most)).all())
     )
-
-
-WEIGHTS: dict[int, str] = {
-    onnx.TensorProto.FLOAT: "FP32", onnx.TensorProto.FLOAT16: "FP16", onnx.TensorProto.BFLOAT16: "BF16",
-    onnx.TensorProto.INT8: "INT8", onnx.TensorProto.UINT8: "INT8", onnx.TensorProto.FLOAT8E4M3FN: "FP8",
-}  # fmt: skip
-TENSORS = {
-    "float": np.float32, "float16": np.float16, "double": np.float64, "bool": np.bool_, "int64": np.int64,
-    "int32": np.int32, "int16": np.int16, "int8": np.int8, "uint64": np.uint64, "uint32": np.uint32,
-    "uint16": np.uint16, "uint8": np.uint8,
-}  # fmt: skip
-
-
-def ports_of(session: ort.InferenceSession, path: Path) -> tuple[Port, ...]:
-    """The inputs of a session.
-
-    Raises:
-        InputError: one is no tensor, or of a type that arrays do not have.
-    """
-    found = []
-    for each in session.get_inputs():
-        dtype = TENSORS.get(each.type.removeprefix("tensor(").removesuffix(")"))
-        if dtype is None:
-            raise InputError(f"{path}: the input '{each.name}' is {each.type}; valid: tensors of {', '.join(TENSORS)}.")
-        found.append(Port(each.name, np.dtype(dtype), tuple(map(_extent, each.shape)) or None))
-    return tuple(found)
-
-
-def _extent(size: Any) -> Extent:
-    return size if isinstance(size, str) or (isinstance(size, int) and size > 0) else None
-
-
-def _weights(model: onnx.ModelProto) -> str:
-    """The type of most weights of a file that is not ours: "FP32", "FP16", "INT8"."""
-    counts: Counter[int] = Counter()
-    for tensor in model.graph.initializer:
-        counts[tensor.data_type] += math.prod(tensor.dims)
-    most = max((kind for kind in counts if kind in WEIGHTS), key=counts.__getitem__, default=onnx.TensorProto.FLOAT)
-    return WEIGHTS[most]
-
-
-def is_fp4(model: onnx.ModelProto, card: ModelCard | None) -> bool:
-    """Whether layers are in FP4, as the card or else the file's own list says."""
-    if card is not None:
-        return card.precision == "nvfp4"
-    return any(each.precision == "FP4" for each in layers_of(model))
-
-
-def find_card(model: onnx.ModelProto, path: Path) -> ModelCard | None:
-    """The model card in the metadata; None where there is none.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    text = next((entry.value for entry in model.metadata_props if entry.key == CARD_KEY), None)
-    return ModelCard.from_json(text, f"{path}: model card") if text is not None else None
-
-
-def require_card(card: ModelCard | None, path: Path) -> ModelCard:
-    """The card, where there is one.
-
-    Raises:
-        InputError: there is none.
-    """
-    if card is None:
-        raise InputError(
-            f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy "
-            "export; of another tool's file bench takes classes, size and normalisation from --like FILE"
-        )
-    return card

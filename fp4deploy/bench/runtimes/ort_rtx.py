@@ -23,7 +23,7 @@ import onnxruntime as ort
 import torch
 
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.ort import find_card, is_fp4, ports_of, require_card
+from fp4deploy.bench.runtimes.onnx_file import find_card, is_fp4, ports_of, require_card
 from fp4deploy.bench.runtimes.ports import Outputs, fed, named, require_one_input
 from fp4deploy.bench.runtimes.protocol import Array, Given, checked
 from fp4deploy.errors import InputError, UnavailableError

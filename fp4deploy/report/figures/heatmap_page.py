@@ -19,15 +19,12 @@ from functools import lru_cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp4deploy.files import atomic_write
-
-if TYPE_CHECKING:
-    from fp4deploy.report.figures.heatmap import Heatmap
+from fp4deploy.report.figures.heatmap import MISSING, Heatmap
 
 STANDOFF = 12  # pixels between the labels of an axis and its title; without it plotly lays one over the other
-MISSING = "#d5d8dc"  # a cell without a value
 _INLINE = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
 
 

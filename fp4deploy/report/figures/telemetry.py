@@ -29,7 +29,8 @@ from fp4deploy.bench.records import Record
 from fp4deploy.errors import InputError, counted
 from fp4deploy.formats import E2M1_VALUES
 from fp4deploy.report.comparison import PREFERRED
-from fp4deploy.report.figures.heatmap import AMOUNT, COUNT, PHASES, SIGNED, Heatmap, picture, save_heatmap
+from fp4deploy.report.figures.heatmap import AMOUNT, COUNT, PHASES, SIGNED, Heatmap
+from fp4deploy.report.figures.heatmap_files import picture, save_heatmap
 from fp4deploy.report.figures.heatmap_page import save_script
 from fp4deploy.report.figures.overlays import MOST_RUNS, PictureRow, data_uri
 from fp4deploy.report.figures.weights import weight_heatmaps
@@ -123,7 +124,8 @@ class Snapshot(Record):
 
 def read_snapshots(run: Run, model: str) -> list[Snapshot]:
     """The snapshots of a model's telemetry.jsonl in order; lines of other types or shapes are left out."""
-    from fp4deploy.train.logging.trackers import FILE, SAMPLE, read_entries
+    from fp4deploy.train.logging.jsonl_tracker import FILE, read_entries
+    from fp4deploy.train.logging.tracker import SAMPLE
 
     found = []
     for entry in read_entries(run.model_dir(model) / FILE):
@@ -150,7 +152,7 @@ def model_heatmaps(run: Run, model: str) -> list[Placed]:
     Raises:
         InputError: the model left no telemetry.
     """
-    from fp4deploy.train.logging.trackers import FILE
+    from fp4deploy.train.logging.jsonl_tracker import FILE
 
     snapshots = read_snapshots(run, model)
     if not snapshots:

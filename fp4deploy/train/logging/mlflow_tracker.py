@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4deploy.files import atomic_write
 from fp4deploy.schema import read_text
-from fp4deploy.train.logging.trackers import Entry, required
+from fp4deploy.train.logging.tracker import Entry, required
 
 RUN_ID = "run_id"  # file in the tracker's folder
 MOST_METRICS = 1000  # in one call, MLflow's own limit

@@ -26,7 +26,8 @@ from torch import nn
 
 from fp4deploy.models.checkpoint import write_tensors
 from fp4deploy.qat.telemetry.collect import Table, Watcher
-from fp4deploy.train.logging.trackers import EPOCH, SAMPLE, Entry, Layers, Tracker, make_trackers, rounded, stated
+from fp4deploy.train.logging.tracker import EPOCH, SAMPLE, Entry, Layers, Tracker, rounded
+from fp4deploy.train.logging.trackers import make_trackers, stated
 from fp4deploy.train.sections import TelemetrySection
 
 STATE = "telemetry.safetensors"

@@ -1,4 +1,4 @@
-"""Where telemetry goes: a file, TensorBoard, Weights & Biases, MLflow, behind one small Protocol.
+"""Where telemetry goes: a file, TensorBoard, Weights & Biases, MLflow, behind one small Protocol (`tracker`).
 
     jsonl         <model>/telemetry.jsonl, one line a sample or an epoch; plots and reports are made of it
     tensorboard   <model>/tensorboard/
@@ -15,125 +15,17 @@ that it has, offline it writes a second part).
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fp4deploy.errors import Fp4DeployError, UnavailableError
-from fp4deploy.files import append_line
 from fp4deploy.qat.telemetry.statistics import CODES
-from fp4deploy.requirements import MLFLOW, TENSORBOARD, WANDB
-from fp4deploy.schema import whole_lines
-from fp4deploy.train.logging.metrics_log import keep_lines
-
-SAMPLE, EPOCH = "look", "epoch"  # kinds of lines; "look" is what files call a sample
-FILE = "telemetry.jsonl"
-PARTS = ("values", "layers", "codes")
-DIGITS = 9
-PACKAGES = {library.name: library for library in (TENSORBOARD, WANDB, MLFLOW)}
-
-Layers = dict[str, dict[str, dict[str, float | None]]]
-LayerCodes = dict[str, dict[str, list[int]]]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A sample, or the metrics of an epoch.
-
-    kind: `SAMPLE` (statistics of a step) or `EPOCH`.
-    step: optimiser steps done, the sampled one included; epoch: the running one, from 1.
-    values: scalars by name.
-    layers: layer -> tensor -> statistic -> value, None where it is undefined.
-    codes: layer -> tensor -> elements of each of the 16 codes.
-    """
-
-    kind: str
-    step: int
-    epoch: int
-    values: dict[str, float | None] = field(default_factory=dict)
-    layers: Layers = field(default_factory=dict)
-    codes: LayerCodes = field(default_factory=dict)
-
-    def scalars(self) -> dict[str, float]:
-        """All that is defined under flat names: "loss", "encoder.0.conv2/weight/kurtosis"."""
-        flat = {name: value for name, value in self.values.items() if value is not None}
-        for layer, tensors in self.layers.items():
-            for tensor, statistics in tensors.items():
-                flat |= {f"{layer}/{tensor}/{name}": v for name, v in statistics.items() if v is not None}
-        return flat
-
-    def histograms(self) -> dict[str, list[int]]:
-        """Counts of the 16 codes under flat names: "encoder.0.conv2/weight/codes"."""
-        return {
-            f"{layer}/{tensor}/codes": counts
-            for layer, tensors in self.codes.items()
-            for tensor, counts in tensors.items()
-        }
-
-
-class Tracker(Protocol):
-    """Takes entries in the order of their steps."""
-
-    def resume(self, step: int, epoch: int) -> None:
-        """Forget what was tracked after `step` steps and `epoch` whole epochs; called once, before anything else."""
-
-    def log(self, entry: Entry) -> None:
-        """Write an entry."""
-
-    def pictures(self, files: Mapping[str, Path], step: int) -> None:
-        """Show PNG files by name, as of a step; after a training, on a tracker that is opened again."""
-
-    def close(self) -> None:
-        """Release files and connections."""
-
-
-def rounded(value: float) -> float | None:
-    """`value` to nine digits, what float32 data can tell; None where it is not finite."""
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-class JsonlTracker:
-    """One JSON line an entry, flushed at once."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def resume(self, step: int, epoch: int) -> None:
-        """Drop later lines, and one that a crash cut short."""
-        if not self.path.is_file():
-            return
-        keep_lines(self.path, lambda line: _belongs(_parsed(line), step, epoch))
-
-    def log(self, entry: Entry) -> None:
-        """Append a line.
-
-        Raises:
-            InputError: the disk is full or the folder cannot be written.
-        """
-        parts = {"values": entry.values, "layers": entry.layers, "codes": entry.codes}
-        head = {"kind": entry.kind, "step": entry.step, "epoch": entry.epoch}
-        append_line(self.path, {**head, **{name: part for name, part in parts.items() if part}})
-
-    def pictures(self, files: Mapping[str, Path], step: int) -> None:
-        """They are files of the run already."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def read_entries(path: Path) -> list[Entry]:
-    """The entries of a telemetry.jsonl in order; damaged lines are skipped."""
-    found = []
-    for line in whole_lines(path):
-        parsed = _parsed(line)
-        if parsed is not None:
-            parts = {name: parsed.get(name, {}) for name in PARTS}
-            found.append(Entry(parsed["kind"], parsed["step"], parsed["epoch"], **parts))
-    return found
+from fp4deploy.train.logging.jsonl_tracker import FILE, JsonlTracker
+from fp4deploy.train.logging.mlflow_tracker import MlflowTracker
+from fp4deploy.train.logging.tracker import PACKAGES, Entry, Tracker, required
 
 
 class TensorBoardTracker:
@@ -252,8 +144,6 @@ def make_trackers(
         elif name == "wandb":
             made.append(WandbTracker(folder, _title(folder), project, wandb_mode, config))
         else:
-            from fp4deploy.train.logging.mlflow_tracker import MlflowTracker
-
             made.append(MlflowTracker(folder / "mlflow", _title(folder), project, config))
     return made
 
@@ -311,27 +201,3 @@ def _join() -> None:
     from accelerate import PartialState
 
     PartialState(cpu=not torch.cuda.is_available())
-
-
-def required(name: str) -> Any:
-    """The package of a tracker.
-
-    Raises:
-        UnavailableError: it is missing.
-    """
-    otherwise = "leave it out: telemetry.jsonl holds the same numbers"
-    return PACKAGES[name].require(f"The tracker '{name}'", otherwise)
-
-
-def _parsed(line: Any) -> dict[str, Any] | None:
-    """The line if it is an entry, its numbers whole and its parts objects."""
-    if not isinstance(line, dict) or line.get("kind") not in (SAMPLE, EPOCH):
-        return None
-    whole = all(type(line.get(name)) is int for name in ("step", "epoch"))
-    return line if whole and all(isinstance(line.get(name, {}), dict) for name in PARTS) else None
-
-
-def _belongs(line: dict[str, Any] | None, step: int, epoch: int) -> bool:
-    if line is None:
-        return False
-    return bool(line["epoch"] <= epoch if line["kind"] == EPOCH else line["step"] <= step)
