@@ -8,6 +8,7 @@ since the reader of the file encodes.
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.packing import Tensors, packed_graph
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
-from fp4deploy.graph import capture
+from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed import Graph, PackedFile, packed_file, write_packed
@@ -105,6 +106,8 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
     if dynamic_size:
         try:
             return packed_graph(capture(plain, example_inputs, True), model, digits)
+        except UnsettledSizes as error:
+            warnings.warn(f"{error.cause} The packed network takes inputs of the example's size alone.", stacklevel=2)
         except InputError:  # such as positions of pixels that the code makes for each size
             pass
     return packed_graph(capture(plain, example_inputs), model, digits)

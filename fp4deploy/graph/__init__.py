@@ -7,6 +7,7 @@
 | `ir` | `Graph`, `Node`, `Value`: nodes in order, each with its operator, attributes, layer and shapes |
 | `sizes` | sizes that depend on the sizes of the inputs |
 | `capture` | torch.export of a module -> `Graph` |
+| `growth` | an end to sizes whose formulas grow from layer to layer |
 | `operators` | how each ATen operator is written as a node |
 | `costs` | multiply-accumulates of a node |
 
@@ -17,7 +18,8 @@ no shapes and stops at code that asks for one. This room knows torch only: no qu
 
 from fp4deploy.graph.capture import capture
 from fp4deploy.graph.costs import macs_of
+from fp4deploy.graph.growth import UnsettledSizes
 from fp4deploy.graph.ir import Graph, Node, Value
 from fp4deploy.graph.sizes import Size, evaluate
 
-__all__ = ["Graph", "Node", "Size", "Value", "capture", "evaluate", "macs_of"]
+__all__ = ["Graph", "Node", "Size", "UnsettledSizes", "Value", "capture", "evaluate", "macs_of"]

@@ -19,7 +19,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.growth import BoundedSizes, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
@@ -47,6 +48,7 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     Raises:
         InputError: no such inputs; control flow that depends on values, with the line it is in; another failure of
             torch.export; an output that holds something else than tensors.
+        UnsettledSizes: `dynamic_size`, and sizes that are too long formulas of the input's (`graph.growth`).
 
     >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
     >>> [(node.op, node.layer) for node in graph.nodes]
@@ -91,12 +93,16 @@ def _export(
 
     shapes: Any = tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
     plain = copy.deepcopy(model).cpu().eval()
+    bound = BoundedSizes()
     try:
-        with quiet(), torch.no_grad():
+        with quiet(), torch.no_grad(), bound if dynamic_size else nullcontext():
             return torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
     except OSError:  # of the machine, such as no room for temporary files
         raise
     except Exception as error:
+        if bound.error is not None:
+            advice = "Capture it with a fixed size: dynamic_size=False."
+            raise unsettled(type(model).__name__, place_of(bound.error), advice) from error
         raise InputError(why_not_captured(model, error)) from error
 
 

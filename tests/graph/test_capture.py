@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4deploy.errors import InputError
-from fp4deploy.graph import Graph, capture, evaluate
+from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.export.to_packed import pack_model
+from fp4deploy.graph import Graph, UnsettledSizes, capture, evaluate
 from fp4deploy.models import build_unet
 
 
@@ -257,3 +260,30 @@ def test_an_error_of_the_machine_is_not_the_networks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.export, "export", full)
     with pytest.raises(OSError, match="No space left"):
         capture(nn.Conv2d(3, 4, 1), torch.zeros(1, 3, 8, 8))
+
+
+class PaddedByItsSize(nn.Module):
+    """Pads before each stride so that nothing is cut off, as networks converted from TensorFlow do."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, 2) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            height, width = (max((math.ceil(size / 2) - 1) * 2 + 3 - size, 0) for size in x.shape[-2:])
+            x = layer(F.pad(x, [width // 2, width - width // 2, height // 2, height - height // 2]))
+        return x
+
+
+def test_sizes_that_grow_from_layer_to_layer_are_refused() -> None:
+    model, x = PaddedByItsSize(3), torch.zeros(1, 3, 64, 64)  # a layer more takes threefold
+    place = r"\(test_capture.py, line \d+\)"
+    with pytest.warns(
+        UserWarning,
+        match=f"PaddedByItsSize computes sizes {place} that follow.* takes inputs of the example's size alone",
+    ):
+        graph, _ = pack_model(model, x)
+    assert graph.inputs[0].free == [0]
+    with pytest.raises(UnsettledSizes, match="PaddedByItsSize computes sizes .* without --dynamic-size"):
+        export_graph(model, (3, 64, 64), dynamic_size=True)

@@ -23,7 +23,7 @@ import inspect
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import onnx
@@ -41,7 +41,16 @@ from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
-from fp4deploy.graph.capture import Inputs, arguments, file_names, output_names, quiet, why_not_captured
+from fp4deploy.graph.capture import (
+    Inputs,
+    arguments,
+    file_names,
+    output_names,
+    place_of,
+    quiet,
+    why_not_captured,
+)
+from fp4deploy.graph.growth import BoundedSizes, unsettled
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
@@ -74,6 +83,7 @@ def export_graph(
 
     Raises:
         InputError: an uncalibrated layer, a value that is not finite or beyond FP16, a model that cannot be traced.
+        UnsettledSizes: `dynamic_size`, and sizes that are too long formulas of the image's.
 
     >>> graph = export_graph(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), (3, 8, 8))
     >>> [node.op_type for node in graph.graph.node]
@@ -175,8 +185,9 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         assert program is not None
         return program
 
+    bound = BoundedSizes()
     try:
-        with quiet(), short_export():
+        with quiet(), short_export(), bound if dynamic_size else nullcontext():
             try:
                 program = export()
             except Exception as error:
@@ -189,6 +200,9 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
     except Exception as error:
         if isinstance(error, InputError):
             raise
+        if bound.error is not None:
+            advice = "Export it for one image size, without --dynamic-size (dynamic_size=False)."
+            raise unsettled(type(model).__name__, place_of(bound.error), advice) from error
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         refused = next((each for each in _chain(error) if isinstance(each, InputError)), None)
         if refused is not None:  # by the network itself

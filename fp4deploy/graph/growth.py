@@ -1,0 +1,70 @@
+"""An end to formulas of sizes that grow from layer to layer.
+
+With free sizes torch.export knows the size of every tensor as a formula of the input's. Halving gives short ones,
+(x - 1) // 4 + 1. A padding or a window that is computed from the size itself repeats the formula several times, so that
+it grows threefold a layer, and deciding whether two of them are equal takes minutes, then hours. `BoundedSizes` raises
+once a size has more operators than any file could hold; the number does not depend on the machine, as seconds would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fp4deploy.errors import InputError
+
+MOST_OPERATORS = 48  # UNets and SegFormer: at most 11. A packed file holds formulas of 64 numbers and operators.
+
+
+class UnsettledSizes(InputError):
+    """The sizes of a network's tensors follow from the input's by formulas too long to decide on; `cause`: why."""
+
+    def __init__(self, cause: str, advice: str) -> None:
+        super().__init__(f"{cause} {advice}")
+        self.cause = cause
+
+
+class _TooLong(Exception):
+    """A formula has more than `MOST_OPERATORS`."""
+
+
+class BoundedSizes(TorchFunctionMode):
+    """Ends a tracing where a size becomes too long a formula; the rest is as without. `error`: what ended it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[Any] = set()
+        self.error: Exception | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call, and look at the sizes of what comes back."""
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(each, torch.Tensor):
+                self._check(each.shape)
+        return result
+
+    def _check(self, shape: Sequence[Any]) -> None:
+        for size in shape:
+            if not isinstance(size, torch.SymInt):
+                continue
+            expression = size.node.expr
+            if expression not in self.known:
+                if expression.count_ops() > MOST_OPERATORS:
+                    self.error = _TooLong()
+                    raise self.error
+                self.known.add(expression)
+
+
+def unsettled(kind: str, place: str, advice: str) -> UnsettledSizes:
+    """The error for a network of this class; place: " (net.py, line 12)", or ""; advice: a sentence."""
+    cause = (
+        f"{kind} computes sizes{place} that follow from the image size by formulas of more than {MOST_OPERATORS} "
+        "operators, such as a padding that is computed in every layer."
+    )
+    return UnsettledSizes(cause, advice)
