@@ -20,7 +20,7 @@ from fp4deploy.formats.e2m1 import round_magnitudes
 from fp4deploy.formats.scales import FLT_MAX, block_scales, constant, encoding_scale
 
 INVERSE_RANGE = torch.tensor(1 / nvfp4_range()).item()  # of float32
-PIECE = 1 << 14  # blocks: temporaries that stay in a core's cache
+PIECE = 1 << 13  # blocks: temporaries that stay in a core's cache
 FEW = 1 << 11  # blocks for which one slow reduction beats many short operations
 
 
@@ -41,7 +41,7 @@ def round_trip_nvfp4(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 def _round_trip(blocks: torch.Tensor, amax: float, out: torch.Tensor) -> None:
     signed = not blocks.amin().item() >= 0  # also with a NaN
     magnitude = blocks.abs() if signed else blocks
-    d8, encode = _scales(_block_amax(magnitude), amax)
+    d8, encode = _scales(_block_amax(magnitude), amax, signed)
     torch.mul(magnitude, encode, out=out)
     round_magnitudes(out.clamp_(max=E2M1_MAX))
     if signed:
@@ -49,14 +49,18 @@ def _round_trip(blocks: torch.Tensor, amax: float, out: torch.Tensor) -> None:
     out.mul_(d8.mul_(amax).mul_(INVERSE_RANGE))
 
 
-def _scales(block_amax: torch.Tensor, amax: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scales.block_scales`; in fewer passes where everything is finite, as it nearly always is."""
+def _scales(block_amax: torch.Tensor, amax: float, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scales.block_scales`; in fewer passes where everything is finite, as it nearly always is.
+
+    A block whose scale is 0 decodes to zeros whatever it is encoded with, and only negative elements show in their sign
+    that it was 0.
+    """
     if not amax > 0 or not math.isfinite(block_amax.max().item()):
         return block_scales(block_amax, torch.tensor(amax))
     sixth, decode = _encoding(amax)
     d8 = block_amax.mul_(sixth).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
     encode = (d8 * decode).reciprocal_().clamp_(max=FLT_MAX)
-    return d8, encode.masked_fill_(d8 == 0, 0.0)
+    return d8, encode.masked_fill_(d8 == 0, 0.0) if signed else encode
 
 
 @lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import OutputForm, affine, apply_reference, group_moments, norm_relu_pack
 
 GROUPS, EPS = 8, 1e-5
+EPSILON = torch.finfo(torch.float32).eps
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -71,22 +72,26 @@ def test_the_affine_map_rounds_once() -> None:
 
 @pytest.mark.parametrize(("shape", "groups"), [((1, 64, 64, 16), 4), ((3, 20, 50, 24), 3), ((1, 1, 1, 8), 2)])
 @pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (0.01, 1.0), (1000.0, 1.0), (0.1, 0.0), (0.0, 1e-20)])
-def test_moments_are_those_of_torch(shape: tuple[int, ...], groups: int, mean: float, deviation: float) -> None:
+def test_moments_are_those_of_float64(shape: tuple[int, ...], groups: int, mean: float, deviation: float) -> None:
+    """To a few roundings of float32: of the mean's own size, and of what it leaves of the squares."""
     for seed in range(4):
         torch.manual_seed(seed)
         x, shift = torch.randn(shape) * deviation + mean, torch.randn(shape[-1]) * deviation
-        expected = torch.var_mean((x + shift).flatten(1, 2).unflatten(-1, (groups, -1)), dim=(1, 3), correction=0)
-        for got, wanted in zip(group_moments(x.flatten(1, 2), shift, groups), expected, strict=True):
-            assert torch.equal(got, wanted)
+        exact = (x.double() + shift.double()).flatten(1, 2).unflatten(-1, (groups, -1))
+        variance, middle = torch.var_mean(exact, dim=(1, 3), correction=0)
+        got = [each.double().squeeze(-1) for each in group_moments(x.flatten(1, 2), shift, groups)]
+        largest = exact.abs().amax((1, 3))
+        assert ((got[0] - middle).abs() <= 4 * EPSILON * largest).all()
+        assert ((got[1] - variance).abs() <= 4 * EPSILON * (variance + largest * variance.sqrt()) + 1e-12).all()
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e30])
-def test_moments_that_are_not_finite_are_those_of_torch(bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_moments_of_what_is_not_finite_are_not(bad: float) -> None:
     x = torch.randn(2, 5000, 8)
     x[0, 70, 2] = bad
-    expected = torch.var_mean(x.unflatten(-1, (2, -1)), dim=(1, 3), correction=0)
-    for got, wanted in zip(group_moments(x, torch.zeros(8), 2), expected, strict=True):
-        assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    mean, variance = group_moments(x, torch.zeros(8), 2)
+    assert mean.isfinite().squeeze(-1).tolist() == [[False, True], [True, True]]
+    assert variance.isnan().squeeze(-1).tolist() == [[True, False], [False, False]]
 
 
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
