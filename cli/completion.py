@@ -81,7 +81,7 @@ def _artifacts(ctx: Any) -> Iterable[str]:
 def _classes(ctx: Any) -> Iterable[str]:
     """The categories of the data set that `--data` names on the same line."""
     root = ctx.params.get("data")
-    files = sorted(Path(root).rglob("*.json")) if root else []
+    files = sorted(Path(root).expanduser().rglob("*.json")) if root else []
     for file in files:
         if not file.is_file() or file.stat().st_size > MOST_ANNOTATIONS:
             continue
@@ -97,10 +97,16 @@ def _settings(ctx: Any) -> Iterable[str]:
     return [f"{name}=" for name in setting_names()]
 
 
+def _sources(ctx: Any) -> Iterable[str]:
+    """Runs, then files and folders of the current folder."""
+    return [*_runs(ctx), *(str(path) for path in sorted(Path().glob("*")) if not path.name.startswith("."))]
+
+
 recipes = _completer(_recipes)
 architectures = _completer(_architectures)
 runs = _completer(_runs)
 artifacts = _completer(_artifacts)
+sources = _completer(_sources)
 settings = _completer(_settings)
 models = _listed(lambda ctx: MODELS)
 classes = _listed(_classes)

@@ -47,6 +47,7 @@ from .commands.stages import (
 from .console import collected
 from .deferred import deferred
 from .process import is_out_of_memory, lasting_output, refused_by_system, stop_on_signals
+from .shells import asked, completion
 
 DEBUG = "--debug"
 SILENT = ("--quiet", "-q")
@@ -62,6 +63,10 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Note `--debug`, `--quiet` and `--json`, and hand on the other arguments."""
+        completed = None if ctx.resilient_parsing else asked(args)
+        if completed is not None:
+            completion(*completed)
+            raise typer.Exit()
         ctx.obj = {"debug": DEBUG in args, "json": None}
         if not set(args).isdisjoint(SILENT):
             os.environ[QUIET] = "1"

@@ -14,6 +14,7 @@ import typer
 
 from fp4deploy.errors import GateError, InputError, UnavailableError
 
+from ... import completion
 from ...console import note, notes, print_json, results, shown
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def kernels(
             "--arch",
             help="GPU to compile for, such as sm120, or all; repeatable.",
             show_default="the GPU present, or all",
+            autocompletion=completion.architectures,
         ),
     ] = None,
     out: Annotated[
@@ -49,7 +51,12 @@ def kernels(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of the table.")] = False,
     network: Annotated[
-        Path | None, typer.Option("--for", help="Write the kernel bundle of this .fp4 file, for the C library.")
+        Path | None,
+        typer.Option(
+            "--for",
+            help="Write the kernel bundle of this .fp4 file, for the C library.",
+            autocompletion=completion.artifacts,
+        ),
     ] = None,
     size: Annotated[
         list[str] | None,

@@ -55,7 +55,12 @@ def bench(
         ),
     ] = None,
     baseline: Annotated[
-        Path | None, typer.Option("--baseline", help="Artefact, or JSON of an earlier bench, to compare with.")
+        Path | None,
+        typer.Option(
+            "--baseline",
+            help="Artefact, or JSON of an earlier bench, to compare with.",
+            autocompletion=completion.artifacts,
+        ),
     ] = None,
     max_drop: Annotated[
         float,

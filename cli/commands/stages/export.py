@@ -10,6 +10,7 @@ import typer
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
+from ... import completion
 from ...console import done, note, shown
 from ...settings import NamedModelOption, expect, parse_size
 
@@ -27,6 +28,7 @@ def export(
         typer.Argument(
             help="Run folder or checkpoint; with --format triton an .onnx file or .plan too.",
             show_default="the latest run",
+            autocompletion=completion.sources,
         ),
     ] = None,
     form: Annotated[

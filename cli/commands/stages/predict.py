@@ -11,6 +11,7 @@ import typer
 
 from fp4deploy.errors import InputError
 
+from ... import completion
 from ...console import done, note, print_json, results, shown
 from ...numbers import finite
 from ...settings import NetworkOption, expect
@@ -36,6 +37,7 @@ def predict(
             "--model",
             help="Artefact (.plan, .onnx, .fp4, checkpoint), or its name in the latest run.",
             show_default="the fastest of the latest run that runs here",
+            autocompletion=completion.artifacts,
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for masks, overlays and predictions.json.")] = Path(
