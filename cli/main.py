@@ -147,6 +147,8 @@ def _resume_hint(ctx: Any, command: str) -> str:
         return "Finished runs are kept; give the same command to go on."
     if command:
         return f"Finished epochs are kept; resume with: {command}"
+    if ctx.invoked_subcommand == "kernels":
+        return "What was compiled is kept; the same command goes on from there."
     if ctx.invoked_subcommand == "run":
         return "Finished stages are kept."
     if ctx.invoked_subcommand == "selftest":

@@ -48,6 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             )
 
     monkeypatch.setattr(aot_build, "build", build)
+    monkeypatch.setattr(aot_build, "already", lambda requested: [False] * len(requested))
     monkeypatch.setattr(variants, "all_variants", lambda arch: list(every(arch))[::20])
     return found
 
@@ -62,6 +63,31 @@ def test_the_table(invoke: Invoke, calls: list[Any]) -> None:
     assert len(lines) == 1 + len(requested)
     assert all("sm_90" in line and "wgmma.mma_async m64n128k16 f16" in line for line in lines[1:])
     assert f"{len(requested)} of {len(requested)} kernels passed the checks" in result.stderr
+
+
+def test_what_is_kept_comes_first_and_the_rest_is_estimated(
+    invoke: Invoke, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = list(variants.all_variants("sm_90"))
+    monkeypatch.setattr(aot_build, "already", lambda requested: [index % 3 == 1 for index in range(len(requested))])
+    result = invoke("kernels", "--arch", "sm90", "--jobs", 2, "--json")
+    assert result.exit_code == 0, result.stderr
+    kept = len(every[1::3])
+    assert calls[0][0][:kept] == [(launch, "sm_90") for launch in every[1::3]]
+    assert f"{len(every)} kernels for sm_90: {kept} kept" in result.stderr
+    assert f"{len(every) - kept} to compile, about " in result.stderr
+    named = [each["constants"] for each in json.loads(result.stdout)["kernels"]]
+    assert named == [dict(launch.constants) for launch in every]
+
+
+def test_a_kernel_of_the_cache_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(aot_build, "triton_version", lambda: "3.6.0")
+    first, second = list(variants.all_variants("sm_90"))[:2]
+    file = store.own_folder() / store.file_name(first, "sm_90", "3.6.0")
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert aot_build.already([(first, "sm_90"), (second, "sm90"), (first, "sm_100")]) == [True, False, False]
 
 
 def test_json_is_alone_on_stdout(invoke: Invoke, calls: list[Any], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp4deploy.errors import GateError, InputError, UnavailableError
+from fp4deploy.errors import GateError, InputError, UnavailableError, counted
 
 from ... import completion
 from ...console import note, notes, print_json, results, shown
@@ -20,6 +20,7 @@ from ...console import note, notes, print_json, results, shown
 if TYPE_CHECKING:
     from fp4deploy.emulator.cases.case import Case, Outcome, Setting
     from fp4deploy.plugins.aot.build import BuildResult
+    from fp4deploy.plugins.aot.spec import Launch
 
 SHOWN = 10  # kernels that the error message names; the table has all
 
@@ -103,21 +104,14 @@ def kernels(
         raise InputError("--size, --batch, --tuned-for and --processors are for --for, which names a packed network.")
     if names:
         raise InputError("Names are for --emulate; without it every kernel is compiled.")
-    from fp4deploy.plugins.aot.build import build, require_triton
+    from fp4deploy.plugins.aot.build import require_triton
 
     targets = _targets(arch)
     require_triton()
     from fp4deploy.plugins.gemm.triton.variants import all_variants
-    from fp4deploy.progress import progress
 
     requested = [(launch, target) for target in targets for launch in all_variants(target)]
-    note(f"Compiling {len(requested)} kernels for {', '.join(dict.fromkeys(target for _, target in requested))} ...")
-    done = {}
-    with progress("kernels") as bar:
-        for index, result in build(requested, jobs, out):
-            done[index] = result
-            bar.advance(len(done), len(requested))
-    built = [done[index] for index in sorted(done)]
+    built = _built(requested, jobs, out)
     if as_json:
         print_json({"folder": str(out) if out else None, "kernels": [each.as_json() for each in built]})
     else:
@@ -125,6 +119,32 @@ def kernels(
     if out is not None:
         note(f"Wrote {shown(out)}. On the machine that runs them set: FP4DEPLOY_KERNEL_PATH={out.resolve()}")
     _judge(built)
+
+
+def _built(requested: list[tuple[Launch, str]], jobs: int | None, out: Path | None) -> list[BuildResult]:
+    """All results, in the order of the kernels; those that are kept come first, so that the time left is the others'."""
+    from fp4deploy.bench.tables import duration
+    from fp4deploy.children import cores
+    from fp4deploy.plugins.aot import build
+    from fp4deploy.progress import progress
+
+    known = build.already(requested)
+    order = sorted(range(len(requested)), key=lambda index: not known[index])
+    cached, missing = sum(known), len(requested) - sum(known)
+    workers = min(jobs or cores(), missing)
+    note(f"{len(requested)} kernels for {', '.join(dict.fromkeys(target for _, target in requested))}: {cached} kept.")
+    if missing:
+        expected = f"about {duration(missing * build.SECONDS / workers)} on {counted(workers, 'free core')}"
+        note(f"{missing} to compile, {expected}. What is compiled is kept: after Ctrl-C the same command goes on.")
+    done = {}
+    with progress("kept kernels" if cached else "compiling") as bar:
+        for position, result in build.build([requested[index] for index in order], jobs, out):
+            done[order[position]] = result
+            if len(done) < cached:
+                bar.phase("kept kernels", len(done), cached)
+            else:
+                bar.phase("compiling", len(done) - cached, missing)
+    return [done[index] for index in sorted(done)]
 
 
 def _targets(names: list[str] | None) -> list[str]:
