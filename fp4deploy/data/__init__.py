@@ -11,7 +11,7 @@ from fp4deploy.data.for_model import box_set, instance_set, validation_set
 from fp4deploy.data.generated.shapes import generate_shapes
 from fp4deploy.data.importing import import_coco
 from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
-from fp4deploy.data.loader import EpochLoader, eval_loader, train_loader
+from fp4deploy.data.loader import EpochLoader, end_workers, eval_loader, train_loader
 from fp4deploy.data.sample import (
     IGNORE,
     IMAGE_MEAN,
@@ -53,6 +53,7 @@ __all__ = [
     "check_dataset",
     "class_balance",
     "count_classes",
+    "end_workers",
     "eval_loader",
     "expand",
     "generate_shapes",

@@ -114,6 +114,8 @@ class EpochLoader(DataLoader[Batch]):
 
     Between two epochs torch's workers are idle until the next iteration begins, and then the first batch takes as long
     as one worker needs for all its images. `start` begins the next epoch early.
+
+    The workers live until `close`. Left to the end of the interpreter, they get SIGTERM, which takes them `_GRACE`.
     """
 
     _started: tuple[int, Iterator[Any]] | None = None
@@ -135,6 +137,11 @@ class EpochLoader(DataLoader[Batch]):
         with isolated_start():
             return super().__iter__()
 
+    def close(self) -> None:
+        """End the workers; a later iteration starts new ones."""
+        self._started = None
+        end_workers(self)
+
     @property
     def source(self) -> SegmentationDataset:
         """The samples before augmentation."""
@@ -147,6 +154,22 @@ class EpochLoader(DataLoader[Batch]):
         if not isinstance(self.sampler, EpochSampler):
             raise TypeError("the sampler of an EpochLoader is an EpochSampler")
         self.sampler.set_epoch(epoch)
+
+
+def end_workers(loader: Any) -> None:
+    """End the workers of a DataLoader, also of one that accelerate has wrapped; those that do not answer are killed.
+
+    torch has no public name for this: it relies on the end of the iterator, to which a traceback may still refer.
+    """
+    loader = getattr(loader, "base_dataloader", loader)
+    iterator, loader._iterator = loader._iterator, None
+    if iterator is None:
+        return
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        if worker.is_alive():
+            worker.kill()
+        worker.join()
 
 
 def train_loader(

@@ -23,6 +23,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,8 @@ def measure(
     long = _Repeated(cache_dataset(train, cache), config.train.batch_size * (WARM_UP + 2 * steps + 2))
     loaders = make_loaders(config, long, cache_dataset(val, cache))
     budget = Budget(seconds, 1 + PARTS * len(models), advance)
-    fed = loader_speed(loaders[0], steps, budget)
-    with owned_folder() as folder:
+    with closing(loaders[0]), closing(loaders[1]), owned_folder() as folder:
+        fed = loader_speed(loaders[0], steps, budget)
         return [_speed(config, model, loaders, val, steps, fed, folder, budget) for model in models]
 
 

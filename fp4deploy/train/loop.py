@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from torch import nn
 
-from fp4deploy.data import EpochLoader, expand
+from fp4deploy.data import EpochLoader, end_workers, expand
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.files import append_line
 from fp4deploy.models import ModelCard, save_checkpoint
@@ -192,6 +192,12 @@ class Trainer:
         self.accelerator.free_memory()
         return self.progress
 
+    def close(self) -> None:
+        """End the workers of the loaders that accelerate has made; those of the given loaders serve the next model."""
+        for loader in (self.train_batches, self.val_batches):
+            if not isinstance(loader, EpochLoader):
+                end_workers(loader)
+
     def evaluate(self, validated: Callable[[int, int], None] | None = None) -> TaskScores:
         """Score on the validation split; `validated(batches, of)` is called after each batch."""
         evaluation, total = self.task.evaluation(), len(self.val_batches)
@@ -247,23 +253,36 @@ class Trainer:
         progress, total = self.progress, len(self.train_batches)
         progress.batches = total
         self.sampler.set_epoch(progress.epoch)  # type: ignore[attr-defined]
-        batches = skip_first_batches(self.train_batches, progress.batch) if progress.batch else self.train_batches
         self.model.train()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start, images_seen, elapsed = time.perf_counter(), 0, progress.epoch_seconds
         self._pause_if_asked()
-        for images, masks in self._on_device(batches if progress.batch < total else ()):
-            self._step(images, masks)
-            images_seen += len(images) * self.accelerator.num_processes
-            progress.epoch_seconds = elapsed + time.perf_counter() - start
-            if progress.batch % self.settings.accumulate == 0 or progress.batch == total:
-                self._between_steps(display)
+        with self._rest() as batches:
+            for images, masks in self._on_device(batches):
+                self._step(images, masks)
+                images_seen += len(images) * self.accelerator.num_processes
+                progress.epoch_seconds = elapsed + time.perf_counter() - start
+                if progress.batch % self.settings.accumulate == 0 or progress.batch == total:
+                    self._between_steps(display)
         if progress.epoch + 1 < self.job.epochs and isinstance(self.train_batches, EpochLoader):
             self.train_batches.start(progress.epoch + 1)
         self.statistics.read()  # waits for the device, so that the time is right
         progress.epoch_seconds = elapsed + time.perf_counter() - start
         return images_seen, time.perf_counter() - start
+
+    @contextmanager
+    def _rest(self) -> Iterator[Any]:
+        """The batches of the epoch that are left; the loader that skips the others has workers of its own."""
+        done = self.progress.batch
+        if done in (0, self.progress.batches):
+            yield () if done else self.train_batches
+            return
+        batches = skip_first_batches(self.train_batches, done)
+        try:
+            yield batches
+        finally:
+            end_workers(batches)
 
     def _step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """Forward and backward of one batch; the optimiser's step where it is the last of its group."""

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,7 +127,8 @@ def _train_all(
     budget = int(config.data.cache_gib * 2**30)
     loaders = make_loaders(config, cache_dataset(train_data, budget), cache_dataset(val_data, budget))
     try:
-        return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
+        with closing(loaders[0]), closing(loaders[1]):
+            return {model: _train(config, run, model, val_data, loaders, resume) for model in models}
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Interrupted) else signal.SIGINT
         raise Interrupted(number, f"fp4deploy train --out {shlex.quote(str(run.path))} --resume") from None
@@ -166,7 +168,8 @@ def _train(
         (config.quant.clip_lr, config.quant.clip_decay),
         config.telemetry,
     )
-    progress = trainer.run(resume) if job.epochs else _evaluate_untrained(trainer, resume)
+    with closing(trainer):
+        progress = trainer.run(resume) if job.epochs else _evaluate_untrained(trainer, resume)
     _note_provenance(config, run, model, card, fine_tuned)
     return TrainResult(
         progress.best_score,

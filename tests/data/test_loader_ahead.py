@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,17 @@ def test_workers_begin_at_once(folder: Path) -> None:
     early.start(0)
     assert early._iterator is not None
     assert early._iterator._tasks_outstanding > 0  # type: ignore[attr-defined]
+
+
+def test_close_leaves_no_worker_and_a_closed_loader_starts_others(folder: Path) -> None:
+    plain, early = loader(folder, 0), loader(folder, 2)
+    early.close()  # of no worker
+    assert same(batches(early, 0), batches(plain, 0))
+    early.start(1)
+    workers = early._iterator._workers  # type: ignore[union-attr]
+    assert len(workers) == 2
+    early.close()
+    assert not any(worker.is_alive() for worker in workers)
+    assert same(batches(early, 1), batches(plain, 1))
+    early.close()
+    assert not multiprocessing.active_children()

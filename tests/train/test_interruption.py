@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from fp4deploy.errors import InputError, Interrupted
 from fp4deploy.files import append_line
 from fp4deploy.models.spec import name_model
 from fp4deploy.runs import Run, create_run
-from fp4deploy.train import Config, load_config, train_models
+from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.interrupt import Interrupt
 from fp4deploy.train.logging.metrics_log import keep_epochs
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
@@ -103,6 +105,42 @@ def test_ctrl_c_saves_inside_the_epoch_and_resumes_exactly(
     assert (progress.epoch, progress.batch) == position
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     train_models(config, run, resume=True)
+    assert_same(run, straight)
+
+
+def test_no_end_of_a_training_leaves_workers_of_the_loaders(
+    config: Config, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held while the training ends: a traceback or an unfinished iteration may refer to a loader's iterator."""
+    config, run = with_settings(config, ["data.workers=2"]), copy_of(straight, tmp_path / "run", [])
+    step, seen, held = Trainer._step, [0], []
+
+    def ending(end: Callable[[], None]) -> Callable[..., None]:
+        def stopped(self: Trainer, *batch: torch.Tensor) -> None:
+            seen[0] = len(multiprocessing.active_children())
+            held.append(self)
+            end()
+            step(self, *batch)
+
+        return stopped
+
+    def fail() -> None:
+        raise InputError("an error")
+
+    def interrupt() -> None:
+        if held[-1].progress.batch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    for end, error in ((fail, InputError), (interrupt, Interrupted)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_step", ending(end))
+            with pytest.raises(error) as raised:
+                train_models(config, run, ["fp16"], resume=True)
+        assert seen[0] >= 2, "no workers have run"
+        assert not multiprocessing.active_children(), raised.value
+    assert read_progress(run.model_dir("fp16") / "state" / "last.safetensors").batch > 0  # skips batches when resumed
+    train_models(config, run, resume=True)
+    assert not multiprocessing.active_children()
     assert_same(run, straight)
 
 

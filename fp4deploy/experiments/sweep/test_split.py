@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -92,8 +93,9 @@ def _score(config: Config, root: Path, checkpoint: Path) -> tuple[int, TaskScore
     if isinstance(data, CocoDataset) and not data.annotated:
         raise InputError(f"The test split of {root} has images and no annotations: there is nothing to score.")
     evaluation = make_task(config, card, data).evaluation()
-    with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
-        for batch in validation_loader(config, data):
+    autocast = torch.autocast(device.type, torch.float16, enabled=device.type == "cuda")
+    with closing(validation_loader(config, data)) as batches, autocast:
+        for batch in batches:
             images, labels = expand(*(part.to(device, non_blocking=True) for part in batch))
             evaluation.update(network(images), labels)
     return len(data), evaluation.compute()
