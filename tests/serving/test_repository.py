@@ -206,14 +206,50 @@ def test_other_files_are_refused(name: str, message: str, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_an_engine_of_another_ledger_is_refused(tmp_path: Path) -> None:
-    """What is handed to the server is the plan whose digest the ledger has."""
+def _stand_in(folder: Path, largest: int = 8) -> bytes:
+    """a.plan and its ledger, as the full TensorRT would write them; nobody reads the plan here."""
     content = b"ftrt" + bytes(60)
     made = ("tensorrt", "10", "sm120", "auto", "build log", "a.onnx", "0" * 64, "a.plan")
     digest = hashlib.sha256(content).hexdigest()
-    ledger = Ledger(*made, digest, len(content), 0.5, (1, 1, 8), json.loads(card().to_json()), (), ())
-    (tmp_path / "a.ledger.json").write_text(ledger.to_json())
-    (tmp_path / "a.plan").write_bytes(content)
+    ledger = Ledger(*made, digest, len(content), 0.5, (1, 1, largest), json.loads(card().to_json()), (), ())
+    (folder / "a.ledger.json").write_text(ledger.to_json())
+    (folder / "a.plan").write_bytes(content)
+    return content
+
+
+def test_the_server_can_parse_the_configurations_of_a_plan(tmp_path: Path) -> None:
+    """As Triton's documentation has TensorRT models: 1/model.plan, dims without the batch, the profile's batch."""
+    from google.protobuf import text_format
+
+    schema = _schema()
+    content = _stand_in(tmp_path, largest=4)
+    write_repository(tmp_path / "a.plan", tmp_path / "out")
+    configs = {
+        path.parent.name: text_format.Parse(path.read_text(), schema())
+        for path in (tmp_path / "out").glob("*/config.pbtxt")
+    }
+    assert set(configs) == {"a", "a_preprocess", "a_postprocess", "a_segment"}
+    network, made = configs["a"], card()
+    assert (network.backend, network.platform, network.default_model_filename) == ("tensorrt", "", "")
+    assert (tmp_path / "out" / "a" / "1" / "model.plan").read_bytes() == content
+    assert network.HasField("dynamic_batching")
+    types = {value.name: value.number for value in schema.DESCRIPTOR.file.enum_types_by_name["DataType"].values}
+    for tensor, name, channels in ((network.input[0], "image", 3), (network.output[0], "logits", made.channels)):
+        assert (tensor.name, tensor.data_type, list(tensor.dims)) == (
+            name,
+            types["TYPE_FP16"],
+            [channels, made.height, made.width],
+        )
+    assert configs["a_preprocess"].output[0] == schema(output=[{
+        "name": "image", "data_type": types["TYPE_FP16"], "dims": list(network.input[0].dims),
+    }]).output[0]  # fmt: skip
+    assert configs["a_postprocess"].input[0].data_type == types["TYPE_FP16"]
+    assert {config.max_batch_size for config in configs.values()} == {4}
+
+
+def test_an_engine_of_another_ledger_is_refused(tmp_path: Path) -> None:
+    """What is handed to the server is the plan whose digest the ledger has."""
+    content = _stand_in(tmp_path)
     assert write_repository(tmp_path / "a.plan", tmp_path / "out")
     (tmp_path / "a.plan").write_bytes(content[:-1] + b"x")
     with pytest.raises(InputError, match="is not the plan that a.ledger.json was written for"):
