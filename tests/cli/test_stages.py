@@ -19,7 +19,7 @@ import yaml
 from fp4deploy.export import to_onnx
 from fp4deploy.models import read_card
 from fp4deploy.runs import Run
-from tests.cli.command_line import Invoke, run_in
+from tests.cli.command_line import PACKAGE, Invoke, run_in
 from tests.export.exported_models import traced_once
 from tests.processes import fp4deploy
 
@@ -340,11 +340,22 @@ def test_ctrl_c_then_resume(shapes: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not NO_GPU, reason="of a machine without a GPU")
-def test_forms_are_timed_on_a_gpu(invoke: Invoke, tmp_path: Path) -> None:
-    model = tmp_path / "unet.onnx"
-    model.touch()
-    result = invoke("bench", "--forms", "--engine", model)
+def test_forms_are_timed_on_a_gpu(
+    invoke: Invoke, untrained: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [untrained.export_dir / name for name in ("unet-fp16.onnx", "unet.onnx")]
+    result = invoke("bench", "--forms", "--engine", models[0], "--engine", models[1], "--json", "forms.json")
     assert (result.exit_code, "here is no CUDA GPU" in result.stderr) == (3, True)
-    portable = model.rename(tmp_path / "unet.portable.onnx")
-    result = invoke("bench", "--forms", "--engine", portable)
+    assert "unet-fp16-auto.plan, unet-auto.plan, unet-gemm.plan, unet-fp8.plan, unet-qdq.plan." in result.stderr
+    assert not (tmp_path / "forms.json").exists()
+    (tmp_path / "unet.portable.onnx").touch()
+    result = invoke("bench", "--forms", "--engine", "unet.portable.onnx")
     assert (result.exit_code, "Export them with" in result.stderr) == (2, True)
+    packed = untrained.export_dir / "unet.fp4"
+    monkeypatch.setattr(
+        f"{PACKAGE}.commands.stages.bench._every_form", lambda paths: ([packed], {"unet-fp8.plan": "no"})
+    )
+    result = invoke("bench", "--forms", "--engine", models[0], "--data", shapes, "--limit", 1, "--json", "forms.json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads((tmp_path / "forms.json").read_text())
+    assert (found["fastest"], found["not_built"]) == (str(packed), {"unet-fp8.plan": "no"})

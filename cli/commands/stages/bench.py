@@ -155,8 +155,9 @@ def bench(
 
     paths = _resolve(engine)
     card = read_like(like) if like is not None else None
+    refused: dict[str, str] = {}
     if forms:
-        paths = _every_form(paths)
+        paths, refused = _every_form(paths)
     if layers:
         _time_layers(paths, batch, iterations, out, trace)
         return
@@ -181,7 +182,8 @@ def bench(
         if reference is not None:
             decisions = gate_drop(found, reference, max_drop)
     finally:
-        _write(found, split, reference, decisions, out, limit, _fastest(found, max_drop) if forms else {})
+        chosen_form = {**_fastest(found, max_drop), "not_built": refused} if forms else {}
+        _write(found, split, reference, decisions, out, limit, chosen_form)
     if keep is not None:
         _draw(found, decisions, reference, where, split, keep, card)
     if reference is not None:
@@ -191,17 +193,20 @@ def bench(
         _require_run(found)
 
 
-def _every_form(paths: list[Path]) -> list[Path]:
+def _every_form(paths: list[Path]) -> tuple[list[Path], dict[str, str]]:
     """Engines of every form of the ONNX files, built for the GPU at hand, and the packed networks.
 
+    Returns:
+        The artefacts; and the engines that did not build, each with the reason.
+
     Raises:
-        UnavailableError: no GPU, or no library that builds engines with FP4 for it.
+        UnavailableError: no GPU, or no library that builds engines with FP4 for it; naming what is not run.
         InputError: there is no ONNX file.
     """
     import torch
 
     from fp4deploy.architecture import Architecture
-    from fp4deploy.export.engine.forms import backend_for, build_forms
+    from fp4deploy.export.engine.forms import backend_for, build_forms, expected
     from fp4deploy.runs import run_of
 
     from .build import canonical
@@ -210,12 +215,16 @@ def _every_form(paths: list[Path]) -> list[Path]:
     if not models:
         raise InputError("--forms builds engines of ONNX files, and there is none. Export them with: fp4deploy export")
     if not torch.cuda.is_available():
-        raise UnavailableError("--forms times engines on the GPU that they are built for, and here is no CUDA GPU.")
+        raise UnavailableError(
+            "--forms times engines on the GPU that they are built for, and here is no CUDA GPU. Not built and not run: "
+            f"{', '.join(expected(models))}. Give the same command on a machine with an RTX 50, DGX Spark or B200; "
+            "what runs without a GPU is timed by: fp4deploy bench"
+        )
     arch = str(Architecture.of_device())
     run = run_of(models[0])
     folder = (run.engine_dir if run is not None else models[0].parent) / "forms"
-    plans = build_forms(models, folder, backend_for(arch), arch, lambda text: note(f"  {text}"))
-    return [*plans, *(path for path in paths if path.suffix == ".fp4")]
+    plans, refused = build_forms(models, folder, backend_for(arch), arch, lambda text: note(f"  {text}"))
+    return [*plans, *(path for path in paths if path.suffix == ".fp4")], refused
 
 
 def _fastest(found: list[ArtifactEntry], max_drop: float) -> dict[str, str | None]:

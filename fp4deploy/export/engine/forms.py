@@ -13,6 +13,7 @@ from pathlib import Path
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export.engine.backends import BACKENDS
 from fp4deploy.export.engine.build import BuildResult, build_engine
+from fp4deploy.export.onnx.layers import inspect_onnx
 from fp4deploy.requirements import LIBRARIES, reasons
 
 FIRST, OTHERS = "auto", ("gemm", "fp8", "qdq")
@@ -34,9 +35,23 @@ def backend_for(arch: str) -> str:
     )
 
 
+def expected(models: Sequence[Path]) -> list[str]:
+    """File names of the engines that `build_forms` would build of canonical ONNX files.
+
+    Raises:
+        InputError: a file is no canonical ONNX.
+    """
+    names = []
+    for model in models:
+        quantised = any(layer.precision == "FP4" for layer in inspect_onnx(model))
+        forms = (FIRST, *OTHERS) if quantised else (FIRST,)
+        names += [f"{model.stem}-{form}.plan" for form in forms]
+    return names
+
+
 def build_forms(
     models: Sequence[Path], folder: Path, backend: str, arch: str, say: Callable[[str], None] = lambda text: None
-) -> list[Path]:
+) -> tuple[list[Path], dict[str, str]]:
     """Build all engines into a folder.
 
     Args:
@@ -44,32 +59,29 @@ def build_forms(
         say: gets a line for each engine, and the reason of one that does not build.
 
     Returns:
-        The plans, in the order of the models.
+        The plans, in the order of the models; and the names of those that did not build, each with the reason.
 
     Raises:
         UnavailableError: the library or the GPU is missing.
     """
     plans: list[Path] = []
+    refused: dict[str, str] = {}
+
+    def add(model: Path, form: str) -> BuildResult | None:
+        target = folder / f"{model.stem}-{form}.plan"
+        try:
+            built = build_engine(model, target, backend, arch, form)
+        except InputError as error:
+            refused[target.name] = str(error)
+            say(f"{target.name} was not built: {error}")
+            return None
+        say(f"{target.name}: {built.ledger.summary()}")
+        plans.append(built.plan)
+        return built
+
     for model in models:
-        first = _build(model, folder, FIRST, backend, arch, say)
-        if first is None:
-            continue
-        plans.append(first.plan)
-        if any(row.requested == "FP4" for row in first.ledger.layers):
-            others = (_build(model, folder, form, backend, arch, say) for form in OTHERS)
-            plans += [each.plan for each in others if each is not None]
-    return plans
-
-
-def _build(
-    model: Path, folder: Path, form: str, backend: str, arch: str, say: Callable[[str], None]
-) -> BuildResult | None:
-    """One engine; None where it does not build, and why is said."""
-    target = folder / f"{model.stem}-{form}.plan"
-    try:
-        built = build_engine(model, target, backend, arch, form)
-    except InputError as error:
-        say(f"{target.name} was not built: {error}")
-        return None
-    say(f"{target.name}: {built.ledger.summary()}")
-    return built
+        first = add(model, FIRST)
+        if first is not None and any(row.requested == "FP4" for row in first.ledger.layers):
+            for form in OTHERS:
+                add(model, form)
+    return plans, refused

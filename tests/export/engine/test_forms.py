@@ -32,10 +32,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 def test_a_quantised_model_is_built_in_every_form(built: list[tuple[str, str]], tmp_path: Path) -> None:
     said: list[str] = []
     models = [tmp_path / "unet-fp16.onnx", tmp_path / "unet.onnx"]
-    plans = build_forms(models, tmp_path, "tensorrt-rtx", "sm120", said.append)
+    plans, refused = build_forms(models, tmp_path, "tensorrt-rtx", "sm120", said.append)
     assert [path.name for path in plans] == ["unet-fp16-auto.plan", "unet-auto.plan", "unet-gemm.plan", "unet-qdq.plan"]
     assert built == [("unet-fp16", "auto"), *(("unet", form) for form in ("auto", "gemm", "fp8", "qdq"))]
     assert "unet-fp8.plan was not built: the compiler refuses it" in said
+    assert refused == {"unet-fp8.plan": "the compiler refuses it"}
 
 
 def test_the_library_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
