@@ -20,7 +20,7 @@ from fp4deploy.errors import InputError, suggest
 from fp4deploy.files import atomic_write
 from fp4deploy.models.card import TaskName
 from fp4deploy.models.spec import UNET, parse_spec
-from fp4deploy.models.torchvision_detectors import own_layout
+from fp4deploy.models.torchvision_detectors import LEARNING_RATES, METHODS, own_layout
 from fp4deploy.models.unet import STRIDE
 from fp4deploy.qat import find_recipe
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
@@ -56,6 +56,18 @@ class Config(Section):
     telemetry: TelemetrySection = TelemetrySection()
     instance: InstanceSection = InstanceSection()
     detection: DetectionSection = DetectionSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rates_of_the_network(cls, values: Any) -> Any:
+        """torchvision's detectors have learning rates of their own; those that are given come first."""
+        model, train = (values.get(name, {}) if isinstance(values, dict) else None for name in ("model", "train"))
+        if not isinstance(model, dict) or not isinstance(train, dict):
+            return values
+        source, _, name = str(model.get("spec")).partition(":")
+        return (
+            {**values, "train": {**LEARNING_RATES, **train}} if source == "torchvision" and name in METHODS else values
+        )
 
     @model_validator(mode="after")
     def _can_be_distilled(self) -> Config:

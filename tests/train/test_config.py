@@ -104,3 +104,22 @@ def test_fp4_products_need_a_recipe_that_quantises_gradients() -> None:
         load_config(None, ["train.products=fp4"])
     with pytest.raises(InputError, match=r"train\.products = fp8: input should be 'emulated' or 'fp4'"):
         load_config(None, ["train.products=fp8"])
+
+
+@pytest.mark.parametrize(
+    ("sets", "rates"),
+    [
+        (["model.spec=torchvision:fcos_resnet50_fpn"], (2e-4, 5e-5)),
+        (["model.spec=torchvision:retinanet_resnet50_fpn", "train.lr=1e-3"], (1e-3, 5e-5)),
+        (["model.spec=timm:resnet18"], (2e-3, 5e-4)),
+        ([], (2e-3, 5e-4)),
+    ],
+)
+def test_detectors_of_torchvision_have_learning_rates_of_their_own(
+    tmp_path: Path, sets: list[str], rates: tuple[float, float]
+) -> None:
+    """With the usual one, features between pyramid and towers grow beyond the largest FP16 number."""
+    config = load_config(None, ["task=detection", *sets])
+    assert (config.train.lr, config.train.finetune_lr) == rates
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config == with_settings(config, [])

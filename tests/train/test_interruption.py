@@ -244,8 +244,11 @@ def test_finite_losses_and_consecutive_skipped_steps_are_counted() -> None:
     for loss, norm in ((1.0, 1.0), (float("nan"), float("inf")), (float("inf"), float("nan")), (3.0, float("inf"))):
         statistics.add_loss(torch.tensor(loss))
         statistics.add_step(torch.tensor(norm))
-    assert statistics.read() == EpochStatistics(loss=4.0, batches=2, skipped=3, consecutive=3, running=2.0, seen=2)
+    assert statistics.read() == EpochStatistics(4.0, 2, 3, consecutive=3, running=2.0, seen=2, lost=2)
     assert statistics.read().mean_loss == 2.0
+    overflow = "NaN or Inf as the loss of 2 batches: where FP16 overflows in a layer, lower train.lr"
+    assert statistics.read().warning() == f"skipped 3 steps with non-finite gradients; {overflow}"
+    assert statistics.read().next_epoch().lost == 0
     assert EpochStatistics().mean_loss is None
 
 
@@ -257,7 +260,9 @@ def test_a_spike_is_a_loss_far_above_the_running_mean() -> None:
     counts = statistics.read()
     assert (counts.spikes, counts.largest) == (2, 30.0)  # the 9 came before there was a mean to compare with
     assert 2.0 < counts.running < 2.4
-    assert counts.warning() == "2 loss spikes, largest 30"
+    assert counts.warning() == (
+        "NaN or Inf as the loss of 1 batch: where FP16 overflows in a layer, lower train.lr; 2 loss spikes, largest 30"
+    )
     following = counts.next_epoch()
     assert (following.spikes, following.batches, following.seen) == (0, 0, 33)
     halves = RunningStatistics(device, EpochStatistics(), spike=4.0)

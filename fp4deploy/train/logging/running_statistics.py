@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 from fp4deploy.errors import counted
 from fp4deploy.schema import Count
 
-LOSS, BATCHES, SKIPPED, CONSECUTIVE, SPIKES, LARGEST, RUNNING, SEEN = range(8)
+LOSS, BATCHES, SKIPPED, CONSECUTIVE, SPIKES, LARGEST, RUNNING, SEEN, LOST = range(9)
 KEPT = 0.98  # of the running mean, a batch
 WARM = 20  # batches before the running mean says anything
 
@@ -28,7 +28,8 @@ class EpochStatistics:
     """Sum of the finite losses and how many those are; steps skipped in all, and consecutively up to now.
 
     spikes, largest: batches whose loss was a spike, and the largest such loss; running, seen: the running mean, and
-    the finite losses since the training began. `next_epoch` keeps what does not belong to one epoch.
+    the finite losses since the training began; lost: batches whose loss was NaN or Inf. `next_epoch` keeps what does
+    not belong to one epoch.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -41,6 +42,7 @@ class EpochStatistics:
     largest: float = 0.0
     running: float = 0.0
     seen: Count = 0
+    lost: Count = 0
 
     @property
     def mean_loss(self) -> float | None:
@@ -56,6 +58,9 @@ class EpochStatistics:
         parts = []
         if self.skipped:
             parts.append(f"skipped {counted(self.skipped, 'step')} with non-finite gradients")
+        if self.lost:
+            number = f"{self.lost} batch{'' if self.lost == 1 else 'es'}"
+            parts.append(f"NaN or Inf as the loss of {number}: where FP16 overflows in a layer, lower train.lr")
         if self.spikes:
             parts.append(f"{counted(self.spikes, 'loss spike')}, largest {self.largest:.4g}")
         return "; ".join(parts) or None
@@ -84,6 +89,7 @@ class RunningStatistics:
         values[RUNNING] = torch.where(finite & ~spike, moved, values[RUNNING])
         values[LOSS] += counted
         values[BATCHES] += finite
+        values[LOST] += ~finite
         values[SEEN] += finite
         values[SPIKES] += spike
         values[LARGEST] = torch.where(spike, torch.maximum(values[LARGEST], counted), values[LARGEST])
@@ -97,7 +103,7 @@ class RunningStatistics:
 
     def read(self) -> EpochStatistics:
         """Read the statistics; waits for the device."""
-        loss, batches, skipped, consecutive, spikes, largest, running, seen = self.values.tolist()
+        loss, batches, skipped, consecutive, spikes, largest, running, seen, lost = self.values.tolist()
         return EpochStatistics(
-            loss, int(batches), int(skipped), int(consecutive), int(spikes), largest, running, int(seen)
+            loss, int(batches), int(skipped), int(consecutive), int(spikes), largest, running, int(seen), int(lost)
         )
