@@ -7,28 +7,36 @@ bytes, whatever their names are (COCO128's two splits are one folder of the same
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from fp4deploy.data.coco.annotations import CocoFile, parse
 from fp4deploy.data.dataset import has_split, require_folder
-from fp4deploy.data.images import ImageError, image_size
-from fp4deploy.data.layouts import find_annotations, find_images, has_masks, split_images
+from fp4deploy.data.images import ImageError, image_size, read_class_ids
+from fp4deploy.data.layouts import find_annotations, find_images, has_masks, mask_files, split_images
+from fp4deploy.data.masks import class_colours, class_values
 from fp4deploy.data.sample import ALL_SPLITS
+from fp4deploy.errors import InputError
 from fp4deploy.files import file_digest
+from fp4deploy.progress import Phase
 
 
 @dataclass(frozen=True)
 class SplitSummary:
     """One split; `sizes` are width and height of the smallest, the median and the largest image by pixels.
 
-    `annotations` counts regions by class, None for semantic masks.
+    `annotations` counts regions by class, None for semantic masks; `in_masks` counts the masks that a class is in, None
+    where there are none.
     """
 
     split: str
     images: int
     annotations: dict[str, int] | None
     sizes: tuple[tuple[int, int], ...]
+    in_masks: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,14 +57,18 @@ def parse_splits(root: Path) -> dict[str, CocoFile]:
     return {split: parse(path) for split in ALL_SPLITS if (path := find_annotations(root, split))}
 
 
-def summarise(root: Path, parsed: Mapping[str, CocoFile] | None = None) -> list[SplitSummary]:
+def summarise(
+    root: Path, parsed: Mapping[str, CocoFile] | None = None, phase: Phase = lambda text, done, of: None
+) -> list[SplitSummary]:
     """The splits that can be read; `parsed` is what `parse_splits` gives, where the caller has it.
+
+    phase: told how many masks of a split are read.
 
     Raises:
         InputError: `root` is not a dataset folder.
     """
     parsed = parse_splits(root) if parsed is None else parsed
-    return [_summary(root, split, parsed.get(split)) for split in ALL_SPLITS if has_split(root, split)]
+    return [_summary(root, split, parsed.get(split), phase) for split in ALL_SPLITS if has_split(root, split)]
 
 
 def shared_images(root: Path, parsed: Mapping[str, CocoFile] | None = None) -> list[Shared]:
@@ -83,14 +95,30 @@ def shared_images(root: Path, parsed: Mapping[str, CocoFile] | None = None) -> l
     return found
 
 
-def _summary(root: Path, split: str, parsed: CocoFile | None) -> SplitSummary:
+def _summary(root: Path, split: str, parsed: CocoFile | None, phase: Phase) -> SplitSummary:
     files = _files(root, split, parsed)
     annotations = None
     if parsed is not None and not has_masks(root):
         annotations = dict.fromkeys(parsed.categories.values(), 0)
         for annotation in parsed.annotations:
             annotations[parsed.categories[annotation.category_id]] += 1
-    return SplitSummary(split, len(files), annotations, _sizes(files))
+    in_masks = _in_masks(root, split, phase) if has_masks(root) else None
+    return SplitSummary(split, len(files), annotations, _sizes(files), in_masks)
+
+
+def _in_masks(root: Path, split: str, phase: Phase) -> dict[str, int]:
+    """Masks that each class is in; what cannot be read is left to `check_dataset`."""
+    try:
+        classes, colours = class_values(root), class_colours(root)
+    except InputError:
+        return {}
+    counts = np.zeros(256, np.int64)
+    paths = mask_files(root, split).values()
+    for number, path in enumerate(paths):
+        phase(f"masks of {split}", number, len(paths))
+        with suppress(ImageError):
+            counts[np.unique(read_class_ids(path, colours))] += 1
+    return {name: int(counts[value]) for name, value in classes.items()}
 
 
 def _files(root: Path, split: str, parsed: CocoFile | None) -> list[Path]:

@@ -223,6 +223,20 @@ def test_a_summary_counts_images_annotations_and_sizes(coco: Path) -> None:
     assert set(train.sizes) == {(32, 32)}
 
 
+def test_a_summary_counts_the_masks_of_each_class(tmp_path: Path) -> None:
+    for split, values in (("train", [[0, 1], [1, 255]]), ("val", [[2, 2], [7, 255]])):
+        for number, value in enumerate(values):
+            for folder, array in (("masks/", value), ("", [9, 9])):
+                (tmp_path / f"{folder}{split}").mkdir(parents=True, exist_ok=True)
+                image = Image.fromarray(np.array([array] * 2, np.uint8))
+                image.save(tmp_path / f"{folder}{split}" / f"{number}.png")
+    (tmp_path / "classes.txt").write_text("road\nsky\ncar\n")
+    (tmp_path / "masks/val/1.png").write_bytes(b"broken")
+    train, val = summarise(tmp_path)
+    assert (train.annotations, train.in_masks) == (None, {"road": 1, "sky": 2, "car": 0})
+    assert (val.images, val.in_masks) == (2, {"road": 0, "sky": 0, "car": 1})
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32"])
 def test_annotations_in_another_encoding_are_imported_as_they_are_checked(
     coco: Path, tmp_path: Path, encoding: str

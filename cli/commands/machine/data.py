@@ -59,7 +59,7 @@ def check(
     with progress("reading annotations") as bar:
         parsed = parse_splits(folder)
         bar.phase("sizes of images")
-        splits = summarise(folder, parsed)
+        splits = summarise(folder, parsed, bar.phase)
         defects = check_dataset(folder, parsed, bar.phase)
     if as_json:
         print_json(
@@ -90,17 +90,24 @@ def _print(splits: list[SplitSummary]) -> None:
     for split in splits:
         sizes = ", ".join(f"{width} x {height}" for width, height in dict.fromkeys(split.sizes))
         done(f"{split.split}: {counted(split.images, 'image')}, width x height {sizes or 'unknown'}")
-    counts = [split for split in splits if split.annotations is not None]
-    if not counts:
-        return
+    _print_counts("annotations of class", {each.split: each.annotations for each in splits})
+    _print_counts("masks with class", {each.split: each.in_masks for each in splits})
+
+
+def _print_counts(title: str, counts: dict[str, dict[str, int] | None]) -> None:
+    """A row for each class, a column for each split that has counts."""
     from rich.table import Table
 
+    found = {split: each for split, each in counts.items() if each is not None}
+    names = dict.fromkeys(name for each in found.values() for name in each)
+    if not names:
+        return
     table = Table(box=None, pad_edge=False)
-    table.add_column("annotations of class", overflow="fold")
-    for split in counts:
-        table.add_column(split.split, justify="right")
-    for name in dict.fromkeys(name for split in counts for name in split.annotations or ()):
-        table.add_row(name, *(str((split.annotations or {}).get(name, "-")) for split in counts))
+    table.add_column(title, overflow="fold")
+    for split in found:
+        table.add_column(split, justify="right")
+    for name in names:
+        table.add_row(name, *(str(each.get(name, "-")) for each in found.values()))
     results().print(table)
 
 
