@@ -26,9 +26,10 @@ from fp4deploy.report.figures.heatmap_page import save_script
 from fp4deploy.report.figures.telemetry import (
     REPORTED,
     STATISTICS,
-    draw_heatmaps,
     heatmap_folder,
+    model_heatmaps,
     read_snapshots,
+    save_heatmaps,
     task_of_run,
     telemetry_pictures,
 )
@@ -50,6 +51,10 @@ SETTINGS = [
     "train.batch_size=4",
     "telemetry.every=1",
 ]
+
+
+def draw_heatmaps(run: Run, model: str) -> list[Path]:
+    return save_heatmaps(run, model, model_heatmaps(run, model))
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +238,9 @@ def test_a_run_without_weights_or_telemetry(trained: Run, tmp_path: Path) -> Non
     target = run.model_dir("nvfp4") / "telemetry.jsonl"
     target.parent.mkdir()
     target.write_text(source.read_text().splitlines()[0] + "\n{torn")
-    files = draw_heatmaps(run, "nvfp4", task="instance")  # interrupted before its first checkpoint
-    assert {path.name.split("_")[0] for path in files} == {"instance"}
-    assert not (heatmap_folder(run, "nvfp4") / "weights" / "prequantize" / "instance_head.png").exists()
+    files = draw_heatmaps(run, "nvfp4")  # interrupted before its first checkpoint
+    assert {path.name.split("_")[0] for path in files} == {"semantic"}
+    assert not (heatmap_folder(run, "nvfp4") / "weights" / "prequantize" / "semantic_head.png").exists()
     assert telemetry_pictures(run, ["fp16", "nvfp4"])
 
 

@@ -26,7 +26,7 @@ from fp4deploy.emulator.accumulate import odd_sum
 from fp4deploy.emulator.faults import UnknownInstruction
 from fp4deploy.emulator.machine import Active, Machine, Step, implements
 from fp4deploy.emulator.operands import KINDS, pair_of, reader, writer
-from fp4deploy.emulator.ptx import Entry, Immediate, Instruction, Register
+from fp4deploy.emulator.ptx import Entry, Immediate, Instruction
 
 Array = NDArray[Any]
 ROUNDINGS = {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi"}
@@ -523,8 +523,3 @@ def move(entry: Entry, instruction: Instruction) -> Step:
         result(m, active, source(m, active))
 
     return run
-
-
-def is_register(operand: object) -> bool:
-    """Whether an operand is a register that a thread can write."""
-    return isinstance(operand, Register)

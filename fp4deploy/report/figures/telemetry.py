@@ -135,17 +135,6 @@ def read_snapshots(run: Run, model: str) -> list[Snapshot]:
     return found
 
 
-def draw_heatmaps(run: Run, model: str, task: str | None = None) -> list[Path]:
-    """Draw every heatmap of one trained model from the files in its run; returns the files.
-
-    task: the beginning of the file names; None for the run's own task.
-
-    Raises:
-        InputError: the model left no telemetry, or a file cannot be written.
-    """
-    return save_heatmaps(run, model, model_heatmaps(run, model), task)
-
-
 def model_heatmaps(run: Run, model: str) -> list[Placed]:
     """Every heatmap of a model, with its place in the folder of the model and its name.
 
@@ -167,17 +156,16 @@ def save_heatmaps(
     run: Run,
     model: str,
     heatmaps: Sequence[Placed],
-    task: str | None = None,
     progress: Phase | None = None,
 ) -> list[Path]:
-    """Write the three files of each heatmap; `task` as of `draw_heatmaps`.
+    """Write the three files of each heatmap; their names begin with the run's task.
 
     progress: is called with what is drawn, the heatmaps done and all of them.
 
     Raises:
         InputError: a file cannot be written.
     """
-    folder, task = heatmap_folder(run, model), task or task_of_run(run)
+    folder, task = heatmap_folder(run, model), task_of_run(run)
     script = folder.parent / "plotly.min.js"
     save_script(script)
     written = []
