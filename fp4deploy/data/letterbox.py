@@ -9,12 +9,18 @@ random. Flips mirror pixels and boxes. Colour is as of `transforms`, and so are 
 epoch, index) alone. A box of which less than `LEAST_VISIBLE` of its area is left, or less than a pixel of a side, is
 dropped.
 
+A mosaic shows four images at once, in the four windows into which a point in the middle half of the input divides it.
+Each has a zoom, an aspect and a cut of its own, as above and against the whole input, so that objects keep the sizes
+that they have alone. Flips and colour are common to the four. A box is cut at its window, which is small: a rest that
+alone would be dropped is seen too often to be background, and counts neither way, as a crowd does.
+
 Rotation is refused: the box around a rotated box is larger than the object.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,12 +28,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fp4deploy.data.sample import IMAGE_MEAN, IMAGE_STD, Boxes, Pixels, Sample
+from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, Boxes, Pixels, Sample
 from fp4deploy.data.transforms import AUGMENT, NumberedEvalTransform, Rgb, TrainTransform, recolour
 
 LEAST_VISIBLE = 0.25  # of a box's area
 LEAST_SIDE = 1.0  # pixels of the input
 PAD = -1.0  # class of a row without a box
+MOSAIC = 4  # images of a mosaic; also keeps its random streams apart from the others
+MIDDLE = (0.25, 0.75)  # of a side, where the windows of a mosaic meet
+_CHOICE, _LAYOUT = range(2)  # random streams of a mosaic: which images, and where they lie
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,6 @@ class BoxTrainTransform(TrainTransform):
 
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         """(Image uint8 [H, W, 3], boxes float32 [M, 5])."""
-        assert sample.boxes is not None
         random = np.random.default_rng((AUGMENT, self.seed, epoch, index))
         zoom = float(np.exp(random.uniform(*np.log(self.zoom))))
         across, down, flip = random.random(), random.random(), random.random() < self.flip
@@ -129,13 +137,11 @@ class BoxTrainTransform(TrainTransform):
         stretch, hue = random.uniform(-1, 1, size=2)
         turned = self.upside_down and random.random() < 0.5
 
-        target, size = (self.height, self.width), (sample.image.shape[0], sample.image.shape[1])
-        ratio, side = zoom * min(target[0] / size[0], target[1] / size[1]), float(self.aspect ** (stretch / 2))
-        placement = _placed(size, (ratio / side, ratio * side), (down, across), target, fit=False)
-        pixels = place_image(sample.image, placement, target, self.padding)
+        if sample.others:
+            pixels, boxes = self._joined((sample, *sample.others), self._mosaic_random(epoch, index, _LAYOUT))
+        else:
+            pixels, boxes = self._part(sample, (self.height, self.width), zoom, stretch, (down, across))
         image = recolour(pixels, brightness, contrast, saturation, self.hue * hue)
-        boxes = np.concatenate((sample.boxes[:, :1], placement.to_input(sample.boxes[:, 1:])), 1, dtype=np.float32)
-        boxes = visible(boxes, target)
         if flip:
             image = image[:, ::-1]
             boxes = boxes[:, [0, 3, 2, 1, 4]] * np.array([1, -1, 1, -1, 1]) + np.array([0, 1, 0, 1, 0]) * self.width
@@ -146,12 +152,53 @@ class BoxTrainTransform(TrainTransform):
             boxes = np.array([[PAD, 0, 0, 0, 0]])
         return torch.from_numpy(np.array(image, order="C")), torch.from_numpy(boxes.astype(np.float32))
 
+    def others(self, epoch: int, index: int, count: int) -> tuple[int, ...]:
+        """The other images of a mosaic, in a share `mosaic` of the samples."""
+        if not self.mosaic:
+            return ()
+        random = self._mosaic_random(epoch, index, _CHOICE)
+        chosen = random.integers(count, size=MOSAIC - 1)
+        return tuple(map(int, chosen)) if random.random() < self.mosaic else ()
 
-def visible(boxes: Boxes, size: tuple[int, int]) -> Boxes:
-    """Boxes [M, 5] cut at the border of an input of `size` (height, width); too small rests are dropped."""
+    def _mosaic_random(self, epoch: int, index: int, stream: int) -> np.random.Generator:
+        return np.random.default_rng((MOSAIC, self.seed, epoch, index, stream))
+
+    def _joined(self, samples: tuple[Sample, ...], random: np.random.Generator) -> tuple[Pixels, Boxes]:
+        """A mosaic of four samples: the input's pixels, and boxes [M, 5]."""
+        row, column = (round(side * random.uniform(*MIDDLE)) for side in (self.height, self.width))
+        image, found = np.empty((self.height, self.width, 3), np.uint8), []
+        windows = product(((0, row), (row, self.height)), ((0, column), (column, self.width)))
+        for sample, ((top, bottom), (left, right)) in zip(samples, windows, strict=True):
+            zoom, stretch = float(np.exp(random.uniform(*np.log(self.zoom)))), random.uniform(-1, 1)
+            where = random.random(), random.random()
+            pixels, boxes = self._part(sample, (bottom - top, right - left), zoom, stretch, where)
+            image[top:bottom, left:right] = pixels
+            found.append(boxes + np.array([0, left, top, left, top], np.float32))
+        return image, np.concatenate(found)
+
+    def _part(
+        self, sample: Sample, window: tuple[int, int], zoom: float, stretch: float, where: tuple[float, float]
+    ) -> tuple[Pixels, Boxes]:
+        """A sample in a window (height, width) of the input: its pixels, and the boxes [M, 5] that are seen there."""
+        assert sample.boxes is not None
+        size = sample.image.shape[0], sample.image.shape[1]
+        ratio, side = zoom * min(self.height / size[0], self.width / size[1]), float(self.aspect ** (stretch / 2))
+        placement = _placed(size, (ratio / side, ratio * side), where, window, fit=False)
+        boxes = np.concatenate((sample.boxes[:, :1], placement.to_input(sample.boxes[:, 1:])), 1, dtype=np.float32)
+        seen = visible(boxes, window, rests=window != (self.height, self.width))
+        return place_image(sample.image, placement, window, self.padding), seen
+
+
+def visible(boxes: Boxes, size: tuple[int, int], rests: bool = False) -> Boxes:
+    """Boxes [M, 5] cut at the border of an input of `size` (height, width); too small rests are dropped.
+
+    rests: those with too little of their area become crowds.
+    """
     edges = boxes[:, 1:]
     limit = np.array([size[1], size[0]] * 2, np.float32)
     cut = np.clip(edges, 0, limit)
     sides, whole = cut[:, 2:] - cut[:, :2], edges[:, 2:] - edges[:, :2]
-    kept = (sides >= LEAST_SIDE).all(1) & (sides.prod(1) >= LEAST_VISIBLE * whole.prod(1))
-    return np.concatenate((boxes[kept, :1], cut[kept]), 1)
+    enough = sides.prod(1) >= LEAST_VISIBLE * whole.prod(1)
+    kept = (sides >= LEAST_SIDE).all(1) & (enough | rests)
+    classes = np.where(enough[:, None], boxes[:, :1], np.float32(IGNORE))
+    return np.concatenate((classes[kept], cut[kept]), 1)

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class TransformedDataset(Dataset[Batch]):
     """Dataset and transform as a torch `Dataset`."""
 
     def __init__(self, dataset: SegmentationDataset, transform: Transform, compact: bool = False) -> None:
-        self.source = dataset
+        self.source, self._others = dataset, transform.others
         self._transform = transform.compact if compact else transform
 
     def __len__(self) -> int:
@@ -104,9 +105,10 @@ class TransformedDataset(Dataset[Batch]):
         epoch, index = key
         try:
             sample = self.source.load(index)
+            others = tuple(map(self.source.load, self._others(epoch, index, len(self))))
         except InputError as error:
             raise WorkerInputError(str(error)) from None
-        return self._transform(sample, epoch, index)
+        return self._transform(replace(sample, others=others) if others else sample, epoch, index)
 
 
 class EpochLoader(DataLoader[Batch]):

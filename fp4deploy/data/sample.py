@@ -41,6 +41,7 @@ class Sample:
 
     `instances` int32 [H, W]: 0 where there is no object, else its number, 1, 2, ...; None for semantic training.
     `boxes` float32 [M, 5] of a detection dataset, whose mask is empty.
+    `others`: the images that augmentation joins to this one.
     """
 
     image: Pixels
@@ -48,6 +49,7 @@ class Sample:
     name: str
     instances: InstanceIds | None = None
     boxes: Boxes | None = None
+    others: tuple[Sample, ...] = ()
 
 
 class SegmentationDataset(Protocol):

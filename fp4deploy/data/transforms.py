@@ -47,7 +47,12 @@ AUGMENT = 1  # keeps these random streams apart from the one that shuffles
 
 
 class Transform(Protocol):
-    """Sample -> (image float32 [3, H, W] normalised, labels int64), or before that the compact pixels."""
+    """Sample -> (image float32 [3, H, W] normalised, labels int64), or before that the compact pixels.
+
+    `others` chooses the images of a dataset of `count` that the sample comes with (`Sample.others`).
+    """
+
+    def others(self, epoch: int, index: int, count: int) -> tuple[int, ...]: ...
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]: ...
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
@@ -92,6 +97,10 @@ class EvalTransform:
         image, labels = expand(*self.compact(sample, epoch, index), self._mean, self._std)
         return image.contiguous(), labels
 
+    def others(self, epoch: int, index: int, count: int) -> tuple[int, ...]:
+        """An image is evaluated alone."""
+        return ()
+
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         """(Image uint8 [H, W, 3], labels uint8 [H, W] or int32 [2, H, W])."""
         height, width = sample.mask.shape
@@ -127,18 +136,24 @@ class TrainTransform:
         aspect: float = 1.0,
         hue: float = 0.0,
         upside_down: bool = False,
+        mosaic: float = 0.0,
     ) -> None:
         if seed < 0:
             raise InputError(f"The seed is {seed}; it must be 0 or more.")
         self.height, self.width, self.seed = height, width, seed
         self.zoom, self.jitter, self.upside_down = zoom, jitter, upside_down
-        self.flip, self.rotate, self.aspect, self.hue = flip, rotate, aspect, hue
+        self.flip, self.rotate, self.aspect, self.hue, self.mosaic = flip, rotate, aspect, hue, mosaic
         self._mean, self._std = mean, std
         self.padding = padding_colour(mean)
 
     def __call__(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         image, labels = expand(*self.compact(sample, epoch, index), self._mean, self._std)
         return image.contiguous(), labels
+
+    def others(self, epoch: int, index: int, count: int) -> tuple[int, ...]:
+        """Masks are not joined."""
+        assert not self.mosaic, "only boxes are joined to a mosaic"
+        return ()
 
     def compact(self, sample: Sample, epoch: int = 0, index: int = 0) -> tuple[Tensor, Tensor]:
         """(Image uint8 [H, W, 3], labels uint8 [H, W] or int32 [2, H, W])."""

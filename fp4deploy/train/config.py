@@ -81,6 +81,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _serves_boxes(self) -> Config:
         if self.task != "detection":
+            if self.augment.mosaic:
+                raise ValueError(
+                    f"augment.mosaic = {self.augment.mosaic:g} joins images with boxes, and task={self.task} has "
+                    "masks; leave it 0, or train with task=detection"
+                )
             return self
         if self.augment.rotate:
             raise ValueError(

@@ -218,6 +218,7 @@ class AugmentSection(Section):
     rotate: float = Field(0.0, ge=0, le=90, description="largest angle in degrees; corners become void")
     aspect: float = Field(1.0, ge=1, le=4, description="largest factor between the zooms of the two sides")
     hue: float = Field(0.0, ge=0, le=0.5, description="largest rotation of the hue, as a share of the full circle")
+    mosaic: float = Field(0.0, ge=0, le=1, description="detection: share of the images that are joined of four")
 
 
 class QuantSection(Section):

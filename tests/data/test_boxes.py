@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from PIL import Image
 
 from fp4deploy.data import check_dataset, open_boxes, train_loader
 from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox, visible
-from fp4deploy.data.sample import Sample
+from fp4deploy.data.sample import IGNORE, Sample
 from fp4deploy.errors import InputError
 
 
@@ -153,7 +155,10 @@ def test_what_is_left_of_a_cut_box_must_be_enough() -> None:
     boxes = np.array([[1, -30, 0, 10, 10], [1, -20, 0, 20, 10], [2, 60, 60, 64.5, 63], [1, 5, 5, 5.5, 9]], np.float32)
     kept = visible(boxes, (64, 64))
     assert kept.tolist() == [[1, 0, 0, 10, 10], [1, 0, 0, 20, 10], [2, 60, 60, 64, 63]]
-    assert len(visible(np.array([[1, -31, 0, 10, 10]], np.float32), (64, 64))) == 0
+    little = np.array([[1, -31, 0, 10, 10], [1, -31, 0, 0.5, 10]], np.float32)
+    assert len(visible(little, (64, 64))) == 0
+    assert visible(little, (64, 64), rests=True).tolist() == [[IGNORE, 0, 0, 10, 10]]
+    assert visible(boxes, (64, 64), rests=True).tolist() == kept.tolist()
 
 
 def test_a_batch_is_padded_to_the_most_boxes(tmp_path: Path) -> None:
@@ -164,3 +169,59 @@ def test_a_batch_is_padded_to_the_most_boxes(tmp_path: Path) -> None:
     assert boxes.shape == (2, 2, 5)
     assert sorted((boxes[..., 0] > 0).sum(1).tolist()) == [0, 2]
     assert (boxes[(boxes[..., 0] > 0).sum(1) == 0][..., 0] == -1).all()
+
+
+MOSAIC = {"seed": 3, "zoom": (0.6, 1.8), "jitter": 0.0, "aspect": 1.3, "upside_down": True, "mosaic": 1.0}
+
+
+@pytest.mark.parametrize("epoch", range(12))
+def test_a_mosaic_moves_the_boxes_of_four_images_with_their_pixels(epoch: int) -> None:
+    """Each has a box of its own colour, within a black image, on grey padding."""
+    sizes, colours = ((60, 100), (90, 60), (64, 96), (120, 120)), ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))
+    samples = []
+    for number, (size, colour) in enumerate(zip(sizes, colours, strict=True)):
+        image = np.zeros((*size, 3), np.uint8)
+        image[10:-10, 12:-14] = 255 * np.array(colour)
+        box = np.array([[number + 1, 12, 10, size[1] - 14, size[0] - 10]], np.float32)
+        samples.append(Sample(image, np.zeros(size, np.uint8), str(number), boxes=box))
+    joined = replace(samples[0], others=tuple(samples[1:]))
+    image, boxes = BoxTrainTransform(64, 96, **MOSAIC).compact(joined, epoch, 0)
+    assert image.shape == (64, 96, 3)
+    assert len(boxes) >= 2
+    assert (boxes[:, 1:] >= 0).all()
+    assert (boxes[:, 3] <= 96).all()
+    assert (boxes[:, 4] <= 64).all()
+    seen = {int(number): edges for number, *edges in boxes.tolist() if number != IGNORE}
+    assert seen
+    for number, edges in seen.items():
+        rows, columns = np.nonzero(((image.numpy() > 127) == colours[number - 1]).all(2))
+        np.testing.assert_allclose(edges, (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1), atol=1.6)
+
+
+def test_mosaics_are_a_share_of_the_samples_and_depend_on_seed_epoch_and_index_alone() -> None:
+    half, again, other = (BoxTrainTransform(64, 64, seed=seed, mosaic=0.5) for seed in (1, 1, 2))
+    places = list(product(range(10), range(20)))
+    chosen = [half.others(*place, 7) for place in places]
+    assert 80 < sum(map(bool, chosen)) < 120
+    assert {len(others) for others in chosen} == {0, 3}
+    assert {number for others in chosen for number in others} == set(range(7))
+    assert chosen == [again.others(*place, 7) for place in reversed(places)][::-1]
+    assert chosen != [other.others(*place, 7) for place in places]
+    sample, plain = marked(60, 100, (30, 20, 62, 44)), BoxTrainTransform(64, 64, seed=1)
+    assert plain.others(2, 3, 7) == ()
+    assert (plain.compact(sample, 2, 3)[0] == half.compact(sample, 2, 3)[0]).all()  # one that is not joined
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_reads_the_images_of_its_mosaics(tmp_path: Path, workers: int) -> None:
+    root = dataset(tmp_path, [{"bbox": [10, 5, 20, 10]}, {"bbox": [40, 5, 20, 10]}])
+    data, augment = open_boxes(root, "train"), BoxTrainTransform(32, 64, **MOSAIC)
+    loader = train_loader(data, augment, 2, workers, seed=5, compact=True)
+    loader.set_epoch(4)
+    images, _ = next(iter(loader))
+    loader.close()
+    loader.set_epoch(4)
+    for position, (epoch, index) in enumerate(loader.sampler):
+        others = tuple(map(data.load, augment.others(epoch, index, len(data))))
+        assert len(others) == 3
+        assert (images[position] == augment.compact(replace(data.load(index), others=others), epoch, index)[0]).all()

@@ -123,3 +123,10 @@ def test_detectors_of_torchvision_have_learning_rates_of_their_own(
     assert (config.train.lr, config.train.finetune_lr) == rates
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config == with_settings(config, [])
+
+
+@pytest.mark.parametrize("task", ["semantic", "instance"])
+def test_a_mosaic_is_of_boxes(task: str) -> None:
+    assert load_config(None, ["task=detection", "augment.mosaic=0.5"]).augment.mosaic == 0.5
+    with pytest.raises(InputError, match=f"augment.mosaic = 0.5 joins images with boxes, and task={task} has masks"):
+        load_config(None, [f"task={task}", "augment.mosaic=0.5"])
