@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.helper
-import onnx.shape_inference
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -28,8 +26,8 @@ from fp4deploy.export.onnx.quantize_function import (
     QUANTIZE_OP,
     STATIC_QUANTIZE_OPS,
     TRT_DOMAIN,
-    dynamic_quantize_function,
 )
+from fp4deploy.export.onnx.trt_operators import with_shapes
 
 FORMATS = {
     "FLOAT4E2M1": "FP4",
@@ -93,7 +91,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Multiplication:
-    """One GEMM or convolution: its node, operator, operands, and the shape of its weight (() where unknown)."""
+    """One GEMM or convolution: its node, operator, operands, and the shape of its weight (() where unknown).
+
+    bias: format of a bias whose type is not that of the operands, "" where they agree.
+    """
 
     name: str
     operator: str
@@ -101,6 +102,7 @@ class Multiplication:
     activation: Operand
     weight_shape: tuple[int, ...]
     constant_weight: bool
+    bias: str = ""
 
     @property
     def requested(self) -> str:
@@ -118,7 +120,7 @@ def multiplications(model: onnx.ModelProto) -> list[Multiplication]:
 
     Integer operators that hold their scales themselves (QLinearConv, MatMulInteger, ...) are listed as INT8.
     """
-    graph = _with_shapes(model)
+    graph = ir.from_proto(with_shapes(model)).graph
     found = []
     for number, node in enumerate(graph):
         if node.op_type in GEMM_OPS and len(node.inputs) > 1:
@@ -138,19 +140,6 @@ def multiplications(model: onnx.ModelProto) -> list[Multiplication]:
 INTEGER_OPS = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QGemm")
 
 
-def _with_shapes(model: onnx.ModelProto) -> ir.Graph:
-    """The graph with inferred shapes; files of other tools lack the function that defines TensorRT's quantiser."""
-    domains = {node.domain for node in model.graph.node if node.op_type == QUANTIZE_OP}
-    if domains == {TRT_DOMAIN} and not any(function.name == QUANTIZE_OP for function in model.functions):
-        complete = onnx.ModelProto()
-        complete.CopyFrom(model)
-        complete.functions.append(dynamic_quantize_function())
-        if not any(entry.domain == TRT_DOMAIN for entry in complete.opset_import):
-            complete.opset_import.append(onnx.helper.make_opsetid(TRT_DOMAIN, 1))
-        model = complete
-    return ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True)).graph
-
-
 def _multiplication(node: ir.Node, number: int) -> Multiplication:
     activation, weight = node.inputs[0], node.inputs[1]
     return Multiplication(
@@ -160,7 +149,35 @@ def _multiplication(node: ir.Node, number: int) -> Multiplication:
         activation=_operand(activation, *_activation_axes(node)),
         weight_shape=_shape(weight),
         constant_weight=_constant(weight),
+        bias=_other_bias(node),
     )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An operator that reads FP4 values and multiplies nothing, such as a pooling."""
+
+    name: str
+    operator: str
+    activation: Operand
+
+
+def other_readers(model: onnx.ModelProto) -> list[Reader]:
+    """Readers of FP4 activations that are no GEMM or convolution; ModelOpt's default settings quantise poolings."""
+    found = []
+    for node in ir.from_proto(with_shapes(model)).graph:
+        if node.op_type in (*GEMM_OPS, *PASSING, *DEQUANTIZE_OPS) or not node.inputs:
+            continue
+        rank = len(_shape(node.inputs[0]))
+        operand = _operand(node.inputs[0], [f"axis {axis}" for axis in range(rank)], rank - 1)
+        if operand.format == "FP4":
+            found.append(Reader(node.name or node.op_type, node.op_type, operand))
+    return found
+
+
+def _other_bias(node: ir.Node) -> str:
+    operand, bias = _format(node.inputs[0]), _format(node.inputs[2]) if len(node.inputs) > 2 else ""
+    return bias if bias and operand and bias != operand else ""
 
 
 def _weight_axes(node: ir.Node) -> tuple[list[str], int]:

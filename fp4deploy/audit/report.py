@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4deploy.audit.engine_info import engine_rows, is_engine_info
-from fp4deploy.audit.operands import Multiplication, multiplications
+from fp4deploy.audit.operands import Multiplication, multiplications, other_readers
 from fp4deploy.audit.ort_profile import is_profile, profile_rows
 from fp4deploy.audit.targets import TARGETS, Target
 from fp4deploy.errors import InputError
@@ -94,7 +94,8 @@ def _read_json(path: Path) -> Any:
 
 def _audit_onnx(path: Path, target: Target) -> Audit:
     rows = []
-    for layer in multiplications(parse_onnx(path)):
+    model = parse_onnx(path)
+    for layer in multiplications(model):
         verdict = target.rule(layer)
         rows.append(
             AuditRow(
@@ -110,6 +111,11 @@ def _audit_onnx(path: Path, target: Target) -> Audit:
         )
     if not rows:
         raise InputError(f"{path} has no convolution or matrix multiplication to audit.")
+    for reader in other_readers(model):
+        if reason := target.refuses(reader.activation):
+            operand = str(reader.activation)
+            row = AuditRow(reader.name, reader.operator, "FP4", "", operand, "refused", reason, True)
+            rows.append(row)
     return Audit(str(path), target.title, target.evidence, tuple(rows))
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp4deploy.audit.operands import INTEGER_OPS, Multiplication, Operand
+from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
 
+NO_FP4 = "ONNX Runtime has no FP4 on the CPU; fp4deploy export --portable decomposes it"
 NO_BLOCKS = "its blocks cannot be followed through the graph"
 
 
@@ -29,15 +31,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Target:
-    """A runtime and its rule."""
+    """A runtime, its rule for a layer, and why it refuses a file for an FP4 quantiser ("" where it takes it)."""
 
     name: str
     title: str
     evidence: str
     rule: Callable[[Multiplication], Verdict]
+    refuses: Callable[[Operand], str]
 
 
 def _tensorrt(layer: Multiplication) -> Verdict:
+    if layer.bias:
+        return Verdict("refused", f"its bias is {layer.bias}, and its operands are of another type")
     requested = layer.requested
     if layer.operator in INTEGER_OPS or layer.operator == "MatMulNBits":
         return Verdict("refused", f"its ONNX parser has no {layer.operator}; write Q/DQ nodes instead")
@@ -48,7 +53,7 @@ def _tensorrt(layer: Multiplication) -> Verdict:
             _wide(layer.activation), f"weights are stored in {requested.removesuffix(' weights')} and decoded"
         )
     if requested in ("FP8", "INT8"):
-        problem = _eight_bit_problem(layer)
+        problem = _eight_bit_problem(layer) or (_no_fp8(layer) if requested == "FP8" else "")
         return Verdict("FP16", problem) if problem else Verdict(requested)
     if " x " in requested:
         return Verdict("FP16", f"operands of two formats ({requested}) have no common product")
@@ -99,6 +104,15 @@ def _refused(operand: Operand) -> str:
     return ""
 
 
+def _no_fp8(layer: Multiplication) -> str:
+    return why_not_fp8(layer.weight_shape[2:], layer.operator == "ConvTranspose") if "Conv" in layer.operator else ""
+
+
+def _tensorrt_refuses(operand: Operand) -> str:
+    problem = _refused(operand)
+    return f"its input {problem}" if problem else ""
+
+
 def _eight_bit_problem(layer: Multiplication) -> str:
     if layer.activation.scaling != "tensor":
         return f"the activation has one scale for each {layer.activation.scaling}, and needs one for the tensor"
@@ -109,7 +123,7 @@ def _eight_bit_problem(layer: Multiplication) -> str:
 
 def _ort_cpu(layer: Multiplication) -> Verdict:
     if "FP4" in (layer.weight.format, layer.activation.format):
-        return Verdict("refused", "ONNX Runtime has no FP4 on the CPU; fp4deploy export --portable decomposes it")
+        return Verdict("refused", NO_FP4)
     if layer.weight.tensorrt or layer.activation.tensorrt:
         return Verdict("refused", "its quantisers are operators of TensorRT, which ONNX Runtime does not have")
     if layer.requested == "INT8":
@@ -131,8 +145,15 @@ TARGETS = {
             "TensorRT-RTX 1.7, SM120/SM121",
             "measured: engines built without a GPU, kernels read from the build log",
             _tensorrt,
+            _tensorrt_refuses,
         ),
-        Target("tensorrt", "TensorRT 10.8 to 11.4, SM100 and later", "documented by NVIDIA; not built here", _tensorrt),
-        Target("onnxruntime", "ONNX Runtime 1.31, CPU", "measured on a CPU", _ort_cpu),
+        Target(
+            "tensorrt",
+            "TensorRT 10.8 to 11.4, SM100 and later",
+            "documented by NVIDIA; not built here",
+            _tensorrt,
+            _tensorrt_refuses,
+        ),
+        Target("onnxruntime", "ONNX Runtime 1.31, CPU", "measured on a CPU", _ort_cpu, lambda operand: NO_FP4),
     )
 }

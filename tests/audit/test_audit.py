@@ -354,3 +354,56 @@ def test_an_unknown_target_lists_the_known(tmp_path: Path) -> None:
     onnx.save(_matmul(), tmp_path / "model.onnx")
     with pytest.raises(InputError, match="tensorrt-rtx, tensorrt, onnxruntime"):
         audit_file(tmp_path / "model.onnx", "tpu")
+
+
+def _gemm_of_modelopt(bias: int) -> onnx.ModelProto:
+    """As ModelOpt writes a linear layer: operands cast to FP16, codes among the inputs, a name for a size it lost."""
+    nodes, constants = _weight([32, 64], 1)
+    half = [helper.make_node("Cast", [name], [f"{name}16"], to=TensorProto.FLOAT16) for name in ("a", "w")]
+    product = helper.make_node("Gemm", ["a16", "w16", "bias"], ["product"], name="fc", transB=1)
+    bias_value = helper.make_tensor("bias", bias, [32], bytes(32 * (4 if bias == TensorProto.FLOAT else 2)), raw=True)
+    last = helper.make_node("Cast", ["product"], ["y"], to=TensorProto.FLOAT)
+    model = _model([*_dynamic("x", "a", -1), *nodes, *half, product, last], [*constants, bias_value], [4, 64], [4, 32])
+    model.graph.input.append(helper.make_tensor_value_info("codes", FP4, [32, 64]))
+    model.graph.value_info.append(helper.make_tensor_value_info("a16", TensorProto.FLOAT16, [4, "lost"]))
+    return model
+
+
+def test_a_bias_of_another_type_than_the_operands_is_refused() -> None:
+    """ModelOpt writes an FP32 bias beside FP16 operands unless the whole file is FP16; TensorRT-RTX refuses it."""
+    assert TARGETS["tensorrt-rtx"].rule(_one(_gemm_of_modelopt(TensorProto.FLOAT16))).runs == "FP4"
+    verdict = TARGETS["tensorrt-rtx"].rule(_one(_gemm_of_modelopt(TensorProto.FLOAT)))
+    assert (verdict.runs, verdict.reason) == ("refused", "its bias is FP32, and its operands are of another type")
+
+
+def test_a_pooling_of_fp4_values_is_listed_where_its_quantizer_is_refused(tmp_path: Path) -> None:
+    """The engine refuses the whole file for it, whatever its layers are in."""
+    weight = numpy_helper.from_array(np.ones((8, 64, 3, 3), np.float32), "w")
+    pool = helper.make_node("MaxPool", ["a"], ["pooled"], name="pool", kernel_shape=[2, 2])
+    conv = helper.make_node("Conv", ["pooled", "w"], ["y"], name="conv")
+    model = _model(
+        [*_dynamic("x", "a", -1), pool, conv], [_constant("s", 1, []), weight], [1, 64, 32, 32], [1, 8, 29, 29]
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    conv_row, pool_row = audit_file(tmp_path / "m.onnx").rows
+    assert (conv_row.layer, conv_row.runs) == ("conv", "FP32")
+    assert (pool_row.layer, pool_row.operator, pool_row.runs, pool_row.fell_back) == (
+        "pool",
+        "MaxPool",
+        "refused",
+        True,
+    )
+    assert pool_row.reason == "its input is quantised with 4 axes; TRT_FP4DynamicQuantize takes 2 or 3"
+
+
+@pytest.mark.parametrize(("kernel", "runs"), [((5, 5), "FP8"), ((4, 8), "FP8"), ((7, 7), "FP16")])
+def test_fp8_convolutions_have_at_most_32_taps(kernel: tuple[int, int], runs: str) -> None:
+    weight = [_constant("codes", FP8, [32, 16, *kernel]), _constant("s", 1, []), _constant("zero", FP8, [])]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["x.codes"]),
+        helper.make_node("DequantizeLinear", ["x.codes", "s"], ["a"]),
+        helper.make_node("DequantizeLinear", ["codes", "s"], ["w"]),
+        helper.make_node("Conv", ["a", "w"], ["y"], name="conv"),
+    ]
+    layer = _one(_model(nodes, weight, [1, 16, 32, 32], [1, 32, 33 - kernel[0], 33 - kernel[1]]))
+    assert TARGETS["tensorrt-rtx"].rule(layer).runs == runs

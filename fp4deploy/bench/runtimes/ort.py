@@ -1,4 +1,5 @@
-"""ONNX Runtime on the CPU: portable files as they are, canonical files through the portable lowering in memory.
+"""ONNX Runtime on the CPU: portable files as they are, canonical files and those with TensorRT's operators through the
+portable lowering in memory.
 
 ONNX Runtime has no FP4 kernels, so the lowering decomposes NVFP4 into standard operators of FP32 and INT8: the numbers
 are those of docs/numerics.md, the speed is that of an emulation.
@@ -28,6 +29,7 @@ from fp4deploy.export import read_onnx, to_portable
 from fp4deploy.export.onnx.boxes import OUTPUTS
 from fp4deploy.export.onnx.canonical import foreign_graph, is_canonical
 from fp4deploy.export.onnx.session import FATAL, portable_session
+from fp4deploy.export.onnx.trt_operators import has_trt_operators
 from fp4deploy.models.card import ModelCard
 
 LIKE = "Give --like the network's own classes and size."
@@ -44,19 +46,18 @@ class OrtRuntime:
         self._advice = EXPORT_AGAIN if self._card else LIKE
         with foreign_graph(path):
             fp4 = is_fp4(model, self._card)
-            canonical = is_canonical(model)
-            if canonical:
-                model = to_portable(model)
-            self._session = portable_session(model)
+            own = weights(model)
+            lowered = is_canonical(model) or has_trt_operators(model)
+            self._session = portable_session(to_portable(model) if lowered else model)
         self.inputs = ports_of(self._session, path)
         self._names = [each.name for each in self._session.get_outputs()]
         self.precision = "NVFP4 (emulated)" if fp4 else "FP16 (run in FP32)"
         if self._card is None:
-            self.precision = self.precision if canonical else weights(model)
+            self.precision = self.precision if fp4 or is_canonical(model) else own
             if like is not None:
                 first = self._session.get_outputs()[0]
                 self._card = like.card(self.inputs, (first.name, first.shape), fp4, path)
-        form = "CPU, lowered in memory" if canonical else "CPU"
+        form = "CPU, lowered in memory" if lowered else "CPU"
         self.name = f"ONNX Runtime {ort.__version__} ({form})"
         self.device = cpu_name()
 

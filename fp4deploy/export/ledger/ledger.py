@@ -11,7 +11,7 @@ node names start with torch module names, which leads from a kernel back to a la
 
 | field | from |
 |---|---|
-| requested | the recipe, carried in the ONNX metadata |
+| requested | the recipe, carried in the ONNX metadata; of another tool's file, the format of both operands |
 | planned | the lowering: FP4 for a GEMM or a plugin, FP8 or FP16 for a convolution |
 | actual | the operand types of the kernel that multiplies: FP4 only where *both* operands are FP4 |
 | weights | the type of the layer's constants inside the plan |
@@ -22,9 +22,9 @@ A plugin is a kernel of this project. The engine stores its compiled code and se
 has its planned precision where the engine lists a plugin for it that reads INT8: FP4, or FP16 on GPUs before Blackwell,
 where the kernel decodes.
 
-A layer **fell back** when it requested FP4 or FP8 and its actual precision or its weight storage is not the planned
-one, or when no kernel was found for it: without evidence nothing is claimed. The plan was built and inspected, not
-run; the ledger speaks of the kernels that were chosen, not of time or accuracy.
+A layer **fell back** when it requested FP4, FP8 or INT8 and its actual precision or its weight storage is not the
+planned one, or when no kernel was found for it: without evidence nothing is claimed. The plan was built and inspected,
+not run; the ledger speaks of the kernels that were chosen, not of time or accuracy.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ COLUMNS = ("layer", "kind", "wanted", "realised", "weights", "form", "input", "r
 class PlannedLayer:
     """What one torch layer should become in the engine.
 
-    `requested` is the recipe's precision; `form` is "gemm", "qdq", "fp8", "plugin" or "plain"; `compute` and `weights`
-    are what this lowering can reach, and `reason` says why where that is less than requested. `nodes` are the layer's
-    ONNX nodes, `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image. `input` is
-    the operator whose result the layer's quantiser reads (`lowering.placement`), "" where none does.
+    `requested` is the recipe's precision; `form` is "gemm", "qdq", "fp8", "int8", "plugin" or "plain"; `compute` and
+    `weights` are what this lowering can reach, and `reason` says why where that is less than requested. `nodes` are
+    the layer's ONNX nodes, `compute_nodes` the one that multiplies. `macs` counts multiply-accumulates for one image.
+    `input` is the operator whose result the layer's quantiser reads (`lowering.placement`), "" where none does.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Ledger:
         return ModelCard.from_json(json.dumps(self.card), f"The model card of {self.plan}") if self.card else None
 
     def fallbacks(self) -> tuple[LedgerRow, ...]:
-        """Layers that requested FP4 and do not have the planned precision or weight storage."""
+        """Layers that requested FP4, FP8 or INT8 and do not have the planned precision or weight storage."""
         return tuple(row for row in self.layers if row.fell_back)
 
     def require_no_fallback(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fp4deploy.export.lowering.decode import NO_GEMM, SINGLE_BLOCK
-from fp4deploy.export.lowering.fp8 import NO_TRANSPOSED
+from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.placement import is_pointwise, is_upsampling
@@ -54,7 +54,7 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
         return Forecast("FP4", "FP4", "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace")
     if isinstance(layer, nn.Conv2d) and layer.groups > 1 and layer.kernel_size == (1, 1):
         return Forecast("FP16", "FP16", NO_GEMM)
-    spatial = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
+    spatial = isinstance(layer, nn.Conv2d) and not is_pointwise(layer) and not why_not_fp8(layer.kernel_size, False)
     if spatial and (conv == "fp8" or (conv == "auto" and _is_one_gemm(layer))):
         return Forecast("FP8", "FP8", "no FP4 convolution in TensorRT: an FP8 convolution")
     if not _is_one_gemm(layer):
@@ -69,8 +69,9 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
 
 def forecast_fp8(layer: nn.Module) -> Forecast:
     """The forecast of a layer that is FP8 in the model, under any `--conv` mode."""
-    if isinstance(layer, nn.ConvTranspose2d):
-        return Forecast("FP16", "FP8", NO_TRANSPOSED)
+    assert isinstance(layer.weight, nn.Parameter)
+    if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, nn.ConvTranspose2d)):
+        return Forecast("FP16", "FP8", problem)
     return Forecast("FP8", "FP8", "FP8 as the model has it")
 
 

@@ -11,12 +11,15 @@ closer to the unquantised one than what the model was trained or calibrated with
 decoded and rounded to E4M3 again: a code times a block scale has up to five significant bits, E4M3 has four. They take
 twice the bytes. So this form trades the size of the plan and a little rounding for FP8 tensor cores in layers that
 would run in FP16; it has been built and inspected, and timed by nobody. Transposed convolutions stay what they are:
-TensorRT-RTX 1.7 multiplies them in FP16 whatever their operands are.
+TensorRT-RTX 1.7 multiplies them in FP16 whatever their operands are, and so convolutions of more than 32 taps (7x7).
 
 Scales are FP16, as the tensors are; a layer whose scales FP16 could not hold (amax below 0.03) is left as it is.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -30,12 +33,23 @@ from fp4deploy.formats.constants import E4M3_MAX, nvfp4_range
 
 NO_TRANSPOSED = "TensorRT-RTX multiplies transposed convolutions in FP16: their FP8 weights are decoded"
 REASON = "no FP4 convolution in TensorRT: FP4 weights, decoded and rounded to FP8, and FP8 activations"
+MOST_TAPS = 32  # of an FP8 convolution, found by building: 4x8 and 31x1 are FP8, 1x33, 5x7, 6x6 and 7x7 are not
+TOO_MANY_TAPS = (
+    f"TensorRT-RTX has FP8 convolutions of at most {MOST_TAPS} taps: the FP8 weights of this one are decoded"
+)
 SMALLEST_SCALE = 2.0**-14  # FP16's smallest normal number
 
 
+def why_not_fp8(kernel: Sequence[int], transposed: bool) -> str:
+    """Why the compiler decodes the FP8 weights of a convolution; "" where it multiplies in FP8."""
+    if transposed:
+        return NO_TRANSPOSED
+    return TOO_MANY_TAPS if math.prod(kernel) > MOST_TAPS else ""
+
+
 def can_be_fp8(layer: Fp4Layer) -> bool:
-    """Whether this FP4 layer is a 2-D convolution, not a transposed one, whose scales FP16 can hold."""
-    if layer.kind != "Conv2d" or layer.shape is None:
+    """Whether this FP4 layer is a 2-D convolution that the compiler has in FP8, and its scales are numbers of FP16."""
+    if layer.kind != "Conv2d" or layer.shape is None or why_not_fp8(layer.kernel, transposed=False):
         return False
     return activation_scale(layer) >= SMALLEST_SCALE
 

@@ -49,6 +49,7 @@ from fp4deploy.export.lowering.scales import RepeatGlobalScales
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.size import fix_size
+from fp4deploy.export.onnx.trt_operators import with_shapes
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.models.card import CARD_KEY
 
@@ -210,7 +211,7 @@ def _check_stored(tensor: onnx.TensorProto) -> None:
 def _with_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with inferred shapes where inference succeeds (they are only used to count multiplications)."""
     try:
-        return onnx.shape_inference.infer_shapes(proto)
+        return with_shapes(proto)
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError):
         return proto
 

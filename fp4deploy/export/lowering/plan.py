@@ -13,16 +13,18 @@ from collections.abc import Collection, Mapping
 import onnx_ir as ir
 
 from fp4deploy.export.ledger.ledger import PlannedLayer
-from fp4deploy.export.lowering.fp8 import NO_TRANSPOSED
+from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
 from fp4deploy.export.lowering.linear import PART
 from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
 from fp4deploy.export.onnx.canonical import GEMM_OPS
+from fp4deploy.export.onnx.quantize_function import DEQUANTIZE_OPS, STATIC_QUANTIZE_OPS
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
 
 MARK = ".plugin"  # between a layer's name and the role of a constant of its plugin
 
 _SAME_SHAPE = ("Relu", "GroupNormalization", "InstanceNormalization", "Identity", "Cast", "Sigmoid")
+_CODES = {ir.DataType.FLOAT8E4M3FN: "FP8", ir.DataType.INT8: "INT8"}
 _PRECISIONS = {ir.DataType.FLOAT16: "FP16", ir.DataType.FLOAT: "FP32", ir.DataType.BFLOAT16: "BF16"}
 
 
@@ -72,7 +74,7 @@ def plan_layers(
     for name in names:
         nodes, request = computing.get(name, []), requests.get(name, {})
         layer, first = fp4_layers.get(name), nodes[0] if nodes else None
-        requested = request.get("precision") or ("FP4" if layer is not None else "FP16")
+        requested = request.get("precision") or ("FP4" if layer is not None else _asked(first) or "FP16")
         form, compute, weights, reason = _forecast(
             layer, first, requested, lowered.get(name), conv, request.get("reason", ""), name in plugins
         )
@@ -165,10 +167,12 @@ def _forecast(
         dtype = node.outputs[0].dtype if node is not None else None
         high = _PRECISIONS.get(dtype, "FP16") if dtype is not None else "FP16"
         stored = weight_initializer(node) if node is not None else None
-        if stored is not None and stored.dtype == ir.DataType.FLOAT8E4M3FN:
-            if node is not None and node.op_type == "ConvTranspose":
-                return "fp8", "FP16", "FP8", f"{kept}; {NO_TRANSPOSED}" if kept else NO_TRANSPOSED
-            return "fp8", "FP8", "FP8", kept
+        if node is not None and stored is not None and stored.dtype == ir.DataType.FLOAT8E4M3FN:
+            problem = why_not_fp8(_kernel(node), node.op_type == "ConvTranspose")
+            reason = "; ".join(text for text in (kept, problem) if text)
+            return "fp8", high if problem else "FP8", "FP8", reason
+        if stored is not None and node is not None and _asked(node) == requested:
+            return requested.lower(), requested, requested, kept
         if requested in ("FP4", "FP8"):
             return "plain", requested, requested, f"the file holds no {requested} weights for this layer"
         return "plain", high, high, kept
@@ -185,6 +189,30 @@ def _forecast(
     else:
         why = "TensorRT has no FP4 convolution, and this form is not a single GEMM"
     return "qdq", "FP16", "FP4", why
+
+
+def _kernel(node: ir.Node) -> list[int]:
+    """Extents of a convolution's kernel; [] of a GEMM and where they are not known."""
+    weight = node.inputs[1]
+    known = node.op_type.startswith("Conv") and weight is not None and weight.shape is not None
+    return [size for size in list(weight.shape)[2:] if isinstance(size, int)] if known else []  # type: ignore[union-attr]
+
+
+def _asked(node: ir.Node | None) -> str:
+    """FP8 or INT8 where both operands of a GEMM or convolution are decoded from it, as other tools ask for it."""
+    found = {_decoded_from(value) for value in node.inputs[:2]} if node is not None and len(node.inputs) > 1 else set()
+    return found.pop() if len(found) == 1 else ""
+
+
+def _decoded_from(value: ir.Value | None) -> str:
+    codes = next((node.inputs[0] for node in chain(value) if node.op_type in DEQUANTIZE_OPS), None)
+    if codes is None:
+        return ""
+    producer, dtype = codes.producer(), codes.dtype
+    if producer is not None and producer.op_type in STATIC_QUANTIZE_OPS and len(producer.inputs) > 2:
+        zero = producer.inputs[2]
+        dtype = zero.dtype if zero is not None and zero.dtype is not None else dtype
+    return _CODES.get(dtype, "") if dtype is not None else ""
 
 
 def _nodes_by_layer(

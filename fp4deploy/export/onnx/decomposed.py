@@ -25,7 +25,6 @@ from typing import cast
 
 import numpy as np
 import onnx
-import onnx.shape_inference
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import NameFixPass, RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
@@ -39,6 +38,7 @@ from fp4deploy.export.onnx.decomposed_quantize import (
     unsupported,
 )
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.onnx.trt_operators import standardized
 from fp4deploy.export.onnx.writer import NodeWriter
 from fp4deploy.formats import global_amax
 
@@ -49,7 +49,7 @@ _TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 
 
 def to_portable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Rewrite a canonical Q/DQ model (ours, or another with the same operators) for plain ONNX Runtime.
+    """Rewrite a canonical Q/DQ model, or one of another tool in TensorRT's operators, for plain ONNX Runtime.
 
     Returns:
         A new model: float32 in and out, same names, standard operators only, metadata kept.
@@ -57,7 +57,7 @@ def to_portable(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         InputError: FP4 operators in a form that cannot be decomposed.
     """
-    portable = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    portable = ir.from_proto(standardized(model))
     passes = (
         DecodeWeights(),
         DecomposeQuantizers(),

@@ -153,13 +153,14 @@ def _dequantizers(node: ir.Node) -> tuple[list[ir.Node], list[ir.Node]]:
 def _decompose(writer: NodeWriter, node: ir.Node) -> ir.Value:
     """Quantise and dequantise by the formulas of this module."""
     x, scale = node.inputs
-    if scale is None or scale.const_value is None or scale.const_value.size != 1:
+    whole_scale = ir.convenience.get_const_tensor(scale) if scale is not None else None
+    if whole_scale is None or whole_scale.size != 1:
         raise unsupported(node, "its global scale must be a constant scalar")
     if x is None or x.shape is None:
         raise unsupported(node, "the shape of its input is unknown")
     axis = _attribute(node, "axis", -1) % len(x.shape)
     blocked, whole = _split_shapes(node, tuple(x.shape), axis, _attribute(node, "block_size", NVFP4_BLOCK))
-    amax = global_amax(np.float32(scale.const_value.numpy().item()))
+    amax = global_amax(np.float32(whole_scale.numpy().item()))
     blocks = writer.add("Reshape", "blocks", x, writer.constant("blocked_shape", blocked))
     scales, element = _compute_scales(writer, blocks, axis + 1, amax)
     values = _round_to_e2m1(writer, writer.add("Mul", "scaled", blocks, element))

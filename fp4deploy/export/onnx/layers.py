@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnx.shape_inference
 import onnx_ir as ir
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import GEMM_OPS, LAYERS_KEY, foreign_graph, metadata_object, read_onnx
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.onnx.trt_operators import with_shapes
 from fp4deploy.models.card import CARD_KEY
 from fp4deploy.schema import parse_json, validated
 
@@ -98,7 +98,7 @@ def _described(path: Path) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[
 def layers_of(model: onnx.ModelProto) -> list[OnnxLayer]:
     """The layers of a model in memory, in the order of its graph."""
     planned = planned_layers(model)
-    graph = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True)).graph
+    graph = ir.from_proto(with_shapes(model)).graph
     nodes = [node for node in graph if node.name in planned]
     if not nodes:
         nodes = [node for node in graph if node.op_type in GEMM_OPS.keys() | _NORMS and _owns_weight(node)]

@@ -21,13 +21,14 @@ class Forms(nn.Module):
         self.plain = nn.Conv2d(32, 32, 3, padding=1)
         self.strided = nn.Conv2d(32, 32, 3, stride=2, padding=1)
         self.uneven = nn.Conv2d(32, 32, (3, 5), padding=(1, 2))
+        self.wide = nn.Conv2d(32, 32, 7, padding=3)
         self.up = nn.ConvTranspose2d(32, 16, 2, stride=2)
         self.slow_up = nn.ConvTranspose2d(16, 16, 4, stride=2, padding=1)
         self.grouped, self.grouped_point = nn.Conv2d(32, 32, 3, padding=1, groups=2), nn.Conv2d(32, 32, 1, groups=2)
         self.gate, self.linear_gate = nn.Conv2d(16, 1, 1), nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.uneven(self.strided(self.plain(self.point(x))))
+        x = self.wide(self.uneven(self.strided(self.plain(self.point(x)))))
         x = self.slow_up(self.up(self.grouped_point(self.grouped(x))))
         return self.gate(x) + self.linear_gate(x.movedim(1, -1)).movedim(-1, 1)
 
