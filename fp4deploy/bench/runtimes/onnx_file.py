@@ -47,10 +47,16 @@ def _extent(size: Any) -> Extent:
 
 
 def weights(model: onnx.ModelProto) -> str:
-    """The type of most weights of a file that is not ours: "FP32", "FP16", "INT8"."""
+    """The type of most weights of a file that is not ours, as it multiplies them: "FP32", "FP16", "INT8"."""
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant":
+            types.update((node.output[0], each.t.data_type) for each in node.attribute if each.name == "value")
+    quantizers = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and len(node.input) > 2]
+    quantized = {node.input[0]: types.get(node.input[2], 0) for node in quantizers}
     counts: Counter[int] = Counter()
     for tensor in model.graph.initializer:
-        counts[tensor.data_type] += math.prod(tensor.dims)
+        counts[quantized.get(tensor.name, tensor.data_type)] += math.prod(tensor.dims)
     most = max((kind for kind in counts if kind in WEIGHTS), key=counts.__getitem__, default=onnx.TensorProto.FLOAT)
     return WEIGHTS[most]
 

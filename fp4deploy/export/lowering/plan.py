@@ -193,9 +193,8 @@ def _forecast(
 
 def _kernel(node: ir.Node) -> list[int]:
     """Extents of a convolution's kernel; [] of a GEMM and where they are not known."""
-    weight = node.inputs[1]
-    known = node.op_type.startswith("Conv") and weight is not None and weight.shape is not None
-    return [size for size in list(weight.shape)[2:] if isinstance(size, int)] if known else []  # type: ignore[union-attr]
+    shape = node.inputs[1].shape if node.inputs[1] is not None and node.op_type.startswith("Conv") else None
+    return [size for size in shape[2:] if isinstance(size, int)] if shape is not None else []
 
 
 def _asked(node: ir.Node | None) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 
+from fp4deploy.bench.runtimes.onnx_file import weights
 from fp4deploy.export.lowering.lower import lower
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.session import portable_session
@@ -145,5 +146,7 @@ def test_an_int8_file_asks_for_int8() -> None:
             helper.make_node("DequantizeLinear", [f"{target}.codes", "s", "zero"], [target]),
         ]
     nodes.append(helper.make_node("Conv", ["a", "w"], ["y"], name="conv"))
-    (layer,) = lower(_model(nodes, constants, [1, 3, 12, 12], [1, 16, 10, 10])).layers
+    model = _model(nodes, constants, [1, 3, 12, 12], [1, 16, 10, 10])
+    assert weights(model) == "INT8"  # stored in FP32, as ModelOpt leaves them
+    (layer,) = lower(model).layers
     assert (layer.requested, layer.compute, layer.weights, layer.form) == ("INT8", "INT8", "INT8", "int8")
