@@ -6,6 +6,7 @@ file under a temporary name first: no file exists that was not compared (except 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any, overload
 import onnx
 from torch import nn
 
-from fp4deploy import provenance
+from fp4deploy import __version__, provenance
+from fp4deploy.data.palette import colours
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
@@ -29,11 +31,13 @@ from fp4deploy.export.verify.outputs import (
     validation_images,
     verify_decomposed,
 )
-from fp4deploy.files import atomic_write
+from fp4deploy.files import atomic_write, file_digest
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import deployed, load_model, quantized_layers
+
+ABOUT_KEY = "fp4deploy.about"  # metadata: version, SHA-256 of the checkpoint, colours of the classes
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ def export_onnx(
     if size is not None:
         found = replace(found, height=size[0], width=size[1])
     canonical = export_graph(model, (3, found.height, found.width), found, dynamic_size)
+    _describe(canonical, found, checkpoint)
     decomposed = to_portable(canonical) if portable or verify else None
     verification = None
     if verify and data is not None and decomposed is not None:
@@ -176,6 +181,7 @@ def _export_module(
         raise InputError(f"{out} should end in .onnx.")
     card, portable = options["card"], options["portable"]
     canonical = export_graph(model, example, card, options["dynamic_size"])
+    _describe(canonical, card, None)
     verification, decomposed = None, to_portable(canonical) if portable or verify else None
     if verify and decomposed is not None:
         samples = batches_of(example if inputs is None else inputs, len(canonical.graph.input))
@@ -183,6 +189,16 @@ def _export_module(
         verification = verify_decomposed(deployed(model), decomposed, samples, head=head)
         require_agreement(verification, type(model).__name__)
     return _write_all(model, canonical, decomposed if portable else None, out, card, verification)
+
+
+def _describe(model: onnx.ModelProto, card: ModelCard | None, checkpoint: Path | None) -> None:
+    """Note in a file which version made it of which checkpoint, and the colours of its classes."""
+    about: dict[str, Any] = {"version": __version__}
+    if checkpoint is not None:
+        about["checkpoint_sha256"] = file_digest(checkpoint)
+    if card is not None:
+        about["palette"] = colours(len(card.class_names), card.background)
+    model.metadata_props.add(key=ABOUT_KEY, value=json.dumps(about))
 
 
 def _write_all(

@@ -9,13 +9,13 @@ import numpy as np
 from PIL import Image
 
 from fp4deploy.data.coco.regions import box, encode_ids, pixel_count
+from fp4deploy.data.palette import Palette, png_palette, tinted
 from fp4deploy.data.sample import Pixels
 from fp4deploy.detection import Detections
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.instances.decode import Instances
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models.boxes import SHOWN
-from fp4deploy.predict.palette import Palette, png_palette, tinted
 
 
 @dataclass(frozen=True, eq=False)

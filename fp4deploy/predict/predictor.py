@@ -22,6 +22,7 @@ from PIL import Image
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data.images import upright_image
+from fp4deploy.data.palette import colours
 from fp4deploy.data.sample import Pixels, Sample
 from fp4deploy.data.transforms import expand
 from fp4deploy.detection import Detections, decode_boxes
@@ -29,7 +30,6 @@ from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import InstanceHead
-from fp4deploy.predict.palette import colours
 from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.tiles import tiled
 from fp4deploy.tasks import task_of

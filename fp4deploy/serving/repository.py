@@ -20,13 +20,13 @@ from typing import Any
 
 import onnx
 
+from fp4deploy.data.palette import colours, png_palette
 from fp4deploy.errors import InputError
 from fp4deploy.export.engine.build import open_plan
 from fp4deploy.export.onnx.canonical import read_onnx
 from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.files import atomic_write
 from fp4deploy.models.card import CARD_KEY, ModelCard
-from fp4deploy.predict.palette import colours, png_palette
 
 HERE = Path(__file__).parent
 BACKENDS = {".onnx": "onnxruntime", ".plan": "tensorrt"}

@@ -4,7 +4,7 @@
 |---|---|
 | checkpoint | all bytes; its tensors are multiples of 1/256, no training |
 | `.fp4`, weight file | all bytes but the version of fp4deploy and the digest over it (`frozen.without_version`) |
-| canonical and portable ONNX | all bytes; they name no version |
+| canonical and portable ONNX | all bytes but the version of fp4deploy in their metadata |
 
 ONNX files depend on torch's exporter as well: their bytes are compared only where the versions of the libraries are the
 recorded ones. The constants of quantised layers (codes, block scales, global scales) are compared in any case.
@@ -13,6 +13,7 @@ recorded ones. The constants of quantised layers (codes, block scales, global sc
 from __future__ import annotations
 
 import hashlib
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import onnx
 
 from fp4deploy import __version__
 from fp4deploy.export import to_portable
+from fp4deploy.export.to_onnx import ABOUT_KEY
 from tests.contract import fixed_models
 from tests.contract.fixed_models import sha256
 from tests.contract.frozen import Facts, without_version
@@ -59,12 +61,24 @@ def digests(folder: Path) -> Facts:
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
         if path.suffix == ".onnx":
-            graphs[path.name] = {"bytes": sha256(content), **_parts(onnx.load_from_string(content))}
+            model = onnx.load_from_string(content)
+            _forget_version(model)
+            plain = model.SerializeToString(deterministic=True)
+            graphs[path.name] = {"bytes": sha256(plain), **_parts(model)}
         elif path.suffix in (".fp4", ".weight"):
             files[path.name] = sha256(without_version(content, __version__))
         elif path.suffix == ".safetensors":
             files[path.name] = sha256(content)
     return {"versions": versions(), "files": files, "onnx": graphs}
+
+
+def _forget_version(model: onnx.ModelProto) -> None:
+    """Take the version of fp4deploy out of the metadata."""
+    for entry in model.metadata_props:
+        if entry.key == ABOUT_KEY:
+            about = json.loads(entry.value)
+            assert about.pop("version") == __version__
+            entry.value = json.dumps(about)
 
 
 def _parts(model: onnx.ModelProto) -> Facts:

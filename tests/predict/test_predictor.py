@@ -18,6 +18,7 @@ from pycocotools import mask as coco_mask
 
 from fp4deploy.bench.runtimes.protocol import Array, checked
 from fp4deploy.data import EvalTransform
+from fp4deploy.data.palette import colours, png_palette, tinted
 from fp4deploy.data.sample import Sample
 from fp4deploy.detection import Detections
 from fp4deploy.errors import InputError
@@ -25,7 +26,6 @@ from fp4deploy.models import InstanceHead
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import OFFSET_UNIT
 from fp4deploy.predict import predictor as module
-from fp4deploy.predict.palette import colours, png_palette, tinted
 from fp4deploy.predict.predictor import Predictor, class_map, load
 from fp4deploy.predict.sources import find_sources
 from fp4deploy.predict.video import RATE, predict_video, stated_rate

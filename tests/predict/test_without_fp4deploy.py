@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from fp4deploy.data.palette import png_palette
 from fp4deploy.predict.predictor import load
 from fp4deploy.runs import Run
 from tests.predict.pointwise import photo
@@ -36,8 +37,10 @@ def test_the_script_of_the_page(untrained: Run, tmp_path: Path) -> None:
     command = [sys.executable, "run.py", "segment.py", str(model), "photo.png", "mask.png"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    found = np.asarray(Image.open(tmp_path / "mask.png"))
+    mask = Image.open(tmp_path / "mask.png")
+    found, palette = np.asarray(mask), mask.getpalette() or []
     expected = load(model).predict(tmp_path / "photo.png")
     assert (found == expected.mask).mean() > 0.98  # pillow and torch enlarge edges differently
+    assert palette[:21] == png_palette(expected.palette)[:21]
     shown = dict(line.split(": ") for line in result.stdout.splitlines())
     assert list(shown) == [expected.class_names[number] for number in np.unique(found)]

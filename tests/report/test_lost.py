@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fp4deploy.data import IGNORE
-from fp4deploy.predict.palette import colours
+from fp4deploy.data.palette import colours
 from fp4deploy.report.figures.lost import _row, _stems
 from fp4deploy.report.figures.overlays import DIFFERENCE
 

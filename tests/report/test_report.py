@@ -14,7 +14,7 @@ import pytest
 from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import ArtifactEntry, Machine
 from fp4deploy.data import open_dataset
-from fp4deploy.predict.palette import COLOURS, VOID, colours, tinted
+from fp4deploy.data.palette import COLOURS, VOID, colours, tinted
 from fp4deploy.report.collect import collect
 from fp4deploy.report.figures.curves import draw_curves
 from fp4deploy.report.figures.overlays import Overlay, draw_overlays

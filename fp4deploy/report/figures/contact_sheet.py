@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from fp4deploy.data import open_dataset
+from fp4deploy.data.palette import colours, tinted
 from fp4deploy.files import atomic_write
-from fp4deploy.predict.palette import colours, tinted
 
 COLUMNS, ROWS = 4, 3
 SIDE = 320  # pixels of a cell

@@ -16,6 +16,7 @@ from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import IGNORE, EvalTransform, NumberedEvalTransform, Sample
+from fp4deploy.data.palette import Palette, colours, tinted
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.files import atomic_write
@@ -23,7 +24,6 @@ from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models import ModelCard
 from fp4deploy.models.heads import InstanceHead
-from fp4deploy.predict.palette import Palette, colours, tinted
 from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes
 from fp4deploy.report.figures.overlays import DIFFERENCE, Pixels
 from fp4deploy.tasks import task_of

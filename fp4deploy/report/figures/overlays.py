@@ -18,7 +18,7 @@ from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE, EvalTransform, validation_set
-from fp4deploy.predict.palette import Palette, colours, tinted
+from fp4deploy.data.palette import Palette, colours, tinted
 
 CANDIDATES = 16
 SHOWN = 4

@@ -18,12 +18,12 @@ from PIL import Image
 
 from fp4deploy.bench.runtimes.pytorch import TorchRuntime
 from fp4deploy.data import IGNORE
+from fp4deploy.data.palette import Palette, colours, tinted
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.errors import Fp4DeployError, InputError
 from fp4deploy.instances import decode
 from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models.heads import InstanceHead
-from fp4deploy.predict.palette import Palette, colours, tinted
 from fp4deploy.report.comparison import Member, comparable
 from fp4deploy.report.figures.box_overlays import find_boxes, true_boxes, unmatched_share
 from fp4deploy.report.figures.instance_overlays import different
