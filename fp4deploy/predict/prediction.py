@@ -14,8 +14,10 @@ from fp4deploy.data.sample import Pixels
 from fp4deploy.detection import Detections
 from fp4deploy.detection.draw import draw_boxes
 from fp4deploy.instances.decode import Instances
-from fp4deploy.instances.draw import draw_instances
+from fp4deploy.instances.draw import draw_instances, label_objects
 from fp4deploy.models.boxes import SHOWN
+
+MOST_TEXTS = 20  # objects of an image, the surest ones, that carry class and score
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +109,11 @@ class Prediction:
         return image
 
     def overlay(self, image: Pixels) -> Pixels:
-        """Classes, or objects, drawn over the image uint8 [H, W, 3] that this was predicted for."""
+        """Classes, or objects with class and score, drawn over the image uint8 [H, W, 3] of this prediction."""
         if self.detections is not None:
             return draw_boxes(image, self.detections.above(SHOWN), self.class_names)
         if self.instances is not None:
-            return draw_instances(image, self.instances.ids)
+            found = zip(self.instances.classes, self.instances.scores, strict=True)
+            texts = [f"{self.class_names[int(number)]} {score:.2f}" for number, score in found if score >= SHOWN]
+            return label_objects(draw_instances(image, self.instances.ids), self.instances.ids, texts[:MOST_TEXTS])
         return tinted(image, self.mask, self.palette)

@@ -22,10 +22,13 @@ from fp4deploy.data.palette import colours, png_palette, tinted
 from fp4deploy.data.sample import Sample
 from fp4deploy.detection import Detections
 from fp4deploy.errors import InputError
+from fp4deploy.instances.decode import Instances
+from fp4deploy.instances.draw import draw_instances
 from fp4deploy.models import InstanceHead
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.heads import OFFSET_UNIT
 from fp4deploy.predict import predictor as module
+from fp4deploy.predict.prediction import Prediction
 from fp4deploy.predict.predictor import Predictor, class_map, load
 from fp4deploy.predict.sources import find_sources
 from fp4deploy.predict.video import RATE, predict_video, stated_rate
@@ -284,3 +287,15 @@ def test_a_pattern_finds_regular_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "clip.mp4")  # OpenCV would wait for a writer
     with pytest.raises(InputError, match="No image matches"):
         find_sources([str(tmp_path / "*.mp4")])
+
+
+def test_objects_carry_class_and_score() -> None:
+    ids = np.zeros((64, 96), np.int32)
+    ids[8:56, 8:88] = 1
+    ids[2:5, 2:5] = 2
+    found = Instances(ids, np.array([1, 0]), np.array([0.93, 0.1], np.float32), np.zeros((64, 96), np.uint8))
+    image = np.full((64, 96, 3), 90, np.uint8)
+    drawn = Prediction(np.zeros((64, 96), np.uint8), ("road", "car"), [None, (1, 2, 3)], found).overlay(image)
+    changed = (drawn != draw_instances(image, ids)).any(axis=2)
+    assert changed[16:48].any()  # "car 0.93" over the middle of the first
+    assert not changed[:8].any()  # the second is too unsure to be named
