@@ -8,6 +8,7 @@ program) is taken as it is.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,8 +42,6 @@ def save_checkpoint(path: Path, model: nn.Module, card: ModelCard, extra: dict[s
     Raises:
         InputError: the disk is full or the folder is not writable; an older file at `path` survives.
     """
-    # Without extra metadata the bytes of a file depend on card and weights alone: safetensors writes several entries
-    # of metadata in no fixed order.
     write_tensors(path, model.state_dict(), {CARD_KEY: card.to_json(), **(extra or {})}, signed=bool(extra))
 
 
@@ -65,9 +64,22 @@ def write_tensors(
         mode = temporary.stat().st_mode
         try:
             save_file(host, temporary, metadata=metadata)
+            _sort_metadata(temporary)
             temporary.chmod(mode)  # safetensors makes its files private, whatever the umask
         except SafetensorError as error:
             raise OSError(str(error)) from error
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata in a file's header, in place: safetensors writes it in another order each time."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(length).decode(), path)
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= length:  # as safetensors writes it; its header ends with spaces
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 def digest(tensor: torch.Tensor) -> str:

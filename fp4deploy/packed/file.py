@@ -1,7 +1,6 @@
 """A packed network as one file: safetensors for the tensors, JSON in its metadata for everything else.
 
-The metadata is one entry, `fp4deploy.packed` (safetensors writes several in no fixed order, and the same network
-should give the same bytes): a JSON object of strings.
+The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 
 | key | what it is |
 |---|---|

@@ -37,6 +37,14 @@ def test_impossible_scales_name_the_valid_ones(scale: float) -> None:
         build_unet(3, scale)
 
 
+def test_two_files_of_equal_content_have_equal_bytes(tmp_path: Path) -> None:
+    model, extra = build_unet(3, 0.125), {name: f"straße {name}" for name in "zyxwvutsrqponmlkjihgfedcba"}
+    save_checkpoint(tmp_path / "a.safetensors", model, CARD, extra)
+    save_checkpoint(tmp_path / "b.safetensors", model, CARD, dict(reversed(extra.items())))
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert read_signed(tmp_path / "a.safetensors")
+
+
 def test_checkpoint_round_trip(tmp_path: Path) -> None:
     model, path = build_unet(3, 0.125), tmp_path / "best.safetensors"
     save_checkpoint(path, model, CARD, {"epoch": "3"})
