@@ -29,7 +29,7 @@ from torch import fx, nn
 from fp4deploy.errors import InputError
 from fp4deploy.graph.growth import BoundedSizes, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
-from fp4deploy.graph.operators import NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
+from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 
 DECOMPOSITIONS = 4  # rounds: a decomposition may give calls that are to be decomposed as well
@@ -279,9 +279,7 @@ class _Reader:
             return
         parts = parts_of(call)
         if parts is not None:
-            self.parts[node.name] = [
-                self._add(node, call, step, f"{node.name}.{at}", None) for at, step in enumerate(parts)
-            ]
+            self.parts[node.name] = [self._add(node, call, step, f"{node.name}.{at}") for at, step in enumerate(parts)]
             return
         self.parts[node.name] = [self._emit(node, call, steps_of(call), node.name)]  # such as (normalised, mean, rstd)
 
@@ -296,6 +294,8 @@ class _Reader:
         arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: self.known[each.name])
         with torch.no_grad():
             value = cast("Callable[..., Any]", node.target)(*arguments, **named)
+        if isinstance(value, torch.Tensor) and "empty" in str(node.target):  # uninitialised: the same bytes each time
+            value = torch.zeros_like(value)
         self.known[node.name] = value
         if isinstance(value, torch.Tensor):
             name = f"{COMPUTED}{node.name}"
@@ -343,24 +343,33 @@ class _Reader:
 
     def _emit(self, node: fx.Node, call: Call, steps: list[Step] | None, name: str) -> str:
         """Add the nodes of a call, and remember what its output is called."""
+        if steps and steps[0].op == ALIAS:
+            self.tensors[node.name] = call.tensors[str((steps[0].roles or {})["input"])]
+            return self.tensors[node.name][0]
         first = next((each for each in call.tensors.values() if each[1]), None)
         same_type = first is not None and self.values[first[0]].dtype == call.dtype
         if steps == [] or (steps and steps[0].op == "cast" and same_type):
             self.tensors[node.name] = next(iter(call.tensors.values()))
             return self.tensors[node.name][0]
-        before: str | None = None
+        made: list[str] = []
         for at, step in enumerate(steps or [Step(f"aten.{call.op}", dict(call.arguments))]):
             last = at == len(steps or [None]) - 1
-            before = self._add(node, call, step, name if last else f"{name}.{step.op}", before if step.after else None)
-        assert before is not None
-        self.tensors[node.name] = before, True
-        return before
+            within = f"{name}.{step.op}" + (f".{at}" if at else "")
+            made.append(self._add(node, call, step, name if last else within, made))
+        self.tensors[node.name] = made[-1], True
+        return made[-1]
 
-    def _add(self, node: fx.Node, call: Call, step: Step, name: str, before: str | None) -> str:
+    def _add(self, node: fx.Node, call: Call, step: Step, name: str, made: Sequence[str] = ()) -> str:
+        """Add the node of a step; made: the nodes of the steps before."""
         roles = {role: role for role in call.tensors} if step.roles is None else step.roles
-        read = {_role(role): call.tensors[source] for role, source in roles.items() if source in call.tensors}
-        if before is not None:
-            read["input"] = before, True
+        given: dict[str | int, tuple[str, bool]] = {role: each for role, each in call.tensors.items()}  # noqa: C416
+        given.update({at: (each, True) for at, each in enumerate(made)})
+        read = {_role(role): given[source] for role, source in roles.items() if source in given}
+        if step.after:
+            read["input"] = made[-1], True
+        for role, constant in step.constants.items():
+            read[role] = f"{COMPUTED}{name}.{role}", False
+            self.constants[read[role][0]] = constant
         inputs = {role: value for role, (value, is_value) in read.items() if is_value}
         parameters = {role: value for role, (value, is_value) in read.items() if not is_value}
         layer, where = _layer(node, parameters), _where(node)

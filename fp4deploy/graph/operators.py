@@ -10,14 +10,14 @@
 | `abs`, `exp`, `sqrt`, ... (`UNARY`) | the same | |
 | `add`, `sub`, `mul`, `div`, `pow`, `maximum`, `minimum` | the same | `number` where one operand is one |
 | `gt`, `ge`, `lt`, `le`, `eq`, `ne`, `where` | the same | `number` |
-| `concat` | cat | dim |
+| `concat` | cat; slice_scatter, with the parts around as slices, or with `take` where its step is not 1 | dim |
 | `max_pool`, `avg_pool` | max_pool1d/2d/3d, avg_pool1d/2d/3d | kernel_size, stride, padding, dilation, ceil_mode, ... |
 | `adaptive_avg_pool`, `adaptive_max_pool` | adaptive_..._pool1d/2d/3d | output_size |
 | `mean`, `sum`, `amax`, `amin`, `norm`, `var`, `cumsum` | over axes; max, min, vector_norm, ... | dim, keepdim |
 | `resize` | upsample_nearest1d/2d/3d, upsample_bilinear2d, ... | mode, size or scale, align_corners |
 | `pixel_shuffle`, `pixel_unshuffle` | the same | factor |
 | `reshape` | view, reshape, flatten, unflatten, squeeze, unsqueeze | shape |
-| `expand` | expand, broadcast_to | shape |
+| `expand` | expand, broadcast_to; copy; full, zeros_like, new_ones, ... of the inputs' sizes, from one number | shape |
 | `permute` | permute, transpose, movedim, t, mT | dims |
 | `slice` | slice, split, chunk, narrow, select (and a reshape) | dim, start, end, step |
 | `roll`, `flip`, `repeat` | the same | shifts, dims; dims; repeats |
@@ -58,6 +58,8 @@ RESHAPES = (
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view", "view_as", "reshape_as",
 )  # fmt: skip
 SEVERAL = ("split", "chunk", "split_with_sizes", "tensor_split", "unbind")
+FILLED = ("full", "full_like", "empty", "empty_permuted")  # what zeros, new_ones, empty_like, ... are decomposed to
+ALIAS = "alias"  # a step whose output is what it reads
 NO_OUTPUT = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 
 
@@ -81,13 +83,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """One node of a call: operator, attributes, the roles it reads; `after` reads the output of the step before."""
+    """One node of a call: operator, attributes, the roles it reads; `after` reads the output of the step before.
+
+    roles: a number is an earlier step of the call, whose output is read. constants: role -> a tensor that the call
+    makes.
+    """
 
     op: str
     attributes: dict[str, Any] = field(default_factory=dict)
-    roles: Mapping[str, str] | None = None  # role of the node -> role of the call; None: all as they are
+    roles: Mapping[str, str | int] | None = None  # role of the node -> role of the call; None: all as they are
     shape: tuple[Size, ...] | None = None  # None: that of the call
     after: bool = False
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def steps_of(call: Call) -> list[Step] | None:
@@ -206,7 +213,59 @@ def _reversed_subtraction(call: Call) -> list[Step]:
 
 
 def _concat(call: Call) -> list[Step]:
+    if len(call.tensors) == 1:  # a dense block's first layer
+        return []
     return [Step("concat", {"dim": int(call.arguments["dim"]) % len(call.shape)})]
+
+
+def _filled(call: Call) -> list[Step] | None:
+    """One number everywhere, in a shape that depends on the inputs'; what is left uninitialised is 0."""
+    number = call.arguments.get("fill_value", 0)
+    if not isinstance(number, int | float) or not call.shape:
+        return None
+    return [Step("expand", {"shape": call.shape}, {}, constants={"input": torch.tensor([float(number)])})]
+
+
+def _slice_scatter(call: Call) -> list[Step] | None:
+    """x with x[..., start:end:step, ...] replaced: the parts around, concatenated, or positions of a concatenation."""
+    shape, source, arguments = call.shapes["self"], call.shapes["src"], call.arguments
+    axis = int(arguments["dim"]) % len(shape)
+    size, length = shape[axis], source[axis]
+    if source == shape:
+        return [Step(ALIAS, {}, {"input": "src"})]
+    start, step = arguments["start"] or 0, int(arguments["step"])
+    if not isinstance(start, int) or not isinstance(length, int) or (start < 0 and not isinstance(size, int)):
+        return None
+    if isinstance(size, int):
+        start = min(start + size if start < 0 else start, size)
+    if step > 1:
+        return _interleaved(axis, size, range(start, start + length * step, step)) if isinstance(size, int) else None
+    steps = []
+    roles: dict[str, str | int] = {}
+    before, after = (*shape[:axis], start, *shape[axis + 1 :]), start + length
+    if start:
+        steps.append(Step("slice", {"dim": axis, "start": 0, "end": start, "step": 1}, {"input": "self"}, before))
+        roles["tensors.0"] = 0
+    roles[f"tensors.{len(roles)}"] = "src"
+    if size != after:
+        rest = (*shape[:axis], _plus(size, -after), *shape[axis + 1 :])
+        roles[f"tensors.{len(roles)}"] = len(steps)
+        steps.append(Step("slice", {"dim": axis, "start": after, "end": None, "step": 1}, {"input": "self"}, rest))
+    return [*steps, Step("concat", {"dim": axis}, roles)]
+
+
+def _interleaved(axis: int, size: int, replaced: range) -> list[Step]:
+    found = {position: size + at for at, position in enumerate(replaced)}
+    positions = torch.tensor([found.get(position, position) for position in range(size)])
+    both = Step("concat", {"dim": axis}, {"tensors.0": "self", "tensors.1": "src"})
+    return [both, Step("take", {"dim": axis}, {}, after=True, constants={"index": positions})]
+
+
+def _copy(call: Call) -> list[Step]:
+    """The values of another tensor, in this one's shape."""
+    if call.shapes["src"] == call.shape:
+        return [Step(ALIAS, {}, {"input": "src"})]
+    return [Step("expand", {"shape": call.shape}, {"input": "src"})]
 
 
 def _max_pool(call: Call) -> list[Step]:
@@ -441,6 +500,9 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
     **dict.fromkeys(ARITHMETIC, _binary),
     "rsub": _reversed_subtraction,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concat),
+    **dict.fromkeys(FILLED, _filled),
+    "slice_scatter": _slice_scatter,
+    "copy": _copy,
     **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), _max_pool),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _avg_pool),
     **{f"{kind}{axes}d": _adaptive for kind in ("adaptive_avg_pool", "adaptive_max_pool") for axes in (1, 2, 3)},

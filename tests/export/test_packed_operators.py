@@ -70,8 +70,21 @@ def volumes(_: Around, x: torch.Tensor) -> torch.Tensor:
     return x + F.avg_pool1d(x.flatten(2), 3, 1, 1).reshape(x.shape) * F.adaptive_avg_pool1d(x.flatten(2), 1)[..., None]
 
 
+def written(_: Around, x: torch.Tensor) -> torch.Tensor:
+    y, z = torch.zeros_like(x), torch.empty_like(x)
+    y[:, 3:8] = x[:, :5]
+    y[:, 9:, 1:, ::3] = 1.0
+    y[:, :8, :, :-1] = x[:, :8, :, 1:]
+    z[:, ::2], z[:, 1::2] = x[:, ::2], -x[:, 1::2]
+    z[:, 5] = x[:, 1] * 2
+    mask = torch.zeros(x.shape[0], 1, *x.shape[2:], dtype=torch.bool)
+    mask[..., -3:] = True
+    y = y.masked_fill(mask, 0.5) + torch.cat([z]) * torch.full_like(x, 2)
+    return y + torch.cat([x[:, :13], x.new_ones(x.shape[0], 3, *x.shape[2:])], 1)
+
+
 FUNCTIONS: dict[str, Function] = {
-    each.__name__: each for each in (statistics, choices, elementwise, places, computed, volumes)
+    each.__name__: each for each in (statistics, choices, elementwise, places, computed, volumes, written)
 }
 
 
