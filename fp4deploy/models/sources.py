@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp4deploy.errors import InputError, suggest
@@ -144,6 +145,7 @@ def _timm(name: str, channels: int, arguments: Arguments) -> nn.Module:
         raise InputError(f"timm has no model '{name}'.{suggest(name, timm.list_models())} Write timm:NAME.")
     wanted = {"pretrained": False, "features_only": True}
     backbone = call_factory(timm.create_model, f"timm:{name}", channels, {"model_name": name, **given, **wanted})
+    backbone = _channels_first(backbone)
     return PyramidSegmenter(backbone, tuple(backbone.feature_info.channels()), channels, width)  # type: ignore[union-attr, operator]
 
 
@@ -156,7 +158,21 @@ def _timm_maps(name: str, strides: Sequence[int], arguments: Arguments) -> nn.Mo
     wanted = {"model_name": name, **given, "pretrained": False, "features_only": True}
     whole: Any = call_factory(timm.create_model, f"timm:{name}", 0, wanted)
     kept = [place for place, stride in enumerate(whole.feature_info.reduction()) if stride in strides]
-    return call_factory(timm.create_model, f"timm:{name}", 0, {**wanted, "out_indices": tuple(kept)})
+    return _channels_first(call_factory(timm.create_model, f"timm:{name}", 0, {**wanted, "out_indices": tuple(kept)}))
+
+
+def _channels_first(backbone: nn.Module) -> nn.Module:
+    """A timm backbone whose feature maps are [N, C, H, W]; Swin's and MambaOut's own are [N, H, W, C].
+
+    A hook, so that names of parameters stay timm's.
+    """
+    if getattr(backbone, "output_fmt", "NCHW") == "NHWC":
+        backbone.register_forward_hook(_as_nchw)
+    return backbone
+
+
+def _as_nchw(module: nn.Module, images: Any, features: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [feature.permute(0, 3, 1, 2) for feature in features]
 
 
 BACKBONES: dict[str, Callable[[str, Sequence[int], Arguments], nn.Module]] = {"timm": _timm_maps}

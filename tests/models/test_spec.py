@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,13 +284,42 @@ def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "text", ["smp:Unet/resnet18", "torchvision:lraspp_mobilenet_v3_large", "monai:BasicUNet", "timm:resnet18"]
+    "text",
+    [
+        *("smp:Unet/resnet18", "torchvision:lraspp_mobilenet_v3_large", "monai:BasicUNet", "timm:resnet18"),
+        "timm:mambaout_femto",  # its feature maps are NHWC
+    ],
 )
 def test_networks_of_libraries(text: str) -> None:
     need_library_of(text)
     model = build_model(parse_spec(text), 5).eval()
     with torch.inference_mode():
         assert model(torch.randn(1, 3, 64, 96)).shape == (1, 5, 64, 96)
+
+
+class Pyramid(nn.Module):
+    """As a backbone of timm: two feature maps, in the layout that `output_fmt` names."""
+
+    def __init__(self, output_fmt: str) -> None:
+        super().__init__()
+        self.output_fmt = output_fmt
+        self.feature_info = SimpleNamespace(channels=lambda: (8, 16), reduction=lambda: (4, 8))
+        self.convs = nn.ModuleList((nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 16, 2, 2)))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        maps = [self.convs[0](x)]
+        maps.append(self.convs[1](maps[0]))
+        return [each.permute(0, 2, 3, 1) for each in maps] if self.output_fmt == "NHWC" else maps
+
+
+def test_feature_maps_of_timm_in_either_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = iter(("NCHW", "NHWC"))
+    stand_in = SimpleNamespace(is_model=lambda name: True, create_model=lambda **_: Pyramid(next(layouts)))
+    monkeypatch.setattr("fp4deploy.models.sources._library", lambda name: stand_in)
+    plain, last = (SOURCES["timm"]("net", 5, {}).eval() for _ in range(2))
+    last.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 3, 32, 64)
+    torch.testing.assert_close(last(x), plain(x))
 
 
 def test_torchvision_imports_without_its_compiled_operators(tmp_path: Path) -> None:
