@@ -35,6 +35,7 @@ from onnx_ir.passes.common.naming import SimpleNameGenerator
 
 from fp4deploy.errors import InputError, suggest
 from fp4deploy.export.ledger.ledger import PlannedLayer
+from fp4deploy.export.lowering.constants import FoldResizes
 from fp4deploy.export.lowering.cost import prefers_fp8
 from fp4deploy.export.lowering.decode import DecodeWeights, why_decoded
 from fp4deploy.export.lowering.fp8 import REASON, ConvToFp8, can_be_fp8
@@ -168,7 +169,7 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     forms = (ConvToPlugin(plugins), DecodeWeights(decoded), ConvToGemm(lowered), ConvToFp8(eight))
     linear = (FlattenLinear(), CutLinear())
     names = NameFixPass(NamedByOutput())
-    Sequential(DropFunctions(), names, *forms, *linear, *share, RemoveUnusedNodesPass(), names)(model)
+    Sequential(DropFunctions(), FoldResizes(), names, *forms, *linear, *share, RemoveUnusedNodesPass(), names)(model)
     plan = plan_layers(model, requests, layers, lowered, macs, conv, plugins, eight, inputs, decoded)
     return LoweredModel(ir.to_proto(model), plan, metadata_object(proto, CARD_KEY), is_fp4(model))
 
