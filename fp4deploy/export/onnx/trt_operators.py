@@ -25,8 +25,9 @@ STANDARD = {
 
 
 def has_trt_operators(model: onnx.ModelProto) -> bool:
-    """Whether the graph has nodes of TensorRT's domain."""
-    return any(node.domain == TRT_DOMAIN for node in model.graph.node)
+    """Whether the graph has nodes of TensorRT's domain that no function of the file defines."""
+    defined = {function.name for function in model.functions if function.domain == TRT_DOMAIN}
+    return any(node.domain == TRT_DOMAIN and node.op_type not in defined for node in model.graph.node)
 
 
 def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
