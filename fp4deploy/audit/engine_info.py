@@ -13,8 +13,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from fp4deploy.errors import InputError
 from fp4deploy.export.ledger.build_log import MULTIPLYING, PRECISIONS
+from fp4deploy.schema import validated
 
 _TYPES = re.compile(
     r"FP4E2M1|FP4|FP8E4M3|FP8|BFloat16|BF16|Half|FP16|Float|FP32|Int8|INT8|Int4|INT4|TF32", re.IGNORECASE
@@ -27,6 +30,22 @@ _NAMES = {
 _WIDTH = ("FP4", "INT4", "FP8", "INT8", "FP16", "BF16", "TF32", "FP32")
 
 
+class _Tensor(BaseModel):
+    format: str = Field("", alias="Format/Datatype")
+    Datatype: str = ""
+
+
+class _Layer(BaseModel):
+    """What is read of one layer, under the inspector's names."""
+
+    Name: str = ""
+    LayerType: str = ""
+    Inputs: list[_Tensor] = []
+    Constants: list[_Tensor] = []
+    TacticName: str = ""
+    Metadata: str = ""
+
+
 def is_engine_info(document: Any) -> bool:
     """Whether a JSON document is layer information."""
     return isinstance(document, dict) and isinstance(document.get("Layers"), list)
@@ -36,7 +55,7 @@ def engine_rows(document: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """Layers that multiply: name, operator, precision of the operands, kernel and the ONNX nodes it came from.
 
     Raises:
-        InputError: the engine was not built with detailed profiling verbosity.
+        InputError: the engine was not built with detailed profiling verbosity, or a field has another type.
     """
     layers = document["Layers"]
     if not layers or not all(isinstance(layer, dict) for layer in layers):
@@ -45,20 +64,20 @@ def engine_rows(document: dict[str, Any], path: Path) -> list[dict[str, Any]]:
             "(trtexec --profilingVerbosity=detailed), and export its layer information again."
         )
     rows = []
-    for layer in layers:
-        kind = str(layer.get("LayerType", ""))
-        if not _multiplies(kind, str(layer.get("TacticName", ""))):
+    for number, entry in enumerate(layers):
+        layer = validated(_Layer, entry, f"{path}: layer {number}")
+        if not _multiplies(layer.LayerType, layer.TacticName):
             continue
-        operands = [_precision(each) for part in ("Inputs", "Constants") for each in _tensors(layer, part)]
+        operands = [_precision(each) for each in (*layer.Inputs, *layer.Constants)]
         found = [operand for operand in operands if operand]
         rows.append(
             {
-                "layer": str(layer.get("Name", "")),
-                "operator": kind,
+                "layer": layer.Name,
+                "operator": layer.LayerType,
                 "runs": min(found, key=_WIDTH.index) if found else "unknown",
                 "operands": ", ".join(dict.fromkeys(found)),
-                "kernel": str(layer.get("TacticName", "")),
-                "onnx_nodes": _NODE.findall(str(layer.get("Metadata", ""))),
+                "kernel": layer.TacticName,
+                "onnx_nodes": _NODE.findall(layer.Metadata),
             }
         )
     return rows
@@ -73,12 +92,6 @@ def _multiplies(kind: str, tactic: str) -> bool:
     )
 
 
-def _tensors(layer: dict[str, Any], part: str) -> list[dict[str, Any]]:
-    tensors = layer.get(part)
-    return [each for each in tensors if isinstance(each, dict)] if isinstance(tensors, list) else []
-
-
-def _precision(tensor: dict[str, Any]) -> str:
-    text = str(tensor.get("Format/Datatype") or tensor.get("Datatype") or "")
-    found = _TYPES.findall(text)
+def _precision(tensor: _Tensor) -> str:
+    found = _TYPES.findall(tensor.format or tensor.Datatype)
     return _NAMES.get(found[-1].lower(), "") if found else ""

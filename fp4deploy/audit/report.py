@@ -11,7 +11,7 @@ from fp4deploy.audit.operands import Multiplication, multiplications, other_read
 from fp4deploy.audit.ort_profile import is_profile, profile_rows
 from fp4deploy.audit.targets import TARGETS, Target
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.canonical import parse_onnx
+from fp4deploy.export.onnx.canonical import foreign_graph, parse_onnx
 from fp4deploy.schema import read_json
 
 LARGEST_JSON = 2**28  # bytes
@@ -67,9 +67,12 @@ def audit_file(path: Path, target: str = "tensorrt-rtx", model: Path | None = No
     """
     path = Path(path)
     if path.suffix.lower() == ".onnx":
-        return _audit_onnx(path, _target(target))
+        chosen = _target(target)
+        with foreign_graph(path):
+            return _audit_onnx(path, chosen)
     document = _read_json(path)
-    requested = {layer.name: layer for layer in multiplications(parse_onnx(model))} if model else {}
+    with foreign_graph(model):
+        requested = {layer.name: layer for layer in multiplications(parse_onnx(model))} if model else {}
     if is_engine_info(document):
         rows = engine_rows(document, path)
         return _audit_account(path, "TensorRT engine", "layer information of the engine itself", rows, requested)

@@ -407,3 +407,29 @@ def test_fp8_convolutions_have_at_most_32_taps(kernel: tuple[int, int], runs: st
     ]
     layer = _one(_model(nodes, weight, [1, 16, 32, 32], [1, 32, 33 - kernel[0], 33 - kernel[1]]))
     assert TARGETS["tensorrt-rtx"].rule(layer).runs == runs
+
+
+def test_a_graph_that_reads_itself_is_refused(tmp_path: Path) -> None:
+    """Following the operand to where it comes from would not end."""
+    nodes = [
+        helper.make_node("Identity", ["b"], ["a"]),
+        helper.make_node("Cast", ["a"], ["b"], to=TensorProto.FLOAT),
+        helper.make_node("Conv", ["x", "a"], ["y"], name="conv"),
+    ]
+    (tmp_path / "m.onnx").write_bytes(_model(nodes, [], [1, 3, 8, 8], [1, 4, 6, 6]).SerializeToString())
+    with pytest.raises(InputError, match="'a' depends on itself"):
+        audit_file(tmp_path / "m.onnx")
+
+
+def test_a_node_without_its_inputs_is_one_error(tmp_path: Path) -> None:
+    nodes = [helper.make_node("DequantizeLinear", ["x"], ["a"]), helper.make_node("Conv", ["a", "x"], ["y"])]
+    (tmp_path / "m.onnx").write_bytes(_model(nodes, [], [1, 3, 8, 8], [1, 4, 6, 6]).SerializeToString())
+    with pytest.raises(InputError, match="is not a graph that can be used here"):
+        audit_file(tmp_path / "m.onnx")
+
+
+def test_layer_information_of_other_types_is_refused(tmp_path: Path) -> None:
+    layer = {"Name": "c", "LayerType": ["Convolution"], "Inputs": [{"Format/Datatype": {}}]}
+    (tmp_path / "layers.json").write_text(json.dumps({"Layers": [layer]}))
+    with pytest.raises(InputError, match=r"layer 0: LayerType = .* valid string"):
+        audit_file(tmp_path / "layers.json")

@@ -6,8 +6,9 @@ A layer with weights is one of four operators that contract a weight with an act
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
             raise ValueError(f"it is larger than {MOST_BYTES >> 30} GiB, the limit of the format")
         model = onnx.load(path, load_external_data=False)
         _check_functions(model)
+        _check_acyclic(model.graph.node)
         _check_external(model, path.parent)
         load_external_data_for_model(model, str(path.parent))
     except Exception as error:  # protobuf's, onnx's own, and of files with external data
@@ -103,6 +105,18 @@ def _check_functions(model: onnx.ModelProto) -> None:
     total = expanded(model.graph.node)
     if total > (most := max(MOST_EXPANDED, MOST_EXPANSION * stored)):
         raise ValueError(f"its functions stand for more than {most} nodes, and it holds {stored}")
+
+
+def _check_acyclic(nodes: Sequence[onnx.NodeProto]) -> None:
+    """Refuse values that depend on themselves: following one to where it comes from would not end."""
+    producers = {name: number for number, node in enumerate(nodes) for name in node.output if name}
+    above = [{producers[name] for name in node.input if name in producers} for node in nodes]
+    if all(max(numbers, default=-1) < at for at, numbers in enumerate(above)):
+        return  # in the order that ONNX asks for
+    try:
+        tuple(TopologicalSorter(dict(enumerate(above))).static_order())
+    except CycleError as error:
+        raise ValueError(f"'{nodes[error.args[1][0]].output[0][:80]}' depends on itself") from error
 
 
 def _check_external(model: onnx.ModelProto, folder: Path) -> None:
