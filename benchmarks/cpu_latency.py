@@ -1,6 +1,6 @@
 """Latency of every artefact that a CPU runs, beside torch's own FP32 model.
 
-    python benchmarks/cpu_latency.py --json benchmarks/results/cpu_latency_cpu.json
+    python benchmarks/cpu_latency.py --compile --json benchmarks/results/cpu_latency_cpu.json
 
 Networks of random weights, calibrated on random images, one after another in one process. A case is MODEL:HEIGHTxWIDTH,
 MODEL being the scale of our UNet, or a network of a library such as smp:Unet/resnet34. Each is timed at batch 1 and 4,
@@ -13,8 +13,7 @@ on one thread and on two:
   the same graph when it is opened (`canonical onnx`, with `--canonical`);
 * `packed nvfp4`: the `.fp4` file.
 
-The C library has no CPU path. `--before FILE` puts the rows of an earlier run, of another commit, into the JSON: each
-ratio is to torch in the same process.
+The C library has no CPU path.
 
 Runs are interleaved: turn by turn each form runs a few times, the first of a turn not counted, because the caches are
 another form's. Threads of ONNX Runtime do not spin, which would take the cores from torch's. torch.compile comes last,
@@ -52,10 +51,7 @@ from fp4deploy.qat import calibrate, prepare, round_to_deployed
 
 RECIPE, CLASSES = "nvfp4_qat", 12
 EAGER, COMPILED = "torch eager", "torch.compile"
-CASES = (
-    *("0.25:96x96", "0.25:352x480", "1.0:96x96"),
-    *("smp:Unet/resnet34:128x128", "torchvision:deeplabv3_resnet50:128x128"),
-)
+CASES = ("0.25:96x96", "0.25:352x480", "1.0:96x96", "smp:Unet/resnet34:128x128")
 Run = Callable[[], Any]
 
 
@@ -69,7 +65,6 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", help="only these, and torch eager")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--canonical", action="store_true")
-    parser.add_argument("--before", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {
@@ -78,9 +73,6 @@ def main() -> None:
         "recipe": RECIPE,
     }
     found["command"] += "".join(f" --{name}" for name in ("compile", "canonical") if getattr(options, name))
-    if options.before:
-        earlier = json.loads(options.before.read_text(encoding="utf-8"))["rows"]
-        found["before"] = [row for row in earlier if row["form"].startswith("packed")]
     machine = {key: value for key, value in environment().items() if key not in ("platform", "threads", "gpus")}
     rows: list[dict[str, Any]] = []
     for case in options.cases:

@@ -251,6 +251,29 @@ def packed_latency() -> str:
     return markdown(["one CUDA graph, ms", *LATENCY_FORMS, "NVFP4 / compiled"], rows)
 
 
+CPU_FORMS = ("torch eager, channels_last", "torch.compile", "onnx fp16", "portable onnx", "packed fp16", "packed nvfp4")
+
+
+def cpu_latency() -> str:
+    """Artefacts on a CPU over torch eager in FP32."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in result("cpu_latency_cpu")["rows"]:
+        found.setdefault((row["case"], row["batch"], row["threads"]), {})[row["form"]] = row
+    rows = []
+    for (case, batch, threads), forms in found.items():
+        name, _, size = case.rpartition(":")
+        label = f"UNet, scale {name}" if ":" not in name else name.partition(":")[2].replace("/", ", ")
+        ratios = [f"{forms[form]['ratio']:.2f}" if _settled(forms.get(form)) else "–" for form in CPU_FORMS]
+        eager = f"{forms['torch eager']['ms']:.1f}"
+        rows.append([label, f"{batch} x {size.replace('x', ' x ')}", str(threads), eager, *ratios])
+    return markdown(["network", "images", "threads", "torch eager FP32, ms", *CPU_FORMS], rows, 2)
+
+
+def _settled(row: dict[str, Any] | None) -> bool:
+    """Whether the quartiles of a ratio lie within half of it."""
+    return row is not None and float(row["high"]) < 1.5 * float(row["low"])
+
+
 def packed_input_encoding() -> str:
     """The packed UNet with the first and last layer in FP4, without and with the multi-term input encoding."""
     one, many = result("packed_digits_h200")["batches"]
@@ -824,7 +847,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for function in (
         training_step, recomputed_steps, four_over_six_training,
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
-        packed_network, packed_latency,
+        packed_network, packed_latency, cpu_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, detection_closer,
         coco_samples, ptq_camvid, claim,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
