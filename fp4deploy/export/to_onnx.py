@@ -15,8 +15,8 @@ from typing import Any, overload
 import onnx
 from torch import nn
 
-from fp4deploy import __version__, provenance
-from fp4deploy.data.palette import colours
+from fp4deploy import provenance
+from fp4deploy.about import ABOUT_KEY, about
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.boxes import with_boxes
 from fp4deploy.export.onnx.decomposed import to_portable
@@ -36,8 +36,6 @@ from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.card import ModelCard
 from fp4deploy.qat import deployed, load_model, quantized_layers
-
-ABOUT_KEY = "fp4deploy.about"  # metadata: version, SHA-256 of the checkpoint, colours of the classes
 
 
 @dataclass(frozen=True)
@@ -193,12 +191,8 @@ def _export_module(
 
 def _describe(model: onnx.ModelProto, card: ModelCard | None, checkpoint: Path | None) -> None:
     """Note in a file which version made it of which checkpoint, and the colours of its classes."""
-    about: dict[str, Any] = {"version": __version__}
-    if checkpoint is not None:
-        about["checkpoint_sha256"] = file_digest(checkpoint)
-    if card is not None:
-        about["palette"] = colours(len(card.class_names), card.background)
-    model.metadata_props.add(key=ABOUT_KEY, value=json.dumps(about))
+    found = about(card, file_digest(checkpoint) if checkpoint is not None else None)
+    model.metadata_props.add(key=ABOUT_KEY, value=json.dumps(found))
 
 
 def _write_all(

@@ -8,6 +8,7 @@ since the reader of the file encodes.
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ import torch
 from torch import nn
 
 from fp4deploy import provenance
+from fp4deploy.about import about
 from fp4deploy.errors import InputError
 from fp4deploy.export.packing import Tensors, packed_graph
 from fp4deploy.export.verify.outputs import check_request, validation_images
 from fp4deploy.export.verify.packed import PackedAgreement, require_packed, verify_packed
+from fp4deploy.files import file_digest
 from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
@@ -72,7 +75,9 @@ def pack(
     check_request(checkpoint, out, SUFFIX, data, images, verify)
     model, card = load_model(checkpoint)
     example = torch.zeros(1, 3, card.height, card.width)
-    file = packed_file(out, card, *pack_model(model, example, dynamic_size=card.architecture != "unet"))
+    origin = json.dumps(about(card, file_digest(checkpoint)))
+    packed = pack_model(model, example, dynamic_size=card.architecture != "unet")
+    file = packed_file(out, card, *packed, about=origin)
     verification = None
     if verify and data is not None:
         verification = verify_packed(model, file, validation_images(Path(data), card, images))
@@ -122,7 +127,7 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
     deployed = copy.deepcopy(model).cpu().eval()
     round_to_deployed(deployed)
-    file = packed_file(out, None, *pack_model(deployed, example_inputs))
+    file = packed_file(out, None, *pack_model(deployed, example_inputs), about=json.dumps(about(None, None)))
     verification = None
     if verify:
         verification = verify_packed(deployed, file, [example_inputs])

@@ -9,10 +9,11 @@ The metadata is one entry, `fp4deploy.packed`: a JSON object of strings.
 | `card` | the model card, or "" |
 | `graph` | JSON: inputs, nodes, outputs, and of each tensor type, shape and SHA-256 (`graph.Graph`) |
 | `sha256` | SHA-256 over the four above |
+| `about` | JSON: version, SHA-256 of the checkpoint, colours of the classes (`fp4deploy.about`); older files lack it |
 
 Reading checks all of it before the first byte is used: the digests, that the tensors are those the graph lists, that
 the graph fits together (`check`), that no number in it is NaN or Inf. Digests find damage, not a forger: who can change
-a tensor can change its digest.
+a tensor can change its digest. `about` is kept as it is, and neither read nor digested: older versions read the file.
 
 `packed/1` held the global scale of a weight, `<layer>.weight.scale`, where later formats hold its amax. Reading
 converts: `PackedFile` always has the form of today.
@@ -62,6 +63,7 @@ class PackedFile:
     graph: Graph
     tensors: dict[str, torch.Tensor]
     version: str
+    about: str = ""
 
     @property
     def weight_bytes(self) -> int:
@@ -69,11 +71,14 @@ class PackedFile:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def packed_file(path: Path, card: ModelCard | None, graph: Graph, tensors: Mapping[str, torch.Tensor]) -> PackedFile:
+def packed_file(
+    path: Path, card: ModelCard | None, graph: Graph, tensors: Mapping[str, torch.Tensor], about: str = ""
+) -> PackedFile:
     """A network as it would be read from `path`: checked, not written; the card says which input it takes.
 
     Args:
         graph: its list of tensors is made from `tensors`.
+        about: JSON of where the network comes from (`fp4deploy.about`).
 
     Raises:
         InputError: the graph does not fit together, or a tensor holds NaN or Inf.
@@ -86,7 +91,7 @@ def packed_file(path: Path, card: ModelCard | None, graph: Graph, tensors: Mappi
     graph = Graph.model_validate(graph.model_copy(update={"tensors": infos}).model_dump())
     check_graph(graph, card.channels if card else None, card.head if card else None)
     _check_values(path, graph, host)
-    return PackedFile(Path(path), card, graph, host, __version__)
+    return PackedFile(Path(path), card, graph, host, __version__, about)
 
 
 def write_packed(file: PackedFile) -> None:
@@ -102,6 +107,8 @@ def write_packed(file: PackedFile) -> None:
         "graph": file.graph.model_dump_json(),
     }
     metadata["sha256"] = _digest_of(metadata)
+    if file.about:
+        metadata["about"] = file.about
     write_tensors(file.path, file.tensors, {KEY: json.dumps(metadata)})
 
 
@@ -128,7 +135,7 @@ def read_packed(path: Path) -> PackedFile:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     _check_values(path, graph, tensors)
-    return PackedFile(path, card, graph, tensors, metadata["version"])
+    return PackedFile(path, card, graph, tensors, metadata["version"], metadata.get("about", ""))
 
 
 def _graph(path: Path, metadata: Mapping[str, str]) -> Graph:

@@ -228,8 +228,9 @@ def schema_lost(before: Schema, now: Schema, where: str = "") -> list[str]:
 def without_version(content: bytes, version: str) -> bytes:
     """A safetensors file of this project with its version and the digest over the version replaced.
 
-    The header is JSON, and its metadata holds one entry that is JSON again: {"format", "version", ..., "sha256"}. Only
-    the two values are replaced, in the text, and the spaces that align the header are dropped; all else stays as it is.
+    The header is JSON, and its metadata holds one entry that is JSON again: {"format", "version", ..., "sha256"}, in a
+    packed network with "about", which is JSON once more and names the version too. Only these values are replaced, in
+    the text, and the spaces that align the header are dropped; all else stays as it is.
 
     Raises:
         ValueError: the metadata does not name this version.
@@ -240,9 +241,9 @@ def without_version(content: bytes, version: str) -> bytes:
     facts = json.loads(text)
     if facts.get("version") != version:
         raise ValueError(f"the file says version {facts.get('version')} and not {version}")
-    for value, name in ((version, "version"), (facts["sha256"], "sha256")):
-        pattern = re.compile(rb'(\\"' + name.encode() + rb'\\": ?\\")' + re.escape(value.encode()) + rb'\\"')
-        header, count = pattern.subn(rb'\1X\\"', header)
-        if count != 1:
-            raise ValueError(f"{name} {value} stands {count} times in the header")
+    for value, name, times in ((version, "version", 1 + ("about" in facts)), (facts["sha256"], "sha256", 1)):
+        pattern = re.compile(rb'(\\+"' + name.encode() + rb'\\+": ?\\+")' + re.escape(value.encode()) + rb'(\\+")')
+        header, count = pattern.subn(rb"\1X\2", header)
+        if count != times:
+            raise ValueError(f"{name} {value} stands {count} times in the header, and not {times}")
     return header.rstrip(b" ") + tensors

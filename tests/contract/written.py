@@ -21,8 +21,8 @@ from typing import Any
 import onnx
 
 from fp4deploy import __version__
+from fp4deploy.about import ABOUT_KEY
 from fp4deploy.export import to_portable
-from fp4deploy.export.to_onnx import ABOUT_KEY
 from tests.contract import fixed_models
 from tests.contract.fixed_models import sha256
 from tests.contract.frozen import Facts, without_version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import cache
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
+from fp4deploy import __version__
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD, generate_shapes, open_dataset
+from fp4deploy.data.palette import colours
 from fp4deploy.errors import GateError, InputError
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.to_packed import pack, pack_model
 from fp4deploy.export.verify.packed import compare_nodes, require_packed, verify_packed
+from fp4deploy.files import file_digest
 from fp4deploy.formats import global_amax
 from fp4deploy.models import ModelCard, build_unet, save_checkpoint
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file, read_packed
@@ -98,6 +102,12 @@ def test_export_verifies_writes_and_is_deterministic(checkpoint: Path, data: Pat
     assert (result.verification.images, result.verification.pixels) == (3, 3 * 32 * 32)
     assert "argmax equal to torch on" in result.verification.sentence()
     assert read_packed(tmp_path / "unet.fp4").graph == result.file.graph
+    palette = colours(len(result.file.card.class_names), True) if result.file.card else []
+    assert json.loads(read_packed(tmp_path / "unet.fp4").about) == {
+        "version": __version__,
+        "checkpoint_sha256": file_digest(checkpoint),
+        "palette": [colour and list(colour) for colour in palette],
+    }
     pack(checkpoint, tmp_path / "again.fp4", verify=False)
     assert (tmp_path / "again.fp4").read_bytes() == (tmp_path / "unet.fp4").read_bytes()
 

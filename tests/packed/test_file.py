@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,14 @@ def test_what_was_written_comes_back(written: Path) -> None:
     before = written.read_bytes()
     write_packed(read)
     assert written.read_bytes() == before
+
+
+def test_where_it_comes_from_is_kept_and_not_needed(written: Path) -> None:
+    before, plain = read_packed(written), written.read_bytes()
+    write_packed(dataclasses.replace(before, about='{"palette": [null, [1, 2, 3]]}'))
+    assert read_packed(written).about == '{"palette": [null, [1, 2, 3]]}'
+    write_packed(dataclasses.replace(read_packed(written), about=""))
+    assert written.read_bytes() == plain  # as older versions write it
 
 
 @pytest.mark.parametrize("everything", [False, True])

@@ -11,14 +11,18 @@ was there before.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 
 from fp4deploy import provenance
+from fp4deploy.about import ABOUT_KEY, about
 from fp4deploy.architecture import Architecture
 from fp4deploy.children import owned_folder
 from fp4deploy.errors import InputError, UnavailableError, suggest
@@ -32,8 +36,10 @@ from fp4deploy.export.ledger.build_log import parse_engine_layers
 from fp4deploy.export.ledger.ledger import Ledger, PlannedLayer, ledger_path, load_ledger
 from fp4deploy.export.lowering.interface import Interface, with_interface
 from fp4deploy.export.lowering.lower import LoweredModel, check_conv_mode, lower, read_buildable
+from fp4deploy.export.onnx.canonical import metadata_object
 from fp4deploy.export.onnx.size import fix_size, has_open_size
 from fp4deploy.files import atomic_write, file_digest
+from fp4deploy.models.card import ModelCard
 from fp4deploy.plugins.aot.store import supported
 
 PLAN_MAGIC = {b"vtrt": "tensorrt-rtx", b"ftrt": "tensorrt"}
@@ -108,6 +114,7 @@ class PreparedEngine:
     job: CompileJob
     conv: str
     interface: Interface
+    about: dict[str, Any]
 
     def build(
         self,
@@ -124,6 +131,7 @@ class PreparedEngine:
             job = replace(self.job, folder=str(folder))
             answer = _compile(self.lowered, job, log, progress)
             ledger = _ledger(self.source, out, self.lowered, job, answer, self.conv, self.interface)
+            ledger = replace(ledger, about=self.about)
             if strict:
                 ledger.require_no_fallback()
             if require_fp4 is not None:
@@ -149,7 +157,8 @@ def prepare_engine(
     onnx_path, interface = Path(onnx_path), interface or Interface()
     profile = _profile(batch, size, sizes)
     usual = profile.sizes[1] if profile.sizes else None
-    lowered = lower(_sized(read_buildable(onnx_path), onnx_path, size, usual), conv, backend, usual)
+    graph = _sized(read_buildable(onnx_path), onnx_path, size, usual)
+    lowered = lower(graph, conv, backend, usual)
     if usual is not None and lowered.card is not None:  # the size that bench and predict give it
         lowered = replace(lowered, card={**lowered.card, "height": usual[0], "width": usual[1]})
     lowered = replace(lowered, model=with_interface(lowered.model, interface, lowered.card))
@@ -162,7 +171,7 @@ def prepare_engine(
     if plugins:
         supported(target)
     job = CompileJob(chosen.name, target, batch, "", plugins, profile.sizes, options)
-    return PreparedEngine(onnx_path, lowered, job, conv, interface)
+    return PreparedEngine(onnx_path, lowered, job, conv, interface, _about(graph, lowered.card))
 
 
 def open_plan(plan: Path) -> Ledger:
@@ -209,6 +218,14 @@ def require_device(ledger: Ledger, capability: tuple[int, int] | None) -> None:
         raise UnavailableError(
             f"{ledger.plan} was built for {ledger.arch} ({ledger.backend}), and this machine has {here}."
         )
+
+
+def _about(graph: onnx.ModelProto, card: dict[str, Any] | None) -> dict[str, Any]:
+    """Where an engine comes from: this version, and the checkpoint that its source names."""
+    checkpoint = (metadata_object(graph, ABOUT_KEY) or {}).get("checkpoint_sha256")
+    known = isinstance(checkpoint, str) and re.fullmatch("[0-9a-f]{64}", checkpoint)
+    found = ModelCard.from_json(json.dumps(card), "The model card of the file") if card else None
+    return about(found, checkpoint if known else None)
 
 
 def _profile(batch: Range, size: tuple[int, int] | None, sizes: Sizes | None) -> Profile:

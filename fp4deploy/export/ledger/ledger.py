@@ -119,7 +119,8 @@ class Ledger:
 
     `batch` and `sizes` are (min, opt, max); `sizes` (height, width) of an engine with a range of them. `interface`:
     where input and output are not those of the ONNX file (`lowering.interface`). `options`: how the plan was written,
-    such as "stripped".
+    such as "stripped". `about`: the version that built it, the checkpoint of the source, colours of the classes
+    (`fp4deploy.about`); None in ledgers of older versions.
     """
 
     backend: str
@@ -141,6 +142,7 @@ class Ledger:
     sizes: tuple[Extent, Extent, Extent] | None = None
     interface: dict[str, str | None] | None = None
     options: tuple[str, ...] = ()
+    about: dict[str, Any] | None = None
 
     @property
     def precision(self) -> str:
@@ -248,8 +250,8 @@ class Ledger:
     def to_json(self) -> str:
         """Serialise; `from_json` gives the same ledger back."""
         fields = dataclasses.asdict(self) | {"format": FORMAT, "totals": dataclasses.asdict(self.totals())}
-        for name, usual in (("sizes", None), ("interface", None), ("options", ())):  # older versions do not know them
-            if fields[name] == usual:
+        for name in ("sizes", "interface", "options", "about"):  # older versions do not know them
+            if not fields[name]:
                 del fields[name]
         fields["layers"] = [
             {_JSON_KEYS.get(name, name): value for name, value in row.items()} for row in fields["layers"]

@@ -17,6 +17,7 @@ import onnx
 import pytest
 import torch
 
+from fp4deploy import __version__
 from fp4deploy.errors import GateError, InputError, UnavailableError
 from fp4deploy.export.engine.backends import BACKENDS
 from fp4deploy.export.engine.build import build_engine, open_plan, require_device
@@ -220,6 +221,7 @@ class TestRtx:
         assert load_ledger(result.ledger_path) == open_plan(out) == result.ledger
         assert (result.ledger.backend, result.ledger.arch, result.ledger.conv) == ("tensorrt-rtx", "sm120", "auto")
         assert result.ledger.evidence == "build log"
+        assert result.ledger.about == {"version": __version__}  # the graph has neither checkpoint nor card
 
     @pytest.mark.parametrize(
         ("conv", "realised"),

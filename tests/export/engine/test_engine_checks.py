@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from fp4deploy.about import ABOUT_KEY, about
+from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError
-from fp4deploy.export.engine.build import build_engine
+from fp4deploy.export.engine.build import build_engine, prepare_engine
+from fp4deploy.models.card import CARD_KEY, ModelCard
 from tests.export.exported_models import initializer, unet
 from tests.export.lowering.engine_graphs import CanonicalGraph
 
@@ -54,6 +58,20 @@ def test_shortened_weight_of_an_export(tmp_path: Path, layer: str, size: int, mu
     assert any(value.name == f"{layer}.weight.codes" for value in model.graph.value_info)
     shorten(model, layer, size)
     refused(tmp_path, model, rf"Layer {layer}: .*\(K\) are {size}, not a multiple of 16.* to {multiple},")
+
+
+@pytest.mark.parametrize(("named", "kept"), [("ab" * 32, True), ("ab", False), (3, False)])
+def test_where_an_engine_comes_from(tmp_path: Path, named: object, kept: bool) -> None:
+    """The checkpoint that the source names, if it is a digest, and the colours of the card's classes."""
+    card = ModelCard("fp16", 0.25, ("sky", "a", "b"), 16, 16, IMAGE_MEAN, IMAGE_STD, True)
+    graph = CanonicalGraph()
+    model = graph.model(graph.conv("conv", graph.image(16, 16), 3, fp4=False), function=False)
+    for key, value in ((CARD_KEY, card.to_json()), (ABOUT_KEY, json.dumps({"checkpoint_sha256": named}))):
+        model.metadata_props.add(key=key, value=value)
+    onnx.save(model, tmp_path / "model.onnx")
+    found = prepare_engine(tmp_path / "model.onnx", arch="sm86").about
+    assert found == about(card, str(named) if kept else None)
+    assert found["palette"] == [None, [76, 110, 245], [250, 176, 5]]
 
 
 @pytest.mark.parametrize("layer", ["encoder.1.conv1", "up.0"])
