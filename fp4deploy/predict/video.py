@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,47 @@ def require_opencv() -> None:
         raise UnavailableError(f"Videos and cameras are read by OpenCV: {missing}")
 
 
+@contextmanager
+def opened(source: str) -> Iterator[Any]:
+    """A video or a camera ("camera:0") as OpenCV reads it, closed at the end.
+
+    Raises:
+        UnavailableError: OpenCV is missing. InputError: the source cannot be opened.
+    """
+    require_opencv()
+    import cv2
+
+    live = source.startswith(CAMERA)
+    capture = cv2.VideoCapture(_camera(source) if live else os.path.abspath(source))  # never "tcp:..." of a file name
+    try:
+        if not capture.isOpened():
+            raise InputError(f"{source} cannot be opened as a {'camera' if live else 'video'}.")
+        yield capture
+    finally:
+        capture.release()
+
+
 def predict_video(
     predictor: Predictor, source: str, target: Path, batch: int, progress: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Predict all frames of a video or, until Ctrl-C, of a camera ("camera:0"), and write the overlay video.
+    """`predict_frames` of a source that is opened for it."""
+    with opened(source) as capture:
+        return predict_frames(predictor, capture, source, target, batch, progress)
+
+
+def predict_frames(
+    predictor: Predictor,
+    capture: Any,
+    source: str,
+    target: Path,
+    batch: int,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Predict all frames of a video or, until Ctrl-C, of a camera, and write the overlay video.
 
     Args:
+        capture: the source, opened.
+        source: its name.
         target: the .mp4 file; replaced when the last frame is written.
         batch: frames given to the network at once.
         progress: called with the frames done.
@@ -51,22 +87,17 @@ def predict_video(
         of its boxes.
 
     Raises:
-        UnavailableError: OpenCV is missing. InputError: the video cannot be decoded, or the target not be written.
+        InputError: the video cannot be decoded, or the target not be written.
     """
-    require_opencv()
     import cv2
 
-    live = source.startswith(CAMERA)
-    capture = cv2.VideoCapture(_camera(source) if live else os.path.abspath(source))  # never "tcp:..." of a file name
-    if not capture.isOpened():
-        raise InputError(f"{source} cannot be opened as a {'camera' if live else 'video'}.")
     rate = stated_rate(capture.get(cv2.CAP_PROP_FPS))
     found = np.zeros(256)
     frames, size = 0, (0, 0)
     writer = None
     try:
         with atomic_write(target) as temporary:
-            reading = _frames(capture, live)
+            reading = _frames(capture, source.startswith(CAMERA))
             while chosen := list(islice(reading, batch)):
                 if writer is None:
                     size = chosen[0].shape[:2]
@@ -85,7 +116,6 @@ def predict_video(
                 raise InputError(f"{source} holds no frame that can be decoded.")
             writer.release()
     finally:
-        capture.release()
         if writer is not None:
             writer.release()
     return {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -162,6 +163,17 @@ def test_a_video(run: Any, images: Path, untrained: Run, tmp_path: Path) -> None
     assert sum(each["share"] for each in video["classes"]) == pytest.approx(1)
     assert cv2.VideoCapture(str(tmp_path / "predictions" / "clip.overlay.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 5
     assert image["mask"] == "a.mask.png"
+
+
+def test_a_camera_that_is_not_there_records_nothing(run: Any, untrained: Run, monkeypatch: Any) -> None:
+    cv2 = MagicMock()
+    cv2.VideoCapture.return_value.isOpened.return_value = False
+    monkeypatch.setitem(sys.modules, "cv2", cv2)
+    result = run("camera:0", "--model", untrained.checkpoint("nvfp4"))
+    assert result.exit_code == 2
+    assert "camera:0 cannot be opened as a camera" in result.stderr
+    assert "Recording" not in result.stderr
+    assert not Path("predictions").exists()
 
 
 def test_a_video_without_opencv_says_what_to_install(

@@ -165,14 +165,16 @@ def _pipe(predictor: Predictor, model: Path, as_json: bool) -> None:
 
 
 def _camera(predictor: Predictor, source: str, out: Path, batch: int) -> None:
-    from fp4deploy.predict.video import predict_video, require_opencv
+    from fp4deploy.predict.video import opened, predict_frames
     from fp4deploy.progress import progress
 
     target = out / "camera.overlay.mp4"
-    require_opencv()
-    note("Recording; stop with Ctrl-C.")
-    with progress("frames") as bar:
-        found = predict_video(predictor, source, target, batch, lambda frames: bar.phase("frames", frames))
+    with opened(source) as capture:
+        note("Recording; stop with Ctrl-C.")
+        with progress("frames") as bar:
+            found = predict_frames(
+                predictor, capture, source, target, batch, lambda frames: bar.phase("frames", frames)
+            )
     done(f"{found['frames']} frames in {shown(target)}")
 
 
