@@ -1,8 +1,9 @@
 """COCO files of any origin into a dataset folder: `fp4deploy data import`.
 
-Annotation tools write a file for each task, and images lie anywhere: Label Studio has result.json with images/,
-CVAT one file a task, a colleague two files and one folder of images. The folder that this makes has COCO's layout, with
-the annotations as they are and the images as hard links (copies where the file system has none).
+Annotation tools write a file for each task, and images lie anywhere: Label Studio has result.json with images/, or its
+own JSON with addresses of its server (`data.label_studio`), CVAT one file a task, a colleague two files and one folder
+of images. The folder that this makes has COCO's layout, with the annotations as they are and the images as hard links
+(copies where the file system has none).
 
 A file without splits is divided by the name of each image: SHA-256 of seed and name, read as a number in [0, 1). So an
 image stays in its split when others are added, and the division is the same on every machine.
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.data.coco.annotations import MOST_JSON_BYTES, parse_content
+from fp4deploy.data.coco.annotations import MOST_JSON_BYTES, inside_folder, parse_content
+from fp4deploy.data.images import ImageError, image_size
+from fp4deploy.data.label_studio import coco_content, is_label_studio
 from fp4deploy.data.sample import TEST, TRAIN, VAL
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write
@@ -69,7 +72,7 @@ def import_coco(
         )
     if val_share + test_share >= 1:
         raise InputError(f"--val-share and --test-share take {val_share + test_share:g} of the images; leave some.")
-    contents = {split: _read(path) for split, path in files.items()}
+    contents = {split: _read(path, images) for split, path in files.items()}
     names = {split: [str(image["file_name"]) for image in content["images"]] for split, content in contents.items()}
     places = {name: _find(name, images) for name in dict.fromkeys(name for each in names.values() for name in each)}
     flat = _flat_names(places)
@@ -82,14 +85,24 @@ def import_coco(
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The content of a COCO file whose records are all usable; repeated annotation ids are, too."""
+def _read(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
+    """The content of a COCO file whose records are all usable; repeated annotation ids are, too.
+
+    Names of images become relative: where a server kept them ("/data/upload/1/a.jpg") says nothing about this machine.
+    """
     try:
         whole = read_bytes(path, MOST_JSON_BYTES)
         text = whole.decode(json.detect_encoding(whole), "surrogatepass")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} cannot be read as JSON: {error}.") from None
     content = parse_json(text, path, nan="keep")
+    if is_label_studio(content):
+        try:
+            content = coco_content(content, lambda name: _size(_find(_relative(name), folders)))
+        except InputError as error:
+            raise InputError(f"{path} {error}") from None
+    if isinstance(content, dict) and isinstance(content.get("images"), list):
+        content = {**content, "images": [_with_relative_name(record) for record in content["images"]]}
     parsed = parse_content(path, content)
     fatal = [defect for defect in parsed.defects if defect.kind != "duplicate-annotation"]
     if fatal:
@@ -98,6 +111,31 @@ def _read(path: Path) -> dict[str, Any]:
     known = parsed.categories.values()
     kept = [category for category in content["categories"] if category.get("name") in known]
     return {**content, "categories": kept}
+
+
+def _with_relative_name(record: Any) -> Any:
+    if not isinstance(record, dict) or not isinstance(record.get("file_name"), str):
+        return record
+    return {**record, "file_name": _relative(record["file_name"])}
+
+
+def _relative(name: str) -> str:
+    """A name without the address, drive or steps upwards before it.
+
+    >>> [_relative(name) for name in ("/data/upload/1/a.jpg", "../b/a.jpg", "C:/b/a.jpg", "b/a.jpg")]
+    ['data/upload/1/a.jpg', 'b/a.jpg', 'b/a.jpg', 'b/a.jpg']
+    """
+    if inside_folder(name):
+        return name
+    parts = name.replace("\\", "/").split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..") and not part.endswith(":")) or name
+
+
+def _size(path: Path) -> tuple[int, int]:
+    try:
+        return image_size(path)
+    except ImageError as error:
+        raise InputError(f"names the image {path}, which {error}.") from None
 
 
 def _find(name: str, folders: Sequence[Path]) -> Path:

@@ -132,7 +132,7 @@ def import_(
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the division by shares.")] = 0,
 ) -> None:
-    """Make a dataset folder of COCO files (Label Studio, CVAT, your own) and of the folders of their images."""
+    """Make a dataset folder of COCO files or Label Studio JSON and of the folders of their images."""
     from fp4deploy.data import import_coco
     from fp4deploy.progress import progress
 
