@@ -389,6 +389,7 @@ def detection_closer() -> str:
         "qat_four_over_six": "4/6 for weights and activations",
         "qat_first16": "encoder's first level in FP16",
         "learned": "learned activation scales, from the 99.9 % percentile",
+        "qat_long": "default layers, 48 epochs, beside a control of 48",
     }
     found = result("dsb2018_detection_h200")["variants"]
     rows = []
@@ -445,6 +446,13 @@ def claim() -> str:
             if any(found):
                 rows.append([data, label, f"{100 * sum(scores) / len(scores):.2f}", *map(gap, found)])
     return markdown(["data", "network", "FP16", *(f"`{recipe}`" for recipe in report["recipes"])], rows, 2)
+
+
+def claim_growth(data: str, network: str, recipe: str) -> str:
+    """Gap of a larger UNet minus that of the smallest, in points."""
+    keys = {"data": data, "network": network, "recipe": recipe}
+    (found,) = (each for each in result("claim_h200")["growth"] if keys.items() <= each.items())
+    return gap(found)
 
 
 def ptq_camvid() -> str:
@@ -920,7 +928,7 @@ def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
         table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
-        captured_recipe,
+        captured_recipe, claim_growth,
     ):  # fmt: skip
         env.macro(function)
 
