@@ -236,6 +236,19 @@ def settings(
     return load_config(config, [*flags, *(sets or [])])
 
 
+def require_used(epochs: int | None, config: Config, models: tuple[str, ...]) -> None:
+    """Refuse --epochs where none of these models trains for `train.epochs`.
+
+    Raises:
+        InputError: all of them are fine-tuned, which `train.finetune_epochs` counts.
+    """
+    if epochs is not None and "fp16" not in models and not config.train.from_scratch:
+        raise InputError(
+            f"--epochs counts those of fp16, and only {', '.join(models)} is trained. For its fine-tuning: "
+            f"--set train.finetune_epochs={epochs}"
+        )
+
+
 def named_models(sets: list[str]) -> tuple[str, ...]:
     """The model that the user names on the command line, whose code may be imported; a settings file names none."""
     texts = [text.partition("=")[2].strip("\"' ") for text in sets if text.startswith("model.spec=")]

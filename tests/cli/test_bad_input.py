@@ -51,6 +51,13 @@ def edit(folder: Path, split: str, change: Any) -> None:
     path.write_text(json.dumps(content))
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_epochs_that_no_model_would_train_for(invoke: Invoke, shapes: Path, more: tuple[str, ...]) -> None:
+    result = invoke("train", "--data", shapes, "--models", "nvfp4", "--epochs", 3, "--out", "new", *more)
+    refused(result, "--epochs counts those of fp16, and only nvfp4", "--set train.finetune_epochs=3")
+    assert not Path("new").exists()
+
+
 @pytest.mark.parametrize("command", ["train", "run"])
 class TestData:
     """What is wrong with the data stops train and run alike, before they leave anything."""

@@ -30,6 +30,7 @@ from ...settings import (
     TrackerOption,
     new_run,
     parse_models,
+    require_used,
     settings,
 )
 from ..results.telemetry import show_drawn
@@ -79,19 +80,24 @@ def train(
     if from_scratch:
         sets = [*(sets or []), "train.from_scratch=true"]
     if dry_run:
-        run_estimate(settings(config, sets, **flags), chosen)
+        resolved = settings(config, sets, **flags)
+        require_used(epochs, resolved, chosen)
+        run_estimate(resolved, chosen)
         return
     if resume:
         run = open_run(out) if out is not None else latest_run()
         resolved = settings(run.config_path, sets, **flags)
         if models is None:
             chosen = run.asked_models() or chosen
+        require_used(epochs, resolved, chosen)
         with hold(run.path):
             note(f"Continuing {shown(run.path)}: {', '.join(chosen)}.")
             _record(run)
             _report(run, _train(resolved, run, chosen, from_scratch, resume=True), resolved)
         return
-    with new_run(settings(config, sets, **flags), out) as (run, resolved):
+    asked = settings(config, sets, **flags)
+    require_used(epochs, asked, chosen)
+    with new_run(asked, out) as (run, resolved):
         _report(run, _train(resolved, run, chosen, from_scratch, resume=False), resolved)
 
 
