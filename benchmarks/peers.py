@@ -34,6 +34,8 @@ def forward(model: nn.Module, form: str, x: torch.Tensor) -> Run:
     own: Any = copy.deepcopy(model).cuda().half().eval().to(memory_format=layout)  # type: ignore[call-overload]
     images = x.half().contiguous(memory_format=layout)
     if form in COMPILED:
+        torch._dynamo.reset()  # what was compiled before counts towards the recompile limit, past which eager runs
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         own = torch.compile(own, mode=COMPILED[form], dynamic=False)
     return lambda: own(images)
 
