@@ -28,6 +28,7 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.unet import channel_widths
 from fp4deploy.plugins.gemm import decoded, dispatch
 from fp4deploy.plugins.gemm.decoded import Plan
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4 as pack
 
@@ -88,7 +89,7 @@ class Layer:
         self.size, self.up = size, size == 2
         self.sources = tuple(packed(batch, h, w, c) for c in channels)
         self.weight = packed(outputs, size, size, sum(channels))
-        self.decoded = decoded.decode_weight(self.weight, channels, self.up)
+        self.decoded = decode_weight(self.weight, channels, self.up)
         maps = torch.cat([source.dequantize(torch.float16) for source in self.sources], -1)
         self.maps = maps.permute(0, 3, 1, 2)
         filters = self.weight.dequantize(torch.float16).permute((3, 0, 1, 2) if self.up else (0, 3, 1, 2))

@@ -39,7 +39,7 @@ class CudaKernel:
 class Constant:
     """What the library computes from tensors of the file, once, when a network is loaded.
 
-    kind: "bytes" as stored; "float32", widened; "planes", a weight decoded by `decoded.decode_weight`.
+    kind: "bytes" as stored; "float32", widened; "planes", a weight decoded by `decoded_weight.decode_weight`.
     tensor: its name; of planes the layer's.
     sources, up: of planes: channels of each source; of a transposed convolution.
     size: bytes on the GPU.

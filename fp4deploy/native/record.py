@@ -26,9 +26,9 @@ from fp4deploy.packed import PackedFile
 from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, named, weight_names
 from fp4deploy.packed.network import has_kernel, plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
-from fp4deploy.plugins.gemm import decoded, plain
+from fp4deploy.plugins.gemm import decoded, direct, plain
 from fp4deploy.plugins.gemm.arguments import launch_gemm
-from fp4deploy.plugins.gemm.decoded import DecodedWeight
+from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, fits, planes_shape
 from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM
 from fp4deploy.plugins.quantize import operators
@@ -153,7 +153,7 @@ class _Network:
             raise InputError("no kernel has its form, and only torch computes it")
         up, channels = isinstance(node, ConvTranspose2d), tuple(x.shape[-1] for x in sources)
         geometry = (1, 0, 1) if up else (node.stride[0], node.padding[0], node.dilation[0])
-        if self.decodes and decoded.fits(channels, 1 if up else math.prod(shape[1:3])):
+        if self.decodes and fits(channels, 1 if up else math.prod(shape[1:3])):
             return self.decoded(node, sources, channels, shape, geometry, bias, moments)
         y = self.multiply(node, sources, shape, geometry, bias)
         return [y] if isinstance(y, Nvfp4Tensor) else self.forms(y, node.outputs)
@@ -169,7 +169,7 @@ class _Network:
         moments: dict[str, Moments],
     ) -> list[FeatureMap]:
         up = isinstance(node, ConvTranspose2d)
-        planes = torch.empty(decoded.planes_shape(shape, channels, up), dtype=torch.float16, device=META)
+        planes = torch.empty(planes_shape(shape, channels, up), dtype=torch.float16, device=META)
         planes = self.recording.constant("planes", node.layer, planes, sources=channels, up=up)
         weight = DecodedWeight(planes, self.vector(weight_names(node)[2]), tuple(shape), channels, node.e4m3_max)
         amax = self.amax(node.outputs[0]) if len(node.outputs) == 1 else None
@@ -178,8 +178,10 @@ class _Network:
         taps = (1, 1) if up else (shape[1], shape[2])
         rows = n * math.prod(output_size(size, each, *geometry) for size, each in zip((h, w), taps, strict=True))
         depths = tuple(x.codes.shape[-1] for x in sources)
-        chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, rows, shape[0], depths, taps[0] * taps[1], up)
         stride, padding, dilation = geometry
+        chosen = None
+        if not direct.takes(channels, shape[0], (shape[1], shape[2]), stride, dilation, up):
+            chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, rows, shape[0], depths, taps[0] * taps[1], up)
         y, found = decoded.conv2d(
             tuple(sources), weight, bias, stride, padding, dilation, not up and cast(Conv2d, node).relu,
             out_amax=amax, moments=wanted, up=up, chosen=chosen, launch=self.recording.triton,

@@ -56,7 +56,7 @@ from fp4deploy.packed.operators import Context, compute, convolve
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.plugins.gemm import decoded, plain
-from fp4deploy.plugins.gemm.decoded import DecodedWeight
+from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, decode_weight, fits
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
@@ -402,8 +402,8 @@ class PackedNetwork:
         taps = self._taps[node.layer] = list(shape[1:-1])
         if self._decodes and not isinstance(node, Linear) and has_kernel(node, taps):
             up = isinstance(node, ConvTranspose2d)
-            if decoded.fits(sources, 1 if up else math.prod(taps)):
-                self._decoded[node.layer] = decoded.decode_weight(weight, sources, up)
+            if fits(sources, 1 if up else math.prod(taps)):
+                self._decoded[node.layer] = decode_weight(weight, sources, up)
                 return
         self._packed[node.layer] = weight
 

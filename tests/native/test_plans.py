@@ -18,7 +18,8 @@ from fp4deploy.native.bundle import graph_digest
 from fp4deploy.native.plan import Buffer, CudaKernel
 from fp4deploy.packed import PackedFile
 from fp4deploy.packed.graph import GroupNormReLU, Layer
-from fp4deploy.plugins.gemm.decoded import decode_weight, planes_shape
+from fp4deploy.packed.shapes import shapes_of
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight, planes_shape
 from tests.native.conftest import GPU, SHAPES
 from tests.packed.small_networks import packed
 
@@ -28,14 +29,22 @@ def names(plan: Plan, stage: str = "body") -> list[str]:
     return [each.name if isinstance(each, CudaKernel) else each.kernel.partition(":")[2] for each in kernels]
 
 
+def narrow(file: PackedFile, node: Layer) -> bool:
+    """Whether a layer reads sources of at most 32 channels."""
+    shapes = shapes_of(file.graph)
+    return all(shapes[name][1] <= 32 for name in node.inputs)
+
+
 def test_a_unet(unet: PackedFile, plans: list[Plan]) -> None:
     """One product a layer, one pass a normalisation, and nothing that the network does not need."""
     found = names(plans[0])
     layers = [node for node in unet.graph.nodes if isinstance(node, Layer)]
     norms = [node for node in unet.graph.nodes if isinstance(node, GroupNormReLU)]
     assert found.count("plain_conv") == sum(node.precision == "fp16" for node in layers) == 2
-    assert found.count("decoded_conv_kernel") == len(layers) - 3
-    assert found.count("implicit_gemm_kernel") == 1  # 16 channels and one tap, which `decoded.fits` refuses
+    few = sum(node.precision == "nvfp4" and narrow(unet, node) for node in layers)
+    assert found.count("direct_conv") == few == 9
+    assert found.count("decoded_conv_kernel") == len(layers) - 2 - few
+    assert "implicit_gemm_kernel" not in found
     assert found.count("norm_pack") + found.count("norm_pool_pack") == found.count("combine_moments") == len(norms)
     assert {"input.float32": ["read_image"], "output.classes": ["class_map"]}.items() <= {
         stage: names(plans[0], stage) for stage in plans[0].stages

@@ -17,6 +17,7 @@ from fp4deploy.emulator.launch import emulate_triton
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call
 from fp4deploy.plugins.gemm import decoded
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
@@ -62,7 +63,7 @@ class Convolution:
 
         y, moments = decoded.conv2d(
             sources,
-            decoded.decode_weight(weight, self.channels, self.up),
+            decode_weight(weight, self.channels, self.up),
             bias,
             self.stride,
             padding,

@@ -1,11 +1,13 @@
 """Convolutions of packed activations with weights that were decoded to float16 once: inference before Blackwell.
 
-    weight = decode_weight(packed, (64, 64))                 two planes of float16 for two sources of 64 channels
+    weight = decode_weight(packed, (64, 64))                 of `decoded_weight`: two planes of float16
     y, moments = conv2d(sources, weight, padding=1, moments=True)
 
 Where tensor cores take no FP4, decoding a weight in every program that reads it costs arithmetic and buys memory: 4.5
 bits an element instead of 16. `triton/decoded.py` reads a weight that was decoded at load and decodes activations only,
 which stay packed in memory. Elements are the same numbers in both kernels.
+
+Convolutions of few channels go to `direct`, which decodes a pixel once for all taps.
 
 **Plan.** The tile and the number of splits of K come from a table of measured shapes for the GPU (`plans.json`, written
 by `benchmarks/conv_plans.py`; FP4DEPLOY_PLANS names another), else from `plan`, which knows the shape and the number of
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,18 +29,19 @@ import torch
 from pydantic import Field
 
 from fp4deploy.architecture import Architecture
+from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
+from fp4deploy.plugins.gemm import direct
 from fp4deploy.plugins.gemm.arguments import TYPES, require_offsets, run
+from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight
 from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.schema import Int, read_json, validated
 
-PAD = 64  # bytes: rows of planes are whole steps of every tile
-SCALE = 128.0  # elements of the planes are divided by it (`triton.decode`)
 LARGE, SMALL = Tile(256, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)
 BUSY = 0.63  # share of the multiprocessors' waves from which on large tiles are faster
 MOST_SPLITS, FEWEST_STEPS = 8, 5
@@ -54,26 +57,6 @@ Size3 = tuple[int, int, int]
 Row = Annotated[list[Annotated[Int, Field(ge=1, le=512)]], Field(min_length=6, max_length=6)]
 
 
-@dataclass(frozen=True, eq=False)
-class DecodedWeight:
-    """A weight for `decoded_conv_kernel`.
-
-    planes: float16 [2, rows, K]: even and odd elements; rows: outputs, of a transposed convolution 4 times as many.
-    shape: [O, KH, KW, C] of the packed weight; channels: of each source.
-    """
-
-    planes: torch.Tensor
-    amax: torch.Tensor
-    shape: tuple[int, ...]
-    channels: tuple[int, ...]
-    e4m3_max: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the GPU."""
-        return self.planes.nbytes
-
-
 @dataclass(frozen=True)
 class Plan:
     """How one convolution is computed."""
@@ -87,51 +70,6 @@ def available(device: torch.device) -> bool:
     if device.type != "cuda" or triton_version() is None or not aot.available(device):
         return False
     return Architecture.of_device(device.index).number < NATIVE_FROM
-
-
-def fits(channels: tuple[int, ...], taps: int) -> bool:
-    """Whether the kernel takes sources of these channels: whole steps of a tap, or several taps a step."""
-    depths = [_bytes(c) for c in channels]
-    return all(depth % 32 == 0 for depth in depths) or (len({*depths}) == 1 and depths[0] in (8, 16) and 1 < taps <= 9)
-
-
-def decode_weight(weight: Nvfp4Tensor, channels: tuple[int, ...], up: bool = False) -> DecodedWeight:
-    """Decode a packed [O, KH, KW, C] for sources of these channels.
-
-    up: a transposed convolution of kernel 2 x 2.
-    """
-    outputs, kh, kw, _ = weight.shape
-    values = _elements(weight)  # [O, KH, KW, C padded]
-    rows = values.flatten(0, 2).unsqueeze(1) if up else values.flatten(1, 2)  # [rows, taps, C]
-    parts, first = [], 0
-    for count in channels:
-        width = 2 * _bytes(count)
-        part = rows[..., first : first + width].flatten(1)
-        parts.append(torch.nn.functional.pad(part, (0, -part.shape[1] % (2 * PAD))))
-        first += width
-    pairs = torch.cat(parts, 1).unflatten(1, (-1, 2))  # [rows, bytes, (even, odd)]
-    # The order of a tensor core's fragment within 32 bytes, as `triton.decode.permute` puts it.
-    pairs = pairs.unflatten(1, (-1, 4, 2, 2, 2)).permute(6, 0, 1, 3, 4, 2, 5).flatten(2)
-    return DecodedWeight(pairs.contiguous(), weight.amax, (outputs, kh, kw, sum(channels)), channels, weight.e4m3_max)
-
-
-def planes_shape(shape: Sequence[int], channels: tuple[int, ...], up: bool = False) -> tuple[int, int, int]:
-    """The shape [2, rows, K] of the planes that `decode_weight` makes of a packed [O, KH, KW, C]."""
-    outputs, kh, kw, _ = shape
-    rows, taps = (outputs * kh * kw, 1) if up else (outputs, kh * kw)
-    return 2, rows, sum(-(-taps * _bytes(count) // PAD) * PAD for count in channels)
-
-
-def _elements(weight: Nvfp4Tensor) -> torch.Tensor:
-    """Elements without the global scale, times 2^-7: exact in float16."""
-    unit = torch.full((), float(E2M1_MAX * weight.e4m3_max), dtype=torch.float32, device=weight.codes.device)
-    shape = torch.Size((*weight.shape[:-1], 2 * weight.codes.shape[-1]))
-    plain = Nvfp4Tensor(weight.codes, weight.scales, unit, shape, weight.e4m3_max)
-    return (plain.dequantize(torch.float32) / SCALE).half()
-
-
-def _bytes(channels: int) -> int:
-    return -(-channels // NVFP4_BLOCK) * NVFP4_BLOCK // 2
 
 
 def chosen_plan(rows: int, columns: int, depths: tuple[int, ...], taps: int, up: bool, device: torch.device) -> Plan:
@@ -216,7 +154,7 @@ def conv2d(
 
     Args:
         moments: of the rounded output.
-        chosen: instead of what `plan` chooses.
+        chosen: instead of `direct`, or of what `plan` chooses.
         launch, asm: what launches, and whether inline PTX is used: for Triton's interpreter.
 
     Returns:
@@ -232,10 +170,19 @@ def conv2d(
     oh, ow = (h, w) if up else (output_size(h, kh, *geometry), output_size(w, kw, *geometry))
     rows, device = n * oh * ow, sources[0].codes.device
     depths = tuple(x.codes.shape[-1] for x in sources)
-    chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, device)
     factor = 2 if up else 1
     shape = (n, factor * oh, factor * ow, outputs)
     require_offsets(depths, (n, h, w), (n, oh, ow), shape, taps, stride, padding, dilation)
+    if (
+        chosen is None
+        and direct.takes(weight.channels, outputs, (kh, kw), stride, dilation, up)
+        and direct.runs(device)
+    ):
+        try:
+            return direct.conv2d(sources, weight, bias, (padding, padding), relu, dtype, out_amax, moments, up)
+        except UnavailableError as error:
+            direct.refuse(device, error)
+    chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, device)
     out, scales = _output(shape, dtype, out_amax, device)
     tall = chosen.tile.bm if chosen.splits == 1 else SUM_TILE.bm
     found = None

@@ -18,7 +18,7 @@ from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
 VECTOR = 8
-COMBINING = 1024  # threads that combine the parts of a group
+COMBINING = 1024  # threads at most that combine the parts of a group
 PARTS = 264  # of a batch: two for each multiprocessor of a large GPU
 
 
@@ -29,11 +29,13 @@ class Moments:
     parts: float32 [parts, 2, 2, C], see `cuda/norm_statistics.cu`.
     rows: pixels of a part.
     per_item: parts of a batch item; 0 where parts are cut from the pixels of the whole batch.
+    tile: height and width of a part that is a tile of the feature map; (0, 0) where parts are runs of pixels.
     """
 
     parts: torch.Tensor
     rows: int
     per_item: int = 0
+    tile: tuple[int, int] = (0, 0)
 
 
 def chunk_moments(x: torch.Tensor) -> Moments:
@@ -69,7 +71,15 @@ def combine(
     """
     n, h, w, c = shape
     ab = torch.empty(n, 2, c, dtype=torch.float32, device=weight.device)
-    launch = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqi", {"DTYPE": "__half"}, weight.device).launch
+    run = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqiiii", {"DTYPE": "__half"}, weight.device)
     vectors = (moments.parts, bias, weight, beta, ab)
-    launch((groups, n), COMBINING, *vectors, eps, h * w, c, groups, moments.rows, moments.per_item)
+    sizes = (h * w, c, groups, moments.rows, moments.per_item, *moments.tile, w)
+    run.launch((groups, n), _threads(moments, h * w, c // groups), *vectors, eps, *sizes)
     return ab
+
+
+def _threads(moments: Moments, pixels: int, width: int) -> int:
+    """Of a block that combines the parts of one batch item, `width` channels of each: two parts a thread or more."""
+    parts = moments.per_item or pixels // moments.rows + 2
+    lanes = 1 << max(0, (-(-parts // 2) - 1).bit_length())
+    return min(COMBINING, -(-width * lanes // 32) * 32)

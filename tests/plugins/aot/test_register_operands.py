@@ -19,6 +19,7 @@ from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 from fp4deploy.plugins.aot.compile import compile_launch, triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
 from fp4deploy.plugins.gemm import decoded
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
@@ -100,7 +101,7 @@ def decoded_launch(tile: Tile, channels: tuple[int, ...]) -> Launch:
     calls: list[Call] = []
     sources: tuple[Nvfp4Tensor, ...] = tuple(quantize_nvfp4(torch.zeros(1, 16, 32, count)) for count in channels)
     weight = quantize_nvfp4(torch.zeros(max(tile.bn, 16), 3, 3, sum(channels)))
-    planes = decoded.decode_weight(weight, channels)
+    planes = decode_weight(weight, channels)
     decoded.conv2d(sources, planes, padding=1, chosen=decoded.Plan(tile), launch=calls.append)
     return calls[0].launch
 

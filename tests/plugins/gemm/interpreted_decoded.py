@@ -10,6 +10,7 @@ import torch
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 from fp4deploy.plugins.gemm import decoded
 from fp4deploy.plugins.gemm.arguments import just_in_time
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.plugins.quantize.statistics import Moments
@@ -72,14 +73,14 @@ def run(case: Case) -> dict[str, float]:
     assert isinstance(exact, torch.Tensor)
     calls = []
     found, moments = decoded.conv2d(
-        sources, decoded.decode_weight(weight, case.channels, case.up), bias, case.stride, case.padding, case.dilation,
+        sources, decode_weight(weight, case.channels, case.up), bias, case.stride, case.padding, case.dilation,
         True, torch.float16, amax, case.moments, case.up, decoded.Plan(case.tile, case.splits),
         launch=lambda call: calls.append(just_in_time(call)), asm=False,
     )  # fmt: skip
     result = {"launches": len(calls), "error": 0.0, "differing": 0, "moments": 0.0}
     if isinstance(found, Nvfp4Tensor):
         plain, _ = decoded.conv2d(
-            sources, decoded.decode_weight(weight, case.channels, case.up), bias, case.stride, case.padding,
+            sources, decode_weight(weight, case.channels, case.up), bias, case.stride, case.padding,
             case.dilation, True, torch.float16, None, False, case.up, decoded.Plan(case.tile, case.splits),
             launch=just_in_time, asm=False,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from fp4deploy.errors import InputError
 from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import decoded
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight, fits
 
 
 @pytest.mark.parametrize(("channels", "up"), [((32,), False), ((48, 16), False), ((64,), True)])
@@ -18,7 +19,7 @@ def test_planes_hold_every_element(channels: tuple[int, ...], up: bool) -> None:
     """In some order, with zeros behind each source, and times 2^-7 without the global scale."""
     size = 2 if up else 3
     weight = quantize_nvfp4(torch.randn(8, size, size, sum(channels)))
-    found = decoded.decode_weight(weight, channels, up)
+    found = decode_weight(weight, channels, up)
     assert found.planes.dtype == torch.float16
     assert found.planes.shape[:2] == (2, 32 if up else 8)
     values = weight.dequantize(torch.float64) * (2688.0 / float(weight.amax) / 128)
@@ -58,11 +59,12 @@ def test_a_table_of_plans(tmp_path: Path) -> None:
 
 
 def test_which_channels_have_a_kernel() -> None:
-    assert decoded.fits((64,), 9)
-    assert decoded.fits((64, 128), 9)
-    assert decoded.fits((16,), 9)
-    assert decoded.fits((32, 32), 9)
-    assert not decoded.fits((16, 32), 9)
-    assert not decoded.fits((48,), 9)
-    assert not decoded.fits((16,), 1)
-    assert not decoded.fits((16,), 25)
+    assert fits((64,), 9)
+    assert fits((64, 128), 9)
+    assert fits((16,), 9)
+    assert fits((32, 32), 9)
+    assert not fits((16, 32), 9)
+    assert not fits((48,), 9)
+    assert fits((16,), 1)
+    assert fits((32,), 1)
+    assert not fits((16,), 25)

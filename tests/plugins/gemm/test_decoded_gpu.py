@@ -8,6 +8,7 @@ import torch
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.gemm import decoded, dispatch
 from fp4deploy.plugins.gemm.decoded import Plan
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight, fits
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
@@ -42,11 +43,11 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_convolutions(shape: tuple, splits: int | None) -> None:
     channels, outputs, k = shape[3:]
-    if not decoded.fits(channels, k * k):
+    if not fits(channels, k * k):
         pytest.skip("no such kernel")
     sources, weight = operands(*shape)
     bias = torch.randn(outputs, device="cuda")
-    planes = decoded.decode_weight(weight, channels)
+    planes = decode_weight(weight, channels)
     chosen = None if splits is None else Plan(Tile(128, 64 if outputs >= 64 else 16, 32, 4, 3), splits)
     expected = conv2d_reference(tuple(sources), weight, bias, 1, k // 2, 1, True, torch.float32)
     torch.full((1 << 24,), float("nan"), device="cuda")  # poison
@@ -63,7 +64,7 @@ def test_convolutions(shape: tuple, splits: int | None) -> None:
 
 def test_tiles_of_one_step_give_the_same_bits_as_each_other_and_as_packed_weights() -> None:
     sources, weight = operands(1, 40, 48, (128,), 128, 3)
-    planes = decoded.decode_weight(weight, (128,))
+    planes = decode_weight(weight, (128,))
     tiles = (Tile(128, 128, 32, 8, 3), Tile(256, 128, 32, 8, 3), Tile(128, 64, 32, 4, 3), Tile(256, 64, 32, 8, 3))
     results = [decoded.conv2d(tuple(sources), planes, padding=1, chosen=Plan(tile))[0] for tile in tiles]
     former = dispatch.conv2d(tuple(sources), weight, padding=1)  # its tile has steps of 32 bytes as well
@@ -77,7 +78,7 @@ def test_tiles_of_one_step_give_the_same_bits_as_each_other_and_as_packed_weight
 def test_every_run_gives_the_same_bits_on_a_busy_gpu(tile: Tile) -> None:
     """Registers that wgmma reads must not be reused (`triton.decode.finished`): what is wrong then depends on time."""
     sources, weight = operands(1, 192, 192, (64, 64), 64, 3)
-    planes, other = decoded.decode_weight(weight, (64, 64)), torch.randn(4096, 4096, device="cuda").half()
+    planes, other = decode_weight(weight, (64, 64)), torch.randn(4096, 4096, device="cuda").half()
     expected = conv2d_reference(tuple(sources), weight, padding=1, dtype=torch.float64, accumulate=torch.float64)
     first, _ = decoded.conv2d(tuple(sources), planes, padding=1, chosen=Plan(tile))
     assert isinstance(first, torch.Tensor)
@@ -95,7 +96,7 @@ def test_every_run_gives_the_same_bits_on_a_busy_gpu(tile: Tile) -> None:
 def test_packed_output_and_transposed(channels: int) -> None:
     sources, weight = operands(2, 12, 10, (channels,), 64, 2)
     bias, amax = torch.randn(64, device="cuda"), torch.tensor(9.0, device="cuda")
-    planes = decoded.decode_weight(weight, (channels,), up=True)
+    planes = decode_weight(weight, (channels,), up=True)
     plain, _ = decoded.conv2d(tuple(sources), planes, bias, up=True)
     expected = conv_transpose2d_reference(sources[0], weight, bias, False, torch.float32)
     assert isinstance(plain, torch.Tensor)

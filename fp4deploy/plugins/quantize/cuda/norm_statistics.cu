@@ -2,17 +2,19 @@
 //
 //   a = gamma rstd,   b = a (bias - mean) + beta      of each batch item and channel
 //
-// A part is a run of pixels. For each part and channel there is the mean and the sum of squared deviations from it;
+// A part is a run of pixels, or a tile of a feature map. For each part and channel there is the mean and the sum of squared deviations from it;
 // `combine_moments` adds them by Chan's formula, so that nothing cancels, whatever the mean. A convolution's epilogue
-// writes the moments of its tiles (plugins/gemm/triton/decoded.py); `chunk_moments` finds them for any feature map.
+// writes the moments of its tiles (plugins/gemm/triton/decoded.py, plugins/gemm/cuda/direct_conv.cu); `chunk_moments`
+// finds them for any feature map.
 // group_norm.cu does the same for training, where amax and gradients need more than a and b.
 //
 //   moments [parts, 2, 2, C] float32: (items of the batch that the part touches, (mean, squared deviations))
 //
 // Sums are added in a fixed order, so that two runs give the same bits.
 //
-// Launch: chunk_moments: block 256, grid (chunks, N), C a multiple of 8, at most 2048; combine_moments: block 1024, so
-// that a thread adds few of the many parts of one image, grid (groups, N), at most 256 channels a group.
+// Launch: chunk_moments: block 256, grid (chunks, N), C a multiple of 8, at most 2048; combine_moments: block up to 1024, so
+// that a thread adds few of the many parts of one image, grid (groups, N), at most 256 channels a group and no more than
+// the block has threads.
 #include "channels.cuh"
 
 using channels::VECTOR;
@@ -60,63 +62,79 @@ extern "C" __global__ void __launch_bounds__(256) chunk_moments(
     }
 }
 
-__device__ float block_sum(float value, float* shared) {
+// The sum over the first `width` threads of the block, in all threads; the others give 0.
+__device__ float block_sum(float value, int width, float* shared) {
     for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
     __syncthreads();
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
     __syncthreads();
     float total = 0.f;
-    for (int warp = 0; warp < blockDim.x / 32; ++warp) total += shared[warp];
+    for (int warp = 0; 32 * warp < width; ++warp) total += shared[warp];
     return total;
 }
 
-// ab [N, 2, C] of one (group, batch item). A part has `rows` pixels. With per_item = 0 parts are cut from all pixels of
-// the batch, so that one may touch two items; otherwise every item has per_item parts of its own.
+// How the pixels of one batch item are divided into parts.
+struct Division {
+    long long begin, end, rows;  // pixels of the item in the batch; pixels of a run
+    int tile_h, tile_w, H, W, across;
+
+    // Pixels of the item in its part `index`, which as a run of pixels begins at `low`.
+    __device__ float count(int index, long long low) const {
+        if (!tile_w) return float(min(low + rows, end) - max(low, begin));
+        const int y = index / across * tile_h, x = index % across * tile_w;
+        return float(min(tile_h, H - y) * min(tile_w, W - x));
+    }
+};
+
+// ab [N, 2, C] of one (group, batch item). Without tile_w, a part is a run of `rows` pixels: with per_item = 0 of the
+// pixels of the whole batch, so that one may touch two items; otherwise every item has per_item parts of its own. With
+// tile_w, the per_item parts of an item are tiles of tile_h x tile_w pixels of its feature map, whose width is W.
 extern "C" __global__ void __launch_bounds__(1024) combine_moments(
     const float* moments, const float* bias, const float* gamma, const float* beta, float* ab, float eps,
-    long long pixels, int C, int groups, long long rows, int per_item) {
+    long long pixels, int C, int groups, long long rows, int per_item, int tile_h, int tile_w, int W) {
     __shared__ float sums[3][1024], shared[32];
     const int width = C / groups, lanes = blockDim.x / width, lane = threadIdx.x / width;
     const int c = blockIdx.x * width + threadIdx.x % width;
     const long long n = blockIdx.y, begin = n * pixels, end = begin + pixels;
     const long long first = per_item ? n * per_item : begin / rows;
-    const long long last = per_item ? first + per_item - 1 : (end - 1) / rows;
-    const long long item_of_first = per_item ? n : first * rows / pixels;
-    const float k = moments[(first * 2 + (n - item_of_first)) * 2 * C + c];
+    const int parts = per_item ? per_item : int((end - 1) / rows - first) + 1;
+    const int H = tile_w ? int(pixels / W) : 0, across = tile_w ? (W + tile_w - 1) / tile_w : 1;
+    const Division division{begin, end, rows, tile_h, tile_w, H, W, across};
+    // Where a run begins before this item, it has the previous item's pixels first.
+    const auto before = [&](int part) { return !per_item && (first + part) * rows < begin; };
+    const float k = moments[(first * 2 + before(0)) * 2 * C + c];
     float delta = 0.f, square = 0.f, within = 0.f;
-    const int trips = int((last - first + lanes) / lanes);  // the same in all threads: no warp is divided at a barrier
 #pragma unroll 4
-    for (int trip = 0; trip < trips; ++trip) {
-        const long long part = first + (long long)trip * lanes + lane;
-        const bool has = lane < lanes && part <= last;
-        const long long low = per_item ? begin + (part - first) * rows : part * rows;
-        const long long high = min(low + rows, end);
-        const int index = per_item ? 0 : int(n - low / pixels);
-        const float* in = moments + (has ? (part * 2 + index) * 2 * C + c : 0);
-        const float count = has ? float(high - max(low, begin)) : 0.f, d = has ? in[0] - k : 0.f;
+    for (int part = lane; part < (lane < lanes ? parts : 0); part += lanes) {
+        const long long low = per_item ? begin + part * rows : (first + part) * rows;
+        const float* in = moments + ((first + part) * 2 + before(part)) * 2 * C + c;
+        const float count = division.count(part, low), d = in[0] - k;
         delta = __fmaf_rn(count, d, delta);
         square = __fmaf_rn(count * d, d, square);
-        within += has ? in[C] : 0.f;
+        within += in[C];
     }
     sums[0][threadIdx.x] = delta;
     sums[1][threadIdx.x] = square;
     sums[2][threadIdx.x] = within;
-    __syncthreads();
+    int step = 1;
+    while (2 * step < lanes) step *= 2;
+    for (; lanes > 1 && step; step /= 2) {  // the upper lanes to the lower ones: a fixed order for a number of lanes
+        __syncthreads();
+        if (lane >= step || lane + step >= lanes) continue;
+#pragma unroll
+        for (int i = 0; i < 3; ++i) sums[i][threadIdx.x] += sums[i][threadIdx.x + step * width];
+    }
     const bool has = threadIdx.x < width;
     float own_mean = 0.f, own_m2 = 0.f;
     const float shift = bias ? bias[c] : 0.f;
     if (has) {
-        for (int other = 1; other < lanes; ++other) {
-            delta += sums[0][other * width + threadIdx.x];
-            square += sums[1][other * width + threadIdx.x];
-            within += sums[2][other * width + threadIdx.x];
-        }
+        delta = sums[0][threadIdx.x], square = sums[1][threadIdx.x], within = sums[2][threadIdx.x];
         own_mean = k + delta / float(pixels) + shift;
         own_m2 = within + fmaxf(square - delta * (delta / float(pixels)), 0.f);
     }
-    const float mean = block_sum(own_mean, shared) / float(width);
+    const float mean = block_sum(own_mean, width, shared) / float(width);
     const float between = has ? (own_mean - mean) * (own_mean - mean) * float(pixels) : 0.f;
-    const float variance = block_sum(own_m2 + between, shared) / (float(pixels) * float(width));
+    const float variance = block_sum(own_m2 + between, width, shared) / (float(pixels) * float(width));
     if (has) {
         const float a = gamma[c] * (1.f / sqrtf(variance + eps));
         ab[n * 2 * C + c] = a;

@@ -1,0 +1,181 @@
+"""Direct convolutions of packed activations with few channels: inference before Blackwell.
+
+    y, moments = conv2d((x,), decode_weight(packed, (16,)), padding=(1, 1), moments=True)
+
+`decoded` multiplies an implicit GEMM: every program reads and decodes a pixel again for each tap. Where a pixel has few
+channels, that takes several times as long as memory or tensor cores would. `cuda/direct_conv.cu` decodes a tile of the
+input once into shared memory and multiplies all taps from there. The order of the sum is its own, so that results
+differ from those of `decoded` in the last bits; it depends on no size, so that any two GPUs before Blackwell agree.
+
+`takes` says for which convolutions: stride and dilation 1, at most 3 x 3 taps, sources of equal channels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fp4deploy.errors import UnavailableError
+from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
+from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight
+from fp4deploy.plugins.quantize.statistics import Moments
+from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.plugins.runtime.launch import assumed_processors, kernel
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
+
+Pair = tuple[int, int]
+Result = tuple[torch.Tensor | Nvfp4Tensor, Moments | None]
+
+CHANNELS = (16, 32)  # of a source
+COLUMNS = (32, 16)  # outputs that a block computes, the first that divides them all
+WARPS, WIDTH = 8, 32  # of a block; pixels across its tile
+RESIDENT = 2  # blocks that a multiprocessor runs at a time
+SIGNATURE = "PPPPPPPPPPPPPiiiiiiiiiiiifff"
+
+_refused: set[torch.device] = set()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for, but for the dtype.
+
+    channels: of a source; taps: height and width of the filter; columns: outputs of a block; rows: of the tile, a
+    warp.
+    """
+
+    channels: int
+    sources: int
+    taps: Pair
+    columns: int
+    rows: int
+    up: bool
+
+    @property
+    def tile(self) -> Pair:
+        """Height and width in pixels."""
+        return WARPS * self.rows, WIDTH
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: weights, then a decoded tile with its border."""
+        (kh, kw), (height, width) = self.taps, self.tile
+        weights = self.sources * kh * kw * self.channels * self.columns * 2
+        return weights + (height + kh - 1) * (width + kw - 1) * self.channels * 2
+
+    def macros(self, dtype: torch.dtype, moments: bool) -> dict[str, str | int]:
+        """Of `direct_conv.cu`."""
+        numbers = {"C": self.channels, "SOURCES": self.sources, "KH": self.taps[0], "KW": self.taps[1]}
+        numbers |= {"OUTPUTS": self.columns, "ROWS": self.rows, "UP": int(self.up), "MOMENTS": int(moments)}
+        return {"DTYPE": CUDA_TYPES[dtype], **numbers}
+
+
+def takes(
+    channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, up: bool = False
+) -> bool:
+    """Whether the kernel computes a convolution.
+
+    channels: of each source; taps: height and width of the filter; up: a transposed convolution of kernel and stride 2.
+    """
+    same = len({*channels}) == 1 and channels[0] in CHANNELS
+    small = up or (max(taps) <= 3 and stride == dilation == 1)
+    return same and len(channels) <= 2 and small and outputs % 16 == 0
+
+
+def runs(device: torch.device) -> bool:
+    """Whether it was not refused on a device, and CUDA kernels run there."""
+    return device.type != "cuda" or (device not in _refused and available(device))
+
+
+def refuse(device: torch.device, error: UnavailableError) -> None:
+    """The kernel does not compile or launch on a device: say so once, and do not try again."""
+    _refused.add(device)
+    warnings.warn(f"Convolutions of few channels fall back to implicit GEMM on {device}: {error}", stacklevel=3)
+
+
+def variant(channels: tuple[int, ...], outputs: int, taps: Pair, up: bool) -> Variant:
+    """The variant for a convolution that the kernel `takes`."""
+    total = 4 * outputs if up else outputs
+    columns = next(each for each in COLUMNS if total % each == 0)
+    rows = 2 if channels[0] * columns <= 16 * 16 else 1  # as many as accumulators have registers for
+    return Variant(channels[0], len(channels), (1, 1) if up else taps, columns, rows, up)
+
+
+def conv2d(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: DecodedWeight,
+    bias: torch.Tensor | None = None,
+    padding: Pair = (0, 0),
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+    moments: bool = False,
+    up: bool = False,
+    chosen: Variant | None = None,
+) -> Result:
+    """relu(conv2d(concatenation of the sources, weight) + bias) on a GPU, and the moments of the output if asked for.
+
+    Args:
+        sources: packed [N, H, W, C] each.
+        weight: decoded for these sources.
+        bias: float32 [O].
+        out_amax: float32 [], the global amax of a packed output; None gives `dtype`.
+        moments: of the rounded output, for a GroupNorm; not with `up`.
+        chosen: instead of what `variant` chooses.
+
+    Returns:
+        [N, OH, OW, O] or packed, and the moments.
+
+    Raises:
+        UnavailableError: the kernel does not compile or launch here.
+    """
+    x, second = sources[0], sources[-1]
+    n, h, w = x.shape[:3]
+    outputs, kh, kw, _ = weight.shape
+    chosen = chosen or variant(tuple(16 * source.scales.shape[-1] for source in sources), outputs, (kh, kw), up)
+    oh, ow = (h, w) if up else (h + 2 * padding[0] - kh + 1, w + 2 * padding[1] - kw + 1)
+    (height, width), device = chosen.tile, x.codes.device
+    tiles_y, tiles_x = -(-oh // height), -(-ow // width)
+    factor = 2 if up else 1
+    shape = (n, factor * oh, factor * ow, outputs)
+    scales, found = None, None
+    if out_amax is None:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        out = torch.empty((*shape[:-1], outputs // 2), dtype=torch.uint8, device=device)
+        scales = torch.empty((*shape[:-1], outputs // 16), dtype=torch.uint8, device=device)
+    if moments and not up:
+        parts = torch.empty(n * tiles_y * tiles_x, 2, 2, outputs, dtype=torch.float32, device=device)
+        found = Moments(parts, height * width, tiles_y * tiles_x, chosen.tile)
+    slices = (4 * outputs if up else outputs) // chosen.columns
+    tiles = n * tiles_y * tiles_x
+    programs = min(tiles, max(1, RESIDENT * processors(device) // slices))
+    run = kernel("direct_conv.cu", "direct_conv", SIGNATURE, chosen.macros(dtype, found is not None), device)
+    run.launch(
+        (programs, slices),
+        32 * WARPS,
+        *(x.codes.contiguous(), _bytes(x), x.amax, second.codes.contiguous(), _bytes(second), second.amax),
+        *(weight.planes, weight.amax, bias, out, scales, out_amax, None if found is None else found.parts),
+        *(h, w, oh, ow, outputs, weight.planes.shape[2], *padding, int(relu), tiles_y, tiles_x, tiles),
+        *(E2M1_MAX * each.e4m3_max for each in (x, second, weight)),
+        shared=chosen.shared_bytes,
+    )
+    if scales is None or out_amax is None:
+        return out, found
+    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU, or of the one that launches are recorded for."""
+    return _processors(device.index) if device.type == "cuda" else assumed_processors()
+
+
+@lru_cache
+def _processors(index: int | None) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def _bytes(x: Nvfp4Tensor) -> torch.Tensor:
+    return x.scales.view(torch.uint8).contiguous()
