@@ -447,7 +447,7 @@ def _is_simple(module: nn.Module) -> bool:
     """The kernels compute what this module does."""
     if isinstance(module, QuantizedLayer):
         together = module.recipe.weight != SIMPLE_WEIGHT or weight_fits(module.weight)
-        return not module.observing and _has_kernels(module.recipe) and together
+        return module.quantizing and not module.observing and _has_kernels(module.recipe) and together
     return not isinstance(module, nn.GroupNorm) or channels_fit(module.num_channels)
 
 

@@ -43,6 +43,7 @@ class QuantizedLayer(nn.Module):
     input_amax: torch.Tensor | None
     delayed_amax: torch.Tensor | None  # what the last training step quantised with, where that is not input_amax
     observing: bool
+    quantizing: bool  # off, a training step multiplies as the plain layer does, and the tracked amax follows
     fusible = False  # `fuse` compiles this layer
     products: str  # how the GEMMs of a recipe that quantises gradients are computed, one of `fp4_gemms`' PRODUCTS
     weight: torch.Tensor
@@ -52,6 +53,7 @@ class QuantizedLayer(nn.Module):
         self.recipe = recipe
         self.products = PRODUCTS[0]
         self.observing = False
+        self.quantizing = True
         self.delayed_amax = None
         self.register_buffer("input_amax", None)
         if self.is_static:
@@ -66,7 +68,7 @@ class QuantizedLayer(nn.Module):
 
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
-        del self.recipe, self.products, self.observing, self.delayed_amax, self.input_amax
+        del self.recipe, self.products, self.observing, self.quantizing, self.delayed_amax, self.input_amax
         self.__dict__.pop("fusible", None)
 
     @property
@@ -90,8 +92,9 @@ class QuantizedLayer(nn.Module):
 
     def multiply(self, x: torch.Tensor, gemms: LinearGemms | ConvGemms) -> torch.Tensor:
         """Y from the layer's input, by its recipe; in training the tracked amax follows the input first."""
-        if self.observing:
-            self.track(x)
+        if self.observing or not self.quantizing:
+            if self.observing or self.moves_amax:
+                self.track(x)
             return gemms.forward(x, self.weight, cast(Any, self.bias))
         if not self.recipe.straight_through:
             train = packed_gemms if self.products == "fp4" else quantized_gemms

@@ -118,6 +118,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _starts_with_an_amax(self) -> Config:
+        if self.quant.start and find_recipe(self.recipe).amax_learned:
+            raise ValueError(
+                f"quant.start = {self.quant.start:g}: a learned amax has no gradient before quantisation begins; leave "
+                "it 0, or take the recipe without +learned"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_the_strides(self) -> Config:
         """The strides of other networks are not known before they run."""
         wrong = _off_stride(self.model.spec, {"height": self.data.height, "width": self.data.width})

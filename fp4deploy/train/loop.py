@@ -69,6 +69,7 @@ class Trainer:
         task: TrainingTask,
         auxiliary: AuxiliaryLosses | None = None,
         clip_rates: tuple[float, float] = (1.0, 0.0),
+        quantize_from: float = 0.0,
         telemetry: TelemetrySection | None = None,
     ) -> None:
         """Place `model` on the device and prepare it for training, in place.
@@ -77,6 +78,7 @@ class Trainer:
             loaders: training and validation batches.
             auxiliary: losses in addition to that of the task.
             clip_rates: of learned amaxes: learning rate over that of the weights, weight decay.
+            quantize_from: share of the steps before the first that is quantised.
         """
         self.job, self.card, self.settings, self.task = job, card, settings, task
         on_gpu = torch.cuda.is_available()
@@ -124,6 +126,7 @@ class Trainer:
             compiled=self.compiled,
             config={"model": job.model, "recipe": card.recipe, "lr": job.lr, **settings.model_dump(mode="json")},
         )
+        self.first_quantized = round(quantize_from * self.steps)
         self.resets = OscillationResets(layers, self.steps)
         self.parts: dict[str, Stateful] = {"resets": self.resets}
         if self.average is not None:
@@ -202,7 +205,13 @@ class Trainer:
         """Score on the validation split; `validated(batches, of)` is called after each batch."""
         evaluation, total = self.task.evaluation(), len(self.val_batches)
         self.model.eval()
-        with self._uncompiled(), self._averaged(), torch.inference_mode(), self.accelerator.autocast():
+        with (
+            self._uncompiled(),
+            self._quantized(),
+            self._averaged(),
+            torch.inference_mode(),
+            self.accelerator.autocast(),
+        ):
             for number, (images, labels) in enumerate(self._on_device(self.val_batches), start=1):
                 self._pause_if_asked()
                 evaluation.update(self.model(images), labels, self.accelerator.gather_for_metrics)
@@ -292,6 +301,7 @@ class Trainer:
         last = progress.batch + 1 == first + group
         if last:
             set_learning_rate(self.optimizer, self._learning_rate(progress.step))
+        self._quantize(progress.step >= self.first_quantized)
         targets = self.task.loss.targets(labels)
         if accumulate == 1:
             self.captured(images, *targets, launch=self.telemetry.due(progress.step))
@@ -305,6 +315,26 @@ class Trainer:
                 self.average.update(progress.step)
             progress.step += 1
         progress.batch += 1
+
+    def _quantize(self, on: bool) -> None:
+        """Switch the quantisers; a graph holds the step that it was captured from."""
+        changed = [layer for layer in self.layers if layer.quantizing != on]
+        for layer in changed:
+            layer.quantizing = on
+        if changed:
+            self.captured.release()
+
+    @contextmanager
+    def _quantized(self) -> Iterator[None]:
+        """Inside, every layer is quantised: what is scored is what would be deployed."""
+        switched = [layer for layer in self.layers if not layer.quantizing]
+        for layer in switched:
+            layer.quantizing = True
+        try:
+            yield
+        finally:
+            for layer in switched:
+                layer.quantizing = False
 
     def _compute(self, images: torch.Tensor, *targets: torch.Tensor, group: int = 1, last: bool = True) -> None:
         """What the GPU does in `_step`; captured, it is only replayed."""

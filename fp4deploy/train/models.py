@@ -166,6 +166,7 @@ def _train(
         make_task(config, card, data, class_weights(config, run, loaders[0].source)),
         auxiliary,
         (config.quant.clip_lr, config.quant.clip_decay),
+        config.quant.start,
         config.telemetry,
     )
     with closing(trainer):

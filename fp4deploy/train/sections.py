@@ -235,6 +235,12 @@ class QuantSection(Section):
     percentile: float = Field(
         100.0, gt=0, le=100, description="of the magnitudes that calibration sees; 100: the largest"
     )
+    start: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the training before which steps are not quantised; validations always are",
+    )
     clip_lr: float = Field(
         10.0, gt=0, description="learning rate of a learned amax (recipe NAME+learned) over that of the weights"
     )
