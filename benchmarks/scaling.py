@@ -10,8 +10,13 @@ Every case is `fp4deploy train` under torchrun, FP16 and NVFP4 from scratch, on 
   sums have no fixed order, is what the distance of the others is to be compared with.
 * `same share`: 16 images a GPU. Scaling efficiency is images a second over n times those of one GPU.
 
-Images a second are those of the last epoch, from metrics.jsonl; they include waiting for data. With --beside, cases
-run at the same time where there are GPUs for them; each then has a share of the CPU's cores.
+Images a second are those of the last epoch, from metrics.jsonl; they include waiting for data. Take --repeat so large
+that an epoch takes 20 s or more: its beginning takes a second. With --beside, cases run at the same time where there are
+GPUs for them; each then has a share of the CPU's cores.
+
+Communication is measured alone: the all-reduce of the gradients, FP32 in buckets of 25 MB as DistributedDataParallel
+has them, with nothing else on the GPUs. Its share of a step is what it would cost if nothing of it overlapped with the
+backward pass.
 """
 
 from __future__ import annotations
@@ -31,8 +36,11 @@ from typing import Any
 import torch
 import yaml
 
+from fp4deploy.models import build_unet
+
 MODELS = ("fp16", "nvfp4")
 BATCH = 16
+BUCKET = 25 << 20  # bytes
 PROGRAM = "fp4deploy.cli" if importlib.util.find_spec("fp4deploy.cli") else "cli"  # not installed, from a checkout
 
 
@@ -46,7 +54,12 @@ def main() -> None:
     parser.add_argument("--set", dest="sets", action="append", default=[], help="further settings, KEY=VALUE")
     parser.add_argument("--beside", action="store_true", help="several cases at a time")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--all-reduce", type=float, metavar="SCALE", help=argparse.SUPPRESS)  # a worker's
     arguments = parser.parse_args()
+    if arguments.all_reduce:
+        time_all_reduce(arguments.all_reduce)
+        return
+    scale = next((float(each.split("=")[1]) for each in arguments.sets if each.startswith("model.scale=")), 1.0)
     counts = sorted({int(count) for count in arguments.gpus.split(",")} | {1})
     with tempfile.TemporaryDirectory() as folder:
         data = repeated(arguments.data, Path(folder) / "data", arguments.repeat)
@@ -65,12 +78,13 @@ def main() -> None:
             for (_, gpus, batch, kind), training in zip(wave, trained, strict=True):
                 found = training.result()
                 rows += [{"gpus": gpus, "kind": kind, "batch": batch, "model": m, **found[m]} for m in MODELS]
-        compare(rows)
+        compare(rows, {count: communication(count, scale) for count in counts[1:]})
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     report = {
-        "command": "python benchmarks/scaling.py",
+        "command": " ".join(["python benchmarks/scaling.py", *_options(arguments)]),
         "config": arguments.config.name,
         "repeat": arguments.repeat,
+        "scale": scale,
         "beside": arguments.beside,
         "machine": {"gpu": gpu, "torch": torch.__version__, "cpu_cores": os.cpu_count()},
         "rows": rows,
@@ -78,6 +92,50 @@ def main() -> None:
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _options(arguments: argparse.Namespace) -> list[str]:
+    """What decides the numbers, as it is written on a command line."""
+    named = ("gpus", "epochs", "repeat")
+    found = ["--data CAMVID", *(f"--{name} {getattr(arguments, name)}" for name in named)]
+    return [*found, *(["--beside"] if arguments.beside else []), *(f"--set {each}" for each in arguments.sets)]
+
+
+def communication(gpus: int, scale: float) -> float:
+    """Milliseconds of one all-reduce of all gradients over the first `gpus` GPUs."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    done = subprocess.run(
+        [*launch, __file__, "--data", ".", "--all-reduce", str(scale)], capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"the all-reduce failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["all_reduce_ms"])
+
+
+def time_all_reduce(scale: float, repeats: int = 30, warm: int = 5) -> None:
+    """The worker of `communication`: prints the median of the slowest process."""
+    from torch import distributed
+
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl")
+    total = sum(each.numel() for each in build_unet(12, scale).parameters())
+    buckets = torch.zeros(total, device="cuda").split(BUCKET // 4)
+    times = []
+    for _ in range(warm + repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        distributed.barrier()
+        begin.record()
+        for bucket in buckets:
+            distributed.all_reduce(bucket)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    slowest = torch.tensor(times[warm:], device="cuda")
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    if rank == 0:
+        print(json.dumps({"all_reduce_ms": float(slowest.median()), "bytes": 4 * total}), flush=True)
+    distributed.destroy_process_group()
 
 
 def waves(cases: list[tuple[int, int, str]], room: int) -> list[list[tuple[int, int, int, str]]]:
@@ -139,8 +197,8 @@ def train(
     return found
 
 
-def compare(rows: list[dict[str, Any]]) -> None:
-    """Add to every row the distance of its losses from one GPU's and its efficiency; print the table."""
+def compare(rows: list[dict[str, Any]], all_reduce_ms: dict[int, float]) -> None:
+    """Add to every row the distance of its losses from one GPU's, its efficiency and communication; print the table."""
     first = {row["model"]: row for row in rows if row["gpus"] == 1 and row["kind"] == "same batch"}
     for row in rows:
         one = first[row["model"]]
@@ -148,10 +206,14 @@ def compare(rows: list[dict[str, Any]]) -> None:
         if row["kind"] != "same share" and row is not one:
             pairs = zip(row["losses"], one["losses"], strict=True)
             row["relative_distance"] = [abs(mine - theirs) / theirs for mine, theirs in pairs]
+        if row["gpus"] in all_reduce_ms:
+            row["step_ms"] = 1000 * row["gpus"] * row["batch"] / row["images_per_s"]
+            row["all_reduce_ms"] = all_reduce_ms[row["gpus"]]
+        share = f", all-reduce alone {100 * row['all_reduce_ms'] / row['step_ms']:.1f} %" if "step_ms" in row else ""
         distance = ", ".join(f"{100 * d:.2f} %" for d in row.get("relative_distance", ()))
         print(
             f"{row['model']:6s} {row['gpus']} GPUs x {row['batch']:2d}, {row['kind']:18s}"
-            f" {row['images_per_s']:7.0f} images/s, efficiency {100 * row['efficiency']:5.1f} %,"
+            f" {row['images_per_s']:7.0f} images/s, efficiency {100 * row['efficiency']:5.1f} %{share},"
             f" losses {' '.join(f'{loss:.4f}' for loss in row['losses'])}, from one GPU's {distance or '-'}",
             flush=True,
         )

@@ -18,6 +18,7 @@ from fp4deploy.packed.graph import GroupNormReLU, Norm
 from fp4deploy.packed.producers import Produce
 from fp4deploy.plugins.gemm import reference
 from fp4deploy.plugins.quantize import norm_pack
+from fp4deploy.plugins.runtime import pdl
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.export.test_packed_operators import FUNCTIONS, Around
 from tests.packed.small_networks import CLASSES, images, packed
@@ -224,3 +225,26 @@ def test_no_more_memory_than_the_graph_says() -> None:
     network(x)
     used = torch.cuda.max_memory_allocated() - before
     assert used < 1.5 * activation_bytes(file.graph, 256, 256, batch=4)
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0])
+def test_secondary_kernels_give_the_bits_of_launches_in_stream_order(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launched one by one and replayed as a graph, behind kernels that still write what the first one reads."""
+    _, file = packed("nvfp4_qat", scale)
+    network, x = PackedNetwork(file, "cuda"), images(2, size=96).cuda()
+    with monkeypatch.context() as patch:
+        patch.setattr(pdl, "enabled", False)
+        expected = network(x)
+    assert isinstance(expected, torch.Tensor)
+    captured = CapturedNetwork(network)
+    other = torch.randn(2048, 2048, device="cuda").half()
+    for run in (network, captured, captured, captured):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(1_000_000)
+        other @ other
+        late.copy_(x)
+        got = run(late)
+        assert isinstance(got, torch.Tensor)
+        assert torch.equal(got, expected)

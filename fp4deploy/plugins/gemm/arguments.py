@@ -248,7 +248,10 @@ def _too_old(index: int | None, native: bool) -> bool:
 def just_in_time(call: Call) -> Any:
     """Launch by Triton (on a GPU, or in its interpreter); returns what Triton compiled."""
     constants = dict(call.launch.constants)
-    return _kernel(call.launch.kernel)[call.grid](*call.values, **constants, **call.launch.options())
+    options = call.launch.options()
+    if constants.get("SECONDARY"):
+        options["launch_pdl"] = True
+    return _kernel(call.launch.kernel)[call.grid](*call.values, **constants, **options)
 
 
 @lru_cache

@@ -40,6 +40,7 @@ from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight
 from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
+from fp4deploy.plugins.runtime.pdl import secondary_kernels
 from fp4deploy.schema import Int, read_json, validated
 
 LARGE, SMALL = Tile(256, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)
@@ -191,16 +192,21 @@ def conv2d(
     target = out
     if chosen.splits > 1:
         target = torch.empty(chosen.splits, math.prod(shape), dtype=torch.float32, device=device)
+    secondary = launch is None and secondary_kernels(device.index)
     items = 0 if found is None else 1 if n == 1 or (oh * ow) % tall == 0 else 2
     call = conv_call(
         sources, weight, bias, (n, h, w), (n, oh, ow), target, scales, out_amax, found, items, dtype, taps, geometry,
-        relu, up, chosen, asm,
+        relu, up, chosen, asm, secondary,
     )  # fmt: skip
     execute = launch or partial(run, device=device)
     execute(call)
     if chosen.splits > 1:
         whole = (math.prod(shape[:-1]), shape[1] * shape[2], outputs)
-        execute(sum_call(target, bias, out, scales, out_amax, found, items, dtype, relu, whole, chosen.splits, asm))
+        execute(
+            sum_call(
+                target, bias, out, scales, out_amax, found, items, dtype, relu, whole, chosen.splits, asm, secondary
+            )
+        )
     if scales is None or out_amax is None:
         return out, found
     return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
@@ -234,6 +240,7 @@ def conv_call(
     up: bool,
     chosen: Plan,
     asm: bool = True,
+    secondary: bool = False,
 ) -> Call:
     """The launch of `decoded_conv_kernel`."""
     x, second, tile = sources[0], sources[-1], chosen.tile
@@ -257,6 +264,7 @@ def conv_call(
         "BN": tile.bn,
         "BK": tile.bk,
         "ASM": asm,
+        "SECONDARY": secondary,
     }
     types = dict.fromkeys(POINTERS, "*fp32") | dict.fromkeys(BYTES, "*u8") | {"w": "*fp16"}
     types["out"] = "*fp32" if split else "*u8" if scales is not None else f"*{TYPES[dtype]}"
@@ -307,6 +315,7 @@ def sum_call(
     whole: Size3,
     splits: int,
     asm: bool = True,
+    secondary: bool = False,
 ) -> Call:
     """The launch of `split_sum_kernel`; whole: pixels of all items and of one, channels."""
     tile = SUM_TILE
@@ -320,6 +329,7 @@ def sum_call(
         "BM": tile.bm,
         "BN": tile.bn,
         "ASM": asm,
+        "SECONDARY": secondary,
     }
     types = dict.fromkeys(("parts", "bias", "out", "out_scales", "out_amax", "moments"), "*fp32")
     types |= {"out": "*u8" if scales is not None else f"*{TYPES[dtype]}", "out_scales": "*u8"}

@@ -24,6 +24,7 @@ from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.launch import assumed_processors, kernel
+from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 
 Pair = tuple[int, int]
@@ -153,7 +154,8 @@ def conv2d(
     tiles = n * tiles_y * tiles_x
     programs = min(tiles, max(1, RESIDENT * processors(device) // slices))
     run = kernel("direct_conv.cu", "direct_conv", SIGNATURE, chosen.macros(dtype, found is not None), device)
-    run.launch(
+    launch_secondary(
+        run,
         (programs, slices),
         32 * WARPS,
         *(x.codes.contiguous(), _bytes(x), x.amax, second.codes.contiguous(), _bytes(second), second.amax),

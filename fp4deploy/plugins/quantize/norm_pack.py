@@ -28,6 +28,7 @@ from fp4deploy.plugins.quantize.channels_last import BLOCKS, VECTOR, channels_fi
 from fp4deploy.plugins.quantize.statistics import Moments, chunk_moments, combine
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
 FeatureMap = torch.Tensor | Nvfp4Tensor
@@ -201,11 +202,11 @@ def _launch(x: torch.Tensor, ab: torch.Tensor, results: dict[tuple[bool, bool], 
     macros: dict[str, str | int] = {"DTYPE": CUDA_TYPES[x.dtype]}
     if not pooling:
         norm = kernel("norm_pack.cu", "norm_pack", "PPPPPPqiq", macros, x.device)
-        norm.launch((count, n), THREADS, x, ab, *pointers(results, False), pixels, c, per_chunk)
+        launch_secondary(norm, (count, n), THREADS, x, ab, *pointers(results, False), pixels, c, per_chunk)
         return
     both = kernel("norm_pack.cu", "norm_pool_pack", "PPPPPPPPPPiqiq", macros, x.device)
     targets = (*pointers(results, False), *pointers(results, True))
-    both.launch((count, n), THREADS, x, ab, *targets, w // 2, pixels, c, per_chunk)
+    launch_secondary(both, (count, n), THREADS, x, ab, *targets, w // 2, pixels, c, per_chunk)
 
 
 def chunks(pixels: int, channels: int, batch: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from fp4deploy.plugins.quantize.channels_last import channels_fit
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, chunks, empty, pointers
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
 ACTIVATIONS = ("", "relu", "leaky_relu", "silu", "hardswish", "gelu", "relu6")  # by their number in the kernel
@@ -121,8 +122,8 @@ def _launch(x: torch.Tensor, work: Pointwise, results: dict[tuple[bool, bool], F
     }
     affine = (work.ab, _item(work.ab), work.other, work.other_ab, _item(work.other_ab))
     targets = pointers(results, False)
-    launch = kernel(SOURCE, NAME, SIGNATURE, macros, x.device).launch
-    launch((count, n), THREADS, x, *affine, work.slope, *targets, h * w, c, per_chunk)
+    run = kernel(SOURCE, NAME, SIGNATURE, macros, x.device)
+    launch_secondary(run, (count, n), THREADS, x, *affine, work.slope, *targets, h * w, c, per_chunk)
 
 
 def _item(ab: torch.Tensor | None) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
 VECTOR = 8
@@ -50,8 +51,8 @@ def chunk_moments(x: torch.Tensor) -> Moments:
     per_chunk = -(-pixels // count)
     count = -(-pixels // per_chunk)
     parts = torch.empty(n * count, 2, 2, c, dtype=torch.float32, device=x.device)
-    launch = kernel("norm_statistics.cu", "chunk_moments", "PPqiq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device).launch
-    launch((count, n), THREADS, x, parts, pixels, c, per_chunk, shared=8 * at_once * c)
+    run = kernel("norm_statistics.cu", "chunk_moments", "PPqiq", {"DTYPE": CUDA_TYPES[x.dtype]}, x.device)
+    launch_secondary(run, (count, n), THREADS, x, parts, pixels, c, per_chunk, shared=8 * at_once * c)
     return Moments(parts, per_chunk, count)
 
 
@@ -74,7 +75,7 @@ def combine(
     run = kernel("norm_statistics.cu", "combine_moments", "PPPPPfqiiqiiii", {"DTYPE": "__half"}, weight.device)
     vectors = (moments.parts, bias, weight, beta, ab)
     sizes = (h * w, c, groups, moments.rows, moments.per_item, *moments.tile, w)
-    run.launch((groups, n), _threads(moments, h * w, c // groups), *vectors, eps, *sizes)
+    launch_secondary(run, (groups, n), _threads(moments, h * w, c // groups), *vectors, eps, *sizes)
     return ab
 
 

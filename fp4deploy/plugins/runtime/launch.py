@@ -43,7 +43,7 @@ from fp4deploy.plugins.runtime.context import Gpu, raw_stream
 from fp4deploy.plugins.runtime.nvcc import KernelError, Macros, compile_cubin, describe, source_path
 
 SIGNATURE = re.compile(r"(?:[PqQiIfd?bBhH]|0q|\d+s)*")
-_STATIC_SHARED = 48 * 1024
+STATIC_SHARED = 48 * 1024  # bytes that a block can have without an attribute of its kernel
 
 _lock = threading.Lock()
 _gpus: dict[int, Gpu] = {}
@@ -112,6 +112,7 @@ class Kernel:
         "_pop",
         "_push",
         "_shared",
+        "cubin",
         "device",
         "gpu",
         "label",
@@ -119,12 +120,13 @@ class Kernel:
         "offsets",
     )
 
-    def __init__(self, gpu: Gpu, function: Any, name: str, label: str, signature: str) -> None:
-        self.device, self.name = gpu.index, name
+    def __init__(self, gpu: Gpu, cubin: bytes, name: str, label: str, signature: str) -> None:
+        function = gpu.function(cubin, name, label)
+        self.device, self.name, self.cubin = gpu.index, name, cubin
         self.gpu, self._function, self.label = gpu, function, label
         self._pack, self._pointers = packing(signature)
         self.offsets = offsets(signature)
-        self._shared = _STATIC_SHARED
+        self._shared = STATIC_SHARED
         # Looked up once. pycuda's prepared calls end in `_launch_kernel`; before it they make a deprecated call that
         # stores the block size in the function, a data race between threads, and look up the packing function.
         self._call, self._push, self._pop = function._launch_kernel, gpu.context.push, gpu.driver.Context.pop
@@ -277,4 +279,4 @@ def _on_gpu(index: int, cubin: bytes, name: str, signature: str, label: str) -> 
     """The caller holds the lock."""
     if index not in _gpus:
         _gpus[index] = Gpu(index)
-    return Kernel(_gpus[index], _gpus[index].function(cubin, name, label), name, label, signature)
+    return Kernel(_gpus[index], cubin, name, label, signature)

@@ -6,9 +6,13 @@ launch attribute `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION` the sec
 instruction `griddepcontrol.wait` makes it wait until the primary has finished. `gemv_tma.cu` reads **codes and scales
 of the weight before** that instruction. Activations, amax and bias are read, and the output is written, **after** it.
 
-**Opt-in.** Reading a weight before the primary kernel has finished is correct only if nothing before it in the stream
-can still be writing the weight. Launches are therefore in stream order, unless the weight was declared constant with
-`freeze` (users call `FP4WeightCache.freeze`). A launch with a frozen weight is a secondary kernel, except
+**Kernels of packed inference** read nothing early: before their first access to global memory they execute
+`begin_after_primary_kernel` (`dependent_launch.cuh`, `triton.decode`), and what overlaps is the start of one kernel
+with the end of the one before. `launch_secondary` is right for such a kernel whatever is before it in the stream.
+
+**Opt-in for weights.** Reading a weight before the primary kernel has finished is correct only if nothing before it in
+the stream can still be writing the weight. Launches are therefore in stream order, unless the weight was declared
+constant with `freeze` (users call `FP4WeightCache.freeze`). A launch with a frozen weight is a secondary kernel, except
 
 - the first one on each stream: the kernels that packed or copied the weight may still run; from the second one on they
   have finished, because a launch in stream order lies between;
@@ -46,12 +50,14 @@ from typing import Any
 
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.runtime.context import library, raw_stream
-from fp4deploy.plugins.runtime.launch import Kernel, refuse_capture
+from fp4deploy.plugins.runtime.launch import STATIC_SHARED, Kernel, refuse_capture
 from fp4deploy.plugins.runtime.nvcc import KernelError
 
 enabled = True  # False: every launch in stream order, for comparisons
+EARLIEST = 90  # compute capability from which kernels can be secondary
 _SERIALIZATION, _DYNAMIC_SHARED, _CARVEOUT = 6, 8, 9  # of CUlaunchAttributeID and CUfunction_attribute
 State = tuple[int, int | None, int, int | None]
 
@@ -89,6 +95,34 @@ def freeze(weight: Nvfp4Tensor) -> None:
         key = id(weight)
         reference = weakref.ref(weight, lambda _: _records.pop(key, None))
         _records[key] = _Record(reference, _state(weight))
+
+
+def launch_secondary(kernel: Any, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0) -> None:
+    """Launch a kernel that begins with `begin_after_primary_kernel` as a secondary kernel, before SM90 in stream order.
+
+    kernel: of `runtime.launch.kernel`; the other arguments are those of its `launch`. What is substituted for a kernel
+    is launched by itself.
+
+    Raises:
+        TypeError, KernelError: as `launch`.
+    """
+    if not isinstance(kernel, Kernel) or not secondary_kernels(kernel.device):
+        kernel.launch(grid, block, *args, shared=shared)
+        return
+    _ready(kernel, lambda: kernel.cubin, shared)
+    x, y, z, *_ = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)
+    config = _config((x, y, z), (block, 1, 1), shared, raw_stream(kernel.device), True)
+    _submit(kernel, config, kernel.arguments(args))
+
+
+def secondary_kernels(index: int | None) -> bool:
+    """Whether a GPU and its driver launch secondary kernels."""
+    return enabled and _supported(index)
+
+
+@lru_cache
+def _supported(index: int | None) -> bool:
+    return Architecture.of_device(index).number >= EARLIEST and library() is not None
 
 
 def launch(
@@ -167,8 +201,10 @@ def _load(kernel: Kernel, code: bytes, shared: int) -> ctypes.c_void_p:
     try:
         _check(library().cuModuleLoadData(ctypes.byref(module), code), what)
         _check(library().cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), what)
-        _check(library().cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared), what)
-        _check(library().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
+        if shared > STATIC_SHARED:
+            _check(library().cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared), what)
+        if shared:
+            _check(library().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
     finally:
         kernel.gpu.driver.Context.pop()
     return function

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -48,7 +50,10 @@ def test_convolutions(shape: tuple, splits: int | None) -> None:
     sources, weight = operands(*shape)
     bias = torch.randn(outputs, device="cuda")
     planes = decode_weight(weight, channels)
-    chosen = None if splits is None else Plan(Tile(128, 64 if outputs >= 64 else 16, 32, 4, 3), splits)
+    rows, depths = math.prod(shape[:3]), tuple(x.codes.shape[-1] for x in sources)
+    chosen = decoded.chosen_plan(rows, outputs, depths, k * k, False, weight.codes.device)
+    if splits is not None:
+        chosen = Plan(Tile(128, 64 if outputs >= 64 else 16, 32, 4, 3), splits)
     expected = conv2d_reference(tuple(sources), weight, bias, 1, k // 2, 1, True, torch.float32)
     torch.full((1 << 24,), float("nan"), device="cuda")  # poison
     y, moments = decoded.conv2d(tuple(sources), planes, bias, padding=k // 2, relu=True, moments=True, chosen=chosen)
@@ -92,17 +97,18 @@ def test_every_run_gives_the_same_bits_on_a_busy_gpu(tile: Tile) -> None:
         assert torch.equal(first, again)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("channels", [16, 32, 64, 128])
 def test_packed_output_and_transposed(channels: int) -> None:
     sources, weight = operands(2, 12, 10, (channels,), 64, 2)
     bias, amax = torch.randn(64, device="cuda"), torch.tensor(9.0, device="cuda")
     planes = decode_weight(weight, (channels,), up=True)
-    plain, _ = decoded.conv2d(tuple(sources), planes, bias, up=True)
+    chosen = decoded.chosen_plan(2 * 12 * 10, 64, (channels // 2,), 1, True, weight.codes.device)
+    plain, _ = decoded.conv2d(tuple(sources), planes, bias, up=True, chosen=chosen)
     expected = conv_transpose2d_reference(sources[0], weight, bias, False, torch.float32)
     assert isinstance(plain, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert float((plain.float() - expected).norm() / expected.norm()) < 6e-4
-    got, _ = decoded.conv2d(tuple(sources), planes, bias, out_amax=amax, up=True)
+    got, _ = decoded.conv2d(tuple(sources), planes, bias, out_amax=amax, up=True, chosen=chosen)
     reference = quantize_nvfp4(plain, amax=amax)
     assert isinstance(got, Nvfp4Tensor)
     differing = (got.codes != reference.codes).float().mean()  # another tile may have another order of the sum

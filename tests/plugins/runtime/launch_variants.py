@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins.gemm import gemv, plain
+from fp4deploy.plugins.gemm import direct, gemv, plain
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight
 from fp4deploy.plugins.quantize import (
     channels_last,
     learned,
@@ -194,6 +195,16 @@ def _copies(dtype: torch.dtype) -> None:
     plain.class_map(y)
 
 
+def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False, up: bool = False) -> Callable[[], object]:
+    def exercise() -> None:
+        sources = tuple(quantize_nvfp4(torch.zeros(1, 4, 4, each)) for each in channels)
+        weight = quantize_nvfp4(torch.zeros(outputs, 2 if up else 3, 2 if up else 3, sum(channels)))
+        decoded = decode_weight(weight, channels, up)
+        direct.conv2d(sources, decoded, None, (1, 1), out_amax=_amax() if packed else None, moments=not packed, up=up)
+
+    return exercise
+
+
 EXERCISES: list[Callable[[], object]] = [
     _along(MATRIX, 1, BFLOAT, PLAIN, inside=True),
     _along(MATRIX, 1, FLOAT, MX_CEIL),
@@ -230,6 +241,9 @@ EXERCISES: list[Callable[[], object]] = [
     _unfolded(HALF, None, "stochastic", hadamard=True),
     _unfolded(BFLOAT, "ceil", "stochastic"),
     _unfolded(FLOAT),
+    _direct((16,), 16),
+    _direct((32, 32), 32),
+    _direct((32,), 16, packed=True, up=True),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),

@@ -73,6 +73,15 @@ def _bits(code):
 
 
 @triton.jit
+def begin_after_primary_kernel():
+    """Before the first access of a secondary kernel (`runtime.pdl`) to global memory; it waits for earlier kernels."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\nmov.u32 $0, 0;",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def finished(acc, ASM: tl.constexpr):
     """acc, when the multiplications that add to it have read their operands.
 

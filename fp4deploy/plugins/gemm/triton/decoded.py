@@ -21,7 +21,7 @@ each tile and channel, of the rounded values, so that no further pass reads the 
 import triton
 import triton.language as tl
 
-from fp4deploy.plugins.gemm.triton.decode import SCALED, decode, finished
+from fp4deploy.plugins.gemm.triton.decode import SCALED, begin_after_primary_kernel, decode, finished
 from fp4deploy.plugins.gemm.triton.epilogue import finish, quantize
 
 
@@ -72,6 +72,7 @@ def decoded_conv_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,  # bytes of a step: 2 BK elements
     ASM: tl.constexpr,
+    SECONDARY: tl.constexpr,  # launched by programmatic dependent launch
 ):
     CB, CB2 = CB // 8 * 8, CB2 // 8 * 8  # no change of the values: it tells the compiler that they are multiples of 8
     pid = tl.program_id(0)
@@ -103,6 +104,8 @@ def decoded_conv_kernel(
     total = steps + _steps(CB2, KH * KW, TAPS, BK) if TWO else steps
     low = (total * split) // splits if SPLIT else 0
     high = (total * (split + 1)) // splits if SPLIT else total
+    if SECONDARY:
+        begin_after_primary_kernel()
     acc = tl.zeros((BM, BN), tl.float32)
     acc = _accumulate(
         acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, 0, tl.minimum(low, steps), tl.minimum(high, steps),
@@ -156,8 +159,11 @@ def split_sum_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     ASM: tl.constexpr,
+    SECONDARY: tl.constexpr,
 ):
     """The epilogue of `decoded_conv_kernel` after a division of K: partial sums are added in ascending order."""
+    if SECONDARY:
+        begin_after_primary_kernel()
     tiles = tl.cdiv(outputs, BN)
     tile, first = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BN
     m, n = tile * BM + tl.arange(0, BM), first + tl.arange(0, BN)

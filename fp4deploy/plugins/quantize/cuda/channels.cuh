@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "dependent_launch.cuh"
 #include "fp4.cuh"
 
 #ifndef DTYPE

@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(256) chunk_moments(
     const DTYPE* x, float* moments, long long pixels, int C, long long per_chunk) {
     extern __shared__ float shared[];
     const Walk walk(pixels, C, per_chunk);
+    begin_after_primary_kernel();
     const DTYPE* item = x + (long long)blockIdx.y * pixels * C;
     float k[VECTOR] = {}, sum[VECTOR] = {}, square[VECTOR] = {};
     if (walk.active) channels::load(item + walk.first * C + walk.channel, k);
@@ -73,6 +74,8 @@ __device__ float block_sum(float value, int width, float* shared) {
     return total;
 }
 
+constexpr int AT_ONCE = 8;  // parts whose loads a thread has in flight
+
 // How the pixels of one batch item are divided into parts.
 struct Division {
     long long begin, end, rows;  // pixels of the item in the batch; pixels of a run
@@ -102,16 +105,29 @@ extern "C" __global__ void __launch_bounds__(1024) combine_moments(
     const Division division{begin, end, rows, tile_h, tile_w, H, W, across};
     // Where a run begins before this item, it has the previous item's pixels first.
     const auto before = [&](int part) { return !per_item && (first + part) * rows < begin; };
+    begin_after_primary_kernel();
     const float k = moments[(first * 2 + before(0)) * 2 * C + c];
+    const float shift = bias ? bias[c] : 0.f, scale = gamma[c], offset = beta[c];
     float delta = 0.f, square = 0.f, within = 0.f;
-#pragma unroll 4
-    for (int part = lane; part < (lane < lanes ? parts : 0); part += lanes) {
-        const long long low = per_item ? begin + part * rows : (first + part) * rows;
-        const float* in = moments + ((first + part) * 2 + before(part)) * 2 * C + c;
-        const float count = division.count(part, low), d = in[0] - k;
-        delta = __fmaf_rn(count, d, delta);
-        square = __fmaf_rn(count * d, d, square);
-        within += in[C];
+    for (int base = lane; base < (lane < lanes ? parts : 0); base += AT_ONCE * lanes) {
+        float means[AT_ONCE], deviations[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int part = min(base + i * lanes, parts - 1);
+            const float* in = moments + ((first + part) * 2 + before(part)) * 2 * C + c;
+            means[i] = in[0];
+            deviations[i] = in[C];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int part = base + i * lanes;
+            if (part >= parts) continue;
+            const long long low = per_item ? begin + part * rows : (first + part) * rows;
+            const float count = division.count(part, low), d = means[i] - k;
+            delta = __fmaf_rn(count, d, delta);
+            square = __fmaf_rn(count * d, d, square);
+            within += deviations[i];
+        }
     }
     sums[0][threadIdx.x] = delta;
     sums[1][threadIdx.x] = square;
@@ -126,7 +142,6 @@ extern "C" __global__ void __launch_bounds__(1024) combine_moments(
     }
     const bool has = threadIdx.x < width;
     float own_mean = 0.f, own_m2 = 0.f;
-    const float shift = bias ? bias[c] : 0.f;
     if (has) {
         delta = sums[0][threadIdx.x], square = sums[1][threadIdx.x], within = sums[2][threadIdx.x];
         own_mean = k + delta / float(pixels) + shift;
@@ -136,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(1024) combine_moments(
     const float between = has ? (own_mean - mean) * (own_mean - mean) * float(pixels) : 0.f;
     const float variance = block_sum(own_m2 + between, width, shared) / (float(pixels) * float(width));
     if (has) {
-        const float a = gamma[c] * (1.f / sqrtf(variance + eps));
+        const float a = scale * (1.f / sqrtf(variance + eps));
         ab[n * 2 * C + c] = a;
-        ab[(n * 2 + 1) * C + c] = a * (shift - mean) + beta[c];
+        ab[(n * 2 + 1) * C + c] = a * (shift - mean) + offset;
     }
 }
