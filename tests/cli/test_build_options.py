@@ -91,6 +91,8 @@ class TestBuilt:
         (("--size", "16x16", "--min-batch", 4, "--opt-batch", 2), "batch range"),
         (("--size", "16x16", "--output", "argmax", "--output-layout", "nhwc"), "--output-layout"),
         (("--max-size", "8by8"), "--max-size"),
+        (("--size", "16x16", "--out", "model.onnx/x.plan"), "could not be written"),
+        (("--size", "16x16", "--log", "model.onnx/log"), "could not be written"),
     ],
 )
 def test_what_does_not_go_together(invoke: Invoke, arguments: tuple[object, ...], said: str) -> None:

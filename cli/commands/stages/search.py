@@ -48,10 +48,12 @@ def search(
     from fp4deploy.experiments.search.files import RECIPE, save_search
     from fp4deploy.experiments.search.run import Budget
     from fp4deploy.experiments.search.run import search as run
+    from fp4deploy.files import require_writable
     from fp4deploy.progress import progress
 
     wanted = Budget.parse(budget)
     folder = out or checkpoint.parent / "search"
+    require_writable(folder)
     with progress("reading images") as bar:
         found = run(
             checkpoint,
