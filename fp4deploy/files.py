@@ -51,8 +51,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
             previous content. `__cause__` is the `OSError`, if there is one.
     """
     path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise InputError(f"{path} is a device or a pipe, and would be replaced by a file. Give the name of a file.")
+    _refuse_device(path)
     private: Path | None = None
     lock: int | None = None
     try:
@@ -67,15 +66,47 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         _synchronise_entry(path.parent)
     except OSError as error:
-        raise InputError(
-            f"{path} could not be written: {error.strerror or error}. Nothing was replaced; "
-            "free some space or choose another place."
-        ) from error
+        raise _unwritten(path, error) from error
     finally:
         if private is not None:
             shutil.rmtree(private, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Before minutes of work: each of these files or folders can be written. Leaves nothing; None is skipped.
+
+    Raises:
+        InputError: as `atomic_write` would later.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        _refuse_device(path)
+        try:
+            if path.is_dir():
+                probe, lock = _private_folder(path)
+            else:
+                parents = (each for each in path.absolute().parents if each.exists())
+                probe, lock = _private_folder(next(parents))
+        except OSError as error:
+            raise _unwritten(path, error) from error
+        shutil.rmtree(probe, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _refuse_device(path: Path) -> None:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{path} is a device or a pipe, and would be replaced by a file. Give the name of a file.")
+
+
+def _unwritten(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{path} could not be written: {error.strerror or error}. Nothing was replaced; "
+        "free some space or choose another place."
+    )
 
 
 def _private_folder(parent: Path) -> tuple[Path, int | None]:

@@ -39,7 +39,7 @@ class Scores:
 
     def text(self) -> str:
         """For a person."""
-        return f"mIoU {100 * self.miou:.2f}"
+        return f"mIoU {100 * self.miou:.2f} %"
 
     def to_json(self) -> dict[str, Any]:
         """For a JSON file; NaN becomes None."""

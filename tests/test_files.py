@@ -14,7 +14,7 @@ import pytest
 
 from fp4deploy import files
 from fp4deploy.errors import InputError
-from fp4deploy.files import append_line, atomic_write, digest_of, file_digest
+from fp4deploy.files import append_line, atomic_write, digest_of, file_digest, require_writable
 from fp4deploy.schema import whole_lines
 
 
@@ -58,6 +58,20 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
         assert target.read_text() == "second"
     assert target.read_text() == "first"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_place_that_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    require_writable(tmp_path / "file", tmp_path / "not" / "yet" / "there" / "file", tmp_path, None)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("old")
+    require_writable(tmp_path / "file")
+    for path in (tmp_path / "file" / "below", tmp_path / "file" / "a" / "b"):
+        with pytest.raises(InputError, match=f"{path} could not be written"):
+            require_writable(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="device or a pipe"):
+        require_writable(tmp_path / "pipe")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "pipe"}
 
 
 def test_the_temporary_place_is_private_and_cannot_be_foreseen(tmp_path: Path) -> None:

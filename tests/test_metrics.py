@@ -80,7 +80,7 @@ def test_batches_add_up_and_logits_are_classes() -> None:
     assert found.matrix().tolist() == [[1.0, 1.0], [0.0, 1.0]]
     scores = found.compute()
     assert scores.per_class == {"a": 0.5, "b": 0.5}
-    assert scores.text() == "mIoU 50.00"
+    assert scores.text() == "mIoU 50.00 %"
     assert scores.line() == {"miou": 0.5, "per_class": {"a": 0.5, "b": 0.5}}
 
 

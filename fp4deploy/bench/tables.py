@@ -1,7 +1,7 @@
 """The comparison table as text cells, shared by the terminal, report.md and report.html, and numbers as text.
 
-mIoU and AP are shown in points (hundredths). `change` is the row's accuracy minus the baseline's: "+0.41" is a gain,
-"-0.41" a loss. Columns of a metric that no row has are left out.
+mIoU and AP are shown in %, differences of them in points. `change` is the row's accuracy minus the baseline's: "+0.41"
+is a gain, "-0.41" a loss. Columns of a metric that no row has are left out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fp4deploy.bench.records import ArtifactEntry
 
-SEMANTIC = (("mIoU", "miou"),)  # title and key of a metric
-INSTANCE = (("AP", "ap"), ("AP50", "ap50"))
-NUMERIC = frozenset({"size", "mIoU", "AP", "AP50", "change", "p50 ms", "images/s"})
+SEMANTIC = (("mIoU %", "miou"),)  # title and key of a metric
+INSTANCE = (("AP %", "ap"), ("AP50 %", "ap50"))
+NUMERIC = frozenset({"size", "mIoU %", "AP %", "AP50 %", "change", "p50 ms", "images/s"})
 NONE = "–"  # a cell without a number
 BASELINES = ("fp16_control", "fp16")
 MOST_CONFUSIONS = 12  # rows of the table
@@ -77,6 +77,11 @@ def points(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.2f}"
 
 
+def percent(value: float | None) -> str:
+    """0.8123 -> "81.23 %"."""
+    return NONE if value is None else f"{points(value)} %"
+
+
 def change(value: float | None, baseline: float | None) -> str:
     """Points above the baseline, signed: "+0.05" is a gain, "-0.31" a loss, "0.00" neither."""
     return NONE if value is None or baseline is None else signed(value - baseline)
@@ -117,8 +122,8 @@ def detail(entry: ArtifactEntry) -> str:
     """A sentence about boundaries and objects by size; "" where they were not measured."""
     if entry.boundary_f1 is None:
         return ""
-    sizes = ", ".join(f"{name} {points(value)}" for name, value in entry.recall_by_size.items())
-    return f"{entry.path}: boundary F1 {points(entry.boundary_f1)}; recall by object size: {sizes}."
+    sizes = ", ".join(f"{name} {percent(value)}" for name, value in entry.recall_by_size.items())
+    return f"{entry.path}: boundary F1 {percent(entry.boundary_f1)}; recall by object size: {sizes}."
 
 
 def milliseconds(value: float | None) -> str:

@@ -35,6 +35,8 @@ def check_dataset(
     root: Path,
     parsed: Mapping[str, CocoFile] | None = None,
     progress: Phase = lambda phase, done, of: None,
+    *,
+    boxes: bool = False,
 ) -> list[Defect]:
     """List the defects of the splits to train and to validate on, and of a test split where there is one.
 
@@ -43,6 +45,7 @@ def check_dataset(
     Args:
         parsed: what `parse_splits` gives, where the caller has it.
         progress: is called with what is read, how much of it, and how much there is.
+        boxes: for detection: annotations without a segmentation are no defect, and masks are not read.
 
     Raises:
         InputError: `root` is not a dataset folder at all. Defects of its content never raise.
@@ -50,14 +53,14 @@ def check_dataset(
     root = Path(root)
     files = parse_splits(root) if parsed is None else parsed
     defects: list[Defect] = []
-    masks = has_masks(root)
+    masks = has_masks(root) and not boxes
     splits = (*SPLITS, TEST) if has_split(root, TEST) else SPLITS
     for split in splits:
         advance = partial(progress, f"images of {split}")
         if masks:
             defects += _check_masks(root, split, advance)
         if split in files:
-            defects += _check_annotations(root, split, files[split], None if masks else advance)
+            defects += _check_annotations(root, split, files[split], None if masks else advance, boxes)
         elif not masks:
             defects.append(Defect(f"annotations/instances_{split}2017.json", None, "missing-file", "does not exist."))
     listed = [files[split] for split in splits if split in files and files[split].categories]
@@ -75,7 +78,9 @@ def check_dataset(
     return defects
 
 
-def _check_annotations(root: Path, split: str, parsed: CocoFile, advance: Advance | None) -> Iterator[Defect]:
+def _check_annotations(
+    root: Path, split: str, parsed: CocoFile, advance: Advance | None, boxes: bool
+) -> Iterator[Defect]:
     """`advance`: the images are read, and it is called; None: they only have to be there."""
     yield from parsed.defects
     file = parsed.file
@@ -95,7 +100,7 @@ def _check_annotations(root: Path, split: str, parsed: CocoFile, advance: Advanc
     drawable = {record.id for path, record in paths if _has_size(path, (record.height, record.width))}
     for annotation in parsed.annotations:
         draw = annotation.image_id in drawable  # drawing takes memory by the declared size
-        for kind, cause in _region_defects(annotation, parsed.images[annotation.image_id], draw):
+        for kind, cause in _region_defects(annotation, parsed.images[annotation.image_id], draw, boxes):
             yield Defect(file, annotation.id, kind, f"annotation {annotation.id} {cause}.")
 
 
@@ -133,10 +138,12 @@ def _image_kind(path: Path, cause: str) -> str:
     return "size-mismatch" if "pixels (width x height)" in cause else "unreadable-image"
 
 
-def _region_defects(annotation: Annotation, image: ImageRecord, draw: bool) -> Iterator[tuple[str, str]]:
+def _region_defects(annotation: Annotation, image: ImageRecord, draw: bool, boxes: bool) -> Iterator[tuple[str, str]]:
     segmentation = annotation.segmentation
-    if not segmentation:
+    if not segmentation and not boxes:
         yield "no-segmentation", "has no segmentation, only a box"
+    elif not segmentation and annotation.box is None:
+        yield "no-box", "has neither a box nor a segmentation"
     if isinstance(segmentation, list):
         short = sum(points.size < MIN_COORDINATES for points in segmentation)
         odd = sum(points.size % 2 for points in segmentation)

@@ -66,7 +66,7 @@ class InstanceScores:
 
     def text(self) -> str:
         """For a person."""
-        return f"AP {100 * self.ap:.2f}  AP50 {100 * self.ap50:.2f}"
+        return f"AP {100 * self.ap:.2f} %  AP50 {100 * self.ap50:.2f} %"
 
     def to_json(self) -> dict[str, Any]:
         """For `bench --json`; NaN becomes None."""

@@ -6,8 +6,8 @@ constant that the library makes from tensors of the `.fp4` file, the network's i
 What a plan holds is what `PackedNetwork(file, "cuda", plain="kernel")` launches on that GPU, in the same order, with
 the same grids.
 
-**What has a plan.** One input, a feature map; convolutions, transposed convolutions, group_norm_relu and concat. Other
-nodes are computed by torch in `PackedNetwork` and are refused here, by name.
+**What has a plan.** One input, a feature map, and the nodes that the C library runs (`RUNS`). Others are refused here,
+by name, whether `PackedNetwork` has kernels for them (`affine`, `add`) or calls torch (`max_pool`, `resize`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from fp4deploy.plugins.runtime.torch_library import THREADS
 
 PLAIN_NVFP4 = [0, 448, 0, 0, 0, 0]  # the variant of `operators`: NVFP4, E = 448, nearest, no transform
 MOST_CLASSES = 256  # of a class map of bytes
+RUNS = ("conv2d", "conv_transpose2d", "group_norm_relu", "concat")  # concat over channels
 
 
 def record(file: PackedFile, gpu: Gpu, shape: Shape, weights: str | None = None) -> Plan:
@@ -67,6 +68,12 @@ class _Network:
         graph = self.file.graph
         if len(graph.inputs) != 1 or len(graph.inputs[0].shape) != 4:
             raise InputError("A launch plan is for a network of one input [N, C, H, W].")
+        others = dict.fromkeys(each.op for each in graph.nodes if each.op not in RUNS or getattr(each, "dim", 1) != 1)
+        if others:
+            raise InputError(
+                f"The C library runs {', '.join(RUNS[:-1])} and {RUNS[-1]} over channels; this network also has "
+                f"{', '.join(others)}. Run its file with Python: fp4deploy predict --model FILE."
+            )
         image = graph.inputs[0]
         shapes = fitting(graph, {image.name: shape})
         with substituted(self.recording.cuda, self.gpu.processors):
@@ -109,17 +116,16 @@ class _Network:
         """What `PackedNetwork.run_node` does; plain feature maps are NHWC here."""
         if isinstance(node, GroupNormReLU):
             return self.norm(node, cast(torch.Tensor, inputs[0]), moments.pop(node.inputs[0], None))
-        if isinstance(node, Concat) and node.dim == 1:
+        if isinstance(node, Concat):
             return self.forms(plain.concat(cast("list[torch.Tensor]", inputs)), node.outputs)
-        if isinstance(node, Conv2d | ConvTranspose2d):
-            return self.layer(node, inputs, moments)
-        raise InputError("only torch computes it, so that it has no launch plan")
+        return self.layer(cast("Conv2d | ConvTranspose2d", node), inputs, moments)  # `plan` has refused all others
 
     def norm(self, node: GroupNormReLU, x: torch.Tensor, given: Moments | None) -> list[FeatureMap]:
         channels = x.shape[-1]
         if not channels_fit(channels) or channels > node.groups * THREADS:
             raise InputError(
-                f"its kernels take multiples of 16 channels, of a group at most {THREADS}; it has {channels}"
+                f"its kernels take multiples of 16 channels, of a group at most {THREADS}; it has {channels}. A UNet "
+                "of model.scale 0.25 has such channels; run this file with Python"
             )
         forms = [OutputForm(self.amax(form), form.pooled) for form in node.outputs]
         if any(form.pooled for form in forms) and (x.shape[1] % 2 or x.shape[2] % 2):
@@ -150,7 +156,7 @@ class _Network:
         sources = cast("list[Nvfp4Tensor]", inputs)
         shape = weight_shape(self.file.graph, node, sum(x.shape[-1] for x in inputs))
         if node.precision == "fp16" or not has_kernel(node, shape[1:3]):
-            raise InputError("no kernel has its form, and only torch computes it")
+            raise InputError("no kernel has its form (see docs/native.md): run the file with Python")
         up, channels = isinstance(node, ConvTranspose2d), tuple(x.shape[-1] for x in sources)
         geometry = (1, 0, 1) if up else (node.stride[0], node.padding[0], node.dilation[0])
         if self.decodes and fits(channels, 1 if up else math.prod(shape[1:3])):

@@ -63,8 +63,8 @@ class TrainResult:
 
     @property
     def best_text(self) -> str:
-        """The best score in points; without one, that nothing in the validation split could be scored."""
-        return f"{100 * self.best_score:.2f}" if self.best_score >= 0 else "none (nothing to score)"
+        """The best score in %; without one, that nothing in the validation split could be scored."""
+        return f"{100 * self.best_score:.2f} %" if self.best_score >= 0 else "none (nothing to score)"
 
 
 def train_models(

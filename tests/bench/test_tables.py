@@ -47,7 +47,7 @@ def test_duration(seconds: float, text: str) -> None:
 
 
 def test_markdown_aligns_numbers_right() -> None:
-    assert tables.markdown(("model", "mIoU"), [("a", "1")]) == "| model | mIoU |\n| --- | ---: |\n| a | 1 |\n"
+    assert tables.markdown(("model", "mIoU %"), [("a", "1")]) == "| model | mIoU % |\n| --- | ---: |\n| a | 1 |\n"
 
 
 def test_a_cell_stays_in_its_column() -> None:

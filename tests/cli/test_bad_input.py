@@ -145,6 +145,28 @@ def test_export_of_something_else(invoke: Invoke, tmp_path: Path, shapes: Path) 
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("export", "MODEL", "--no-verify", "--out", "file/x.onnx"),
+        ("export", "MODEL", "--no-verify", "--format", "packed", "--out", "file/x.fp4"),
+        ("quantize", "MODEL", "--out", "file/x.safetensors"),
+        ("bench", "--engine", "MODEL", "--json", "file/x.json"),
+        ("bench", "--engine", "MODEL", "--results", "file/x"),
+        ("search", "MODEL", "--budget", "drop=1", "--out", "file/x"),
+    ],
+)
+def test_a_target_that_cannot_be_written_is_refused_before_the_work(
+    invoke: Invoke, checkpoint: Path, shapes: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").write_text("")
+    given = [str(checkpoint) if part == "MODEL" else part for part in arguments]
+    result = invoke(*given, "--data", shapes)
+    refused(result, "file/x", "could not be written")
+    assert result.stderr.count("\n") == 1
+    assert files(tmp_path) == {"file"}
+
+
 def test_export_without_data_to_verify_on(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:
     refused(invoke("export", checkpoint, "--out", "x.onnx"), "--data DIR")
     assert files(tmp_path) == set()

@@ -19,7 +19,7 @@ from cli.settings import use_device
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.qat.recipes import RECIPES
 from fp4deploy.train.config import Config, setting_names
-from tests.cli.command_line import ROOT, Invoke
+from tests.cli.command_line import ENVIRONMENT, PACKAGE, ROOT, Invoke
 
 INSTRUCTION = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}
 
@@ -85,14 +85,14 @@ def test_a_shell_gets_its_completion(process: Invoke, shell: str, monkeypatch: p
 
 
 def test_ctrl_c_while_a_shell_waits_for_a_completion_prints_nothing() -> None:
-    code = """
+    code = f"""
 import signal
-import cli.main as command
+import {PACKAGE}.main as command
 command.app = lambda prog_name: signal.raise_signal(signal.SIGINT)
 command.main()
 """
     command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
@@ -174,6 +174,33 @@ def test_data_check_lists_the_set_and_draws_it(invoke: Invoke, shapes: Path, tmp
     assert invoke("data", "check", shapes, "--sheet", "sheet.pdf").exit_code == 2
     facts = json.loads(invoke("data", "check", shapes, "--json").stdout)
     assert [split["images"] for split in facts["splits"]] == [16, 8]
+
+
+def test_data_check_of_boxes_alone(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
+    """Boxes without masks are all that detection needs, and defects for the other tasks."""
+    from PIL import Image
+
+    for split in ("train", "val"):
+        (tmp_path / "boxes" / f"{split}2017").parent.mkdir(exist_ok=True)
+        (tmp_path / "boxes" / f"{split}2017").symlink_to(shapes / f"{split}2017")
+        content = json.loads((shapes / "annotations" / f"instances_{split}2017.json").read_text())
+        for annotation in content["annotations"]:
+            del annotation["segmentation"]
+        target = tmp_path / "boxes" / "annotations" / f"instances_{split}2017.json"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(json.dumps(content))
+    refused = invoke("data", "check", "boxes")
+    assert refused.exit_code == 1
+    assert "no-segmentation" in refused.stdout
+    assert refused.stderr.rstrip().endswith("--task detection")
+    found = invoke("data", "check", "boxes", "--task", "detection", "--sheet", "sheet.png")
+    assert (found.exit_code, "no-segmentation" in found.stdout) == (0, False), found.stderr
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        counts = {colour: count for count, colour in sheet.convert("RGB").getcolors(1 << 24) or ()}
+    assert counts[76, 110, 245] > 13 * 13  # the first class: more than its square in the legend
+    del content["annotations"][0]["bbox"]
+    target.write_text(json.dumps(content))
+    assert "[no-box]" in invoke("data", "check", "boxes", "--task", "detection").stdout
 
 
 def test_data_import(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:

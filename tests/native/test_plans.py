@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.errors import InputError
+from fp4deploy.export.packing import packed_graph
 from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.graph import capture
 from fp4deploy.native import Gpu, Plan, record
 from fp4deploy.native.arena import Lifetime, place
 from fp4deploy.native.bundle import graph_digest
 from fp4deploy.native.plan import Buffer, CudaKernel
-from fp4deploy.packed import PackedFile
+from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.graph import GroupNormReLU, Layer
 from fp4deploy.packed.shapes import shapes_of
 from fp4deploy.plugins.gemm.decoded_weight import decode_weight, planes_shape
@@ -101,6 +104,10 @@ def test_refusals(unet: PackedFile) -> None:
         record(unet, GPU, (1, 3, 30, 30))
     with pytest.raises(InputError, match="takes RGB images"):
         record(unet, GPU, (1, 4, 32, 32))
+    network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), nn.MaxPool2d(2))
+    own, tensors = packed_graph(capture(network.eval(), torch.zeros(SHAPES[0])), network)
+    with pytest.raises(InputError, match="this network also has affine, max_pool. Run its file with Python"):
+        record(packed_file(Path("own.fp4"), None, own, tensors), GPU, SHAPES[0])
     graph = unet.graph
     last = graph.nodes[-1]
     second = graph.inputs[0].model_copy(update={"name": "second"})

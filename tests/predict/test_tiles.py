@@ -69,3 +69,14 @@ def _zeros(tiles: list[np.ndarray]) -> np.ndarray:
 def test_an_overlap_beyond_half_a_tile_is_refused(overlap: int) -> None:
     with pytest.raises(InputError, match="0 to 16"):
         Predictor(Pointwise(card()), tile=True, overlap=overlap).predict(photo(100, 100))
+
+
+@pytest.mark.slow
+def test_an_image_of_8192_pixels_is_what_its_pixels_are() -> None:
+    """With classes, in 441 tiles of 512 x 512 that share 128 pixels."""
+    side, strip = 8192, 512
+    image, network = photo(side, side), Pointwise(card(512, 512))
+    found = Predictor(network, tile=True).predict(image).mask
+    assert len(network.batches) == 441
+    for row in range(0, side, strip):
+        assert (found[row : row + strip] == classes_of(image[row : row + strip])).all()

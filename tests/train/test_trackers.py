@@ -131,18 +131,27 @@ def test_tensorboard_writes_what_was_logged(tmp_path: Path) -> None:
     assert events.Histograms("a.conv/weight/codes")[-1].histogram_value.num == 21 * 16
 
 
-def test_wandb_offline_leaves_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_leaves_a_run(tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself: curves in its file, and after the training pictures as a second part of the same run."""
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed: pip install 'fp4deploy[wandb]'")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     (tracker,) = make_trackers(["wandb"], tmp_path / "run" / "nvfp4", "p", "offline", {"lr": 0.1})
     tracker.resume(0, 0)
     tracker.log(sample(1))
-    tracker.log(whole_epoch(1, 1))
+    tracker.log(Entry(EPOCH, 2, 1, {"loss": 2.0, "miou": 0.5, "dice": 0.625}))
     tracker.close()
-    runs = list((tmp_path / "run" / "nvfp4" / "wandb").glob("offline-run-*"))
-    assert len(runs) == 1
-    assert any(path.stat().st_size > 0 for path in runs[0].glob("*.wandb"))
+    kinds = ("weights/prequantize", "weights/quantized", "weights/dequantized", "gradients")
+    log_pictures(
+        ["wandb"], tmp_path / "run" / "nvfp4", "p", "offline",
+        {f"heatmaps/{kind}/semantic_conv": picture for kind in kinds}, 2,
+    )  # fmt: skip
+    first, second = sorted((tmp_path / "run" / "nvfp4" / "wandb").glob("offline-run-*/*.wandb"))
+    assert first.name == second.name  # of one run
+    written = first.read_bytes()  # not compressed
+    assert all(word in written for word in (b"dice", b"0.625", b"a.conv/weight/mean"))
+    images = second.parent / "files" / "media" / "images" / "heatmaps"
+    assert {path.parent.relative_to(images).as_posix() for path in images.rglob("*.png")} == set(kinds)
 
 
 class StandIn:

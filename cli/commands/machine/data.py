@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -48,6 +48,10 @@ def check(
         Path | None,
         typer.Option("--sheet", help="Draw images with their labels into this PNG.", show_default="not drawn"),
     ] = None,
+    task: Annotated[
+        Literal["semantic", "instance", "detection"],
+        typer.Option("--task", help="What it is to be trained for; for detection, boxes alone are enough."),
+    ] = "semantic",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
     """List splits, classes and sizes, and every defect with its file; exit 1 if there is one."""
@@ -60,7 +64,7 @@ def check(
         parsed = parse_splits(folder)
         bar.phase("sizes of images")
         splits = summarise(folder, parsed, bar.phase)
-        defects = check_dataset(folder, parsed, bar.phase)
+        defects = check_dataset(folder, parsed, bar.phase, boxes=task == "detection")
     if as_json:
         print_json(
             {
@@ -77,11 +81,13 @@ def check(
     if sheet is not None and splits:
         from fp4deploy.report.figures.contact_sheet import draw_contact_sheet
 
-        count = draw_contact_sheet(folder, splits[0].split, sheet)
+        count = draw_contact_sheet(folder, splits[0].split, sheet, task == "detection")
         note(f"Drew {count} images of {splits[0].split} to {shown(sheet)}.")
     if defects:
+        boxes = all(defect.kind == "no-segmentation" for defect in defects)
         raise GateError(
             f"{folder} has {len(defects)} defect{'s' if len(defects) > 1 else ''}; each is listed on stdout."
+            f"{' None is one for detection, which takes boxes: --task detection' if boxes else ''}"
         )
     note(f"{folder} has no defect.")
 

@@ -121,13 +121,17 @@ READERS: dict[str, Callable[[Path], Shown]] = {
 }
 
 
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def _print(facts: dict[str, Any], columns: tuple[str, ...], rows: list[tuple[Any, ...]], last: str) -> None:
     from rich.table import Table
 
     console = results()
     for name, value in facts.items():
-        shown = ", ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else value
-        console.print(f"{name}: {shown}", markup=False, soft_wrap=True)
+        parts = (f"{key} {_text(part)}" for key, part in value.items()) if isinstance(value, dict) else [_text(value)]
+        console.print(f"{name}: {', '.join(parts)}", markup=False, soft_wrap=True)
     table = Table(*(HEADINGS.get(name, name) for name in columns), box=None, pad_edge=False)
     for row in rows:
         precise = any(str(cell) == "FP4" for cell in row)

@@ -152,7 +152,9 @@ def bench(
     from fp4deploy.bench.gate.decision import gate_drop, require_passed
     from fp4deploy.bench.runtimes.like import read_like
     from fp4deploy.data import MEASURED
+    from fp4deploy.files import require_writable
 
+    require_writable(None if out in (None, "-") else Path(str(out)), trace, keep)
     paths = _resolve(engine)
     card = read_like(like) if like is not None else None
     refused: dict[str, str] = {}

@@ -114,6 +114,7 @@ def build(
     from fp4deploy.bench.locate import or_of_latest_run
     from fp4deploy.export.engine.build import prepare_engine
     from fp4deploy.export.lowering.interface import Interface
+    from fp4deploy.files import require_writable
     from fp4deploy.progress import progress
 
     pixels, sizes = parse_size(size), _sizes(min_size, opt_size, max_size)
@@ -122,6 +123,7 @@ def build(
     found = [or_of_latest_run(path) for path in models] if models else _latest()
     if len(found) > 1 and (log is not None or (out is not None and out.suffix == ".plan")):
         raise InputError(f"There are {len(found)} models to build: give one for --log, and a folder for --out.")
+    require_writable(*(target_of(path, out) for path in found), log)
     options = tuple(name for name, chosen in flags.items() if chosen)
     with progress("lowering"):  # all of them, so that what cannot be built is refused before anything is written
         engines = [

@@ -73,11 +73,14 @@ def export(
     if form == "triton":
         _serve(source, out or REPOSITORY, max_batch)
         return
+    from fp4deploy.files import require_writable
     from fp4deploy.progress import progress
 
     pixels, suffix = parse_size(size), SUFFIXES[form]
     failed: list[GateError | InputError] = []
-    for checkpoint, target in _targets(source, out, suffix):
+    targets = _targets(source, out, suffix)
+    require_writable(*(target for _, target in targets))
+    for checkpoint, target in targets:
         note(f"Exporting {shown(checkpoint)} ...")
         verify_on = (data or _data(checkpoint)) if verify else None
         try:

@@ -97,6 +97,7 @@ def quantize(
 
     from fp4deploy import provenance
     from fp4deploy.bench.locate import data_of
+    from fp4deploy.files import require_writable
     from fp4deploy.progress import progress
     from fp4deploy.ptq.checkpoint import calibration_images, quantize_checkpoint
     from fp4deploy.ptq.methods import find_method
@@ -113,6 +114,7 @@ def quantize(
     target = out or source.with_name(f"nvfp4-{method.replace('/', 'o')}.safetensors")
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError(f"--out is the FP16 checkpoint {source} itself, which would be lost. Give another file.")
+    require_writable(target)
     where = data or data_of(source)
     with progress("reading images") as bar:
         result = quantize_checkpoint(
@@ -157,6 +159,7 @@ def _of_onnx(
 
     from fp4deploy import provenance
     from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
+    from fp4deploy.files import require_writable
     from fp4deploy.interop.onnx_network import read_network
     from fp4deploy.interop.quantize_onnx import classes_of, folder_images, image_size, quantize_onnx
     from fp4deploy.progress import progress
@@ -166,6 +169,7 @@ def _of_onnx(
     target = out or source.with_name(f"{source.stem}.nvfp4.onnx")
     if target.suffix != ".onnx" or (target.exists() and source.exists() and target.samefile(source)):
         raise InputError(f"--out {target} should be an .onnx file, and another one than the source.")
+    require_writable(target)
     if data is None:
         raise InputError(f"{source} does not say what its images are. Give a dataset or a folder of images: --data DIR")
     mean, std = (_rgb(text, usual) for text, usual in zip(normalisation, (IMAGE_MEAN, IMAGE_STD), strict=True))

@@ -48,10 +48,12 @@ def search(
     from fp4deploy.experiments.search.files import RECIPE, save_search
     from fp4deploy.experiments.search.run import Budget
     from fp4deploy.experiments.search.run import search as run
+    from fp4deploy.files import require_writable
     from fp4deploy.progress import progress
 
     wanted = Budget.parse(budget)
     folder = out or checkpoint.parent / "search"
+    require_writable(folder)
     with progress("reading images") as bar:
         found = run(
             checkpoint,
@@ -72,7 +74,7 @@ def search(
     layers = len(found.chosen.layers)
     done(
         f"{layers} of {len(found.errors)} layers in FP4, {len(found.chosen.fp8)} in FP8: "
-        f"mIoU {100 * found.chosen.miou:.2f} (drop {found.drop:.2f}), "
+        f"mIoU {100 * found.chosen.miou:.2f} % (drop of {found.drop:.2f} points), "
         f"{found.chosen.bytes / 1e6:.2f} MB, {found.chosen.ms:.3g} ms {found.timed}",
         layers=list(found.chosen.layers),
         fp8=list(found.chosen.fp8),

@@ -57,8 +57,8 @@ class Decision:
         """One sentence with the interval, in points."""
         few = f" (only {self.split_images} images: the interval itself is uncertain)"
         return (
-            f"{Path(self.artefact).name}: {100 * self.value:.2f} {self.metric}, drop {_points(self.drop)} points from "
-            f"{100 * self.baseline:.2f}, {LEVEL:.0%} interval over {self.split_images} images"
+            f"{Path(self.artefact).name}: {self.metric} {100 * self.value:.2f} %, drop {_points(self.drop)} points "
+            f"from {100 * self.baseline:.2f} %, {LEVEL:.0%} interval over {self.split_images} images"
             f"{few if self.split_images < FEW_IMAGES else ''}."
         )
 

@@ -90,7 +90,7 @@ def render(found: Found) -> str:
         (
             f"# Search: {found.budget.kind}={found.budget.most:g}, method {found.method}, {found.images} images\n",
             f"Chosen: {_sentence(found, found.chosen)} Times for {found.gpu} are {found.latency}.\n",
-            tables.markdown(("layers in FP4", "in FP8", "mIoU", "drop", "MB", "ms"), points),
+            tables.markdown(("layers in FP4", "in FP8", "mIoU %", "drop, points", "MB", "ms"), points),
             "Each layer alone in FP4 and in FP8: signal to error of the logits in dB, weights, time:\n",
             tables.markdown(
                 ("layer", "FP4 dB", "FP8 dB", "chosen", "FP4 kB", "FP8 kB", "FP16 kB", "FP4 us", "FP8 us", "FP16 us"),
@@ -111,7 +111,7 @@ def _precision(point: Point, name: str) -> str:
 def _sentence(found: Found, point: Point) -> str:
     return (
         f"{len(point.layers)} of {len(found.errors)} layers in FP4, {len(point.fp8)} in FP8, "
-        f"mIoU {100 * point.miou:.2f} (FP16 {100 * found.fp16.miou:.2f}), "
+        f"mIoU {100 * point.miou:.2f} % (FP16 {100 * found.fp16.miou:.2f} %), "
         f"{point.bytes / 1e6:.2f} MB of weights (FP16 {found.fp16.bytes / 1e6:.2f}), "
         f"{point.ms:.3g} ms {found.timed} (FP16 {found.fp16.ms:.3g})."
     )
@@ -134,7 +134,7 @@ def _picture(found: Found) -> bytes:
     _draw_panel(time, found, lambda each: factor * each.ms)
     time.set_xlabel(f"{unit} on {found.gpu}, {found.timed}")
     figure.axes[0].legend(frameon=False, fontsize=8)
-    figure.axes[0].set_ylabel("mIoU")
+    figure.axes[0].set_ylabel("mIoU, %")
     target = io.BytesIO()
     figure.savefig(target, format="png", metadata={"Software": None})
     return target.getvalue()

@@ -183,7 +183,7 @@ def search(
             points.append(point(placement))
             last = points[-1]
             counts = f"{len(last.layers)} layers in FP4, {len(last.fp8)} in FP8"
-            say(f"  {counts}: mIoU {100 * last.miou:.2f}, {last.bytes / 1e6:.2f} MB")
+            say(f"  {counts}: mIoU {100 * last.miou:.2f} %, {last.bytes / 1e6:.2f} MB")
         chosen = _choose(budget, fp16, points, errors, saved, point)
         by_layer = {name: {each: errors[name, each] for each in costs[name].precisions} for name in names}
         latency = PROJECTED if times is None else MEASURED

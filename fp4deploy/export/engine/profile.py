@@ -29,7 +29,11 @@ class Profile:
             ranges |= {"height": heights, "width": widths}
         for name, (least, usual, most) in ranges.items():
             if not 1 <= least <= usual <= most:
-                raise InputError(f"The {name} range {(least, usual, most)} is not 1 <= min <= opt <= max.")
+                options = ", ".join(f"--{which}-{'batch' if name == 'batch' else 'size'}" for which in WHICH)
+                raise InputError(
+                    f"The {name} range {(least, usual, most)} is not 1 <= min <= opt <= max. Give these in ascending "
+                    f"order: {options}."
+                )
 
     def shapes(self, shape: list[int], name: str) -> list[list[int]]:
         """The three shapes of an input whose open extents are -1: the batch first, then height and width.

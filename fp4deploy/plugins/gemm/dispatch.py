@@ -171,7 +171,8 @@ def _weight_only(
     if x.dtype not in DTYPES or out_amax is not None:
         raise InputError(
             f"A weight-only GEMM takes float16 or bfloat16 and gives the same, not packed; this is {x.dtype}"
-            f"{' with out_amax' if out_amax is not None else ''}."
+            f"{' with out_amax' if out_amax is not None else ''}. Convert it (x.half()), or pack it as well: "
+            "input_amax='dynamic' takes any float type."
         )
     _check_devices(b, x, bias)
     if not runs_kernels(x) or 0 in (x.numel(), b.shape[0]):

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
-from fp4deploy.data import open_dataset
+from fp4deploy.data import open_boxes, open_dataset
 from fp4deploy.data.palette import colours, tinted
+from fp4deploy.data.sample import IGNORE, Boxes
 from fp4deploy.files import atomic_write
 
 COLUMNS, ROWS = 4, 3
 SIDE = 320  # pixels of a cell
 LINE = 18  # pixels of a line of text
-PAPER, INK = (255, 255, 255), (30, 30, 30)
+PAPER, INK, CROWD = (255, 255, 255), (30, 30, 30), (150, 150, 150)
 
 
-def draw_contact_sheet(root: Path, split: str, out: Path) -> int:
+def draw_contact_sheet(root: Path, split: str, out: Path, boxes: bool = False) -> int:
     """Write up to `COLUMNS` x `ROWS` evenly spaced images of a split as one PNG; how many they are.
+
+    boxes: draw the boxes of objects, of a dataset for detection; otherwise masks.
 
     Raises:
         InputError: the data cannot be read, or the file cannot be written.
     """
-    dataset = open_dataset(root, split)
+    dataset = open_boxes(root, split) if boxes else open_dataset(root, split)
     chosen = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), COLUMNS * ROWS)).round().astype(int))
     palette = colours(len(dataset.class_names), dataset.background)
     legend = [(name, colour) for name, colour in zip(dataset.class_names, palette, strict=True) if colour is not None]
@@ -31,11 +35,15 @@ def draw_contact_sheet(root: Path, split: str, out: Path) -> int:
     cells = []
     for index in chosen:
         sample = dataset.load(int(index))
-        present |= set(np.unique(sample.mask).tolist())
-        image = Image.fromarray(tinted(sample.image, sample.mask, palette))
+        image = Image.fromarray(sample.image if boxes else tinted(sample.image, sample.mask, palette))
         image.thumbnail((SIDE - 8, SIDE - 8))  # at once: twelve whole photos may be gigabytes
         times = max(1, (SIDE - 8) // max(image.size))  # small images: whole pixels, enlarged
-        cells.append((sample.name, ImageOps.scale(image, times, Image.Resampling.NEAREST)))
+        image = ImageOps.scale(image, times, Image.Resampling.NEAREST)
+        if sample.boxes is None:
+            present |= set(np.unique(sample.mask).tolist())
+        else:
+            present |= _draw_boxes(image, sample.boxes, image.width / sample.image.shape[1], palette)
+        cells.append((sample.name, image))
     shown = [entry for number, entry in enumerate(legend, int(dataset.background)) if number in present]
     rows = -(-len(cells) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * SIDE, rows * (SIDE + LINE) + _legend_height(shown)), PAPER)
@@ -48,6 +56,19 @@ def draw_contact_sheet(root: Path, split: str, out: Path) -> int:
     with atomic_write(out) as temporary:
         sheet.save(temporary, format="PNG")
     return len(cells)
+
+
+def _draw_boxes(
+    image: Image.Image, boxes: Boxes, factor: float, palette: Sequence[tuple[int, int, int] | None]
+) -> set[int]:
+    """Outline boxes [M, 5], crowds in grey; the classes that are among them."""
+    pen = ImageDraw.Draw(image)
+    for number, left, top, right, bottom in boxes.tolist():
+        colour = CROWD if number == IGNORE else palette[int(number)]
+        edges = (factor * left, factor * top)
+        far = tuple(max(near, factor * edge - 1) for near, edge in zip(edges, (right, bottom), strict=True))
+        pen.rectangle((*edges, *far), outline=colour, width=2)
+    return {int(number) for number in boxes[:, 0]}
 
 
 def _legend_height(legend: list[tuple[str, tuple[int, int, int]]]) -> int:

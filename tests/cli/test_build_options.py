@@ -1,0 +1,102 @@
+"""`fp4deploy build`: every option of an engine's range and interface, from the command line to the ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from onnx import helper
+
+from fp4deploy.export.engine.build import open_plan
+from fp4deploy.models import ModelCard
+from tests.cli.command_line import Invoke
+from tests.export.lowering.engine_graphs import CanonicalGraph, with_open_size
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A graph of open image size with one FP4 layer, with a model card."""
+    graph = CanonicalGraph()
+    x = graph.conv("first", graph.image(16, 16), 32, fp4=False)
+    x = graph.conv("point", x, 32, kernel=1)
+    found = with_open_size(graph.model(graph.conv("head", x, 4, kernel=1, fp4=False)))
+    card = ModelCard("nvfp4", 0.25, ("a", "b", "c", "d"), 16, 16, (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), True)
+    layers = {entry.key: entry.value for entry in found.metadata_props}
+    helper.set_model_props(found, {**layers, "fp4deploy.card": card.to_json()})
+    onnx.save(found, tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+@pytest.mark.rtx
+class TestBuilt:
+    """Built with TensorRT-RTX for a GPU that is not there; the compiler's own profile is compared in `test_engine`."""
+
+    @pytest.fixture(autouse=True)
+    def _rtx(self) -> None:
+        pytest.importorskip("tensorrt_rtx")
+
+    @pytest.mark.usefixtures("model")
+    def test_ranges_and_interface(self, invoke: Invoke, tmp_path: Path) -> None:
+        ranges = ("--min-batch", 2, "--opt-batch", 3, "--max-batch", 4)
+        sizes = ("--min-size", "8x16", "--opt-size", "16x16", "--max-size", "32x24")
+        interface = ("--input", "uint8", "--input-layout", "nhwc", "--output", "argmax")
+        result = invoke("build", "model.onnx", *ranges, *sizes, *interface, "--json")
+        assert result.exit_code == 0, result.stderr
+        ledger = open_plan(tmp_path / json.loads(result.stdout)["results"][0]["engine"])
+        assert (ledger.batch, ledger.sizes) == ((2, 3, 4), ((8, 16), (16, 16), (32, 24)))
+        assert ledger.interface is not None
+        assert {"uint8", "nhwc", "argmax"} <= set(ledger.interface.values())
+        shown = json.loads(invoke("inspect", "model.plan", "--json").stdout)
+        assert (shown["batch"], shown["sizes"]) == ([2, 3, 4], [[8, 16], [16, 16], [32, 24]])
+        assert shown["interface"] == ledger.interface
+
+    @pytest.mark.usefixtures("model")
+    def test_the_usual_size_is_by_default_the_largest(self, invoke: Invoke, tmp_path: Path) -> None:
+        sizes = ("--min-size", "8x16", "--max-size", "32x24")
+        result = invoke("build", "model.onnx", *sizes, "--output", "fp32", "--output-layout", "nhwc")
+        assert result.exit_code == 0, result.stderr
+        ledger = open_plan(tmp_path / "model.plan")
+        assert (ledger.batch, ledger.sizes) == ((1, 1, 8), ((8, 16), (32, 24), (32, 24)))
+        assert ledger.interface is not None
+        assert {"fp32", "nhwc"} <= set(ledger.interface.values())
+
+    @pytest.mark.usefixtures("model")
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="builds where there is a GPU")
+    @pytest.mark.parametrize(
+        ("option", "code", "said"),
+        [
+            ("--strip-weights", 3, "cannot build with --strip-weights on this machine"),
+            ("--refittable", 3, "cannot build with --refittable on this machine"),
+            ("--version-compatible", 2, "does not offer --version-compatible"),
+        ],
+    )
+    def test_what_this_target_does_not_offer(self, invoke: Invoke, option: str, code: int, said: str) -> None:
+        result = invoke("build", "model.onnx", "--size", "16x16", option)
+        assert (result.exit_code, result.stdout) == (code, ""), result.stderr
+        assert said in " ".join(result.stderr.split())
+        assert not list(Path().glob("*.plan"))
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--min-size", "8x16"), "give --max-size as well"),
+        (("--opt-size", "8x16"), "give --max-size as well"),
+        (("--max-size", "32x24", "--size", "16x16"), "--size"),
+        (("--max-size", "8x16", "--min-size", "16x16"), "--min-size"),
+        (("--size", "16x16", "--min-batch", 4, "--opt-batch", 2), "batch range"),
+        (("--size", "16x16", "--output", "argmax", "--output-layout", "nhwc"), "--output-layout"),
+        (("--max-size", "8by8"), "--max-size"),
+        (("--size", "16x16", "--out", "model.onnx/x.plan"), "could not be written"),
+        (("--size", "16x16", "--log", "model.onnx/log"), "could not be written"),
+    ],
+)
+def test_what_does_not_go_together(invoke: Invoke, arguments: tuple[object, ...], said: str) -> None:
+    result = invoke("build", "model.onnx", *arguments)
+    assert result.exit_code == 2, result.stderr
+    assert said in " ".join(result.stderr.split())
+    assert not list(Path().glob("*.plan"))
