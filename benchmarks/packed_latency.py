@@ -1,6 +1,6 @@
 """Latency of packed networks against FP16 of torch in every form, batch by batch.
 
-    python benchmarks/packed_latency.py --json benchmarks/results/packed_latency_h200.json
+    python benchmarks/packed_latency.py --json benchmarks/results/packed_latency_h100.json
 
 Networks of random weights, calibrated on random images: latency and memory do not depend on the values (agreement of
 trained models: `packed_unet.py`). A case is MODEL:BATCHxHEIGHTxWIDTH, MODEL being the scale of our UNet, or a network

@@ -11,8 +11,8 @@ Every case is `fp4deploy train` under torchrun, FP16 and NVFP4 from scratch, on 
 * `same share`: 16 images a GPU. Scaling efficiency is images a second over n times those of one GPU.
 
 Images a second are those of the last epoch, from metrics.jsonl; they include waiting for data. Take --repeat so large
-that an epoch takes 20 s or more: its beginning takes a second. With --beside, cases run at the same time where there are
-GPUs for them; each then has a share of the CPU's cores.
+that an epoch takes 20 s or more: its beginning takes a second. With --beside, cases run at the same time where there
+are GPUs for them; each then has a share of the CPU's cores.
 
 Communication is measured alone: the all-reduce of the gradients, FP32 in buckets of 25 MB as DistributedDataParallel
 has them, with nothing else on the GPUs. Its share of a step is what it would cost if nothing of it overlapped with the
@@ -66,7 +66,8 @@ def main() -> None:
         cases = [(1, BATCH, "same batch"), (1, BATCH, "same batch, again")]
         for n in counts[1:]:
             cases += [(n, BATCH // n, "same batch"), (n, BATCH, "same share")]
-        rows: list[dict[str, Any]] = []
+        report = described(arguments, scale)
+        rows: list[dict[str, Any]] = report["rows"]
         for wave in waves(cases, counts[-1] if arguments.beside else 1):
             folders = [Path(folder) / str(len(rows) + number) for number in range(len(wave))]
             settings = [f"train.epochs={arguments.epochs}", *arguments.sets]
@@ -78,20 +79,28 @@ def main() -> None:
             for (_, gpus, batch, kind), training in zip(wave, trained, strict=True):
                 found = training.result()
                 rows += [{"gpus": gpus, "kind": kind, "batch": batch, "model": m, **found[m]} for m in MODELS]
-        compare(rows, {count: communication(count, scale) for count in counts[1:]})
+                if gpus > 1 and str(gpus) not in report["all_reduce_ms"]:
+                    report["all_reduce_ms"][str(gpus)] = communication(gpus, scale)
+            compare(rows, report["all_reduce_ms"])
+            if arguments.json:  # after each wave: what is interrupted keeps what was measured
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    table(rows)
+
+
+def described(arguments: argparse.Namespace, scale: float) -> dict[str, Any]:
+    """The result, without what is measured."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    report = {
+    return {
         "command": " ".join(["python benchmarks/scaling.py", *_options(arguments)]),
         "config": arguments.config.name,
         "repeat": arguments.repeat,
         "scale": scale,
         "beside": arguments.beside,
         "machine": {"gpu": gpu, "torch": torch.__version__, "cpu_cores": os.cpu_count()},
-        "rows": rows,
+        "all_reduce_ms": {},
+        "rows": [],
     }
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _options(arguments: argparse.Namespace) -> list[str]:
@@ -197,8 +206,8 @@ def train(
     return found
 
 
-def compare(rows: list[dict[str, Any]], all_reduce_ms: dict[int, float]) -> None:
-    """Add to every row the distance of its losses from one GPU's, its efficiency and communication; print the table."""
+def compare(rows: list[dict[str, Any]], all_reduce_ms: dict[str, float]) -> None:
+    """Add to every row the distance of its losses from one GPU's, its efficiency and communication."""
     first = {row["model"]: row for row in rows if row["gpus"] == 1 and row["kind"] == "same batch"}
     for row in rows:
         one = first[row["model"]]
@@ -206,9 +215,14 @@ def compare(rows: list[dict[str, Any]], all_reduce_ms: dict[int, float]) -> None
         if row["kind"] != "same share" and row is not one:
             pairs = zip(row["losses"], one["losses"], strict=True)
             row["relative_distance"] = [abs(mine - theirs) / theirs for mine, theirs in pairs]
-        if row["gpus"] in all_reduce_ms:
+        if str(row["gpus"]) in all_reduce_ms:
             row["step_ms"] = 1000 * row["gpus"] * row["batch"] / row["images_per_s"]
-            row["all_reduce_ms"] = all_reduce_ms[row["gpus"]]
+            row["all_reduce_ms"] = all_reduce_ms[str(row["gpus"])]
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Print every row."""
+    for row in rows:
         share = f", all-reduce alone {100 * row['all_reduce_ms'] / row['step_ms']:.1f} %" if "step_ms" in row else ""
         distance = ", ".join(f"{100 * d:.2f} %" for d in row.get("relative_distance", ()))
         print(

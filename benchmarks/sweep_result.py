@@ -3,7 +3,8 @@
     python -m benchmarks.sweep_result runs/SWEEP --json benchmarks/results/NAME.json --command "fp4deploy sweep ..."
 
 Run it on the machine of the sweep. From the runs it adds what `sweep.json` leaves out: AP50 and AP75 of the best epoch,
-mean and standard deviation over seeds. Times are left out: trainings of a sweep with --jobs share the machine.
+mean and standard deviation over seeds; with --curves loss and score of every epoch. Times are left out: trainings of a
+sweep with --jobs share the machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from fp4deploy.bench.environment import environment
 
 MORE = ("ap50", "ap75")
+SCORES = ("miou", "ap")
 OF_THE_MACHINE = ("seconds", "images_per_s")
 SETTINGS_OF_THE_MACHINE = ("data.root=", "data.workers=")
 
@@ -27,8 +29,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--command", required=True)
+    parser.add_argument("--curves", action="store_true", help="loss and score by epoch")
     options = parser.parse_args()
-    found = {"command": options.command, "machine": machine(), **gather(options.folder)}
+    found = {"command": options.command, "machine": machine(), **gather(options.folder, options.curves)}
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -39,8 +42,8 @@ def machine() -> dict[str, Any]:
     return {"gpu": gpus[0]["name"] if gpus else None, "torch": found["packages"]["torch"]}
 
 
-def gather(folder: Path) -> dict[str, Any]:
-    """`sweep.json` with AP50 and AP75 where the runs have them."""
+def gather(folder: Path, curves: bool = False) -> dict[str, Any]:
+    """`sweep.json` with AP50 and AP75 where the runs have them; curves: of every finished run."""
     found: dict[str, Any] = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     ran = {name: row for name, row in found["variants"].items() if any(_is_done(run) for run in row["runs"].values())}
     found["variants"] = ran  # with --only, a sweep runs some of its variants
@@ -51,7 +54,11 @@ def gather(folder: Path) -> dict[str, Any]:
             for key in OF_THE_MACHINE:
                 run.pop(key, None)
         for run in finished:
-            run |= _best_epoch(folder / run["path"] / row["model"] / "metrics.jsonl", run["best_epoch"])
+            lines = _epochs(folder / run["path"] / row["model"] / "metrics.jsonl")
+            best = next(line for line in lines if line["epoch"] == run["best_epoch"])
+            run |= {key: best[key] for key in MORE if key in best}
+            if curves:
+                run["curve"] = [{key: line[key] for key in ("epoch", "loss", *SCORES) if key in line} for line in lines]
         for key in MORE:
             values = [run[key] for run in finished if key in run]
             if values:
@@ -64,10 +71,8 @@ def _is_done(run: dict[str, Any]) -> bool:
     return bool(run["status"] == "done")
 
 
-def _best_epoch(metrics: Path, epoch: int) -> dict[str, float]:
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    best = next(line for line in lines if line["epoch"] == epoch)
-    return {key: best[key] for key in MORE if key in best}
+def _epochs(metrics: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -245,13 +245,22 @@ LATENCY_FORMS = {
 def packed_latency() -> str:
     """Packed networks beside FP16 of torch in every form, each as one CUDA graph."""
     rows = []
-    for case in result("packed_latency_h200")["cases"]:
+    for case in result("packed_latency_h100")["cases"]:
         runs = [case["runs"].get(name, {}) for name in LATENCY_FORMS.values()]
         times = [f"{run['graph_ms']:.2f}" if "graph_ms" in run else "–" for run in runs]
         ratio = f"{case['ratio_nvfp4']:.2f}" if "ratio_nvfp4" in case else "–"
         scale, _, images = case["case"].partition(":")
         rows.append([f"scale {scale}, {images.replace('x', ' x ')}", *times, ratio])
     return markdown(["one CUDA graph, ms", *LATENCY_FORMS, "NVFP4 / best of torch"], rows)
+
+
+def direct_convolutions() -> str:
+    """Convolutions of few channels: implicit GEMM and direct."""
+    rows = []
+    for row in result("direct_conv_h100")["rows"]:
+        times = [f"{row[key]:.0f}" for key in ("implicit_us", "direct_us", "floor_us")]
+        rows.append([row["case"], *times, f"{row['implicit_us'] / row['direct_us']:.2f}"])
+    return markdown(["images, channels", "implicit GEMM, us", "direct, us", "floor, us", "faster by"], rows, 1)
 
 
 CPU_FORMS = ("torch eager, channels_last", "torch.compile", "onnx fp16", "portable onnx", "packed fp16", "packed nvfp4")
@@ -401,6 +410,47 @@ def detection_closer() -> str:
         settings = "<br>".join(f"`{each}`" for each in row["settings"])
         rows.append([label, settings, _seeds(row), spread(row["best"]), gap(row["gap_best"])])
     return markdown(["NVFP4 QAT", "settings", "seeds", "AP", "gap in AP"], rows, 2)
+
+
+def detection_within() -> str:
+    """Boxes on DSB2018: settings of NVFP4 QAT that come within 0.3 AP of the control, and what is beside them."""
+    first = "encoder's first two levels in FP8"
+    labels = {
+        "qat": "default layers",
+        "qat_late": "default layers, quantised from the 8th epoch on",
+        "qat_late_early8": f"**{first}, quantised from the 8th epoch on**",
+        "qat_early8_box8": f"{first}, box tower too",
+        "qat_early8_box8_four_over_six": f"**{first}, box tower too, 4/6 elsewhere**",
+        "qat_late_early8_box8": f"{first}, box tower too, quantised from the 8th epoch on",
+        "qat_shallow8": "FP8 on the way to the boxes up to stride 4",
+        "qat_fp8": "every quantised layer in FP8",
+    }
+    found = result("dsb2018_detection_h100")["variants"]
+    rows = [
+        [label, _seeds(found[name]), spread(found[name]["best"]), gap(found[name]["gap_best"])]
+        for name, label in labels.items()
+    ]
+    return markdown(["QAT", "seeds", "AP", "gap in AP"], rows, 1)
+
+
+def fp4_products() -> str:
+    """A UNet of scale 1.0 trained through FP4 GEMMs and their emulation, from random weights and fine-tuned."""
+    labels = {
+        "fp16": "FP16, 18 epochs from random weights",
+        "scratch_emulated": "`nvfp4_train`, emulated, 18 epochs from random weights",
+        "scratch_fp4": "`nvfp4_train`, FP4 GEMMs, 18 epochs from random weights",
+        "control": "FP16, 6 epochs more",
+        "tuned_emulated": "`nvfp4_train`, emulated, 6 epochs from FP16",
+        "tuned_fp4": "`nvfp4_train`, FP4 GEMMs, 6 epochs from FP16",
+    }
+    against = {"fp16": "FP16", "control": "FP16, 6 epochs more"}
+    found, rows = result("fp4_products_sweep_h100")["variants"], []
+    for name, label in labels.items():
+        row = found[name]
+        compared = name.startswith(("scratch", "tuned"))
+        difference = [against[row["against"]], gap(row["gap_best"])] if compared else ["", ""]
+        rows.append([label, _seeds(row), spread(row["best"]), *difference])
+    return markdown(["training", "seeds", "mIoU", "against", "gap"], rows, 1)
 
 
 def _epochs(row: dict[str, Any]) -> str:
@@ -860,6 +910,7 @@ TABLES: dict[str, Callable[..., str]] = {
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
         packed_network, packed_latency, cpu_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, detection_closer,
+        detection_within, fp4_products, direct_convolutions,
         coco_samples, ptq_camvid, claim,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,

@@ -1,0 +1,81 @@
+"""Direct convolutions of few channels beside the implicit GEMM that took these layers before, on packed operands.
+
+    python benchmarks/direct_conv.py --json benchmarks/results/direct_conv_h100.json
+
+Layers of our UNet at scale 0.25. Both kernels read the same packed activations and the same decoded weight, each
+replayed from a CUDA graph; 3x3 convolutions write float16 and moments for a GroupNorm, transposed ones a packed output.
+The floor is the time of as many bytes at 3 TB/s: every input read once, every output written once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import captured, machine, median_ms
+
+from fp4deploy.formats import NVFP4_BLOCK
+from fp4deploy.plugins.gemm import decoded, direct
+from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+
+BANDWIDTH = 3e12  # bytes a second
+CASES = (  # N, H, W, channels of each source, outputs, transposed
+    (16, 352, 480, (16,), 16, False),
+    (16, 352, 480, (16, 16), 16, False),
+    (16, 176, 240, (16,), 32, False),
+    (16, 176, 240, (32,), 32, False),
+    (16, 176, 240, (32, 32), 32, False),
+    (16, 88, 120, (32,), 64, False),
+    (16, 176, 240, (32,), 16, True),
+    (1, 352, 480, (16,), 16, False),
+    (1, 176, 240, (32, 32), 32, False),
+    (1, 176, 240, (32,), 16, True),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for case in CASES:
+        rows.append(measure(*case))
+        print(
+            "{case}: implicit GEMM {implicit_us:.0f} us, direct {direct_us:.0f} us, floor {floor_us:.0f}".format(
+                **rows[-1]
+            )
+        )
+    if options.json:
+        found = {"command": "python benchmarks/direct_conv.py", "machine": machine(), "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measure(n: int, h: int, w: int, channels: tuple[int, ...], outputs: int, up: bool) -> dict[str, Any]:
+    """Both kernels on one layer, microseconds."""
+    torch.manual_seed(0)
+    sources = tuple(quantize_nvfp4(torch.randn(n, h, w, each, device="cuda").half()) for each in channels)
+    size = 2 if up else 3
+    weight = quantize_nvfp4(torch.randn(outputs, size, size, sum(channels), device="cuda").half())
+    amax = torch.tensor(40.0, device="cuda") if up else None
+    how: dict[str, Any] = {"padding": 0 if up else 1, "out_amax": amax, "moments": not up, "up": up}
+    depths = tuple(x.codes.shape[-1] for x in sources)
+    plan = decoded.chosen_plan(n * h * w, outputs, depths, 1 if up else 9, up, weight.codes.device)
+    run = partial(decoded.conv2d, sources, decode_weight(weight, channels, up), **how)
+    assert direct.takes(channels, outputs, (size, size), up=up)
+    packed = 0.5 + 1 / NVFP4_BLOCK
+    moved = n * h * w * (sum(channels) * packed + (4 * packed if up else 2) * outputs)
+    return {
+        "case": f"{n} x {h} x {w}, {' + '.join(map(str, channels))} to {outputs}{', transposed' if up else ''}",
+        "implicit_us": 1e3 * median_ms(captured(partial(run, chosen=plan))),
+        "direct_us": 1e3 * median_ms(captured(run)),
+        "floor_us": 1e6 * moved / BANDWIDTH,
+    }
+
+
+if __name__ == "__main__":
+    main()
