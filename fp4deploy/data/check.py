@@ -2,7 +2,7 @@
 
 Opening a dataset stops at the first thing it cannot work with; this lists all of them, and also what loading tolerates:
 polygons of two points, boxes outside the image, repeated annotation ids. Values of a mask without a class are void, not
-a defect.
+a defect. Nor is an annotation without a segmentation where no annotation has one: such a set is of boxes.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ def check_dataset(
     defects: list[Defect] = []
     masks = has_masks(root)
     splits = (*SPLITS, TEST) if has_split(root, TEST) else SPLITS
+    boxes = has_boxes_alone(files)
     for split in splits:
         advance = partial(progress, f"images of {split}")
         if masks:
             defects += _check_masks(root, split, advance)
         if split in files:
-            defects += _check_annotations(root, split, files[split], None if masks else advance)
+            defects += _check_annotations(root, split, files[split], None if masks else advance, boxes)
         elif not masks:
             defects.append(Defect(f"annotations/instances_{split}2017.json", None, "missing-file", "does not exist."))
     listed = [files[split] for split in splits if split in files and files[split].categories]
@@ -75,8 +76,16 @@ def check_dataset(
     return defects
 
 
-def _check_annotations(root: Path, split: str, parsed: CocoFile, advance: Advance | None) -> Iterator[Defect]:
-    """`advance`: the images are read, and it is called; None: they only have to be there."""
+def has_boxes_alone(files: Mapping[str, CocoFile]) -> bool:
+    """Whether there are annotations, and every one has a box and no segmentation."""
+    annotations = [annotation for file in files.values() for annotation in file.annotations]
+    return bool(annotations) and all(each.box is not None and not each.segmentation for each in annotations)
+
+
+def _check_annotations(
+    root: Path, split: str, parsed: CocoFile, advance: Advance | None, boxes: bool
+) -> Iterator[Defect]:
+    """`advance`: the images are read, and it is called; None: they only have to be there. `boxes`: boxes suffice."""
     yield from parsed.defects
     file = parsed.file
     if not parsed.images and not parsed.defects:
@@ -96,6 +105,8 @@ def _check_annotations(root: Path, split: str, parsed: CocoFile, advance: Advanc
     for annotation in parsed.annotations:
         draw = annotation.image_id in drawable  # drawing takes memory by the declared size
         for kind, cause in _region_defects(annotation, parsed.images[annotation.image_id], draw):
+            if boxes and kind == "no-segmentation":
+                continue
             yield Defect(file, annotation.id, kind, f"annotation {annotation.id} {cause}.")
 
 

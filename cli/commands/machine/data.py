@@ -52,6 +52,7 @@ def check(
 ) -> None:
     """List splits, classes and sizes, and every defect with its file; exit 1 if there is one."""
     from fp4deploy.data import check_dataset, parse_splits, summarise
+    from fp4deploy.data.check import has_boxes_alone
     from fp4deploy.progress import progress
 
     if sheet is not None and sheet.suffix.lower() != ".png":
@@ -74,6 +75,8 @@ def check(
         for defect in defects:
             where = defect.file if defect.annotation_id is None else f"{defect.file}, annotation {defect.annotation_id}"
             done(f"{where}: {defect.message} [{defect.kind}]")
+    if has_boxes_alone(parsed):
+        note("Its annotations are boxes without segmentations: train on it with --task detection.")
     if sheet is not None and splits:
         from fp4deploy.report.figures.contact_sheet import draw_contact_sheet
 
