@@ -140,10 +140,9 @@ class QuantizedLayer(nn.Module):
                 self.track(x)
             return gemms.forward(x, self.weight, cast(Any, self.bias))
         if not self.recipe.straight_through:
-            operands = (x, self.weight, cast(Any, self.bias), gemms, self.recipe, self.static_amax(x))
-            if self.products == "fp4":
-                return packed_gemms(*operands)
-            return quantized_gemms(*operands, self.outliers)
+            train = packed_gemms if self.products == "fp4" else quantized_gemms
+            amax = self.static_amax(x)
+            return train(x, self.weight, cast(Any, self.bias), gemms, self.recipe, amax, self.outliers)
         return gemms.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:

@@ -251,9 +251,50 @@ def test_a_wrong_recipe_or_checkpoint_is_refused() -> None:
             layer.load_state_dict({**state, "outlier_channels": torch.tensor(channels)})
 
 
-def test_packed_products_are_refused_with_the_reason() -> None:
-    with pytest.raises(InputError, match="outlier channels are MXFP8"):
-        set_products(prepare(nn.Sequential(nn.Linear(64, 8)), NAME, include=["0"]), "fp4")
+LAYERS = {
+    "linear": (lambda: nn.Linear(64, 24), (40, 64)),
+    "conv": (lambda: nn.Conv2d(64, 24, 3, 2, 1), (2, 64, 9, 8)),
+    "dilated": (lambda: nn.Conv2d(64, 24, 3, 1, 2, dilation=2), (2, 64, 9, 8)),
+    "1x1": (lambda: nn.Conv2d(64, 24, 1), (2, 64, 8, 8)),
+    "transposed": (lambda: nn.ConvTranspose2d(64, 24, 2, 2), (2, 64, 5, 4)),
+}
+
+
+@pytest.mark.usefixtures("one_byte")
+@pytest.mark.parametrize("name", LAYERS)
+def test_packed_products_are_the_emulations(name: str) -> None:
+    """Y, dX, dW and db in float64, where nothing but an operand can differ."""
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer = with_outliers(make().double(), NAME)
+    x, found = torch.randn(shape, dtype=torch.float64), []
+    for products in ("emulated", "fp4"):
+        layer.products = products
+        layer.zero_grad()
+        y, dx, dw, _ = step(layer, x)
+        bias: Any = layer.bias
+        found.append((y, dx, dw.clone(), bias.grad.clone()))
+    for emulated, packed in zip(*found, strict=True):
+        torch.testing.assert_close(packed, emulated, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_packed_products_keep_little_of_the_activation(name: str) -> None:
+    """58 of 64 channels in 4.5 bits, six in the activation's dtype."""
+    make, shape = LAYERS[name]
+    layer, x, kept = with_outliers(make(), NAME), torch.randn(shape), []
+    layer.products = "fp4"
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        layer(x)
+    chosen, fine, codes, scales = kept[0], kept[1], kept[2], kept[3]
+    assert chosen.numel() == x.numel() * 6 // 64
+    assert fine.shape[1] == 6
+    assert (codes.dtype, scales.dtype) == (torch.uint8, torch.float8_e4m3fn)
+    assert not any(each.numel() == x.numel() and each.is_floating_point() for each in kept)
+
+
+def test_packed_products_take_the_recipe() -> None:
+    set_products(prepare(nn.Sequential(nn.Linear(64, 8)), NAME, include=["0"]), "fp4")
 
 
 @pytest.mark.parametrize("stop", [2, 5])

@@ -45,10 +45,6 @@ def _reasons(recipe: Recipe) -> list[str]:
         for name, spec in operands.items()
         if spec and spec.block == "2d" and spec.rounding == "stochastic"
     ]
-    if recipe.outlier_control:
-        wrong.append(
-            "its outlier channels are MXFP8, a second GEMM of the forward and of the wgrad that is emulated only"
-        )
     for gemm, pair in GEMMS.items():
         formats = {spec.format for name in pair if (spec := operands[name])}
         if len(formats) > 1:
