@@ -2,7 +2,7 @@
 
 Opening a dataset stops at the first thing it cannot work with; this lists all of them, and also what loading tolerates:
 polygons of two points, boxes outside the image, repeated annotation ids. Values of a mask without a class are void, not
-a defect.
+a defect. Nor is an annotation without a segmentation where no annotation has one: such a set is of boxes.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def check_dataset(
     defects: list[Defect] = []
     masks = has_masks(root) and not boxes
     splits = (*SPLITS, TEST) if has_split(root, TEST) else SPLITS
+    boxes = boxes or has_boxes_alone(files)
     for split in splits:
         advance = partial(progress, f"images of {split}")
         if masks:
@@ -78,10 +79,16 @@ def check_dataset(
     return defects
 
 
+def has_boxes_alone(files: Mapping[str, CocoFile]) -> bool:
+    """Whether there are annotations, and every one has a box and no segmentation."""
+    annotations = [annotation for file in files.values() for annotation in file.annotations]
+    return bool(annotations) and all(each.box is not None and not each.segmentation for each in annotations)
+
+
 def _check_annotations(
     root: Path, split: str, parsed: CocoFile, advance: Advance | None, boxes: bool
 ) -> Iterator[Defect]:
-    """`advance`: the images are read, and it is called; None: they only have to be there."""
+    """`advance`: the images are read, and it is called; None: they only have to be there. `boxes`: boxes suffice."""
     yield from parsed.defects
     file = parsed.file
     if not parsed.images and not parsed.defects:

@@ -30,7 +30,7 @@ from fp4deploy.models.unet import STRIDE
 from fp4deploy.schema import parse_json
 
 DIGEST_KEY = "fp4deploy.sha256"
-QUANTIZER_BUFFERS = (".input_amax",)
+QUANTIZER_BUFFERS = (".input_amax", ".outlier_channels")
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)  # int64: counters of norms
 MOST_TENSORS = 20_000  # of one file
 FIRST_WEIGHT = "encoder.0.conv1.weight"

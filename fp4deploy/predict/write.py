@@ -229,3 +229,12 @@ def mean_shares(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int, float
             shares.setdefault(found["name"], []).append(found["share"])
     rows = [(name, len(values), float(np.sum(values) / len(measured))) for name, values in shares.items()]
     return sorted(rows, key=lambda row: -row[2])
+
+
+def objects_of_classes(entries: Sequence[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    """(class, images that have it, objects in all images) of a detector's entries; [] for other models."""
+    counts: dict[str, list[int]] = {}
+    for entry in entries:
+        for found in (each for each in entry.get("classes", []) if "share" not in each):
+            counts.setdefault(found["name"], []).append(found["objects"])
+    return [(name, len(values), sum(values)) for name, values in counts.items()]

@@ -10,12 +10,15 @@ of the output, as autograd's would.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from fp4deploy.formats.mxfp8 import fake_quantize_mxfp8
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.qat.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.outliers import OutlierChannels, quantize_split, rows_of, spread
 from fp4deploy.qat.quantizers import quantize_operand, quantize_unfolded, shared_rotation, unfolds_by_kernel
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 
@@ -32,10 +35,14 @@ class _QuantizedGemms(torch.autograd.Function):
         gemms: Gemms,
         recipe: Recipe,
         amax: torch.Tensor | None,
+        outliers: OutlierChannels | None,
     ) -> torch.Tensor:
-        xq, in_range = quantize_operand(x, recipe.activation, (gemms.input_axis,), amax, (gemms.groups,))
-        wq, _ = quantize_operand(weight, recipe.weight, gemms.weight_axes, None, gemms.weight_groups)
-        ctx.gemms, ctx.recipe, ctx.strides = gemms, recipe, xq.stride()
+        if outliers is None:
+            xq, in_range = quantize_operand(x, recipe.activation, (gemms.input_axis,), amax, (gemms.groups,))
+        else:
+            xq, in_range = quantize_split_input(x, gemms, recipe, outliers), None
+        wq = quantize_forward_weight(weight, gemms, recipe, outliers)
+        ctx.gemms, ctx.recipe, ctx.strides, ctx.outliers = gemms, recipe, xq.stride(), outliers
         double = recipe.double_quantization
         ctx.save_for_backward(
             xq if double or recipe.wgrad_activation is None else x,
@@ -55,10 +62,11 @@ class _QuantizedGemms(torch.autograd.Function):
             dx = _dgrad(gradient, weight, x, gemms, ctx.recipe).to(x_dtype)
             dx = dx if in_range is None else mask_gradient(dx, in_range, ctx.strides, gemms.input_axis)
         if ctx.needs_input_grad[1]:
-            dw = _wgrad(gradient, x, weight, gemms, ctx.recipe).to(weight_dtype)
+            wgrad = _wgrad if ctx.outliers is None else partial(_split_wgrad, outliers=ctx.outliers)
+            dw = wgrad(gradient, x, weight, gemms, ctx.recipe).to(weight_dtype)
         if ctx.needs_input_grad[2]:
             db = gemms.bias_gradient(gradient).to(bias_dtype)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def quantized_gemms(
@@ -68,6 +76,7 @@ def quantized_gemms(
     gemms: Gemms,
     recipe: Recipe,
     amax: torch.Tensor | None = None,
+    outliers: OutlierChannels | None = None,
 ) -> torch.Tensor:
     """Y of a layer, its forward, dgrad and wgrad GEMMs quantised by `recipe`.
 
@@ -75,10 +84,27 @@ def quantized_gemms(
         x: [..., C] for a linear layer; [N, C, H, W] or [C, H, W] for a convolution, with its own spatial axes.
         weight, bias: the layer's own; bias may be None.
         amax: static global amax of `x`, float32 [], where the recipe's activation is static.
+        outliers: input channels in MXFP8, of a layer with one group.
     """
     single = x.ndim == (1 + len(gemms.kernel) if isinstance(gemms, ConvGemms) else 1)
-    y: torch.Tensor = _QuantizedGemms.apply(x[None] if single else x, weight, bias, gemms, recipe, amax)
+    y: torch.Tensor = _QuantizedGemms.apply(x[None] if single else x, weight, bias, gemms, recipe, amax, outliers)
     return y[0] if single else y
+
+
+def quantize_split_input(x: torch.Tensor, gemms: Gemms, recipe: Recipe, outliers: OutlierChannels) -> torch.Tensor:
+    """X of the forward with its outlier channels in MXFP8."""
+    axis = gemms.input_axis
+    return quantize_split(x, axis, outliers, lambda part: quantize_operand(part, recipe.activation, (axis,))[0])
+
+
+def quantize_forward_weight(
+    weight: torch.Tensor, gemms: Gemms, recipe: Recipe, outliers: OutlierChannels | None
+) -> torch.Tensor:
+    """W of the forward, with its outlier channels in MXFP8 where there are some."""
+    axes, groups = gemms.weight_axes, gemms.weight_groups
+    if outliers is None:
+        return quantize_operand(weight, recipe.weight, axes, None, groups)[0]
+    return quantize_split(weight, axes[1], outliers, lambda part: quantize_operand(part, recipe.weight, axes)[0])
 
 
 def _dgrad(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, gemms: Gemms, recipe: Recipe) -> torch.Tensor:
@@ -96,6 +122,24 @@ def _wgrad(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gemms:
     g = _rows(gradient, x, recipe.wgrad_gradient, gemms, True, gradient.dtype, rotation)
     rows = _rows(x, gradient, recipe.wgrad_activation, gemms, False, gradient.dtype, rotation)
     return gemms.wgrad(g, rows, weight)
+
+
+def _split_wgrad(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gemms: Gemms,
+    recipe: Recipe,
+    outliers: OutlierChannels,
+) -> torch.Tensor:
+    """The wgrad whose outlier channels are a GEMM of MXFP8 operands, the others one of FP4."""
+    channels, axes = weight.shape[gemms.weight_axes[1]], (gemms.wgrad_axis,)
+    rows, columns = gemms.wgrad_gradient(gradient, x.shape), gemms.wgrad_input(x, gradient.shape).to(gradient.dtype)
+    g, _ = quantize_operand(rows, recipe.wgrad_gradient, axes)
+    fine, _ = quantize_operand(rows_of(columns, channels, outliers.others), recipe.wgrad_activation, axes)
+    dw = gemms.wgrad(g, spread(fine, channels, outliers.others), weight)
+    coarse = fake_quantize_mxfp8(rows_of(columns, channels, outliers.chosen), axes[0])
+    return dw + gemms.wgrad(fake_quantize_mxfp8(rows, axes[0]), spread(coarse, channels, outliers.chosen), weight)
 
 
 def _rows(

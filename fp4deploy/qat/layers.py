@@ -26,12 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp4deploy.errors import InputError
 from fp4deploy.plugins.quantize.dispatch import finite_amax, previous_amax
-from fp4deploy.qat.backward_gemms import quantized_gemms
+from fp4deploy.qat.backward_gemms import quantize_forward_weight, quantized_gemms
 from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS
 from fp4deploy.qat.gemms import ConvGemms, LinearGemms
 from fp4deploy.qat.learned import fake_quantize_learned
+from fp4deploy.qat.outliers import OutlierChannels
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 from fp4deploy.qat.ste import fake_quantize, fake_quantize_and_measure
 
@@ -47,6 +49,9 @@ class QuantizedLayer(nn.Module):
     fusible = False  # `fuse` compiles this layer
     products: str  # how the GEMMs of a recipe that quantises gradients are computed, one of `fp4_gemms`' PRODUCTS
     weight: torch.Tensor
+    outlier_channels: torch.Tensor | None  # int64 [k], -1 before they are chosen; None where the recipe has none
+    outliers: OutlierChannels | None  # the chosen ones and the others
+    channel_norms: torch.Tensor | None  # float32 [C], sums while they are being chosen
 
     def attach(self, recipe: Recipe, amax: torch.Tensor | None = None) -> None:
         """Give a layer whose class was just changed its quantiser state; `amax`: a calibrated one to keep."""
@@ -55,6 +60,11 @@ class QuantizedLayer(nn.Module):
         self.observing = False
         self.quantizing = True
         self.delayed_amax = None
+        self.outliers = self.channel_norms = None
+        control, channels = recipe.outlier_control, self.in_channels_of_weight()
+        count = round(control.share * channels) if control and self.gemms().groups == 1 else 0
+        none = torch.full((count,), -1, dtype=torch.int64, device=self.weight.device)
+        self.register_buffer("outlier_channels", none if count else None)
         self.register_buffer("input_amax", None)
         if self.is_static:
             start = torch.zeros((), dtype=torch.float32, device=self.weight.device)
@@ -69,7 +79,39 @@ class QuantizedLayer(nn.Module):
     def detach(self) -> None:
         """Take the quantiser state off again, before the class is changed back."""
         del self.recipe, self.products, self.observing, self.quantizing, self.delayed_amax, self.input_amax
+        del self.outliers, self.channel_norms, self.outlier_channels
         self.__dict__.pop("fusible", None)
+
+    def in_channels_of_weight(self) -> int:
+        """Input channels of one group."""
+        return self.weight.shape[self.gemms().weight_axes[1]]
+
+    @torch.no_grad()
+    def choose_outliers(self, norms: torch.Tensor) -> None:
+        """Make the channels of the largest `norms` [C] the layer's outliers, for good."""
+        assert self.outlier_channels is not None
+        self.outlier_channels.copy_(norms.argsort(descending=True)[: self.outlier_channels.numel()])
+        self.channel_norms = None
+        self._split_channels()
+
+    def _split_channels(self) -> None:
+        chosen = self.outlier_channels
+        if chosen is None or bool((chosen < 0).any()):
+            self.outliers = None
+            return
+        channels = self.in_channels_of_weight()
+        if bool((chosen >= channels).any()) or chosen.unique().numel() < chosen.numel():
+            raise InputError(
+                f"outlier_channels holds {chosen.tolist()}, and the layer has channels 0 to {channels - 1}."
+            )
+        others = torch.ones(channels, dtype=torch.bool, device=chosen.device).index_fill_(0, chosen, False)
+        self.outliers = OutlierChannels(chosen, others.nonzero().flatten())
+
+    @torch.no_grad()
+    def _sum_norms(self, x: torch.Tensor) -> None:
+        if self.channel_norms is not None and self.training and not _recomputing():
+            channels = x.detach().movedim(self.gemms().input_axis, 0).flatten(1)
+            self.channel_norms += torch.linalg.vector_norm(channels, dim=1, dtype=torch.float32)
 
     @property
     def is_static(self) -> bool:
@@ -92,13 +134,15 @@ class QuantizedLayer(nn.Module):
 
     def multiply(self, x: torch.Tensor, gemms: LinearGemms | ConvGemms) -> torch.Tensor:
         """Y from the layer's input, by its recipe; in training the tracked amax follows the input first."""
+        self._sum_norms(x)
         if self.observing or not self.quantizing:
             if self.observing or self.moves_amax:
                 self.track(x)
             return gemms.forward(x, self.weight, cast(Any, self.bias))
         if not self.recipe.straight_through:
             train = packed_gemms if self.products == "fp4" else quantized_gemms
-            return train(x, self.weight, cast(Any, self.bias), gemms, self.recipe, self.static_amax(x))
+            amax = self.static_amax(x)
+            return train(x, self.weight, cast(Any, self.bias), gemms, self.recipe, amax, self.outliers)
         return gemms.forward(self.quantized_input(x), self.quantized_weight(), cast(Any, self.bias))
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,6 +195,8 @@ class QuantizedLayer(nn.Module):
         if traced and spec is not None and traced.can_trace(spec):
             groups, choice = gemms.weight_groups, traced.choice_of(spec)
             return traced.quantize_weight(self.weight, spec.block, gemms.weight_axes, groups, choice)
+        if self.outliers is not None:
+            return quantize_forward_weight(self.weight, gemms, self.recipe, self.outliers)
         return fake_quantize(self.weight, self.recipe.weight, gemms.weight_axes, groups=gemms.weight_groups)
 
     def static_amax(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -201,7 +247,12 @@ class QuantizedLayer(nn.Module):
             state_dict.setdefault(f"{prefix}input_amax", self.input_amax)
         else:
             state_dict.pop(f"{prefix}input_amax", None)
+        if self.outlier_channels is not None:
+            state_dict.setdefault(f"{prefix}outlier_channels", self.outlier_channels)
+        else:
+            state_dict.pop(f"{prefix}outlier_channels", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._split_channels()
 
 
 class QuantConv1d(QuantizedLayer, nn.Conv1d):

@@ -71,6 +71,8 @@ class OscillationResets:
             else:
                 window = self._windows.pop(name)
                 oscillates = (window.moved > 0) & (window.jumped >= reset.ratio * window.moved)
+                if layer.outliers is not None:  # they have no code to sit between
+                    oscillates.index_fill_(layer.gemms().weight_axes[1], layer.outliers.chosen, False)
                 weight.copy_(torch.where(oscillates, quantized, weight))
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -19,8 +19,9 @@ Sources: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025 (`nvfp4_tr
 "Microscaling Data Formats for Deep Learning", 2023 (`mx_baseline`); Mishra et al., "Recipes for Pre-training LLMs with
 MXFP8", 2025 (`nvidia_round_to_infinity`); Chen et al., "TetraJet-v2: Accurate NVFP4 Training for Large Language Models
 with Oscillation Suppression and Outlier Control", arXiv 2510.27527, 2025 (`tetrajet_v2`: its six quantisers with the
-global scale of a tensor instead of one for each 128 elements, and `WeightReset`, its OsciReset; without its FP8
-channels for outliers); Panferov et al., "Quartet II", arXiv 2601.22813, 2026 (`quartet_2`).
+global scale of a tensor instead of one for each 128 elements, and `WeightReset`, its OsciReset;
+`tetrajet_v2_outcontrol`: with its FP8 channels for outliers as well); Panferov et al., "Quartet II", arXiv
+2601.22813, 2026 (`quartet_2`).
 """
 
 from __future__ import annotations
@@ -135,6 +136,22 @@ class WeightReset:
 
 
 @dataclass(frozen=True)
+class OutlierControl:
+    """Which input channels of a layer are MXFP8 instead of FP4 (`qat.outliers`).
+
+    share: of the input channels.
+    start: share of the training after which their norms are summed.
+    window: steps over which they are.
+
+    The defaults are those of TetraJet-v2's configurations; they start at step 501, 2 % of the training of OLMo2-150M.
+    """
+
+    share: float = 0.1
+    start: float = 0.02
+    window: int = 50
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The six quantisers of a layer; None leaves an operand as it is (see the module's page).
 
@@ -147,6 +164,7 @@ class Recipe:
     fp8: "convolutions": layers that no engine can compute in FP4, because they are not a single GEMM, are FP8
         (`qat.placement`); "none": all layers have the operands above. `prepare` can be told other layers.
     weight_reset: when oscillating weights are reset; None: never.
+    outlier_control: how input channels are chosen that are MXFP8; None: none is.
 
     Raises:
         InputError: a static scale on another operand than the activation, 2-D blocks on another than a weight, a
@@ -172,6 +190,7 @@ class Recipe:
     amax_learned: bool = False
     fp8: str = "none"
     weight_reset: WeightReset | None = None
+    outlier_control: OutlierControl | None = None
 
     def __post_init__(self) -> None:
         wrong = []
@@ -214,8 +233,29 @@ class Recipe:
             wrong.append("weight_reset goes with a weight that is rounded to nearest")
         if (reset := self.weight_reset) and not (0 <= reset.start < 1 <= reset.window < reset.period - 1):
             wrong.append("weight_reset: start is from 0 to below 1, window from 1 to period - 2")
+        if self.outlier_control:
+            wrong += self._wrong_outlier_control(self.outlier_control)
         if wrong:
             raise InputError(f"Recipe '{self.name}': " + "; ".join(wrong) + ".")
+
+    def _wrong_outlier_control(self, control: OutlierControl) -> list[str]:
+        wrong = []
+        if not (0 < control.share < 1 and 0 <= control.start < 1 <= control.window):
+            wrong.append("outlier_control: share and start are from 0 to below 1, share above 0, window at least 1")
+        specs = self.operands().values()
+        if not self.double_quantization or any(
+            spec is None
+            or spec.scale == "static"
+            or spec.block == "2d"
+            or spec.rounding == "ms_eden"
+            or spec.row_scaled
+            for spec in specs
+        ):
+            wrong.append(
+                "outlier_control goes with double_quantization and six quantised operands, none of them static, 2d, "
+                "ms_eden or row_scaled"
+            )
+        return wrong
 
     def in_fp8(self) -> Recipe:
         """This recipe for a layer that is FP8: the same name, timing and decay, activation and weight in FP8.
@@ -343,6 +383,14 @@ RECIPES: dict[str, Recipe] = {
             weight=NVFP4,
             double_quantization=True,
             weight_reset=WeightReset(),
+        ),
+        replace(
+            _everywhere("tetrajet_v2_outcontrol", NVFP4_ROTATED),
+            activation=NVFP4,
+            weight=NVFP4,
+            double_quantization=True,
+            weight_reset=WeightReset(),
+            outlier_control=OutlierControl(),
         ),
         Recipe(
             "quartet_2", NVFP4_4O6, NVFP4_4O6, NVFP4_EDEN, NVFP4_EDEN, NVFP4_EDEN, NVFP4_EDEN, double_quantization=True

@@ -200,7 +200,7 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
         tree[last] = parse_yaml(text, setting) if text else None
     except InputError:
         tree[last] = text
-    if isinstance(tree[last], str) and _is_number(tree[last]):  # YAML 1.1 reads 1e-3 as text
+    if isinstance(tree[last], str) and _is_number(text):  # YAML 1.1 reads 1e-3 as text; in quotes it is one
         tree[last] = float(tree[last])
     elif text.lstrip("+-").lower() in (".nan", ".inf"):  # no value of any setting; the error names it as a number
         tree[last] = float(text.replace(".", ""))

@@ -35,6 +35,7 @@ from fp4deploy.qat.fusion.compiler import backend
 from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.learned import keep_positive
 from fp4deploy.qat.oscillation import OscillationResets
+from fp4deploy.qat.outlier_selection import OutlierSelection
 from fp4deploy.tasks import TaskScores
 from fp4deploy.train.captured import CapturedStep
 from fp4deploy.train.checkpointing import checkpoint_blocks
@@ -128,7 +129,8 @@ class Trainer:
         )
         self.first_quantized = round(quantize_from * self.steps)
         self.resets = OscillationResets(layers, self.steps)
-        self.parts: dict[str, Stateful] = {"resets": self.resets}
+        self.selection = OutlierSelection(layers, self.steps)
+        self.parts: dict[str, Stateful] = {"resets": self.resets, "outliers": self.selection}
         if self.average is not None:
             self.parts["average"] = self.average
         self.noted: str | None = None  # why there is no CUDA graph, once it was said
@@ -302,6 +304,8 @@ class Trainer:
         if last:
             set_learning_rate(self.optimizer, self._learning_rate(progress.step))
         self._quantize(progress.step >= self.first_quantized)
+        if self.selection.update(progress.step):
+            self.captured.release()
         targets = self.task.loss.targets(labels)
         if accumulate == 1:
             self.captured(images, *targets, launch=self.telemetry.due(progress.step))

@@ -109,6 +109,11 @@ def test_predict_draws_boxes_and_lists_them(at_home: Invoke, home: Path, shapes:
     listed = json.loads((home / "seen" / "instances.json").read_text())["annotations"]
     assert len(listed) == entry["objects"] > 0
     assert all(len(each["bbox"]) == 4 and 0 < each["score"] <= 1 for each in listed)
+    result = at_home("predict", image, "--model", "unet.onnx", "--out", "counted")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.split()[:3] == ["class", "images", "objects"]
+    table, _, total = result.stdout.partition(" objects in 1 images.")[0].rpartition("\n")
+    assert sum(int(line.split()[-1]) for line in table.splitlines()[1:]) == int(total) > 0
     result = at_home("predict", image, "--model", "unet.onnx", "--tile")
     assert result.exit_code == 2
     assert "Boxes are not joined across tiles" in result.stderr

@@ -32,7 +32,7 @@ class Context:
 
 
 def test_recipes_settings_architectures_and_models_complete() -> None:
-    assert completion.recipes(Context(), "tetra") == ["tetrajet", "tetrajet_v2"]
+    assert completion.recipes(Context(), "tetra") == ["tetrajet", "tetrajet_v2", "tetrajet_v2_outcontrol"]
     assert set(completion.recipes(Context(), "")) == set(RECIPES)
     assert completion.settings(Context(), "train.l") == ["train.lr=", "train.label_smoothing="]
     assert "sm120" in completion.architectures(Context(), "sm1")

@@ -155,3 +155,28 @@ def test_a_folder_that_is_no_dataset_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["coco2017_mini", "camvid"])
 def test_real_sets_have_no_defect(shared: Path, name):
     assert check_dataset(shared / "data" / name) == []
+
+
+def test_a_set_of_boxes_needs_no_segmentations(make_coco):
+    def boxes(content):
+        for annotation in content["annotations"]:
+            annotation.pop("segmentation", None)
+            annotation["bbox"] = [1, 1, 4, 4]
+
+    assert check_dataset(make_coco(boxes)) == []
+
+
+def test_among_segmentations_a_box_alone_is_a_defect(make_coco):
+    def one(content):
+        content["annotations"].append({**content["annotations"][0], "id": 2, "segmentation": []})
+
+    assert kinds(make_coco(one)) == {("no-segmentation", 2)}
+
+
+def test_a_broken_box_among_boxes_is_a_defect(make_coco):
+    def broken(content):
+        for annotation in content["annotations"]:
+            annotation.pop("segmentation", None)
+            annotation["bbox"] = [float("nan"), 1, 4, 4]
+
+    assert {kind for kind, _ in kinds(make_coco(broken))} == {"broken-box"}

@@ -107,7 +107,10 @@ def test_a_window_is_resumed_exactly(tmp_path: Path) -> None:
 
 def test_only_recipes_with_resets_are_followed() -> None:
     assert RECIPES["tetrajet_v2"].weight_reset == WeightReset(0.6, 200, 50, 8.0)
-    assert [name for name, recipe in RECIPES.items() if recipe.weight_reset] == ["tetrajet_v2"]
+    assert [name for name, recipe in RECIPES.items() if recipe.weight_reset] == [
+        "tetrajet_v2",
+        "tetrajet_v2_outcontrol",
+    ]
     model = network(RECIPES["nvfp4_train"])
     resets = resets_of(model)
     for step in range(STEPS):

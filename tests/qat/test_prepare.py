@@ -149,13 +149,15 @@ def test_a_prepared_model_takes_another_recipe() -> None:
     assert len({output.sum().item() for output in outputs.values()}) >= 5
 
 
-def test_only_a_static_activation_adds_a_key() -> None:
+def test_only_a_static_activation_and_outlier_channels_add_a_key() -> None:
     plain = net().state_dict()
     for name, recipe in RECIPES.items():
         model = prepare(net(), name)
         added = set(model.state_dict()) - set(plain)
         static = recipe.activation is not None and recipe.activation.scale == "static"
-        assert added == ({f"{layer}.input_amax" for layer in quantized_layers(model)} if static else set())
+        expected = {f"{layer}.input_amax" for layer in quantized_layers(model) if static}
+        expected |= {f"{layer}.outlier_channels" for layer in quantized_layers(model) if recipe.outlier_control}
+        assert added == expected
         assert [k for k in model.state_dict() if k in plain] == list(plain)
 
 

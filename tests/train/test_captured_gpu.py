@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
 from fp4deploy.models import name_model
+from fp4deploy.qat import RECIPES
+from fp4deploy.qat.recipes import OutlierControl
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import Config, load_config, train_models, with_settings
 from fp4deploy.train.captured import LAUNCHED_FIRST, CapturedStep
@@ -100,6 +103,8 @@ def assert_same(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict
         ("nvfp4", ("recipe=mx_baseline",)),
         ("nvfp4", ("task=instance",)),
         ("nvfp4", ("task=detection",)),
+        ("nvfp4", ("quant.start=0.5",)),
+        ("nvfp4", ("quant.start=0.5", "task=detection")),
     ],
 )
 def test_every_way_has_the_bits_of_the_plain_training(
@@ -114,6 +119,23 @@ def test_every_way_has_the_bits_of_the_plain_training(
     assert set(replays) == {None}
     if not changed:
         assert_same(trained(config, tmp_path / "both", model, GRAPH, RECOMPUTE), plain)
+
+
+@pytest.mark.parametrize("products", ["emulated", "fp4"])
+def test_choosing_outlier_channels_has_the_bits_of_the_plain_training(
+    config: Config, tmp_path: Path, replays: list[str | None], monkeypatch: pytest.MonkeyPatch, products: str
+) -> None:
+    name = "tetrajet_v2_outcontrol"
+    soon = replace(RECIPES[name], outlier_control=OutlierControl(share=0.1, start=0.2, window=15))
+    monkeypatch.setitem(RECIPES, name, soon)
+    settings = (f"recipe={name}", f"train.products={products}")
+    plain = trained(config, tmp_path / "plain", "nvfp4", *settings)
+    chosen = [value for key, value in plain[1].items() if key.endswith(".outlier_channels")]
+    assert chosen
+    assert all((value >= 0).all() for value in chosen)
+    assert_same(trained(config, tmp_path / "graph", "nvfp4", *settings, GRAPH), plain)
+    assert replays
+    assert set(replays) == {None}
 
 
 def test_a_network_compiled_for_fusion_has_the_bits_of_the_plain_training(

@@ -130,3 +130,8 @@ def test_a_mosaic_is_of_boxes(task: str) -> None:
     assert load_config(None, ["task=detection", "augment.mosaic=0.5"]).augment.mosaic == 0.5
     with pytest.raises(InputError, match=f"augment.mosaic = 0.5 joins images with boxes, and task={task} has masks"):
         load_config(None, [f"task={task}", "augment.mosaic=0.5"])
+
+
+@pytest.mark.parametrize("name", ["2024", "1e3", "nan"])
+def test_a_text_in_quotes_stays_one(name: str) -> None:
+    assert load_config(None, [f'data.root="{name}"']).data.root == name

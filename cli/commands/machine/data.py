@@ -56,6 +56,7 @@ def check(
 ) -> None:
     """List splits, classes and sizes, and every defect with its file; exit 1 if there is one."""
     from fp4deploy.data import check_dataset, parse_splits, summarise
+    from fp4deploy.data.check import has_boxes_alone
     from fp4deploy.progress import progress
 
     if sheet is not None and sheet.suffix.lower() != ".png":
@@ -64,6 +65,7 @@ def check(
         parsed = parse_splits(folder)
         bar.phase("sizes of images")
         splits = summarise(folder, parsed, bar.phase)
+        boxes_alone = has_boxes_alone(parsed)
         defects = check_dataset(folder, parsed, bar.phase, boxes=task == "detection")
     if as_json:
         print_json(
@@ -78,10 +80,12 @@ def check(
         for defect in defects:
             where = defect.file if defect.annotation_id is None else f"{defect.file}, annotation {defect.annotation_id}"
             done(f"{where}: {defect.message} [{defect.kind}]")
+    if boxes_alone and task != "detection":
+        note("Its annotations are boxes without segmentations: train on it with --task detection.")
     if sheet is not None and splits:
         from fp4deploy.report.figures.contact_sheet import draw_contact_sheet
 
-        count = draw_contact_sheet(folder, splits[0].split, sheet, task == "detection")
+        count = draw_contact_sheet(folder, splits[0].split, sheet, boxes_alone or task == "detection")
         note(f"Drew {count} images of {splits[0].split} to {shown(sheet)}.")
     if defects:
         boxes = all(defect.kind == "no-segmentation" for defect in defects)

@@ -216,18 +216,21 @@ def _files(
 def _print(document: dict[str, Any], out: Path) -> None:
     from rich.table import Table
 
-    from fp4deploy.predict.write import mean_shares
+    from fp4deploy.predict.write import mean_shares, objects_of_classes
 
     entries = document["images"]
-    table = Table("class", "images", "pixels", box=None, pad_edge=False)
+    boxes = sorted(objects_of_classes(entries), key=lambda row: -row[2])
+    table = Table("class", "images", "objects" if boxes else "pixels", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
+    for name, count, objects in boxes:
+        table.add_row(name, str(count), str(objects))
     for name, count, share in mean_shares(entries):
         table.add_row(name, str(count), f"{100 * share:.1f} %")
     console = results()
     console.print(table)
-    objects = [entry["objects"] for entry in entries if "objects" in entry]
-    if objects:
-        console.print(f"{sum(objects)} objects in {len(objects)} images.", markup=False)
+    counted = [entry["objects"] for entry in entries if "objects" in entry]
+    if counted:
+        console.print(f"{sum(counted)} objects in {len(counted)} images.", markup=False)
     written = sum("error" not in entry for entry in entries)
     done(f"{written} of {len(entries)} predicted into {shown(out)}; the list is {shown(out / 'predictions.json')}")

@@ -25,8 +25,10 @@ import torch
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.qat.fp4_gemms import dispatch
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
+from fp4deploy.qat.fp4_gemms.outliers import SplitGemms
 from fp4deploy.qat.fp4_gemms.reference import Gemms
 from fp4deploy.qat.gemms import ConvGemms
+from fp4deploy.qat.outliers import OutlierChannels
 from fp4deploy.qat.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 from fp4deploy.tracing import not_compiled
@@ -79,6 +81,7 @@ def packed_gemms(
     gemms: Gemms,
     recipe: Recipe,
     amax: torch.Tensor | None = None,
+    outliers: OutlierChannels | None = None,
 ) -> torch.Tensor:
     """Y of a layer whose three GEMMs have packed FP4 operands; `backward_gemms.quantized_gemms` is its emulation.
 
@@ -87,10 +90,16 @@ def packed_gemms(
         weight, bias: the layer's own; bias may be None.
         recipe: one that `requirements.require_packed` accepts.
         amax: static global amax of `x`, float32 [], where the recipe's activation is static.
+        outliers: input channels in MXFP8, of a layer with one group.
     """
     single = x.ndim == (1 + len(gemms.kernel) if isinstance(gemms, ConvGemms) else 1)
     recording = torch.is_grad_enabled()
-    y: torch.Tensor = _PackedGemms.apply(x[None] if single else x, weight, bias, gemms, recipe, amax, recording)
+    batch = x[None] if single else x
+    y: torch.Tensor
+    if outliers is None:
+        y = _PackedGemms.apply(batch, weight, bias, gemms, recipe, amax, recording)
+    else:
+        y = SplitGemms.apply(batch, weight, bias, gemms, recipe, outliers, _output_dtype(x))
     return y[0] if single else y
 
 
