@@ -5,6 +5,7 @@
     python -m benchmarks.architectures --only monai:UNet --args '{"channels": [16, 32, 64], "strides": [2, 2]}'
     python -m benchmarks.architectures --only net.py:build --size 64x64
     python -m benchmarks.architectures --engines --json benchmarks/results/architectures_cpu.json
+    python -m benchmarks.architectures --add --only timm:davit_tiny --json benchmarks/results/architectures_cpu.json
 
 | stage | what it shows |
 |---|---|
@@ -16,7 +17,8 @@
 | packed | the `.fp4` file run by this project on the CPU; argmax equal to torch, and its gate |
 
 `--no-engine` leaves the engines out, for a machine without TensorRT-RTX; `--engines` then builds them, of untrained
-networks, on another, and adds them to the rows of the file: an engine's layers do not depend on the weights.
+networks, on another, and adds them to the rows of the file: an engine's layers do not depend on the weights. `--add`
+measures the networks of `--only` and puts their rows into the file, which keeps the others.
 
 Stages are independent: what one refuses is recorded with its message, and the next is tried. Networks learn a few
 generated scenes for two epochs, so nothing here is an accuracy, and many pixels are near a tie of two classes: FP4 then
@@ -51,6 +53,7 @@ from fp4deploy.errors import Fp4DeployError
 from fp4deploy.export import to_portable
 from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.verify.packed import require_packed, verify_packed
+from fp4deploy.export.verify.tensors import call
 from fp4deploy.models import build_model, parse_spec
 from fp4deploy.models.spec import name_model
 from fp4deploy.models.torchvision_operators import declare_operators
@@ -79,6 +82,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {  # spec -> arguments
     "monai:AttentionUnet": {"channels": [16, 32, 64], "strides": [2, 2]},
     "monai:DynUNet": {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]},
     "timm:resnet18": {},
+    "benchmarks/own_networks.py:enet": {},
+    "benchmarks/own_networks.py:bisenetv2": {},
+    "smp:Linknet/resnet18": {},
+    "monai:UNet": {"channels": [16, 32, 64], "strides": [2, 2]},
+    "timm:davit_tiny": {},
 }
 UNTUNED: dict[str, dict[str, Any]] = {  # run once, for the table: no code was changed for them
     "smp:UPerNet/resnet18": {},
@@ -215,7 +223,7 @@ def _portable(model: nn.Module, images: torch.Tensor, canonical: Path) -> dict[s
     session = portable_session(onnx.load(path))
     logits = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
     with torch.inference_mode():
-        expected = deployed(model)(images)
+        (expected,) = call(deployed(model), images)
     return {
         "bytes": path.stat().st_size,
         "argmax": _argmax(logits, expected),
@@ -324,6 +332,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--engines", action="store_true", help="build engines alone, and add them to the rows of --json"
     )
+    parser.add_argument("--add", action="store_true", help="keep the other rows of --json")
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="most for one architecture")
     return parser.parse_args()
@@ -342,6 +351,14 @@ def _add_engine(path: Path, row: dict[str, Any]) -> None:
     path.write_text(json.dumps(table, indent=1) + "\n")
 
 
+def _kept(table: dict[str, Any], names: list[str], command: str) -> dict[str, Any]:
+    """The table without the rows that are made again, and with the command that makes them."""
+    if command not in table["command"]:
+        table["command"] += f"; {command}"
+    table["rows"] = [each for each in table["rows"] if each["model"] not in names]
+    return table
+
+
 def main() -> None:
     options = _options()
     height, width = map(int, options.size.split("x"))
@@ -356,6 +373,9 @@ def main() -> None:
         "untuned": [text for text in names if text in UNTUNED],
         "rows": [],
     }
+    if options.add and options.json:
+        table = _kept(json.loads(options.json.read_text()), names, str(table["command"]))
+    order = [*UNTUNED, *ARCHITECTURES]
     for row in _rows(names, options, engine):
         if options.engines:
             print(json.dumps(row), flush=True)
@@ -363,7 +383,7 @@ def main() -> None:
                 _add_engine(options.json, row)
             continue
         table["rows"].append(row)
-        table["rows"].sort(key=lambda each: names.index(each["model"]))
+        table["rows"].sort(key=lambda each: order.index(each["model"]) if each["model"] in order else len(order))
         print(json.dumps(row), flush=True)
         if options.json:
             options.json.write_text(json.dumps(table, indent=1) + "\n")

@@ -7,7 +7,6 @@ since the reader of the file encodes.
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from fp4deploy.export.verify.packed import PackedAgreement, require_packed, veri
 from fp4deploy.files import file_digest
 from fp4deploy.graph import UnsettledSizes, capture
 from fp4deploy.graph.capture import Inputs
+from fp4deploy.graph.copied import copied
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed import Graph, PackedFile, packed_file, write_packed
 from fp4deploy.packed.file import SUFFIX
@@ -101,7 +101,7 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
     if not any(True for _ in model.children()):  # a single layer has no name of its own
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))
-    plain = restore(copy.deepcopy(model))
+    plain = restore(copied(model))
     if digits:  # the graph begins with the encoded image
         plain.digits = False  # type: ignore[assignment]
         if not isinstance(example_inputs, torch.Tensor):
@@ -125,7 +125,7 @@ def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, ver
         )
     if out.suffix != SUFFIX:
         raise InputError(f"The name of a packed network should end in {SUFFIX}, and {out.name} does not.")
-    deployed = copy.deepcopy(model).cpu().eval()
+    deployed = copied(model).cpu().eval()
     round_to_deployed(deployed)
     file = packed_file(out, None, *pack_model(deployed, example_inputs), about=json.dumps(about(None, None)))
     verification = None

@@ -10,7 +10,6 @@ fixed.
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import operator
@@ -27,10 +26,12 @@ import torch
 from torch import fx, nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
+from fp4deploy.graph.unpooling import Unpooling
 
 DECOMPOSITIONS = 4  # rounds: a decomposition may give calls that are to be decomposed as well
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
@@ -92,10 +93,10 @@ def _export(
         return {0: batch} | (dict.fromkeys(range(2, x.ndim), auto) if dynamic_size else {})
 
     shapes: Any = tuple(axes(x) for x in positional) if positional else {name: axes(x) for name, x in named.items()}
-    plain = copy.deepcopy(model).cpu().eval()
+    plain = copied(model).cpu().eval()
     bound = BoundedSizes()
     try:
-        with quiet(), torch.no_grad(), bound if dynamic_size else nullcontext():
+        with quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), Unpooling():
             return torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
     except OSError:  # of the machine, such as no room for temporary files
         raise
@@ -128,6 +129,7 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
     if "translating node return" in message:
         return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
     if untranslated := re.search(r"translating node .*target=torch\.ops\.(.+?)\]", message):
+        place = place or _place_of_node(error)
         return f"torch's ONNX exporter does not know {untranslated[1]}, which {kind} calls{place}. Write it otherwise."
     first = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
     cause = first.partition(" For more information")[0].rstrip(".!")[:300]
@@ -138,6 +140,13 @@ def place_of(error: Exception) -> str:
     """The last line of the user's code in the traceback, as " (net.py, line 12)"; "" where there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _place_of_node(error: Exception) -> str:
+    """The line of the user's code that made the node that an exporter was at; "" where it is not known."""
+    found = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = [_where(node) for node in found if isinstance(node, fx.Node)]
+    return f" ({places[-1]})" if places and places[-1] else ""
 
 
 def _is_users(file: str) -> bool:

@@ -13,7 +13,6 @@ applies a scale. Here they run along the input channels, so the codes of a convo
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.copied import copied
 from fp4deploy.models.initial import read_containers
 from fp4deploy.qat.layers import QUANTIZED
 from fp4deploy.qat.prepare import is_fp8, prepare, quantized_layers, restore
@@ -235,7 +235,7 @@ def to_modelopt(model: nn.Module) -> tuple[nn.Module, list[Transfer]]:
     idle = [name for name, layer in layers.items() if layer.input_amax is None or not layer.input_amax > 0]
     if not layers or idle:
         raise InputError(f"to_modelopt takes a prepared and calibrated model; {idle[0] if idle else 'it'} is not.")
-    copied = restore(copy.deepcopy(model))
+    plain = restore(copied(model))
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for name, layer in layers.items():
         for operand in OPERANDS:
@@ -244,8 +244,8 @@ def to_modelopt(model: nn.Module) -> tuple[nn.Module, list[Transfer]]:
                 axis = layer.gemms().weight_axes[0] if operand == "weight" else None
                 cfg = {"num_bits": (4, 3), "axis": axis}
             entries.append({"quantizer_name": f"{name}.{operand}_quantizer", "cfg": cfg})
-    copied = mtq.quantize(copied, {"quant_cfg": entries, "algorithm": None})
-    return copied, [_filled(copied.get_submodule(name), name, layer) for name, layer in layers.items()]
+    converted = mtq.quantize(plain, {"quant_cfg": entries, "algorithm": None})
+    return converted, [_filled(converted.get_submodule(name), name, layer) for name, layer in layers.items()]
 
 
 def _filled(other: Any, name: str, layer: Any) -> Transfer:

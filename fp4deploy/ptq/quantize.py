@@ -9,7 +9,6 @@ it is saved, exported, packed and benched like a trained one.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.graph.copied import copied
 from fp4deploy.ptq import correction as corrections
 from fp4deploy.ptq.activations import PERCENTILE, calibrate_activations
 from fp4deploy.ptq.forward import autocast
@@ -27,9 +27,8 @@ from fp4deploy.ptq.grid import choose_scales, diagonal_blocks, encode, hold_amax
 from fp4deploy.ptq.matrix import WeightMatrix, blocks, fp4_layers, has_hessian, input_rows
 from fp4deploy.ptq.methods import LEARNED, Method, find_method
 from fp4deploy.ptq.reconstruct import align, reconstruct, units_of
-from fp4deploy.qat import prepare
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.prepare import Selection
+from fp4deploy.qat.prepare import Selection, prepare
 
 if TYPE_CHECKING:
     from fp4deploy.progress import Phase
@@ -97,7 +96,7 @@ def quantize(
     began = time.monotonic()
     was_training = model.training
     model.eval()
-    reference = copy.deepcopy(model)
+    reference = copied(model)
     for parameter in reference.parameters():
         parameter.requires_grad_(False)
     prepare(model, chosen.recipe, include, exclude, fp8)

@@ -9,7 +9,6 @@ The running statistics of a BatchNorm are FP16 in an engine too. `deployed` does
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import deployed_amax
+from fp4deploy.graph.copied import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS, network_of
 from fp4deploy.qat.prepare import prepare, quantized_layers
@@ -82,7 +82,7 @@ def deployed(model: nn.Module) -> nn.Module:
     Raises:
         InputError: a parameter is beyond FP16's range, naming it.
     """
-    rounded = copy.deepcopy(model).cpu().float().eval()
+    rounded = copied(model).cpu().float().eval()
     round_to_deployed(rounded)
     return rounded
 

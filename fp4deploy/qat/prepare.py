@@ -158,7 +158,10 @@ def _nothing_to_quantize(plans: Mapping[str, LayerPlan]) -> str:
         return f"This model has no layer that FP4 could compute: it needs one of {kinds}."
     listed = "; ".join(f"{plan.name}: {plan.reason}" for plan in possible[:4])
     more = f"; and {len(possible) - 4} more" if len(possible) > 4 else ""
-    return f"Every layer of this model stays in FP16 ({listed}{more}). Name those to quantise with include."
+    return (
+        f"Every layer of this model stays in FP16 ({listed}{more}). Name those to quantise: include=[NAME, ...], or "
+        "--set quant.include=[NAME]."
+    )
 
 
 def set_products(model: nn.Module, products: str) -> nn.Module:

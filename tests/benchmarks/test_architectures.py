@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks.architectures import ARCHITECTURES, UNTUNED, measure
+from benchmarks import own_networks
+from benchmarks.architectures import ARCHITECTURES, UNTUNED, _kept, measure
 from fp4deploy.models import spec
 from tests.models.libraries import need_library_of
 
@@ -54,7 +58,21 @@ def test_dynamic_control_flow_is_named_with_its_line(tmp_path: Path) -> None:
 def test_the_table_has_at_least_twelve_architectures() -> None:
     assert len(ARCHITECTURES) >= 12
     assert len(UNTUNED) >= 3
-    assert {spec.parse_spec(text).source for text in (*ARCHITECTURES, *UNTUNED)} == set(spec.KNOWN)
+    sources = {spec.parse_spec(text).source for text in (*ARCHITECTURES, *UNTUNED)}
+    assert sources == {*spec.KNOWN, "file"}
+
+
+@pytest.mark.parametrize("factory", [own_networks.enet, own_networks.bisenetv2])
+def test_own_networks_give_logits_of_the_size_of_the_image(factory: Callable[[int], nn.Module]) -> None:
+    with torch.inference_mode():
+        assert factory(5).eval()(torch.zeros(1, 3, 32, 64)).shape == (1, 5, 32, 64)
+
+
+def test_adding_rows_keeps_the_others_and_both_commands() -> None:
+    table = {"command": "first", "rows": [{"model": "a"}, {"model": "b"}]}
+    kept = _kept(table, ["b"], "second")
+    assert kept == {"command": "first; second", "rows": [{"model": "a"}]}
+    assert _kept(kept, [], "second")["command"] == "first; second"
 
 
 @pytest.mark.parametrize("text", ["smp:FPN/resnet18", "torchvision:lraspp_mobilenet_v3_large", "timm:convnext_atto"])

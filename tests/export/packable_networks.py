@@ -213,6 +213,47 @@ class MobileNet(nn.Module):
         return F.pixel_shuffle(self.head(x), 4)
 
 
+class Bottleneck(nn.Module):
+    """ENet's: reduced, convolved along one axis and then the other, or dilated, expanded, added."""
+
+    def __init__(self, channels: int, dilation: int = 0) -> None:
+        super().__init__()
+        inner = channels // 2
+        middle = [nn.Conv2d(inner, inner, 3, padding=dilation, dilation=dilation)] if dilation else [
+            nn.Conv2d(inner, inner, (5, 1), padding=(2, 0)), nn.Conv2d(inner, inner, (1, 5), padding=(0, 2))
+        ]  # fmt: skip
+        norms = (nn.BatchNorm2d(inner), nn.ReLU())
+        self.path = nn.Sequential(
+            conv(channels, inner, 1), *norms, *middle, conv(inner, channels, 1), nn.Dropout2d(0.1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.leaky_relu(x + self.path(x), 0.1)
+
+
+class ENet(nn.Module):
+    """Asymmetric and dilated bottlenecks, max unpooling with the indices of the encoder.
+
+    What it computes on the way it keeps for a loss, as some networks do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = conv(3, 32)
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+        self.stage = nn.Sequential(Bottleneck(32), Bottleneck(32, 2), Bottleneck(32, 4))
+        self.skip, self.up = conv(32, 32, 1), nn.ConvTranspose2d(32, 32, 2, stride=2)
+        self.head = conv(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).relu()
+        size = y.shape
+        y, indices = self.pool(y)
+        y = self.stage(y)
+        self.kept = [y.sigmoid()]
+        return self.head(self.up(y) + self.unpool(self.skip(y), indices, output_size=size))
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
     "ResNet encoder": (ResNetUNet, (32, 48)),
     "FPN": (FPN, (32, 40)),
@@ -220,6 +261,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
     "SegFormer block": (SegFormer, (32, 48)),
     "InstanceNorm UNet": (InstanceNormUNet, (24, 32)),
     "MobileNet": (MobileNet, (32, 32)),
+    "ENet": (ENet, (32, 48)),
 }
 
 

@@ -57,6 +57,10 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
     spatial = isinstance(layer, nn.Conv2d) and not is_pointwise(layer) and not why_not_fp8(layer.kernel_size, False)
     if spatial and (conv == "fp8" or (conv == "auto" and _is_one_gemm(layer))):
         return Forecast("FP8", "FP8", "no FP4 convolution in TensorRT: an FP8 convolution")
+    if _has_phases(layer):
+        if conv == "gemm":
+            return Forecast("FP4", "FP4", "transposed convolution as im2col, an FP4 GEMM and DepthToSpace")
+        return Forecast("FP16", "FP4", f"{BLOCKED}; --conv gemm makes it FP4 im2col")
     if not _is_one_gemm(layer):
         return Forecast("FP16", "FP4", "TensorRT has no FP4 convolution, and this form is not a single GEMM")
     assert isinstance(layer, nn.Conv2d)
@@ -77,6 +81,17 @@ def forecast_fp8(layer: nn.Module) -> Forecast:
 
 def _is_one_gemm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and layer.groups == 1
+
+
+def _has_phases(layer: nn.Module) -> bool:
+    """As `transposed.phases`."""
+    return (
+        isinstance(layer, nn.ConvTranspose2d)
+        and layer.groups == 1
+        and tuple(layer.dilation) == (1, 1)
+        and len(set(layer.stride)) == 1
+        and layer.stride[0] > 1
+    )
 
 
 def _is_single_block(layer: nn.Module) -> bool:

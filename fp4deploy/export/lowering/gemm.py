@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnx_ir.passes import InPlacePass, PassResult
 
 from fp4deploy.export.lowering.pattern import OPEN, SCALE_TYPE_E4M3, Fp4Layer, attribute, find_fp4_layers
@@ -50,8 +51,8 @@ def geometry(layer: Fp4Layer) -> Geometry | None:
     plain = attribute(node, "group", 1) == 1 and attribute(node, "auto_pad", "NOTSET") == "NOTSET"
     if layer.kind != "Conv2d" or layer.shape is None or not plain:
         return None
-    strides, dilations = _integers(node, "strides", [1, 1]), _integers(node, "dilations", [1, 1])
-    top, left, bottom, right = _integers(node, "pads", [0, 0, 0, 0])
+    strides, dilations = integers_of(node, "strides", [1, 1]), integers_of(node, "dilations", [1, 1])
+    top, left, bottom, right = integers_of(node, "pads", [0, 0, 0, 0])
     if layer.is_open:  # one tap at every pixel, or nothing: only then no size is needed
         simple = (layer.kernel, strides, dilations) == ((1, 1), [1, 1], [1, 1]) and not any((top, left, bottom, right))
         return Geometry((1, 1), (1, 1), (0, 0, 0, 0), (OPEN, OPEN)) if simple else None
@@ -61,7 +62,8 @@ def geometry(layer: Fp4Layer) -> Geometry | None:
     return Geometry((strides[0], strides[1]), (dilations[0], dilations[1]), (top, left, bottom, right), (rows, columns))
 
 
-def _integers(node: ir.Node, name: str, default: list[int]) -> list[int]:
+def integers_of(node: ir.Node, name: str, default: list[int]) -> list[int]:
+    """An attribute that is a list of integers."""
     found = attribute(node, name, default)
     assert isinstance(found, list)
     return found
@@ -82,7 +84,7 @@ def is_upsampling(layer: Fp4Layer) -> bool:
     return plain and unpadded and attribute(node, "strides", [1, 1]) == [2, 2]
 
 
-def _replace_layer(writer: NodeWriter, layer: Fp4Layer, result: ir.Value) -> None:
+def replace_layer(writer: NodeWriter, layer: Fp4Layer, result: ir.Value) -> None:
     """Let every user of the convolution read `result`, and remove the convolution."""
     writer.replace(layer.compute.outputs[0], result)
     writer.graph.remove(layer.compute, safe=True)
@@ -114,7 +116,7 @@ def _lower_pointwise(writer: NodeWriter, layer: Fp4Layer) -> None:
     assert layer.shape is not None
     result = _gemm(writer, layer, layer.dequantized, layer.half, layer.shape[1:])
     shape = _image_shape(writer, layer, layer.out_channels)
-    _replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
+    replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
 
 
 def _image_shape(writer: NodeWriter, layer: Fp4Layer, channels: int) -> ir.Value:
@@ -129,21 +131,21 @@ def _image_shape(writer: NodeWriter, layer: Fp4Layer, channels: int) -> ir.Value
     return writer.add("Concat", "image_shape", head, size, dtype=ir.DataType.INT64, axis=0)
 
 
-def _reshape_storage(value: ir.Value, shape: tuple[int, int]) -> None:
-    """Give a packed initialiser a new shape over the same bytes."""
+def reshape_storage(value: ir.Value, shape: tuple[int, int], stored: NDArray[np.uint8] | None = None) -> None:
+    """Give a packed initialiser a new shape over the same bytes, or over these."""
     tensor = value.const_value
     assert tensor is not None
     assert tensor.dtype is not None
-    raw = np.frombuffer(tensor.tobytes(), np.uint8)
+    raw = np.frombuffer(tensor.tobytes(), np.uint8) if stored is None else stored.reshape(-1)
     storage = (
         ir.PackedTensor(raw, tensor.dtype, shape=ir.Shape(shape), name=value.name)
         if tensor.dtype == ir.DataType.FLOAT4E2M1
-        else ir.Tensor(tensor.numpy().reshape(shape), dtype=tensor.dtype, name=value.name)
+        else ir.Tensor(raw.view(tensor.numpy().dtype).reshape(shape), dtype=tensor.dtype, name=value.name)
     )
     value.const_value, value.shape = storage, ir.Shape(shape)
 
 
-def _forget_shapes(layer: Fp4Layer) -> None:
+def forget_shapes(layer: Fp4Layer) -> None:
     """Drop the shapes recorded for the dequantised weight, which the new storage contradicts."""
     node = layer.half.producer()
     while node is not None:
@@ -160,12 +162,12 @@ def _lower_upsampling(writer: NodeWriter, layer: Fp4Layer) -> None:
     assert layer.shape is not None
     channels = layer.shape[0]
     rows = 4 * layer.out_channels
-    _reshape_storage(layer.codes, (rows, channels))
-    _reshape_storage(layer.scales, (rows, channels // NVFP4_BLOCK))
-    _forget_shapes(layer)
+    reshape_storage(layer.codes, (rows, channels))
+    reshape_storage(layer.scales, (rows, channels // NVFP4_BLOCK))
+    forget_shapes(layer)
     result = _gemm(writer, layer, layer.dequantized, layer.half, layer.shape[1:], bias_repeat=4)
     taps = writer.add("Reshape", "image", result, _image_shape(writer, layer, rows))
-    _replace_layer(writer, layer, writer.add("DepthToSpace", "spread", taps, blocksize=2, mode="CRD"))
+    replace_layer(writer, layer, writer.add("DepthToSpace", "spread", taps, blocksize=2, mode="CRD"))
 
 
 def _im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> ir.Value:
@@ -193,7 +195,11 @@ def _im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> ir.Value:
     return writer.add("Reshape", "flat", stacked, writer.integers("flat_shape", 0, size, plan.size[0] * plan.size[1]))
 
 
-def _lower_im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> None:
+def multiply_columns(writer: NodeWriter, layer: Fp4Layer, plan: Geometry, repeat: int = 1) -> ir.Value:
+    """The product [N, M, rows*columns] of a layer's weight [M, K] with the quantised windows of its input, bias added.
+
+    repeat: rows of the weight for each output channel, M = repeat * out_channels.
+    """
     scale = layer.quantize.inputs[1]
     assert scale is not None
     codes, scales = writer.add_node(
@@ -207,9 +213,13 @@ def _lower_im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> None:
     block = writer.add("DequantizeLinear", "scales_dequantized", scales, scale)
     value = writer.add("DequantizeLinear", "dequantized", codes, block, axis=1, block_size=NVFP4_BLOCK)
     half = writer.add("Cast", "half", value, to=int(ir.DataType.FLOAT16))
-    result = _gemm(writer, layer, half, layer.half, plan.size)
+    return _gemm(writer, layer, half, layer.half, plan.size, repeat)
+
+
+def _lower_im2col(writer: NodeWriter, layer: Fp4Layer, plan: Geometry) -> None:
+    result = multiply_columns(writer, layer, plan)
     shape = writer.integers("image_shape", 0, layer.out_channels, *plan.size)
-    _replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
+    replace_layer(writer, layer, writer.add("Reshape", "image", result, shape))
 
 
 class ConvToGemm(InPlacePass):

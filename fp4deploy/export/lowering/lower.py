@@ -6,7 +6,7 @@
 |---|---|---|---|
 | auto | FP4 GEMM | FP4 GEMM | FP8 where one group and faster by `lowering.cost`, else as qdq |
 | qdq | FP4 GEMM | as the other convolutions | convolution: weights stored in FP4, computed in FP16 |
-| gemm | FP4 GEMM | FP4 GEMM | im2col and FP4 GEMM |
+| gemm | FP4 GEMM | FP4 GEMM | im2col and FP4 GEMM; transposed ones too, see `lowering.transposed` |
 | fp8 | FP4 GEMM | FP4 GEMM | FP8 convolution, see `lowering.fp8` |
 | plugin | FP4 plugin | FP4 plugin | FP4 plugin; groups, or strides or paddings that differ by axis: as auto |
 
@@ -47,6 +47,7 @@ from fp4deploy.export.lowering.plan import count_macs, plan_layers
 from fp4deploy.export.lowering.plugin import ConvToPlugin
 from fp4deploy.export.lowering.plugin_match import read_source
 from fp4deploy.export.lowering.scales import RepeatGlobalScales
+from fp4deploy.export.lowering.transposed import TransposedToGemm, phases
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
 from fp4deploy.export.onnx.size import fix_size
@@ -165,8 +166,10 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
         name: why for name, reason in reasons.items() if reason is None and (why := _fp8_reason(judged[name], conv))
     }
     inputs = quantized_after(model)
+    transposed = {name for name in lowered if not is_upsampling(layers[name])}
     share = [RepeatGlobalScales()] if backend == "tensorrt-rtx" else []
-    forms = (ConvToPlugin(plugins), DecodeWeights(decoded), ConvToGemm(lowered), ConvToFp8(eight))
+    gemms = (ConvToGemm(lowered), TransposedToGemm(transposed))
+    forms = (ConvToPlugin(plugins), DecodeWeights(decoded), *gemms, ConvToFp8(eight))
     linear = (FlattenLinear(), CutLinear())
     names = NameFixPass(NamedByOutput())
     Sequential(DropFunctions(), FoldResizes(), names, *forms, *linear, *share, RemoveUnusedNodesPass(), names)(model)
@@ -240,8 +243,11 @@ def _gemm_reason(layer: Fp4Layer, conv: str) -> str | None:
         return None
     if is_upsampling(layer):
         return "ConvTranspose 2x2 stride 2 as an FP4 GEMM and DepthToSpace"
+    size = f"{layer.kernel[0]}x{layer.kernel[1]}" if len(layer.kernel) == 2 else ""
     if conv == "gemm" and geometry(layer) is not None:
-        return f"{layer.kernel[0]}x{layer.kernel[1]} convolution as im2col and an FP4 GEMM"
+        return f"{size} convolution as im2col and an FP4 GEMM"
+    if conv == "gemm" and phases(layer) is not None:
+        return f"{size} transposed convolution as im2col, an FP4 GEMM and DepthToSpace"
     return None
 
 

@@ -17,6 +17,7 @@ from fp4deploy.export.lowering.fp8 import why_not_fp8
 from fp4deploy.export.lowering.gemm import geometry, is_upsampling
 from fp4deploy.export.lowering.linear import PART
 from fp4deploy.export.lowering.pattern import Fp4Layer, attribute, chain, layer_name, weight_initializer
+from fp4deploy.export.lowering.transposed import phases
 from fp4deploy.export.onnx.canonical import GEMM_OPS
 from fp4deploy.export.onnx.quantize_function import DEQUANTIZE_OPS, STATIC_QUANTIZE_OPS
 from fp4deploy.plugins.tensorrt.definitions import NAMESPACE, QUANTIZE
@@ -184,7 +185,7 @@ def _forecast(
         return "gemm", "FP4", "FP4", "linear layer as an FP4 GEMM"
     if is_upsampling(layer):
         why = f"kept as a convolution by --conv {conv}; --conv auto makes it an FP4 GEMM"
-    elif geometry(layer) is not None:
+    elif geometry(layer) is not None or phases(layer) is not None:
         why = "TensorRT has no FP4 convolution: FP4 weights are decoded to FP16 for it; --conv gemm makes it FP4 im2col"
     else:
         why = "TensorRT has no FP4 convolution, and this form is not a single GEMM"

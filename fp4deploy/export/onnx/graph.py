@@ -18,7 +18,6 @@ the image size fixed or, with `dynamic_size`, free; the same checkpoint gives th
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import types
@@ -50,7 +49,9 @@ from fp4deploy.graph.capture import (
     quiet,
     why_not_captured,
 )
+from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, unsettled
+from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
@@ -187,7 +188,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
 
     bound = BoundedSizes()
     try:
-        with quiet(), short_export(), bound if dynamic_size else nullcontext():
+        with quiet(), short_export(), bound if dynamic_size else nullcontext(), Unpooling():
             try:
                 program = export()
             except Exception as error:
@@ -283,7 +284,7 @@ def _traceable(
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not _fits_fp16(tensor) and name not in quantized:
             raise InputError(f"{name} holds NaN, Inf or a value beyond FP16's largest, 65504; it cannot be exported.")
-    traceable = copy.deepcopy(model).cpu().eval().half()
+    traceable = copied(model).cpu().eval().half()
     for name, module in traceable.named_modules():
         forward: Callable[..., torch.Tensor] | None = None
         if name in constants:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.verify.numbers import fp16_numbers
 from fp4deploy.graph.capture import Inputs
 from fp4deploy.models.heads import Head, agreeing
 
@@ -19,10 +20,14 @@ CLOSE = 0.01  # of the largest value, where an output has no classes to compare
 
 
 def call(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
-    """The outputs of a module, in order, for one tensor, several, or a dict by the names of its arguments."""
-    if isinstance(inputs, torch.Tensor):
-        return leaves(model(inputs))
-    return leaves(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
+    """The outputs of a module, in order, for one tensor, several, or a dict by the names of its arguments.
+
+    Numbers in its code are rounded to FP16, as the file has them (`numbers`).
+    """
+    with fp16_numbers(model):
+        if isinstance(inputs, torch.Tensor):
+            return leaves(model(inputs))
+        return leaves(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
 
 
 def leaves(outputs: Any) -> list[torch.Tensor]:

@@ -235,6 +235,15 @@ def test_an_operation_without_a_translation_is_named() -> None:
         export_graph(model, (3, 8, 8, 8))
 
 
+def test_a_call_without_a_translation_is_named_with_its_line() -> None:
+    class Decomposing(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.svd(super().forward(x))[0].contiguous()
+
+    with pytest.raises(InputError, match=r"does not know aten\._linalg_svd.*\(test_graph\.py, line \d+\)"):
+        export_graph(Decomposing(3, 4, 1), (3, 8, 8))
+
+
 def test_an_output_that_is_no_tensor_is_named() -> None:
     class Text(nn.Conv2d):
         def forward(self, x: torch.Tensor) -> Any:

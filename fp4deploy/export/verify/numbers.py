@@ -1,0 +1,83 @@
+"""Numbers in a network's code, in FP16 as its file holds them.
+
+    q = q * self.dim**-0.5          0.17677669 in torch, 0.17675781 in the file
+
+A file of FP16 operators has FP16 constants. The parameters of the torch model that it is compared with are rounded to
+FP16 beforehand (`qat.deployed`); a number that stands in `forward` is rounded here, while the model runs. A relative
+difference of 1e-4 before a softmax changes more codes of the layers behind it than the comparison allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fp4deploy.qat import quantized_layers
+
+_NAMES = ("add", "sub", "mul", "div", "rsub", "true_divide", "multiply", "subtract", "divide")
+_METHODS = (*_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+_IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+ARITHMETIC = {
+    *(getattr(torch, name) for name in _NAMES if hasattr(torch, name)),
+    *(getattr(torch.Tensor, name) for name in (*_METHODS, *_IN_PLACE) if hasattr(torch.Tensor, name)),
+}
+
+
+class _Fp16Numbers(TorchFunctionMode):
+    """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call, with a number in FP16."""
+        if not self.inside and func in ARITHMETIC and any(_is_floating(each) for each in args):
+            args = tuple(in_fp16(each) if isinstance(each, float) else each for each in args)
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, *_: Any) -> None:
+        """The first hook of a quantised layer, whose formulas are not the network's code."""
+        self.inside += 1
+
+    def leave(self, *_: Any) -> None:
+        """The last hook of a quantised layer."""
+        self.inside -= 1
+
+
+@contextmanager
+def fp16_numbers(model: nn.Module) -> Iterator[None]:
+    """Inside, the code of a model computes with FP16 numbers."""
+    mode, handles = _Fp16Numbers(), []
+    for layer in quantized_layers(model).values():
+        handles.append(layer.register_forward_pre_hook(mode.enter, prepend=True))
+        handles.append(layer.register_forward_hook(mode.leave, always_call=True))
+    try:
+        with mode:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def in_fp16(number: float) -> float:
+    """The number rounded to FP16; beyond its range, as it is.
+
+    >>> in_fp16(32**-0.5)
+    0.1767578125
+    """
+    with np.errstate(over="ignore"):
+        rounded = float(np.float16(number))
+    return rounded if np.isfinite(rounded) else number
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

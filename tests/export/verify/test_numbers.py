@@ -1,0 +1,75 @@
+"""The torch side of a comparison computes with the FP16 numbers that a file holds, and quantises by its own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import fp4deploy as fd
+from fp4deploy.export.verify import tensors
+from fp4deploy.export.verify.numbers import fp16_numbers, in_fp16
+from fp4deploy.qat import deployed
+
+SCALE = 32**-0.5  # 0.17676 in FP16
+
+
+class Scaled(nn.Module):
+    """A number that FP16 rounds, on both sides of an operator, before a layer in FP4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.first(x) * SCALE)
+        x *= 0.3
+        return self.last(torch.softmax((0.1 - x) / 0.0007, 1))
+
+
+def prepared() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model, images = fd.prepare(Scaled()), torch.rand(2, 3, 8, 8).half().float()
+    fd.calibrate(model, images)
+    return model.eval(), images
+
+
+def test_numbers_of_the_code_are_rounded_and_those_of_a_quantiser_are_not() -> None:
+    model, images = prepared()
+    with torch.inference_mode(), fp16_numbers(model):
+        found = model(images)
+    rounded = Scaled().eval()
+    fd.prepare(rounded)
+    rounded.load_state_dict(model.state_dict())
+    first, middle, last = rounded.first, rounded.middle, rounded.last
+    with torch.inference_mode():
+        x = middle(first(images) * in_fp16(SCALE)) * in_fp16(0.3)
+        expected = last(torch.softmax((in_fp16(0.1) - x) / in_fp16(0.0007), 1))
+        assert torch.equal(found, expected)
+        assert not torch.equal(model(images), expected)
+
+
+def test_a_file_is_compared_with_the_numbers_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = prepared()
+    graph = fd.export_graph(model, (3, 8, 8))
+    close = fd.verify(model, graph, images).largest
+    monkeypatch.setattr(tensors, "fp16_numbers", lambda _: nullcontext())
+    apart = fd.verify(model, graph, images).largest
+    assert close < 2e-6
+    assert apart > 5 * close, (apart, close)
+
+
+def test_a_layer_that_raises_leaves_no_trace() -> None:
+    model, images = prepared()
+    runnable = deployed(model)
+    with pytest.raises(RuntimeError), fp16_numbers(runnable):
+        runnable.middle(images)
+    assert torch.isfinite(runnable(images)).all()
+    assert not runnable.middle._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("number", "kept"), [(1e9, 1e9), (0.5, 0.5), (-1e-9, 0.0)])
+def test_rounding(number: float, kept: float) -> None:
+    assert in_fp16(number) == kept
