@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from fp4deploy.audit.engine_info import engine_rows, is_engine_info
 from fp4deploy.audit.operands import Multiplication, multiplications, other_readers
 from fp4deploy.audit.ort_profile import is_profile, profile_rows
 from fp4deploy.audit.targets import TARGETS, Target
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.canonical import foreign_graph, parse_onnx
+from fp4deploy.export.onnx.canonical import LAYERS_KEY, foreign_graph, parse_onnx
+from fp4deploy.export.onnx.meaning import check_meaning
 from fp4deploy.schema import read_json
 
 LARGEST_JSON = 2**28  # bytes
@@ -37,12 +40,16 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """Rows of one file for one target; `evidence` says how the column `runs` is known."""
+    """Rows of one file for one target; `evidence` says how the column `runs` is known.
+
+    canonical: an ONNX file that `fp4deploy build` changes before it compiles it.
+    """
 
     file: str
     target: str
     evidence: str
     rows: tuple[AuditRow, ...]
+    canonical: bool = False
 
     def summary(self) -> str:
         """ "4 of 23 layers run in FP4; 17 fall back." """
@@ -72,7 +79,7 @@ def audit_file(path: Path, target: str = "tensorrt-rtx", model: Path | None = No
             return _audit_onnx(path, chosen)
     document = _read_json(path)
     with foreign_graph(model):
-        requested = {layer.name: layer for layer in multiplications(parse_onnx(model))} if model else {}
+        requested = {layer.name: layer for layer in multiplications(_checked(model))} if model else {}
     if is_engine_info(document):
         rows = engine_rows(document, path)
         return _audit_account(path, "TensorRT engine", "layer information of the engine itself", rows, requested)
@@ -95,9 +102,15 @@ def _read_json(path: Path) -> Any:
     return read_json(path, "audit reads .onnx files, layer information and profiles of ONNX Runtime.", LARGEST_JSON)
 
 
+def _checked(path: Path) -> onnx.ModelProto:
+    model = parse_onnx(path)
+    check_meaning(model)
+    return model
+
+
 def _audit_onnx(path: Path, target: Target) -> Audit:
     rows = []
-    model = parse_onnx(path)
+    model = _checked(path)
     for layer in multiplications(model):
         verdict = target.rule(layer)
         rows.append(
@@ -119,7 +132,8 @@ def _audit_onnx(path: Path, target: Target) -> Audit:
             operand = str(reader.activation)
             row = AuditRow(reader.name, reader.operator, "FP4", "", operand, "refused", reason, True)
             rows.append(row)
-    return Audit(str(path), target.title, target.evidence, tuple(rows))
+    canonical = any(entry.key == LAYERS_KEY for entry in model.metadata_props)
+    return Audit(str(path), target.title, target.evidence, tuple(rows), canonical)
 
 
 def _audit_account(
