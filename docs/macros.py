@@ -503,6 +503,22 @@ def image_input() -> str:
     return markdown(["every layer in FP4", "gap on the test split"], rows)
 
 
+def image_loss(which: str) -> str:
+    """Of the gap without the multi-term input, points: "all"; what QAT wins "back"; what it leaves "lost"."""
+    found = result("camvid_sweep_h200")["variants"]
+    calibrated, trained, encoded = (
+        -found[each]["gap_test"]["mean"] for each in ("ptq_all", "qat_all", "qat_all_digits")
+    )
+    chosen = {"all": calibrated, "back": calibrated - trained, "lost": trained - encoded}[which]
+    return f"{chosen:.2f}"
+
+
+def first_input_share() -> str:
+    """Per cent of the drop of every layer on the plain image that the first layer's input causes alone."""
+    rows = {(row["placement"], row["method"]): row["mean"] for row in result("ptq_camvid_h200")["rows"]}
+    return f"{100 * rows['rgb', 'input'] / rows['rgb', 'amax']:.0f} %"
+
+
 def _drop(row: dict[str, Any] | None) -> str:
     """A drop as a difference to FP16, with its interval; those of the seeds that have it, where not all do."""
     if row is None:
@@ -931,7 +947,7 @@ def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
         table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
-        captured_recipe, claim_growth,
+        captured_recipe, claim_growth, image_loss, first_input_share,
     ):  # fmt: skip
         env.macro(function)
 
