@@ -52,11 +52,12 @@ class Audit:
     canonical: bool = False
 
     def summary(self) -> str:
-        """ "4 of 23 layers run in FP4; 17 fall back." """
-        fp4 = sum(row.runs == "FP4" for row in self.rows)
+        """ "4 of 23 layers run in FP4, 2 in FP8; 17 fall back." """
+        fp4, *others = (sum(row.runs == name for row in self.rows) for name in ("FP4", "FP8", "INT8"))
         lost = [row for row in self.rows if row.fell_back]
         refused = sum(row.runs == "refused" for row in self.rows)
         text = f"{fp4} of {len(self.rows)} layers run in FP4"
+        text += "".join(f", {count} in {name}" for count, name in zip(others, ("FP8", "INT8"), strict=True) if count)
         text += f"; {len(lost) - refused} fall back" if len(lost) > refused else ""
         return text + (f"; {refused} refused." if refused else ".")
 

@@ -17,7 +17,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantiz
 
 from fp4deploy.audit.operands import multiplications
 from fp4deploy.audit.ort_profile import profile_rows
-from fp4deploy.audit.report import audit_file
+from fp4deploy.audit.report import Audit, AuditRow, audit_file
 from fp4deploy.audit.targets import TARGETS
 from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.pattern import weight_initializer
@@ -433,3 +433,12 @@ def test_layer_information_of_other_types_is_refused(tmp_path: Path) -> None:
     (tmp_path / "layers.json").write_text(json.dumps({"Layers": [layer]}))
     with pytest.raises(InputError, match=r"layer 0: LayerType = .* valid string"):
         audit_file(tmp_path / "layers.json")
+
+
+def test_the_summary_counts_every_narrow_precision() -> None:
+    def found(*runs: str) -> str:
+        rows = (AuditRow("l", "Conv", "FP8", "", "", each, "", each in ("FP16", "refused")) for each in runs)
+        return Audit("net.onnx", "target", "evidence", tuple(rows)).summary()
+
+    assert found("FP8", "FP8", "FP16") == "0 of 3 layers run in FP4, 2 in FP8; 1 fall back."
+    assert found("FP4", "INT8", "refused") == "1 of 3 layers run in FP4, 1 in INT8; 1 refused."
