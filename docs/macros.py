@@ -458,11 +458,11 @@ def claim_growth(data: str, network: str, recipe: str) -> str:
     return gap(found)
 
 
-def ptq_camvid() -> str:
-    """Drops of every method of post-training quantisation, points of mIoU, over three seeds."""
+def ptq_camvid(name: str = "ptq_camvid_h200") -> str:
+    """Drops of methods of post-training quantisation, points of mIoU, over the seeds of a result."""
     names = {"input": "only the input of the first layer", "fp8": "`amax`, convolutions in FP8 (`build --conv fp8`)"}
     keys = ("placement", "method", "activations", "correction")
-    found = {tuple(row.get(key, "") for key in keys): row for row in result("ptq_camvid_h200")["rows"]}
+    found = {tuple(row.get(key, "") for key in keys): row for row in result(name)["rows"]}
     rows = []
     for method, activations, correction in dict.fromkeys(key[1:] for key in found):
         label = names.get(method, f"`{method}`") + (f", activations `{activations}`" if activations else "")
