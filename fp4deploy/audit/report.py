@@ -10,7 +10,7 @@ import onnx
 
 from fp4deploy.audit.engine_info import engine_rows, is_engine_info
 from fp4deploy.audit.operands import Multiplication, multiplications, other_readers
-from fp4deploy.audit.ort_profile import is_profile, profile_rows
+from fp4deploy.audit.ort_profile import is_profile, profile_rows, with_nodes
 from fp4deploy.audit.targets import TARGETS, Target
 from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import LAYERS_KEY, foreign_graph, parse_onnx
@@ -80,12 +80,13 @@ def audit_file(path: Path, target: str = "tensorrt-rtx", model: Path | None = No
             return _audit_onnx(path, chosen)
     document = _read_json(path)
     with foreign_graph(model):
-        requested = {layer.name: layer for layer in multiplications(_checked(model))} if model else {}
+        graph = _checked(model) if model is not None else onnx.ModelProto()
+        requested = {layer.name: layer for layer in multiplications(graph)} if model is not None else {}
     if is_engine_info(document):
         rows = engine_rows(document, path)
         return _audit_account(path, "TensorRT engine", "layer information of the engine itself", rows, requested)
     if is_profile(document):
-        rows = profile_rows(document, path)
+        rows = with_nodes(profile_rows(document, path), set(requested), graph)
         return _audit_account(path, "ONNX Runtime session", "profile of the session itself", rows, requested)
     raise InputError(
         f"{path} is neither layer information of TensorRT (an object with 'Layers') nor a profile of ONNX Runtime. "
