@@ -508,11 +508,11 @@ def claim_growth(data: str, network: str, recipe: str) -> str:
     return gap(found)
 
 
-def ptq_camvid() -> str:
-    """Drops of every method of post-training quantisation, points of mIoU, over three seeds."""
+def ptq_camvid(name: str = "ptq_camvid_h200") -> str:
+    """Drops of methods of post-training quantisation, points of mIoU, over the seeds of a result."""
     names = {"input": "only the input of the first layer", "fp8": "`amax`, convolutions in FP8 (`build --conv fp8`)"}
     keys = ("placement", "method", "activations", "correction")
-    found = {tuple(row.get(key, "") for key in keys): row for row in result("ptq_camvid_h200")["rows"]}
+    found = {tuple(row.get(key, "") for key in keys): row for row in result(name)["rows"]}
     rows = []
     for method, activations, correction in dict.fromkeys(key[1:] for key in found):
         label = names.get(method, f"`{method}`") + (f", activations `{activations}`" if activations else "")
@@ -551,6 +551,22 @@ def image_input() -> str:
     }
     rows = [[label, gap(found[name]["gap_test"])] for label, name in shown.items()]
     return markdown(["every layer in FP4", "gap on the test split"], rows)
+
+
+def image_loss(which: str) -> str:
+    """Of the gap without the multi-term input, points: "all"; what QAT wins "back"; what it leaves "lost"."""
+    found = result("camvid_sweep_h200")["variants"]
+    calibrated, trained, encoded = (
+        -found[each]["gap_test"]["mean"] for each in ("ptq_all", "qat_all", "qat_all_digits")
+    )
+    chosen = {"all": calibrated, "back": calibrated - trained, "lost": trained - encoded}[which]
+    return f"{chosen:.2f}"
+
+
+def first_input_share() -> str:
+    """Per cent of the drop of every layer on the plain image that the first layer's input causes alone."""
+    rows = {(row["placement"], row["method"]): row["mean"] for row in result("ptq_camvid_h200")["rows"]}
+    return f"{100 * rows['rgb', 'input'] / rows['rgb', 'amax']:.0f} %"
 
 
 def _drop(row: dict[str, Any] | None) -> str:
@@ -982,7 +998,7 @@ def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
         table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
-        captured_recipe, claim_growth,
+        captured_recipe, claim_growth, image_loss, first_input_share,
     ):  # fmt: skip
         env.macro(function)
 

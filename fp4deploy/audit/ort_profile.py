@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import onnx
 from pydantic import BaseModel
 
 from fp4deploy.audit.operands import FORMATS, INTEGER_OPS
@@ -19,6 +20,7 @@ from fp4deploy.schema import Count, Float, validated
 _SUFFIX = "_kernel_time"
 _FUSED = re.compile(r"(_token_\d+|_nchwc)+$")  # ONNX Runtime's marks on a node that an optimisation made of another
 _TYPES = {"float": "FP32", "float16": "FP16", "bfloat16": "BF16", "int8": "INT8", "uint8": "INT8", "double": "FP64"}
+FUSED_AFTER = ("Add", "BatchNormalization", "Clip", "HardSigmoid", "LeakyRelu", "Mul", "Relu", "Sigmoid", "Tanh")
 MULTIPLYING = (*GEMM_OPS, *INTEGER_OPS, "FusedConv", "FusedMatMul", "FusedGemm", "NhwcConv", "MatMulNBits")
 
 
@@ -62,6 +64,37 @@ def profile_rows(document: list[Any], path: Path) -> list[dict[str, Any]]:
         row["onnx_nodes"] = [name]
         row["ms"] = total[name] / row["calls"] / 1000
     return list(rows.values())
+
+
+def with_nodes(rows: list[dict[str, Any]], nodes: set[str], model: onnx.ModelProto) -> list[dict[str, Any]]:
+    """The rows, each with the node of `nodes` that it was made of.
+
+    ONNX Runtime calls a convolution in blocked layout, or with what follows fused into it, after the value it writes.
+    """
+    writers = _writers(model)
+    taken = {row["layer"] for row in rows} & nodes
+    for row in sorted(rows, key=lambda each: len(writers.get(each["layer"], ()))):
+        free = [name for name in writers.get(row["layer"], ()) if name in nodes and name not in taken]
+        if row["layer"] not in nodes and free:
+            row["onnx_nodes"] = free[:1]  # a sum of two convolutions is fused into one of them
+            taken.add(free[0])
+    return rows
+
+
+def _writers(model: onnx.ModelProto) -> dict[str, list[str]]:
+    """Value -> the GEMM nodes that write it, with the operators fused into them."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    found: dict[str, list[str]] = {}
+    for number, node in enumerate(model.graph.node):
+        value = node.output[0] if node.op_type in GEMM_OPS and node.output else ""
+        while value:
+            found.setdefault(value, []).append(node.name or f"{node.op_type}_{number}")
+            after = readers.get(value, [])
+            value = after[0].output[0] if len(after) == 1 and after[0].op_type in FUSED_AFTER else ""
+    return found
 
 
 def _is_kernel(event: Any) -> bool:

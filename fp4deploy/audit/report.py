@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from fp4deploy.audit.engine_info import engine_rows, is_engine_info
 from fp4deploy.audit.operands import Multiplication, multiplications, other_readers
-from fp4deploy.audit.ort_profile import is_profile, profile_rows
+from fp4deploy.audit.ort_profile import is_profile, profile_rows, with_nodes
 from fp4deploy.audit.targets import TARGETS, Target
 from fp4deploy.errors import InputError
-from fp4deploy.export.onnx.canonical import foreign_graph, parse_onnx
+from fp4deploy.export.onnx.canonical import LAYERS_KEY, foreign_graph, parse_onnx
+from fp4deploy.export.onnx.meaning import check_meaning
 from fp4deploy.schema import read_json
 
 LARGEST_JSON = 2**28  # bytes
@@ -37,19 +40,24 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """Rows of one file for one target; `evidence` says how the column `runs` is known."""
+    """Rows of one file for one target; `evidence` says how the column `runs` is known.
+
+    canonical: an ONNX file that `fp4deploy build` changes before it compiles it.
+    """
 
     file: str
     target: str
     evidence: str
     rows: tuple[AuditRow, ...]
+    canonical: bool = False
 
     def summary(self) -> str:
-        """ "4 of 23 layers run in FP4; 17 fall back." """
-        fp4 = sum(row.runs == "FP4" for row in self.rows)
+        """ "4 of 23 layers run in FP4, 2 in FP8; 17 fall back." """
+        fp4, *others = (sum(row.runs == name for row in self.rows) for name in ("FP4", "FP8", "INT8"))
         lost = [row for row in self.rows if row.fell_back]
         refused = sum(row.runs == "refused" for row in self.rows)
         text = f"{fp4} of {len(self.rows)} layers run in FP4"
+        text += "".join(f", {count} in {name}" for count, name in zip(others, ("FP8", "INT8"), strict=True) if count)
         text += f"; {len(lost) - refused} fall back" if len(lost) > refused else ""
         return text + (f"; {refused} refused." if refused else ".")
 
@@ -72,12 +80,13 @@ def audit_file(path: Path, target: str = "tensorrt-rtx", model: Path | None = No
             return _audit_onnx(path, chosen)
     document = _read_json(path)
     with foreign_graph(model):
-        requested = {layer.name: layer for layer in multiplications(parse_onnx(model))} if model else {}
+        graph = _checked(model) if model is not None else onnx.ModelProto()
+        requested = {layer.name: layer for layer in multiplications(graph)} if model is not None else {}
     if is_engine_info(document):
         rows = engine_rows(document, path)
         return _audit_account(path, "TensorRT engine", "layer information of the engine itself", rows, requested)
     if is_profile(document):
-        rows = profile_rows(document, path)
+        rows = with_nodes(profile_rows(document, path), set(requested), graph)
         return _audit_account(path, "ONNX Runtime session", "profile of the session itself", rows, requested)
     raise InputError(
         f"{path} is neither layer information of TensorRT (an object with 'Layers') nor a profile of ONNX Runtime. "
@@ -95,9 +104,15 @@ def _read_json(path: Path) -> Any:
     return read_json(path, "audit reads .onnx files, layer information and profiles of ONNX Runtime.", LARGEST_JSON)
 
 
+def _checked(path: Path) -> onnx.ModelProto:
+    model = parse_onnx(path)
+    check_meaning(model)
+    return model
+
+
 def _audit_onnx(path: Path, target: Target) -> Audit:
     rows = []
-    model = parse_onnx(path)
+    model = _checked(path)
     for layer in multiplications(model):
         verdict = target.rule(layer)
         rows.append(
@@ -119,7 +134,8 @@ def _audit_onnx(path: Path, target: Target) -> Audit:
             operand = str(reader.activation)
             row = AuditRow(reader.name, reader.operator, "FP4", "", operand, "refused", reason, True)
             rows.append(row)
-    return Audit(str(path), target.title, target.evidence, tuple(rows))
+    canonical = any(entry.key == LAYERS_KEY for entry in model.metadata_props)
+    return Audit(str(path), target.title, target.evidence, tuple(rows), canonical)
 
 
 def _audit_account(

@@ -13,6 +13,7 @@ from fp4deploy.bench.records import ArtifactEntry, Quantiles
 from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.ports import fixed_batch
+from fp4deploy.bench.runtimes.precision import of_engine
 from fp4deploy.data import VAL
 from fp4deploy.errors import UnavailableError
 from fp4deploy.files import file_digest
@@ -120,7 +121,7 @@ def not_run(path: Path, reason: str, *, model: str | None = None, provider: str 
         path=str(path),
         model=model or precision,
         backend=built_by(ledger) if ledger else runtimes.get(path.suffix, "unknown builder"),
-        precision={"nvfp4": "NVFP4", "fp16": "FP16"}.get(precision, precision),
+        precision=of_engine(ledger, precision),
         size_bytes=path.stat().st_size,
         sha256=file_digest(path),
         status=UNAVAILABLE if path.suffix in runtimes else NOT_RUN,

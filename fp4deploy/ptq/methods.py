@@ -48,9 +48,21 @@ METHODS: dict[str, Method] = {
     for method in (
         Method("amax", "amax", "nearest", NEAREST, "NVIDIA, Pretraining Large Language Models with NVFP4, 2025"),
         Method("percentile", "percentile", "nearest", NEAREST, "McKinstry et al., 2019"),
-        Method("mse", "mse", "mse", FREE_SCALES, "Banner et al., 2019"),
+        Method(
+            "mse",
+            "mse",
+            "mse",
+            FREE_SCALES,
+            "Banner et al., 2019 (activations); Lin and Wan, ScaleSweep, 2026 (weights)",
+        ),
         Method("4/6", "amax", "nearest", FREE_SCALES, "Cook et al., Four Over Six, 2025"),
-        Method("sweep", "amax", "sweep", FREE_SCALES, "this project, with the Hessian of Frantar et al., 2023"),
+        Method(
+            "sweep",
+            "amax",
+            "sweep",
+            FREE_SCALES,
+            "Lin and Wan, ScaleSweep, 2026, weighted by the Hessian of Frantar et al., 2023",
+        ),
         Method("gptq", "amax", "gptq", FREE_SCALES, "Frantar et al., GPTQ, 2023"),
         Method("adaround", "amax", "layer", FREE_SCALES, "Nagel et al., Up or Down?, 2020"),
         Method("faar", "amax", "network", FREE_SCALES, "Li et al., FAAR, 2026"),

@@ -17,12 +17,13 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantiz
 
 from fp4deploy.audit.operands import multiplications
 from fp4deploy.audit.ort_profile import profile_rows
-from fp4deploy.audit.report import audit_file
+from fp4deploy.audit.report import Audit, AuditRow, audit_file
 from fp4deploy.audit.targets import TARGETS
 from fp4deploy.errors import InputError
 from fp4deploy.export.lowering.pattern import weight_initializer
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.qat import calibrate, prepare
+from tests.interop.onnx_files import Onnx
 
 FP4, FP8 = TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN
 
@@ -282,6 +283,26 @@ def test_a_profile_says_what_ran(quantized: Path) -> None:
     ]
 
 
+def test_kernels_called_after_the_value_they_write_find_their_nodes(tmp_path: Path) -> None:
+    """Blocked layouts and fused activations, of a residual block whose nodes are called as torch's exporter does."""
+    net = Onnx((1, 16, 8, 8))
+    beside = net.conv("beside", "image", 16, 16, 1)
+    inner = net.node("Relu", net.conv("inner", "image", 16, 16))
+    net.node("Relu", net.node("Add", net.conv("outer", inner, 16, 16), beside))
+    last = net.conv("last", net.nodes[-1].output[0], 16, 16)
+    model = net.model(last)
+    for number, node in enumerate(model.graph.node):
+        node.name = f"node_{node.op_type}_{number}"
+    onnx.save(model, tmp_path / "net.onnx")
+    options = ort.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
+    session = ort.InferenceSession(tmp_path / "net.onnx", options, providers=["CPUExecutionProvider"])
+    session.run(None, {"image": np.zeros((1, 16, 8, 8), np.float32)})
+    rows = audit_file(Path(session.end_profiling()), model=tmp_path / "net.onnx").rows
+    named = sorted((row.layer, row.requested, row.runs) for row in rows)
+    assert named == [(node.name, "FP32", "FP32") for node in model.graph.node if node.op_type == "Conv"]
+
+
 def _engine(precision: str) -> dict[str, Any]:
     tensor = {"Name": "a", "Dimensions": [4, 64], "Format/Datatype": precision}
     return {
@@ -433,3 +454,12 @@ def test_layer_information_of_other_types_is_refused(tmp_path: Path) -> None:
     (tmp_path / "layers.json").write_text(json.dumps({"Layers": [layer]}))
     with pytest.raises(InputError, match=r"layer 0: LayerType = .* valid string"):
         audit_file(tmp_path / "layers.json")
+
+
+def test_the_summary_counts_every_narrow_precision() -> None:
+    def found(*runs: str) -> str:
+        rows = (AuditRow("l", "Conv", "FP8", "", "", each, "", each in ("FP16", "refused")) for each in runs)
+        return Audit("net.onnx", "target", "evidence", tuple(rows)).summary()
+
+    assert found("FP8", "FP8", "FP16") == "0 of 3 layers run in FP4, 2 in FP8; 1 fall back."
+    assert found("FP4", "INT8", "refused") == "1 of 3 layers run in FP4, 1 in INT8; 1 refused."

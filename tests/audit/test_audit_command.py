@@ -9,8 +9,12 @@ from typing import Any
 
 import onnx
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+from fp4deploy.export.onnx.graph import export_graph
+from fp4deploy.qat import calibrate, prepare
 from tests.audit.test_audit import _matmul
 from tests.cli.command_line import PACKAGE
 
@@ -38,3 +42,17 @@ def test_strict_refuses_a_fallback_and_names_it(run: Any, tmp_path: Path) -> Non
     assert document["rows"][0]["fell_back"] is True
     assert "1 fall back" in document["summary"]
     assert run(tmp_path / "model.onnx", "--target", "onnxruntime", "--strict").exit_code == 1
+
+
+def test_of_a_file_that_build_changes_first_it_names_check(run: Any, tmp_path: Path) -> None:
+    """As it is the engine refuses its 1x1 convolutions; `build` makes them MatMuls."""
+    torch.manual_seed(0)
+    network = prepare(nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.Conv2d(16, 16, 1)).eval(), include="*")
+    calibrate(network, torch.randn(1, 16, 8, 8))
+    onnx.save(export_graph(network, (16, 8, 8)), tmp_path / "model.onnx")
+    result = run(tmp_path / "model.onnx")
+    assert "2 refused." in result.stdout
+    assert "fp4deploy check FILE" in result.stderr
+    assert "fp4deploy check" not in run(tmp_path / "model.onnx", "--json").stderr
+    onnx.save(_matmul(axis_w=1), tmp_path / "model.onnx")
+    assert "fp4deploy check" not in run(tmp_path / "model.onnx").stderr

@@ -159,7 +159,7 @@ def _print_table(model: str, plans: Planned, engine: str) -> None:
     other = "FP8" if any(found.compute == "FP8" for found in quantised) else "FP16 with FP4 weights"
     multiplied = sum(found.compute == "FP4" for found in quantised)
     eight = sum(plan.precision == "FP8" for plan, _ in plans)
-    in_fp8 = f" {eight} more are quantised to FP8." if eight else ""
+    in_fp8 = f" {eight} more {'is' if eight == 1 else 'are'} quantised to FP8." if eight else ""
     console.print(
         f"\n{model}: {len(quantised)} of {len(plans)} layers quantised to FP4. {engine} multiplies {multiplied} "
         f"of them in FP4 and {len(quantised) - multiplied} in {other}.{in_fp8}",

@@ -210,7 +210,7 @@ def _of_onnx(
     note(f"As read it differs from the file by {found.difference:.1e}; signal to error of NVFP4: {signal}.")
     if exported.card is None:
         note("Its output is no map of classes, so bench and predict cannot score it; audit, inspect and build can.")
-    note("Build an engine with: fp4deploy build FILE; what it will run: fp4deploy audit FILE")
+    note("Build an engine with: fp4deploy build FILE; what it multiplies in FP4: fp4deploy check FILE")
 
 
 def _rgb(text: str | None, usual: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -87,6 +87,7 @@ def require_card(card: ModelCard | None, path: Path) -> ModelCard:
     if card is None:
         raise InputError(
             f"{path} carries no fp4deploy model card, so its input cannot be prepared. Write it with: fp4deploy "
-            "export; of another tool's file bench takes classes, size and normalisation from --like FILE"
+            "export; of another tool's file bench takes classes, size and normalisation from --like FILE: YAML, or the "
+            "file that fp4deploy quantize made of it"
         )
     return card

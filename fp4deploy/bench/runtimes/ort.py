@@ -22,6 +22,7 @@ from fp4deploy.bench.latency import time_cpu
 from fp4deploy.bench.runtimes.like import Like
 from fp4deploy.bench.runtimes.onnx_file import find_card, is_fp4, ports_of, require_card, weights
 from fp4deploy.bench.runtimes.ports import Outputs, fed, fixed_batch, named
+from fp4deploy.bench.runtimes.precision import of_onnx
 from fp4deploy.bench.runtimes.protocol import EXPORT_AGAIN, TIMEOUT, Array, Given, checked
 from fp4deploy.detection.decode import FoundBoxes
 from fp4deploy.errors import InputError
@@ -45,15 +46,15 @@ class OrtRuntime:
         self._card = find_card(model, path)
         self._advice = EXPORT_AGAIN if self._card else LIKE
         with foreign_graph(path):
-            fp4 = is_fp4(model, self._card)
+            fp4, quantized = is_fp4(model, self._card), of_onnx(model, self._card)
             own = weights(model)
             lowered = is_canonical(model) or has_trt_operators(model)
             self._session = portable_session(to_portable(model) if lowered else model)
         self.inputs = ports_of(self._session, path)
         self._names = [each.name for each in self._session.get_outputs()]
-        self.precision = "NVFP4 (emulated)" if fp4 else "FP16 (run in FP32)"
+        self.precision = f"{quantized} (emulated)" if quantized else "FP16 (run in FP32)"
         if self._card is None:
-            self.precision = self.precision if fp4 or is_canonical(model) else own
+            self.precision = self.precision if quantized or is_canonical(model) else own
             if like is not None:
                 first = self._session.get_outputs()[0]
                 self._card = like.card(self.inputs, (first.name, first.shape), fp4, path)

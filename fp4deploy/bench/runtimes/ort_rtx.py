@@ -23,8 +23,9 @@ import onnxruntime as ort
 import torch
 
 from fp4deploy.bench.latency import time_cpu
-from fp4deploy.bench.runtimes.onnx_file import find_card, is_fp4, ports_of, require_card
+from fp4deploy.bench.runtimes.onnx_file import find_card, ports_of, require_card
 from fp4deploy.bench.runtimes.ports import Outputs, fed, named, require_one_input
+from fp4deploy.bench.runtimes.precision import of_onnx
 from fp4deploy.bench.runtimes.protocol import Array, Given, checked
 from fp4deploy.errors import InputError, UnavailableError
 from fp4deploy.export import read_onnx
@@ -62,7 +63,7 @@ class OrtRtxRuntime:
         self._output = self._session.get_outputs()[0]
         self.name = f"ONNX Runtime {ort.__version__} (TensorRT-RTX {ORT_RTX.version()})"
         self.device = torch.cuda.get_device_name()
-        self.precision = "NVFP4" if is_fp4(model, self._card) else "FP16"
+        self.precision = of_onnx(model, self._card) or "FP16"
 
     @property
     def card(self) -> ModelCard:

@@ -25,9 +25,11 @@ import torch
 from fp4deploy.bench.environment import cpu_name
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.bench.runtimes.ports import Outputs, fed, image_port
+from fp4deploy.bench.runtimes.precision import of_layers
 from fp4deploy.bench.runtimes.protocol import Array, Given
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.qat import load_model
+from fp4deploy.qat import load_model, quantized_layers
+from fp4deploy.qat.prepare import is_fp8
 
 MODES = {"compiled": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # of torch.compile
 FORMS = ("eager", "graph", *MODES)
@@ -62,7 +64,8 @@ class TorchRuntime:
             self._model = torch.compile(model, mode=MODES[form])
         self.name = f"torch {torch.__version__.partition('+')[0]} ({self._where(form)})"
         self.device = torch.cuda.get_device_name(self._device) if self.cuda else cpu_name()
-        self.precision = _precision(self.card.precision, self.cuda)
+        quantized = of_layers("FP8" if is_fp8(each.recipe) else "FP4" for each in quantized_layers(model).values())
+        self.precision = f"{quantized} (emulated)" if quantized else "FP16" if self.cuda else "FP16 (run in FP32)"
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]."""
@@ -117,9 +120,3 @@ def captured(call: Callable[[], torch.Tensor], device: torch.device) -> Callable
         return result
 
     return replay
-
-
-def _precision(precision: str, cuda: bool) -> str:
-    if precision == "nvfp4":
-        return "NVFP4 (emulated)"
-    return "FP16" if cuda else "FP16 (run in FP32)"

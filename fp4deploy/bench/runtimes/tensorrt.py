@@ -21,6 +21,7 @@ from fp4deploy.bench.latency import time_cuda
 from fp4deploy.bench.ledgers import TITLES, built_by
 from fp4deploy.bench.runtimes.engine_interface import EngineInterface, assumed
 from fp4deploy.bench.runtimes.ports import Extent, Outputs, Port, fed, named, require_one_input
+from fp4deploy.bench.runtimes.precision import of_engine
 from fp4deploy.bench.runtimes.protocol import TIMEOUT, Array, Given, checked
 from fp4deploy.data import IMAGE_MEAN, IMAGE_STD
 from fp4deploy.errors import InputError, UnavailableError
@@ -82,7 +83,7 @@ class TensorRtRuntime:
         self.card = (ledger.model_card() if ledger else None) or self._assumed_card()
         self.name = f"{TITLES[backend]} {trt.__version__}"
         self.device = torch.cuda.get_device_name()
-        self.precision = {"nvfp4": "NVFP4", "fp16": "FP16"}.get(self.card.precision, self.card.precision)
+        self.precision = of_engine(ledger, self.card.precision)
 
     def infer(self, images: Array) -> Array:
         """Logits float32 [N, classes, H, W]; more images than the engine's largest batch run batch by batch."""

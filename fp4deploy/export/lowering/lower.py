@@ -50,6 +50,7 @@ from fp4deploy.export.lowering.scales import RepeatGlobalScales
 from fp4deploy.export.lowering.transposed import TransposedToGemm, phases
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET, foreign_graph, metadata_object, parse_onnx
 from fp4deploy.export.onnx.layers import planned_layers
+from fp4deploy.export.onnx.meaning import check_meaning
 from fp4deploy.export.onnx.size import fix_size
 from fp4deploy.export.onnx.trt_operators import with_shapes
 from fp4deploy.formats import NVFP4_BLOCK
@@ -154,6 +155,7 @@ def _lower(proto: onnx.ModelProto, conv: str, backend: str, usual: tuple[int, in
     _check_requests(requests, fp4)
     layers = {layer.name: layer for layer in find_fp4_layers(model)}
     _check_open(layers.values(), conv, usual)
+    check_meaning(proto)
     plugins = {name for name, layer in layers.items() if conv == "plugin" and read_source(layer) is not None}
     reasons = {name: _gemm_reason(layer, conv) for name, layer in layers.items() if name not in plugins}
     decoded = {name: why for name, reason in reasons.items() if (why := why_decoded(layers[name], reason))}

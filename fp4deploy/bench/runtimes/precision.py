@@ -1,0 +1,42 @@
+"""The precision of an artefact in one or two words: what its layers are quantised to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx
+
+from fp4deploy.bench.runtimes.onnx_file import weights
+from fp4deploy.export.ledger.ledger import Ledger
+from fp4deploy.export.onnx.layers import layers_of, planned_layers
+from fp4deploy.models.card import ModelCard
+
+TITLES = {"FP4": "NVFP4", "FP8": "FP8"}
+OF_CARDS = {"nvfp4": "NVFP4", "fp16": "FP16"}
+
+
+def of_layers(precisions: Iterable[str]) -> str:
+    """ "NVFP4", "FP8", or "NVFP4, FP8" of what single layers request; "" where none is quantised.
+
+    >>> of_layers(["FP16", "FP8", "FP4", "FP4"])
+    'NVFP4, FP8'
+    """
+    found = set(precisions)
+    return ", ".join(title for name, title in TITLES.items() if name in found)
+
+
+def of_onnx(model: onnx.ModelProto, card: ModelCard | None) -> str:
+    """Of an ONNX file, by its list of layers; without that by its card; of another tool, by its weights."""
+    planned = planned_layers(model)
+    if planned:
+        return of_layers(each.get("precision", "") for each in planned.values())
+    if card is not None:
+        return of_layers(["FP4"] if card.precision == "nvfp4" else [])
+    found = of_layers(each.precision for each in layers_of(model))
+    return found or of_layers([weights(model)])  # ModelOpt's FP8 quantisers are operators of TensorRT
+
+
+def of_engine(ledger: Ledger | None, card: str) -> str:
+    """Of an engine, by its ledger; without that by the precision of its card."""
+    requested = of_layers(layer.requested for layer in ledger.layers) if ledger is not None else ""
+    return requested or OF_CARDS.get(card, card)
