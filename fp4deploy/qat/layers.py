@@ -134,7 +134,8 @@ class QuantizedLayer(nn.Module):
 
     def multiply(self, x: torch.Tensor, gemms: LinearGemms | ConvGemms) -> torch.Tensor:
         """Y from the layer's input, by its recipe; in training the tracked amax follows the input first."""
-        self._sum_norms(x)
+        if self.channel_norms is not None:  # not called otherwise: torch.export would keep its no_grad as a region
+            self._sum_norms(x)
         if self.observing or not self.quantizing:
             if self.observing or self.moves_amax:
                 self.track(x)

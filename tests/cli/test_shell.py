@@ -177,14 +177,14 @@ def test_data_check_lists_the_set_and_draws_it(invoke: Invoke, shapes: Path, tmp
 
 
 def test_data_check_of_boxes_alone(invoke: Invoke, shapes: Path, tmp_path: Path) -> None:
-    """Boxes without masks are all that detection needs, and defects for the other tasks."""
+    """A set of boxes without masks is for detection; a box among masks is a defect for the other tasks."""
     from PIL import Image
 
     for split in ("train", "val"):
         (tmp_path / "boxes" / f"{split}2017").parent.mkdir(exist_ok=True)
         (tmp_path / "boxes" / f"{split}2017").symlink_to(shapes / f"{split}2017")
         content = json.loads((shapes / "annotations" / f"instances_{split}2017.json").read_text())
-        for annotation in content["annotations"]:
+        for annotation in content["annotations"][1:]:
             del annotation["segmentation"]
         target = tmp_path / "boxes" / "annotations" / f"instances_{split}2017.json"
         target.parent.mkdir(exist_ok=True)
@@ -193,6 +193,13 @@ def test_data_check_of_boxes_alone(invoke: Invoke, shapes: Path, tmp_path: Path)
     assert refused.exit_code == 1
     assert "no-segmentation" in refused.stdout
     assert refused.stderr.rstrip().endswith("--task detection")
+    assert invoke("data", "check", "boxes", "--task", "detection").exit_code == 0
+    for split in ("train", "val"):
+        target = tmp_path / "boxes" / "annotations" / f"instances_{split}2017.json"
+        content = json.loads(target.read_text())
+        content["annotations"][0].pop("segmentation")
+        target.write_text(json.dumps(content))
+    assert "--task detection" in invoke("data", "check", "boxes").stderr
     found = invoke("data", "check", "boxes", "--task", "detection", "--sheet", "sheet.png")
     assert (found.exit_code, "no-segmentation" in found.stdout) == (0, False), found.stderr
     with Image.open(tmp_path / "sheet.png") as sheet:

@@ -128,6 +128,17 @@ FAULTS = {
         "a mask is inverted": planted.replaced(r"setp\.ge\.u32", "setp.lt.u32", 0),
         "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)1,", r"\g<1>2,", None),
     },
+    "direct convolution, two sources of 32": {
+        "a barrier is missing before the second source is decoded": planted.without_barrier(2),
+        "a barrier is missing behind the first one": planted.without_barrier(1),
+        "registers of an operand change places": planted.swapped_operands(0),
+        "pixels are read from another place": planted.replaced(r"(ldmatrix[^;]*\[%r\d+)\]", r"\1+16]", 0),
+        "an accumulator is not the one before": planted.replaced(
+            r"(mma\.sync[^;]*\{%f\d+, %f\d+, %f\d+, )%f\d+(\};)", r"\g<1>0f00000000\2", 3
+        ),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)4,", r"\g<1>8,", None),
+        "stores are shifted": planted.replaced(r"(st\.global\.v2\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+8]", None),
+    },
     "statistics of GroupNorm, 6 channels a group": {
         "a barrier is missing in the moments of a chunk": planted.without_barrier(0),
         "a barrier is missing before lanes are added": planted.without_barrier(1),

@@ -21,8 +21,8 @@ from fp4deploy.qat import RECIPES, calibrate, prepare, quantized_layers
 from tests.qat.layer_cases import generator, make
 from tests.qat.reference_gemms import check, one_step, reference
 
-STOCHASTIC = {"tetrajet", "fp4_all_the_way", "nvfp4_train", "tetrajet_v2", "quartet_2"}
-ROTATED_TWICE = {"tetrajet_v2", "quartet_2"}  # they rotate what the forward has quantised
+STOCHASTIC = {"tetrajet", "fp4_all_the_way", "nvfp4_train", "tetrajet_v2", "tetrajet_v2_outcontrol", "quartet_2"}
+ROTATED_TWICE = {"tetrajet_v2", "tetrajet_v2_outcontrol", "quartet_2"}  # they rotate what the forward has quantised
 COMPILED = ["nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_train"]
 
 

@@ -120,8 +120,7 @@ class Kernel:
         "offsets",
     )
 
-    def __init__(self, gpu: Gpu, cubin: bytes, name: str, label: str, signature: str) -> None:
-        function = gpu.function(cubin, name, label)
+    def __init__(self, gpu: Gpu, function: Any, name: str, label: str, signature: str, cubin: bytes = b"") -> None:
         self.device, self.name, self.cubin = gpu.index, name, cubin
         self.gpu, self._function, self.label = gpu, function, label
         self._pack, self._pointers = packing(signature)
@@ -279,4 +278,4 @@ def _on_gpu(index: int, cubin: bytes, name: str, signature: str, label: str) -> 
     """The caller holds the lock."""
     if index not in _gpus:
         _gpus[index] = Gpu(index)
-    return Kernel(_gpus[index], cubin, name, label, signature)
+    return Kernel(_gpus[index], _gpus[index].function(cubin, name, label), name, label, signature, cubin)

@@ -7,7 +7,7 @@ instruction `griddepcontrol.wait` makes it wait until the primary has finished. 
 of the weight before** that instruction. Activations, amax and bias are read, and the output is written, **after** it.
 
 **Kernels of packed inference** read nothing early: before their first access to global memory they execute
-`begin_after_primary_kernel` (`dependent_launch.cuh`, `triton.decode`), and what overlaps is the start of one kernel
+`begin_after_primary` (`dependent_launch.cuh`, `triton.decode`), and what overlaps is the start of one kernel
 with the end of the one before. `launch_secondary` is right for such a kernel whatever is before it in the stream.
 
 **Opt-in for weights.** Reading a weight before the primary kernel has finished is correct only if nothing before it in
@@ -98,7 +98,7 @@ def freeze(weight: Nvfp4Tensor) -> None:
 
 
 def launch_secondary(kernel: Any, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0) -> None:
-    """Launch a kernel that begins with `begin_after_primary_kernel` as a secondary kernel, before SM90 in stream order.
+    """Launch a kernel that begins with `begin_after_primary` as a secondary kernel, before SM90 in stream order.
 
     kernel: of `runtime.launch.kernel`; the other arguments are those of its `launch`. What is substituted for a kernel
     is launched by itself.

@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) direct_conv(
     uint4* const fragments = reinterpret_cast<uint4*>(shared);
     uint4* const tile = fragments + SOURCES * STEPS * GROUPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * OUTPUTS;
-    begin_after_primary_kernel();
+    begin_after_primary();
     load_weights(w, UP ? 4LL * O : O, K, first, reinterpret_cast<uint32_t*>(fragments));
 
     const float last_factor = SOURCES == 2 ? *x2_amax / x2_range : *x_amax / x_range;
@@ -335,6 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) direct_conv(
                 }
             }
         }
+        __syncwarp();  // lanes outside of the image have written nothing: together again before the next barrier
         if (!MOMENTS) continue;
         const int count = min(HEIGHT, OH - ty * HEIGHT) * min(WIDTH, OW - tx * WIDTH);
         add_up(own, totals);

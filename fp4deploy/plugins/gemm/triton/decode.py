@@ -73,7 +73,7 @@ def _bits(code):
 
 
 @triton.jit
-def begin_after_primary_kernel():
+def begin_after_primary():
     """Before the first access of a secondary kernel (`runtime.pdl`) to global memory; it waits for earlier kernels."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\nmov.u32 $0, 0;",

@@ -21,7 +21,7 @@ each tile and channel, of the rounded values, so that no further pass reads the 
 import triton
 import triton.language as tl
 
-from fp4deploy.plugins.gemm.triton.decode import SCALED, begin_after_primary_kernel, decode, finished
+from fp4deploy.plugins.gemm.triton.decode import SCALED, begin_after_primary, decode, finished
 from fp4deploy.plugins.gemm.triton.epilogue import finish, quantize
 
 
@@ -105,7 +105,7 @@ def decoded_conv_kernel(
     low = (total * split) // splits if SPLIT else 0
     high = (total * (split + 1)) // splits if SPLIT else total
     if SECONDARY:
-        begin_after_primary_kernel()
+        begin_after_primary()
     acc = tl.zeros((BM, BN), tl.float32)
     acc = _accumulate(
         acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, 0, tl.minimum(low, steps), tl.minimum(high, steps),
@@ -163,7 +163,7 @@ def split_sum_kernel(
 ):
     """The epilogue of `decoded_conv_kernel` after a division of K: partial sums are added in ascending order."""
     if SECONDARY:
-        begin_after_primary_kernel()
+        begin_after_primary()
     tiles = tl.cdiv(outputs, BN)
     tile, first = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BN
     m, n = tile * BM + tl.arange(0, BM), first + tl.arange(0, BN)

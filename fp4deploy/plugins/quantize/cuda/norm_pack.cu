@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(256) norm_pack(
     const DTYPE* x, const float* ab, const float* amax, uint32_t* codes, uint8_t* scales, DTYPE* values,
     long long pixels, int C, long long per_chunk) {
     const Walk walk(pixels, C, per_chunk);
-    begin_after_primary_kernel();
+    begin_after_primary();
     const Affine affine(ab, walk, C);
     const Target target{codes, scales, values};
     const fp4::GlobalScale global = target.global(amax);
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256) norm_pool_pack(
     const float* pooled_amax, uint32_t* pooled_codes, uint8_t* pooled_scales, DTYPE* pooled_values, int W,
     long long pixels, int C, long long per_chunk) {
     const Walk walk(pixels, C, per_chunk);
-    begin_after_primary_kernel();
+    begin_after_primary();
     const Affine affine(ab, walk, C);
     const Target full{codes, scales, values}, pooled{pooled_codes, pooled_scales, pooled_values};
     const fp4::GlobalScale global = full.global(amax), pooled_global = pooled.global(pooled_amax);

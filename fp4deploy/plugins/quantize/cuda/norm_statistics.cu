@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(256) chunk_moments(
     const DTYPE* x, float* moments, long long pixels, int C, long long per_chunk) {
     extern __shared__ float shared[];
     const Walk walk(pixels, C, per_chunk);
-    begin_after_primary_kernel();
+    begin_after_primary();
     const DTYPE* item = x + (long long)blockIdx.y * pixels * C;
     float k[VECTOR] = {}, sum[VECTOR] = {}, square[VECTOR] = {};
     if (walk.active) channels::load(item + walk.first * C + walk.channel, k);
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(1024) combine_moments(
     const Division division{begin, end, rows, tile_h, tile_w, H, W, across};
     // Where a run begins before this item, it has the previous item's pixels first.
     const auto before = [&](int part) { return !per_item && (first + part) * rows < begin; };
-    begin_after_primary_kernel();
+    begin_after_primary();
     const float k = moments[(first * 2 + before(0)) * 2 * C + c];
     const float shift = bias ? bias[c] : 0.f, scale = gamma[c], offset = beta[c];
     float delta = 0.f, square = 0.f, within = 0.f;

@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256) pointwise_pack(
     long long other_ab_item, float slope, const float* amax, uint32_t* codes, uint8_t* scales, DTYPE* values,
     long long pixels, int C, long long per_chunk) {
     const Walk walk(pixels, C, per_chunk);
-    begin_after_primary_kernel();
+    begin_after_primary();
 #if FIRST
     const Affine first(ab, ab_item, walk, C);
 #endif
