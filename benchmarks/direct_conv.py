@@ -62,17 +62,18 @@ def measure(n: int, h: int, w: int, channels: tuple[int, ...], outputs: int, up:
     size = 2 if up else 3
     weight = quantize_nvfp4(torch.randn(outputs, size, size, sum(channels), device="cuda").half())
     amax = torch.tensor(40.0, device="cuda") if up else None
-    how: dict[str, Any] = {"padding": 0 if up else 1, "out_amax": amax, "moments": not up, "up": up}
+    planes, padding = decode_weight(weight, channels, up), 0 if up else 1
     depths = tuple(x.codes.shape[-1] for x in sources)
     plan = decoded.chosen_plan(n * h * w, outputs, depths, 1 if up else 9, up, weight.codes.device)
-    run = partial(decoded.conv2d, sources, decode_weight(weight, channels, up), **how)
-    assert direct.takes(channels, outputs, (size, size), up=up)
+    how: dict[str, Any] = {"out_amax": amax, "moments": not up, "up": up}
+    implicit = partial(decoded.conv2d, sources, planes, padding=padding, chosen=plan, **how)
+    directly = partial(direct.conv2d, sources, planes, padding=(padding, padding), **how)
     packed = 0.5 + 1 / NVFP4_BLOCK
     moved = n * h * w * (sum(channels) * packed + (4 * packed if up else 2) * outputs)
     return {
         "case": f"{n} x {h} x {w}, {' + '.join(map(str, channels))} to {outputs}{', transposed' if up else ''}",
-        "implicit_us": 1e3 * median_ms(captured(partial(run, chosen=plan))),
-        "direct_us": 1e3 * median_ms(captured(run)),
+        "implicit_us": 1e3 * median_ms(captured(implicit)),
+        "direct_us": 1e3 * median_ms(captured(directly)),
         "floor_us": 1e6 * moved / BANDWIDTH,
     }
 

@@ -26,7 +26,7 @@ from fp4deploy.packed import PackedFile
 from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, named, weight_names
 from fp4deploy.packed.network import has_kernel, plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
-from fp4deploy.plugins.gemm import decoded, direct, plain
+from fp4deploy.plugins.gemm import decoded, plain
 from fp4deploy.plugins.gemm.arguments import launch_gemm
 from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, fits, planes_shape
 from fp4deploy.plugins.gemm.reference import output_size
@@ -182,12 +182,13 @@ class _Network:
         wanted = amax is None and node.outputs[0].name in self.normed
         n, h, w = sources[0].shape[:3]
         taps = (1, 1) if up else (shape[1], shape[2])
-        rows = n * math.prod(output_size(size, each, *geometry) for size, each in zip((h, w), taps, strict=True))
+        oh, ow = (output_size(size, each, *geometry) for size, each in zip((h, w), taps, strict=True))
         depths = tuple(x.codes.shape[-1] for x in sources)
         stride, padding, dilation = geometry
         chosen = None
-        if not direct.takes(channels, shape[0], (shape[1], shape[2]), stride, dilation, up):
-            chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, rows, shape[0], depths, taps[0] * taps[1], up)
+        if not decoded.directly(weight, (n, oh, ow), stride, dilation, up, META):
+            shape_of_gemm = (n * oh * ow, shape[0], depths, taps[0] * taps[1], up)
+            chosen = decoded.plan_for(self.gpu.name, self.gpu.processors, *shape_of_gemm)
         y, found = decoded.conv2d(
             tuple(sources), weight, bias, stride, padding, dilation, not up and cast(Conv2d, node).relu,
             out_amax=amax, moments=wanted, up=up, chosen=chosen, launch=self.recording.triton,

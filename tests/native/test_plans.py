@@ -44,10 +44,13 @@ def test_a_unet(unet: PackedFile, plans: list[Plan]) -> None:
     layers = [node for node in unet.graph.nodes if isinstance(node, Layer)]
     norms = [node for node in unet.graph.nodes if isinstance(node, GroupNormReLU)]
     assert found.count("plain_conv") == sum(node.precision == "fp16" for node in layers) == 2
-    few = sum(node.precision == "nvfp4" and narrow(unet, node) for node in layers)
-    assert found.count("direct_conv") == few == 9
-    assert found.count("decoded_conv_kernel") == len(layers) - 2 - few
-    assert "implicit_gemm_kernel" not in found
+    assert found.count("decoded_conv_kernel") == len(layers) - 2
+    assert not {"implicit_gemm_kernel", "direct_conv"} & set(found)
+    large = names(record(unet, GPU, (1, 3, 352, 480)))
+    assert large.count("direct_conv") == 3  # 3x3 convolutions of 16 channels that have tiles for every multiprocessor
+    assert large.count("decoded_conv_kernel") == len(layers) - 2 - 3
+    many = names(record(unet, GPU, (16, 3, 352, 480)))
+    assert many.count("direct_conv") == sum(node.precision == "nvfp4" and narrow(unet, node) for node in layers) == 9
     assert found.count("norm_pack") + found.count("norm_pool_pack") == found.count("combine_moments") == len(norms)
     assert {"input.float32": ["read_image"], "output.classes": ["class_map"]}.items() <= {
         stage: names(plans[0], stage) for stage in plans[0].stages

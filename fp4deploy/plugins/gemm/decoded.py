@@ -174,11 +174,7 @@ def conv2d(
     factor = 2 if up else 1
     shape = (n, factor * oh, factor * ow, outputs)
     require_offsets(depths, (n, h, w), (n, oh, ow), shape, taps, stride, padding, dilation)
-    if (
-        chosen is None
-        and direct.takes(weight.channels, outputs, (kh, kw), stride, dilation, up)
-        and direct.runs(device)
-    ):
+    if chosen is None and directly(weight, (n, oh, ow), stride, dilation, up, device) and direct.runs(device):
         try:
             return direct.conv2d(sources, weight, bias, (padding, padding), relu, dtype, out_amax, moments, up)
         except UnavailableError as error:
@@ -210,6 +206,17 @@ def conv2d(
     if scales is None or out_amax is None:
         return out, found
     return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
+
+
+def directly(weight: DecodedWeight, pixels: Size3, stride: int, dilation: int, up: bool, device: torch.device) -> bool:
+    """Whether a convolution goes to `direct`.
+
+    pixels: N, height and width of the output; of a transposed convolution of the input.
+    """
+    outputs, kh, kw, _ = weight.shape
+    if not direct.takes(weight.channels, outputs, (kh, kw), stride, dilation, up):
+        return False
+    return direct.fills(direct.variant(weight.channels, outputs, (kh, kw), up), pixels, device)
 
 
 def _output(

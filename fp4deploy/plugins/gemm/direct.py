@@ -5,13 +5,16 @@
 `decoded` multiplies an implicit GEMM: every program reads and decodes a pixel again for each tap. Where a pixel has few
 channels, that takes several times as long as memory or tensor cores would. `cuda/direct_conv.cu` decodes a tile of the
 input once into shared memory and multiplies all taps from there. The order of the sum is its own, so that results
-differ from those of `decoded` in the last bits; it depends on no size, so that any two GPUs before Blackwell agree.
+differ from those of `decoded` in the last bits.
 
-`takes` says for which convolutions: stride and dilation 1, at most 3 x 3 taps, sources of equal channels.
+`takes` says for which convolutions: stride and dilation 1, at most 3 x 3 taps, sources of equal channels. With fewer
+tiles than programs that a GPU runs at a time, decoding and multiplying do not overlap, and `decoded` was as fast or
+faster: `fills` says so.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,6 +62,11 @@ class Variant:
         """Height and width in pixels."""
         return WARPS * self.rows, WIDTH
 
+    def tiles(self, oh: int, ow: int) -> Pair:
+        """How many tiles an output of this size has, down and across."""
+        height, width = self.tile
+        return -(-oh // height), -(-ow // width)
+
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: weights, then a decoded tile with its border."""
@@ -83,6 +91,15 @@ def takes(
     same = len({*channels}) == 1 and channels[0] in CHANNELS
     small = up or (max(taps) <= 3 and stride == dilation == 1)
     return same and len(channels) <= 2 and small and outputs % 16 == 0
+
+
+def fills(chosen: Variant, pixels: tuple[int, int, int], device: torch.device) -> bool:
+    """Whether there are as many tiles as programs that run at a time.
+
+    pixels: N, height and width of the output; of a transposed convolution of the input.
+    """
+    n, oh, ow = pixels
+    return n * math.prod(chosen.tiles(oh, ow)) >= RESIDENT * processors(device)
 
 
 def runs(device: torch.device) -> bool:
@@ -137,8 +154,7 @@ def conv2d(
     outputs, kh, kw, _ = weight.shape
     chosen = chosen or variant(tuple(16 * source.scales.shape[-1] for source in sources), outputs, (kh, kw), up)
     oh, ow = (h, w) if up else (h + 2 * padding[0] - kh + 1, w + 2 * padding[1] - kw + 1)
-    (height, width), device = chosen.tile, x.codes.device
-    tiles_y, tiles_x = -(-oh // height), -(-ow // width)
+    device, (tiles_y, tiles_x) = x.codes.device, chosen.tiles(oh, ow)
     factor = 2 if up else 1
     shape = (n, factor * oh, factor * ow, outputs)
     scales, found = None, None
@@ -149,7 +165,7 @@ def conv2d(
         scales = torch.empty((*shape[:-1], outputs // 16), dtype=torch.uint8, device=device)
     if moments and not up:
         parts = torch.empty(n * tiles_y * tiles_x, 2, 2, outputs, dtype=torch.float32, device=device)
-        found = Moments(parts, height * width, tiles_y * tiles_x, chosen.tile)
+        found = Moments(parts, math.prod(chosen.tile), tiles_y * tiles_x, chosen.tile)
     slices = (4 * outputs if up else outputs) // chosen.columns
     tiles = n * tiles_y * tiles_x
     programs = min(tiles, max(1, RESIDENT * processors(device) // slices))
