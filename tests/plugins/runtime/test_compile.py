@@ -257,6 +257,7 @@ def run_nvcc(source: Path, archs: list[str], definitions: list[str], folder: Pat
         "--keep",
         f"--keep-dir={folder}",
         *nvcc.FLAGS,
+        *nvcc.include_options(),
         *definitions,
         *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers),
         "-o",
