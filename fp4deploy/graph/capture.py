@@ -27,7 +27,7 @@ from torch import fx, nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.graph.copied import copied
-from fp4deploy.graph.growth import BoundedSizes, unsettled
+from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
@@ -101,9 +101,10 @@ def _export(
     except OSError:  # of the machine, such as no room for temporary files
         raise
     except Exception as error:
-        if bound.error is not None:
+        unsolved = undecided(error) if dynamic_size else None
+        if ended := bound.error or unsolved:
             advice = "Capture it with a fixed size: dynamic_size=False."
-            raise unsettled(type(model).__name__, place_of(bound.error), advice) from error
+            raise unsettled(type(model).__name__, place_of(ended), advice, ended is not unsolved) from error
         raise InputError(why_not_captured(model, error)) from error
 
 
@@ -136,7 +137,7 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
     return f"torch.export cannot capture {kind}{place}: {cause}. Check the example inputs' shapes and types."
 
 
-def place_of(error: Exception) -> str:
+def place_of(error: BaseException) -> str:
     """The last line of the user's code in the traceback, as " (net.py, line 12)"; "" where there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
@@ -150,7 +151,10 @@ def _place_of_node(error: Exception) -> str:
 
 
 def _is_users(file: str) -> bool:
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), sysconfig.get_paths()["stdlib"])
+    tracing = Path(__file__).parent, Path(__file__).parents[1] / "export"
+    own = (str(Path(torch.__file__).parent), *map(str, tracing), sysconfig.get_paths()["stdlib"])
+    if "/site-packages/sympy/" in Path(file).as_posix():  # torch's, which decides on sizes with it
+        return False
     return "site-packages" in file.removeprefix(own[0]) if file.startswith(own) else not file.startswith("<")
 
 

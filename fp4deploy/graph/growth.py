@@ -8,6 +8,7 @@ once a size has more operators than any file could hold; the number does not dep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ MOST_OPERATORS = 48  # UNets and SegFormer: at most 11. A packed file holds form
 
 
 class UnsettledSizes(InputError):
-    """The sizes of a network's tensors follow from the input's by formulas too long to decide on; `cause`: why."""
+    """The sizes of a network's tensors follow from the input's by formulas that nobody decides on; `cause`: why."""
 
     def __init__(self, cause: str, advice: str) -> None:
         super().__init__(f"{cause} {advice}")
@@ -61,8 +62,27 @@ class BoundedSizes(TorchFunctionMode):
                 self.known.add(expression)
 
 
-def unsettled(kind: str, place: str, advice: str) -> UnsettledSizes:
-    """The error for a network of this class; place: " (net.py, line 12)", or ""; advice: a sentence."""
+def undecided(error: BaseException | None) -> BaseException | None:
+    """What ended a tracing where sympy could not solve a condition on sizes, such as h // 2 = 2 (h // 4)."""
+    found = None
+    while error is not None:
+        if re.search(r"inequality.*cannot be\s+solved", str(error)):
+            found = error  # the innermost one, whose traceback has the network's code
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def unsettled(kind: str, place: str, advice: str, long: bool = True) -> UnsettledSizes:
+    """The error for a network of this class; place: " (net.py, line 12)", or ""; advice: a sentence.
+
+    long: formulas are too long; otherwise a condition on sizes is `undecided`.
+    """
+    if not long:
+        cause = (
+            f"{kind} joins tensors{place} whose sizes are rounded down in different ways, such as by a convolution and "
+            "a pooling of stride 2; whether they fit for every image size is not decided."
+        )
+        return UnsettledSizes(cause, advice)
     cause = (
         f"{kind} computes sizes{place} that follow from the image size by formulas of more than {MOST_OPERATORS} "
         "operators, such as a padding that is computed in every layer."

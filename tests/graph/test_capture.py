@@ -287,3 +287,23 @@ def test_sizes_that_grow_from_layer_to_layer_are_refused() -> None:
     assert graph.inputs[0].free == [0]
     with pytest.raises(UnsettledSizes, match="PaddedByItsSize computes sizes .* without --dynamic-size"):
         export_graph(model, (3, 64, 64), dynamic_size=True)
+
+
+class RoundedInTwoWays(nn.Module):
+    """A stride-2 convolution rounds up, a pooling down; behind both, floor(h / 2 / 2) is compared with floor(h / 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 5, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.first(x), nn.functional.max_pool2d(x, 2)], 1)
+        return self.second(x) + nn.functional.max_pool2d(x, 2)
+
+
+def test_sizes_that_torch_cannot_decide_on() -> None:
+    """Refused by name with an open size instead of by sympy's message; with a fixed size it is exported."""
+    model = RoundedInTwoWays().eval()
+    with pytest.raises(UnsettledSizes, match="RoundedInTwoWays joins tensors.* rounded down.* without --dynamic-size"):
+        export_graph(model, (3, 64, 64), dynamic_size=True)
+    assert export_graph(model, (3, 64, 64)).graph

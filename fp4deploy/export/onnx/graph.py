@@ -50,7 +50,7 @@ from fp4deploy.graph.capture import (
     why_not_captured,
 )
 from fp4deploy.graph.copied import copied
-from fp4deploy.graph.growth import BoundedSizes, unsettled
+from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
@@ -201,9 +201,10 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
     except Exception as error:
         if isinstance(error, InputError):
             raise
-        if bound.error is not None:
+        unsolved = undecided(error) if dynamic_size else None
+        if ended := bound.error or unsolved:
             advice = "Export it for one image size, without --dynamic-size (dynamic_size=False)."
-            raise unsettled(type(model).__name__, place_of(bound.error), advice) from error
+            raise unsettled(type(model).__name__, place_of(ended), advice, ended is not unsolved) from error
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         refused = next((each for each in _chain(error) if isinstance(each, InputError)), None)
         if refused is not None:  # by the network itself
