@@ -44,12 +44,10 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for case in CASES:
-        rows.append(measure(*case))
-        print(
-            "{case}: implicit GEMM {implicit_us:.0f} us, direct {direct_us:.0f} us, floor {floor_us:.0f}".format(
-                **rows[-1]
-            )
-        )
+        row = measure(*case)
+        rows.append(row)
+        times = ", ".join(f"{name} {row[f'{name}_us']:.0f} us" for name in ("implicit", "direct", "floor"))
+        print(f"{row['case']}: {times}")
     if options.json:
         found = {"command": "python benchmarks/direct_conv.py", "machine": machine(), "rows": rows}
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -345,6 +345,13 @@ def _everywhere(name: str, spec: QuantSpec) -> Recipe:
     return Recipe(name, spec, spec, spec, spec, spec, spec)
 
 
+TETRAJET_V2 = replace(
+    _everywhere("tetrajet_v2", NVFP4_ROTATED),
+    activation=NVFP4,
+    weight=NVFP4,
+    double_quantization=True,
+    weight_reset=WeightReset(),
+)
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -377,21 +384,8 @@ RECIPES: dict[str, Recipe] = {
             replace(NVFP4_HADAMARD, rounding="stochastic"),
             NVFP4_HADAMARD,
         ),
-        replace(
-            _everywhere("tetrajet_v2", NVFP4_ROTATED),
-            activation=NVFP4,
-            weight=NVFP4,
-            double_quantization=True,
-            weight_reset=WeightReset(),
-        ),
-        replace(
-            _everywhere("tetrajet_v2_outcontrol", NVFP4_ROTATED),
-            activation=NVFP4,
-            weight=NVFP4,
-            double_quantization=True,
-            weight_reset=WeightReset(),
-            outlier_control=OutlierControl(),
-        ),
+        TETRAJET_V2,
+        replace(TETRAJET_V2, name="tetrajet_v2_outcontrol", outlier_control=OutlierControl()),
         Recipe(
             "quartet_2", NVFP4_4O6, NVFP4_4O6, NVFP4_EDEN, NVFP4_EDEN, NVFP4_EDEN, NVFP4_EDEN, double_quantization=True
         ),
