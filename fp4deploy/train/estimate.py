@@ -47,7 +47,7 @@ WARM_UP = 5
 WARM_UP_BATCHES = 2  # of an evaluation
 PARTS = 4  # of the measurements of a model: warm-up, steps, steps on one batch, evaluation
 SECONDS = 300.0  # that measuring may take
-EFFICIENCY = 0.8  # four H200 with 16 images each reached 0.81 (benchmarks/scaling.py)
+EFFICIENCY = 0.85  # four H200, UNet of scale 1.0, NVFP4, 16 images each, epochs of 24 s (benchmarks/scaling.py)
 LOADER_LIMIT = 0.9  # of the speed on a resident batch; below it the loader limits the training
 
 
@@ -182,7 +182,7 @@ def estimate(
 
 def assumptions(gpus: int, efficiency: float) -> list[str]:
     """The assumptions of an estimate, in sentences."""
-    scaling = f"{gpus} GPUs work at {efficiency:g} x {gpus} the speed of one (assumed, not measured)"
+    scaling = f"{gpus} GPUs work at {efficiency:g} x {gpus} the speed of one (assumed, not measured here)"
     return [
         "a step costs the same from the first to the last, at the measured batch a GPU",
         scaling if gpus > 1 else "one GPU, as measured",
