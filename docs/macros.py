@@ -588,8 +588,8 @@ def scaling() -> str:
             share = f"{100 * row['all_reduce_ms'] / row['step_ms']:.1f} %" if "step_ms" in row else ""
             speed = [f"{row['images_per_s']:.0f}", f"{row['epoch_s']:.0f}", f"{100 * row['efficiency']:.0f} %", share]
             rows.append([f"{found['scale']}", row["model"], f"{row['gpus']} x {row['batch']}", *speed, distance])
-    head = ["scale", "model", "GPUs x images", "images/s", "epoch, s", "efficiency", "all-reduce", "loss from one GPU's"]
-    return markdown(head, rows, 3)
+    head = ["scale", "model", "GPUs x images", "images/s", "epoch, s", "efficiency", "all-reduce"]
+    return markdown([*head, "difference of the loss"], rows, 3)
 
 
 def fp4_training() -> str:
