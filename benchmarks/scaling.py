@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py --data CAMVID --gpus 1,4 --json benchmarks/results/scaling_h200.json
 
-Every case is `fp4deploy train` under torchrun, in FP16 or in NVFP4 from scratch, on a folder that holds each training
-image --repeat times, because an epoch of few steps would mostly measure its start. Two kinds of case:
+Every case is `fp4deploy train` under torchrun, in FP16 or in NVFP4 from scratch, with epochs that have each training
+image --repeat times (`data.repeat`), because an epoch of few steps would mostly measure its start. Two kinds of case:
 
 * `same batch`: 16 images a step in all, 16 / n a GPU. Order, augmentation and initial weights are those of one GPU,
   so that losses differ by rounding alone. With --again the one-GPU case runs twice: how far two such runs are apart, on
@@ -78,10 +78,6 @@ def main() -> None:
     counts = sorted({int(count) for count in arguments.gpus.split(",")} | {1})
     repeats = {count: count * (arguments.share_repeat or arguments.repeat) for count in counts}
     with tempfile.TemporaryDirectory() as folder:
-        data = {
-            times: repeated(arguments.data, Path(folder) / f"data{times}", times)
-            for times in {arguments.repeat, *repeats.values()}
-        }
         kinds = [(1, BATCH, "same batch")]
         kinds += [(1, BATCH, "same batch, again")] if arguments.again else []
         kinds += [(1, BATCH, "same share")] if repeats[1] > arguments.repeat else []
@@ -95,9 +91,10 @@ def main() -> None:
             with ThreadPoolExecutor() as pool:
                 trained: list[Future[dict[str, Any]]] = []
                 for first, case in wave:
-                    images = data[repeats[case.gpus] if case.kind == "same share" else arguments.repeat]
+                    repeat = repeats[case.gpus] if case.kind == "same share" else arguments.repeat
                     out = Path(folder) / f"run{len(rows) + len(trained)}"
-                    trained.append(pool.submit(train, arguments.config, images, out, first, case, settings))
+                    own = [f"data.repeat={repeat}", *settings]
+                    trained.append(pool.submit(train, arguments.config, arguments.data, out, first, case, own))
             for (_, case), training in zip(wave, trained, strict=True):
                 rows.append({**dataclasses.asdict(case), **training.result()})
                 if case.gpus > 1 and str(case.gpus) not in report["all_reduce_ms"]:
@@ -182,22 +179,6 @@ def waves(cases: list[Case], room: int) -> list[list[tuple[int, Case]]]:
     return found
 
 
-def repeated(data: Path, out: Path, times: int) -> Path:
-    """The masks layout with every training image `times` times, as links."""
-    (out / "masks").mkdir(parents=True)
-    (out / "val").symlink_to((data / "val").resolve())
-    (out / "masks" / "val").symlink_to((data / "masks" / "val").resolve())
-    if (data / "annotations").is_dir():  # the classes' names; without them every mask is read for its values
-        (out / "annotations").symlink_to((data / "annotations").resolve())
-    for part in ("train", "masks/train"):
-        (out / part).mkdir()
-        for file in sorted((data / part).iterdir()):
-            stem, target = str(out / part / file.stem), file.resolve()
-            for number in range(times):
-                os.symlink(target, f"{stem}_{number}{file.suffix}")
-    return out
-
-
 def train(config: Path, data: Path, out: Path, first: int, case: Case, settings: list[str]) -> dict[str, Any]:
     """Train one model on GPUs from the `first` on: the losses by epoch, and the last epoch's mIoU, images a second and
     length."""
@@ -220,8 +201,9 @@ def train(config: Path, data: Path, out: Path, first: int, case: Case, settings:
         sys.exit(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     lines = [json.loads(line) for line in (out / case.model / "metrics.jsonl").read_text().splitlines()]
     last = {key: lines[-1][key] for key in ("miou", "images_per_s", "peak_memory_bytes")}
-    images = sum(1 for _ in (data / "train").iterdir())
-    return {"losses": [line["loss"] for line in lines], **last, "epoch_s": round(images / last["images_per_s"], 1)}
+    steps = lines[-1]["step"] - lines[-2]["step"] if len(lines) > 1 else lines[-1]["step"]
+    seconds = steps * case.gpus * case.batch / last["images_per_s"]
+    return {"losses": [line["loss"] for line in lines], **last, "epoch_s": round(seconds, 1)}
 
 
 def compare(rows: list[dict[str, Any]], all_reduce_ms: dict[str, float]) -> None:

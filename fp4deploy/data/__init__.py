@@ -12,6 +12,7 @@ from fp4deploy.data.generated.shapes import generate_shapes
 from fp4deploy.data.importing import import_coco
 from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
 from fp4deploy.data.loader import EpochLoader, end_workers, eval_loader, train_loader
+from fp4deploy.data.part import repeated
 from fp4deploy.data.sample import (
     IGNORE,
     IMAGE_MEAN,
@@ -65,6 +66,7 @@ __all__ = [
     "open_dataset",
     "open_instances",
     "parse_splits",
+    "repeated",
     "summarise",
     "train_loader",
     "validation_set",
