@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fp4deploy.bench.records import ArtifactEntry
     from fp4deploy.bench.runtimes.like import Like
 
+WIDE = 120  # columns from which a table shows folder and name of a file on one line
+
 
 def bench(
     engine: Annotated[
@@ -491,7 +493,7 @@ def _print_details(found: list[ArtifactEntry], decisions: list[Decision], *, to_
     from fp4deploy.bench import tables
 
     console = notes() if to_stderr else results()
-    lines = [text for entry in found if (text := tables.detail(entry))]
+    lines = tables.details(found)
     for decision in decisions:
         lines += [decision.text(), *decision.losses()]
     for line in lines:
@@ -509,22 +511,25 @@ def _save(document: dict[str, Any], path: Path) -> None:
 def print_table(
     entries: list[ArtifactEntry], baseline: float | None = None, *, to_stderr: bool = False, reasons: bool = True
 ) -> None:
-    """The comparison table; reasons of rows that were not run follow it."""
+    """The comparison table; reasons of rows that were not run follow it. A file's name is never broken over lines."""
     from rich.table import Table
 
     from fp4deploy.bench import tables
 
+    console = notes() if to_stderr else results()
+    below = "/" if console.width >= WIDE else "/\n"
     table = Table(box=None, pad_edge=False)
     for name in tables.head(entries):
-        table.add_column(name, justify="right" if name in tables.NUMERIC else "left", overflow="fold")
+        right, whole = name in tables.NUMERIC, name == "artefact"
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     columns = tables.metrics(entries)
     body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline, columns) for entry in entries]
-    for row in body:
-        table.add_row(*row)
-    console = notes() if to_stderr else results()
+    for (model, _, *row), path in zip(body, tables.names(entries), strict=True):
+        table.add_row(model, path.replace("/", below), *row)
     console.print(table)
     for entry in entries:
         if reasons and entry.memory:
             console.print(tables.memory(entry.path, entry.memory), markup=False, soft_wrap=True)
         if reasons and entry.reason:
-            console.print(f"{entry.path}: {entry.reason}", markup=False, soft_wrap=True)
+            about = "" if entry.reason.startswith(entry.path) else f"{entry.path}: "
+            console.print(f"{about}{entry.reason}", markup=False, soft_wrap=True)
