@@ -172,7 +172,7 @@ def test_the_worst_of_several_is_named() -> None:
 def test_a_failure_states_drop_and_interval() -> None:
     failed = Decision("a/unet.onnx", "mIoU", 0.7, 0.8, Interval(0.1, 0.0625, 0.15), 0.5, 40, (), ())
     with pytest.raises(
-        GateError, match="has 70.00 mIoU, 10.00 points below .* 80.00; the 95 % .* is 6.25 to 15.00, and"
+        GateError, match="has 70.00 % mIoU, 10.00 points below .* 80.00 %; the 95 % .* is 6.25 to 15.00, and"
     ):
         require_passed([failed])
 

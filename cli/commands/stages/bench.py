@@ -192,7 +192,7 @@ def bench(
         _draw(found, decisions, reference, where, split, keep, card)
     if reference is not None:
         require_passed(decisions)
-        note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
+        note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} % {reference.metric}.")
     if engine:
         _require_run(found)
 
@@ -239,7 +239,7 @@ def _fastest(found: list[ArtifactEntry], max_drop: float) -> dict[str, str | Non
     if best is None or best.latency_ms is None:
         note("Nothing that ran is accurate enough to be chosen.")
         return {"fastest": None}
-    accuracy = "" if best.accuracy is None else f", {best.metric} {100 * best.accuracy:.2f}"
+    accuracy = "" if best.accuracy is None else f", {best.metric} {100 * best.accuracy:.2f} %"
     note(f"Fastest within {max_drop:g} points: {best.path}, {best.latency_ms.p50:.3g} ms{accuracy}.")
     return {"fastest": best.path}
 

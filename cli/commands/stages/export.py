@@ -11,7 +11,7 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
 from ... import completion
-from ...console import done, note, shown
+from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def export(
     if failed:
         raise type(min(failed, key=lambda error: error.exit_code))(" ".join(dict.fromkeys(map(str, failed))))
     if form == "packed":
-        note("Measure it with: fp4deploy bench; list its layers with: fp4deploy inspect FILE")
+        note(f"Measure it with: fp4deploy bench; list its layers with: fp4deploy inspect {typed(targets[-1][1])}")
     else:
         note("Build an engine with: fp4deploy build")
 
@@ -123,7 +123,7 @@ def _exported(source: Path | None) -> list[Path]:
     if source is not None and source.is_file():
         return [source]
     if source is not None and not source.exists():
-        raise InputError(f"There is no {source}. Give a run folder, an .onnx file or a .plan.")
+        raise InputError(f"There is no file or folder {source}. Give a run folder, an .onnx file or a .plan.")
     run = open_run(source) if source is not None else latest_run()
     found = [path for path in sorted(run.export_dir.glob("*.onnx")) if ".portable" not in path.name]
     if not found:
@@ -159,7 +159,7 @@ def describe(result: ExportResult) -> str:
 
 def _targets(source: Path | None, out: Path | None, suffix: str) -> list[tuple[Path, Path]]:
     if source is not None and not source.exists():
-        raise InputError(f"There is no {source}. Give a run folder or a checkpoint; train one with: fp4deploy train")
+        raise InputError(f"There is no file or folder {source}. Give a run folder or a checkpoint; train one with: fp4deploy train")
     if source is not None and source.is_file():
         return [(source, _target(source, out, suffix))]
     run = open_run(source) if source is not None else latest_run()

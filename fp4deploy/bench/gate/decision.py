@@ -181,9 +181,9 @@ def require_passed(decisions: Sequence[Decision]) -> None:
     else:
         cause = f"and --max-drop allows {allowed:g}. Train NVFP4 longer, or keep more layers in FP16."
     raise GateError(
-        f"{name} has {100 * worst.value:.2f} {worst.metric}, {100 * worst.drop.drop:.2f} points below the baseline's "
-        f"{100 * worst.baseline:.2f}; the {100 * LEVEL:.0f} % interval of the drop over {worst.split_images} images is "
-        f"{100 * worst.drop.low:.2f} to {100 * worst.drop.high:.2f}, {cause}"
+        f"{name} has {100 * worst.value:.2f} % {worst.metric}, {100 * worst.drop.drop:.2f} points below the "
+        f"baseline's {100 * worst.baseline:.2f} %; the {100 * LEVEL:.0f} % interval of the drop over "
+        f"{worst.split_images} images is {100 * worst.drop.low:.2f} to {100 * worst.drop.high:.2f}, {cause}"
     )
 
 

@@ -207,8 +207,9 @@ def markdown(results: dict[str, Any]) -> str:
             elif "test" in keys and run["status"] == "done" and "test" not in run:
                 notes.append(f"* {name}, seed {seed}, is not scored on the test split.")
     text = (
-        f"The score of this sweep is {results['metric']} {results['score']}, in %, mean and standard deviation over seeds. "
-        "Gaps are in points, paired by seed, positive where the variant is better, with a 95 % interval by Student's t."
+        f"The score of this sweep is {results['metric']} {results['score']}, in %, mean and standard deviation over "
+        "seeds. Gaps are in points, paired by seed, positive where the variant is better, with a 95 % interval by "
+        "Student's t."
     )
     return "\n".join([f"# {results['file']}", "", text, "", *lines, *([""] if notes else []), *notes, ""])
 

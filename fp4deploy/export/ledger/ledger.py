@@ -189,8 +189,9 @@ class Ledger:
         total = max(1, sum(row.macs for row in self.layers))
         listed = "; ".join(f"{row.layer} ({100 * row.macs / total:.1f} %, {row.actual}): {row.reason}" for row in rest)
         raise GateError(
-            f"{100 * found:.1f} % of the multiply-accumulates are in FP4, and --require-fp4 asks for {100 * share:.1f} %. "
-            f"Most of the rest: {listed}. No engine was written. Choose another form with: --conv gemm"
+            f"{100 * found:.1f} % of the multiply-accumulates are in FP4, and --require-fp4 asks for "
+            f"{100 * share:.1f} %. Most of the rest: {listed}. No engine was written. "
+            "Choose another form with: --conv gemm"
         )
 
     def totals(self) -> Totals:
