@@ -159,7 +159,9 @@ def describe(result: ExportResult) -> str:
 
 def _targets(source: Path | None, out: Path | None, suffix: str) -> list[tuple[Path, Path]]:
     if source is not None and not source.exists():
-        raise InputError(f"There is no file or folder {source}. Give a run folder or a checkpoint; train one with: fp4deploy train")
+        raise InputError(
+            f"There is no file or folder {source}. Give a run folder or a checkpoint; train one with: fp4deploy train"
+        )
     if source is not None and source.is_file():
         return [(source, _target(source, out, suffix))]
     run = open_run(source) if source is not None else latest_run()
