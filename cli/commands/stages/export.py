@@ -77,7 +77,7 @@ def export(
     from fp4deploy.progress import progress
 
     pixels, suffix = parse_size(size), SUFFIXES[form]
-    failed: list[GateError | InputError] = []
+    failed: list[tuple[Path, GateError | InputError]] = []
     targets = _targets(source, out, suffix)
     require_writable(*(target for _, target in targets))
     for checkpoint, target in targets:
@@ -91,15 +91,27 @@ def export(
                     sizes = {"size": pixels, "dynamic_size": dynamic_size}
                     line = describe(_onnx(checkpoint, target, portable, verify_on, images, verify, **sizes))
         except (GateError, InputError) as error:
-            failed.append(error)
+            failed.append((checkpoint, error))
             continue
         done(line, checkpoint=str(checkpoint), path=str(target), size_bytes=target.stat().st_size)
     if failed:
-        raise type(min(failed, key=lambda error: error.exit_code))(" ".join(dict.fromkeys(map(str, failed))))
+        raise type(min((error for _, error in failed), key=lambda error: error.exit_code))(_causes(failed))
     if form == "packed":
         note(f"Measure it with: fp4deploy bench; list its layers with: fp4deploy inspect {typed(targets[-1][1])}")
     else:
         note("Build an engine with: fp4deploy build")
+
+
+def _causes(failed: list[tuple[Path, GateError | InputError]]) -> str:
+    """Every message; one that says of several checkpoints the same is written once, with the names of the others."""
+    found: dict[str, tuple[str, list[str]]] = {}  # message without the checkpoint -> the first message, the others
+    for checkpoint, error in failed:
+        text, path = str(error), str(checkpoint)
+        found.setdefault(text.replace(path, ""), (text, []))[1].append(path)
+    return " ".join(
+        f"{text} The same is true of {', '.join(others)}." if (others := list(dict.fromkeys(paths))[1:]) else text
+        for text, paths in found.values()
+    )
 
 
 def _serve(source: Path | None, out: Path, max_batch: int) -> None:
