@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from fp4deploy.bench.records import ArtifactEntry
     from fp4deploy.bench.runtimes.like import Like
 
-WIDE = 120  # columns from which a table shows folder and name of a file on one line
+MOST_LETTERS = 40  # of the name of a file, before it may be broken over two lines
+WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
 
 
 def bench(
@@ -511,21 +512,27 @@ def _save(document: dict[str, Any], path: Path) -> None:
 def print_table(
     entries: list[ArtifactEntry], baseline: float | None = None, *, to_stderr: bool = False, reasons: bool = True
 ) -> None:
-    """The comparison table; reasons of rows that were not run follow it. A file's name is never broken over lines."""
+    """The comparison table; reasons of rows that were not run follow it.
+
+    In a narrow terminal backend and precision stand below the name of the file, instead of columns of a few letters.
+    """
     from rich.table import Table
 
     from fp4deploy.bench import tables
 
     console = notes() if to_stderr else results()
-    below = "/" if console.width >= WIDE else "/\n"
+    wide, paths = console.width >= WIDE, tables.names(entries)
+    longest = max(map(len, paths), default=0)
     table = Table(box=None, pad_edge=False)
     for name in tables.head(entries):
-        right, whole = name in tables.NUMERIC, name == "artefact"
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
+        if wide or name not in ("backend", "precision"):
+            whole, right = wide and name == "artefact" and longest <= MOST_LETTERS, name in tables.NUMERIC
+            table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     columns = tables.metrics(entries)
     body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline, columns) for entry in entries]
-    for (model, _, *row), path in zip(body, tables.names(entries), strict=True):
-        table.add_row(model, path.replace("/", below), *row)
+    for (model, _, backend, precision, *numbers), path in zip(body, paths, strict=True):
+        texts = (path, backend, precision) if wide else (f"{path}\n{backend}\n{precision}",)
+        table.add_row(model, *texts, *numbers)
     console.print(table)
     for entry in entries:
         if reasons and entry.memory:
