@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,3 +82,8 @@ def shown(path: Path) -> str:
         return str(Path(os.path.realpath(path)).relative_to(os.path.realpath("")))
     except (OSError, ValueError):  # the current folder may be gone
         return str(path)
+
+
+def typed(path: Path) -> str:
+    """`path` as an argument of the next command, to be copied into a shell."""
+    return shlex.quote(shown(path))

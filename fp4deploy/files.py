@@ -103,10 +103,9 @@ def _refuse_device(path: Path) -> None:
 
 
 def _unwritten(path: Path, error: OSError) -> InputError:
-    return InputError(
-        f"{path} could not be written: {error.strerror or error}. Nothing was replaced; "
-        "free some space or choose another place."
-    )
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)  # None: a writer's own error, whose text says it
+    advice = "free some space or choose another place" if full else "choose another place"
+    return InputError(f"{path} could not be written: {error.strerror or error}. Nothing was replaced; {advice}.")
 
 
 def _private_folder(parent: Path) -> tuple[Path, int | None]:

@@ -214,7 +214,7 @@ def table_rows(found: LayerTimes) -> list[tuple[str, ...]]:
     total = sum(row.ms for row in found.layers)
     return [
         (
-            *(row.layer, row.op, row.precision, f"{row.ms:.4f}", f"{row.ms / total:.1%}"),
+            *(row.layer, row.op, row.precision, f"{row.ms:.4f}", f"{100 * row.ms / total:.1f} %"),
             *(f"{row.bytes / 1e6:.2f}", f"{row.operations / 1e9:.2f}", f"{row.share:.2f}", row.bound_by),
         )
         for row in found.layers

@@ -26,7 +26,7 @@ def find_artifact(name: Path, root: Path = RUNS) -> Path:
     if name.is_file():
         return name
     if name.is_dir():
-        raise InputError(f"{name} is a folder; --engine takes a file: {', '.join(RUNTIMES)}.")
+        raise InputError(f"{name} is a folder; give a file: {', '.join(RUNTIMES)}.")
     if name.suffix not in ("", *RUNTIMES) or name.name != str(name):
         raise _missing(name, root)
     found = _of_latest_run(name.name, root) or _of_latest_run(f"{name.name}.safetensors", root)
@@ -50,7 +50,7 @@ def _of_latest_run(name: str, root: Path) -> Path | None:
 
 
 def _missing(name: Path, root: Path) -> InputError:
-    suffixes = f"bench takes {', '.join(RUNTIMES)}"
+    suffixes = f"taken are {', '.join(RUNTIMES)}"
     try:
         run = latest_run(root)
     except InputError:
@@ -74,7 +74,7 @@ def _next_command(name: Path, run: Run) -> str:
         return "Pack the models with: fp4deploy export --format packed"
     if name.suffix == ".safetensors":
         return "Train a model with: fp4deploy train"
-    if any(run.export_dir.glob("*.onnx")):
+    if name.suffix != ".onnx" and any(run.export_dir.glob("*.onnx")):
         return "Make an engine with: fp4deploy build"
     built = ", then build an engine with: fp4deploy build" if name.suffix == ".plan" else ""
     return f"Export the models with: fp4deploy export{built}"

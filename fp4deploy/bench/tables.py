@@ -6,7 +6,9 @@ is a gain, "-0.41" a loss. Columns of a metric that no row has are left out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -118,12 +120,25 @@ def memory(name: str, found: dict[str, int]) -> str:
     return f"{name}: {'; '.join(parts)}."
 
 
-def detail(entry: ArtifactEntry) -> str:
-    """A sentence about boundaries and objects by size; "" where they were not measured."""
-    if entry.boundary_f1 is None:
-        return ""
-    sizes = ", ".join(f"{name} {percent(value)}" for name, value in entry.recall_by_size.items())
-    return f"{entry.path}: boundary F1 {percent(entry.boundary_f1)}; recall by object size: {sizes}."
+def names(artifacts: Sequence[ArtifactEntry]) -> list[str]:
+    """Paths as a table shows them: of several below one folder what lies below it, "fp16/best.safetensors"."""
+    paths = [entry.path for entry in artifacts]
+    folders = {PurePath(path).parent for path in paths}
+    if len(set(paths)) < 2 or len({folder.anchor for folder in folders}) > 1:
+        return paths
+    shared = os.path.commonpath(folders)
+    return [PurePath(path).relative_to(shared).as_posix() for path in paths]
+
+
+def details(artifacts: Sequence[ArtifactEntry]) -> list[str]:
+    """Sentences about boundaries and objects by size; artefacts with the same figures share one."""
+    found: dict[str, list[str]] = {}
+    for entry, name in zip(artifacts, names(artifacts), strict=True):
+        if entry.boundary_f1 is not None:
+            sizes = ", ".join(f"{kind} {percent(value)}" for kind, value in entry.recall_by_size.items())
+            figures = f"boundary F1 {percent(entry.boundary_f1)}; recall by object size: {sizes}."
+            found.setdefault(figures, []).append(name)
+    return [f"{', '.join(dict.fromkeys(same))}: {figures}" for figures, same in found.items()]
 
 
 def milliseconds(value: float | None) -> str:

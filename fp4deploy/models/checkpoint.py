@@ -187,7 +187,7 @@ def read_card(path: Path) -> ModelCard:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"{path} is corrupt, or not a readable safetensors file ({error}). Train the model again."
+            f"{path} is corrupt, or not a readable safetensors file ({error}). Copy it again, or train the model again."
         ) from error
     if CARD_KEY not in metadata:
         raise InputError(f"{path} carries no fp4deploy model card: it was written by another program.")

@@ -340,10 +340,14 @@ def summary(found: Comparison) -> list[str]:
         done.add(row.run)
         label, model = row.first
         whose = label if model == row.model else f"{label}'s {MODEL_TITLES[model]}"
-        verb = "the same as" if round(100 * gap, 2) == 0 else f"{abs(100 * gap):.2f} {'above' if gap > 0 else 'below'}"
+        verb = (
+            "the same as"
+            if round(100 * gap, 2) == 0
+            else f"{abs(100 * gap):.2f} points {'above' if gap > 0 else 'below'}"
+        )
         sentences.append(
-            f"{row.run}: {MODEL_TITLES[row.model]} reaches {100 * score:.2f} points of {row.metric}, "
-            f"{verb} {whose} ({100 * (score - gap):.2f})."
+            f"{row.run}: {MODEL_TITLES[row.model]} reaches {100 * score:.2f} % {row.metric}, "
+            f"{verb} {whose} ({100 * (score - gap):.2f} %)."
         )
     real = [entry.key for entry in found.differences if entry.changes_results]
     shown = ", ".join(real[:6]) + (f" and {len(real) - 6} more" if len(real) > 6 else "")

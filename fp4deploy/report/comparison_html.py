@@ -89,7 +89,7 @@ def _tile(found: Comparison, run: RunData) -> Tile:
         else ("measured", row.measured, row.measured_to_first)
     )
     change = f", {tables.signed(gap)}" if gap is not None else ""
-    return Tile(run.label, tables.points(score), f"{MODEL_TITLES[row.model]}, {which} {row.metric}{change}")
+    return Tile(run.label, tables.percent(score), f"{MODEL_TITLES[row.model]}, {which} {row.metric}{change}")
 
 
 def _remarks(runs: Sequence[RunData]) -> dict[str, list[str]]:

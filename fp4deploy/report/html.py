@@ -135,11 +135,11 @@ def _tiles(report: ReportData) -> list[Tile]:
     metric = TASKS[report.task].metric
     found = []
     for name, model in report.models.items():
-        note = "points, on the validation images"
+        note = "on the validation images"
         if name == "nvfp4" and baseline and reference is not None and model.accuracy is not None:
             against = MODEL_TITLES.get(str(baseline.model), str(baseline.model))
             note = f"{tables.change_in_words(metric, model.accuracy, reference)} against {against}"
-        found.append(Tile(f"{metric}, {MODEL_TITLES.get(name, name)}", tables.points(model.accuracy), note))
+        found.append(Tile(f"{metric}, {MODEL_TITLES.get(name, name)}", tables.percent(model.accuracy), note))
     if ".onnx" in report.sizes:
         small, large = report.sizes[".onnx"]
         note = f"{tables.size(small)} instead of {tables.size(large)}"

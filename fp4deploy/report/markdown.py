@@ -20,7 +20,7 @@ def render_markdown(report: ReportData) -> str:
         counts = count_titles(report)
         body = [[e.engine, e.built, *(str(e.counts.get(name, 0)) for name in counts)] for e in report.ledgers]
         parts += ["## Engines\n", tables.markdown(("engine", "built by", *counts.values()), body)]
-    parts += [f"## {TASKS[report.task].per_class} per class, points\n", per_class(report.models)]
+    parts += [f"## {TASKS[report.task].per_class} per class, %\n", per_class(report.models)]
     if kinds := tables.error_rows(report.artifacts):
         parts += ["## Kinds of errors: how many, and AP50 that they cost in points\n", tables.markdown(*kinds)]
     if confusions := tables.confusion_rows(report.artifacts):

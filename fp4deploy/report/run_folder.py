@@ -6,7 +6,7 @@
 | best and last score, scores of classes | <model>/metrics.jsonl: the validation of the training |
 | size, accuracy and latency of artefacts | report.json of `fp4deploy run`, bench.jsonl of `bench`; the later |
 | machine, commands | report.json, else commands.jsonl, which every training writes |
-| artefacts that nobody measured | the files themselves: a size, and "not measured" |
+| artefacts that nobody measured | the files themselves: a size, and "not measured"; engines: "built, not run" |
 
 The two accuracies of a model differ a little: a training validates the weights it has, a report measures them as they
 ship, rounded to FP16. They are never mixed in one difference. A number in report.json belongs to a file: where the file
@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field, ValidationError
 
-from fp4deploy.bench.artifact import OK
+from fp4deploy.bench.artifact import NOT_RUN, OK
 from fp4deploy.bench.commands import recorded
 from fp4deploy.bench.kept import FILE as KEPT_FILE
 from fp4deploy.bench.kept import KeptEntry
 from fp4deploy.bench.kept import kept as kept_entries
+from fp4deploy.bench.ledgers import built_by, ledger_of
 from fp4deploy.bench.locate import model_of, run_artifacts
 from fp4deploy.bench.records import NOT_MEASURED, ArtifactEntry, Machine, Record, Scores
+from fp4deploy.bench.runtimes.precision import of_engine
 from fp4deploy.errors import InputError, counted
 from fp4deploy.files import file_digest
 from fp4deploy.models import read_card
@@ -274,7 +276,7 @@ def _artifacts(run: Run, kept: Measurement, benched: list[KeptEntry], remarks: l
     for path in run_artifacts(run).values():
         name = path.relative_to(run.path).as_posix()
         if name not in known and not name.endswith(".portable.onnx"):
-            entries.append(ArtifactEntry(path=name, model=model_of(path, run), size_bytes=path.stat().st_size))
+            entries.append(_unmeasured(run, path, name))
     changed = sum(entry.status == CHANGED for entry in entries)
     if changed:
         verb = "has" if changed == 1 else "have"
@@ -283,6 +285,19 @@ def _artifacts(run: Run, kept: Measurement, benched: list[KeptEntry], remarks: l
         )
     order = {model: place for place, model in enumerate(MODELS)}
     return sorted(entries, key=lambda entry: order.get(str(entry.model), len(order)))  # stable: as they were listed
+
+
+def _unmeasured(run: Run, path: Path, name: str) -> ArtifactEntry:
+    """A file that nobody measured: its size, and of an engine with a ledger that it was built, for what and by what."""
+    entry = ArtifactEntry(path=name, model=model_of(path, run), size_bytes=path.stat().st_size)
+    try:
+        ledger = ledger_of(path) if path.suffix == ".plan" else None
+    except InputError:  # `collect` names it
+        ledger = None
+    if ledger is None:
+        return entry
+    precision = of_engine(ledger, ledger.precision)
+    return entry.model_copy(update={"status": NOT_RUN, "backend": built_by(ledger), "precision": precision})
 
 
 def _benched(run: Run, data: Any, remarks: list[str]) -> list[KeptEntry]:

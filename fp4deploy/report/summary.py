@@ -22,7 +22,7 @@ def summary(report: ReportData) -> list[str]:
         tables.memory(entry.path, entry.memory) for entry in report.artifacts if entry.model == "nvfp4" and entry.memory
     ]
     plans = [entry for entry in report.artifacts if entry.path.endswith(".plan")]
-    not_run = any(entry.status == NOT_RUN for entry in plans)
+    not_run = any(entry.status == NOT_RUN and entry.reason for entry in plans)  # a reason: somebody tried here
     if not_run and all(entry.latency_ms is None for entry in plans):
         sentences.append("This machine cannot run the engines, so they have no accuracy and no latency here.")
     return sentences
@@ -38,7 +38,7 @@ def _accuracy(report: ReportData) -> list[str]:
     gain = 100 * (quantised - reference)
     verb = "loses" if gain < 0 else "gains"
     title = "the FP16 control" if control == "fp16_control" else "FP16"
-    values = f"({100 * quantised:.2f} and {100 * reference:.2f})"
+    values = f"({tables.points(quantised)} and {tables.percent(reference)})"
     metric = TASKS[report.task].metric
     if tables.signed(quantised - reference) == "0.00":
         sentences = [f"NVFP4 reaches the same {metric} as {title} {values}."]

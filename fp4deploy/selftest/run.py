@@ -68,9 +68,15 @@ CHECKS = (
 
 
 def self_test(
-    out: Path, device: torch.device, say: Say = lambda _: None, checks: Sequence[Check] = CHECKS
+    out: Path,
+    device: torch.device,
+    say: Say = lambda _: None,
+    checks: Sequence[Check] = CHECKS,
+    begin: Callable[[str], None] = lambda _: None,
 ) -> SelfTestRecord:
     """Run the checks; write `out` after each of them, and the page (`out` with the suffix .html) at the end.
+
+    begin: called with the claim of each check before it, `say` with its line afterwards.
 
     Raises:
         InputError: the files cannot be written.
@@ -85,6 +91,7 @@ def self_test(
         )
         try:
             for check in checks:
+                begin(check.claim)
                 record.checks.append(judge(check, context))
                 _write(out, record)
                 say(record.checks[-1])

@@ -249,7 +249,7 @@ def _problem(entry: Any) -> str:
         valid = setting_names()
         near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
         if near:
-            return f"unknown setting {key}, did you mean {near[0]}?"
+            return f"unknown setting {key} (did you mean {near[0]}?)"
         return f"unknown setting {key}, valid are {', '.join(valid)}"
     if entry["type"] == "model_type":
         return f"{key} is a section; set one of {', '.join(name for name in setting_names() if name.startswith(key))}"

@@ -52,7 +52,7 @@ def test_of_a_file_that_build_changes_first_it_names_check(run: Any, tmp_path: P
     onnx.save(export_graph(network, (16, 8, 8)), tmp_path / "model.onnx")
     result = run(tmp_path / "model.onnx")
     assert "2 refused." in result.stdout
-    assert "fp4deploy check FILE" in result.stderr
+    assert f"fp4deploy check {tmp_path / 'model.onnx'}" in result.stderr
     assert "fp4deploy check" not in run(tmp_path / "model.onnx", "--json").stderr
     onnx.save(_matmul(axis_w=1), tmp_path / "model.onnx")
     assert "fp4deploy check" not in run(tmp_path / "model.onnx").stderr

@@ -120,7 +120,7 @@ def test_a_drop_of_exactly_the_limit_passes(first: float, second: float, limit: 
 def test_few_images_are_mentioned() -> None:
     interval = Interval(0.0125, -0.01, 0.03)
     found = Decision("runs/a/unet.onnx", "mIoU", 0.7, 0.7125, interval, 0.5, FEW_IMAGES, (), ())
-    sentence = "unet.onnx: mIoU 70.00 %, drop 1.25 (-1.00 to 3.00) points from 71.25 %, 95% interval over"
+    sentence = "unet.onnx: mIoU 70.00 %, drop 1.25 (-1.00 to 3.00) points from 71.25 %, 95 % interval over"
     assert found.text() == f"{sentence} {FEW_IMAGES} images."
     fewer = dataclasses.replace(found, split_images=FEW_IMAGES - 1)
     assert fewer.text() == (
@@ -172,7 +172,7 @@ def test_the_worst_of_several_is_named() -> None:
 def test_a_failure_states_drop_and_interval() -> None:
     failed = Decision("a/unet.onnx", "mIoU", 0.7, 0.8, Interval(0.1, 0.0625, 0.15), 0.5, 40, (), ())
     with pytest.raises(
-        GateError, match="has 70.00 mIoU, 10.00 points below .* 80.00; the 95% .* is 6.25 to 15.00, and"
+        GateError, match="has 70.00 % mIoU, 10.00 points below .* 80.00 %; the 95 % .* is 6.25 to 15.00, and"
     ):
         require_passed([failed])
 

@@ -67,3 +67,29 @@ def test_a_gain_is_positive_and_nothing_has_no_sign(value: float, cell: str, wor
 def test_a_network_in_words() -> None:
     assert tables.network(0.25, False) == "UNet of scale 0.25"
     assert tables.network(1.0, True) == "UNet of scale 1, multi-term FP4 input"
+
+
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        (["runs/a/fp16/best.safetensors", "runs/a/export/u.onnx"], ["fp16/best.safetensors", "export/u.onnx"]),
+        (["/r/a/u.onnx", "/r/a/u.fp4"], ["u.onnx", "u.fp4"]),
+        (["/r/a/u.onnx", "u.onnx"], ["/r/a/u.onnx", "u.onnx"]),
+        (["u.onnx", "b/v.onnx"], ["u.onnx", "b/v.onnx"]),
+        (["runs/a/u.onnx", "runs/a/u.onnx"], ["runs/a/u.onnx", "runs/a/u.onnx"]),
+        ([], []),
+    ],
+)
+def test_paths_are_shown_below_the_folder_that_they_share(paths: list[str], shown: list[str]) -> None:
+    assert tables.names([entry("fp16", 0.5, path) for path in paths]) == shown
+
+
+def test_the_same_figures_are_one_sentence() -> None:
+    figures = {"boundary_f1": 0.25, "recall_by_size": {"small": 0.5, "large": None}}
+    found = [entry("fp16", 0.5, f"r/{name}").model_copy(update=figures) for name in ("u.onnx", "u.portable.onnx")]
+    other = entry("nvfp4", 0.5, "r/n.onnx").model_copy(update={**figures, "boundary_f1": 0.5})
+    unmeasured = entry("nvfp4", None, "r/n.plan")
+    assert tables.details([*found, other, unmeasured]) == [
+        "u.onnx, u.portable.onnx: boundary F1 25.00 %; recall by object size: small 50.00 %, large –.",
+        "n.onnx: boundary F1 50.00 %; recall by object size: small 50.00 %, large –.",
+    ]

@@ -139,7 +139,7 @@ def test_export_of_something_else(invoke: Invoke, tmp_path: Path, shapes: Path) 
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "folder").mkdir()
     before = files(tmp_path)
-    refused(invoke("export", "absent"), "There is no absent", "fp4deploy train")
+    refused(invoke("export", "absent"), "There is no file or folder absent", "fp4deploy train")
     refused(invoke("export", "folder"), "folder is not a run")
     refused(invoke("export", "notes.txt", "--data", shapes), "notes.txt")
     assert files(tmp_path) == before
@@ -246,7 +246,7 @@ def test_a_gate_that_fails_exits_1_and_still_reports(
     assert gate["low"] <= gate["drop"] <= gate["high"]
     assert not gate["passed"]
     assert gate["worst_images"]
-    assert "points below the baseline's 100.00; the 95% interval of the drop over 8 images is" in result.stderr
+    assert "points below the baseline's 100.00 %; the 95 % interval of the drop over 8 images is" in result.stderr
     assert "classes that lost most" in result.stderr
     assert len(list((tmp_path / "kept" / "lost").glob("*.png"))) == len(gate["worst_images"])
     assert invoke(*command, "--split", "train").exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -378,3 +379,25 @@ def test_an_error_prints_names_literally(invoke: Invoke, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(environment, "tools", fail)
     assert invoke("doctor").stderr == "Error: \\x1b[2Jcleared [/x]\n"
+
+
+@pytest.mark.parametrize("width", [100, 125, 130, 180])
+def test_a_narrow_terminal_breaks_no_name(app: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    from importlib import import_module
+
+    from fp4deploy.bench.records import ArtifactEntry
+    from fp4deploy.terminal import console
+
+    bench = import_module(f"{PACKAGE}.commands.stages.bench")
+    screen = io.StringIO()
+    monkeypatch.setattr(bench, "results", lambda: console(screen, width=width))
+    backend, precision = "ONNX Runtime 1.31.1 (CPU, lowered in memory)", "FP16 (run in FP32)"
+    entries = [
+        ArtifactEntry(path=f"runs/a/{name}", model="fp16", backend=backend, precision=precision, miou=0.5, status="ok")
+        for name in ("fp16/best.safetensors", "export/unet-fp16.portable.onnx")
+    ]
+    bench.print_table(entries)
+    words = screen.getvalue().split()
+    assert {"fp16/best.safetensors", "export/unet-fp16.portable.onnx", "Runtime", "memory)"} <= set(words)
+    assert words.count("ok") == len(entries)
+    assert not any("runs/a" in word for word in words)

@@ -137,7 +137,8 @@ def test_data_check_lists_every_defect(invoke: Invoke, tmp_path: Path) -> None:
     assert f"{len(defects)} defects" in result.stderr
     text = invoke("data", "check", "set").stdout
     assert sum(line.endswith("]") for line in text.splitlines()) == len(defects)
-    assert "annotation 1:" in text
+    assert "annotations/instances_train2017.json: annotation 1 names the image id 99," in text
+    assert text.count("annotation 1 ") == 1
 
 
 def test_check_plans_a_unet_with_digits(invoke: Invoke) -> None:

@@ -48,6 +48,7 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     assert "body.0  Conv2d" in planned.stdout
     trained = invoke("train", "--data", shapes, "--model", model, "--out", run, *TINY)
     assert trained.exit_code == 0, trained.stderr
+    assert "Export them with: fp4deploy export run --format onnx --model net.py:Net\n" in trained.stderr
     card = read_card(run / "nvfp4" / "best.safetensors")
     assert (card.architecture, card.arguments, card.height) == (model, {"width": 32}, 36)
     spec._named.clear()  # a new process knows no names
@@ -55,6 +56,9 @@ def test_every_stage_takes_a_network_of_the_users_own(invoke: Invoke, tmp_path: 
     assert refused.exit_code == 2
     assert "a file never makes code run" in refused.stderr
     assert "--model net.py:Net" in refused.stderr
+    both = invoke("export", run, "--format", "onnx")
+    assert both.stderr.count("a file never makes code run") == 1, "said once for both checkpoints"
+    assert "The same is true of run/nvfp4/best.safetensors." in both.stderr.replace(f"{tmp_path}/", "")
     other = invoke("export", run, "--model", "unet", "--format", "onnx")
     assert other.exit_code == 2
     assert "is a net.py:Net, and the model named for it is unet" in other.stderr

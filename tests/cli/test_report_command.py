@@ -41,7 +41,7 @@ def test_several_runs(runs: list[Path], invoke: Invoke) -> None:
     facts = json.loads(result.stdout)
     assert facts["scores"][1]["best_to_first"] == 0.25
     assert [entry["key"] for entry in facts["differences"]] == ["train.lr"]
-    assert "FP16 reaches 50.00 points of mIoU, 25.00 above one (25.00)" in result.stderr
+    assert "FP16 reaches 50.00 % mIoU, 25.00 points above one (25.00 %)" in result.stderr
     page = (runs[0].parent / "report-one-two.html").read_text()
     assert page.count('src="data:image/png;base64,') == 3 * 4
     assert sorted(path.name for path in runs[0].iterdir()) == ["config.yaml", "fp16"], "the runs stay as they are"

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.ledger.ledger import Ledger
 from fp4deploy.files import file_digest
 from fp4deploy.report.comparison import compare, labels
 from fp4deploy.report.run_folder import read_run
@@ -94,7 +95,7 @@ def test_a_run_without_scores_takes_no_class_from_the_others(pair: tuple[Run, Ru
     only = compared(*measured)
     assert only["classes"][0]["of"] == "the measured checkpoint"
     assert only["classes"][0]["rows"][0]["changes"][1] == pytest.approx(-0.1)
-    assert "four: FP16 reaches 60.00 points of mIoU, 10.00 below three (70.00)." in only["summary"]
+    assert "four: FP16 reaches 60.00 % mIoU, 10.00 points below three (70.00 %)." in only["summary"]
 
 
 def test_settings_that_differ(pair: tuple[Run, Run]) -> None:
@@ -320,3 +321,17 @@ def test_a_run_without_a_checkpoint_has_no_report(pair: tuple[Run, Run]) -> None
     with pytest.raises(InputError, match="no finished model to report"):
         rewrite_report(pair[0])
     assert not (pair[0].path / "report.html").exists()
+
+
+def test_an_engine_that_nobody_measured_was_built(pair: tuple[Run, Run]) -> None:
+    """Also where bench listed it: a machine without its GPU has no number to keep."""
+    run = pair[0]
+    (run.path / "engines").mkdir()
+    (run.path / "engines" / "unet.plan").write_bytes(b"engine")
+    path = run.path / "engines" / "unet.ledger.json"
+    made = ("tensorrt-rtx", "1.7", "sm120", "auto", "build log", "unet.onnx", "0" * 64, "unet.plan", "0" * 64)
+    path.write_text(Ledger(*made, 6, 0.5, (1, 1, 8), None, (), ()).to_json())
+    plan = next(entry for entry in read_run(run).artifacts if entry.path == "engines/unet.plan")
+    assert (plan.status, plan.backend) == ("built, not run", "TensorRT-RTX 1.7 for SM120")
+    path.write_text("{")
+    assert {entry.path: entry.status for entry in read_run(run).artifacts}["engines/unet.plan"] == "not measured"

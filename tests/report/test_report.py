@@ -104,7 +104,7 @@ def test_a_model_trained_longer_is_said_to_be(report: ReportData) -> None:
 
 def test_the_summary_is_made_of_measured_numbers(report: ReportData) -> None:
     text = " ".join(report.summary)
-    assert "NVFP4 loses 1.00 points of mIoU against FP16 (80.00 and 81.00)." in text
+    assert "NVFP4 loses 1.00 points of mIoU against FP16 (80.00 and 81.00 %)." in text
     assert "Its ONNX file has 600 B, 30 % of FP16's 2 kB." in text
     assert "Its engine has 1.2 kB, 40 % of FP16's 3 kB" in text
     assert "cannot run the engines" in text
@@ -115,7 +115,7 @@ def test_the_summary_is_made_of_measured_numbers(report: ReportData) -> None:
     [
         (0.80, "NVFP4 gains 1.00 points of mIoU against the FP16 control"),
         (0.78, "NVFP4 loses 1.00 points of mIoU against the FP16 control"),
-        (0.790001, "NVFP4 reaches the same mIoU as the FP16 control (79.00 and 79.00)."),
+        (0.790001, "NVFP4 reaches the same mIoU as the FP16 control (79.00 and 79.00 %)."),
     ],
 )
 def test_the_summary_compares_with_the_control_where_there_is_one(report: ReportData, nvfp4: float, said: str) -> None:

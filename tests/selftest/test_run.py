@@ -124,3 +124,10 @@ def test_everything_on_the_gpu(tmp_path: Path) -> None:
     found = self_test(tmp_path / "a.json", torch.device("cuda", 0))
     assert [each for each in found.checks if each.status == "failed"] == []
     assert found.device.startswith("sm")
+
+
+def test_each_check_is_named_before_it_runs(tmp_path: Path) -> None:
+    said: list[str] = []
+    checks = [Check("group", name, lambda _: proves(said.append("ran"))) for name in ("first", "second")]
+    self_test(tmp_path / "a.json", CPU, lambda line: said.append(line.status), checks, said.append)
+    assert said == ["first", "ran", "proven", "second", "ran", "proven"]

@@ -44,7 +44,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         load_config(None, ["train.lrr=1", "model.scale=0.2", "recipe=nvfp4_qta", "data.height=17", "train.epochs=many"])
     text = str(caught.value)
     for part in (
-        "train.lrr, did you mean train.lr?",
+        "train.lrr (did you mean train.lr?)",
         "multiples of 0.125",
         "Did you mean 'nvfp4_qat'",
         "data.height = 17",

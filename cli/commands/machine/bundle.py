@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, counted
 
 from ...console import note, print_json, results, shown
 from ...settings import parse_size
@@ -47,7 +47,7 @@ def write(
     out = out or network.with_name(f"{network.stem}-{gpu.arch}{SUFFIX}")
     with progress("recording plans"):
         plans = [record(file, gpu, shape) for shape in shapes]
-    note(f"Compiling the kernels of {len(plans)} plans for {gpu.arch}, {gpu.processors} multiprocessors ...")
+    note(f"Compiling the kernels of {counted(len(plans), 'plan')} for {gpu.arch}, {gpu.processors} multiprocessors ...")
     with progress("kernels"):
         count = write_bundle(out, file, plans, jobs)
     about = {

@@ -78,8 +78,7 @@ def check(
     else:
         _print(splits)
         for defect in defects:
-            where = defect.file if defect.annotation_id is None else f"{defect.file}, annotation {defect.annotation_id}"
-            done(f"{where}: {defect.message} [{defect.kind}]")
+            done(f"{defect.file}: {defect.message} [{defect.kind}]")
     if boxes_alone and task != "detection":
         note("Its annotations are boxes without segmentations: train on it with --task detection.")
     if sheet is not None and splits:

@@ -28,6 +28,7 @@ def selftest(
     """Check kernels, networks and engines on this machine, without data or network; exits 1 if a check fails."""
     import torch
 
+    from fp4deploy.progress import progress
     from fp4deploy.selftest.run import self_test
 
     if out.suffix != ".json":
@@ -37,7 +38,8 @@ def selftest(
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     compiling = "; the first run compiles kernels, which takes most of the time" if device.type == "cuda" else ""
     note(f"Testing the {'GPU' if compiling else 'CPU alone: there is no CUDA GPU'}{compiling}.")
-    record = self_test(out, device, _print)
+    with progress("checks") as bar:
+        record = self_test(out, device, _print, begin=bar.phase)
     done(f"{record.sentence()} Wrote {shown(out)} and {shown(out.with_suffix('.html'))}.", file=str(out))
     failed = [check for check in record.checks if check.status == "failed"]
     if failed:

@@ -12,7 +12,7 @@ from fp4deploy.errors import GateError, counted
 from fp4deploy.terminal import printable
 
 from ... import completion
-from ...console import note, print_json, results
+from ...console import note, print_json, results, typed
 
 if TYPE_CHECKING:
     from fp4deploy.audit.report import Audit
@@ -76,4 +76,4 @@ def _print(found: Audit) -> None:
     console.print(table)
     console.print(f"\n{found.summary()}", markup=False, soft_wrap=True)
     if found.canonical and any(row.fell_back for row in found.rows):
-        note("That is the file as it is. What fp4deploy build makes of it: fp4deploy check FILE")
+        note(f"That is the file as it is. What fp4deploy build makes of it: fp4deploy check {typed(Path(found.file))}")

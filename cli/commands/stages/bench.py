@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fp4deploy.bench.records import ArtifactEntry
     from fp4deploy.bench.runtimes.like import Like
 
+MOST_LETTERS = 40  # of the name of a file, before it may be broken over two lines
+WIDE = 120  # columns of a terminal from which backend and precision have columns of their own
+
 
 def bench(
     engine: Annotated[
@@ -190,7 +193,7 @@ def bench(
         _draw(found, decisions, reference, where, split, keep, card)
     if reference is not None:
         require_passed(decisions)
-        note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} {reference.metric}.")
+        note(f"Within {max_drop:g} points of the baseline's {100 * reference.value:.2f} % {reference.metric}.")
     if engine:
         _require_run(found)
 
@@ -237,7 +240,7 @@ def _fastest(found: list[ArtifactEntry], max_drop: float) -> dict[str, str | Non
     if best is None or best.latency_ms is None:
         note("Nothing that ran is accurate enough to be chosen.")
         return {"fastest": None}
-    accuracy = "" if best.accuracy is None else f", {best.metric} {100 * best.accuracy:.2f}"
+    accuracy = "" if best.accuracy is None else f", {best.metric} {100 * best.accuracy:.2f} %"
     note(f"Fastest within {max_drop:g} points: {best.path}, {best.latency_ms.p50:.3g} ms{accuracy}.")
     return {"fastest": best.path}
 
@@ -491,7 +494,7 @@ def _print_details(found: list[ArtifactEntry], decisions: list[Decision], *, to_
     from fp4deploy.bench import tables
 
     console = notes() if to_stderr else results()
-    lines = [text for entry in found if (text := tables.detail(entry))]
+    lines = tables.details(found)
     for decision in decisions:
         lines += [decision.text(), *decision.losses()]
     for line in lines:
@@ -509,22 +512,31 @@ def _save(document: dict[str, Any], path: Path) -> None:
 def print_table(
     entries: list[ArtifactEntry], baseline: float | None = None, *, to_stderr: bool = False, reasons: bool = True
 ) -> None:
-    """The comparison table; reasons of rows that were not run follow it."""
+    """The comparison table; reasons of rows that were not run follow it.
+
+    In a narrow terminal backend and precision stand below the name of the file, instead of columns of a few letters.
+    """
     from rich.table import Table
 
     from fp4deploy.bench import tables
 
+    console = notes() if to_stderr else results()
+    wide, paths = console.width >= WIDE, tables.names(entries)
+    longest = max(map(len, paths), default=0)
     table = Table(box=None, pad_edge=False)
     for name in tables.head(entries):
-        table.add_column(name, justify="right" if name in tables.NUMERIC else "left", overflow="fold")
+        if wide or name not in ("backend", "precision"):
+            whole, right = wide and name == "artefact" and longest <= MOST_LETTERS, name in tables.NUMERIC
+            table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     columns = tables.metrics(entries)
     body = tables.rows(entries) if baseline is None else [tables.cells(entry, baseline, columns) for entry in entries]
-    for row in body:
-        table.add_row(*row)
-    console = notes() if to_stderr else results()
+    for (model, _, backend, precision, *numbers), path in zip(body, paths, strict=True):
+        texts = (path, backend, precision) if wide else (f"{path}\n{backend}\n{precision}",)
+        table.add_row(model, *texts, *numbers)
     console.print(table)
     for entry in entries:
         if reasons and entry.memory:
             console.print(tables.memory(entry.path, entry.memory), markup=False, soft_wrap=True)
         if reasons and entry.reason:
-            console.print(f"{entry.path}: {entry.reason}", markup=False, soft_wrap=True)
+            about = "" if entry.reason.startswith(entry.path) else f"{entry.path}: "
+            console.print(f"{about}{entry.reason}", markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
 from ... import completion
-from ...console import done, note, shown
+from ...console import done, note, shown, typed
 from ...numbers import finite
 from ...settings import parse_size
 
@@ -143,7 +143,8 @@ def build(
             build_seconds=round(result.seconds, 3),
             totals=dataclasses.asdict(result.ledger.totals()),
         )
-    note("Measure it with: fp4deploy bench --engine FILE; show its ledger with: fp4deploy inspect FILE")
+    last = typed(result.plan)
+    note(f"Measure it with: fp4deploy bench --engine {last}; show its ledger with: fp4deploy inspect {last}")
 
 
 def _sizes(least: str | None, usual: str | None, most: str | None) -> Sizes | None:

@@ -11,7 +11,7 @@ from fp4deploy.errors import GateError, InputError
 from fp4deploy.runs import Run, artifact_stem, latest_run, open_run
 
 from ... import completion
-from ...console import done, note, shown
+from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, expect, parse_size
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def export(
     from fp4deploy.progress import progress
 
     pixels, suffix = parse_size(size), SUFFIXES[form]
-    failed: list[GateError | InputError] = []
+    failed: list[tuple[Path, GateError | InputError]] = []
     targets = _targets(source, out, suffix)
     require_writable(*(target for _, target in targets))
     for checkpoint, target in targets:
@@ -91,15 +91,27 @@ def export(
                     sizes = {"size": pixels, "dynamic_size": dynamic_size}
                     line = describe(_onnx(checkpoint, target, portable, verify_on, images, verify, **sizes))
         except (GateError, InputError) as error:
-            failed.append(error)
+            failed.append((checkpoint, error))
             continue
         done(line, checkpoint=str(checkpoint), path=str(target), size_bytes=target.stat().st_size)
     if failed:
-        raise type(min(failed, key=lambda error: error.exit_code))(" ".join(dict.fromkeys(map(str, failed))))
+        raise type(min((error for _, error in failed), key=lambda error: error.exit_code))(_causes(failed))
     if form == "packed":
-        note("Measure it with: fp4deploy bench; list its layers with: fp4deploy inspect FILE")
+        note(f"Measure it with: fp4deploy bench; list its layers with: fp4deploy inspect {typed(targets[-1][1])}")
     else:
         note("Build an engine with: fp4deploy build")
+
+
+def _causes(failed: list[tuple[Path, GateError | InputError]]) -> str:
+    """Every message; one that says of several checkpoints the same is written once, with the names of the others."""
+    found: dict[str, tuple[str, list[str]]] = {}  # message without the checkpoint -> the first message, the others
+    for checkpoint, error in failed:
+        text, path = str(error), str(checkpoint)
+        found.setdefault(text.replace(path, ""), (text, []))[1].append(path)
+    return " ".join(
+        f"{text} The same is true of {', '.join(others)}." if (others := list(dict.fromkeys(paths))[1:]) else text
+        for text, paths in found.values()
+    )
 
 
 def _serve(source: Path | None, out: Path, max_batch: int) -> None:
@@ -123,7 +135,7 @@ def _exported(source: Path | None) -> list[Path]:
     if source is not None and source.is_file():
         return [source]
     if source is not None and not source.exists():
-        raise InputError(f"There is no {source}. Give a run folder, an .onnx file or a .plan.")
+        raise InputError(f"There is no file or folder {source}. Give a run folder, an .onnx file or a .plan.")
     run = open_run(source) if source is not None else latest_run()
     found = [path for path in sorted(run.export_dir.glob("*.onnx")) if ".portable" not in path.name]
     if not found:
@@ -159,7 +171,9 @@ def describe(result: ExportResult) -> str:
 
 def _targets(source: Path | None, out: Path | None, suffix: str) -> list[tuple[Path, Path]]:
     if source is not None and not source.exists():
-        raise InputError(f"There is no {source}. Give a run folder or a checkpoint; train one with: fp4deploy train")
+        raise InputError(
+            f"There is no file or folder {source}. Give a run folder or a checkpoint; train one with: fp4deploy train"
+        )
     if source is not None and source.is_file():
         return [(source, _target(source, out, suffix))]
     run = open_run(source) if source is not None else latest_run()

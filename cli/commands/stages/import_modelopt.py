@@ -9,7 +9,7 @@ import typer
 
 from fp4deploy.errors import InputError
 
-from ...console import done, note, results, shown
+from ...console import done, note, results, shown, typed
 from ...settings import NamedModelOption, expect
 
 
@@ -57,4 +57,7 @@ def import_modelopt(
         checkpoint=str(target),
         layers={each.layer: {"precision": each.precision, "not_kept": each.lost} for each in found},
     )
-    note("Compare it with: fp4deploy bench --engine FILE --baseline fp16; export it with: fp4deploy export FILE")
+    note(
+        f"Compare it with: fp4deploy bench --engine {typed(target)} --baseline {typed(like)}; export it with: "
+        f"fp4deploy export {typed(target)}"
+    )

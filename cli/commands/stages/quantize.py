@@ -10,7 +10,7 @@ import typer
 from fp4deploy.errors import InputError
 from fp4deploy.runs import latest_run
 
-from ...console import done, note, shown
+from ...console import done, note, shown, typed
 from ...settings import NamedModelOption, expect, parse_size
 
 MOST_IMAGES = 256
@@ -140,7 +140,10 @@ def quantize(
         images=result.images,
         seconds=round(result.seconds, 3),
     )
-    note("Compare it with: fp4deploy bench --engine FILE --baseline fp16; export it with: fp4deploy export FILE")
+    note(
+        f"Compare it with: fp4deploy bench --engine {typed(target)} --baseline {typed(source)}; export it with: "
+        f"fp4deploy export {typed(target)}"
+    )
 
 
 def _of_onnx(
@@ -210,7 +213,8 @@ def _of_onnx(
     note(f"As read it differs from the file by {found.difference:.1e}; signal to error of NVFP4: {signal}.")
     if exported.card is None:
         note("Its output is no map of classes, so bench and predict cannot score it; audit, inspect and build can.")
-    note("Build an engine with: fp4deploy build FILE; what it multiplies in FP4: fp4deploy check FILE")
+    made = typed(target)
+    note(f"Build an engine with: fp4deploy build {made}; what it multiplies in FP4: fp4deploy check {made}")
 
 
 def _rgb(text: str | None, usual: tuple[float, float, float]) -> tuple[float, float, float]:

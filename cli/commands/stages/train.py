@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp4deploy.runs import Run, hold, is_first_process, latest_run, open_run
+from fp4deploy.runs import RUNS, Run, hold, is_first_process, latest_run, open_run
 
-from ...console import done, note, shown
+from ...console import done, note, shown, typed
 from ...settings import (
     DEFAULT,
     MODELS_HELP,
@@ -134,4 +135,20 @@ def _report(run: Run, trained: dict[str, TrainResult], config: Config) -> None:
         with progress("drawing") as bar:
             drawn = draw_trained(run, list(trained), config.telemetry, bar.phase)
         show_drawn(run, drawn)
-    note("Export them with: fp4deploy export --format onnx")
+    note(f"Export them with: {_export_command(run, config)}")
+
+
+def _export_command(run: Run, config: Config) -> str:
+    """The command with what it would not find by itself: a run elsewhere than under runs/, a network of the user."""
+    from fp4deploy.models.spec import parse_spec
+
+    elsewhere = run.path.resolve().parent != RUNS.resolve()
+    own = not parse_spec(config.model.spec).known
+    return " ".join(
+        [
+            "fp4deploy export",
+            *([typed(run.path)] if elsewhere else []),
+            "--format onnx",
+            *([f"--model {shlex.quote(config.model.spec)}"] if own else []),
+        ]
+    )

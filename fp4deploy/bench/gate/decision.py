@@ -58,7 +58,7 @@ class Decision:
         few = f" (only {self.split_images} images: the interval itself is uncertain)"
         return (
             f"{Path(self.artefact).name}: {self.metric} {100 * self.value:.2f} %, drop {_points(self.drop)} points "
-            f"from {100 * self.baseline:.2f} %, {LEVEL:.0%} interval over {self.split_images} images"
+            f"from {100 * self.baseline:.2f} %, {100 * LEVEL:.0f} % interval over {self.split_images} images"
             f"{few if self.split_images < FEW_IMAGES else ''}."
         )
 
@@ -181,9 +181,9 @@ def require_passed(decisions: Sequence[Decision]) -> None:
     else:
         cause = f"and --max-drop allows {allowed:g}. Train NVFP4 longer, or keep more layers in FP16."
     raise GateError(
-        f"{name} has {100 * worst.value:.2f} {worst.metric}, {100 * worst.drop.drop:.2f} points below the baseline's "
-        f"{100 * worst.baseline:.2f}; the {LEVEL:.0%} interval of the drop over {worst.split_images} images is "
-        f"{100 * worst.drop.low:.2f} to {100 * worst.drop.high:.2f}, {cause}"
+        f"{name} has {100 * worst.value:.2f} % {worst.metric}, {100 * worst.drop.drop:.2f} points below the "
+        f"baseline's {100 * worst.baseline:.2f} %; the {100 * LEVEL:.0f} % interval of the drop over "
+        f"{worst.split_images} images is {100 * worst.drop.low:.2f} to {100 * worst.drop.high:.2f}, {cause}"
     )
 
 

@@ -51,7 +51,7 @@ def open_runtime(path: Path, timeout: float | None = None, provider: str = "cpu"
     opener = RUNTIMES.get(path.suffix.lower())
     if opener is None:
         raise InputError(
-            f"{path} is of an unknown kind. bench takes .onnx (canonical or portable), .safetensors "
+            f"{path} is of an unknown kind. Taken are .onnx (canonical or portable), .safetensors "
             "(a checkpoint), .fp4 (a packed network) and .plan (an engine); make one with: fp4deploy export"
         )
     if not path.is_file():

@@ -44,7 +44,7 @@ def draw_sweep(results: dict[str, Any], out: Path) -> Path | None:
     right.axvline(0, color=GREY, lw=1)
     left.set_yticks(range(len(rows)), [name for name, _ in rows])
     left.set_ylim(len(rows) - 0.5, -0.5)
-    left.set_xlabel(f"{results['metric']} of the {key} epoch, points")
+    left.set_xlabel(f"{results['metric']} of the {key} epoch, %")
     right.set_xlabel("difference, points (right: better)")
     left.set_title("each seed (dots) and the mean (bar)", fontsize=10, loc="left")
     lines = any(row[f"gap_{key}"] and row[f"gap_{key}"]["low"] is not None for _, row in rows)

@@ -177,7 +177,7 @@ def write_results(results: dict[str, Any], out: Path) -> None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table: mIoU or AP in points; differences in points with their 95 % interval."""
+    """The table: mIoU or AP in %; differences in points with their 95 % interval."""
     keys = [key for key in SCORES if any(row.get(key) for row in results["variants"].values()) or key != "test"]
     scores, gaps = [f"{results['metric']} {key}" for key in keys], [f"gap {key}" for key in keys]
     head = ["variant", "model", "settings", "seeds", *scores, "against", *gaps, "min"]
@@ -207,9 +207,9 @@ def markdown(results: dict[str, Any]) -> str:
             elif "test" in keys and run["status"] == "done" and "test" not in run:
                 notes.append(f"* {name}, seed {seed}, is not scored on the test split.")
     text = (
-        f"The score of this sweep is {results['metric']} {results['score']}, in points, mean and standard deviation "
-        "over seeds. Gaps are paired by seed, positive where the variant is better, with a 95 % interval by Student's "
-        "t."
+        f"The score of this sweep is {results['metric']} {results['score']}, in %, mean and standard deviation over "
+        "seeds. Gaps are in points, paired by seed, positive where the variant is better, with a 95 % interval by "
+        "Student's t."
     )
     return "\n".join([f"# {results['file']}", "", text, "", *lines, *([""] if notes else []), *notes, ""])
 

@@ -187,10 +187,11 @@ class Ledger:
             return
         rest = sorted((row for row in self.layers if row.actual != "FP4"), key=lambda row: -row.macs)[:3]
         total = max(1, sum(row.macs for row in self.layers))
-        listed = "; ".join(f"{row.layer} ({row.macs / total:.1%}, {row.actual}): {row.reason}" for row in rest)
+        listed = "; ".join(f"{row.layer} ({100 * row.macs / total:.1f} %, {row.actual}): {row.reason}" for row in rest)
         raise GateError(
-            f"{found:.1%} of the multiply-accumulates are in FP4, and --require-fp4 asks for {share:.1%}. Most of the "
-            f"rest: {listed}. No engine was written. Choose another form with: --conv gemm"
+            f"{100 * found:.1f} % of the multiply-accumulates are in FP4, and --require-fp4 asks for "
+            f"{100 * share:.1f} %. Most of the rest: {listed}. No engine was written. "
+            "Choose another form with: --conv gemm"
         )
 
     def totals(self) -> Totals:
@@ -220,7 +221,7 @@ class Ledger:
         plugins = f"{_count(total.plugins, 'plugin')} and " if total.plugins else ""
         gemms = plugins + _count(total.fp4_gemms, "FP4 GEMM")
         return (
-            f"{gemms} ({total.fp4_mac_share:.1%} of the multiply-accumulates), "
+            f"{gemms} ({100 * total.fp4_mac_share:.1f} % of the multiply-accumulates), "
             f"{_count(total.fp16_with_fp4_weights, 'FP16 layer')} with FP4 weights, "
             f"{_count(total.fp16, 'FP16 layer')}, {self._others()}"
             f"{_count(total.fell_back, 'fallback')} among {_count(len(self.layers), 'layer')}; {self.statement}."
@@ -238,7 +239,7 @@ class Ledger:
             noun = f"layer of {UNKNOWN} precision" if actual == UNKNOWN else f"{actual} layer"
             nouns = noun if number == 1 else noun.replace("layer", "layers", 1)
             with_weights = "whose weights are not listed" if weights == UNKNOWN else f"with {weights} weights"
-            share = f" ({self._mac_share(actual):.1%})" if (actual, weights) == ("FP8", "FP8") else ""
+            share = f" ({100 * self._mac_share(actual):.1f} %)" if (actual, weights) == ("FP8", "FP8") else ""
             texts.append(f"{number} {nouns} {with_weights}{share}, ")
         return "".join(texts)
 

@@ -226,14 +226,19 @@ class Writer:
         return any(size > 1 for shape in shapes for size in tuple(shape)[max(0, 2 - rank + len(shape)) :])
 
     def _free(self, name: str) -> list[int]:
-        """The axes of an input that may have any size; two axes that the code makes equal are fixed."""
-        shape = self.captured.values[name].shape
-        depends = {axis: axes_of([size]) - {f"{name}.{axis}"} for axis, size in enumerate(shape) if axis}
+        """The axes of an input that may have any size; axes that the code makes equal, of all inputs, are fixed."""
+        shapes = {each: self.captured.values[each].shape for each in self.captured.inputs}
+        depends = {
+            (each, axis): axes_of([size]) - {f"{each}.{axis}"}
+            for each, shape in shapes.items()
+            for axis, size in enumerate(shape)
+            if axis
+        }
         equal = {other for others in depends.values() for other in others}
         return [0] + [
             axis
-            for axis, others in depends.items()
-            if not isinstance(shape[axis], int) and not others and f"{name}.{axis}" not in equal
+            for (each, axis), others in depends.items()
+            if each == name and not isinstance(shapes[each][axis], int) and not others and f"{each}.{axis}" not in equal
         ]
 
     def _emit(self, node: ir.Node) -> None:

@@ -129,7 +129,7 @@ def _plot(axes: Any, keys: Sequence[str], epochs: Sequence[Epoch], before: int, 
 
 def _finish(axes: Any, keys: Sequence[str]) -> None:
     for axis, key in zip(axes, keys, strict=True):
-        axis.set(title="training loss" if key == "loss" else f"validation {METRICS[key]}, points", xlabel="epoch")
+        axis.set(title="training loss" if key == "loss" else f"validation {METRICS[key]}, %", xlabel="epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
 
 

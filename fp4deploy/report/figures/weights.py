@@ -84,7 +84,7 @@ def _matrix(model: str, place: str, name: str, part: torch.Tensor, unit: str, of
         Path(place) / name.replace("/", "_"),
         Heatmap(
             f"{model}, {name}: {what}",
-            f"first {rows} output channels by first {columns} elements of their products, {of}",
+            f"first {rows} output channels by first {columns} weights of each, {of}",
             [str(row) for row in range(rows)],
             [str(column) for column in range(columns)],
             "output channel",

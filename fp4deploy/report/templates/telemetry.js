@@ -69,7 +69,12 @@
       this.area = [0, this.rows.length * this.high];
       const gap = 14;
       const scale = 12 + 8 + wide(this.ticks().map(number)) + 10 + this.title;
-      const room = Math.max(120, Math.min(620, at("maps").clientWidth - this.left - gap - scale));
+      const free = at("maps").clientWidth - this.left - gap - scale;
+      const room = Math.max(120, Math.min(620, free));
+      if (matrix) {  // square cells, small enough for the scale to stay in sight
+        this.high = Math.min(this.high, zoom * Math.max(3, free / map.columns.length));
+        this.area[1] = this.rows.length * this.high;
+      }
       this.width = zoom * (matrix ? this.high / zoom : Math.min(60, Math.max(2, room / map.columns.length)));
       this.area[0] = this.columns.length * this.width;
       this.bar = this.left + this.area[0] + gap;

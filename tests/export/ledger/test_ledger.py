@@ -116,7 +116,7 @@ def test_totals_and_summary() -> None:
     assert totals.macs == macs
     assert totals.fp4_mac_share == pytest.approx(4 * 32 * 16 * pixels / macs)
     assert 9 * 32 * 32 // 2 < totals.constant_bytes < 16_000
-    assert found.summary().startswith("1 FP4 GEMM (16.5% of the multiply-accumulates), 1 FP16 layer with FP4")
+    assert found.summary().startswith("1 FP4 GEMM (16.5 % of the multiply-accumulates), 1 FP16 layer with FP4")
     assert found.summary().endswith("built and inspected, not run.")
     assert found.precision == "nvfp4"
 
@@ -148,7 +148,7 @@ def test_a_share_of_fp4_products_can_be_required() -> None:
     """A plan that keeps its convolution in FP16 has no fallback, and still too little FP4."""
     found = ledger()
     found.require_fp4_share(0.16)
-    expected = r"16\.5% of .* are in FP4, and --require-fp4 asks for 50\.0%.*conv2 \(74\.4%, FP16\)"
+    expected = r"16\.5 % of .* are in FP4, and --require-fp4 asks for 50\.0 %.*conv2 \(74\.4 %, FP16\)"
     with pytest.raises(GateError, match=expected):
         found.require_fp4_share(0.5)
 

@@ -124,3 +124,9 @@ def test_several_inputs_are_packed(tmp_path: Path) -> None:
     result = fd.pack(prepared(), tmp_path / "model.fp4", example_inputs=inputs())
     assert result.verification is not None
     assert [each.name for each in result.file.graph.outputs] == ["out", "edges"]
+    runtime = fd.open_runtime(tmp_path / "model.fp4")
+    assert [port.described for port in runtime.inputs] == [
+        "image float32 [N, 3, 16, 24]", "distance float32 [N, 1, 16, 24]"
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="'image' takes float32"):
+        runtime(*inputs(2, (20, 28)).values())
