@@ -1,7 +1,7 @@
 """A module as a graph: torch.export of a copy, in evaluation mode, read node by node.
 
 The training IR that torch.export gives keeps every call of the user's code as one ATen call. In-place calls are made
-functional first (`run_decompositions` with an empty table), so that a node never changes a value that others read.
+functional first (`retraced`), so that a node never changes a value that others read.
 
 Sizes: the first axis of every input is one dynamic batch. With `dynamic_size` height and width (every axis from the
 third on) are dynamic as well, as far as the module allows: where its code fixes one, torch.export keeps that axis
@@ -30,6 +30,7 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
+from fp4deploy.graph.retraced import decomposed, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 from fp4deploy.graph.unpooling import Unpooling
 
@@ -57,8 +58,8 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     """
     positional, named = arguments(example_inputs)
     program = _export(model, positional, named, dynamic_size)
-    if any(_changes_in_place(node) for node in program.graph.nodes):
-        with quiet():
+    with quiet():
+        if not made_functional(program):
             program = program.run_decompositions({})
     return _Reader(_decomposed(program)).graph()
 
@@ -172,16 +173,13 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         if not chosen:
             return program
         with quiet():
-            program = program.run_decompositions(chosen)
+            if not decomposed(program, lambda node: node.target in chosen, chosen):  # noqa: B023
+                program = program.run_decompositions(chosen)
     return program
 
 
 def _name(operator: torch._ops.OpOverload) -> str:
     return operator._schema.name.partition("::")[2]
-
-
-def _changes_in_place(node: fx.Node) -> bool:
-    return node.op == "call_function" and bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 class _Reader:
