@@ -9,8 +9,8 @@ before panoptic ones. Panoptic segments of things become instances; they differ 
 
 `--side` shrinks an image whose longer side is larger, and its annotations with it: AP is then measured at that size. An
 object that covers no pixel any more is left out.
-Every fourth image or so goes to the validation split, by a hash of its name (`fp4deploy.data.importing`): the split
-does not change when folders are added. Where COCO has an image, train2017 or val2017, does not matter for it.
+Every fourth image or so goes to the validation split, by a hash of its name (`fp4deploy.data.importing.folder`): the
+split does not change when folders are added. Where COCO has an image, train2017 or val2017, does not matter for it.
 """
 
 from __future__ import annotations

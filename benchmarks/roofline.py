@@ -50,7 +50,8 @@ STATEMENT = "Projected from published peaks. Nothing was measured on a Blackwell
 class Work:
     """What a layer does for a batch: operations, and bytes with FP16 and with FP4 operands.
 
-    `fp4_operands` is False for layers that stay in FP16 and for those that multiply nothing.
+    `fp4_operands` is False for layers that stay in FP16 and for those that multiply nothing. elements: of input, weight
+    and output.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Work:
     bytes_fp16: float
     bytes_nvfp4: float
     fp4_operands: bool
+    elements: tuple[int, ...]
 
 
 def layers(scale: float, classes: int, batch: int, height: int, width: int) -> list[Work]:
@@ -95,7 +97,8 @@ def convolution(
     written = FP4 if transposed and quantised else FP16
     packed = (FP4 if quantised else FP16) * operands + written * y.numel()
     kind = f"{'up ' if transposed else ''}{layer.kernel_size[0]}x{layer.kernel_size[1]}"
-    return Work(name, kind, 2.0 * macs, FP16 * (operands + y.numel()), packed, quantised)
+    sizes = (x.numel(), layer.weight.numel(), y.numel())
+    return Work(name, kind, 2.0 * macs, FP16 * (operands + y.numel()), packed, quantised, sizes)
 
 
 def norm(name: str, y: torch.Tensor, quantised: set[str]) -> Work:
@@ -110,9 +113,8 @@ def norm(name: str, y: torch.Tensor, quantised: set[str]) -> Work:
     reader = "head" if reader == "up.4" else reader
     written = (1 + pooled) * y.numel()
     reads = 2 * FP16 * y.numel()
-    return Work(
-        name, "norm", 0.0, reads + FP16 * written, reads + (FP4 if reader in quantised else FP16) * written, False
-    )
+    packed = reads + (FP4 if reader in quantised else FP16) * written
+    return Work(name, "norm", 0.0, reads + FP16 * written, packed, False, (y.numel(), 0, y.numel()))
 
 
 def seconds(work: Work, gpu: Gpu, nvfp4: bool) -> tuple[float, str]:

@@ -1,18 +1,19 @@
 """Training on several GPUs: the same loss as on one, and how much faster.
 
-    python benchmarks/scaling.py --data CAMVID --gpus 1,2,4 --json benchmarks/results/scaling_h200.json
+    python benchmarks/scaling.py --data CAMVID --gpus 1,4 --json benchmarks/results/scaling_h200.json
 
-Every case is `fp4deploy train` under torchrun, FP16 and NVFP4 from scratch, on a folder that holds each training image
---repeat times, because an epoch of few steps would mostly measure its start. Two kinds of case:
+Every case is `fp4deploy train` under torchrun, in FP16 or in NVFP4 from scratch, with epochs that have each training
+image --repeat times (`data.repeat`), because an epoch of few steps would mostly measure its start. Two kinds of case:
 
 * `same batch`: 16 images a step in all, 16 / n a GPU. Order, augmentation and initial weights are those of one GPU,
-  so that losses differ by rounding alone. The one-GPU case runs twice: how far two such runs are apart, on a GPU whose
-  sums have no fixed order, is what the distance of the others is to be compared with.
-* `same share`: 16 images a GPU. Scaling efficiency is images a second over n times those of one GPU.
+  so that losses differ by rounding alone. With --again the one-GPU case runs twice: how far two such runs are apart, on
+  a GPU whose sums have no fixed order, is what the distance of the others is to be compared with.
+* `same share`: 16 images a GPU; each image is there n times --share-repeat times, so that the epoch is as long. Where
+  that is more than --repeat, one GPU runs it too. Scaling efficiency is images a second over n times those of one GPU.
 
-Images a second are those of the last epoch, from metrics.jsonl; they include waiting for data. Take --repeat so large
-that an epoch takes 20 s or more: its beginning takes a second. With --beside, cases run at the same time where there
-are GPUs for them; each then has a share of the CPU's cores.
+Images a second are those of the last epoch, from metrics.jsonl; they include waiting for data. Take the repetitions so
+large that an epoch takes 20 s or more: its beginning takes a second. With --beside, cases run at the same time where
+there are GPUs for them; each then has a share of the CPU's cores.
 
 Communication is measured alone: the all-reduce of the gradients, FP32 in buckets of 25 MB as DistributedDataParallel
 has them, with nothing else on the GPUs. Its share of a step is what it would cost if nothing of it overlapped with the
@@ -22,6 +23,7 @@ backward pass.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -29,7 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,16 @@ BUCKET = 25 << 20  # bytes
 PROGRAM = "fp4deploy.cli" if importlib.util.find_spec("fp4deploy.cli") else "cli"  # not installed, from a checkout
 
 
+@dataclass(frozen=True)
+class Case:
+    """One training; batch: images of a GPU."""
+
+    gpus: int
+    batch: int
+    kind: str
+    model: str
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a folder in the masks layout, such as CamVid's")
@@ -51,7 +64,9 @@ def main() -> None:
     parser.add_argument("--gpus", default="1,2")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=6)
+    parser.add_argument("--share-repeat", type=int, help="of the same share of images a GPU, times the GPUs; --repeat")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="further settings, KEY=VALUE")
+    parser.add_argument("--again", action="store_true", help="one GPU twice")
     parser.add_argument("--beside", action="store_true", help="several cases at a time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--all-reduce", type=float, metavar="SCALE", help=argparse.SUPPRESS)  # a worker's
@@ -61,26 +76,29 @@ def main() -> None:
         return
     scale = next((float(each.split("=")[1]) for each in arguments.sets if each.startswith("model.scale=")), 1.0)
     counts = sorted({int(count) for count in arguments.gpus.split(",")} | {1})
+    repeats = {count: count * (arguments.share_repeat or arguments.repeat) for count in counts}
     with tempfile.TemporaryDirectory() as folder:
-        data = repeated(arguments.data, Path(folder) / "data", arguments.repeat)
-        cases = [(1, BATCH, "same batch"), (1, BATCH, "same batch, again")]
+        kinds = [(1, BATCH, "same batch")]
+        kinds += [(1, BATCH, "same batch, again")] if arguments.again else []
+        kinds += [(1, BATCH, "same share")] if repeats[1] > arguments.repeat else []
         for n in counts[1:]:
-            cases += [(n, BATCH // n, "same batch"), (n, BATCH, "same share")]
+            kinds += [(n, BATCH // n, "same batch"), (n, BATCH, "same share")]
+        cases = [Case(*kind, model) for kind in kinds for model in MODELS]
         report = described(arguments, scale)
         rows: list[dict[str, Any]] = report["rows"]
         for wave in waves(cases, counts[-1] if arguments.beside else 1):
-            folders = [Path(folder) / str(len(rows) + number) for number in range(len(wave))]
             settings = [f"train.epochs={arguments.epochs}", *arguments.sets]
             with ThreadPoolExecutor() as pool:
-                trained = [
-                    pool.submit(train, arguments.config, data, out, first, gpus, batch, settings)
-                    for out, (first, gpus, batch, _) in zip(folders, wave, strict=True)
-                ]
-            for (_, gpus, batch, kind), training in zip(wave, trained, strict=True):
-                found = training.result()
-                rows += [{"gpus": gpus, "kind": kind, "batch": batch, "model": m, **found[m]} for m in MODELS]
-                if gpus > 1 and str(gpus) not in report["all_reduce_ms"]:
-                    report["all_reduce_ms"][str(gpus)] = communication(gpus, scale)
+                trained: list[Future[dict[str, Any]]] = []
+                for first, case in wave:
+                    repeat = repeats[case.gpus] if case.kind == "same share" else arguments.repeat
+                    out = Path(folder) / f"run{len(rows) + len(trained)}"
+                    own = [f"data.repeat={repeat}", *settings]
+                    trained.append(pool.submit(train, arguments.config, arguments.data, out, first, case, own))
+            for (_, case), training in zip(wave, trained, strict=True):
+                rows.append({**dataclasses.asdict(case), **training.result()})
+                if case.gpus > 1 and str(case.gpus) not in report["all_reduce_ms"]:
+                    report["all_reduce_ms"][str(case.gpus)] = communication(case.gpus, scale)
             compare(rows, report["all_reduce_ms"])
             if arguments.json:  # after each wave: what is interrupted keeps what was measured
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +123,11 @@ def described(arguments: argparse.Namespace, scale: float) -> dict[str, Any]:
 
 def _options(arguments: argparse.Namespace) -> list[str]:
     """What decides the numbers, as it is written on a command line."""
-    named = ("gpus", "epochs", "repeat")
-    found = ["--data CAMVID", *(f"--{name} {getattr(arguments, name)}" for name in named)]
-    return [*found, *(["--beside"] if arguments.beside else []), *(f"--set {each}" for each in arguments.sets)]
+    named = ("gpus", "epochs", "repeat", "share_repeat")
+    given = {name.replace("_", "-"): getattr(arguments, name) for name in named}
+    found = ["--data CAMVID", *(f"--{name} {value}" for name, value in given.items() if value)]
+    found += [f"--{name}" for name in ("again", "beside") if getattr(arguments, name)]
+    return [*found, *(f"--set {each}" for each in arguments.sets)]
 
 
 def communication(gpus: int, scale: float) -> float:
@@ -147,71 +167,52 @@ def time_all_reduce(scale: float, repeats: int = 30, warm: int = 5) -> None:
     distributed.destroy_process_group()
 
 
-def waves(cases: list[tuple[int, int, str]], room: int) -> list[list[tuple[int, int, int, str]]]:
-    """(first GPU, GPUs, batch, kind) of the cases that run at the same time on `room` GPUs; one at least."""
-    found: list[list[tuple[int, int, int, str]]] = []
-    for gpus, batch, kind in cases:
-        taken = sum(case[1] for case in found[-1]) if found else room
-        if taken + gpus > room:
+def waves(cases: list[Case], room: int) -> list[list[tuple[int, Case]]]:
+    """The cases that run at the same time on `room` GPUs, one at least, each with the number of its first GPU."""
+    found: list[list[tuple[int, Case]]] = []
+    for case in cases:
+        taken = sum(each.gpus for _, each in found[-1]) if found else room
+        if taken + case.gpus > room:
             found.append([])
             taken = 0
-        found[-1].append((taken, gpus, batch, kind))
+        found[-1].append((taken, case))
     return found
 
 
-def repeated(data: Path, out: Path, times: int) -> Path:
-    """The masks layout with every training image `times` times, as links."""
-    (out / "masks").mkdir(parents=True)
-    (out / "val").symlink_to((data / "val").resolve())
-    (out / "masks" / "val").symlink_to((data / "masks" / "val").resolve())
-    for part in ("train", "masks/train"):
-        (out / part).mkdir()
-        for file in sorted((data / part).iterdir()):
-            for number in range(times):
-                (out / part / f"{file.stem}_{number}{file.suffix}").symlink_to(file.resolve())
-    return out
-
-
-def train(
-    config: Path, data: Path, out: Path, first: int, gpus: int, batch: int, settings: list[str]
-) -> dict[str, Any]:
-    """Train both models on `gpus` GPUs from the `first` on; of each the losses by epoch, the last mIoU and images a
-    second."""
-    settings = [f"train.batch_size={batch}", "train.evaluate_every=1000", "telemetry.every=0", *settings]
+def train(config: Path, data: Path, out: Path, first: int, case: Case, settings: list[str]) -> dict[str, Any]:
+    """Train one model on GPUs from the `first` on: the losses by epoch, and the last epoch's mIoU, images a second and
+    length."""
+    settings = [f"train.batch_size={case.batch}", "train.evaluate_every=1000", "telemetry.every=0", *settings]
     settings += ["train.from_scratch=true", "telemetry.plots=false"]
     tree = yaml.safe_load(config.read_text())
     tree["train"]["ema"] = 0  # an average over a few hundred steps says little
     own = out.with_suffix(".yaml")
     own.write_text(yaml.safe_dump(tree))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    command = ["-m", PROGRAM, "train", "--config", own, "--data", data, "--models", ",".join(MODELS)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus)]
+    command = ["-m", PROGRAM, "train", "--config", own, "--data", data, "--models", case.model]
     sets = [part for setting in settings for part in ("--set", setting)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64)))).split(",")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + gpus])}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + case.gpus])}
     begun = time.perf_counter()
     whole = [*launch, *map(str, command), *sets, "--out", str(out)]
     done = subprocess.run(whole, capture_output=True, text=True, env=environment)
-    print(f"{gpus} GPUs, {time.perf_counter() - begun:.0f} s: {' '.join(settings)}", flush=True)
+    print(f"{case.model}, {case.gpus} GPUs, {time.perf_counter() - begun:.0f} s: {' '.join(settings)}", flush=True)
     if done.returncode:
         sys.exit(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found = {}
-    for model in MODELS:
-        lines = [json.loads(line) for line in (out / model / "metrics.jsonl").read_text().splitlines()]
-        found[model] = {
-            "losses": [line["loss"] for line in lines],
-            "miou": lines[-1]["miou"],
-            "images_per_s": lines[-1]["images_per_s"],
-            "peak_memory_bytes": lines[-1]["peak_memory_bytes"],
-        }
-    return found
+    lines = [json.loads(line) for line in (out / case.model / "metrics.jsonl").read_text().splitlines()]
+    last = {key: lines[-1][key] for key in ("miou", "images_per_s", "peak_memory_bytes")}
+    steps = lines[-1]["step"] - lines[-2]["step"] if len(lines) > 1 else lines[-1]["step"]
+    seconds = steps * case.gpus * case.batch / last["images_per_s"]
+    return {"losses": [line["loss"] for line in lines], **last, "epoch_s": round(seconds, 1)}
 
 
 def compare(rows: list[dict[str, Any]], all_reduce_ms: dict[str, float]) -> None:
     """Add to every row the distance of its losses from one GPU's, its efficiency and communication."""
-    first = {row["model"]: row for row in rows if row["gpus"] == 1 and row["kind"] == "same batch"}
+    first = {row["model"]: row for row in reversed(rows) if row["gpus"] == 1}  # the first case of each
+    longest = {row["model"]: row for row in sorted(rows, key=lambda row: row["epoch_s"]) if row["gpus"] == 1}
     for row in rows:
         one = first[row["model"]]
-        row["efficiency"] = row["images_per_s"] / (row["gpus"] * one["images_per_s"])
+        row["efficiency"] = row["images_per_s"] / (row["gpus"] * longest[row["model"]]["images_per_s"])
         if row["kind"] != "same share" and row is not one:
             pairs = zip(row["losses"], one["losses"], strict=True)
             row["relative_distance"] = [abs(mine - theirs) / theirs for mine, theirs in pairs]

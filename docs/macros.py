@@ -444,7 +444,7 @@ def fp4_products() -> str:
         "tuned_fp4": "`nvfp4_train`, FP4 GEMMs, 6 epochs from FP16",
     }
     against = {"fp16": "FP16", "control": "FP16, 6 epochs more"}
-    found, rows = result("fp4_products_sweep_h100")["variants"], []
+    found, rows = result("fp4_products_sweep_h200")["variants"], []
     for name, label in labels.items():
         row = found[name]
         compared = name.startswith(("scratch", "tuned"))
@@ -581,11 +581,15 @@ def _drop(row: dict[str, Any] | None) -> str:
 def scaling() -> str:
     """Training on several GPUs."""
     rows = []
-    for row in result("scaling_h200")["rows"]:
-        distance = ", ".join(f"{100 * part:.2f} %" for part in row.get("relative_distance", ()))
-        speed = [f"{row['images_per_s']:.0f}", f"{100 * row['efficiency']:.0f} %"]
-        rows.append([row["model"], f"{row['gpus']} x {row['batch']}", *speed, distance])
-    return markdown(["model", "GPUs x images", "images/s", "efficiency", "difference of the loss"], rows, 2)
+    for name in ("scaling_h200", "scaling_quarter_h200"):
+        found = result(name)
+        for row in found["rows"]:
+            distance = ", ".join(f"{100 * part:.2f} %" for part in row.get("relative_distance", ()))
+            share = f"{100 * row['all_reduce_ms'] / row['step_ms']:.1f} %" if "step_ms" in row else ""
+            speed = [f"{row['images_per_s']:.0f}", f"{row['epoch_s']:.0f}", f"{100 * row['efficiency']:.0f} %", share]
+            rows.append([f"{found['scale']}", row["model"], f"{row['gpus']} x {row['batch']}", *speed, distance])
+    head = ["scale", "model", "GPUs x images", "images/s", "epoch, s", "efficiency", "all-reduce"]
+    return markdown([*head, "difference of the loss"], rows, 3)
 
 
 def fp4_training() -> str:
@@ -675,6 +679,15 @@ def projected() -> str:
         times = [f"{row[name] / 1e3:.2f}" for name in ("fp16_us", "nvfp4_us")]
         rows.append([row["gpu"], *times, f"{row['speedup']:.2f}"])
     return markdown(["projected", "FP16, ms", "NVFP4, ms", "ratio"], rows)
+
+
+def projected_training() -> str:
+    """Products and norms of a training step, projected from published peaks."""
+    rows = []
+    for row in result("roofline_training_projected")["rows"]:
+        times = [f"{row[name]:.2f}" for name in ("fp16_ms", "fp4_ms")]
+        rows.append([f"{row['scale']}", row["gpu"], *times, f"{row['ratio']:.2f}"])
+    return markdown(["scale", "projected", "FP16, ms", "FP4 products, ms", "ratio"], rows, 2)
 
 
 def settings() -> str:
@@ -926,7 +939,7 @@ TABLES: dict[str, Callable[..., str]] = {
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
         packed_network, packed_latency, cpu_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, detection_closer,
-        detection_within, fp4_products, direct_convolutions,
+        detection_within, fp4_products, projected_training, direct_convolutions,
         coco_samples, ptq_camvid, claim,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,

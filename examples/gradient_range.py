@@ -28,7 +28,8 @@ from vit_digits import SETTINGS, VisionTransformer
 
 from fp4deploy.bench.environment import environment
 from fp4deploy.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, fake_quantize_nvfp4
-from fp4deploy.qat import prepare, quantized_layers, quantizers, restore
+from fp4deploy.qat import prepare, quantized_layers, restore
+from fp4deploy.qat.operators import quantizers
 
 NO_GLOBAL_SCALE = torch.tensor(E2M1_MAX * E4M3_MAX)
 SMALLEST_SCALE = 2.0**-9

@@ -16,7 +16,7 @@ from fp4deploy.bench.evidence import Accuracy, write_pixels
 from fp4deploy.bench.instances import evaluate_objects
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, EvalTransform, eval_loader, validation_set
-from fp4deploy.data.digest import DigestedDataset
+from fp4deploy.data.inspection.digest import DigestedDataset
 from fp4deploy.data.part import part_of
 from fp4deploy.errors import InputError
 from fp4deploy.metrics import SegmentationScore

@@ -21,7 +21,7 @@ from PIL import Image
 from fp4deploy.bench.evidence import Accuracy, write_matches
 from fp4deploy.bench.runtimes.protocol import Runtime
 from fp4deploy.data import VAL, eval_loader
-from fp4deploy.data.digest import DigestedDataset
+from fp4deploy.data.inspection.digest import DigestedDataset
 from fp4deploy.data.part import part_of
 from fp4deploy.detection import DetectionEvaluation, Detections
 from fp4deploy.detection.draw import draw_boxes

@@ -1,17 +1,20 @@
 """Datasets: reading COCO annotations and PNG masks, joint augmentation, generated scenes, checking."""
 
-from fp4deploy.data.balance import ClassCounts, cached_counts, class_balance, count_classes
+from fp4deploy.data.augmentation.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
+from fp4deploy.data.augmentation.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand
 from fp4deploy.data.cache import CachedDataset, cache_dataset
-from fp4deploy.data.check import check_dataset
 from fp4deploy.data.coco.annotations import Defect
 from fp4deploy.data.coco.boxes import BoxDataset
 from fp4deploy.data.coco.dataset import CocoDataset
 from fp4deploy.data.dataset import has_split, open_boxes, open_dataset, open_instances
 from fp4deploy.data.for_model import box_set, instance_set, validation_set
 from fp4deploy.data.generated.shapes import generate_shapes
-from fp4deploy.data.importing import import_coco
-from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox
+from fp4deploy.data.importing.folder import import_coco
+from fp4deploy.data.inspection.balance import ClassCounts, cached_counts, class_balance, count_classes
+from fp4deploy.data.inspection.check import check_dataset
+from fp4deploy.data.inspection.summary import parse_splits, summarise
 from fp4deploy.data.loader import EpochLoader, end_workers, eval_loader, train_loader
+from fp4deploy.data.part import repeated
 from fp4deploy.data.sample import (
     IGNORE,
     IMAGE_MEAN,
@@ -23,8 +26,6 @@ from fp4deploy.data.sample import (
     Sample,
     SegmentationDataset,
 )
-from fp4deploy.data.summary import parse_splits, summarise
-from fp4deploy.data.transforms import EvalTransform, NumberedEvalTransform, TrainTransform, expand
 
 __all__ = [
     "IGNORE",
@@ -65,6 +66,7 @@ __all__ = [
     "open_dataset",
     "open_instances",
     "parse_splits",
+    "repeated",
     "summarise",
     "train_loader",
     "validation_set",

@@ -23,9 +23,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from fp4deploy.children import isolated_start
-from fp4deploy.data.letterbox import PAD
+from fp4deploy.data.augmentation.letterbox import PAD
+from fp4deploy.data.augmentation.transforms import Transform
 from fp4deploy.data.sample import SegmentationDataset
-from fp4deploy.data.transforms import Transform
 from fp4deploy.errors import InputError
 
 Batch = tuple[Tensor, Tensor]

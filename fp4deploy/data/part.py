@@ -1,4 +1,4 @@
-"""A part of a split: a few images, evenly spaced, for a first look at a model on a large set."""
+"""A part of a split, evenly spaced, for a first look at a model on a large set; a split several times over."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def part_of(dataset: Dataset, count: int | None) -> Dataset:
         part.keep(places)
         return cast(Dataset, part)
     return cast(Dataset, _Part(dataset, places))
+
+
+def repeated(dataset: SegmentationDataset, times: int) -> SegmentationDataset:
+    """A dataset `times` times over: longer epochs of a small set."""
+    return dataset if times == 1 else _Part(dataset, [*range(len(dataset))] * times)
 
 
 class _Part:

@@ -4,7 +4,7 @@
 2. Their boxes in pixels of the input, from prior and distances.
 3. Non-maximum suppression: in the order of the scores, a box is kept unless one of its class that is kept overlaps it
    by an IoU above `nms`. It ends with `max_detections` boxes.
-4. From the input to the image (`data.letterbox`), cut at its border.
+4. From the input to the image (`data.augmentation.letterbox`), cut at its border.
 
 NMS comes before the border is cut, as in the ONNX file that holds the decoding, which does not know the image's size.
 """
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp4deploy.data.letterbox import letterbox
+from fp4deploy.data.augmentation.letterbox import letterbox
 from fp4deploy.models.boxes import DetectionHead
 
 FoundBoxes = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]  # boxes [K, 4], classes [K], scores [K]

@@ -44,12 +44,6 @@ def round_e2m1(u: torch.Tensor, random: torch.Tensor | None = None) -> torch.Ten
     return u.add_(rounder).sub_(rounder)
 
 
-def round_magnitudes(u: torch.Tensor) -> torch.Tensor:
-    """`round_e2m1` of float32 between 0 and 6, in place."""
-    rounder = _rounder(u.clamp(min=1.0))
-    return u.add_(rounder).sub_(rounder)
-
-
 def _rounder(magnitude: torch.Tensor) -> torch.Tensor:
     """What has the step at a magnitude (at least 1) as its ulp; in place."""
     binade = magnitude.view(torch.int32).bitwise_and_(_EXPONENT_BITS).view(torch.float32)

@@ -2,80 +2,102 @@
 
     round_trip_nvfp4(x, A)  =  quantize_nvfp4(x, amax=A).dequantize()        every bit, the sign of a zero included
 
-Neither codes nor bytes are made. The block scales are those of `scales`; an element's magnitude is rounded and scaled
-where it lies, and the signs are put back only where there are negative elements: there are none behind a ReLU. The
-largest of 16 neighbours comes from four maxima of halves, which torch vectorises, unlike a reduction of a short axis.
+No codes are made. On a small feature map an operation costs what its call costs, on a large one a pass over memory, so
+there are few:
+
+* e and the step of a block depend on its scale byte alone: they are looked up in a table of the global amax, both
+  floats of an entry as one 64-bit number.
+* x e is rounded as the decomposed graph rounds it (`export.onnx.decomposed_quantize`): with M = max(floor |u|, 1) K and
+  K = 1.25 * 2^22, q = (u + M) - M. The product with K is exact, hence part of the sum.
+* Signs are put back only where there are negative elements: there are none behind a ReLU.
+* The largest of 16 neighbours comes from maxima of the array and itself shifted, which torch vectorises, unlike a
+  reduction of a short axis.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
 
 from fp4deploy.formats.blocks import crop, pad_to_blocks
-from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, nvfp4_range
-from fp4deploy.formats.e2m1 import round_magnitudes
-from fp4deploy.formats.scales import FLT_MAX, block_scales, constant, encoding_scale
+from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
+from fp4deploy.formats.scales import block_step, constant, encoding_scale, round_scales
 
-INVERSE_RANGE = torch.tensor(1 / nvfp4_range()).item()  # of float32
-PIECE = 1 << 13  # blocks: temporaries that stay in a core's cache
-FEW = 1 << 11  # blocks for which one slow reduction beats many short operations
+PIECE = 1 << 15  # blocks: temporaries that stay in the cache
+FEW = 1 << 11  # blocks for which one slow reduction beats several short operations
+ROUNDER = 1.25 * 2**22
 
 
-def round_trip_nvfp4(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+def round_trip_nvfp4(x: torch.Tensor, amax: torch.Tensor, rectified: bool = False) -> torch.Tensor:
     """Values of `x` [..., K] quantised in blocks of 16 along the last axis with the global amax, float32 [].
+
+    Args:
+        rectified: nothing in `x` is below 0, as behind a ReLU (NaN may be); otherwise that is looked for.
 
     Returns:
         float32 [..., K].
     """
     wide = pad_to_blocks(x.detach().to(torch.float32), (x.ndim - 1,), NVFP4_BLOCK).contiguous()
-    values, largest = torch.empty_like(wide), amax.item()
-    blocks, outs = (each.view(-1, NVFP4_BLOCK) for each in (wide, values))
+    values, (sixth, table) = torch.empty_like(wide), _scale_table(amax.item())
+    blocks, outs = wide.view(-1, NVFP4_BLOCK), values.view(-1, NVFP4_BLOCK)
     for start in range(0, len(blocks), PIECE):
-        _round_trip(blocks[start : start + PIECE], largest, outs[start : start + PIECE])
+        whole = len(blocks) <= PIECE
+        part, out = (each if whole else each[start : start + PIECE] for each in (blocks, outs))
+        _round_trip(part, sixth, table, out, rectified or part.amin().item() >= 0)  # a NaN is not
     return crop(values, x.shape)
 
 
-def _round_trip(blocks: torch.Tensor, amax: float, out: torch.Tensor) -> None:
-    signed = not blocks.amin().item() >= 0  # also with a NaN
-    magnitude = blocks.abs() if signed else blocks
-    d8, encode = _scales(_block_amax(magnitude), amax, signed)
-    torch.mul(magnitude, encode, out=out)
-    round_magnitudes(out.clamp_(max=E2M1_MAX))
-    if signed:
-        out.copysign_(blocks.mul(encode).add_(0.0))  # a negative element that underflows has code 0, without a sign
-    out.mul_(d8.mul_(amax).mul_(INVERSE_RANGE))
+def _round_trip(blocks: torch.Tensor, sixth: float, table: torch.Tensor, out: torch.Tensor, rectified: bool) -> None:
+    magnitude = torch.empty_like(blocks)
+    largest = _block_amax(blocks if rectified else torch.abs(blocks, out=out), magnitude)
+    encode, step = _look_up(largest, sixth, table)
+    if rectified:
+        scaled = torch.mul(blocks, encode, out=out).clamp_(max=E2M1_MAX)
+        torch.clamp(scaled, min=1.0, out=magnitude)
+    else:  # a negative element that underflows has code 0, without a sign: 0 + -0.0 is 0.0
+        scaled = torch.addcmul(constant(0.0, blocks), blocks, encode).clamp_(-E2M1_MAX, E2M1_MAX)
+        torch.abs(scaled, out=magnitude).clamp_(min=1.0)
+    magnitude.floor_()
+    torch.add(scaled, magnitude, alpha=ROUNDER, out=out).sub_(magnitude, alpha=ROUNDER)
+    if not rectified:
+        out.copysign_(scaled)
+    out.mul_(step)
 
 
-def _scales(block_amax: torch.Tensor, amax: float, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scales.block_scales`; in fewer passes where everything is finite, as it nearly always is.
-
-    A block whose scale is 0 decodes to zeros whatever it is encoded with, and only negative elements show in their sign
-    that it was 0.
-    """
-    if not amax > 0 or not math.isfinite(block_amax.max().item()):
-        return block_scales(block_amax, torch.tensor(amax))
-    sixth, decode = _encoding(amax)
-    d8 = block_amax.mul_(sixth).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
-    encode = (d8 * decode).reciprocal_().clamp_(max=FLT_MAX)
-    return d8, encode.masked_fill_(d8 == 0, 0.0) if signed else encode
+def _look_up(block_amax: torch.Tensor, sixth: float, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e and step of each block, float32 [M, 1]; `block_amax` [M] is overwritten."""
+    block_amax.nan_to_num_(torch.nan, torch.nan)  # an Inf damages its block as a NaN does
+    scales = block_amax.mul_(sixth).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    # -0.0 has the byte 0x80, whose entry is that of 0
+    found = table.index_select(0, scales.view(torch.uint8).to(torch.int32)).view(torch.float32).view(-1, 2)
+    encode, step = found.chunk(2, 1)
+    return encode, step
 
 
 @lru_cache(maxsize=1024)
-def _encoding(amax: float) -> tuple[float, float]:
-    """S * fp32(1/6) and 1 / S of a global amax."""
-    scale = encoding_scale(torch.tensor(amax))
-    return (scale * constant(1 / E2M1_MAX, scale)).item(), (1 / scale).item()
+def _scale_table(amax: float) -> tuple[float, torch.Tensor]:
+    """S * fp32(1/6), and (e, step) of each of 256 scale bytes as one float64, by the rules of `scales`.
+
+    Where A is 0 every scale is 0, so that the factor is.
+    """
+    whole = torch.tensor(amax)
+    scale = encoding_scale(whole)
+    sixth = (scale * constant(1 / E2M1_MAX, scale)).item() if amax > 0 else 0.0
+    magnitude = torch.arange(256, dtype=torch.uint8).bitwise_and_(0x7F)
+    d8 = magnitude.view(torch.float8_e4m3fn).to(torch.float32)
+    _, encode = round_scales(d8, d8, torch.tensor(1.0), scale)
+    pairs = torch.stack([encode, block_step(d8, whole)], dim=1)
+    return sixth, pairs.view(torch.float64).flatten()
 
 
-def _block_amax(magnitude: torch.Tensor) -> torch.Tensor:
-    """The largest of each block, [M, 1]; NaN where one is."""
+def _block_amax(magnitude: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """The largest of each block, [M]; NaN where one is. `scratch` has the shape of `magnitude`, 16 elements a block."""
     if len(magnitude) < FEW:
-        return magnitude.amax(1, keepdim=True).abs_()
-    width = magnitude.shape[-1]
-    while width > 1:
-        width //= 2
-        magnitude = torch.maximum(magnitude[:, :width], magnitude[:, width:])
-    return magnitude.abs_()  # -0.0 counts as 0.0
+        return magnitude.amax(1)
+    half, other = (each.view(-1) for each in scratch.view(2, -1, NVFP4_BLOCK // 2))
+    torch.maximum(*magnitude.chunk(2, 1), out=half.view(-1, NVFP4_BLOCK // 2))
+    # after each shift the first of every 8 has the largest of twice as many; the rest is not read
+    torch.maximum(half[:-4], half[4:], out=other[:-4])
+    torch.maximum(other[:-6], other[2:-4], out=half[:-6])
+    return torch.maximum(half[0::8], half[1::8])

@@ -30,6 +30,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,14 +53,16 @@ from fp4deploy.packed.graph import (
     Norm,
     weight_names,
 )
+from fp4deploy.packed.on_cpu import channels_last, convolution
 from fp4deploy.packed.operators import Context, compute, convolve
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.plugins.gemm import decoded, plain
 from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, decode_weight, fits
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
-from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference, matmul_reference
+from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
+from fp4deploy.plugins.quantize.norm_float32 import norm_relu
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
 from fp4deploy.plugins.quantize.statistics import Moments
@@ -101,8 +104,13 @@ class PackedNetwork:
         inputs, steps = plan(self.graph) if on_gpu else (self.graph.inputs, list(self.graph.nodes))
         self.inputs: Sequence[Input] = inputs
         self.steps: Sequence[Step] = steps
+        last = {name: number for number, step in enumerate(steps) for name in step.inputs}
+        last |= {each.activation: len(steps) for each in self.graph.outputs}
+        self._last_read = [  # by each step; freed after it
+            [name for name in dict.fromkeys(step.inputs) if last[name] == number] for number, step in enumerate(steps)
+        ]
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
-        self._range: Callable[[str], AbstractContextManager[Any]] = torch.cuda.nvtx.range if marks else nullcontext
+        self._range: Callable[[Step], AbstractContextManager[Any]] = _nvtx_range if marks else nullcontext
         self.pack: Pack = round_trip_nvfp4 if self.device.type == "cpu" else packed_form  # between two nodes
         self._decodes = weights != "packed" and decoded.available(self.device)
         self._own = plain == "kernel" and self.device.type == "cuda"
@@ -135,17 +143,14 @@ class PackedNetwork:
         with torch.inference_mode():
             live: dict[str, FeatureMap] = {}
             moments: dict[str, Moments] = {}
-            last = {name: number for number, step in enumerate(self.steps) for name in step.inputs}
-            last |= {each.activation: len(self.steps) for each in self.graph.outputs}
             for each, x in zip(self.inputs, inputs, strict=True):
                 read = self.read_input(each, x, self.pack)
                 live.update(zip([form.name for form in each.outputs], read, strict=True))
             for number, step in enumerate(self.steps):
-                with self._range(label(step)):
+                with self._range(step):
                     results = self.run_step(step, [live[name] for name in step.inputs], sizes, moments)
-                for name in step.inputs:
-                    if last[name] == number:
-                        live.pop(name, None)
+                for name in self._last_read[number]:
+                    live.pop(name, None)
                 live.update(zip([form.name for form in step.outputs], results, strict=True))
         return self.named([cast(torch.Tensor, live[each.activation]) for each in self.graph.outputs])
 
@@ -276,14 +281,18 @@ class PackedNetwork:
     ) -> list[FeatureMap]:
         bias = self._vectors[node.bias] if node.bias else None
         weight, beta = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
-        on_cpu = self.device.type == "cpu"
-        forms = [OutputForm(None if on_cpu else self.amax(form), form.pooled) for form in node.outputs]
-        if any(form.pooled for form in forms) and (x.shape[2] % 2 or x.shape[3] % 2):
+        if any(form.pooled for form in node.outputs) and (x.shape[2] % 2 or x.shape[3] % 2):
             return self._norm_of_odd_size(node, x, pack)
         x = channels_last(x).permute(0, 2, 3, 1)
+        if self.device.type == "cpu":
+            pooled = [form.pooled for form in node.outputs]
+            rectified = norm_relu(x, bias, weight, beta, node.groups, node.eps, pooled)
+            if pack is round_trip_nvfp4:
+                pack = partial(round_trip_nvfp4, rectified=True)
+            return self._each_form([y.permute(0, 3, 1, 2) for y in rectified], node.outputs, pack)
+        forms = [OutputForm(self.amax(form), form.pooled) for form in node.outputs]
         written = norm_relu_pack(x, bias, weight, beta, node.groups, node.eps, forms, moments)
-        results = [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
-        return self._each_form(cast("list[torch.Tensor]", results), node.outputs, pack) if on_cpu else results
+        return [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
 
     def _norm_of_odd_size(self, node: GroupNormReLU, x: torch.Tensor, pack: Pack) -> list[FeatureMap]:
         """Pooling that leaves out a last row or column: not in the pass of the normalisation."""
@@ -346,18 +355,15 @@ class PackedNetwork:
     def _multiply_on_cpu(
         self, node: Layer, inputs: list[FeatureMap], bias: torch.Tensor | None, pack: Pack
     ) -> list[FeatureMap]:
-        """By the reference."""
+        """By torch, of decoded operands."""
         weight = self._decoded_weight(node)
         y: Any
         if isinstance(node, Linear):
             y = matmul_reference(inputs[0], weight, bias, node.relu, self.dtype)
-            return self.forms(y, node.outputs, pack)
-        if isinstance(node, ConvTranspose2d):
-            y = conv_transpose2d_reference(inputs[0], weight, bias, False, self.dtype)
         else:
-            place = cast(Conv2d, node)
-            y = conv2d_reference(tuple(inputs), weight, bias, *_geometry(place), place.relu, self.dtype)
-        return self.forms(y.permute(0, 3, 1, 2), node.outputs, pack)
+            place = cast("Conv2d | ConvTranspose2d", node)
+            y = convolution(place, [decoded_form(x, self.dtype) for x in inputs], weight, bias)
+        return self.forms(y, node.outputs, pack)
 
     def _decoded_weight(self, node: Layer) -> torch.Tensor:
         """A weight in the file's order of axes; on the CPU it is decoded once and kept."""
@@ -425,6 +431,10 @@ class PackedNetwork:
         return self._fits[shapes]
 
 
+def _nvtx_range(step: Step) -> AbstractContextManager[Any]:
+    return cast("AbstractContextManager[Any]", torch.cuda.nvtx.range(label(step)))
+
+
 def decoded_form(x: FeatureMap, dtype: torch.dtype) -> torch.Tensor:
     """What a packed activation stands for; on the CPU it may be decoded already."""
     return x.dequantize(dtype) if isinstance(x, Nvfp4Tensor) else x
@@ -459,11 +469,6 @@ def plain_geometry(node: Conv2d) -> tuple[tuple[int, int], tuple[int, int], tupl
     """Stride, padding and dilation of both directions."""
     (a, b), (c, d), (e, f) = node.stride, node.padding, node.dilation
     return (a, b), (c, d), (e, f)
-
-
-def channels_last(x: torch.Tensor) -> torch.Tensor:
-    """A feature map whose NHWC view is contiguous; any other tensor as it is."""
-    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.ndim == 4 else x
 
 
 def _axis(node: Layer) -> int:

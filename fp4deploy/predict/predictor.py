@@ -21,10 +21,10 @@ from PIL import Image
 
 from fp4deploy.bench.runtimes.open import open_for_images
 from fp4deploy.bench.runtimes.protocol import Runtime
+from fp4deploy.data.augmentation.transforms import expand
 from fp4deploy.data.images import upright_image
 from fp4deploy.data.palette import colours
 from fp4deploy.data.sample import Pixels, Sample
-from fp4deploy.data.transforms import expand
 from fp4deploy.detection import Detections, decode_boxes
 from fp4deploy.errors import InputError
 from fp4deploy.instances.decode import Instances, decode

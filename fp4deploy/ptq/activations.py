@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fp4deploy.errors import InputError
 from fp4deploy.qat import calibrate, quantized_layers
 from fp4deploy.qat.calibration import calibrate_percentile
-from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.operators.quantizers import quantize_operand
 
 CHOICES = ("amax", "percentile", "mse")
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)

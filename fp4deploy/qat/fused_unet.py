@@ -34,12 +34,12 @@ from fp4deploy.plugins import available
 from fp4deploy.plugins.quantize import learned as learned  # defines its operators
 from fp4deploy.plugins.quantize.channels_last import channels_fit
 from fp4deploy.plugins.quantize.weights import fake_quantize_weights, weight_fits
-from fp4deploy.qat.gemms import ConvGemms
 from fp4deploy.qat.layers import QuantizedLayer
-from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.operators.gemms import ConvGemms
+from fp4deploy.qat.operators.quantizers import quantize_operand
+from fp4deploy.qat.operators.recompute import computed_by, convolve, recomputing
+from fp4deploy.qat.operators.ste import fake_quantize
 from fp4deploy.qat.recipes import QuantSpec, Recipe
-from fp4deploy.qat.recompute import computed_by, convolve, recomputing
-from fp4deploy.qat.ste import fake_quantize
 
 ops = torch.ops.fp4deploy
 SIMPLE_INPUT = QuantSpec(scale="static")

@@ -28,14 +28,14 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.plugins.quantize.dispatch import finite_amax, previous_amax
-from fp4deploy.qat.backward_gemms import quantize_forward_weight, quantized_gemms
 from fp4deploy.qat.fp4_gemms.autograd import packed_gemms
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS
-from fp4deploy.qat.gemms import ConvGemms, LinearGemms
-from fp4deploy.qat.learned import fake_quantize_learned
+from fp4deploy.qat.operators.backward_gemms import quantize_forward_weight, quantized_gemms
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.operators.learned import fake_quantize_learned
+from fp4deploy.qat.operators.ste import fake_quantize, fake_quantize_and_measure
 from fp4deploy.qat.outliers import OutlierChannels
 from fp4deploy.qat.recipes import QuantSpec, Recipe
-from fp4deploy.qat.ste import fake_quantize, fake_quantize_and_measure
 
 
 class QuantizedLayer(nn.Module):

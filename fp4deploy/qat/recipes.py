@@ -160,7 +160,7 @@ class Recipe:
     amax_timing: a training step quantises a static activation with the amax after it ("current"), for which the
         activation is read once before it can be quantised, or with the one before it ("delayed"), for which it is not;
         what exceeds that saturates. The very first step has only its own.
-    amax_learned: a static activation's amax is not tracked but a parameter with a gradient (`qat.learned`).
+    amax_learned: a static activation's amax is not tracked but a parameter with a gradient (`qat.operators.learned`).
     fp8: "convolutions": layers that no engine can compute in FP4, because they are not a single GEMM, are FP8
         (`qat.placement`); "none": all layers have the operands above. `prepare` can be told other layers.
     weight_reset: when oscillating weights are reset; None: never.

@@ -11,6 +11,7 @@ from fp4deploy.data import (
     EpochLoader,
     SegmentationDataset,
     eval_loader,
+    repeated,
     train_loader,
 )
 from fp4deploy.tasks import TASKS
@@ -33,6 +34,7 @@ def make_loaders(
         **config.augment.model_dump(),
     )
     batch, workers = config.train.batch_size, _workers(config.data.workers)
+    train = repeated(train, config.data.repeat)
     return train_loader(train, augment, batch, workers, config.seed, compact=True), validation_loader(config, val)
 
 

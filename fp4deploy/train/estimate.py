@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from fp4deploy.children import owned_folder
-from fp4deploy.data import EpochLoader, Sample, SegmentationDataset, cache_dataset
+from fp4deploy.data import EpochLoader, cache_dataset
 from fp4deploy.errors import InputError
 from fp4deploy.models.build import network_for
 from fp4deploy.qat import prepare_as, set_products
@@ -47,22 +47,8 @@ WARM_UP = 5
 WARM_UP_BATCHES = 2  # of an evaluation
 PARTS = 4  # of the measurements of a model: warm-up, steps, steps on one batch, evaluation
 SECONDS = 300.0  # that measuring may take
-EFFICIENCY = 0.8  # four H200 with 16 images each reached 0.81 (benchmarks/scaling.py)
+EFFICIENCY = 0.85  # four H200, UNet of scale 1.0, NVFP4, 16 images each, epochs of 24 s (benchmarks/scaling.py)
 LOADER_LIMIT = 0.9  # of the speed on a resident batch; below it the loader limits the training
-
-
-class _Repeated:
-    """A dataset several times over; implements `SegmentationDataset`."""
-
-    def __init__(self, dataset: SegmentationDataset, length: int) -> None:
-        self.class_names, self.background, self.layout = dataset.class_names, dataset.background, dataset.layout
-        self._dataset, self._length = dataset, max(length, len(dataset))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def load(self, index: int) -> Sample:
-        return self._dataset.load(index % len(self._dataset))
 
 
 @dataclass(frozen=True)
@@ -135,8 +121,10 @@ def measure(
         raise InputError(f"At least one step has to be measured, not {steps}.")
     train, val = open_splits(config)
     cache = int(config.data.cache_gib * 2**30)
-    long = _Repeated(cache_dataset(train, cache), config.train.batch_size * (WARM_UP + 2 * steps + 2))
-    loaders = make_loaders(config, long, cache_dataset(val, cache))
+    least = config.train.batch_size * (WARM_UP + 2 * steps + 2)
+    times = max(config.data.repeat, -(-least // len(train)))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"repeat": times})})
+    loaders = make_loaders(config, cache_dataset(train, cache), cache_dataset(val, cache))
     budget = Budget(seconds, 1 + PARTS * len(models), advance)
     with closing(loaders[0]), closing(loaders[1]), owned_folder() as folder:
         fed = loader_speed(loaders[0], steps, budget)
@@ -182,7 +170,7 @@ def estimate(
 
 def assumptions(gpus: int, efficiency: float) -> list[str]:
     """The assumptions of an estimate, in sentences."""
-    scaling = f"{gpus} GPUs work at {efficiency:g} x {gpus} the speed of one (assumed, not measured)"
+    scaling = f"{gpus} GPUs work at {efficiency:g} x {gpus} the speed of one (assumed, not measured here)"
     return [
         "a step costs the same from the first to the last, at the measured batch a GPU",
         scaling if gpus > 1 else "one GPU, as measured",
@@ -220,7 +208,7 @@ def estimate_training(
         )
     share = EFFICIENCY if efficiency is None else efficiency
     train, val = (len(split) for split in open_splits(config))
-    train, val = images or train, val if val_images is None else val_images
+    train, val = images or train * config.data.repeat, val if val_images is None else val_images
     speeds = measure(config, models, steps, seconds, advance)
     return as_json(config, speeds, estimate(config, speeds, train, val, gpus, share), train, val, gpus, share)
 

@@ -33,7 +33,7 @@ from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
 from fp4deploy.qat.fusion.compiler import backend
 from fp4deploy.qat.fusion.fuse import mark_fusible
-from fp4deploy.qat.learned import keep_positive
+from fp4deploy.qat.operators.learned import keep_positive
 from fp4deploy.qat.oscillation import OscillationResets
 from fp4deploy.qat.outlier_selection import OutlierSelection
 from fp4deploy.tasks import TaskScores

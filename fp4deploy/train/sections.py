@@ -72,6 +72,9 @@ class DataSection(Section):
     classes: list[str] | None = Field(None, description="classes to learn; none: all")
     height: int = Field(96, gt=0, le=MOST_PIXELS, description="model input in pixels")
     width: int = Field(96, gt=0, le=MOST_PIXELS, description="model input in pixels")
+    repeat: int = Field(
+        1, ge=1, le=1_000_000, description="times that an epoch has each training image, with other augmentation"
+    )
     workers: int | None = Field(
         None, ge=0, le=1024, description="processes that load images; none: 0 on a CPU, up to 12 with a GPU"
     )

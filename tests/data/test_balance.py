@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp4deploy.data import Sample, cached_counts, class_balance, count_classes
-from fp4deploy.data.balance import ClassCounts
+from fp4deploy.data.inspection.balance import ClassCounts
 
 
 class Masks:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from fp4deploy.data import check_dataset, open_boxes, train_loader
-from fp4deploy.data.letterbox import BoxTrainTransform, LetterboxTransform, letterbox, visible
+from fp4deploy.data.augmentation.letterbox import BoxTrainTransform, LetterboxTransform, letterbox, visible
 from fp4deploy.data.sample import IGNORE, Sample
 from fp4deploy.errors import InputError
 

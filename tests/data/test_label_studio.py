@@ -14,7 +14,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from fp4deploy.data import import_coco
-from fp4deploy.data.label_studio import coco_content, decode_rle
+from fp4deploy.data.importing.label_studio import coco_content, decode_rle
 from fp4deploy.errors import InputError
 
 # what label_studio_sdk 2.1.2 (converter.brush.mask2rle) writes for the mask below

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fp4deploy.data import EpochLoader, generate_shapes, open_dataset
+from fp4deploy.data.augmentation.transforms import TrainTransform
 from fp4deploy.data.loader import train_loader
-from fp4deploy.data.transforms import TrainTransform
 
 
 @pytest.fixture(scope="module")

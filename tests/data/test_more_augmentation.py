@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp4deploy.data import IGNORE, Sample, TrainTransform
-from fp4deploy.data.transforms import _GREY, recolour
+from fp4deploy.data.augmentation.transforms import _GREY, recolour
 
 PLAIN = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "zoom": (1.0, 1.0), "jitter": 0.0}
 

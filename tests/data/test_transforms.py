@@ -21,7 +21,7 @@ from fp4deploy.data import (
     open_dataset,
     train_loader,
 )
-from fp4deploy.data.transforms import recolour
+from fp4deploy.data.augmentation.transforms import recolour
 from fp4deploy.errors import InputError
 
 

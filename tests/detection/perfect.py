@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fp4deploy.data.letterbox import letterbox
+from fp4deploy.data.augmentation.letterbox import letterbox
 from fp4deploy.data.sample import IGNORE, Sample
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.train.losses.boxes import assign, centre_ness

@@ -23,6 +23,8 @@ def assert_same(x: torch.Tensor, amax: float) -> None:
     expected, found = quantize_nvfp4(x, amax=given).dequantize(), round_trip_nvfp4(x, given)
     assert found.shape == expected.shape
     assert torch.equal(bits(found), bits(expected))
+    if not (x < 0).any():
+        assert torch.equal(bits(round_trip_nvfp4(x, given, rectified=True)), bits(expected))
     assert torch.equal(x.nan_to_num(7.0), kept)
 
 
@@ -31,11 +33,14 @@ def damaged(x: torch.Tensor, value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(1,), (16,), (3, 33), (2, 5, 7, 48), (0, 16), (4, 0), (40, 70, 16), (FEW + 1, 16)])
-@pytest.mark.parametrize("values", ["normal", "rectified", "ties", "tiny", "negative zeros", "inf", "nan"])
+@pytest.mark.parametrize(
+    "values", ["normal", "rectified", "ties", "tiny", "negative zeros", "zeros of both signs", "inf", "nan"]
+)
 def test_equal_to_codes_and_scales(shape: tuple[int, ...], values: str) -> None:
     x = torch.randn(shape, generator=generator())
     ties = torch.tensor(TIES)[torch.randint(len(TIES), shape, generator=generator(1))]
     cases = {"normal": x, "rectified": x.relu(), "ties": ties, "tiny": x * 1e-40, "negative zeros": -x.relu()}
+    cases |= {"zeros of both signs": torch.where(x > 0.5, x, 0.0 * x)}
     cases |= {"inf": damaged(x.relu(), torch.inf), "nan": damaged(x, torch.nan)}
     for amax in (*AMAXES, finite_amax(x).item()):
         assert_same(cases[values], amax)

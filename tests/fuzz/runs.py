@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4deploy.bench.kept import kept
 from fp4deploy.data import cached_counts, class_balance, open_dataset
-from fp4deploy.data.balance import METHODS
+from fp4deploy.data.inspection.balance import METHODS
 from fp4deploy.experiments.search.costs import LayerCost, measured_layers, with_measured
 from fp4deploy.experiments.search.run import _bounds, sqnr
 from fp4deploy.experiments.search.study import Record

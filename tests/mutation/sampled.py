@@ -41,7 +41,7 @@ ROOMS = {
         ),
     ),
     "gemms": Room(
-        ("fp4deploy/qat/gemms.py", "fp4deploy/qat/backward_gemms.py"),
+        ("fp4deploy/qat/operators/gemms.py", "fp4deploy/qat/operators/backward_gemms.py"),
         ("tests/qat/test_gemms.py", "tests/qat/test_gradients.py", "tests/qat/test_spatial_axes.py"),
     ),
     "export": Room(

@@ -16,8 +16,8 @@ from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare, set_products
 from fp4deploy.qat.fp4_gemms import reference
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
 from fp4deploy.qat.fp4_gemms.requirements import require_packed
-from fp4deploy.qat.gemms import ConvGemms, LinearGemms
-from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.operators.quantizers import quantize_operand
 from tests.qat.layer_cases import LAYERS, make
 from tests.qat.reference_gemms import check, one_step
 

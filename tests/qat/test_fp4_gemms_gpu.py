@@ -15,8 +15,8 @@ from fp4deploy.plugins.quantize import dispatch as quantize
 from fp4deploy.plugins.quantize.unfolded import Unfolding, pack_unfolded
 from fp4deploy.qat import QuantSpec, prepare, set_products
 from fp4deploy.qat.fp4_gemms.operands import pack_operand
-from fp4deploy.qat.gemms import ConvGemms
-from fp4deploy.qat.quantizers import quantize_operand, quantize_unfolded, unfolds_by_kernel
+from fp4deploy.qat.operators.gemms import ConvGemms
+from fp4deploy.qat.operators.quantizers import quantize_operand, quantize_unfolded, unfolds_by_kernel
 from tests.qat.layer_cases import LAYERS, make
 from tests.qat.reference_gemms import Gradients
 from tests.qat.test_fp4_gemms import FEW, RECIPES_HERE, operands

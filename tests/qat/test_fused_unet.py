@@ -25,8 +25,8 @@ from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_layers, recipes
 from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
-from fp4deploy.qat.learned import fake_quantize_learned
-from fp4deploy.qat.recompute import Call, Recomputed, recomputing
+from fp4deploy.qat.operators.learned import fake_quantize_learned
+from fp4deploy.qat.operators.recompute import Call, Recomputed, recomputing
 
 
 def clipped(y: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

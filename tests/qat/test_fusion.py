@@ -22,7 +22,7 @@ from fp4deploy.qat.fusion.codes import keep_codes
 from fp4deploy.qat.fusion.compiler import backend
 from fp4deploy.qat.fusion.expand import expand
 from fp4deploy.qat.fusion.fuse import mark_fusible
-from fp4deploy.qat.learned import fake_quantize_learned
+from fp4deploy.qat.operators.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import QuantSpec
 
 pytestmark = pytest.mark.filterwarnings("error:A part of the network could not be compiled")

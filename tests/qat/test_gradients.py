@@ -11,7 +11,7 @@ from torch import nn
 
 from fp4deploy.formats import quantize_nvfp4, random_hadamard
 from fp4deploy.qat import RECIPES, QuantSpec, Recipe, prepare, set_products
-from fp4deploy.qat.ste import fake_quantize
+from fp4deploy.qat.operators.ste import fake_quantize
 from tests.qat.layer_cases import LAYERS, generator, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")

@@ -24,7 +24,7 @@ from fp4deploy.qat import (
     restore,
     round_to_deployed,
 )
-from fp4deploy.qat.learned import fake_quantize_learned, keep_positive
+from fp4deploy.qat.operators.learned import fake_quantize_learned, keep_positive
 
 STATIC = QuantSpec(scale="static")
 

@@ -23,7 +23,7 @@ from fp4deploy.qat import (
     prepare,
     quantized_layers,
 )
-from fp4deploy.qat.ste import fake_quantize
+from fp4deploy.qat.operators.ste import fake_quantize
 
 CARD = ModelCard("nvfp4", 0.125, ("background", "a"), 32, 32, (0.5,) * 3, (0.2,) * 3, True, "nvfp4_qat")
 

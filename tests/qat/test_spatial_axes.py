@@ -16,7 +16,7 @@ from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.verify.exported import verify
 from fp4deploy.qat import calibrate, layer_plan, prepare, restore
-from fp4deploy.qat.gemms import ConvGemms
+from fp4deploy.qat.operators.gemms import ConvGemms
 from tests.export.exported_models import images, prepared
 
 CASES = {  # name -> (layer, the same as a Conv2d, shape of the input, axis that the Conv2d has besides)

@@ -20,7 +20,7 @@ from fp4deploy.formats import (
     quantize_nvfp4,
     unpack_codes,
 )
-from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.operators.quantizers import quantize_operand
 from fp4deploy.qat.recipes import QuantSpec
 from fp4deploy.qat.telemetry.statistics import (
     CODED,

@@ -64,7 +64,7 @@ def test_numbers_out_of_range(wrong: dict) -> None:
 
 
 def test_the_assumptions_say_what_was_not_measured() -> None:
-    assert any("assumed, not measured" in text for text in assumptions(8, 0.9))
+    assert any("assumed, not measured here" in text for text in assumptions(8, 0.9))
     assert not any("assumed" in text for text in assumptions(1, 0.9))
 
 

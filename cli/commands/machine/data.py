@@ -16,7 +16,7 @@ from ...numbers import finite
 from ...settings import SHAPES
 
 if TYPE_CHECKING:
-    from fp4deploy.data.summary import SplitSummary
+    from fp4deploy.data.inspection.summary import SplitSummary
 
 app = typer.Typer(help="Generate a dataset, check one, or make one of annotation files.", no_args_is_help=True)
 
@@ -56,7 +56,7 @@ def check(
 ) -> None:
     """List splits, classes and sizes, and every defect with its file; exit 1 if there is one."""
     from fp4deploy.data import check_dataset, parse_splits, summarise
-    from fp4deploy.data.check import has_boxes_alone
+    from fp4deploy.data.inspection.check import has_boxes_alone
     from fp4deploy.progress import progress
 
     if sheet is not None and sheet.suffix.lower() != ".png":

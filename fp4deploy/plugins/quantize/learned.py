@@ -6,9 +6,10 @@
 | `pool_damax` | `pool` | the 2x2 maximum, found again |
 | `concat_damax` | `concat` | its inputs |
 
-`qat.learned` has the definition. Each reads the two feature maps once, or nothing where the largest value does not
-exceed the amax: then no block saturates and the gradient is 0. The kernels are in `cuda/learned.cu`; sums are added in
-a fixed order. Feature maps are as in `channels_last`; `amax` and `largest` are float32 [1], the result is float32 [].
+`qat.operators.learned` has the definition. Each reads the two feature maps once, or nothing where the largest value
+does not exceed the amax: then no block saturates and the gradient is 0. The kernels are in `cuda/learned.cu`; sums are
+added in a fixed order. Feature maps are as in `channels_last`; `amax` and `largest` are float32 [1], the result is
+float32 [].
 """
 
 from __future__ import annotations

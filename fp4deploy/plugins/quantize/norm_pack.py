@@ -25,6 +25,7 @@ from fp4deploy import formats
 from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.quantize.channels_last import BLOCKS, VECTOR, channels_fit
+from fp4deploy.plugins.quantize.norm_float32 import maximum_of_pixels, norm_relu
 from fp4deploy.plugins.quantize.statistics import Moments, chunk_moments, combine
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.launch import kernel
@@ -69,6 +70,9 @@ def norm_relu_pack(
             which H and W must be even.
         moments: of x, where the convolution that wrote it gave them.
     """
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        written = norm_relu(x, bias, weight, beta, groups, eps, [form.pooled for form in forms])
+        return [_form(y, form.amax) for y, form in zip(written, forms, strict=True)]
     if not _runs(x) or weight.numel() > groups * THREADS:
         return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
     try:
@@ -145,10 +149,7 @@ def apply_reference(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputFor
     for part, out in zip(_pieces(x.flatten(1, 2)), _pieces(y.flatten(1, 2)), strict=True):
         torch.addcmul(b, a, part, out=out).relu_()  # in float64 the product is exact: only the sum is rounded
     y = y.to(x.dtype)
-    pooled = y
-    if any(form.pooled for form in forms):
-        rows = torch.maximum(y[:, ::2], y[:, 1::2])
-        pooled = torch.maximum(rows[:, :, ::2], rows[:, :, 1::2])
+    pooled = maximum_of_pixels(y) if any(form.pooled for form in forms) else y
     return [_form(pooled if each.pooled else y, each.amax) for each in forms]
 
 

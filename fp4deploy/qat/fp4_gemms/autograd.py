@@ -27,9 +27,9 @@ from fp4deploy.qat.fp4_gemms import dispatch
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand, pack_operand
 from fp4deploy.qat.fp4_gemms.outliers import SplitGemms
 from fp4deploy.qat.fp4_gemms.reference import Gemms
-from fp4deploy.qat.gemms import ConvGemms
+from fp4deploy.qat.operators.gemms import ConvGemms
+from fp4deploy.qat.operators.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.outliers import OutlierChannels
-from fp4deploy.qat.quantizers import quantize_operand, shared_rotation
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 from fp4deploy.tracing import not_compiled
 

@@ -30,8 +30,8 @@ from fp4deploy.plugins.quantize.unfolded import pack_unfolded
 from fp4deploy.qat.fp4_gemms import reference
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand
 from fp4deploy.qat.fp4_gemms.reference import Gemms
-from fp4deploy.qat.gemms import ConvGemms, LinearGemms
-from fp4deploy.qat.quantizers import unfolds_by_kernel
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.operators.quantizers import unfolds_by_kernel
 from fp4deploy.qat.recipes import QuantSpec
 
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 
 from fp4deploy.qat.fp4_gemms.operands import PackedOperand
-from fp4deploy.qat.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
 
 Gemms = LinearGemms | ConvGemms
 

@@ -31,8 +31,9 @@ def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool = False) 
         example_inputs: a batch, or a tuple of the forward's arguments. Given, a training step's forward and backward
             run at once, so that the time to compile is spent here; gradients, buffers and the state of random
             generators are as before.
-        recompute: keep no input of a convolution for the backward: our UNet computes it again (`qat.recompute`), of
-            other networks quantised ones are kept as codes and scales (`codes`). Less memory, a longer step.
+        recompute: keep no input of a convolution for the backward: our UNet computes it again
+            (`qat.operators.recompute`), of other networks quantised ones are kept as codes and scales (`codes`). Less
+            memory, a longer step.
 
     >>> model = fd.prepare(nn.Sequential(nn.Linear(64, 32)), include="0")
     >>> fd.fuse(model) is model

@@ -7,7 +7,7 @@
     traced_norm_amax    that of a normalised tensor, from its moments (`norms`)
     traced_track        the running amax of a static scale
     traced_pass         the gradient where the bit is set
-    traced_damax        the gradient of a learned amax (`qat.learned`), from what was quantised
+    traced_damax        the gradient of a learned amax (`qat.operators.learned`), from what was quantised
     traced_rectify      relu or leaky ReLU, and a bit an element; traced_unrectify is its gradient
 
 Elementary operators, sixty for a quantiser, are what a compiler fuses. But a network of fifty quantisers is traced

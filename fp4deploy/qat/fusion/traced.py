@@ -25,8 +25,8 @@ import torch
 from fp4deploy.formats import NVFP4_BLOCK, FourOverSix, fake_quantize_nvfp4
 from fp4deploy.plugins.quantize.dispatch import runs_on_gpu
 from fp4deploy.qat.fusion.operators import join, pack, split
+from fp4deploy.qat.operators.ste import fake_quantize
 from fp4deploy.qat.recipes import QuantSpec
-from fp4deploy.qat.ste import fake_quantize
 
 ops = torch.ops.fp4deploy
 Choice = tuple[str, int, bool] | None  # of 4/6: metric, e4m3_max, fast
@@ -85,7 +85,7 @@ def rectify(x: torch.Tensor, slope: float) -> torch.Tensor:
 def quantize_learned(
     x: torch.Tensor, global_amax: torch.Tensor, axis: int, groups: int, four_over_six: Choice
 ) -> torch.Tensor:
-    """`quantize` with an amax that has a gradient (`qat.learned`)."""
+    """`quantize` with an amax that has a gradient (`qat.operators.learned`)."""
     result: torch.Tensor = _QuantizeLearned.apply(x, global_amax, axis, groups, four_over_six)
     return result
 

@@ -46,7 +46,7 @@ from fp4deploy.formats import (
 )
 from fp4deploy.formats.scales import FLT_MAX, block_step, encoding_scale
 from fp4deploy.plugins.quantize.dispatch import finite_amax, quantize_mxfp4, quantize_nvfp4
-from fp4deploy.qat.quantizers import split_groups
+from fp4deploy.qat.operators.quantizers import split_groups
 from fp4deploy.qat.recipes import QuantSpec
 
 RAW = ("count", "nan", "inf", "mean", "std", "kurtosis", "min", "max")

@@ -54,7 +54,7 @@ def quantized_weight(layer: QuantizedLayer) -> tuple[torch.Tensor, torch.Tensor]
     """(codes, dequantised values) of a layer's weight, both in its shape; to nearest."""
     from dataclasses import replace
 
-    from fp4deploy.qat.quantizers import quantize_operand
+    from fp4deploy.qat.operators.quantizers import quantize_operand
     from fp4deploy.qat.telemetry.statistics import codes_in_place, encode
 
     gemms, weight = layer.gemms(), layer.weight.detach()

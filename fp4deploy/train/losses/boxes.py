@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4deploy.data.letterbox import PAD
+from fp4deploy.data.augmentation.letterbox import PAD
 from fp4deploy.data.sample import IGNORE
 from fp4deploy.models.boxes import DetectionHead, map_sizes
 from fp4deploy.tracing import not_compiled

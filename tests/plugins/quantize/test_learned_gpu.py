@@ -1,4 +1,4 @@
-"""The gradient of a learned amax in the fused path, against the definition in `qat.learned`."""
+"""The gradient of a learned amax in the fused path, against the definition in `qat.operators.learned`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp4deploy.models import build_unet
 from fp4deploy.plugins import available
 from fp4deploy.qat import calibrate_percentile, prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
-from fp4deploy.qat.learned import fake_quantize_learned
+from fp4deploy.qat.operators.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import QuantSpec
 from tests.plugins.quantize.test_channels_last_gpu import feature_map, poison, relative
 

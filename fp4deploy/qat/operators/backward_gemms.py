@@ -17,9 +17,9 @@ import torch
 
 from fp4deploy.formats.mxfp8 import fake_quantize_mxfp8
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
-from fp4deploy.qat.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.operators.gemms import ConvGemms, LinearGemms
+from fp4deploy.qat.operators.quantizers import quantize_operand, quantize_unfolded, shared_rotation, unfolds_by_kernel
 from fp4deploy.qat.outliers import OutlierChannels, quantize_split, rows_of, spread
-from fp4deploy.qat.quantizers import quantize_operand, quantize_unfolded, shared_rotation, unfolds_by_kernel
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 
 Gemms = LinearGemms | ConvGemms

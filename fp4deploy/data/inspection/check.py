@@ -18,10 +18,10 @@ from fp4deploy.data.coco.annotations import Annotation, CocoFile, Defect, ImageR
 from fp4deploy.data.coco.regions import MIN_COORDINATES, RegionError, encode, pixel_count
 from fp4deploy.data.dataset import has_split
 from fp4deploy.data.images import ImageError, check_size, read_class_ids, read_image
+from fp4deploy.data.inspection.summary import parse_splits, shared_images
 from fp4deploy.data.layouts import find_images, has_masks, mask_files, split_images
 from fp4deploy.data.masks import class_colours, class_values
 from fp4deploy.data.sample import SPLITS, TEST
-from fp4deploy.data.summary import parse_splits, shared_images
 from fp4deploy.errors import InputError
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from fp4deploy.qat.gemms import ConvGemms
+from fp4deploy.qat.operators.gemms import ConvGemms
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
-from fp4deploy.qat.quantizers import quantize_and_measure, quantize_operand
+from fp4deploy.qat.operators.quantizers import quantize_and_measure, quantize_operand
 from fp4deploy.qat.recipes import QuantSpec
 
 

@@ -28,8 +28,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from fp4deploy.data.augmentation.transforms import AUGMENT, NumberedEvalTransform, Rgb, TrainTransform, recolour
 from fp4deploy.data.sample import IGNORE, IMAGE_MEAN, IMAGE_STD, Boxes, Pixels, Sample
-from fp4deploy.data.transforms import AUGMENT, NumberedEvalTransform, Rgb, TrainTransform, recolour
 
 LEAST_VISIBLE = 0.25  # of a box's area
 LEAST_SIDE = 1.0  # pixels of the input

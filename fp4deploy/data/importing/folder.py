@@ -1,9 +1,9 @@
 """COCO files of any origin into a dataset folder: `fp4deploy data import`.
 
 Annotation tools write a file for each task, and images lie anywhere: Label Studio has result.json with images/, or its
-own JSON with addresses of its server (`data.label_studio`), CVAT one file a task, a colleague two files and one folder
-of images. The folder that this makes has COCO's layout, with the annotations as they are and the images as hard links
-(copies where the file system has none).
+own JSON with addresses of its server (`data.importing.label_studio`), CVAT one file a task, a colleague two files and
+one folder of images. The folder that this makes has COCO's layout, with the annotations as they are and the images as
+hard links (copies where the file system has none).
 
 A file without splits is divided by the name of each image: SHA-256 of seed and name, read as a number in [0, 1). So an
 image stays in its split when others are added, and the division is the same on every machine.
@@ -23,7 +23,7 @@ from typing import Any
 
 from fp4deploy.data.coco.annotations import MOST_JSON_BYTES, inside_folder, parse_content
 from fp4deploy.data.images import ImageError, image_size
-from fp4deploy.data.label_studio import coco_content, is_label_studio
+from fp4deploy.data.importing.label_studio import coco_content, is_label_studio
 from fp4deploy.data.sample import TEST, TRAIN, VAL
 from fp4deploy.errors import InputError
 from fp4deploy.files import atomic_write

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.plugins.quantize.dispatch import mask_gradient
-from fp4deploy.qat.quantizers import quantize_operand
+from fp4deploy.qat.operators.quantizers import quantize_operand
 from fp4deploy.qat.recipes import QuantSpec
 
 SMALLEST = 1e-6  # an amax of 0 would have no scale

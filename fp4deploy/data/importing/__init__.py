@@ -1,0 +1,1 @@
+"""Annotations of other tools and layouts, written as a COCO folder."""
