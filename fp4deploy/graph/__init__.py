@@ -14,7 +14,8 @@
 
 torch.export (the functional training IR, before any decomposition) keeps a convolution as one `aten.conv2d`, whose
 weight is a placeholder that names its parameter, so that every node knows its layer. torch.fx's symbolic tracing knows
-no shapes and stops at code that asks for one. This room knows torch only: no quantised layer, no file format.
+no shapes and stops at code that asks for one. This room knows torch only: no file format, and quantised layers are
+refused.
 """
 
 from fp4deploy.graph.capture import capture

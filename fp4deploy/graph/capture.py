@@ -42,26 +42,38 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     """The graph of a module in evaluation mode; the module is not changed.
 
     Args:
-        model: any module; its quantised layers should have been restored to plain ones.
+        model: any module without fake-quantised layers, which `qat.restore` turns into plain ones.
         example_inputs: a tensor, several in the order of its forward, or by the names of its arguments. Shapes and
             types are read, values are not. The first axis is the batch, which is dynamic.
         dynamic_size: height and width are dynamic too.
 
     Raises:
-        InputError: no such inputs; control flow that depends on values, with the line it is in; another failure of
-            torch.export; an output that holds something else than tensors.
+        InputError: fake-quantised layers; no such inputs; control flow that depends on values, with the line it is in;
+            another failure of torch.export; an output that holds something else than tensors.
         UnsettledSizes: `dynamic_size`, and sizes that are too long formulas of the input's (`graph.growth`).
 
     >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
     >>> [(node.op, node.layer) for node in graph.nodes]
     [('conv', '0'), ('relu', '1')]
     """
+    _refuse_fake_quantized(model)
     positional, named = arguments(example_inputs)
     program = _export(model, positional, named, dynamic_size)
     with quiet():
         if not made_functional(program):
             program = program.run_decompositions({})
     return _Reader(_decomposed(program)).graph()
+
+
+def _refuse_fake_quantized(model: nn.Module) -> None:
+    """The graph would be that of the quantisers, 140 nodes a layer, which take minutes to trace with free sizes."""
+    found = [name or "itself" for name, each in model.named_modules() if getattr(each, "fake_quantized", False)]
+    if found:
+        raise InputError(
+            f"{type(model).__name__} has fake-quantised layers ({len(found)}; the first: {found[0]}), whose graph "
+            "would be that of their quantisers. Capture the plain network, fp4deploy.restore(copy.deepcopy(model)); "
+            "fp4deploy.export_onnx and fp4deploy.pack take the prepared one."
+        )
 
 
 def arguments(example_inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
