@@ -82,7 +82,8 @@ def pieces(
     stays whole; sizes padded to blocks are cut like unpadded ones.
     """
     size = x.shape[cut]
-    if x.device.type != "cpu" or x.numel() <= PIECE or torch.compiler.is_compiling():
+    # Whether it is traced comes first: asked for its size, a tensor of a free batch would bound the batch of the trace.
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() <= PIECE:
         yield (x, *others)
         return
     unit = block if cut in axes else 1

@@ -7,13 +7,15 @@
 | `ir` | `Graph`, `Node`, `Value`: nodes in order, each with its operator, attributes, layer and shapes |
 | `sizes` | sizes that depend on the sizes of the inputs |
 | `capture` | torch.export of a module -> `Graph` |
+| `retraced` | calls in place, and calls to decompose, replaced one by one |
 | `growth` | an end to sizes whose formulas grow from layer to layer |
 | `operators` | how each ATen operator is written as a node |
 | `costs` | multiply-accumulates of a node |
 
 torch.export (the functional training IR, before any decomposition) keeps a convolution as one `aten.conv2d`, whose
 weight is a placeholder that names its parameter, so that every node knows its layer. torch.fx's symbolic tracing knows
-no shapes and stops at code that asks for one. This room knows torch only: no quantised layer, no file format.
+no shapes and stops at code that asks for one. This room knows torch only: no file format, and quantised layers are
+refused.
 """
 
 from fp4deploy.graph.capture import capture

@@ -1,7 +1,7 @@
 """A module as a graph: torch.export of a copy, in evaluation mode, read node by node.
 
 The training IR that torch.export gives keeps every call of the user's code as one ATen call. In-place calls are made
-functional first (`run_decompositions` with an empty table), so that a node never changes a value that others read.
+functional first (`retraced`), so that a node never changes a value that others read.
 
 Sizes: the first axis of every input is one dynamic batch. With `dynamic_size` height and width (every axis from the
 third on) are dynamic as well, as far as the module allows: where its code fixes one, torch.export keeps that axis
@@ -30,6 +30,7 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
+from fp4deploy.graph.retraced import decomposed, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 from fp4deploy.graph.unpooling import Unpooling
 
@@ -41,26 +42,38 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     """The graph of a module in evaluation mode; the module is not changed.
 
     Args:
-        model: any module; its quantised layers should have been restored to plain ones.
+        model: any module without fake-quantised layers, which `qat.restore` turns into plain ones.
         example_inputs: a tensor, several in the order of its forward, or by the names of its arguments. Shapes and
             types are read, values are not. The first axis is the batch, which is dynamic.
         dynamic_size: height and width are dynamic too.
 
     Raises:
-        InputError: no such inputs; control flow that depends on values, with the line it is in; another failure of
-            torch.export; an output that holds something else than tensors.
+        InputError: fake-quantised layers; no such inputs; control flow that depends on values, with the line it is in;
+            another failure of torch.export; an output that holds something else than tensors.
         UnsettledSizes: `dynamic_size`, and sizes that are too long formulas of the input's (`graph.growth`).
 
     >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
     >>> [(node.op, node.layer) for node in graph.nodes]
     [('conv', '0'), ('relu', '1')]
     """
+    _refuse_fake_quantized(model)
     positional, named = arguments(example_inputs)
     program = _export(model, positional, named, dynamic_size)
-    if any(_changes_in_place(node) for node in program.graph.nodes):
-        with quiet():
+    with quiet():
+        if not made_functional(program):
             program = program.run_decompositions({})
     return _Reader(_decomposed(program)).graph()
+
+
+def _refuse_fake_quantized(model: nn.Module) -> None:
+    """The graph would be that of the quantisers, 140 nodes a layer, which take minutes to trace with free sizes."""
+    found = [name or "itself" for name, each in model.named_modules() if getattr(each, "fake_quantized", False)]
+    if found:
+        raise InputError(
+            f"{type(model).__name__} has fake-quantised layers ({len(found)}; the first: {found[0]}), whose graph "
+            "would be that of their quantisers. Capture the plain network, fp4deploy.restore(copy.deepcopy(model)); "
+            "fp4deploy.export_onnx and fp4deploy.pack take the prepared one."
+        )
 
 
 def arguments(example_inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
@@ -172,16 +185,13 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         if not chosen:
             return program
         with quiet():
-            program = program.run_decompositions(chosen)
+            if not decomposed(program, lambda node: node.target in chosen, chosen):  # noqa: B023
+                program = program.run_decompositions(chosen)
     return program
 
 
 def _name(operator: torch._ops.OpOverload) -> str:
     return operator._schema.name.partition("::")[2]
-
-
-def _changes_in_place(node: fx.Node) -> bool:
-    return node.op == "call_function" and bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 class _Reader:

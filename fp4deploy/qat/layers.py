@@ -47,6 +47,7 @@ class QuantizedLayer(nn.Module):
     observing: bool
     quantizing: bool  # off, a training step multiplies as the plain layer does, and the tracked amax follows
     fusible = False  # `fuse` compiles this layer
+    fake_quantized = True  # `graph.capture` refuses it
     products: str  # how the GEMMs of a recipe that quantises gradients are computed, one of `fp4_gemms`' PRODUCTS
     weight: torch.Tensor
     outlier_channels: torch.Tensor | None  # int64 [k], -1 before they are chosen; None where the recipe has none

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +25,8 @@ from fp4deploy.packed.graph import Affine, Concat, Conv2d, Layer
 from fp4deploy.qat import quantized_layers
 from tests.export.packable_networks import FPN, NETWORKS, deployed
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @cache
 def made(name: str) -> tuple[nn.Module, PackedFile, torch.Tensor]:
@@ -29,6 +35,31 @@ def made(name: str) -> tuple[nn.Module, PackedFile, torch.Tensor]:
     x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
     model = deployed(factory(), x)
     return model, packed_file(Path("own.fp4"), None, *pack_model(model, x)), x
+
+
+def digests(order: str, folder: str) -> list[str]:
+    """SHA-256 of the ONNX files (o) and packed networks (p) of one FPN, written one after the other."""
+    torch.manual_seed(0)
+    factory, size = NETWORKS["FPN"]
+    x, found = torch.zeros(2, 3, *size), []
+    model = deployed(factory(), x + 1)
+    for number, kind in enumerate(order):
+        file = Path(folder, f"{number}.onnx" if kind == "o" else f"{number}.fp4")
+        if kind == "o":
+            fd.export_onnx(model, x, file, verify=False)
+        else:
+            fd.pack(model, file, example_inputs=x, verify=False)
+        found.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    return found
+
+
+@pytest.mark.slow
+def test_a_file_does_not_depend_on_what_its_process_wrote_before(tmp_path: Path) -> None:
+    call = f"import json; from {__name__} import digests; print(json.dumps(digests('opo', {str(tmp_path)!r})))"
+    fresh = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, check=True)
+    exported, packed, again = json.loads(fresh.stdout.splitlines()[-1])
+    assert again == exported
+    assert digests("po", str(tmp_path)) == [packed, exported]
 
 
 @pytest.mark.parametrize("name", NETWORKS)

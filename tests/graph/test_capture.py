@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.graph import Graph, UnsettledSizes, capture, evaluate
 from fp4deploy.models import build_unet
+from fp4deploy.qat import prepare, restore
 
 
 class Mixture(nn.Module):
@@ -219,6 +221,18 @@ def test_a_batch_that_is_a_constant_is_named() -> None:
 
     with pytest.raises(InputError, match=r"Fixed takes the size of an axis \(batch\) for a constant.*x\.shape"):
         capture(Fixed(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("dynamic_size", [False, True])
+def test_a_prepared_network_is_refused_and_captured_once_it_is_plain(dynamic_size: bool) -> None:
+    """Traced with its quantisers it has thousands of nodes; the sizes of FPN's were not known after minutes."""
+    model = prepare(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 1)), include=["2"])
+    with pytest.raises(InputError, match=r"Sequential has fake-quantised layers \(1; the first: 2\).*restore"):
+        capture(model, torch.zeros(1, 3, 8, 8), dynamic_size)
+    plain = capture(restore(copy.deepcopy(model)), torch.zeros(1, 3, 8, 8), dynamic_size)
+    assert [node.op for node in plain.nodes] == ["conv", "relu", "conv"]
+    with pytest.raises(InputError, match="the first: itself"):
+        capture(model[2], torch.zeros(1, 16, 8, 8), dynamic_size)
 
 
 def test_a_failure_of_the_code_is_named_with_its_line() -> None:

@@ -46,6 +46,12 @@ STATISTICS, STATISTICS_TESTS = "fp4deploy/qat/telemetry/statistics.py", "tests/q
 METRICS, METRICS_TESTS = "fp4deploy/metrics.py", "tests/test_metrics.py"
 
 FAULTS: dict[str, Seeded] = {
+    "a traced tensor is asked for its size, which bounds the batch": Seeded(
+        "fp4deploy/formats/blocks.py",
+        'if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() <= PIECE:',
+        'if x.device.type != "cpu" or x.numel() <= PIECE or torch.compiler.is_compiling():',
+        "tests/qat/test_framework.py -k any_batch_size",
+    ),
     "a linear layer's 3-D activation is quantised along the second axis": Seeded(
         LAYERS, "channel_axis=-1 if isinstance(layer, nn.Linear) else 1", "channel_axis=1", f"{FORMS} -k linear"
     ),

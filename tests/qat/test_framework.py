@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fp4deploy.formats import quantize_nvfp4
+from fp4deploy.formats.blocks import PIECE
 from fp4deploy.qat import RECIPES, calibrate, prepare, quantized_layers
 from tests.qat.layer_cases import generator, make
 from tests.qat.reference_gemms import check, one_step, reference
@@ -180,6 +182,20 @@ def test_an_exported_model_takes_other_batch_sizes() -> None:
     exported = torch.export.export(model.eval(), (images(),), dynamic_shapes=({0: batch},))
     x = torch.randn(5, 16, 8, 8, generator=generator(3))
     assert torch.equal(exported.module()(x), model(x))
+
+
+def test_an_exported_model_of_large_images_takes_any_batch_size() -> None:
+    """On a CPU large tensors are quantised in pieces; a trace that asked for their size would bound the batch by it."""
+    layer = prepare(nn.Conv2d(16, 16, 1), "nvfp4_qat", include=["*"]).eval()
+    size = 128, 128
+    assert 2 * 16 * math.prod(size) < PIECE < 5 * 16 * math.prod(size), "one piece in the trace, several afterwards"
+    calibrate(layer, [torch.randn(2, 16, *size, generator=generator(1))])
+    exported = torch.export.export(
+        layer, (torch.zeros(2, 16, *size),), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
+    )
+    for batch in (1, 5):
+        x = torch.randn(batch, 16, *size, generator=generator(batch))
+        assert torch.equal(exported.module()(x), layer(x))
 
 
 @pytest.fixture

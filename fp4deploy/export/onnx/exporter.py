@@ -3,9 +3,9 @@
 * `torch.onnx.export` parses the source of all 500 functions of its table for ATen operators in every call, and takes no
   table from its caller. Nothing of the table depends on the model, and an export without functions of its own only
   reads it: one table serves a process.
-* It then decomposes what torch.export captured by its table, which traces the whole graph again. A graph whose calls
-  are all in the table, none in place or the short form of a view, comes out as it went in, and is taken as it is. Of
-  transposed convolutions and casts the table knows the long form.
+* It then decomposes what torch.export captured by its table, which traces the whole graph again. Here the calls that
+  are not in the table, in place, or the short form of a view are replaced one by one (`graph.retraced`), and the graph
+  is traced again only where that cannot be done.
 
 The names are private to torch: where a version has others, it works as before.
 """
@@ -13,17 +13,17 @@ The names are private to torch: where a version has others, it works as before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
 
+from fp4deploy.graph.retraced import decomposed, made_functional
+
 aten = torch.ops.aten
-TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
-CAST = aten.to.dtype
 ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}  # the exporter removes them
 
 
@@ -59,27 +59,29 @@ def _copied(table: Any) -> Any:
 
 def _decompose_where_needed(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def short(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
-        known = {functions[0].fx_target for functions in registry.functions.values() if functions}
-        calls = [node for node in program.graph.nodes if node.op == "call_function"]
-        transposed = [node for node in calls if node.target in TRANSPOSED]
-        casts = [node for node in calls if _is_cast(node)]
-        rest = {node.target for node in calls if not _is_cast(node)} - TRANSPOSED - ASSERTIONS
-        if any(each not in known or _is_rewritten(each) for each in rest):
-            return decompose(program, registry)
-        for node in transposed:
-            _as_convolution(node)
-        for node in casts:
-            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": node.args[1]}
-        return program
+        known = frozenset(functions[0].fx_target for functions in registry.functions.values() if functions)
+
+        def stays(called: Any) -> bool:
+            return called in ASSERTIONS or (called in known and not _is_rewritten(called))
+
+        unknown = any(node.op == "call_function" and not stays(node.target) for node in program.graph.nodes)
+        if not unknown:
+            return program
+        if made_functional(program):
+            table = _decompositions(known)
+            if decomposed(program, lambda node: not stays(node.target), table, stays):
+                return program
+        return decompose(program, registry)
 
     return short
 
 
-def _is_cast(node: torch.fx.Node) -> bool:
-    """Whether it is a cast to another type and nothing else."""
-    if node.target is not CAST or len(node.args) != 2 or node.kwargs:
-        return False
-    return cast(torch.fx.Node, node.args[0]).meta["val"].dtype is not node.args[1]
+@cache
+def _decompositions(known: frozenset[Any]) -> dict[Any, Callable[..., Any]]:
+    from torch.onnx._internal.exporter import _decomp
+
+    found: dict[Any, Callable[..., Any]] = _decomp.create_onnx_friendly_decomposition_table(set(known))
+    return found
 
 
 def _is_rewritten(function: Any) -> bool:
@@ -88,22 +90,3 @@ def _is_rewritten(function: Any) -> bool:
         return False
     views = any(each.alias_info for each in function._schema.returns)
     return function._schema.is_mutable or (views and function._can_decompose())
-
-
-def _as_convolution(node: torch.fx.Node) -> None:
-    """A transposed convolution as the operator that it is a short form of, which the table has."""
-    weight = cast(torch.fx.Node, node.args[1])
-    axes = weight.meta["val"].ndim - 2
-    defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-    given: dict[str, Any] = defaults | dict(zip(defaults, node.args[2:], strict=False)) | dict(node.kwargs)
-    stride, padding, dilation, rest = (
-        _for_each_axis(given[name], axes) for name in ("stride", "padding", "dilation", "output_padding")
-    )
-    node.target = aten.convolution.default
-    node.args = (*node.args[:2], given["bias"], stride, padding, dilation, True, rest, given["groups"])
-    node.kwargs = {}
-
-
-def _for_each_axis(value: int | Sequence[int], axes: int) -> list[int]:
-    values = [value] if isinstance(value, int) else list(value)
-    return values * axes if len(values) == 1 else values
