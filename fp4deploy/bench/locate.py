@@ -85,7 +85,7 @@ def model_of(path: Path, run: Run | None) -> str | None:
     if run is None:
         return None
     path = Path(path).resolve()
-    stem = path.name.partition(".")[0]
+    stem = path.stem.removesuffix(".portable")  # not "unet-fp16.nvfp4.onnx", which `quantize` made of unet-fp16.onnx
     for model in run.models():
         if path == run.checkpoint(model).resolve() or stem == artifact_stem(model):
             return model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from fp4deploy.bench.ledgers import engines
 from fp4deploy.bench.records import ArtifactEntry
@@ -16,7 +16,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.report.model import EngineEntry, ModelEntry, ReportData
 from fp4deploy.report.run_folder import RunData, TrainedModel, checkpoint_entry
 from fp4deploy.report.summary import summary
-from fp4deploy.runs import Run
+from fp4deploy.runs import Run, artifact_stem
 from fp4deploy.tasks import TASKS
 
 FROM_CONFIG = "# from config.yaml; the command of this run was not recorded"
@@ -61,10 +61,14 @@ def now() -> str:
 
 
 def size_pairs(artifacts: list[ArtifactEntry]) -> dict[str, tuple[int, int]]:
-    """Bytes of the NVFP4 and of the FP16 file of each kind, by suffix; kinds that lack one of them are left out."""
+    """Bytes of the NVFP4 and of the FP16 file of each kind, by suffix; kinds that lack one of them are left out.
+
+    Files that `quantize` made beside those of the run's models do not count.
+    """
     found: dict[str, dict[str | None, int]] = {}
     for entry in artifacts:
-        if entry.size_bytes is not None:
+        own = entry.model is not None and PurePath(entry.path).stem in (artifact_stem(entry.model), "best")
+        if entry.size_bytes is not None and own:
             found.setdefault(Path(entry.path).suffix, {}).setdefault(entry.model, entry.size_bytes)
     return {kind: (by["nvfp4"], by["fp16"]) for kind, by in found.items() if {"nvfp4", "fp16"} <= by.keys()}
 

@@ -105,6 +105,7 @@ def test_run_and_model_of_a_file(root: Path, tmp_path: Path) -> None:
     assert model_of(root / "a" / "export" / "unet.portable.onnx", run) == "nvfp4"
     assert model_of(root / "a" / "fp16" / "best.safetensors", run) == "fp16"
     assert model_of(root / "a" / "export" / "other.onnx", run) is None
+    assert model_of(root / "a" / "export" / "unet-fp16.nvfp4.onnx", run) is None, "quantize made it of unet-fp16.onnx"
     assert run_of(tmp_path / "loose.onnx") is None
 
 

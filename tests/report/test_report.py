@@ -15,7 +15,7 @@ from fp4deploy.bench.environment import environment
 from fp4deploy.bench.records import ArtifactEntry, Machine
 from fp4deploy.data import open_dataset
 from fp4deploy.data.palette import COLOURS, VOID, colours, tinted
-from fp4deploy.report.collect import collect
+from fp4deploy.report.collect import collect, size_pairs
 from fp4deploy.report.figures.curves import draw_curves
 from fp4deploy.report.figures.overlays import Overlay, draw_overlays
 from fp4deploy.report.history import Epoch, history
@@ -92,6 +92,12 @@ def test_the_contract(report: ReportData) -> None:
     assert found["models"]["nvfp4"]["miou"] == 0.80
     assert found["sizes"] == {".safetensors": [4000, 4000], ".onnx": [600, 2000], ".plan": [1200, 3000]}
     assert ReportData.model_validate_json(json.dumps(found, allow_nan=False)) == report
+
+
+def test_what_quantize_made_beside_a_file_is_not_its_size(report: ReportData) -> None:
+    graph = next(entry for entry in report.artifacts if entry.path == "export/unet-fp16.onnx")
+    beside = graph.model_copy(update={"path": "export/unet-fp16.nvfp4.onnx", "model": "nvfp4", "size_bytes": 1})
+    assert size_pairs([beside, *report.artifacts]) == report.sizes
 
 
 def test_a_model_trained_longer_is_said_to_be(report: ReportData) -> None:
