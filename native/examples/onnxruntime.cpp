@@ -38,7 +38,8 @@ int main(int count, char** words) try {
     std::string magic;
     int64_t width = 0, height = 0, most = 0;
     file >> magic >> width >> height >> most;
-    if (magic != "P6" || most != 255 || width < 1 || height < 1 || width > 16384 || height > 16384) throw std::runtime_error("no binary PPM of 8 bits");
+    if (magic != "P6" || most != 255 || width < 1 || height < 1 || width > 16384 || height > 16384)
+        throw std::runtime_error(std::string(words[2]) + " cannot be read, or is no binary PPM of 8 bits");
     file.get();
     const size_t area = size_t(width) * size_t(height);
     std::vector<char> pixels(3 * area);

@@ -42,7 +42,7 @@ int main(int count, char **words) {
     }
     unsigned char *pixels = read_ppm(words[3], &height, &width);
     if (!pixels) {
-        fprintf(stderr, "segment: %s is no binary PPM of 8 bits\n", words[3]);
+        fprintf(stderr, "segment: %s cannot be read, or is no binary PPM of 8 bits\n", words[3]);
         return 2;
     }
     size_t area = (size_t)height * (size_t)width;

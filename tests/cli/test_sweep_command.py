@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from fp4deploy.train.estimate import EFFICIENCY
 from tests.cli.command_line import Invoke
 from tests.train.small_network import SPEC
 
@@ -51,12 +52,13 @@ def test_an_estimate_for_a_set_that_is_not_here(invoke: Invoke, shapes: Path) ->
     result = invoke("estimate", "--data", shapes, *SMALL, *options, "--json")
     assert result.exit_code == 0, result.stderr
     facts = json.loads(result.stdout)
-    assert facts["for"] == {"images": 118287, "val_images": 5000, "gpus": 8, "efficiency": 0.8}
+    assert facts["for"] == {"images": 118287, "val_images": 5000, "gpus": 8, "efficiency": EFFICIENCY}
     (row,), (speed,) = facts["estimated"], facts["measured"]
-    assert row["images_per_s"] == speed["training"] * 8 * 0.8
+    assert row["images_per_s"] == speed["training"] * 8 * EFFICIENCY
     assert not Path("runs").exists()
     text = invoke("estimate", "--data", shapes, *SMALL, *options)
-    assert "8 GPUs work at 0.8 x 8 the speed of one (assumed, not measured)" in text.stdout
+    assert f"8 GPUs work at {EFFICIENCY:g} x 8 the speed of one (assumed, not measured here)" in text.stdout
+    assert f"[default: ({EFFICIENCY:g}, what" in invoke("estimate", "--help").stdout
 
 
 def test_a_dry_run_trains_nothing(invoke: Invoke, shapes: Path) -> None:

@@ -81,7 +81,7 @@ def test_every_layer_is_quantised_alone(study: Study) -> None:
     assert study.images == 4
     assert study.precision == "nvfp4"
     kinds = {kind: [row for row in study.damage if group_of(row.kept, row.what) == kind] for kind in (
-        "products in FP4", "first layer", "output layer", "normalisation, parameters", "normalisation, input"
+        "GEMMs in FP4", "first layer", "output layer", "normalisation, parameters", "normalisation, input"
     )}  # fmt: skip
     assert [len(rows) for rows in kinds.values()] == [21, 1, 1, 18, 18]
     for row in study.damage:

@@ -13,7 +13,7 @@ from fp4deploy.files import atomic_write
 
 MEASURES = ("changed", "logit_error", "parameters", "macs")
 COLOURS = {  # Okabe and Ito's, distinct to colour-blind readers
-    "products in FP4": "#0072b2",
+    "GEMMs in FP4": "#0072b2",
     "first layer": "#e69f00",
     "output layer": "#d55e00",
     "normalisation": "#009e73",
@@ -91,7 +91,7 @@ def _groups(study: Study) -> dict[str, list[LayerDamage]]:
 def group_of(kept: str, what: str) -> str:
     """The group of a layer, from the reason of its precision."""
     if not kept:
-        return "products in FP4"
+        return "GEMMs in FP4"
     if kept.startswith("first"):
         return "first layer"
     if kept.startswith("output"):
