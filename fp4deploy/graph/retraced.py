@@ -146,8 +146,14 @@ def decomposed(
                 places.append((node, traced))
     except (ImportError, AttributeError):  # private names of torch
         return False
+    order = {node: at for at, node in enumerate(program.graph.nodes)}
+    sizes: dict[Any, fx.Node] = {}
+    replaced = set(calls)
+    for node in order:
+        if node not in replaced and isinstance(node.meta.get("val"), torch.SymInt):
+            sizes.setdefault(node.meta["val"].node.expr, node)
     for node, traced in places:
-        _place(program, node, traced)
+        _place(program, node, traced, {size: of for size, of in sizes.items() if order[of] < order[node]})
     program.graph_module.recompile()
     return True
 
@@ -213,14 +219,19 @@ def _is_placed(node: fx.Node, traced: fx.Graph) -> bool:
     return several and all(user.target is operator.getitem for user in node.users)
 
 
-def _place(program: torch.export.ExportedProgram, node: fx.Node, traced: fx.Graph) -> None:
-    """Put a graph into the place of a node."""
+def _place(
+    program: torch.export.ExportedProgram, node: fx.Node, traced: fx.Graph, sizes: Mapping[Any, fx.Node]
+) -> None:
+    """Put a graph into the place of a node; sizes: nodes before it that have them, as a whole trace reads each once."""
     graph = program.graph
     meta = {key: value for key, value in node.meta.items() if key not in OF_THE_VALUE}
     of = dict(zip((each for each in traced.nodes if each.op == "placeholder"), node.all_input_nodes, strict=True))
     with graph.inserting_before(node):
         for each in traced.nodes:
-            if each.op == "call_function":
+            size = each.meta.get("val")
+            if isinstance(size, torch.SymInt) and size.node.expr in sizes:
+                of[each] = sizes[size.node.expr]
+            elif each.op == "call_function":
                 of[each] = graph.node_copy(each, of.__getitem__)
                 of[each].meta.update(meta)
 

@@ -132,6 +132,25 @@ def test_calls_are_decomposed_alone_as_in_a_whole_trace(monkeypatch: pytest.Monk
     torch.testing.assert_close(program.module()(x), expected)
 
 
+def test_a_size_that_the_program_has_is_not_read_again() -> None:
+    """As in a whole trace: the files of a network do not depend on which of them its calls went through."""
+
+    class Tokens(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x).reshape(x.shape[0], 3, -1).sin().flatten(1).flatten(0)
+
+    program, x = exported(Tokens())
+    flatten, table = torch.ops.aten.flatten.using_ints, torch.export.default_decompositions()
+    whole, expected = program.run_decompositions(table), program.module()(x)
+    assert decomposed(program, lambda node: node.target is flatten, table)
+    reads, others = (
+        [node.args for node in each.graph.nodes if node.target is torch.ops.aten.sym_size.int]
+        for each in (program, whole)
+    )
+    assert str(reads) == str(others) == "[(x, 0)]"
+    assert torch.equal(program.module()(x), expected)
+
+
 def test_a_decomposition_that_is_not_accepted_changes_nothing() -> None:
     program, _ = exported(nn.Sequential(nn.BatchNorm2d(3)))
     before = str(program.graph)
