@@ -20,7 +20,7 @@ def exact(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor, beta: torch
 @pytest.mark.parametrize("mean", [0.0, 1.0, 2.9, 8.0, 1000.0])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 16), (1, 6, 6, 64), (2, 24, 24, 16), (1, 96, 96, 16), (1, 176, 240, 8)])
 def test_off_by_a_few_roundings(shape: tuple[int, ...], mean: float) -> None:
-    """3e-6 of the deviations, plus what the rounding of x itself leaves of them."""
+    """Some roundings of the deviations, plus what the rounding of x itself leaves of them."""
     for seed in range(3):
         torch.manual_seed(seed)
         x = torch.randn(shape) + mean
@@ -28,20 +28,17 @@ def test_off_by_a_few_roundings(shape: tuple[int, ...], mean: float) -> None:
         (y,) = norm_relu(x, bias, weight, beta, GROUPS, EPS)
         expected = exact(x, bias, weight, beta)
         largest = expected.max().item()
-        assert (y - expected).abs().max().item() <= (4e-6 + 4e-7 * mean) * max(1.0, largest)
+        assert (y - expected).abs().max().item() <= (2e-6 + 4e-7 * mean) * max(1.0, largest)
 
 
-def test_both_ways_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, beta = torch.randn(2, 8, 10, 16), torch.randn(16), torch.randn(16)
-    bias = torch.randn(16)
-    by_torch = norm_relu(x, bias, weight, beta, GROUPS, EPS, [False, True])
-    monkeypatch.setattr(norm_float32, "FEW", 0)
-    for piece in (1 << 18, 500):
-        monkeypatch.setattr(norm_float32, "PIECE", piece)
-        for one, other in zip(norm_relu(x, bias, weight, beta, GROUPS, EPS, [False, True]), by_torch, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
-            assert one.is_contiguous()
-            assert other.is_contiguous()
+def test_pieces_of_any_size_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, beta, bias = torch.randn(2, 8, 10, 16), torch.randn(16), torch.randn(16), torch.randn(16)
+    whole = norm_relu(x, bias, weight, beta, GROUPS, EPS, [False, True])
+    monkeypatch.setattr(norm_float32, "PIECE", 500)
+    for one, other in zip(norm_relu(x, bias, weight, beta, GROUPS, EPS, [False, True]), whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+        assert one.is_contiguous()
+        assert other.is_contiguous()
 
 
 def test_pooled_is_the_maximum_of_what_is_not() -> None:
