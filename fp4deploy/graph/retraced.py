@@ -34,6 +34,8 @@ def made_functional(program: torch.export.ExportedProgram) -> bool:
     """Replace all calls in place; False: none is left to do so safely, and the program is as it was."""
     order = {node: at for at, node in enumerate(program.graph.nodes)}
     calls = [node for node in order if changes_in_place(node)]
+    if not calls:
+        return True
     groups: dict[int, list[fx.Node]] = {}
     for node in order:
         for storage in _storages(node):

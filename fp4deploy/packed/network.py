@@ -53,8 +53,8 @@ from fp4deploy.packed.graph import (
     Norm,
     weight_names,
 )
-from fp4deploy.packed.on_cpu import channels_last, convolution
-from fp4deploy.packed.operators import Context, compute, convolve
+from fp4deploy.packed.on_cpu import convolution
+from fp4deploy.packed.operators import Context, channels_last, compute, convolve
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.plugins.gemm import decoded, plain
@@ -62,7 +62,6 @@ from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, decode_weight, 
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
-from fp4deploy.plugins.quantize.norm_float32 import norm_relu
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
 from fp4deploy.plugins.quantize.statistics import Moments
@@ -284,15 +283,15 @@ class PackedNetwork:
         if any(form.pooled for form in node.outputs) and (x.shape[2] % 2 or x.shape[3] % 2):
             return self._norm_of_odd_size(node, x, pack)
         x = channels_last(x).permute(0, 2, 3, 1)
-        if self.device.type == "cpu":
-            pooled = [form.pooled for form in node.outputs]
-            rectified = norm_relu(x, bias, weight, beta, node.groups, node.eps, pooled)
-            if pack is round_trip_nvfp4:
-                pack = partial(round_trip_nvfp4, rectified=True)
-            return self._each_form([y.permute(0, 3, 1, 2) for y in rectified], node.outputs, pack)
-        forms = [OutputForm(self.amax(form), form.pooled) for form in node.outputs]
+        on_cpu = self.device.type == "cpu"
+        forms = [OutputForm(None if on_cpu else self.amax(form), form.pooled) for form in node.outputs]
         written = norm_relu_pack(x, bias, weight, beta, node.groups, node.eps, forms, moments)
-        return [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
+        results = [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
+        if not on_cpu:
+            return results
+        if pack is round_trip_nvfp4:
+            pack = partial(round_trip_nvfp4, rectified=True)
+        return self._each_form(cast("list[torch.Tensor]", results), node.outputs, pack)
 
     def _norm_of_odd_size(self, node: GroupNormReLU, x: torch.Tensor, pack: Pack) -> list[FeatureMap]:
         """Pooling that leaves out a last row or column: not in the pass of the normalisation."""

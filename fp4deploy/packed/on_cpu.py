@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.packed.graph import Conv2d, ConvTranspose2d
+from fp4deploy.packed.operators import channels_last
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 
 
@@ -48,11 +49,3 @@ def _empty(
         y = conv2d_reference(tuple(sources), weight, bias, *place, node.relu, torch.float32)
     empty: torch.Tensor = y.permute(0, 3, 1, 2)
     return empty
-
-
-def channels_last(x: torch.Tensor) -> torch.Tensor:
-    """A feature map whose NHWC view is contiguous; any other tensor as it is."""
-    if x.ndim != 4:
-        return x
-    pixels = x.permute(0, 2, 3, 1)
-    return x if pixels.is_contiguous() else pixels.contiguous().permute(0, 3, 1, 2)

@@ -334,3 +334,11 @@ _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Softmax: _softmax,
     Attention: _attention,
 }
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """A feature map whose NHWC view is contiguous; any other tensor as it is."""
+    if x.ndim != 4:
+        return x
+    pixels = x.permute(0, 2, 3, 1)
+    return x if pixels.is_contiguous() else pixels.contiguous().permute(0, 3, 1, 2)
