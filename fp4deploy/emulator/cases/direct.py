@@ -65,10 +65,10 @@ class Convolution:
         assert isinstance(y, torch.Tensor)
         outcome.compare(y, expected)
         if moments is not None and outcome.reference:
-            _compare_moments(y, moments, outcome)
+            compare_moments(y, moments, outcome)
 
 
-def _compare_moments(y: torch.Tensor, moments: Moments, outcome: Outcome) -> None:
+def compare_moments(y: torch.Tensor, moments: Moments, outcome: Outcome) -> None:
     """Mean and squared deviations of every tile, of the rounded output, near those of float64."""
     (height, width), near = moments.tile, []
     tiles = [
