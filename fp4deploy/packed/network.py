@@ -389,7 +389,7 @@ class PackedNetwork:
             place = dict(zip(("stride", "padding", "dilation"), _geometry(node), strict=True))
         y, found = decoded.conv2d(
             tuple(inputs), self._decoded[node.layer], bias, **place, relu=not up and cast(Conv2d, node).relu,
-            dtype=self.dtype, out_amax=amax, moments=wanted,
+            dtype=self.dtype, out_amax=amax, moments=wanted, tensor_maps=not self._own,
         )  # fmt: skip
         if found is not None and moments is not None:
             moments[node.outputs[0].name] = found

@@ -58,9 +58,7 @@ class Convolution:
         padding = 0 if self.up else self.size // 2 * self.dilation
         decoded = decode_weight(weight, self.channels, self.up)
         assert warpgroup.takes(self.channels, self.outputs, (taps, taps), 1, self.dilation, self.up)
-        shape = warpgroup.shape_of(
-            sources, decoded, (padding, padding), self.dilation, self.up, amax is not None
-        )
+        shape = warpgroup.shape_of(sources, decoded, (padding, padding), self.dilation, self.up, amax is not None)
         chosen = warpgroup.fitted(shape, self.joint, self.height, self.splits, 1)
         assert chosen is not None
         if self.stages is not None:

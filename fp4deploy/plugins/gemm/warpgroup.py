@@ -26,6 +26,7 @@ from fp4deploy.plugins.gemm.direct import processors
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.context import library
+from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.tma import kernel_tensor_map
@@ -45,6 +46,7 @@ MOST_STAGES, FEWEST_STAGES = 20, 3
 MOST_SPLITS = 8
 MOST_TAPS = 7  # in each direction
 INDEX = 1 << 31  # pixels are counted in 32 bits
+fallback = Fallback("Convolutions by wgmma", "implicit GEMM")
 SIGNATURE = "128sPPPPPPPPPPPPiiiiiiiiiiiiiiifff"
 
 
@@ -148,8 +150,10 @@ def takes(
 
 
 def runs(device: torch.device) -> bool:
-    """Whether a device has wgmma, and a driver that encodes tensor maps."""
-    return device.type == "cuda" and available(device) and _is_sm90(device.index)
+    """Whether a device has wgmma and a driver that encodes tensor maps, and did not refuse the kernel."""
+    if device.type != "cuda" or fallback.refused(device):
+        return False
+    return available(device) and _is_sm90(device.index)
 
 
 @lru_cache

@@ -51,9 +51,7 @@ def tensor_map(gpu: Gpu, matrix: torch.Tensor, rows: int, width: int, adjacent: 
     return _encoded(gpu, matrix.data_ptr(), *matrix.shape, rows, width, adjacent)
 
 
-def kernel_tensor_map(
-    kernel: Any, tensor: torch.Tensor, sizes: Sizes, strides: Sizes, box: Sizes, width: int
-) -> bytes:
+def kernel_tensor_map(kernel: Any, tensor: torch.Tensor, sizes: Sizes, strides: Sizes, box: Sizes, width: int) -> bytes:
     """The tensor map of bytes for a launch of a kernel.
 
     Args:
