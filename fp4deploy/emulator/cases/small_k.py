@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from fp4deploy.emulator.cases.case import Case, Outcome, Setting, multiples
 from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.emulator.cases.direct import compare_moments

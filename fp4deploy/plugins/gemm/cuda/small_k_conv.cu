@@ -328,6 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
         Sums sums = {};
 #pragma unroll 1
         for (int strip = 0; strip < STRIPS; strip += AT_ONCE) {
+            __syncwarp();  // lanes outside of the image have read or written nothing: together again before mma
             float d[AT_ONCE][BLOCKS][4];
             A point[POINT ? AT_ONCE : 1][STEPS];
 #pragma unroll
@@ -430,6 +431,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
         }
         if (!POINT && next < tiles) store_tile(raw, buffer + (turn ^ 1) * (PIXELS * PITCH));
         if constexpr (MOMENTS) {
+            __syncwarp();
             const float count = float(pixels(place, shape, part));
             sums.reduce(lane);
             const float mean = sums.first[0] + sums.delta[0] / count;
