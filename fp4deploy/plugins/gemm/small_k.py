@@ -126,10 +126,12 @@ def variant(channels: int, outputs: int, taps: Pair, stride: int = 1, padding: P
     point = taps == (1, 1) and stride == 1 and padding == (0, 0) and channels % 16 == 0
     columns = 16 if outputs <= 16 else 32 if outputs <= 32 else 64
     rows = (4 if columns == 64 else 2) // stride
+    if channels > 4 and channels % 8:
+        rows = max(1, rows // 2)  # the next tile is read into registers
     store = next(each for each in (8, 4, 2, 1) if outputs % each == 0 and each <= columns // 4)
     if store < 4 and columns <= 32:
         store = 0
-    resident = 3 if columns == 16 and (point or channels <= 8) else 2  # without spilled registers
+    resident = 3 if columns == 16 else 2  # as many as have registers
     return Variant(channels, taps, stride, columns, rows, store, point, resident)
 
 

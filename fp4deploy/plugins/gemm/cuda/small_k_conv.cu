@@ -88,12 +88,17 @@ constexpr int UNIT = C % 8 == 0 ? 8 : 4, UNITS = PADDED / UNIT;  // channels tha
 constexpr int PITCH = PADDED % 16 == 0 && PADDED % 32 != 16 ? PADDED + 16 : PADDED;  // of pixels: no bank conflicts
 constexpr int BORDERED = (WIDTH - 1) * STRIDE + KW, PIXELS = ((HEIGHT - 1) * STRIDE + KH) * BORDERED;
 constexpr int LOADS = POINT ? 1 : (PIXELS * UNITS + THREADS - 1) / THREADS;  // of a thread
-constexpr int PER_LOAD = C < UNIT ? C : UNIT;
+constexpr int PER_LOAD = C < 4 ? C : 4;
 constexpr int FRAGMENTS = HELD ? 0 : STEPS * SLICES * BLOCKS / 2 * 32;  // of 16 bytes: those of two blocks of outputs
 constexpr int STAGED = STORE ? 8 : 16 * WIDE + 8;        // halves of a strip's outputs, and room for alignment
 
 static_assert(!POINT || (C % 16 == 0 && KH == 1 && KW == 1 && STRIDE == 1), "POINT");
 static_assert(STORE <= LANE && (STORE || SLICES == 1), "STORE");
+
+// Sixteen bytes to shared memory, or zeros.
+__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, bool has) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(has ? 16 : 0) : "memory");
+}
 
 struct Shape {
     int H, W, OH, OW, O, padding_h, padding_w, across, per_item;
@@ -116,18 +121,20 @@ __device__ __forceinline__ int pixels(const Place& place, const Shape& shape, in
     return min(max(shape.OH - place.y - part * ROWS, 0), ROWS) * min(shape.OW - place.x, WIDTH);
 }
 
-// The part of a tile that a thread loads, as it comes from memory.
-struct Raw {
-    uint4 wide[UNIT == 8 ? LOADS : 1];
-    VALUE single[UNIT == 8 ? 1 : LOADS][PER_LOAD];
-};
-
 struct Strides {
     int row, column, plane;
 };
 
+// The part of a tile that a thread loads, as it comes from memory.
+struct Raw {
+    VALUE values[UNIT == 8 ? 1 : LOADS][PER_LOAD];
+};
+
+// A tile begins to be read: into registers, or where channels are a multiple of 8 by asynchronous copies to `tile`.
 __device__ __forceinline__ void load_tile(
-    Raw& raw, const VALUE* item, const Strides& strides, const Place& place, const Shape& shape) {
+    Raw& raw, __half* tile, const VALUE* x, long long item_stride, const Strides& strides, const Place& place,
+    const Shape& shape) {
+    const VALUE* const item = x + place.item * item_stride;
     const int top = place.y * STRIDE - shape.padding_h, left = place.x * STRIDE - shape.padding_w;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -135,13 +142,13 @@ __device__ __forceinline__ void load_tile(
         const int y = top + pixel / BORDERED, x = left + pixel % BORDERED;
         const bool has = pixel < PIXELS && y >= 0 && y < shape.H && x >= 0 && x < shape.W;
         if constexpr (UNIT == 8) {
-            raw.wide[i] = make_uint4(0u, 0u, 0u, 0u);
-            if (has) raw.wide[i] = *reinterpret_cast<const uint4*>(item + y * strides.row + x * C + 8 * unit);
+            const VALUE* const from = has ? item + y * strides.row + x * C + 8 * unit : item;
+            if (pixel < PIXELS) copy_16_bytes(shared_address(tile + pixel * PITCH + 8 * unit), from, has);
         } else {
             const VALUE* const from = item + y * strides.row + x * strides.column + 4 * unit * strides.plane;
 #pragma unroll
             for (int c = 0; c < PER_LOAD; ++c)
-                raw.single[i][c] = has && 4 * unit + c < C ? from[c * strides.plane] : VALUE(0.f);
+                raw.values[i][c] = has && 4 * unit + c < C ? from[c * strides.plane] : VALUE(0.f);
         }
     }
 }
@@ -150,19 +157,20 @@ __device__ __forceinline__ uint32_t pair(__half low, __half high) {
     return uint32_t(__half_as_ushort(low)) | uint32_t(__half_as_ushort(high)) << 16;
 }
 
+// The tile is in shared memory after it and a barrier.
 __device__ __forceinline__ void store_tile(const Raw& raw, __half* tile) {
+    if constexpr (UNIT == 8) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+    } else {
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-        const int index = i * THREADS + threadIdx.x, pixel = index / UNITS, unit = index % UNITS;
-        if (pixel >= PIXELS) continue;
-        __half* const to = tile + pixel * PITCH + UNIT * unit;
-        if constexpr (UNIT == 8) {
-            *reinterpret_cast<uint4*>(to) = raw.wide[i];
-        } else {
+        for (int i = 0; i < LOADS; ++i) {
+            const int index = i * THREADS + threadIdx.x, pixel = index / UNITS, unit = index % UNITS;
+            if (pixel >= PIXELS) continue;
             __half v[4];
 #pragma unroll
-            for (int c = 0; c < 4; ++c) v[c] = c < PER_LOAD ? __half(raw.single[i][c]) : __half(0.f);
-            *reinterpret_cast<uint2*>(to) = make_uint2(pair(v[0], v[1]), pair(v[2], v[3]));
+            for (int c = 0; c < 4; ++c) v[c] = c < PER_LOAD ? __half(raw.values[i][c]) : __half(0.f);
+            uint2* const to = reinterpret_cast<uint2*>(tile + pixel * PITCH + 4 * unit);
+            *to = make_uint2(pair(v[0], v[1]), pair(v[2], v[3]));
         }
     }
 }
@@ -285,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
     Raw raw;
     if (!POINT && blockIdx.x < tiles) {
         const Place place(blockIdx.x, shape);
-        load_tile(raw, x + place.item * item_stride, strides, place, shape);
+        load_tile(raw, buffer, x, item_stride, strides, place, shape);
     }
     // Output 2 t + j of a lane is column 2 q + j of block t.
     const int column_output = LANE * (g / 2) + g % 2;
@@ -319,11 +327,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
     for (int index = blockIdx.x; index < tiles; index += gridDim.x, turn ^= 1) {
         const Place place(index, shape);
         const int next = index + gridDim.x;
-        if (!POINT && next < tiles) {
-            const Place following(next, shape);
-            load_tile(raw, x + following.item * item_stride, strides, following, shape);
-        }
         const __half* const tile = buffer + turn * (PIXELS * PITCH);
+        __half* const other = buffer + (turn ^ 1) * (PIXELS * PITCH);
+        if (!POINT && next < tiles) load_tile(raw, other, x, item_stride, strides, Place(next, shape), shape);
         const VALUE* const item = x + place.item * item_stride;
         Sums sums = {};
 #pragma unroll 1
@@ -429,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) small_k_conv(
                 }
             }
         }
-        if (!POINT && next < tiles) store_tile(raw, buffer + (turn ^ 1) * (PIXELS * PITCH));
+        if (!POINT && next < tiles) store_tile(raw, other);
         if constexpr (MOMENTS) {
             __syncwarp();
             const float count = float(pixels(place, shape, part));
