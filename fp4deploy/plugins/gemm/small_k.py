@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -131,8 +131,9 @@ def variant(channels: int, outputs: int, taps: Pair, stride: int = 1, padding: P
     store = next(each for each in (8, 4, 2, 1) if outputs % each == 0 and each <= columns // 4)
     if store < 4 and columns <= 32:
         store = 0
-    resident = 3 if columns == 16 else 2  # as many as have registers
-    return Variant(channels, taps, stride, columns, rows, store, point, resident)
+    three = Variant(channels, taps, stride, columns, rows, store, point, 3)
+    # As many blocks as have registers and, on an H100, shared memory.
+    return three if columns == 16 and three.shared_bytes <= SHARED * 2 // 3 else replace(three, resident=2)
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, stride: Pair = (1, 1), padding: Pair = (0, 0)) -> bool:
