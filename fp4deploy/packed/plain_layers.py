@@ -58,7 +58,8 @@ def read_as_given(
         names = {form.name for form in each.outputs}
         readers = [step for step in (*steps, *graph.nodes) if names & {*step.inputs}]
         plain = not names & kept and not any(form.amax for form in each.outputs)
-        if plain and readers and each.shape[1] % 8 and all(map(taken, readers)):
+        image = len(each.shape) == 4 and each.shape[1] % 8 != 0
+        if plain and image and readers and all(map(taken, readers)):
             found |= names
     return found
 
@@ -70,6 +71,8 @@ def convolve_small_k(
 
     None where sizes do not fit, or the kernel does not run after all.
     """
+    if x.ndim != 4:
+        return None
     x, filters = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
     stride, padding, _ = plain_geometry(node)
     if not small_k.fits(x, filters, stride, padding):

@@ -206,10 +206,10 @@ def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False, up: b
 
 
 def _small_k(
-    image: Shape, filters: Shape, *places: tuple[int, int], dtype: torch.dtype = HALF, moments: bool = False
+    image: Shape, filters: Shape, stride: int = 1, padding: int = 0, dtype: torch.dtype = HALF, moments: bool = False
 ) -> Callable[[], object]:
     x, weight = torch.zeros(image, dtype=dtype), torch.zeros(*filters, image[-1]).half()
-    return lambda: small_k.conv2d(x, weight, None, *places, moments=moments)
+    return lambda: small_k.conv2d(x, weight, None, (stride, stride), (padding, padding), moments=moments)
 
 
 EXERCISES: list[Callable[[], object]] = [
@@ -251,9 +251,9 @@ EXERCISES: list[Callable[[], object]] = [
     _direct((16,), 16),
     _direct((32, 32), 32),
     _direct((32,), 16, packed=True, up=True),
-    _small_k((1, 4, 4, 3), (64, 3, 3), (1, 1), (1, 1), dtype=FLOAT, moments=True),
-    _small_k((1, 9, 9, 3), (64, 7, 7), (2, 2), (3, 3)),
-    _small_k((1, 4, 4, 16), (21, 3, 3), (1, 1), (1, 1), moments=True),
+    _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),
+    _small_k((1, 9, 9, 3), (64, 7, 7), 2, 3),
+    _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),
     _small_k((1, 4, 4, 64), (12, 1, 1)),
     _small_k((1, 4, 4, 16), (70, 1, 1), moments=True),
     _gemv(1, 8192, HALF, *H200),
