@@ -139,6 +139,41 @@ FAULTS = {
         "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)4,", r"\g<1>8,", None),
         "stores are shifted": planted.replaced(r"(st\.global\.v2\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+8]", None),
     },
+    "small K, 3 to 64 channels, moments": {
+        "a barrier is missing before the first tile is read": planted.without_barrier(0),
+        "a barrier is missing behind a tile": planted.without_barrier(1),
+        "registers of an operand change places": planted.swapped_operands(0),
+        "elements behind the last one of K are not zero": planted.replaced(
+            r"selp\.b32(\s+%r\d+), 0, (%r\d+), %p\d+;", r"mov.b32\1, \2;", None
+        ),
+        "pixels are read from another place": planted.replaced(
+            r"(ld\.shared\.v2\.(?:u|b)32\s+[^\[]*\[%r\d+[^\]]*)\]", r"\1+8]", 1
+        ),
+        "pixels left of and above the image are read": planted.replaced(
+            r"(setp\.gt\.s32\s+%p\d+, %r\d+, )-1;", r"\g<1>-2;", None
+        ),
+        "an accumulator is not the one before": planted.replaced(
+            r"(mma\.sync[^;]*\{%f\d+, %f\d+, %f\d+, )%f\d+(\};)", r"\g<1>0f00000000\2", 5
+        ),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)4,", r"\g<1>8,", None),
+        "a mean has another count": planted.replaced(r"(div\.rn\.f32\s+%f\d+, %f\d+, )%f\d+;", r"\g<1>0f42000000;", 0),
+        "stores are shifted": planted.replaced(r"(st\.global\.v4\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+16]", None),
+    },
+    "small K, 7x7, stride 2": {
+        "weights are another step's": planted.replaced(
+            r"(ld\.shared\.v4\.(?:u|b)32\s+[^\[]*\[%r\d+)(?:\+\d+)?\]", r"\1+1024]", 0
+        ),
+    },
+    "small K, 48 to 21 channels, 1x1": {
+        "rows are read before they are complete": planted.replaced(r"^\s*bar\.warp\.sync\s+-1;", "", 1),
+        "rows are overwritten before they are read": planted.replaced(r"^\s*bar\.warp\.sync\s+-1;", "", 2),
+        "pixels past the end are read": planted.replaced(
+            r"min\.s32(\s+%r\d+), (%r\d+), %r\d+;", r"mov.b32\1, \2;", None
+        ),
+        "rows are copied to an unaligned address": planted.replaced(
+            r"(st\.global\.v4\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+2]", 0
+        ),
+    },
     "statistics of GroupNorm, 6 channels a group": {
         "a barrier is missing in the moments of a chunk": planted.without_barrier(0),
         "a barrier is missing before lanes are added": planted.without_barrier(1),

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins.gemm import direct, gemv, plain
+from fp4deploy.plugins.gemm import direct, gemv, plain, small_k
 from fp4deploy.plugins.gemm.decoded_weight import decode_weight
 from fp4deploy.plugins.quantize import (
     channels_last,
@@ -205,6 +205,13 @@ def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False, up: b
     return exercise
 
 
+def _small_k(
+    image: Shape, filters: Shape, stride: int = 1, padding: int = 0, dtype: torch.dtype = HALF, moments: bool = False
+) -> Callable[[], object]:
+    x, weight = torch.zeros(image, dtype=dtype), torch.zeros(*filters, image[-1]).half()
+    return lambda: small_k.conv2d(x, weight, None, (stride, stride), (padding, padding), moments=moments)
+
+
 EXERCISES: list[Callable[[], object]] = [
     _along(MATRIX, 1, BFLOAT, PLAIN, inside=True),
     _along(MATRIX, 1, FLOAT, MX_CEIL),
@@ -244,6 +251,11 @@ EXERCISES: list[Callable[[], object]] = [
     _direct((16,), 16),
     _direct((32, 32), 32),
     _direct((32,), 16, packed=True, up=True),
+    _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),
+    _small_k((1, 9, 9, 3), (64, 7, 7), 2, 3),
+    _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),
+    _small_k((1, 4, 4, 64), (12, 1, 1)),
+    _small_k((1, 4, 4, 16), (70, 1, 1), moments=True),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),
