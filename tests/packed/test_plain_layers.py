@@ -18,6 +18,7 @@ from fp4deploy.packed import PackedNetwork, plain_layers
 from fp4deploy.packed.graph import Conv2d, GroupNormReLU
 from fp4deploy.packed.operators import channels_last, convolve
 from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.nvcc import find_nvcc
 from tests.packed.small_networks import images, packed
 
@@ -26,7 +27,7 @@ needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_k, "_refused", set())
+    monkeypatch.setattr(small_k, "fallback", Fallback("FP16 convolutions of small K", "torch"))
     monkeypatch.setattr(small_k, "runs", lambda device: not small_k.fallback.refused(device))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.runtime.fallback import Fallback
 
 SHARED = 227 * 1024, 163 * 1024, 99 * 1024  # shared memory of a multiprocessor of SM90, SM80, SM86
 
@@ -99,7 +100,7 @@ def test_reference(stride: int) -> None:
 
 def test_a_refused_device_is_named_once_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(small_k, "_refused", set())
+    monkeypatch.setattr(small_k, "fallback", Fallback("FP16 convolutions of small K", "torch"))
     monkeypatch.setattr(small_k, "available", lambda _: True)
     assert small_k.runs(device)
     assert not small_k.runs(torch.device("cpu"))
