@@ -160,7 +160,7 @@ def test_a_kernel_that_fails_says_so_and_falls_back_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(norm_pack, "apply_kernels", refuse)
     monkeypatch.setattr(norm_pack, "fallback", Fallback("GroupNorm layers of packed networks", "torch"))
     x, weight, beta = feature_map((1, 4, 4, 16)), vector(16, 2), vector(16, 3)
-    with pytest.warns(UserWarning, match="falls back .* no such instruction"):
+    with pytest.warns(UserWarning, match="fall back .* no such instruction"):
         (got,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [OutputForm()])
     assert isinstance(got, torch.Tensor)
     with warnings.catch_warnings():
