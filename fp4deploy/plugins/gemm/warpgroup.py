@@ -35,6 +35,7 @@ from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
 Pair = tuple[int, int]
 Size3 = tuple[int, int, int]
 
+SOURCE = "warpgroup_conv.cu"
 SM = 90  # wgmma exists on this architecture alone
 CHUNK = 64  # channels that are decoded at a time
 WIDTH = 8  # pixels across the tile of a consumer
@@ -286,7 +287,7 @@ def conv2d(
     if moments and not up and chosen.splits == 1:
         parts = torch.empty(n * math.prod(tiles), 2, 2, outputs, dtype=torch.float32, device=device)
         found = Moments(parts, chosen.height * WIDTH, math.prod(tiles), (chosen.height, WIDTH))
-    run = kernel("warpgroup_conv.cu", "warpgroup_conv", SIGNATURE, chosen.macros(dtype, found is not None), device)
+    run = kernel(SOURCE, "warpgroup_conv", SIGNATURE, chosen.macros(dtype, found is not None), device)
     two = len(sources) == 2
     first_width = -(-math.prod(shape.taps) * CHUNK // 2 * shape.chunks[0] // PAD) * PAD
     launch_secondary(
