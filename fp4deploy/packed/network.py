@@ -103,13 +103,7 @@ class PackedNetwork:
         self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
         on_gpu = self.device.type == "cuda" and available(self.device)
         inputs, steps = plan(self.graph) if on_gpu else (self.graph.inputs, list(self.graph.nodes))
-        self.inputs: Sequence[Input] = inputs
-        self.steps: Sequence[Step] = steps
-        last = {name: number for number, step in enumerate(steps) for name in step.inputs}
-        last |= {each.activation: len(steps) for each in self.graph.outputs}
-        self._last_read = [  # by each step; freed after it
-            [name for name in dict.fromkeys(step.inputs) if last[name] == number] for number, step in enumerate(steps)
-        ]
+        self.schedule(inputs, steps)
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
         self._range: Callable[[Step], AbstractContextManager[Any]] = _nvtx_range if marks else nullcontext
         self.pack: Pack = round_trip_nvfp4 if self.device.type == "cpu" else packed_form  # between two nodes
@@ -169,6 +163,15 @@ class PackedNetwork:
     def read(self, images: torch.Tensor) -> FeatureMap:
         """What the first node reads of the first input: RGB or multi-term FP4, packed or plain."""
         return self.read_input(self.graph.inputs[0], images)[0]
+
+    def schedule(self, inputs: Sequence[Input], steps: Sequence[Step]) -> None:
+        """Run these steps from now on: those of `producers.plan`, or the nodes of the graph."""
+        self.inputs, self.steps = inputs, steps
+        last = {name: number for number, step in enumerate(steps) for name in step.inputs}
+        last |= {each.activation: len(steps) for each in self.graph.outputs}
+        self._last_read = [  # by each step; freed after it
+            [name for name in dict.fromkeys(step.inputs) if last[name] == number] for number, step in enumerate(steps)
+        ]
 
     def read_input(self, each: Input, x: torch.Tensor, pack: Pack = packed_form) -> list[FeatureMap]:
         """An input in the forms that nodes read; `pack` makes the packed ones.
