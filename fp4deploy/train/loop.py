@@ -104,7 +104,6 @@ class Trainer:
         self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
         self.average = WeightAverage(model, settings.ema) if settings.ema else None
         self.auxiliary = auxiliary and auxiliary.placed(self.device, self.layout, fused)
-        self.sampler = loaders[0].sampler
         if not self._alone:
             self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
         self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
@@ -263,7 +262,8 @@ class Trainer:
         """Train on the rest of the epoch; returns the images seen and the seconds they took."""
         progress, total = self.progress, len(self.train_batches)
         progress.batches = total
-        self.sampler.set_epoch(progress.epoch)  # type: ignore[attr-defined]
+        # Also of accelerate's loader of several processes, which counts its own iterations, from 0 after a resume.
+        self.train_batches.set_epoch(progress.epoch)
         self.model.train()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

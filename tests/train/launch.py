@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from fp4deploy.runs import Run, create_run
 
@@ -71,3 +73,17 @@ def copy_of(run: Run, folder: Path, models: Iterable[str]) -> Run:
     for model in models:
         shutil.copytree(run.model_dir(model), copied.model_dir(model))
     return copied
+
+
+def assert_same(run: Run, other: Run, models: Iterable[str] = ("fp16", "nvfp4")) -> None:
+    """Two runs hold the same weights, states and metrics of their epochs, bit for bit."""
+    for model in models:
+        for name in ("best.safetensors", "state/last.safetensors"):
+            first, second = load_file(run.model_dir(model) / name), load_file(other.model_dir(model) / name)
+            assert first.keys() == second.keys()
+            for key, value in first.items():
+                assert torch.equal(value, second[key]), (model, name, key)
+        kept = ("epoch", "step", "loss", "lr", "miou", "per_class", "skipped_steps")
+        logs = [(r.model_dir(model) / "metrics.jsonl").read_text().splitlines() for r in (run, other)]
+        mine, theirs = ([{k: json.loads(line)[k] for k in kept} for line in lines] for lines in logs)
+        assert mine == theirs
