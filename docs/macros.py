@@ -587,9 +587,10 @@ def scaling() -> str:
             distance = ", ".join(f"{100 * part:.2f} %" for part in row.get("relative_distance", ()))
             share = f"{100 * row['all_reduce_ms'] / row['step_ms']:.1f} %" if "step_ms" in row else ""
             speed = [f"{row['images_per_s']:.0f}", f"{row['epoch_s']:.0f}", f"{100 * row['efficiency']:.0f} %", share]
-            rows.append([f"{found['scale']}", row["model"], f"{row['gpus']} x {row['batch']}", *speed, distance])
-    head = ["scale", "model", "GPUs x images", "images/s", "epoch, s", "efficiency", "all-reduce"]
-    return markdown([*head, "difference of the loss"], rows, 3)
+            step = "graph" if row.get("captured", row["gpus"] == 1) else "launched"  # of one GPU alone in older results
+            rows.append([f"{found['scale']}", row["model"], f"{row['gpus']} x {row['batch']}", step, *speed, distance])
+    head = ["scale", "model", "GPUs x images", "step", "images/s", "epoch, s", "efficiency", "all-reduce"]
+    return markdown([*head, "difference of the loss"], rows, 4)
 
 
 def fp4_training() -> str:
