@@ -30,6 +30,7 @@ import torch
 from peers import FORMS, forward, machine, measured
 from torch import nn
 
+from fp4deploy.errors import Fp4DeployError
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.models import build_unet
 from fp4deploy.models.sources import SOURCES
@@ -103,7 +104,7 @@ def network(name: str, precision: str) -> PackedNetwork:
 def node_by_node(whole: PackedNetwork) -> PackedNetwork:
     """The same network, running the nodes of its graph."""
     made = PackedNetwork(whole.file, "cuda")
-    made.inputs, made.steps = made.graph.inputs, list(made.graph.nodes)
+    made.schedule(made.graph.inputs, list(made.graph.nodes))
     return made
 
 
@@ -114,10 +115,12 @@ def measure(case: str, name: str) -> dict[str, Any]:
     batch, height, width = (int(part) for part in size.split("x"))
     x = torch.randn(batch, 3, height, width, device="cuda", dtype=torch.float16)
     began = time.perf_counter()
-    if name == NODES:
-        found = measured(partial(node_by_node(network(spec, "nvfp4")), x))
-    elif name.startswith("packed "):
-        found = measured(partial(network(spec, name.removeprefix("packed ")), x))
+    if name == NODES or name.startswith("packed "):
+        try:
+            made = network(spec, "nvfp4" if name == NODES else name.removeprefix("packed "))
+            found = measured(partial(node_by_node(made) if name == NODES else made, x))
+        except Fp4DeployError as error:
+            found = {"error": str(error)}
     else:
         found = measured(forward(model(spec, "fp16"), name.removeprefix("fp16, "), x))
     took = time.perf_counter() - began

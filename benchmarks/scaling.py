@@ -11,6 +11,9 @@ image --repeat times (`data.repeat`), because an epoch of few steps would mostly
 * `same share`: 16 images a GPU; each image is there n times --share-repeat times, so that the epoch is as long. Where
   that is more than --repeat, one GPU runs it too. Scaling efficiency is images a second over n times those of one GPU.
 
+Each is replayed as one CUDA graph (`train.cuda_graph`), and launched kernel by kernel as well for several GPUs and the
+kinds of --launched. A row says whether its training was `captured`.
+
 Images a second are those of the last epoch, from metrics.jsonl; they include waiting for data. Take the repetitions so
 large that an epoch takes 20 s or more: its beginning takes a second. With --beside, cases run at the same time where
 there are GPUs for them; each then has a share of the CPU's cores.
@@ -49,12 +52,13 @@ PROGRAM = "fp4deploy.cli" if importlib.util.find_spec("fp4deploy.cli") else "cli
 
 @dataclass(frozen=True)
 class Case:
-    """One training; batch: images of a GPU."""
+    """One training; batch: images of a GPU; graph: asks for a CUDA graph of the step."""
 
     gpus: int
     batch: int
     kind: str
     model: str
+    graph: bool = True
 
 
 def main() -> None:
@@ -66,6 +70,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=6)
     parser.add_argument("--share-repeat", type=int, help="of the same share of images a GPU, times the GPUs; --repeat")
     parser.add_argument("--set", dest="sets", action="append", default=[], help="further settings, KEY=VALUE")
+    parser.add_argument("--launched", default="same batch,same share", help="kinds that are trained without graph, too")
     parser.add_argument("--again", action="store_true", help="one GPU twice")
     parser.add_argument("--beside", action="store_true", help="several cases at a time")
     parser.add_argument("--json", type=Path)
@@ -84,6 +89,8 @@ def main() -> None:
         for n in counts[1:]:
             kinds += [(n, BATCH // n, "same batch"), (n, BATCH, "same share")]
         cases = [Case(*kind, model) for kind in kinds for model in MODELS]
+        launched = arguments.launched.split(",")
+        cases += [dataclasses.replace(each, graph=False) for each in cases if each.gpus > 1 and each.kind in launched]
         report = described(arguments, scale)
         rows: list[dict[str, Any]] = report["rows"]
         for wave in waves(cases, counts[-1] if arguments.beside else 1):
@@ -125,6 +132,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
     """What decides the numbers, as it is written on a command line."""
     named = ("gpus", "epochs", "repeat", "share_repeat")
     given = {name.replace("_", "-"): getattr(arguments, name) for name in named}
+    given["launched"] = f"'{arguments.launched}'"
     found = ["--data CAMVID", *(f"--{name} {value}" for name, value in given.items() if value)]
     found += [f"--{name}" for name in ("again", "beside") if getattr(arguments, name)]
     return [*found, *(f"--set {each}" for each in arguments.sets)]
@@ -183,7 +191,7 @@ def train(config: Path, data: Path, out: Path, first: int, case: Case, settings:
     """Train one model on GPUs from the `first` on: the losses by epoch, and the last epoch's mIoU, images a second and
     length."""
     settings = [f"train.batch_size={case.batch}", "train.evaluate_every=1000", "telemetry.every=0", *settings]
-    settings += ["train.from_scratch=true", "telemetry.plots=false"]
+    settings += ["train.from_scratch=true", "telemetry.plots=false", f"train.cuda_graph={str(case.graph).lower()}"]
     tree = yaml.safe_load(config.read_text())
     tree["train"]["ema"] = 0  # an average over a few hundred steps says little
     own = out.with_suffix(".yaml")
@@ -203,7 +211,10 @@ def train(config: Path, data: Path, out: Path, first: int, case: Case, settings:
     last = {key: lines[-1][key] for key in ("miou", "images_per_s", "peak_memory_bytes")}
     steps = lines[-1]["step"] - lines[-2]["step"] if len(lines) > 1 else lines[-1]["step"]
     seconds = steps * case.gpus * case.batch / last["images_per_s"]
-    return {"losses": [line["loss"] for line in lines], **last, "epoch_s": round(seconds, 1)}
+    refusals = [line for line in done.stderr.splitlines() if "no CUDA graph of the step" in line]
+    print(*refusals, sep="\n", end="\n" if refusals else "", flush=True)
+    captured = case.graph and not refusals and last["peak_memory_bytes"] is not None  # on a GPU
+    return {"captured": captured, "losses": [line["loss"] for line in lines], **last, "epoch_s": round(seconds, 1)}
 
 
 def compare(rows: list[dict[str, Any]], all_reduce_ms: dict[str, float]) -> None:
@@ -228,6 +239,7 @@ def table(rows: list[dict[str, Any]]) -> None:
         distance = ", ".join(f"{100 * d:.2f} %" for d in row.get("relative_distance", ()))
         print(
             f"{row['model']:6s} {row['gpus']} GPUs x {row['batch']:2d}, {row['kind']:18s}"
+            f" {'graph' if row['captured'] else 'launched':8s}"
             f" {row['images_per_s']:7.0f} images/s, efficiency {100 * row['efficiency']:5.1f} %{share},"
             f" losses {' '.join(f'{loss:.4f}' for loss in row['losses'])}, from one GPU's {distance or '-'}",
             flush=True,

@@ -245,7 +245,7 @@ LATENCY_FORMS = {
 def packed_latency() -> str:
     """Packed networks beside FP16 of torch in every form, each as one CUDA graph."""
     rows = []
-    for case in result("packed_latency_h100")["cases"]:
+    for case in result("packed_latency_h200")["cases"]:
         runs = [case["runs"].get(name, {}) for name in LATENCY_FORMS.values()]
         times = [f"{run['graph_ms']:.2f}" if "graph_ms" in run else "–" for run in runs]
         ratio = f"{case['ratio_nvfp4']:.2f}" if "ratio_nvfp4" in case else "–"
@@ -257,10 +257,29 @@ def packed_latency() -> str:
 def direct_convolutions() -> str:
     """Convolutions of few channels: implicit GEMM and direct."""
     rows = []
-    for row in result("direct_conv_h100")["rows"]:
+    for row in result("direct_conv_h200")["rows"]:
         times = [f"{row[key]:.0f}" for key in ("implicit_us", "direct_us", "floor_us")]
         rows.append([row["case"], *times, f"{row['implicit_us'] / row['direct_us']:.2f}"])
     return markdown(["images, channels", "implicit GEMM, us", "direct, us", "floor, us", "faster by"], rows, 1)
+
+
+def warpgroup_convolutions() -> str:
+    """Convolutions of whole chunks of 64 channels: implicit GEMM, wgmma, cuDNN in FP16."""
+    rows = []
+    for row in result("warpgroup_conv_h200")["rows"]:
+        times = [f"{row[f'{form}_us']:.0f}" for form in ("triton", "wgmma", "cudnn", "bytes_floor", "operations_floor")]
+        rows.append([row["case"], *times, f"{row['cudnn_us'] / row['wgmma_us']:.2f}"])
+    head = ["images, channels", "implicit GEMM, us", "wgmma, us", "cuDNN FP16, us", "bytes, us", "operations, us"]
+    return markdown([*head, "speed against cuDNN"], rows, 1)
+
+
+def small_k_convolutions() -> str:
+    """FP16 convolutions of small K: torch and the kernel."""
+    rows = []
+    for row in result("small_k_conv_h200")["rows"]:
+        times = [f"{row[key]:.0f}" for key in ("torch_us", "kernel_us", "floor_us")]
+        rows.append([row["case"], *times, f"{row['torch_us'] / row['kernel_us']:.2f}"])
+    return markdown(["images, channels", "torch, us", "kernel, us", "floor, us", "faster by"], rows, 1)
 
 
 CPU_FORMS = ("torch eager, channels_last", "torch.compile", "onnx fp16", "portable onnx", "packed fp16", "packed nvfp4")
@@ -587,9 +606,10 @@ def scaling() -> str:
             distance = ", ".join(f"{100 * part:.2f} %" for part in row.get("relative_distance", ()))
             share = f"{100 * row['all_reduce_ms'] / row['step_ms']:.1f} %" if "step_ms" in row else ""
             speed = [f"{row['images_per_s']:.0f}", f"{row['epoch_s']:.0f}", f"{100 * row['efficiency']:.0f} %", share]
-            rows.append([f"{found['scale']}", row["model"], f"{row['gpus']} x {row['batch']}", *speed, distance])
-    head = ["scale", "model", "GPUs x images", "images/s", "epoch, s", "efficiency", "all-reduce"]
-    return markdown([*head, "difference of the loss"], rows, 3)
+            step = "graph" if row.get("captured", row["gpus"] == 1) else "launched"  # of one GPU alone in older results
+            rows.append([f"{found['scale']}", row["model"], f"{row['gpus']} x {row['batch']}", step, *speed, distance])
+    head = ["scale", "model", "GPUs x images", "step", "images/s", "epoch, s", "efficiency", "all-reduce"]
+    return markdown([*head, "difference of the loss"], rows, 4)
 
 
 def fp4_training() -> str:
@@ -939,7 +959,8 @@ TABLES: dict[str, Callable[..., str]] = {
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
         packed_network, packed_latency, cpu_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, detection_closer,
-        detection_within, fp4_products, projected_training, direct_convolutions,
+        detection_within, fp4_products, projected_training, direct_convolutions, warpgroup_convolutions,
+        small_k_convolutions,
         coco_samples, ptq_camvid, claim,
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,

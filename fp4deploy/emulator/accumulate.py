@@ -143,7 +143,8 @@ def _unsigned_e8m0(scales: Array) -> tuple[Array, Array]:
 
 def _plain_hardware(a: Array, b: Array, c: Array, numbers: HalfPrecision, smallest: int) -> Array:
     (sa, ea), (sb, eb) = _split(a, smallest), _split(b, smallest)
-    significand = sa[..., :, None, :] * sb[..., None, :, :]
+    with np.errstate(invalid="ignore"):  # Inf times 0 is NaN
+        significand = sa[..., :, None, :] * sb[..., None, :, :]
     exponent = np.where(significand == 0, numbers.zero, ea[..., :, None, :] + eb[..., None, :, :])
     return _aligned_sum(significand, exponent, c, numbers.fraction, numbers.zero, axis=-1)
 

@@ -24,7 +24,8 @@ from fp4deploy.native.plan import Gpu, Plan
 from fp4deploy.native.recording import META, Recording
 from fp4deploy.packed import PackedFile
 from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupNormReLU, Node, named, weight_names
-from fp4deploy.packed.network import has_kernel, plain_geometry, plain_kernel
+from fp4deploy.packed.network import has_kernel
+from fp4deploy.packed.plain_layers import plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
 from fp4deploy.plugins.gemm import decoded, plain
 from fp4deploy.plugins.gemm.arguments import launch_gemm

@@ -15,8 +15,9 @@ told otherwise, since that is what a comparison reads.
 are decoded to FP16 once, at load, for kernels that decode activations only (`plugins.gemm.decoded`): faster, and 16
 bits an element of GPU memory instead of 4.5. `weights="packed"` keeps the codes. Both compute with the same elements.
 
-**Layers in FP16.** torch (cuDNN) computes them. With `plain="kernel"` convolutions of one group come from
-`plugins.gemm.plain`, whose bytes do not depend on a library: those that the C library gives (`fp4deploy.native`).
+**Layers in FP16.** Convolutions whose sum has few elements, the first and the last layer of most networks, come from
+`plugins.gemm.small_k` on a GPU; torch (cuDNN) computes the others. With `plain="kernel"` convolutions of one group come
+from `plugins.gemm.plain`, whose bytes do not depend on a library: those that the C library gives (`fp4deploy.native`).
 
 With FP4DEPLOY_NVTX=on every node is an NVTX range, for Nsight Systems; FP4DEPLOY_GRAPHS=off launches node by node, so
 that kernels lie in their ranges.
@@ -55,6 +56,7 @@ from fp4deploy.packed.graph import (
 )
 from fp4deploy.packed.on_cpu import convolution
 from fp4deploy.packed.operators import Context, channels_last, compute, convolve
+from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.plugins.gemm import decoded, plain
@@ -101,13 +103,7 @@ class PackedNetwork:
         self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
         on_gpu = self.device.type == "cuda" and available(self.device)
         inputs, steps = plan(self.graph) if on_gpu else (self.graph.inputs, list(self.graph.nodes))
-        self.inputs: Sequence[Input] = inputs
-        self.steps: Sequence[Step] = steps
-        last = {name: number for number, step in enumerate(steps) for name in step.inputs}
-        last |= {each.activation: len(steps) for each in self.graph.outputs}
-        self._last_read = [  # by each step; freed after it
-            [name for name in dict.fromkeys(step.inputs) if last[name] == number] for number, step in enumerate(steps)
-        ]
+        self.schedule(inputs, steps)
         marks = os.environ.get("FP4DEPLOY_NVTX", "off") == "on" and self.device.type == "cuda"
         self._range: Callable[[Step], AbstractContextManager[Any]] = _nvtx_range if marks else nullcontext
         self.pack: Pack = round_trip_nvfp4 if self.device.type == "cpu" else packed_form  # between two nodes
@@ -127,6 +123,8 @@ class PackedNetwork:
                 self._load_weight(node, tuple(shapes[name][_axis(node)] for name in node.inputs))
         norms = [node for node in self.graph.nodes if isinstance(node, GroupNormReLU)]
         self._normed = {name for node in norms for name in node.inputs}
+        taken = partial(small_k_kernel, weights=self._plain, device=self.device)
+        self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, taken)
         others = {name: tensor for name, tensor in file.tensors.items() if name not in names}
         self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
 
@@ -166,8 +164,22 @@ class PackedNetwork:
         """What the first node reads of the first input: RGB or multi-term FP4, packed or plain."""
         return self.read_input(self.graph.inputs[0], images)[0]
 
+    def schedule(self, inputs: Sequence[Input], steps: Sequence[Step]) -> None:
+        """Run these steps from now on: those of `producers.plan`, or the nodes of the graph."""
+        self.inputs, self.steps = inputs, steps
+        last = {name: number for number, step in enumerate(steps) for name in step.inputs}
+        last |= {each.activation: len(steps) for each in self.graph.outputs}
+        self._last_read = [  # by each step; freed after it
+            [name for name in dict.fromkeys(step.inputs) if last[name] == number] for number, step in enumerate(steps)
+        ]
+
     def read_input(self, each: Input, x: torch.Tensor, pack: Pack = packed_form) -> list[FeatureMap]:
-        """An input in the forms that nodes read; `pack` makes the packed ones."""
+        """An input in the forms that nodes read; `pack` makes the packed ones.
+
+        An image that only kernels of any strides read stays as it is, NCHW and FP32 or FP16.
+        """
+        if each.outputs[0].name in self._as_given and x.dtype in (torch.float32, torch.float16):
+            return [x.to(self.device)] * len(each.outputs)
         x = x.to(self.device, self.dtype)
         if self.graph.digits:
             x = encode_input(x)
@@ -318,6 +330,10 @@ class PackedNetwork:
             return self.forms(
                 self._convolve(cast(Conv2d, node), cast("list[torch.Tensor]", inputs), bias), node.outputs
             )
+        if not self._own and small_k_kernel(node, self._plain, self.device):
+            y = self._convolve_small_k(cast(Conv2d, node), cast(torch.Tensor, inputs[0]), bias, moments)
+            if y is not None:
+                return self.forms(y, node.outputs)
         if node.precision == "nvfp4":
             axis = _axis(node)
             sources = [decoded_form(x, self.dtype).movedim(-1, axis) for x in inputs]
@@ -325,6 +341,8 @@ class PackedNetwork:
             weight = weight.permute(weight_order(node, weight.ndim))
         else:
             sources, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
+            if node.inputs[0] in self._as_given:
+                sources = [channels_last(sources[0].to(self.dtype))]
         y = convolve(node, sources, weight, None if bias is None else bias.to(self.dtype))
         return self.forms(y if isinstance(node, Linear) else channels_last(y), node.outputs, pack)
 
@@ -333,6 +351,16 @@ class PackedNetwork:
         x, weight = channels_last(inputs[0]).permute(0, 2, 3, 1), self._plain[node.layer].permute(0, 2, 3, 1)
         y = plain.conv2d(x, weight, bias, *plain_geometry(node), node.relu)
         return y.permute(0, 3, 1, 2)
+
+    def _convolve_small_k(
+        self, node: Conv2d, x: torch.Tensor, bias: torch.Tensor | None, moments: dict[str, Moments] | None
+    ) -> torch.Tensor | None:
+        """A layer in FP16 by the kernel for small K, if it runs; with the moments of what a GroupNorm reads next."""
+        wanted = moments is not None and len(node.outputs) == 1 and node.outputs[0].name in self._normed
+        result = convolve_small_k(node, x, self._plain[node.layer], bias, wanted)
+        if result is not None and result[1] is not None and moments is not None:
+            moments[node.outputs[0].name] = result[1]
+        return None if result is None else result[0]
 
     def _multiply(self, node: Layer, inputs: list[Nvfp4Tensor], bias: torch.Tensor | None) -> list[FeatureMap]:
         """By kernels; one packed form is written by the kernel itself."""
@@ -389,7 +417,7 @@ class PackedNetwork:
             place = dict(zip(("stride", "padding", "dilation"), _geometry(node), strict=True))
         y, found = decoded.conv2d(
             tuple(inputs), self._decoded[node.layer], bias, **place, relu=not up and cast(Conv2d, node).relu,
-            dtype=self.dtype, out_amax=amax, moments=wanted,
+            dtype=self.dtype, out_amax=amax, moments=wanted, tensor_maps=not self._own,
         )  # fmt: skip
         if found is not None and moments is not None:
             moments[node.outputs[0].name] = found
@@ -456,18 +484,6 @@ def has_kernel(node: Layer, taps: Sequence[int]) -> bool:
         return False
     equal = all(len(set(pair)) == 1 for pair in (place.stride, place.padding, place.dilation))
     return equal and place.groups == 1 and taps[0] * taps[1] <= TAPS
-
-
-def plain_kernel(node: Layer) -> bool:
-    """Whether `plugins.gemm.plain` computes a layer in FP16."""
-    single = isinstance(node, Conv2d) and node.op == "conv2d" and node.groups == 1 and len(node.inputs) == 1
-    return single and node.precision == "fp16"
-
-
-def plain_geometry(node: Conv2d) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Stride, padding and dilation of both directions."""
-    (a, b), (c, d), (e, f) = node.stride, node.padding, node.dilation
-    return (a, b), (c, d), (e, f)
 
 
 def _axis(node: Layer) -> int:

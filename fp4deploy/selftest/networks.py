@@ -20,7 +20,7 @@ from fp4deploy.selftest.context import Context
 from fp4deploy.selftest.kernels import moved, require_gemm_kernels
 from fp4deploy.selftest.proof import Proof, relative_error
 
-KERNELS = ("implicit_gemm_kernel", "decoded_conv_kernel", "direct_conv")
+KERNELS = ("implicit_gemm_kernel", "decoded_conv_kernel", "direct_conv", "warpgroup_conv")
 
 
 def exported(context: Context) -> Proof:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from accelerate import PartialState
 
 from fp4deploy.data import (
     EpochLoader,
@@ -16,6 +15,7 @@ from fp4deploy.data import (
 )
 from fp4deploy.tasks import TASKS
 from fp4deploy.train.config import Config
+from fp4deploy.train.distributed import join
 
 MOST_WORKERS = 12
 
@@ -49,7 +49,7 @@ def _workers(given: int | None) -> int:
     """Loader processes: as given; else none on a CPU, which training needs itself, and enough to feed a GPU."""
     if given is not None:
         return given
-    processes = PartialState(cpu=not torch.cuda.is_available()).num_processes
+    processes = join().num_processes
     return share_of_workers(processes) if torch.cuda.is_available() else 0
 
 

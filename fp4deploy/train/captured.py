@@ -24,15 +24,34 @@ import torch
 
 Batch = tuple[torch.Tensor, ...]
 LAUNCHED_FIRST = 4
+LAUNCHED_FIRST_OF_SEVERAL = 12  # DistributedDataParallel needs 11, and the last one is watched
 ROOM = 2.2  # times the memory of a step: the graph, a launched step, and what the allocator cuts off
+
+
+def _alone(reason: str | None) -> str | None:
+    return reason
 
 
 class CapturedStep:
     """Runs a step of a batch of tensors: captured once, then replayed."""
 
-    def __init__(self, step: Callable[..., None], abandon: Callable[[], None], refusal: str | None = None) -> None:
-        """`abandon` forgets what a capture that failed left behind; `refusal`: why there is none in this training."""
-        self._step, self._abandon, self.refusal = step, abandon, refusal
+    def __init__(
+        self,
+        step: Callable[..., None],
+        abandon: Callable[[], None],
+        refusal: str | None = None,
+        agree: Callable[[str | None], str | None] = _alone,
+        first: int = LAUNCHED_FIRST,
+    ) -> None:
+        """Nothing is captured yet.
+
+        Args:
+            abandon: forgets what a capture that failed left behind.
+            refusal: why there is none in this training, the same in all processes.
+            agree: from the reason of each process against a graph, or None, to the one that all of them have.
+            first: steps that are launched before the capture.
+        """
+        self._step, self._abandon, self.refusal, self._agree, self._first = step, abandon, refusal, agree, first
         self._launched = 0
         self._shapes: list[torch.Size] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -44,7 +63,7 @@ class CapturedStep:
         self._shapes = self._shapes or shapes
         if self.refusal is not None or launch or shapes != self._shapes:
             self._step(*batch)
-        elif self._launched < LAUNCHED_FIRST:
+        elif self._launched < self._first:
             self._launched += 1
             self._launch(*batch)
         else:
@@ -57,9 +76,14 @@ class CapturedStep:
 
     def _launch(self, *batch: torch.Tensor) -> None:
         """A step before the capture, the last one watched."""
-        if self._launched < LAUNCHED_FIRST:
+        if self._launched < self._first:
             self._step(*batch)
-            return
+        else:
+            self.refusal = self._agree(self._watch(*batch))
+
+    def _watch(self, *batch: torch.Tensor) -> str | None:
+        """A launched step; returns what in it waits for the GPU."""
+        reason = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -69,9 +93,10 @@ class CapturedStep:
                 torch.cuda.set_sync_debug_mode("default")
         for each in caught:
             if "synchronizing CUDA operation" in str(each.message):
-                self.refusal = f"{each.filename}, line {each.lineno} waits for the GPU"
+                reason = f"{each.filename}, line {each.lineno} waits for the GPU"
             elif "Synchronization debug mode is a prototype" not in str(each.message):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        return reason
 
     def _replay(self, *batch: torch.Tensor) -> None:
         if self._graph is None or self._batch is None:
@@ -84,22 +109,40 @@ class CapturedStep:
         self._graph.replay()
 
     def _capture(self, *batch: torch.Tensor) -> None:
-        """Record a step without running it; the loader's threads may go on calling CUDA meanwhile."""
+        """Keep a graph of the step, in all processes or in none."""
+        self.refusal = self._agree(self._no_room())
+        if self.refusal is not None:
+            return
+        buffers = tuple(each.clone() for each in batch)
+        graph, failure = self._record(*buffers)
+        self.refusal = self._agree(failure)
+        if self.refusal is None:
+            self._graph, self._batch = graph, buffers
+        else:
+            del graph
+            self._abandon()
+
+    def _no_room(self) -> str | None:
         torch.cuda.empty_cache()
         needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        if torch.cuda.mem_get_info()[0] < ROOM * needed:
-            self.refusal = "the GPU has no room for a graph beside launched steps"
-            return
-        buffers, graph = tuple(each.clone() for each in batch), torch.cuda.CUDAGraph()
+        short = torch.cuda.mem_get_info()[0] < ROOM * needed
+        return "the GPU has no room for a graph beside launched steps" if short else None
+
+    def _record(self, *buffers: torch.Tensor) -> tuple[torch.cuda.CUDAGraph | None, str | None]:
+        """Record a step without running it; the loader's threads may go on calling CUDA meanwhile.
+
+        Returns:
+            The graph, and why there is none.
+        """
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        own = current if current != torch.cuda.default_stream() else None  # the default stream cannot be captured
         try:
             with (
-                torch.cuda.stream(torch.cuda.current_stream()),  # again after a capture that fails
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+                torch.cuda.stream(current),  # again after a capture that fails
+                torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"),
             ):
                 self._step(*buffers)
         except Exception as error:  # whatever the network calls
             lines = str(error).strip().splitlines() or [""]
-            self.refusal = f"the step cannot be captured ({type(error).__name__}: {lines[0][:200]})"
-            self._abandon()
-            return
-        self._graph, self._batch = graph, buffers
+            return None, f"the step cannot be captured ({type(error).__name__}: {lines[0][:200]})"
+        return graph, None

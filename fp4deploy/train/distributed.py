@@ -17,12 +17,15 @@ waiting for its gradients. So all ask between the same steps whether any has one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fp4deploy.errors import Fp4DeployError
 from fp4deploy.qat import QuantizedLayer
@@ -30,13 +33,35 @@ from fp4deploy.runs import is_first_process, processes
 from fp4deploy.tracing import not_compiled
 
 T = TypeVar("T")
+NEVER = 2**31 - 1  # steps
+
+
+def join() -> PartialState:
+    """This process as one of those that a launcher started; joins the process group where there are several.
+
+    Buffers of collectives in a CUDA graph are not registered with NCCL, unless the user says so. Registering them is a
+    call of all ranks in the middle of a capture, which waits for ever where one rank's capture has failed; and the
+    collectives of a captured step would not be the kernels of the launched step.
+    """
+    if processes() > 1:
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+def replicated(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """`model`, on `device`, with gradients averaged over the processes; on a GPU its step can be captured."""
+    devices = [device.index] if device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=devices)
+    # It times every hundredth step by events, which cannot be read where that is the captured one.
+    wrapped._set_ddp_runtime_logging_sample_rate(NEVER)
+    return wrapped
 
 
 def from_first(make: Callable[[], T]) -> T:
     """What `make` gives in the first process, which alone calls it, in every process; its error likewise."""
     if processes() == 1:
         return make()
-    PartialState(cpu=not torch.cuda.is_available())  # joins the process group
+    join()
     made: list[Any] = [None, None]
     if is_first_process():
         try:
@@ -73,6 +98,17 @@ def agreed_signal(number: int, device: torch.device) -> int:
     shared = torch.tensor(number, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return int(shared)
+
+
+def agreed_reason(reason: str | None) -> str | None:
+    """The reason of the first process that has one, in every process; None where none has. All have to call it."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    given = [(rank, each) for rank, each in enumerate(reasons) if each is not None]
+    if not given:
+        return None
+    rank, first = given[0]
+    return first if all(each == first for each in reasons) else f"process {rank}: {first}"
 
 
 @torch.no_grad()

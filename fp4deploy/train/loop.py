@@ -12,6 +12,7 @@ numbers. Meanwhile the loader's workers prepare the first batches of the next ep
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -37,9 +38,9 @@ from fp4deploy.qat.operators.learned import keep_positive
 from fp4deploy.qat.oscillation import OscillationResets
 from fp4deploy.qat.outlier_selection import OutlierSelection
 from fp4deploy.tasks import TaskScores
-from fp4deploy.train.captured import CapturedStep
+from fp4deploy.train.captured import LAUNCHED_FIRST_OF_SEVERAL, CapturedStep
 from fp4deploy.train.checkpointing import checkpoint_blocks
-from fp4deploy.train.distributed import agreed_signal, share_amaxes
+from fp4deploy.train.distributed import agreed_reason, agreed_signal, join, replicated, share_amaxes
 from fp4deploy.train.interrupt import Interrupt, Pause
 from fp4deploy.train.logging.metrics_log import keep_epochs
 from fp4deploy.train.logging.progress import Display
@@ -83,6 +84,7 @@ class Trainer:
         """
         self.job, self.card, self.settings, self.task = job, card, settings, task
         on_gpu = torch.cuda.is_available()
+        join()
         self.accelerator = Accelerator(mixed_precision="fp16" if on_gpu else "no", cpu=not on_gpu)
         self.device = self.accelerator.device
         self.train_batches: Any = loaders[0]
@@ -104,10 +106,14 @@ class Trainer:
         self.learned = [layer.input_amax for layer in self.layers if isinstance(layer.input_amax, nn.Parameter)]
         self.average = WeightAverage(model, settings.ema) if settings.ema else None
         self.auxiliary = auxiliary and auxiliary.placed(self.device, self.layout, fused)
-        self.sampler = loaders[0].sampler
+        self.stream = torch.cuda.Stream() if on_gpu and settings.cuda_graph and not self._alone else None
+        self.model: Any = self.accelerator.prepare_model(self.bare, evaluation_mode=True)
+        self.stepper = self.accelerator.prepare_optimizer(self.optimizer)
         if not self._alone:
-            self.train_batches, self.val_batches = self.accelerator.prepare(*loaders)
-        self.model, self.stepper = self.accelerator.prepare(self.bare, self.optimizer)
+            # not placed on the device there, where the copy would wait for the step before
+            self.train_batches, self.val_batches = self.accelerator.prepare(*loaders, device_placement=[False, False])
+            with self._on_stream():
+                self.model = replicated(self.bare, self.device)
         self.loss: Any = task.loss.of
         if self.compiled or settings.compile:
             keep_compiled_private()
@@ -134,7 +140,8 @@ class Trainer:
         if self.average is not None:
             self.parts["average"] = self.average
         self.noted: str | None = None  # why there is no CUDA graph, once it was said
-        self.captured = CapturedStep(self._compute, self._forget, self._no_graph())
+        shared = (agreed_reason, LAUNCHED_FIRST_OF_SEVERAL) if not self._alone else ()
+        self.captured = CapturedStep(self._compute, self._forget, self._no_graph(), *shared)
         self.progress = Progress()
         self.statistics = RunningStatistics(self.device, EpochStatistics(), settings.spike)
         self.interrupt = Interrupt()
@@ -152,7 +159,7 @@ class Trainer:
         reasons = {
             "train.cuda_graph is false": not self.settings.cuda_graph,
             "there is no GPU": self.device.type != "cuda",
-            "several processes train": not self._alone,
+            "train.compile is true and several processes train": self.settings.compile and not self._alone,
             "train.accumulate is not 1": self.settings.accumulate != 1,
             "quant.damping changes with the step": auxiliary is not None and auxiliary.damping > 0,
         }
@@ -179,6 +186,7 @@ class Trainer:
         job, start = self.job, self.progress
         quiet = not self.accelerator.is_main_process
         with (
+            self._on_stream(),
             self.interrupt,
             Display(job.model, job.epochs, self.steps, start.step, start.epoch + 1, quiet) as display,
         ):
@@ -196,6 +204,21 @@ class Trainer:
         self.accelerator.wait_for_everyone()  # the next model starts from this one's checkpoint
         self.accelerator.free_memory()
         return self.progress
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Inside, work goes to the stream of the captured step of several processes (`captured`), in order with that
+        before and after."""
+        if self.stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream()
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
 
     def close(self) -> None:
         """End the workers of the loaders that accelerate has made; those of the given loaders serve the next model."""
@@ -263,7 +286,8 @@ class Trainer:
         """Train on the rest of the epoch; returns the images seen and the seconds they took."""
         progress, total = self.progress, len(self.train_batches)
         progress.batches = total
-        self.sampler.set_epoch(progress.epoch)  # type: ignore[attr-defined]
+        # Also of accelerate's loader of several processes, which counts its own iterations, from 0 after a resume.
+        self.train_batches.set_epoch(progress.epoch)
         self.model.train()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -308,11 +332,9 @@ class Trainer:
             self.captured.release()
         targets = self.task.loss.targets(labels)
         if accumulate == 1:
-            self.captured(images, *targets, launch=self.telemetry.due(progress.step))
+            self.captured(images, *targets, launch=self.telemetry.sampled(progress.step))
         else:
             self._compute(images, *targets, group=group, last=last)
-        if not self._alone:
-            share_amaxes(self.layers)
         if last:
             self.resets.update(progress.step)
             if self.average is not None:
@@ -341,20 +363,23 @@ class Trainer:
                 layer.quantizing = False
 
     def _compute(self, images: torch.Tensor, *targets: torch.Tensor, group: int = 1, last: bool = True) -> None:
-        """What the GPU does in `_step`; captured, it is only replayed."""
-        with self.accelerator.autocast(), self.telemetry.watching(images, self.progress.step, last):
-            logits = self.model(images)
-        loss = self.loss(logits, *targets)
-        if self.auxiliary is not None:
-            share = self.progress.step / self.steps
-            loss = self.auxiliary(loss, images, logits, self.layers, share, self.accelerator.autocast)
-        self.statistics.add_loss(loss.detach())
-        if last:
+        """What the GPU does in `_step`; captured, it is only replayed.
+
+        Gradients are averaged over the processes in the backward of the `last` batch of a group. The forward decides.
+        """
+        with nullcontext() if last else self.accelerator.no_sync(self.model):
+            with self.accelerator.autocast(), self.telemetry.watching(images, self.progress.step, last):
+                logits = self.model(images)
+            loss = self.loss(logits, *targets)
+            if self.auxiliary is not None:
+                share = self.progress.step / self.steps
+                loss = self.auxiliary(loss, images, logits, self.layers, share, self.accelerator.autocast)
+            self.statistics.add_loss(loss.detach())
             self.accelerator.backward(loss / group)
+        if last:
             self._update()
-        else:
-            with self.accelerator.no_sync(self.model):
-                self.accelerator.backward(loss / group)
+        if not self._alone:
+            share_amaxes(self.layers)
 
     def _update(self) -> None:
         norm = self.accelerator.clip_grad_norm_(self.bare.parameters(), self.settings.clip)
@@ -366,10 +391,15 @@ class Trainer:
         keep_positive(self.learned)
 
     def _forget(self) -> None:
-        """After a capture that failed: gradients without values, and a scaler that thinks they are unscaled."""
+        """After a capture that failed: gradients without values, a scaler that thinks they are unscaled, and a
+        DistributedDataParallel that waits for the rest of them."""
         self.stepper.zero_grad(set_to_none=True)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler._per_optimizer_states.clear()
+        if not self._alone:
+            self.model = None
+            gc.collect()  # its hooks go with it
+            self.model = replicated(self.bare, self.device)
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(step, self.steps, self.job.lr, self.settings.warmup)

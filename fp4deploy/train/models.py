@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from torch import nn
 
 from fp4deploy import provenance
@@ -43,6 +42,7 @@ from fp4deploy.tasks import TASKS
 from fp4deploy.train.batches import make_loaders
 from fp4deploy.train.config import Config, changed_settings, load_config, save_config
 from fp4deploy.train.distillation import make_auxiliary_losses
+from fp4deploy.train.distributed import join
 from fp4deploy.train.logging.trackers import check_trackers
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.schedule import QUANTIZED_MODELS, epochs_of, is_fine_tuned, training_job
@@ -121,7 +121,7 @@ def _train_all(
     val_data: SegmentationDataset,
     resume: bool,
 ) -> dict[str, TrainResult]:
-    if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
+    if join().is_main_process:
         _keep_config(config, run, resume)
         run.ask_models(models)
     budget = int(config.data.cache_gib * 2**30)
@@ -263,7 +263,7 @@ def _named(card: ModelCard) -> str:
 
 
 def _say(text: str) -> None:
-    if PartialState(cpu=not torch.cuda.is_available()).is_main_process:
+    if join().is_main_process:
         print(text, file=sys.stderr)
 
 

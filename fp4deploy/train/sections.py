@@ -138,7 +138,7 @@ class TrainSection(Section):
         description="on the fused path, keep no input of a convolution for the backward that a kernel can compute "
         "again: less memory, the same numbers",
     )
-    cuda_graph: bool = Field(True, description="on one GPU, replay the whole step as one CUDA graph where possible")
+    cuda_graph: bool = Field(True, description="replay the whole step as one CUDA graph where possible")
     products: Literal["emulated", "fp4"] = Field(
         "emulated",
         description="fp4: forward, dgrad and wgrad multiply packed FP4; for recipes that quantise gradients",

@@ -15,8 +15,9 @@ from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.runtime import nvcc
 
 FILES = {90: "emulated_h200", 100: "emulated_cpu", 120: "emulated_cpu"}
-AFTER_THE_H200 = {"joined", "normalized", "pooled", "direct_conv"}  # kernels that are younger than the last run there
-BEFORE_BLACKWELL = {"decoded_conv_kernel", "split_sum_kernel", "direct_conv"}
+# Kernels that are younger than the last run there.
+AFTER_THE_H200 = {"joined", "normalized", "pooled", "direct_conv", "small_k_conv", "warpgroup_conv"}
+BEFORE_BLACKWELL = {"decoded_conv_kernel", "split_sum_kernel", "direct_conv", "warpgroup_conv"}
 CUDA_ENTRY = re.compile(r"__global__ void\s+(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\(")
 TRITON_ENTRY = re.compile(r"^def (\w+_(?:kernel|entry))\(", re.MULTILINE)
 

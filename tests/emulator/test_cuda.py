@@ -6,6 +6,7 @@ import pytest
 
 from fp4deploy.emulator.cases import CUDA
 from fp4deploy.emulator.cases.case import Case, Setting
+from fp4deploy.emulator.cases.warpgroup import FAMILY as WARPGROUP
 from fp4deploy.plugins.runtime.nvcc import find_nvcc
 from tests.emulator import planted
 
@@ -19,14 +20,14 @@ CONVERTING = ("quantisers", "training operands", "norm and pack", "GEMV")  # bef
 
 
 def _listed() -> list[object]:
-    """SM120, and SM90 where its code is another.
+    """SM120, and SM90 where its code is another, or the only one.
 
     The PTX for SM100 is that for SM120 (`test_compile`), but GEMV has other macros there.
     """
     found = []
     for case in CUDA:
         others = ("sm_90",) * (case.family in CONVERTING) + ("sm_100",) * (case.family == "GEMV")
-        for arch in ("sm_120", *others):
+        for arch in ("sm_90",) if case.family == WARPGROUP else ("sm_120", *others):
             marks = () if case.name in FIRST and arch == "sm_120" else pytest.mark.emulate
             found.append(pytest.param(case, arch, marks=marks, id=f"{arch}-{case.name}"))
     return found
@@ -139,6 +140,65 @@ FAULTS = {
         "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)4,", r"\g<1>8,", None),
         "stores are shifted": planted.replaced(r"(st\.global\.v2\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+8]", None),
     },
+    "small K, 3 to 64 channels, moments": {
+        "a barrier is missing before the first tile is read": planted.without_barrier(0),
+        "a barrier is missing behind a tile": planted.without_barrier(1),
+        "registers of an operand change places": planted.swapped_operands(0),
+        "elements behind the last one of K are not zero": planted.replaced(
+            r"selp\.b32(\s+%r\d+), 0, (%r\d+), %p\d+;", r"mov.b32\1, \2;", None
+        ),
+        "pixels are read from another place": planted.replaced(
+            r"(ld\.shared\.v2\.(?:u|b)32\s+[^\[]*\[%r\d+[^\]]*)\]", r"\1+8]", 1
+        ),
+        "pixels left of and above the image are read": planted.replaced(
+            r"(setp\.gt\.s32\s+%p\d+, %r\d+, )-1;", r"\g<1>-2;", None
+        ),
+        "an accumulator is not the one before": planted.replaced(
+            r"(mma\.sync[^;]*\{%f\d+, %f\d+, %f\d+, )%f\d+(\};)", r"\g<1>0f00000000\2", 5
+        ),
+        "shuffles read another lane": planted.replaced(r"(shfl\.sync\.bfly\.b32\s+\S+\s+\S+\s+)4,", r"\g<1>8,", None),
+        "a mean has another count": planted.replaced(r"(div\.rn\.f32\s+%f\d+, %f\d+, )%f\d+;", r"\g<1>0f42000000;", 0),
+        "stores are shifted": planted.replaced(r"(st\.global\.v4\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+16]", None),
+    },
+    "small K, 7x7, stride 2": {
+        "weights are another step's": planted.replaced(
+            r"(ld\.shared\.v4\.(?:u|b)32\s+[^\[]*\[%r\d+)(?:\+\d+)?\]", r"\1+1024]", 0
+        ),
+    },
+    "small K, 48 to 21 channels, 1x1": {
+        "rows are read before they are complete": planted.replaced(r"^\s*bar\.warp\.sync\s+-1;", "", 1),
+        "rows are overwritten before they are read": planted.replaced(r"^\s*bar\.warp\.sync\s+-1;", "", 2),
+        "pixels past the end are read": planted.replaced(
+            r"min\.s32(\s+%r\d+), (%r\d+), %r\d+;", r"mov.b32\1, \2;", None
+        ),
+        "rows are copied to an unaligned address": planted.replaced(
+            r"(st\.global\.v4\.(?:u|b)32\s+\[%rd\d+)\]", r"\1+2]", 0
+        ),
+    },
+    "warpgroup convolution, two sources": {
+        "decoded pixels are not visible to wgmma": planted.replaced(r"^\s*fence\.proxy\.async\.shared::cta;", "", None),
+        "weights are freed while they are read": planted.replaced(
+            r"(wgmma\.wait_group\.sync\.aligned\s+)1;", r"\g<1>7;", 0
+        ),
+        "sums are read while they are written": planted.replaced(
+            r"(wgmma\.wait_group\.sync\.aligned\s+)0;", r"\g<1>1;", -1
+        ),
+        "sums of the first source are not waited for": planted.replaced(
+            r"(wgmma\.wait_group\.sync\.aligned\s+)0;", r"\g<1>1;", 0
+        ),
+        "wgmma has no fence": planted.replaced(r"wgmma\.fence\.sync\.aligned;", "", 0),
+        "a plane has the weights of another": planted.replaced(
+            r"(cp\.async\.bulk\.tensor[^;]*\{%r\d+, )(%r\d+), (%r\d+)(\})", r"\1\2, \2\4", -1
+        ),
+        "fewer bytes are waited for": planted.replaced(
+            r"(mbarrier\.arrive\.expect_tx[^;]*, )[^,;]+;", r"\g<1>4096;", None
+        ),
+        "stores are shifted": planted.replaced(r"(st\.global\.v4\.u32\s+\[%rd\d+)\]", r"\1+16]", None),
+    },
+    "warpgroup convolution, joint, moments": {
+        "a tile is not transposed": planted.replaced(r"(stmatrix\.sync\.aligned\.m8n8\.x4)\.trans", r"\1", None),
+        "shuffles read another lane": planted.replaced(r"shfl\.sync\.bfly", "shfl.sync.up", None),
+    },
     "statistics of GroupNorm, 6 channels a group": {
         "a barrier is missing in the moments of a chunk": planted.without_barrier(0),
         "a barrier is missing before lanes are added": planted.without_barrier(1),
@@ -173,6 +233,6 @@ def test_a_planted_fault_is_found(name: str, fault: str) -> None:
         edited.append(changed)
         return changed
 
-    outcome = case.outcome(Setting(edit=edit))
+    outcome = case.outcome(Setting(arch="sm_90" if case.family == WARPGROUP else "sm_120", edit=edit))
     assert edited
     assert not outcome.good

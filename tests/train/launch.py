@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from fp4deploy.runs import Run, create_run
 
@@ -71,3 +73,20 @@ def copy_of(run: Run, folder: Path, models: Iterable[str]) -> Run:
     for model in models:
         shutil.copytree(run.model_dir(model), copied.model_dir(model))
     return copied
+
+
+def assert_same(run: Run, other: Run, models: Iterable[str] = ("fp16", "nvfp4"), but: Container[str] = ()) -> None:
+    """Two runs hold the same weights, states (`but` some tensors) and metrics of their epochs, bit for bit."""
+    for model in models:
+        for name in ("best.safetensors", "state/last.safetensors"):
+            first, second = load_file(run.model_dir(model) / name), load_file(other.model_dir(model) / name)
+            assert first.keys() == second.keys()
+            for key, value in first.items():
+                assert key in but or torch.equal(value, second[key]), (model, name, key)
+        mine, theirs = ((each.model_dir(model) / "metrics.jsonl").read_text().splitlines() for each in (run, other))
+        assert [_without_times(line) for line in mine] == [_without_times(line) for line in theirs]
+
+
+def _without_times(line: str) -> dict[str, Any]:
+    left_out = ("seconds", "images_per_s", "peak_memory_bytes")
+    return {key: value for key, value in json.loads(line).items() if key not in left_out}

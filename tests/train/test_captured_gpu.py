@@ -101,6 +101,8 @@ def assert_same(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict
         ("nvfp4", ("recipe=quartet_2",)),
         ("nvfp4", ("recipe=nvfp4_train", "train.products=fp4")),
         ("nvfp4", ("recipe=mx_baseline",)),
+        ("fp16", ("train.class_balance=median_frequency", "train.label_smoothing=0.1")),
+        ("nvfp4", ("train.class_weights={circle: 3}",)),
         ("nvfp4", ("task=instance",)),
         ("nvfp4", ("task=detection",)),
         ("nvfp4", ("quant.start=0.5",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 import torch.distributed as dist
 
 from fp4deploy.data import EvalTransform, eval_loader, generate_shapes, open_dataset
+from fp4deploy.data.loader import Batch, Key, TransformedDataset
 from fp4deploy.errors import Interrupted
 from fp4deploy.metrics import SegmentationScore
-from fp4deploy.models import build_unet, load_weights
+from fp4deploy.models import build_unet, load_weights, name_model
 from fp4deploy.runs import Run, create_run
 from fp4deploy.train import load_config, train_models
+from fp4deploy.train.logging.running_statistics import RunningStatistics
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.state import read_progress
-from tests.train.launch import run_ranks
+from tests.train.launch import assert_same, run_ranks
+from tests.train.small_network import SPEC
 
 
 def train_and_note_scores(data: Path, out: Path) -> None:
@@ -82,6 +86,60 @@ def train_until_a_signal(data: Path, out: Path) -> None:
     with pytest.raises(Interrupted) as caught:
         train_models(load_config(None, [*settings, f"data.root={data}"]), Run(out), ("fp16",))
     assert caught.value.number == signal.SIGTERM
+
+
+def train_and_note_order(data: Path, out: Path, stop: int | None, sets: list[str]) -> None:
+    """In one of two processes: train on, to step `stop` or to the end; write down the samples and losses."""
+    step, load, add_loss = Trainer._step, TransformedDataset.__getitem__, RunningStatistics.add_loss
+    notes: dict[str, list[Any]] = {"samples": [], "losses": []}
+
+    def loaded(self: TransformedDataset, key: Key) -> Batch:
+        if len(self) == 16:  # not of the validation
+            notes["samples"].append(key)
+        return load(self, key)
+
+    def signalled(self: Trainer, *batch: torch.Tensor) -> None:
+        step(self, *batch)
+        if self.progress.step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def noted(self: RunningStatistics, loss: torch.Tensor) -> None:
+        notes["losses"].append(loss.item())
+        add_loss(self, loss)
+
+    TransformedDataset.__getitem__ = loaded  # type: ignore[method-assign]
+    Trainer._step = signalled  # type: ignore[method-assign]
+    RunningStatistics.add_loss = noted  # type: ignore[method-assign]
+    name_model(SPEC)
+    config = load_config(None, [f"data.root={data}", *sets])
+    with pytest.raises(Interrupted) if stop is not None else nullcontext():
+        train_models(config, Run(out), ("nvfp4",), resume=True)
+    (out / f"{'rest' if stop is None else 'begun'}{dist.get_rank()}.json").write_text(json.dumps(notes))
+
+
+@pytest.mark.parametrize("stop", [4, 5], ids=["between epochs", "within an epoch"])
+def test_two_processes_resume_with_the_order_and_the_bits_of_an_uninterrupted_training(
+    tmp_path: Path, stop: int
+) -> None:
+    """Four steps an epoch, three epochs; stochastic rounding, whose random state is resumed, too."""
+    data = tmp_path / "data"
+    generate_shapes(data, train=16, val=2, size=32, seed=0)
+    sets = [f"model.spec={SPEC}", "data.height=32", "data.width=32", "train.batch_size=2", "train.epochs=3"]
+    sets += ["recipe=nvfp4_train", "train.from_scratch=true", "telemetry.every=0"]
+    whole, parts = create_run(tmp_path / "whole"), create_run(tmp_path / "parts")
+    run_ranks(2, train_and_note_order, data, whole.path, None, sets)
+    run_ranks(2, train_and_note_order, data, parts.path, stop, sets)
+    assert read_progress(parts.model_dir("nvfp4") / "state" / "last.safetensors").step == stop
+    run_ranks(2, train_and_note_order, data, parts.path, None, sets)
+    for rank in (0, 1):
+        expected, begun, rest = (
+            json.loads((run.path / f"{name}{rank}.json").read_text())
+            for run, name in ((whole, "rest"), (parts, "begun"), (parts, "rest"))
+        )
+        assert [epoch for epoch, _ in expected["samples"]] == [epoch for epoch in range(3) for _ in range(8)]
+        assert rest["samples"] == expected["samples"][2 * stop :]
+        assert begun["losses"] + rest["losses"] == expected["losses"]
+    assert_same(parts, whole, ("nvfp4",))
 
 
 def test_two_processes_train_one_model(tmp_path: Path) -> None:

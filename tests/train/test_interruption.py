@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fp4deploy.data import generate_shapes
 from fp4deploy.errors import InputError, Interrupted
@@ -27,7 +26,7 @@ from fp4deploy.train.logging.metrics_log import keep_epochs
 from fp4deploy.train.logging.running_statistics import EpochStatistics, RunningStatistics
 from fp4deploy.train.loop import Trainer
 from fp4deploy.train.state import Progress, SavingPace, load_state, read_progress, save_state
-from tests.train.launch import copy_of, start
+from tests.train.launch import assert_same, copy_of, start
 from tests.train.small_network import SPEC
 
 SETTINGS = [
@@ -53,19 +52,6 @@ def straight(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = create_run(tmp_path_factory.mktemp("runs") / "straight")
     train_models(config, run)
     return run
-
-
-def assert_same(run: Run, other: Run) -> None:
-    for model in ("fp16", "nvfp4"):
-        for name in ("best.safetensors", "state/last.safetensors"):
-            first, second = load_file(run.model_dir(model) / name), load_file(other.model_dir(model) / name)
-            assert first.keys() == second.keys()
-            for key, value in first.items():
-                assert torch.equal(value, second[key]), (model, name, key)
-        kept = ("epoch", "step", "loss", "lr", "miou", "per_class", "skipped_steps")
-        logs = [(r.model_dir(model) / "metrics.jsonl").read_text().splitlines() for r in (run, other)]
-        mine, theirs = ([{k: json.loads(line)[k] for k in kept} for line in lines] for lines in logs)
-        assert mine == theirs
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,13 @@ def test_equal_weights_change_nothing_and_a_weight_of_zero_hides_a_class() -> No
     assert loss.item() == 0
 
 
+def test_class_weights_are_copied_to_a_device_once() -> None:
+    """A copy in every step would wait for the GPU, and keep the step from being a CUDA graph."""
+    loss = SegmentationLoss(class_weights=torch.ones(4), balance=torch.ones(4))
+    first, again = (loss._weights_on(torch.device("meta")) for _ in range(2))
+    assert all(x is not None and x.is_meta and x is y for x, y in zip(first, again, strict=True))
+
+
 def test_cross_entropy_weighs_a_pixel_by_its_class() -> None:
     logits = torch.tensor([[[[2.0, -1.0]], [[0.5, 1.0]]]])  # [1, 2, 1, 2]
     target = torch.tensor([[[0, 1]]])

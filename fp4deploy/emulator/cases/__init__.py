@@ -5,6 +5,8 @@
 | `gemms` | Triton's: implicit GEMMs, W4A16 |
 | `decoded` | Triton's: convolutions with decoded weights, split-K, moments |
 | `direct` | convolutions of few channels, decoded once into shared memory |
+| `warpgroup` | convolutions by wgmma, for SM90 |
+| `small_k` | FP16 convolutions of small K on tensor cores |
 | `training` | the GEMMs of a training step, and what packs their operands |
 | `plugins` | the entry points of the TensorRT plugins |
 | `cuda` | quantisers, weights, GEMV |
@@ -18,12 +20,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp4deploy.emulator.cases import channels_last, cuda, decoded, direct, gemms, plain, plugins, training
+from fp4deploy.emulator.cases import (
+    channels_last,
+    cuda,
+    decoded,
+    direct,
+    gemms,
+    plain,
+    plugins,
+    small_k,
+    training,
+    warpgroup,
+)
 from fp4deploy.emulator.cases.case import Case
 from fp4deploy.errors import InputError, suggest
 
 TRITON = (*gemms.CASES, *decoded.CASES, *training.GEMMS, *plugins.CASES)
-CUDA = (*cuda.CASES, *channels_last.CASES, *plain.CASES, *direct.CASES, *training.PACKING)
+CUDA = (
+    *cuda.CASES,
+    *channels_last.CASES,
+    *plain.CASES,
+    *small_k.CASES,
+    *direct.CASES,
+    *warpgroup.CASES,
+    *training.PACKING,
+)
 
 
 def cases(names: Sequence[str] = (), capability: int = 120) -> list[Case]:

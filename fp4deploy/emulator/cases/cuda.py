@@ -53,6 +53,12 @@ class EmulatedKernel:
         """Execute it."""
         self.execute(grid, block, args, shared)
 
+    def tensor_map(
+        self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], width: int
+    ) -> bytes:
+        """In the place of `tma.kernel_tensor_map`."""
+        return encode(address, sizes, strides, box, width)
+
     def execute(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Any, shared: int) -> None:
         """As `launch`, with the arguments as a tuple."""
         blocks, threads = (_three(size) for size in (grid, block))

@@ -7,7 +7,8 @@ Where tensor cores take no FP4, decoding a weight in every program that reads it
 bits an element instead of 16. `triton/decoded.py` reads a weight that was decoded at load and decodes activations only,
 which stay packed in memory. Elements are the same numbers in both kernels.
 
-Convolutions of few channels go to `direct`, which decodes a pixel once for all taps.
+Convolutions of few channels go to `direct`, those of whole chunks of 64 channels on SM90 to `warpgroup`: both decode a
+pixel once for all taps.
 
 **Plan.** The tile and the number of splits of K come from a table of measured shapes for the GPU (`plans.json`, written
 by `benchmarks/conv_plans.py`; FP4DEPLOY_PLANS names another), else from `plan`, which knows the shape and the number of
@@ -34,7 +35,7 @@ from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
-from fp4deploy.plugins.gemm import direct
+from fp4deploy.plugins.gemm import direct, warpgroup
 from fp4deploy.plugins.gemm.arguments import TYPES, require_offsets, run
 from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight
 from fp4deploy.plugins.gemm.reference import output_size
@@ -148,6 +149,7 @@ def conv2d(
     chosen: Plan | None = None,
     launch: Callable[[Call], object] | None = None,
     asm: bool = True,
+    tensor_maps: bool = True,
 ) -> tuple[torch.Tensor | Nvfp4Tensor, Moments | None]:
     """`dispatch.conv2d` (with `up`, `dispatch.conv_transpose2d`) on a GPU, and the moments of its output if asked for.
 
@@ -155,11 +157,13 @@ def conv2d(
 
     Args:
         moments: of the rounded output.
-        chosen: instead of `direct`, or of what `plan` chooses.
+        chosen: instead of `direct`, `warpgroup`, or of what `plan` chooses.
         launch, asm: what launches, and whether inline PTX is used: for Triton's interpreter.
+        tensor_maps: whether kernels may be used whose arguments a launch plan cannot record (`fp4deploy.native`).
 
     Returns:
-        [N, OH, OW, O] or packed; None instead of moments where a tile would span more than two batch items.
+        [N, OH, OW, O] or packed; None instead of moments with `up`, and where a tile would span more than two batch
+        items.
 
     Raises:
         InputError: sizes beyond the kernel's 32-bit counters and offsets.
@@ -178,18 +182,23 @@ def conv2d(
         try:
             return direct.conv2d(sources, weight, bias, (padding, padding), relu, dtype, out_amax, moments, up)
         except UnavailableError as error:
-            direct.refuse(device, error)
+            direct.fallback.refuse(device, error)
+    if chosen is None and tensor_maps and warpgroup.runs(device):
+        try:
+            done = _by_warpgroups(sources, weight, bias, stride, padding, dilation, relu, dtype, out_amax, moments, up)
+        except UnavailableError as error:
+            warpgroup.fallback.refuse(device, error)
+        else:
+            if done is not None:
+                return done
     chosen = chosen or chosen_plan(rows, outputs, depths, taps[0] * taps[1], up, device)
     out, scales = _output(shape, dtype, out_amax, device)
     tall = chosen.tile.bm if chosen.splits == 1 else SUM_TILE.bm
-    found = None
-    if moments and oh * ow >= tall:
-        found = Moments(torch.empty(-(-rows // tall), 2, 2, outputs, dtype=torch.float32, device=device), tall)
+    found, items = _moments_of_rows((n, oh, ow), outputs, tall, device) if moments and not up else (None, 0)
     target = out
     if chosen.splits > 1:
         target = torch.empty(chosen.splits, math.prod(shape), dtype=torch.float32, device=device)
     secondary = launch is None and secondary_kernels(device.index)
-    items = 0 if found is None else 1 if n == 1 or (oh * ow) % tall == 0 else 2
     call = conv_call(
         sources, weight, bias, (n, h, w), (n, oh, ow), target, scales, out_amax, found, items, dtype, taps, geometry,
         relu, up, chosen, asm, secondary,
@@ -197,15 +206,47 @@ def conv2d(
     execute = launch or partial(run, device=device)
     execute(call)
     if chosen.splits > 1:
-        whole = (math.prod(shape[:-1]), shape[1] * shape[2], outputs)
-        execute(
-            sum_call(
-                target, bias, out, scales, out_amax, found, items, dtype, relu, whole, chosen.splits, asm, secondary
-            )
-        )
+        execute(sum_call(target, bias, out, scales, out_amax, found, items, dtype, relu, shape, asm, secondary))
     if scales is None or out_amax is None:
         return out, found
     return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(shape)), found
+
+
+def _by_warpgroups(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: DecodedWeight,
+    bias: torch.Tensor | None,
+    stride: int,
+    padding: int,
+    dilation: int,
+    relu: bool,
+    dtype: torch.dtype,
+    out_amax: torch.Tensor | None,
+    moments: bool,
+    up: bool,
+) -> tuple[torch.Tensor | Nvfp4Tensor, Moments | None] | None:
+    """By `warpgroup`; None where it does not take the convolution."""
+    outputs, kh, kw, _ = weight.shape
+    if not warpgroup.takes(weight.channels, outputs, (kh, kw), stride, dilation, up):
+        return None
+    device, place = sources[0].codes.device, (padding, padding)
+    shape = warpgroup.shape_of(sources, weight, place, dilation, up, out_amax is not None)
+    chosen = warpgroup.variant(shape, direct.processors(device))
+    if chosen is None:
+        return None
+    out, scales, found = warpgroup.conv2d(
+        sources, weight, bias, place, dilation, relu, dtype, out_amax, moments, up, chosen
+    )
+    if chosen.splits > 1:
+        parts, size = out, tuple(out.shape[1:])
+        out, scales = _output(size, dtype, out_amax, device)
+        found, items = _moments_of_rows(shape.pixels, outputs, SUM_TILE.bm, device) if moments else (None, 0)
+        secondary = secondary_kernels(device.index)
+        run(sum_call(parts, bias, out, scales, out_amax, found, items, dtype, relu, size, True, secondary), device)
+    if scales is None or out_amax is None:
+        return out, found
+    size = (*out.shape[:-1], outputs)
+    return Nvfp4Tensor(out, scales.view(torch.float8_e4m3fn), out_amax, torch.Size(size)), found
 
 
 def directly(weight: DecodedWeight, pixels: Size3, stride: int, dilation: int, up: bool, device: torch.device) -> bool:
@@ -217,6 +258,15 @@ def directly(weight: DecodedWeight, pixels: Size3, stride: int, dilation: int, u
     if not direct.takes(weight.channels, outputs, (kh, kw), stride, dilation, up):
         return False
     return direct.fills(direct.variant(weight.channels, outputs, (kh, kw), up), pixels, device)
+
+
+def _moments_of_rows(pixels: Size3, channels: int, tall: int, device: torch.device) -> tuple[Moments | None, int]:
+    """Where moments of runs of `tall` pixels go, and how many batch items a run may touch; None for more than two."""
+    n, pixels_of_item = pixels[0], pixels[1] * pixels[2]
+    if pixels_of_item < tall:
+        return None, 0
+    parts = torch.empty(-(-n * pixels_of_item // tall), 2, 2, channels, dtype=torch.float32, device=device)
+    return Moments(parts, tall), 1 if n == 1 or pixels_of_item % tall == 0 else 2
 
 
 def _output(
@@ -319,13 +369,13 @@ def sum_call(
     items: int,
     dtype: torch.dtype,
     relu: bool,
-    whole: Size3,
-    splits: int,
+    shape: tuple[int, ...],
     asm: bool = True,
     secondary: bool = False,
 ) -> Call:
-    """The launch of `split_sum_kernel`; whole: pixels of all items and of one, channels."""
-    tile = SUM_TILE
+    """The launch of `split_sum_kernel`; parts: [splits, ...]; shape: of the output, [N, H, W, O]."""
+    tile, splits = SUM_TILE, parts.shape[0]
+    whole = (math.prod(shape[:-1]), shape[1] * shape[2], shape[-1])
     constants: dict[str, Any] = {
         "BIAS": bias is not None,
         "RELU": relu,

@@ -15,17 +15,16 @@ faster: `fills` says so.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from fp4deploy.errors import UnavailableError
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
 from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import assumed_processors, kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
@@ -39,7 +38,7 @@ WARPS, WIDTH = 8, 32  # of a block; pixels across its tile
 RESIDENT = 2  # blocks that a multiprocessor runs at a time
 SIGNATURE = "PPPPPPPPPPPPPiiiiiiiiiiiifff"
 
-_refused: set[torch.device] = set()
+fallback = Fallback("Convolutions of few channels", "implicit GEMM")
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,7 @@ def fills(chosen: Variant, pixels: tuple[int, int, int], device: torch.device) -
 
 def runs(device: torch.device) -> bool:
     """Whether it was not refused on a device, and CUDA kernels run there."""
-    return device.type != "cuda" or (device not in _refused and available(device))
-
-
-def refuse(device: torch.device, error: UnavailableError) -> None:
-    """The kernel does not compile or launch on a device: say so once, and do not try again."""
-    _refused.add(device)
-    warnings.warn(f"Convolutions of few channels fall back to implicit GEMM on {device}: {error}", stacklevel=3)
+    return device.type != "cuda" or (not fallback.refused(device) and available(device))
 
 
 def variant(channels: tuple[int, ...], outputs: int, taps: Pair, up: bool) -> Variant:

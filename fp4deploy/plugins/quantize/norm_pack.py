@@ -14,7 +14,6 @@ and the reference elsewhere. For the same a and b both give the same bytes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -28,6 +27,7 @@ from fp4deploy.plugins.quantize.channels_last import BLOCKS, VECTOR, channels_fi
 from fp4deploy.plugins.quantize.norm_float32 import maximum_of_pixels, norm_relu
 from fp4deploy.plugins.quantize.statistics import Moments, chunk_moments, combine
 from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
@@ -36,7 +36,7 @@ FeatureMap = torch.Tensor | Nvfp4Tensor
 
 PIECE = 1 << 16  # elements: temporaries that stay in a core's cache
 
-_refused: set[torch.device] = set()
+fallback = Fallback("GroupNorm layers of packed networks", "torch")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def norm_relu_pack(
         ab = combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
         return apply_kernels(x, ab, forms)
     except UnavailableError as error:
-        _refuse(x.device, error)
+        fallback.refuse(x.device, error)
         return apply_reference(x, affine(x, bias, weight, beta, groups, eps), forms)
 
 
@@ -96,7 +96,7 @@ def coefficients(
         try:
             return combine(chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
         except UnavailableError as error:
-            _refuse(x.device, error)
+            fallback.refuse(x.device, error)
     return affine(x, bias, weight, beta, groups, eps)
 
 
@@ -157,14 +157,9 @@ def _form(y: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
     return y if amax is None else formats.quantize_nvfp4(y, amax=amax)
 
 
-def _refuse(device: torch.device, error: UnavailableError) -> None:
-    _refused.add(device)
-    warnings.warn(f"GroupNorm falls back from its CUDA kernel to torch on {device}: {error}", stacklevel=3)
-
-
 def _runs(x: torch.Tensor) -> bool:
     fits = x.dtype in (torch.float16, torch.bfloat16) and channels_fit(x.shape[-1]) and x.numel() > 0
-    return x.is_cuda and fits and x.device not in _refused and available(x.device)
+    return x.is_cuda and fits and not fallback.refused(x.device) and available(x.device)
 
 
 def apply_kernels(x: torch.Tensor, ab: torch.Tensor, forms: Sequence[OutputForm]) -> list[FeatureMap]:

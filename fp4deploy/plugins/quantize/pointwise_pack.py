@@ -13,7 +13,6 @@ bytes are those of the layers one by one.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from fp4deploy.errors import UnavailableError
 from fp4deploy.plugins.quantize.channels_last import channels_fit
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, chunks, empty, pointers
 from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
@@ -32,7 +32,7 @@ from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 ACTIVATIONS = ("", "relu", "leaky_relu", "silu", "hardswish", "gelu", "relu6")  # by their number in the kernel
 SOURCE, NAME, SIGNATURE = "pointwise_pack.cu", "pointwise_pack", "PPqPPqfPPPPqiq"
 
-_refused: set[torch.device] = set()
+fallback = Fallback("Elementwise layers of packed networks", "torch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +63,14 @@ def pointwise_pack(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]
     try:
         return apply_kernels(x, work, forms)
     except UnavailableError as error:
-        _refused.add(x.device)
-        warnings.warn(
-            f"Elementwise layers fall back from their CUDA kernel to torch on {x.device}: {error}", stacklevel=2
-        )
+        fallback.refuse(x.device, error)
         return apply_reference(x, work, forms)
 
 
 def runs(x: torch.Tensor) -> bool:
     """The kernel takes this feature map, on its device."""
     fits = x.dtype in (torch.float16, torch.bfloat16) and channels_fit(x.shape[-1]) and x.numel() > 0
-    return x.is_cuda and fits and x.device not in _refused and available(x.device)
+    return x.is_cuda and fits and not fallback.refused(x.device) and available(x.device)
 
 
 def apply_reference(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]) -> list[FeatureMap]:

@@ -43,7 +43,6 @@ from fp4deploy.plugins.runtime.context import Gpu, raw_stream
 from fp4deploy.plugins.runtime.nvcc import KernelError, Macros, compile_cubin, describe, source_path
 
 SIGNATURE = re.compile(r"(?:[PqQiIfd?bBhH]|0q|\d+s)*")
-STATIC_SHARED = 48 * 1024  # bytes that a block can have without an attribute of its kernel
 
 _lock = threading.Lock()
 _gpus: dict[int, Gpu] = {}
@@ -125,7 +124,7 @@ class Kernel:
         self.gpu, self._function, self.label = gpu, function, label
         self._pack, self._pointers = packing(signature)
         self.offsets = offsets(signature)
-        self._shared = STATIC_SHARED
+        self._shared = 0  # the most that was asked for; 48 KiB without it are static and dynamic together
         # Looked up once. pycuda's prepared calls end in `_launch_kernel`; before it they make a deprecated call that
         # stores the block size in the function, a data race between threads, and look up the packing function.
         self._call, self._push, self._pop = function._launch_kernel, gpu.context.push, gpu.driver.Context.pop
@@ -141,8 +140,7 @@ class Kernel:
             grid: blocks, up to three axes.
             block: threads in a block, up to three axes.
             args: one for each parameter in the signature.
-            shared: bytes of dynamic shared memory; above 48 KiB the function's limit is raised, as far as the device
-                allows.
+            shared: bytes of dynamic shared memory, as far as the device allows.
 
         Raises:
             TypeError: the arguments do not fit the signature, or a tensor lies on another device.

@@ -53,7 +53,7 @@ import torch
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.runtime.context import library, raw_stream
-from fp4deploy.plugins.runtime.launch import STATIC_SHARED, Kernel, refuse_capture
+from fp4deploy.plugins.runtime.launch import Kernel, refuse_capture
 from fp4deploy.plugins.runtime.nvcc import KernelError
 
 enabled = True  # False: every launch in stream order, for comparisons
@@ -201,9 +201,8 @@ def _load(kernel: Kernel, code: bytes, shared: int) -> ctypes.c_void_p:
     try:
         _check(library().cuModuleLoadData(ctypes.byref(module), code), what)
         _check(library().cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), what)
-        if shared > STATIC_SHARED:
+        if shared:  # the limit without the attribute is that of static and dynamic shared memory together
             _check(library().cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared), what)
-        if shared:
             _check(library().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
     finally:
         kernel.gpu.driver.Context.pop()

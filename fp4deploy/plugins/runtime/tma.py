@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from fp4deploy.plugins.runtime.context import Gpu, library
+from fp4deploy.plugins.runtime.launch import Kernel
 from fp4deploy.plugins.runtime.nvcc import KernelError
+
+Sizes = tuple[int, ...]
 
 SIZE, _ALIGNMENT = 128, 64  # bytes
 # Of the driver's enumerations: uint8, not interleaved, no L2 promotion, out-of-range elements are zeros.
 _UINT8, _NOT_INTERLEAVED, _NO_PROMOTION, _ZERO_FILL = 0, 0, 0, 0
-_SWIZZLES = {32: 1, 128: 3}  # CUtensorMapSwizzle by bytes of a row of a box
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle by bytes of a row of a box
 
 
 def tensor_map(gpu: Gpu, matrix: torch.Tensor, rows: int, width: int, adjacent: int = 1) -> bytes:
@@ -47,6 +51,23 @@ def tensor_map(gpu: Gpu, matrix: torch.Tensor, rows: int, width: int, adjacent: 
     return _encoded(gpu, matrix.data_ptr(), *matrix.shape, rows, width, adjacent)
 
 
+def kernel_tensor_map(kernel: Any, tensor: torch.Tensor, sizes: Sizes, strides: Sizes, box: Sizes, width: int) -> bytes:
+    """The tensor map of bytes for a launch of a kernel.
+
+    Args:
+        kernel: of `runtime.launch.kernel`; what is substituted for one encodes by itself.
+        tensor: the bytes, contiguous, aligned to 16 bytes.
+        sizes, strides, box: as `tiling` gives them, the innermost axis first.
+        width: of the swizzle: 32, 64 or 128 bytes.
+
+    Raises:
+        KernelError: the driver refuses the sizes.
+    """
+    if not isinstance(kernel, Kernel):
+        return kernel.tensor_map(tensor.data_ptr(), sizes, strides, box, width)
+    return _kept(kernel.gpu, tensor.data_ptr(), sizes, strides, box, width)
+
+
 def tiling(
     n: int, w: int, rows: int, width: int, adjacent: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -59,6 +80,11 @@ def tiling(
 @lru_cache(4096)
 def _encoded(gpu: Gpu, address: int, n: int, w: int, rows: int, width: int, adjacent: int) -> bytes:
     return encode(gpu, address, *tiling(n, w, rows, width, adjacent), width)
+
+
+@lru_cache(4096)
+def _kept(gpu: Gpu, address: int, sizes: Sizes, strides: Sizes, box: Sizes, width: int) -> bytes:
+    return encode(gpu, address, sizes, strides, box, width)
 
 
 def encode(

@@ -61,6 +61,7 @@ class Telemetry:
     ) -> None:
         """Watch `model`, not compiled nor wrapped, over `steps` steps; `active`: in one process of several."""
         self.every, self.steps, self.compiled = settings.every if active else 0, steps, compiled
+        self._every = settings.every
         names = [name for name in settings.trackers if self.every or name != "jsonl"] if active else []
         self.trackers: list[Tracker] = make_trackers(names, folder, settings.project, settings.wandb_mode, config or {})
         self.watcher = Watcher(model)
@@ -69,8 +70,12 @@ class Telemetry:
         self.sampled_step: int | None = None
 
     def due(self, step: int) -> bool:
-        """Whether step number `step`, from 0, is sampled."""
-        return bool(self.every) and (step % self.every == 0 or step == self.steps - 1)
+        """Whether step number `step`, from 0, is sampled here."""
+        return bool(self.every) and self.sampled(step)
+
+    def sampled(self, step: int) -> bool:
+        """Whether it is sampled in one of the processes."""
+        return bool(self._every) and (step % self._every == 0 or step == self.steps - 1)
 
     def resume(self, step: int, epoch: int) -> None:
         """Continue after `step` steps and `epoch` whole epochs; 0, 0 begins."""

@@ -66,14 +66,22 @@ class SegmentationLoss(Loss):
     ) -> None:
         self.cross_entropy, self.dice, self.class_weights = cross_entropy, dice, class_weights
         self.label_smoothing, self.balance = label_smoothing, balance
+        self._placed: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def of(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Loss of logits [N, C, H, W] against int64 targets [N, H, W]; 0 where no pixel is labelled."""
-        weights, balance = (w if w is None else w.to(logits.device) for w in (self.class_weights, self.balance))
+        weights, balance = self._weights_on(logits.device)
         log_probability = _log_probability(logits)
         for_entropy = balance if weights is None else weights if balance is None else weights * balance
         entropy = _cross_entropy(log_probability, target, for_entropy, self.label_smoothing, summed)
         return self.cross_entropy * entropy + self.dice * _dice(log_probability, target, weights, summed)
+
+    def _weights_on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Class weights and `balance` on a device, copied once: a copy from the host cannot be in a CUDA graph."""
+        if device not in self._placed:
+            weights, balance = (w if w is None else w.to(device) for w in (self.class_weights, self.balance))
+            self._placed[device] = weights, balance
+        return self._placed[device]
 
 
 def _log_probability(logits: torch.Tensor) -> torch.Tensor:

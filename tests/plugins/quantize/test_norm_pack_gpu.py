@@ -13,6 +13,7 @@ from fp4deploy.plugins import KernelError, available
 from fp4deploy.plugins.quantize import norm_pack
 from fp4deploy.plugins.quantize.norm_pack import OutputForm, affine, apply_kernels, apply_reference, norm_relu_pack
 from fp4deploy.plugins.quantize.statistics import Moments, chunk_moments, combine
+from fp4deploy.plugins.runtime.fallback import Fallback
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,9 +158,9 @@ def test_a_kernel_that_fails_says_so_and_falls_back_once(monkeypatch: pytest.Mon
         raise KernelError("no such instruction")
 
     monkeypatch.setattr(norm_pack, "apply_kernels", refuse)
-    monkeypatch.setattr(norm_pack, "_refused", set())
+    monkeypatch.setattr(norm_pack, "fallback", Fallback("GroupNorm layers of packed networks", "torch"))
     x, weight, beta = feature_map((1, 4, 4, 16)), vector(16, 2), vector(16, 3)
-    with pytest.warns(UserWarning, match="falls back .* no such instruction"):
+    with pytest.warns(UserWarning, match="fall back .* no such instruction"):
         (got,) = norm_relu_pack(x, None, weight, beta, GROUPS, EPS, [OutputForm()])
     assert isinstance(got, torch.Tensor)
     with warnings.catch_warnings():

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins.gemm import direct, gemv, plain
+from fp4deploy.plugins.gemm import direct, gemv, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.decoded_weight import decode_weight
 from fp4deploy.plugins.quantize import (
     channels_last,
@@ -56,7 +56,7 @@ class Recorder:
         self, source: str, name: str, signature: str, macros: dict[str, Any] | None, device: object = None
     ) -> mock.Mock:
         def launch(grid: object, block: object, *arguments: object, shared: int = 0) -> None:
-            assert len(arguments) == len(signature), (source, name, signature)
+            assert len(arguments) == len(re.findall(r"\d*.", signature)), (source, name, signature)
 
         self.found.setdefault((source, tuple(sorted((macros or {}).items()))), set()).add((name, signature))
         return mock.Mock(launch=launch, signature=signature)
@@ -205,6 +205,28 @@ def _direct(channels: tuple[int, ...], outputs: int, packed: bool = False, up: b
     return exercise
 
 
+def _small_k(
+    image: Shape, filters: Shape, stride: int = 1, padding: int = 0, dtype: torch.dtype = HALF, moments: bool = False
+) -> Callable[[], object]:
+    x, weight = torch.zeros(image, dtype=dtype), torch.zeros(*filters, image[-1]).half()
+    return lambda: small_k.conv2d(x, weight, None, (stride, stride), (padding, padding), moments=moments)
+
+
+def _warpgroup(
+    joint: bool, height: int, chunks: int = 1, size: int = 3, splits: int = 1, packed: bool = False, up: bool = False
+) -> Callable[[], object]:
+    def exercise() -> None:
+        channels, outputs, taps = 64 * chunks, 128 if joint else 64, 2 if up else size
+        sources = (quantize_nvfp4(torch.zeros(1, 4, 4, channels)),)
+        weight = decode_weight(quantize_nvfp4(torch.zeros(outputs, taps, taps, channels)), (channels,), up)
+        place, amax = (0, 0) if up else (size // 2, size // 2), _amax() if packed else None
+        shape = warpgroup.shape_of(sources, weight, place, 1, up, packed)
+        chosen = warpgroup.fitted(shape, joint, height, splits, 132)
+        warpgroup.conv2d(sources, weight, None, place, out_amax=amax, moments=not packed, up=up, chosen=chosen)
+
+    return exercise
+
+
 EXERCISES: list[Callable[[], object]] = [
     _along(MATRIX, 1, BFLOAT, PLAIN, inside=True),
     _along(MATRIX, 1, FLOAT, MX_CEIL),
@@ -244,6 +266,16 @@ EXERCISES: list[Callable[[], object]] = [
     _direct((16,), 16),
     _direct((32, 32), 32),
     _direct((32,), 16, packed=True, up=True),
+    _small_k((1, 4, 4, 3), (64, 3, 3), 1, 1, FLOAT, moments=True),
+    _small_k((1, 9, 9, 3), (64, 7, 7), 2, 3),
+    _small_k((1, 4, 4, 16), (21, 3, 3), 1, 1, moments=True),
+    _small_k((1, 4, 4, 64), (12, 1, 1)),
+    _small_k((1, 4, 4, 16), (70, 1, 1), moments=True),
+    _warpgroup(True, 32),
+    _warpgroup(False, 32),
+    _warpgroup(True, 20, 2, size=1, packed=True),
+    _warpgroup(False, 16, splits=2, chunks=4),
+    _warpgroup(True, 32, 2, up=True, packed=True),
     _gemv(1, 8192, HALF, *H200),
     _gemv(8, 4096, BFLOAT, *H200),
     _gemv(9, 40, HALF, *H200),

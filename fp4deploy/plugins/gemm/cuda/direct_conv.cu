@@ -34,6 +34,7 @@
 // with UP 4 O. A program computes tiles blockIdx.x, blockIdx.x + gridDim.x, ...
 #include "decode.cuh"
 #include "pack_target.cuh"
+#include "tensor_core.cuh"
 
 #ifndef C
 #define C 16
@@ -80,8 +81,6 @@ struct Raw {
 struct Source {
     const uint8_t *codes, *scales;
 };
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 // Where 16 bytes of a pixel are: chunk `at` of its channels.
 __device__ __forceinline__ int place(int pixel, int at) {
@@ -155,20 +154,6 @@ __device__ void load_weights(const __half* w, long long rows, int K, int first, 
         }
         fragments[index] = *reinterpret_cast<const uint32_t*>(w + (q / 2) * rows * K + row * K + at);
     }
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&a)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 using Sums = float[STRIPS][2 * GROUPS][4];

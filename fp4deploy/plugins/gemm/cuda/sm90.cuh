@@ -34,6 +34,14 @@ __device__ __forceinline__ void tma_load_boxes(uint32_t to, const TensorMap& map
         "l"(&map), "r"(0), "r"(row), "r"(first), "r"(bar)
         : "memory");
 }
+// A box of a tensor of three axes; `x` is the position on the innermost one.
+__device__ __forceinline__ void tma_load_box(uint32_t to, const TensorMap& map, int x, int y, int z, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(bar)
+        : "memory");
+}
 // Contiguous bytes, a multiple of 16, without a tensor map.
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

@@ -1,0 +1,85 @@
+"""Which layers in FP16 kernels of this package compute: `plugins.gemm.small_k` and `plugins.gemm.plain`.
+
+Convolutions whose sum has few elements, the first and the last layer of most networks, come from `small_k` on a GPU;
+where it does not take a layer, does not compile or does not launch, torch computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from fp4deploy.errors import UnavailableError
+from fp4deploy.packed.graph import Conv2d, Graph, Input, Layer
+from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.quantize.statistics import Moments
+
+Pair = tuple[int, int]
+
+
+def plain_kernel(node: Layer) -> bool:
+    """Whether `plugins.gemm.plain` computes a layer in FP16."""
+    single = isinstance(node, Conv2d) and node.op == "conv2d" and node.groups == 1 and len(node.inputs) == 1
+    return single and node.precision == "fp16"
+
+
+def plain_geometry(node: Conv2d) -> tuple[Pair, Pair, Pair]:
+    """Stride, padding and dilation of both directions."""
+    (a, b), (c, d), (e, f) = node.stride, node.padding, node.dilation
+    return (a, b), (c, d), (e, f)
+
+
+def small_k_kernel(node: Any, weights: dict[str, torch.Tensor], device: torch.device) -> bool:
+    """Whether `plugins.gemm.small_k` computes a node on a device.
+
+    weights: of layers in FP16, with torch's axes.
+    """
+    if not isinstance(node, Layer) or not plain_kernel(node) or not small_k.runs(device):
+        return False
+    place = cast(Conv2d, node)
+    outputs, channels, kh, kw = weights[place.layer].shape
+    return small_k.takes(channels, outputs, (kh, kw), *plain_geometry(place), place.groups)
+
+
+def read_as_given(
+    graph: Graph, inputs: Sequence[Input], steps: Sequence[Any], taken: Callable[[Any], bool]
+) -> set[str]:
+    """Activations of inputs that nothing but such layers read: they take an image in NCHW, FP32 or FP16, as it is.
+
+    inputs, steps: of the plan that runs. taken: `small_k_kernel` of a node.
+    """
+    found = set[str]()
+    if graph.digits:
+        return found
+    kept = {each.activation for each in graph.outputs}
+    for each in inputs:
+        names = {form.name for form in each.outputs}
+        readers = [step for step in (*steps, *graph.nodes) if names & {*step.inputs}]
+        plain = not names & kept and not any(form.amax for form in each.outputs)
+        image = len(each.shape) == 4 and each.shape[1] % 8 != 0
+        if plain and image and readers and all(map(taken, readers)):
+            found |= names
+    return found
+
+
+def convolve_small_k(
+    node: Conv2d, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, moments: bool
+) -> tuple[torch.Tensor, Moments | None] | None:
+    """A layer by the kernel for small K, with torch's axes, and the moments of its output if asked for.
+
+    None where sizes do not fit, or the kernel does not run after all.
+    """
+    if x.ndim != 4 or not small_k.runs(x.device):  # refused since the network was loaded
+        return None
+    x, filters = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
+    stride, padding, _ = plain_geometry(node)
+    if not small_k.fits(x, filters, stride, padding):
+        return None
+    try:
+        y, found = small_k.conv2d(x, filters, bias, stride, padding, node.relu, moments)
+    except UnavailableError as error:
+        small_k.fallback.refuse(x.device, error)
+        return None
+    return y.permute(0, 3, 1, 2), found

@@ -1,0 +1,319 @@
+"""Convolutions of packed activations by wgmma, whose weights were decoded to float16: inference on SM90.
+
+    y, moments = conv2d((x,), decode_weight(packed, (64,)), padding=(1, 1), moments=True)
+
+`cuda/warpgroup_conv.cu` decodes a tile of the input, with its border, once for all taps and multiplies from shared
+memory, while the next chunk of channels is decoded. The order of the sum is its own, so that results differ from those
+of `decoded` in the last bits; it depends on the number of splits and on nothing else of a variant.
+
+`takes` says for which convolutions: stride 1, sources of whole chunks of 64 channels, a multiple of 64 outputs.
+`variant` chooses tile and splits by an estimate of the cycles that a program takes (`cycles`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fp4deploy.architecture import Architecture
+from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
+from fp4deploy.plugins.gemm.decoded_weight import PAD, DecodedWeight
+from fp4deploy.plugins.gemm.direct import processors
+from fp4deploy.plugins.quantize.statistics import Moments
+from fp4deploy.plugins.runtime.availability import available
+from fp4deploy.plugins.runtime.context import library
+from fp4deploy.plugins.runtime.fallback import Fallback
+from fp4deploy.plugins.runtime.launch import kernel
+from fp4deploy.plugins.runtime.pdl import launch_secondary
+from fp4deploy.plugins.runtime.tma import kernel_tensor_map
+from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES
+
+Pair = tuple[int, int]
+Size3 = tuple[int, int, int]
+
+SOURCE = "warpgroup_conv.cu"
+SM = 90  # wgmma exists on this architecture alone
+CHUNK = 64  # channels that are decoded at a time
+WIDTH = 8  # pixels across the tile of a consumer
+HEIGHTS = (4, 8, 12, 16, 20, 24, 28, 32)  # of a tile
+THREADS, PRODUCERS, CONSUMERS = 384, 128, 2  # of a block; threads that decode; warpgroups that multiply
+SHARED = 232_448  # bytes that a thread block can have
+SCRATCH = 8 * 1024  # bytes
+MOST_STAGES, FEWEST_STAGES = 20, 3
+MOST_SPLITS = 8
+MOST_TAPS = 7  # in each direction
+INDEX = 1 << 31  # pixels are counted in 32 bits
+fallback = Fallback("Convolutions by wgmma", "implicit GEMM")
+SIGNATURE = "128sPPPPPPPPPPPPiiiiiiiiiiiiiiifff"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A convolution.
+
+    pixels: N, height and width of the output, of a transposed convolution of the input; chunks: of 64 channels, of each
+    source; taps: height and width of the filter; up: a transposed convolution of kernel and stride 2; packed: whether
+    the output is.
+    """
+
+    pixels: Size3
+    chunks: tuple[int, ...]
+    outputs: int
+    taps: Pair
+    dilation: int = 1
+    up: bool = False
+    packed: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Taps of all chunks."""
+        return sum(self.chunks) * math.prod(self.taps)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a convolution is computed.
+
+    joint: both consumers have one tile and 128 outputs, else two tiles and 64 outputs; height: of a tile; splits: of
+    the chunks; stages: of weights; buffers: of decoded pixels; resident: the stages keep all weights of a program.
+    """
+
+    taps: Pair
+    dilation: int
+    up: bool
+    joint: bool
+    height: int
+    splits: int
+    stages: int
+    buffers: int
+    resident: bool
+
+    @property
+    def outputs(self) -> int:
+        """Of a program."""
+        return 128 if self.joint else 64
+
+    @property
+    def pixels(self) -> int:
+        """That a program decodes for one chunk."""
+        (kh, kw), width = self.taps, WIDTH * (1 if self.joint else CONSUMERS)
+        return (self.height + (kh - 1) * self.dilation) * (width + (kw - 1) * self.dilation)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Weights of one tap and chunk."""
+        return 2 * CHUNK * self.outputs
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        barriers = 16 * (self.stages + self.buffers)
+        return self.stages * self.stage_bytes + self.buffers * 2 * CHUNK * self.pixels + SCRATCH + barriers
+
+    def tiles(self, oh: int, ow: int) -> Pair:
+        """How many tiles an output of this size has, down and across."""
+        return -(-oh // self.height), -(-ow // WIDTH)
+
+    def columns(self, outputs: int) -> int:
+        """Units of work that have the same pixels: blocks of outputs, places, splits."""
+        return outputs // self.outputs * (4 if self.up else 1) * self.splits
+
+    def works(self, shape: Shape) -> int:
+        """Units of work."""
+        n, oh, ow = shape.pixels
+        down, across = self.tiles(oh, ow)
+        return n * down * (across if self.joint else -(-across // CONSUMERS)) * self.columns(shape.outputs)
+
+    def programs(self, shape: Shape, multiprocessors: int) -> int:
+        """Thread blocks: one for each multiprocessor. With resident weights a program keeps its block of outputs."""
+        works, columns = self.works(shape), self.columns(shape.outputs)
+        programs = min(works, multiprocessors)
+        return programs // columns * columns if self.resident else programs
+
+    def macros(self, dtype: torch.dtype, moments: bool) -> dict[str, str | int]:
+        """Of `warpgroup_conv.cu`."""
+        flags = {"JOINT": self.joint, "RESIDENT": self.resident, "UP": self.up, "SPLIT": self.splits > 1}
+        numbers = {"HEIGHT": self.height, "KH": self.taps[0], "KW": self.taps[1], "DILATION": self.dilation}
+        numbers |= {"STAGES": self.stages, "BUFFERS": self.buffers, "MOMENTS": int(moments and self.splits == 1)}
+        return {"DTYPE": CUDA_TYPES[dtype], **numbers, **{name: int(flag) for name, flag in flags.items()}}
+
+
+def takes(
+    channels: tuple[int, ...], outputs: int, taps: Pair, stride: int = 1, dilation: int = 1, up: bool = False
+) -> bool:
+    """Whether the kernel computes a convolution; arguments as of `direct.takes`."""
+    whole = all(count and count % CHUNK == 0 for count in channels) and outputs % CHUNK == 0 and outputs > 0
+    return whole and len(channels) <= 2 and (up or (max(taps) <= MOST_TAPS and stride == 1 and dilation >= 1))
+
+
+def runs(device: torch.device) -> bool:
+    """Whether a device has wgmma and a driver that encodes tensor maps, and did not refuse the kernel."""
+    if device.type != "cuda" or fallback.refused(device):
+        return False
+    return available(device) and _is_sm90(device.index)
+
+
+@lru_cache
+def _is_sm90(index: int | None) -> bool:
+    return Architecture.of_device(index).number == SM and library() is not None
+
+
+def shape_of(
+    sources: tuple[Nvfp4Tensor, ...], weight: DecodedWeight, padding: Pair, dilation: int, up: bool, packed: bool
+) -> Shape:
+    """The convolution of these operands."""
+    n, h, w = sources[0].shape[:3]
+    outputs, kh, kw, _ = weight.shape
+    taps = (1, 1) if up else (kh, kw)
+    oh, ow = (
+        size if up else size + 2 * pad - (each - 1) * dilation
+        for size, pad, each in zip((h, w), padding, taps, strict=True)
+    )
+    chunks = tuple(source.scales.shape[-1] // 4 for source in sources)
+    return Shape((n, oh, ow), chunks, outputs, taps, dilation, up, packed)
+
+
+@lru_cache(4096)
+def variant(shape: Shape, multiprocessors: int) -> Variant | None:
+    """The variant with the fewest `cycles`; None where no tile fits into shared memory."""
+    return min(variants(shape, multiprocessors), key=lambda each: cycles(each, shape, multiprocessors), default=None)
+
+
+def variants(shape: Shape, multiprocessors: int) -> Iterator[Variant]:
+    """All that a convolution can be computed with."""
+    chunks = sum(shape.chunks)
+    most = 1 if shape.up else min(MOST_SPLITS, chunks)
+    for joint in (True, False) if shape.outputs % 128 == 0 else (False,):
+        for height in HEIGHTS:
+            for splits in range(1, most + 1):
+                each = fitted(shape, joint, height, splits, multiprocessors)
+                if each is not None:
+                    yield each
+
+
+def fitted(shape: Shape, joint: bool, height: int, splits: int, multiprocessors: int) -> Variant | None:
+    """The variant of a tile with as many stages as shared memory has room for; None if those are too few."""
+    taps = math.prod(shape.taps)
+    buffers = 4 if taps == 1 else 2
+    empty = Variant(shape.taps, shape.dilation, shape.up, joint, height, splits, 0, buffers, False)
+    room = (SHARED - empty.shared_bytes) // (empty.stage_bytes + 16)
+    columns = empty.columns(shape.outputs)
+    resident = splits == 1 and shape.steps <= min(room, MOST_STAGES) and columns <= multiprocessors
+    if resident and empty.works(shape) >= columns:
+        stages = shape.steps
+    else:
+        resident, stages = False, min(room, MOST_STAGES)
+        if stages < FEWEST_STAGES:
+            return None
+    return Variant(shape.taps, shape.dilation, shape.up, joint, height, splits, stages, buffers, resident)
+
+
+def cycles(each: Variant, shape: Shape, multiprocessors: int) -> float:
+    """An estimate of the time in cycles, fitted to what was measured on an H100 (`benchmarks/warpgroup_conv.py`).
+
+    A step multiplies one tap of one chunk: at the rate of tensor cores, of reading its weights from L2, or of its
+    barriers. A chunk takes no less than decoding it. A unit of work adds a start and an epilogue, which nothing
+    overlaps.
+    """
+    works, programs = each.works(shape), each.programs(shape, multiprocessors)
+    rounds = -(-works // programs)
+    step = max(4 * WIDTH * each.height / (1.03 if each.joint else 0.76), 410)
+    if not (each.resident and rounds > 1):
+        step = max(step, each.stage_bytes / 24)
+    chunks = -(-sum(shape.chunks) // each.splits)
+    chunk = max(math.prod(each.taps) * step, 500 * -(-each.pixels // PRODUCERS))
+    written = CONSUMERS * CHUNK * WIDTH * each.height * (0.34 if shape.packed and each.splits == 1 else 0.09)
+    late = 1.4 * each.pixels if each.pixels > 4 * PRODUCERS else 0
+    total = 8000 + rounds * (chunks * chunk + written + late + 3000)
+    if each.splits > 1:
+        n, oh, ow = shape.pixels
+        total += 4500 + 5e-3 * each.splits * n * oh * ow * shape.outputs * 132 / multiprocessors
+    return total
+
+
+def conv2d(
+    sources: tuple[Nvfp4Tensor, ...],
+    weight: DecodedWeight,
+    bias: torch.Tensor | None = None,
+    padding: Pair = (0, 0),
+    dilation: int = 1,
+    relu: bool = False,
+    dtype: torch.dtype = torch.float16,
+    out_amax: torch.Tensor | None = None,
+    moments: bool = False,
+    up: bool = False,
+    chosen: Variant | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, Moments | None]:
+    """relu(conv2d(concatenation of the sources, weight) + bias) on a GPU, and the moments of the output if asked for.
+
+    Args:
+        sources: packed [N, H, W, C] each.
+        weight: decoded for these sources.
+        bias: float32 [O].
+        out_amax: float32 [], the global amax of a packed output; None gives `dtype`.
+        moments: of the rounded output, for a GroupNorm; not with `up`.
+        chosen: instead of what `variant` chooses.
+
+    Returns:
+        [N, OH, OW, O], or codes uint8 [N, OH, OW, O / 2]; scales uint8 [N, OH, OW, O / 16] of these; moments. With
+        splits instead of the output float32 [splits, N, OH, OW, O], whose sum, bias, ReLU, rounding and moments are
+        left to the caller.
+
+    Raises:
+        UnavailableError: the kernel does not compile or launch here.
+    """
+    x, second, device = sources[0], sources[-1], sources[0].codes.device
+    shape = shape_of(sources, weight, padding, dilation, up, out_amax is not None)
+    multiprocessors = processors(device)
+    chosen = chosen or variant(shape, multiprocessors)
+    assert chosen is not None, "`variant` was asked before"
+    (n, oh, ow), (h, w), outputs = shape.pixels, x.shape[1:3], shape.outputs
+    tiles = chosen.tiles(oh, ow)
+    factor = 2 if up else 1
+    size = (n, factor * oh, factor * ow, outputs)
+    scales, found = None, None
+    if chosen.splits > 1:
+        out = torch.empty((chosen.splits, *size), dtype=torch.float32, device=device)
+        out_amax = bias = None
+    elif out_amax is None:
+        out = torch.empty(size, dtype=dtype, device=device)
+    else:
+        out = torch.empty((*size[:-1], outputs // 2), dtype=torch.uint8, device=device)
+        scales = torch.empty((*size[:-1], outputs // 16), dtype=torch.uint8, device=device)
+    if moments and not up and chosen.splits == 1:
+        parts = torch.empty(n * math.prod(tiles), 2, 2, outputs, dtype=torch.float32, device=device)
+        found = Moments(parts, chosen.height * WIDTH, math.prod(tiles), (chosen.height, WIDTH))
+    run = kernel(SOURCE, "warpgroup_conv", SIGNATURE, chosen.macros(dtype, found is not None), device)
+    two = len(sources) == 2
+    first_width = -(-math.prod(shape.taps) * CHUNK // 2 * shape.chunks[0] // PAD) * PAD
+    launch_secondary(
+        run,
+        chosen.programs(shape, multiprocessors),
+        THREADS,
+        kernel_tensor_map(run, *weight_boxes(weight, chosen)),
+        *(x.codes.contiguous(), _bytes(x), x.amax, second.codes.contiguous(), _bytes(second), second.amax),
+        *(weight.amax, bias, out, scales, out_amax, None if found is None else found.parts),
+        *(h, w, oh, ow, outputs, *padding, int(relu and chosen.splits == 1), *tiles),
+        *(shape.chunks[0], shape.chunks[1] if two else 0, first_width, chosen.splits, chosen.works(shape)),
+        *(E2M1_MAX * each.e4m3_max for each in (x, second, weight)),
+        shared=chosen.shared_bytes,
+    )
+    return out, scales, found
+
+
+def weight_boxes(
+    weight: DecodedWeight, chosen: Variant
+) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Arguments of `kernel_tensor_map`: bytes [outputs of both planes, places, a row], the innermost axis first."""
+    rows, k = weight.planes.shape[1:]
+    places = 4 if chosen.up else 1
+    sizes, strides = (2 * k, places, 2 * rows // places), (2 * k, 2 * k * places)
+    return weight.planes, sizes, strides, (CHUNK, 1, chosen.outputs), CHUNK
+
+
+def _bytes(x: Nvfp4Tensor) -> torch.Tensor:
+    return x.scales.view(torch.uint8).contiguous()
