@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from fp4deploy.architecture import Architecture
 from fp4deploy.plugins.gemm import small_k
 from fp4deploy.plugins.quantize.norm_pack import affine
 from fp4deploy.plugins.quantize.statistics import combine
+from fp4deploy.plugins.runtime import nvcc
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +54,19 @@ def poison() -> None:
 def expected(x: torch.Tensor, weight: torch.Tensor, *how: object) -> torch.Tensor:
     """The reference item by item: float64 takes four times the memory."""
     return torch.cat([small_k.conv2d_reference(item[None], weight, *how) for item in x])  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Every variant of the table: nvcc takes seconds for one, so several at a time."""
+    chosen = [
+        small_k.variant(image[3], *filters[:1], filters[1:], stride, padding)
+        for image, filters, stride, padding in SHAPES
+    ]
+    found = {tuple(each.macros(torch.float16, moments).items()) for each in chosen for moments in (False, True)}
+    target = Architecture.of_device(0).nvcc_target
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda macros: nvcc.compile_cubin("small_k_conv.cu", target, dict(macros)), found))
 
 
 @pytest.mark.parametrize("relu", [False, True])

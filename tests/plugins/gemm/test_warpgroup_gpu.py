@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import affine
 from fp4deploy.plugins.quantize.statistics import combine
+from fp4deploy.plugins.runtime import nvcc
 from tests.plugins.gemm.test_decoded_gpu import operands
 
 pytestmark = [
@@ -31,6 +33,23 @@ SHAPES = [  # N, H, W, channels of each source, outputs, kernel, dilation
     (5, 9, 70, (64,), 128, 5, 1),
 ]
 TILES = [(True, 32), (False, 32), (True, 24), (False, 16), (True, 8), (False, 4)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Every variant of the tables: nvcc takes seconds for one, so several at a time."""
+    count, found = direct.processors(torch.device("cuda", 0)), set()
+    shapes = [
+        warpgroup.Shape(shape[:3], tuple(c // 64 for c in shape[3]), shape[4], (shape[5], shape[5]), shape[6])
+        for shape in SHAPES
+    ]
+    for shape in (*shapes, warpgroup.Shape((2, 13, 37), (2,), 128, (1, 1), up=True)):
+        for joint, height in TILES:
+            each = None if joint and shape.outputs % 128 else warpgroup.fitted(shape, joint, height, 1, count)
+            if each is not None:
+                found |= {tuple(each.macros(torch.float16, moments).items()) for moments in (False, True)}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda macros: nvcc.compile_cubin(warpgroup.SOURCE, "sm_90a", dict(macros)), found))
 
 
 def moments_near(y: torch.Tensor, moments: Any) -> None:
@@ -90,6 +109,7 @@ def test_divided_channels(splits: int, packed: bool, monkeypatch: pytest.MonkeyP
     assert isinstance(expected, torch.Tensor)
     if isinstance(y, Nvfp4Tensor):
         plain, _ = decoded.conv2d(tuple(sources), planes, bias, padding=1, relu=True)
+        assert isinstance(plain, torch.Tensor)
         wanted = quantize_nvfp4(plain, amax=amax)
         assert torch.equal(y.codes, wanted.codes)
         assert torch.equal(y.scales.view(torch.uint8), wanted.scales.view(torch.uint8))
