@@ -16,7 +16,8 @@ kinds of --launched. A row says whether its training was `captured`.
 
 Images a second are those of the last epoch, from metrics.jsonl; they include waiting for data. Take the repetitions so
 large that an epoch takes 20 s or more: its beginning takes a second. With --beside, cases run at the same time where
-there are GPUs for them; each then has a share of the CPU's cores.
+there are GPUs for them; each then has a share of the CPU's cores. With --resume, cases that the file has are not run
+again: `--gpus 1` and then `--gpus 1,4` give what the second alone gives.
 
 Communication is measured alone: the all-reduce of the gradients, FP32 in buckets of 25 MB as DistributedDataParallel
 has them, with nothing else on the GPUs. Its share of a step is what it would cost if nothing of it overlapped with the
@@ -30,6 +31,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--launched", default="same batch,same share", help="kinds that are trained without graph, too")
     parser.add_argument("--again", action="store_true", help="one GPU twice")
     parser.add_argument("--beside", action="store_true", help="several cases at a time")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --json")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--all-reduce", type=float, metavar="SCALE", help=argparse.SUPPRESS)  # a worker's
     arguments = parser.parse_args()
@@ -92,8 +95,11 @@ def main() -> None:
         launched = arguments.launched.split(",")
         cases += [dataclasses.replace(each, graph=False) for each in cases if each.gpus > 1 and each.kind in launched]
         report = described(arguments, scale)
+        if arguments.resume and arguments.json.exists():
+            resume(report, json.loads(arguments.json.read_text()))
         rows: list[dict[str, Any]] = report["rows"]
-        for wave in waves(cases, counts[-1] if arguments.beside else 1):
+        cases = [case for case in cases if not any(row.items() >= dataclasses.asdict(case).items() for row in rows)]
+        for wave in waves(cases, max(counts[-1], torch.cuda.device_count()) if arguments.beside else 1):
             settings = [f"train.epochs={arguments.epochs}", *arguments.sets]
             with ThreadPoolExecutor() as pool:
                 trained: list[Future[dict[str, Any]]] = []
@@ -126,6 +132,14 @@ def described(arguments: argparse.Namespace, scale: float) -> dict[str, Any]:
         "all_reduce_ms": {},
         "rows": [],
     }
+
+
+def resume(report: dict[str, Any], older: dict[str, Any]) -> None:
+    """Take over what an older run measured with the same options but for the number of GPUs, and its all-reduce."""
+    fixed = [re.sub(r"--gpus \S+", "", each["command"]) + str(each["machine"]) for each in (report, older)]
+    if fixed[0] != fixed[1]:
+        sys.exit(f"--resume: the file was made by {older['command']!r} on {older['machine']}")
+    report["rows"], report["all_reduce_ms"] = older["rows"], older["all_reduce_ms"]
 
 
 def _options(arguments: argparse.Namespace) -> list[str]:

@@ -244,14 +244,27 @@ LATENCY_FORMS = {
 
 def packed_latency() -> str:
     """Packed networks beside FP16 of torch in every form, each as one CUDA graph."""
+    return _latencies("packed_latency_h200", LATENCY_FORMS)
+
+
+def packed_own_networks() -> str:
+    """The same of networks of other libraries."""
+    names = ("FP16 eager channels_last", "torch.compile", "packed FP16", "**packed NVFP4**")
+    forms = {name: LATENCY_FORMS[name] for name in names}
+    forms["NVFP4, node by node"] = "packed nvfp4, node by node"
+    return _latencies("packed_own_networks_h200", forms)
+
+
+def _latencies(name: str, forms: dict[str, str]) -> str:
     rows = []
-    for case in result("packed_latency_h200")["cases"]:
-        runs = [case["runs"].get(name, {}) for name in LATENCY_FORMS.values()]
+    for case in result(name)["cases"]:
+        runs = [case["runs"].get(form, {}) for form in forms.values()]
         times = [f"{run['graph_ms']:.2f}" if "graph_ms" in run else "–" for run in runs]
         ratio = f"{case['ratio_nvfp4']:.2f}" if "ratio_nvfp4" in case else "–"
-        scale, _, images = case["case"].partition(":")
-        rows.append([f"scale {scale}, {images.replace('x', ' x ')}", *times, ratio])
-    return markdown(["one CUDA graph, ms", *LATENCY_FORMS, "NVFP4 / best of torch"], rows)
+        model, _, images = case["case"].rpartition(":")
+        title = f"scale {model}" if model[0].isdecimal() else model
+        rows.append([f"{title}, {images.replace('x', ' x ')}", *times, ratio])
+    return markdown(["one CUDA graph, ms", *forms, "NVFP4 / best of torch"], rows)
 
 
 def direct_convolutions() -> str:
@@ -957,7 +970,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for function in (
         training_step, recomputed_steps, four_over_six_training,
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
-        packed_network, packed_latency, cpu_latency,
+        packed_network, packed_latency, packed_own_networks, cpu_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, detection_closer,
         detection_within, fp4_products, projected_training, direct_convolutions, warpgroup_convolutions,
         small_k_convolutions,

@@ -106,12 +106,12 @@ def launch_secondary(kernel: Any, grid: int | tuple[int, ...], block: int, *args
     Raises:
         TypeError, KernelError: as `launch`.
     """
-    if not isinstance(kernel, Kernel) or not secondary_kernels(kernel.device):
+    if not isinstance(kernel, Kernel) or not _supported(kernel.device):
         kernel.launch(grid, block, *args, shared=shared)
         return
     _ready(kernel, lambda: kernel.cubin, shared)
     x, y, z, *_ = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)
-    config = _config((x, y, z), (block, 1, 1), shared, raw_stream(kernel.device), True)
+    config = _config((x, y, z), (block, 1, 1), shared, raw_stream(kernel.device), enabled)
     _submit(kernel, config, kernel.arguments(args))
 
 
