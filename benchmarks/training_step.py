@@ -13,7 +13,7 @@ gradients clipped. Medians of whole steps by CUDA events after a warm-up; the in
 | `recomputed` | inputs of convolutions computed again in the backward (`train.recompute`) |
 | `compiled loss` | the loss alone by `torch.compile` |
 | `reference` | quantised by the torch reference instead of the kernels |
-| `delayed` | recipe nvfp4_qat_delayed |
+| `delayed`, `dynamic`, `learned`, `2-D`, `4/6` | instead of nvfp4_qat the recipe of `RECIPES` |
 | `ModelOpt` | its NVFP4 default configuration (blocks along the width of the image), where it is installed |
 
 Each row is timed launched from Python, `ms`, and as one CUDA graph of the whole step, `graph_ms`, where it can be
@@ -28,6 +28,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ from fp4deploy.qat.fused_unet import fuse_unet
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
+RECIPES = {
+    "delayed": "nvfp4_qat_delayed",
+    "dynamic": "nvfp4_qat+dynamic",
+    "learned": "nvfp4_qat+learned",
+    "2-D": "nvfp4_qat_2d",
+    "4/6": "nvfp4_4o6_qat",
+}
 
 
 def make_step(model: nn.Module, compiled_loss: bool, layout: torch.memory_format) -> Callable[[], None]:
@@ -137,7 +145,10 @@ def cases(scale: float) -> list[Case]:
         ("nvfp4 unfused, delayed", lambda: plain("nvfp4", False, "nvfp4_qat_delayed"), False, nhwc, "on"),
         ("nvfp4 fused", lambda: plain("nvfp4", True), False, nhwc, "on"),
         ("nvfp4 fused, recomputed", lambda: plain("nvfp4", True, recompute=True), False, nhwc, "on"),
-        ("nvfp4 fused, delayed", lambda: plain("nvfp4", True, "nvfp4_qat_delayed"), False, nhwc, "on"),
+        *(
+            (f"nvfp4 fused, {name}", partial(plain, "nvfp4", True, recipe), False, nhwc, "on")
+            for name, recipe in RECIPES.items()
+        ),
         ("nvfp4 fused, compiled loss", lambda: plain("nvfp4", True), True, nhwc, "on"),
         ("peer: ModelOpt NVFP4 QAT", lambda: modelopt_model(scale), False, nchw, "on"),
         ("peer: ModelOpt NVFP4 QAT, channels_last", lambda: modelopt_model(scale), False, nhwc, "on"),
