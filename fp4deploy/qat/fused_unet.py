@@ -37,7 +37,7 @@ from fp4deploy.plugins.quantize.weights import fake_quantize_weights, weight_fit
 from fp4deploy.qat.layers import QuantizedLayer
 from fp4deploy.qat.operators.gemms import ConvGemms
 from fp4deploy.qat.operators.quantizers import quantize_operand
-from fp4deploy.qat.operators.recompute import computed_by, convolve, recomputing
+from fp4deploy.qat.operators.recompute import computed_by, convolve, is_recomputing, recomputing, transposed
 from fp4deploy.qat.operators.ste import fake_quantize
 from fp4deploy.qat.recipes import QuantSpec, Recipe
 
@@ -48,6 +48,8 @@ SAME = ConvGemms((3, 3), (1, 1), (1, 1), (1, 1), 1)
 POINTWISE = ConvGemms((1, 1), (1, 1), (0, 0), (1, 1), 1)
 UPWARDS = ConvGemms((2, 2), (2, 2), (0, 0), (1, 1), 1, transposed=True)
 
+# What relu(a x + b) is computed from: x [N, C, H, W] and its coefficients ab [N, 2, C].
+Source = tuple[torch.Tensor, torch.Tensor]
 # observe(layer, shape [N, C, H, W] of its input, function: slice of the batch -> that input before quantisation)
 Observe = Callable[[nn.Module, torch.Size, Callable[[slice], torch.Tensor]], None]
 
@@ -121,7 +123,7 @@ class FusedUNet(UNet):
 
     def _fused(self, x: torch.Tensor) -> torch.Tensor:
         weights = self._weights(x.dtype)
-        skips: list[tuple[torch.Tensor, torch.Tensor]] = []
+        skips: list[tuple[torch.Tensor, torch.Tensor, Source | None]] = []
         modules: Any = (self.encoder, self.up, self.decoder)
         encoder, ups, decoder = (list(module) for module in modules)
         deepest = len(encoder) - 1
@@ -130,49 +132,57 @@ class FusedUNet(UNet):
         if isinstance(encoder[0].conv1, QuantizedLayer):  # by default it stays as it is
             x = encoder[0].conv1.quantized_input(x)
         for level, block in enumerate(encoder):
-            x = convolve(x, weights[block.conv1], None, SAME)
             x, bias = self._block(block, x, weights)
             if level < deepest:
                 x = self._downwards(block, x, bias, encoder[level + 1].conv1, skips)
-            else:
-                x = self._norm(x, bias, block.norm2, ups[0])
-        for index, (up, block) in enumerate(zip(ups, decoder, strict=True)):
-            x = self._upwards(up, x, weights, *skips.pop(), block.conv1)
-            x = convolve(x, weights[block.conv1], None, SAME)
+        before = encoder[-1]
+        for up, block in zip(ups, decoder, strict=True):
+            x = self._convolved(x, bias, before.norm2, up, weights, _cast(up.bias, x), UPWARDS)
+            x = self._joined(x, *skips.pop(), block.conv1)
             x, bias = self._block(block, x, weights)
-            after = ups[index + 1] if index + 1 < len(ups) else self.head
-            x = self._norm(x, bias, block.norm2, after)
-        return convolve(x, weights[self.head], _cast(self.head.bias, x), POINTWISE)
+            before = block
+        return self._convolved(x, bias, before.norm2, self.head, weights, _cast(self.head.bias, x), POINTWISE)
 
     def _block(self, block: Block, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """From the output of the first convolution to that of the second, whose bias is still to be added."""
-        x = self._norm(x, block.conv1.bias, block.norm1, block.conv2)
-        return convolve(x, weights[block.conv2], None, SAME), block.conv2.bias
+        """From the input of a block to the output of its second convolution, whose bias is still to be added."""
+        x = convolve(x, weights[block.conv1], None, SAME)
+        return self._convolved(x, block.conv1.bias, block.norm1, block.conv2, weights, None, SAME), block.conv2.bias
+
+    def _convolved(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: nn.GroupNorm,
+        layer: nn.Module,
+        weights: dict[nn.Module, torch.Tensor],
+        layer_bias: torch.Tensor | None,
+        gemms: ConvGemms,
+    ) -> torch.Tensor:
+        """The output of `layer`, the only one that reads relu(norm(x + bias))."""
+        y = _norm_convolution(x, bias, norm, layer, weights[layer], layer_bias, gemms)
+        if y is None:
+            read, _, _ = _norm(x, bias, norm, layer)
+            y = convolve(read, weights[layer], layer_bias, gemms)
+        self._observe_input(layer, x.shape, lambda images: _normalized(x[images], bias, norm))
+        return y
 
     def _downwards(
         self, block: Block, x: torch.Tensor, bias: torch.Tensor | None, after: nn.Module, skips: list[Any]
     ) -> torch.Tensor:
         """The input of the next level, from the output of a block's second convolution; `skips` gets the other."""
-        y, largest = _norm(x, bias, block.norm2, None)
-        skip, pooled = _pool(y, largest, after)
+        y, largest, source = _norm(x, bias, block.norm2, None)
+        skip, pooled = _pool(y, largest, source, after)
         self._observe_input(after, pooled.shape, partial(_pooled, y))
-        skips.append((skip, largest))
+        skips.append((skip, largest, source))
         return pooled
 
-    def _upwards(
-        self, up: Any, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor], skip: torch.Tensor,
-        largest: torch.Tensor, after: nn.Module,
-    ) -> torch.Tensor:  # fmt: skip
+    def _joined(
+        self, upwards: torch.Tensor, skip: torch.Tensor, largest: torch.Tensor, source: Source | None, after: nn.Module
+    ) -> torch.Tensor:
         """The input of a block of the decoder."""
-        upwards = convolve(x, weights[up], _cast(up.bias, x), UPWARDS)
-        joined = _concat(skip, upwards, largest, after)
+        joined = _concat(skip, upwards, largest, source, after)
         self._observe_input(after, joined.shape, partial(_joined, skip, upwards))
         return joined
-
-    def _norm(self, x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module) -> torch.Tensor:
-        y, _ = _norm(x, bias, norm, after)
-        self._observe_input(after, x.shape, lambda images: _normalized(x[images], bias, norm))
-        return y
 
     def _weights(self, dtype: torch.dtype) -> dict[nn.Module, torch.Tensor]:
         """The weight of every convolution as it is multiplied, in `dtype`."""
@@ -256,33 +266,93 @@ class _NormReLU(torch.autograd.Function):
         return dx, None if bias is None else dbias, dgamma, dbeta, None, None, damax, *[None] * 5
 
 
+class _NormConvolution(torch.autograd.Function):
+    """`_NormReLU` and the convolution that alone reads its output, which is written again over `x` in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        beta: torch.Tensor,
+        groups: int,
+        eps: float,
+        amax: torch.Tensor | None,
+        tracked: torch.Tensor | None,
+        decay: float,
+        quantize: bool,
+        delayed: bool,
+        clips: bool,
+        kernel: torch.Tensor,
+        kernel_bias: torch.Tensor | None,
+        gemms: ConvGemms,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.contiguous(memory_format=torch.channels_last)
+        y, ab, mean_rstd, channel_mean, largest = ops.group_norm_relu(
+            x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed
+        )
+        used = largest if amax is None else amax
+        ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used, kernel)
+        ctx.masks, ctx.quantizes, ctx.gemms, ctx.spent = quantize and clips, quantize, gemms, False
+        ctx.mark_non_differentiable(largest)
+        return gemms.forward(y, kernel, kernel_bias), largest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.spent:
+            raise RuntimeError("With train.recompute the backward pass runs once: it overwrites what the forward kept.")
+        ctx.spent = True
+        x, *saved, kernel = ctx.saved_tensors
+        gradient, gemms, bias = gradients[0], ctx.gemms, saved[3]
+        dx = transposed(gemms, x.shape[2:], gradient.shape[2:]).forward(gradient, kernel, None)
+        dx = dx.contiguous(memory_format=torch.channels_last)
+        dgamma, dbeta, dbias = ops.group_norm_relu_backward_(x, dx, *saved, ctx.masks, ctx.quantizes).unbind()
+        _, *own = gemms.backward(gradient, x, kernel, (False, *ctx.needs_input_grad[12:14]))
+        return dx, None if bias is None else dbias, dgamma, dbeta, *[None] * 8, *own, None
+
+
 class _SkipAndPool(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, amax: torch.Tensor | None, clips: bool, largest: torch.Tensor
+        ctx: Any,
+        y: torch.Tensor,
+        amax: torch.Tensor | None,
+        clips: bool,
+        largest: torch.Tensor,
+        source: Source | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(y, amax if clips else None, largest)
+        # y is kept for the gradient of a learned amax, which reads y itself
+        kept = (y, None) if source is None or ctx.needs_input_grad[1] else source
+        ctx.save_for_backward(*kept, amax if clips else None, largest)
         return y.view_as(y), ops.pool(y, amax)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        y, amax, largest = ctx.saved_tensors
+        y, ab, amax, largest = ctx.saved_tensors
         dskip, dpooled = gradients
         damax = ops.pool_damax(y, dpooled, amax, largest).reshape(amax.shape) if ctx.needs_input_grad[1] else None
-        return ops.pool_backward(y, dskip, dpooled, amax), damax, None, None
+        return ops.pool_backward(y, dskip, dpooled, amax, ab), damax, None, None, None
 
 
 class _Concat(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, clips: bool, *tracking: Any
+        ctx: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        amax: torch.Tensor | None,
+        clips: bool,
+        source: Source | None,
+        *tracking: Any,
     ) -> torch.Tensor:
         out, in_range = ops.concat(a, b, amax, *tracking)
-        masks, ctx.arguments = clips and amax is not None, 4 + len(tracking)
-        again = _ConcatAgain(masks)
-        computed_by(out, again.values, a, b, amax)
-        if masks:
-            computed_by(in_range, again.in_range, a, b, amax)
+        masks, ctx.arguments = clips and amax is not None, 5 + len(tracking)
+        if source is not None:
+            again, (x, ab) = _ConcatAgain(masks), source
+            computed_by(out, again.values, x, b, amax, ab)
+            if masks:
+                computed_by(in_range, again.in_range, x, b, amax, ab)
         inputs = (a, b, amax) if ctx.needs_input_grad[2] else ()
         ctx.save_for_backward(in_range if masks else None, *inputs)
         ctx.first = a.shape[1]
@@ -301,22 +371,59 @@ class _Concat(torch.autograd.Function):
 
 def _norm(
     x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(relu(norm(x + bias)) as the layer `after` reads it, its amax)."""
+) -> tuple[torch.Tensor, torch.Tensor, Source | None]:
+    """(relu(norm(x + bias)) as the layer `after` reads it, its amax, what it is computed again from)."""
+    amax, *how = _quantization(x, after)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *_of_norm(norm), amax, *how)
+    y, largest, ab = result
+    _remember(after, largest)
+    used = largest if amax is None else amax
+    computed_by(y, _norm_again, x, ab, used, _in_kernel(after))
+    source = (x.detach().contiguous(memory_format=torch.channels_last), ab) if is_recomputing() else None
+    return _quantized(y, after, used), largest, source
+
+
+def _norm_convolution(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: nn.GroupNorm,
+    layer: nn.Module,
+    kernel: torch.Tensor,
+    kernel_bias: torch.Tensor | None,
+    gemms: ConvGemms,
+) -> torch.Tensor | None:
+    """`layer` of relu(norm(x + bias)) as one function; None where nothing is recomputed, or its gradient asks for more.
+
+    A learned amax has a gradient that reads the input of the norm, and 4/6 quantises in a kernel of its own.
+    """
+    together = not isinstance(layer, QuantizedLayer) or (_in_kernel(layer) and not layer.recipe.amax_learned)
+    if not is_recomputing() or not together or not x.requires_grad:
+        return None
+    args = (*_of_norm(norm), *_quantization(x, layer), kernel, kernel_bias, gemms)
+    result: tuple[torch.Tensor, torch.Tensor] = _NormConvolution.apply(x, bias, *args)
+    y, largest = result
+    _remember(layer, largest)
+    return y
+
+
+def _of_norm(norm: nn.GroupNorm) -> tuple[torch.Tensor, torch.Tensor, int, float]:
+    return norm.weight, norm.bias, norm.num_groups, norm.eps
+
+
+def _quantization(x: torch.Tensor, after: nn.Module | None) -> tuple[Any, ...]:
+    """How the layer `after` quantises `x`: amax, tracked amax, its decay, in the kernel, delayed, clips."""
     amax = tracked = None
     decay, delayed = 0.0, False
     if isinstance(after, QuantizedLayer) and after.is_static:
         tracked = after.input_amax if after.moves_amax else None
         amax = None if after.moves_amax else _fixed_amax(after, x)
         decay, delayed = after.recipe.amax_decay, after.is_delayed and after.moves_amax
-    args = (norm.weight, norm.bias, norm.num_groups, norm.eps, amax, tracked, decay, _in_kernel(after), delayed)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *args, _clips(after))
-    y, largest, ab = result
-    if delayed:
-        cast(QuantizedLayer, after).remember(largest)
-    used = largest if amax is None else amax
-    computed_by(y, _norm_again, x, ab, used, _in_kernel(after))
-    return _quantized(y, after, used), largest
+    return amax, tracked, decay, _in_kernel(after), delayed, _clips(after)
+
+
+def _remember(after: nn.Module | None, largest: torch.Tensor) -> None:
+    if isinstance(after, QuantizedLayer) and after.is_static and after.is_delayed and after.moves_amax:
+        after.remember(largest)
 
 
 def _norm_again(x: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor, quantize: bool) -> torch.Tensor:
@@ -349,10 +456,12 @@ def _quantized_again(y: torch.Tensor, spec: QuantSpec, amax: torch.Tensor | None
     return quantize_operand(y, spec, (1,), amax)[0]
 
 
-def _pool(y: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def _pool(
+    y: torch.Tensor, largest: torch.Tensor, source: Source | None, after: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(y for the skip connection, its 2 x 2 maximum as `after` reads it)."""
     amax = _track(y, largest, after, read=False)
-    skip, pooled = _SkipAndPool.apply(y, amax if _in_kernel(after) else None, _clips(after), largest)
+    skip, pooled = _SkipAndPool.apply(y, amax if _in_kernel(after) else None, _clips(after), largest, source)
     computed_by(skip, torch.Tensor.detach, y)
     return skip, _quantized(pooled, after, amax)
 
@@ -395,7 +504,9 @@ def _fixed_amax(after: QuantizedLayer, x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, after.static_amax(x)).reshape(1)
 
 
-def _concat(a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, after: nn.Module) -> torch.Tensor:
+def _concat(
+    a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, source: Source | None, after: nn.Module
+) -> torch.Tensor:
     """[a, b] as the layer `after` reads it; `largest` is the amax of a. Delayed, only the copy itself reads b."""
     tracking: tuple[Any, ...] = ()
     inside = _in_kernel(after)
@@ -405,7 +516,7 @@ def _concat(a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, after: nn.M
     else:
         amax = _track(b, largest, after, read=True)
     used = amax if inside else None
-    result: torch.Tensor = _Concat.apply(a, b, used, _clips(after), *tracking)
+    result: torch.Tensor = _Concat.apply(a, b, used, _clips(after), source, *tracking)
     return _quantized(result, after, amax)
 
 
@@ -416,17 +527,17 @@ class _ConcatAgain:
         self._masks = masks
         self._in_range: torch.Tensor | None = None
 
-    def values(self, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
-        """[a, b] as the layer reads it."""
+    def values(self, x: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor) -> torch.Tensor:
+        """[relu(norm(x)), b] as the layer reads it."""
         joined: torch.Tensor
-        joined, in_range = ops.concat(a, b, amax)
+        joined, in_range = ops.concat(x, b, amax, ab=ab)
         self._in_range = in_range if self._masks else None
         return joined
 
-    def in_range(self, a: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    def in_range(self, x: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor) -> torch.Tensor:
         """The mask of elements that were not clipped."""
         if self._in_range is None:  # the weight has no gradient, or this is a second backward
-            self.values(a, b, amax)
+            self.values(x, b, amax, ab)
         found, self._in_range = cast(torch.Tensor, self._in_range), None
         return found
 

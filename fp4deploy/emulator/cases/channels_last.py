@@ -56,6 +56,15 @@ def group_norm_gradient(setting: Setting, outcome: Outcome) -> None:
     y = torch.relu(F.group_norm(exact[0] + exact[3][:, None, None], 8, exact[1], exact[2], 1e-5))
     y.backward(dy.double() * inside)
     outcome.compare(_near(dx, exact[0].grad, 2**-10), torch.ones(dx.shape, dtype=torch.uint8))
+    for clips, quantize in ((True, True), (False, True), (False, False)):
+        given, gradient = x.clone(), dy.clone()
+        saved = (ab, mean_rstd, channel_mean, bias, weight, amax)
+        with emulated(setting, outcome):
+            wanted, _ = channels_last._group_norm_relu_backward(x, dy, *saved, clips)
+            written = channels_last._group_norm_relu_again(x, ab, amax, quantize)
+            channels_last._group_norm_relu_backward_in_place(given, gradient, *saved, clips, quantize)
+        outcome.compare(given, written)
+        outcome.compare(gradient, wanted)
     for got, each in zip(sums, exact[1:], strict=True):
         outcome.compare(_near(got, each.grad, 1e-5), torch.ones(32, dtype=torch.uint8))
 
@@ -92,15 +101,25 @@ def pooling_gradient(setting: Setting, outcome: Outcome) -> None:
         pooled.backward(dpooled.float() * inside)
         assert exact.grad is not None
         outcome.compare(got, (exact.grad + skipped).to(HALF))
+    ab = normal(setting, 1, 2, 32, seed=3)
+    with emulated(setting, outcome):
+        again = channels_last._pool_backward(y, dskip, dpooled, amax, ab)
+        wanted = channels_last._pool_backward(_relu(y, ab).to(HALF), dskip, dpooled, amax)
+    outcome.compare(again, wanted)
 
 
 def concatenation(setting: Setting, outcome: Outcome) -> None:
-    """Concatenation with fake quantisation, and its gradient."""
-    a, b, amax = _image(setting, 1, 32, 3, 5), _image(setting, 1, 48, 3, 5, seed=1), torch.tensor([AMAX])
-    gradient = _image(setting, 1, 80, 3, 5, seed=2)
+    """Concatenation with fake quantisation, and its gradient; from what a norm reads, the same bits."""
+    a, b, amax = _image(setting, 2, 32, 3, 5), _image(setting, 2, 48, 3, 5, seed=1), torch.tensor([AMAX])
+    gradient, ab = _image(setting, 2, 80, 3, 5, seed=2), normal(setting, 2, 2, 32, seed=3)
     with emulated(setting, outcome):
         out, bits = channels_last._concat(a, b, amax)
         da, db = channels_last._separate(gradient, bits, 32)
+        again = (*channels_last._concat(a, b, amax, ab=ab), channels_last._concat(a, b, None, ab=ab)[0])
+        written = _relu(a, ab).to(HALF)
+        wanted = (*channels_last._concat(written, b, amax), torch.cat([written, b], 1))
+    for got, each in zip(again, wanted, strict=True):
+        outcome.compare(got, each)
     expected, inside = formats.fake_quantize_nvfp4(torch.cat([a, b], 1).float(), (1,), amax[0])
     outcome.compare(out, expected.to(HALF))
     masked = torch.where(inside, gradient, 0)

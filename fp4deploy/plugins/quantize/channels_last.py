@@ -4,6 +4,7 @@
 |---|---|---|
 | `group_norm_relu` | bias of the convolution + GroupNorm + ReLU + fake quantisation | all of it in two passes |
 | `group_norm_relu_again` | the same output from the coefficients of the first time | - |
+| `group_norm_relu_backward_` | - | the output again in place of x, and the gradient in place of dy |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
 | `concat` | concatenation + fake quantisation | split, zero where an element was clipped |
 | `track_amax` | amax of a tensor, and the running amax of a static scale | - |
@@ -13,6 +14,8 @@ The input of the next convolution is fake-quantised to NVFP4 in blocks of 16 cha
 `formats.fake_quantize_nvfp4`. The kernels are in `cuda/group_norm.cu`, `pool.cu`, `concat.cu` and
 `track_amax.cu`. They are torch operators (`torch.ops.fp4deploy.*`) with fake implementations, so that `torch.compile`
 and CUDA graphs take them; nothing synchronises, and nothing but outputs and small scratch is allocated.
+
+`pool_backward` and `concat` take what a GroupNorm read, with its coefficients `ab`, in place of what it wrote.
 
 Feature maps are float16 or bfloat16 [N, C, H, W], contiguous in channels_last; C a multiple of 16, at most 2048.
 """
@@ -104,14 +107,18 @@ LIBRARY.define(
     "Tensor weight, Tensor amax, bool quantize) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
+    "group_norm_relu_backward_(Tensor(a!) x, Tensor(b!) dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, "
+    "Tensor? bias, Tensor weight, Tensor amax, bool clips, bool quantize) -> Tensor"
+)
+LIBRARY.define(
     "track_amax(Tensor x, Tensor? other, Tensor(a!)? tracked, float decay, bool read, bool delayed=False) -> Tensor"
 )
 LIBRARY.define("previous_amax(Tensor x, Tensor? other, Tensor tracked) -> Tensor")
 LIBRARY.define("pool(Tensor y, Tensor? amax) -> Tensor")
-LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
+LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax, Tensor? ab=None) -> Tensor")
 LIBRARY.define(
-    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0) "
-    "-> (Tensor, Tensor)"
+    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0, "
+    "Tensor? ab=None) -> (Tensor, Tensor)"
 )
 LIBRARY.define("separate(Tensor gradient, Tensor? inside, int first) -> (Tensor, Tensor)")
 
@@ -171,10 +178,45 @@ def _group_norm_relu_backward(
     amax: torch.Tensor,
     quantize: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    dx = torch.empty_like(x)
+    return dx, _gradients(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, quantize, dx)
+
+
+@torch.library.impl(LIBRARY, "group_norm_relu_backward_", "CUDA")
+def _group_norm_relu_backward_in_place(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    ab: torch.Tensor,
+    mean_rstd: torch.Tensor,
+    channel_mean: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    amax: torch.Tensor,
+    clips: bool,
+    quantize: bool,
+) -> torch.Tensor:
+    return _gradients(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, clips, dy, x, 2 if quantize else 1)
+
+
+def _gradients(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    ab: torch.Tensor,
+    mean_rstd: torch.Tensor,
+    channel_mean: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    amax: torch.Tensor,
+    masks: bool,
+    dx: torch.Tensor,
+    y: torch.Tensor | None = None,
+    again: int = 0,
+) -> torch.Tensor:
+    """Write dx, and y where `again` says how; the sums for gamma, beta and the bias [3, C]."""
     n, c, h, w = x.shape
     groups, pixels = mean_rstd.shape[1], h * w
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    macros, (chunks, per_chunk), device = _macros(x, quantize), chunks_of(pixels, c, n), x.device
+    macros, (chunks, per_chunk), device = _macros(x, masks), chunks_of(pixels, c, n), x.device
     rows = THREADS // (c // VECTOR)
     partial, pqr, channel_sums, out = (
         _float(x, n, chunks, 2, c),
@@ -197,15 +239,21 @@ def _group_norm_relu_backward(
     )
     parameters = kernel("group_norm.cu", "parameters", "PPii", macros, device)
     parameters.launch(-(-3 * c // THREADS), THREADS, channel_sums, out, n, c)
-    dx = torch.empty_like(x)
-    gradient = kernel("group_norm.cu", "gradient", "PPPPPPqiq", macros, device)
-    gradient.launch((chunks, n), THREADS, x, dy, ab, pqr, amax, dx, pixels, c, per_chunk)
-    return dx, out
+    gradient = kernel(
+        "group_norm.cu", "gradient", "PPPPPPPqiq", {**macros, "AGAIN": again} if again else macros, device
+    )
+    gradient.launch((chunks, n), THREADS, x, dy, ab, pqr, amax, dx, y, pixels, c, per_chunk)
+    return out
 
 
 @torch.library.register_fake("fp4deploy::group_norm_relu_backward", lib=LIBRARY)
 def _(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, quantize):  # type: ignore[no-untyped-def]
     return torch.empty_like(x), _float(x, 3, x.shape[1])
+
+
+@torch.library.register_fake("fp4deploy::group_norm_relu_backward_", lib=LIBRARY)
+def _(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, clips, quantize):  # type: ignore[no-untyped-def]
+    return _float(x, 3, x.shape[1])
 
 
 @torch.library.impl(LIBRARY, "track_amax", "CUDA")
@@ -266,7 +314,11 @@ def _(y, amax):  # type: ignore[no-untyped-def]
 
 @torch.library.impl(LIBRARY, "pool_backward", "CUDA")
 def _pool_backward(
-    y: torch.Tensor, dskip: torch.Tensor | None, dpooled: torch.Tensor, amax: torch.Tensor | None
+    y: torch.Tensor,
+    dskip: torch.Tensor | None,
+    dpooled: torch.Tensor,
+    amax: torch.Tensor | None,
+    ab: torch.Tensor | None = None,
 ) -> torch.Tensor:
     n, c, h, w = y.shape
     dpooled = dpooled.contiguous(memory_format=torch.channels_last)
@@ -275,13 +327,19 @@ def _pool_backward(
     dy = torch.empty_like(y)
     pixels = (h // 2) * (w // 2)
     chunks, per_chunk = chunks_of(pixels, c, n)
-    launch = kernel("pool.cu", "pool_gradient", "PPPPPiqiq", _macros(y, amax is not None), y.device).launch
-    launch((chunks, n), THREADS, y, dskip, dpooled, amax, dy, w // 2, pixels, c, per_chunk)
+    launch = kernel("pool.cu", "pool_gradient", "PPPPPPiqiq", _normalized(y, amax, ab), y.device).launch
+    launch((chunks, n), THREADS, y, ab, dskip, dpooled, amax, dy, w // 2, pixels, c, per_chunk)
     return dy
 
 
+def _normalized(x: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor | None) -> dict[str, str | int]:
+    """Macros of a kernel that reads relu(a x + b) where `ab` is given."""
+    macros = _macros(x, amax is not None)
+    return macros if ab is None else {**macros, "NORMALIZED": 1}
+
+
 @torch.library.register_fake("fp4deploy::pool_backward", lib=LIBRARY)
-def _(y, dskip, dpooled, amax):  # type: ignore[no-untyped-def]
+def _(y, dskip, dpooled, amax, ab=None):  # type: ignore[no-untyped-def]
     return torch.empty_like(y)
 
 
@@ -293,15 +351,18 @@ def _concat(
     other: torch.Tensor | None = None,
     tracked: torch.Tensor | None = None,
     decay: float = 0.0,
+    ab: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, inside = _concat_outputs(a, b, amax is not None)
     b = b.contiguous(memory_format=torch.channels_last)
-    pixels = a.shape[0] * a.shape[2] * a.shape[3]
-    chunks, per_chunk = chunks_of(pixels, out.shape[1], 1)
-    launch = kernel("concat.cu", "concat", "PPPPPPPPPfqiiq", _macros(a, amax is not None), a.device).launch
+    pixels, items = a.shape[0] * a.shape[2] * a.shape[3], 1
+    if ab is not None:  # its coefficients are those of one item
+        pixels, items = a.shape[2] * a.shape[3], a.shape[0]
+    chunks, per_chunk = chunks_of(pixels, out.shape[1], items)
+    launch = kernel("concat.cu", "concat", "PPPPPPPPPPfqiiq", _normalized(a, amax, ab), a.device).launch
     bits = inside if inside.numel() else None
     tracking = (other, tracked, *(_scratch(a) if tracked is not None else (None, None)), decay)
-    launch(chunks, THREADS, a, b, amax, out, bits, *tracking, pixels, a.shape[1], b.shape[1], per_chunk)
+    launch((chunks, items), THREADS, a, b, ab, amax, out, bits, *tracking, pixels, a.shape[1], b.shape[1], per_chunk)
     return out, inside
 
 
@@ -314,7 +375,7 @@ def _concat_outputs(a: torch.Tensor, b: torch.Tensor, quantize: bool) -> tuple[t
 
 
 @torch.library.register_fake("fp4deploy::concat", lib=LIBRARY)
-def _(a, b, amax, other=None, tracked=None, decay=0.0):  # type: ignore[no-untyped-def]
+def _(a, b, amax, other=None, tracked=None, decay=0.0, ab=None):  # type: ignore[no-untyped-def]
     return _concat_outputs(a, b, amax is not None)
 
 

@@ -11,6 +11,10 @@ Computing it again reads v and writes x', as keeping codes would read codes, wri
 the forward as well: it keeps less and moves about as much. What it needs is a norm (or pooling, concatenation) whose
 own gradient keeps its input.
 
+Where a norm has one reader, a convolution, the two are one function (`qat.fused_unet`): its backward computes dX'
+first, and the pass that turns it into dv writes x' over v and dv over dX'. That reads nothing more than the gradient of
+the norm does. A concatenation and the gradient of a pooling read v where they would read relu(a v + b).
+
 `recomputing` tells autograd, by its hooks for saved tensors, which tensors can be computed again; the functions that
 save them do not know. `convolve` computes the weight gradient before the input's, so that x' is gone before dX, as
 large, is allocated. The gradient of the input of a convolution is a transposed convolution of dY with the same weight,
@@ -95,6 +99,11 @@ def computed_by(x: torch.Tensor, function: Callable[..., torch.Tensor], *argumen
         recomputed.add(x, Call(function, tuple(packed)))
 
 
+def is_recomputing() -> bool:
+    """Whether this is within `recomputing`."""
+    return _running.get() is not None
+
+
 def unpack(saved: Any) -> Any:
     """The tensor of a call; anything else as it is."""
     return saved() if isinstance(saved, Call) else saved
@@ -102,7 +111,7 @@ def unpack(saved: Any) -> Any:
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gemms: ConvGemms) -> torch.Tensor:
     """Y [N, O, H', W'] of a convolution; its gradients have the bits of torch's."""
-    if _running.get() is None:
+    if not is_recomputing():
         return gemms.forward(x, weight, bias)
     y: torch.Tensor = _Convolution.apply(x, weight, bias, gemms)
     return y
@@ -122,13 +131,13 @@ class _Convolution(torch.autograd.Function):
         (gradient,), gemms = gradients, ctx.gemms
         x, weight = ctx.saved_tensors
         _, dw, db = gemms.backward(gradient, x, weight, (False, *ctx.needs_input_grad[1:3]))
-        transposed = _transposed(gemms, x.shape[2:], gradient.shape[2:])
+        back = transposed(gemms, x.shape[2:], gradient.shape[2:])
         del x
-        dx = transposed.forward(gradient, weight, None) if ctx.needs_input_grad[0] else None
+        dx = back.forward(gradient, weight, None) if ctx.needs_input_grad[0] else None
         return dx, dw, db, None
 
 
-def _transposed(gemms: ConvGemms, size: torch.Size, gradient_size: torch.Size) -> ConvGemms:
+def transposed(gemms: ConvGemms, size: torch.Size, gradient_size: torch.Size) -> ConvGemms:
     """The convolution of dY with the same weight that gives dX of height and width `size`."""
     axes = zip(size, gradient_size, gemms.kernel, gemms.stride, gemms.padding, gemms.dilation, strict=True)
     extra = tuple(

@@ -14,7 +14,7 @@ from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.plugins import available
 from fp4deploy.plugins.quantize.weights import fake_quantize_weights
-from fp4deploy.qat import prepare, quantized_layers
+from fp4deploy.qat import calibrate_percentile, prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
@@ -283,6 +283,34 @@ def test_the_fused_unet_recomputes_what_it_computed(recipe: str, reentrant: bool
             for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
                 assert relative(two.grad, one.grad.double()) < 1e-6, name
             assert amaxes(model) == amaxes(other)
+
+
+RECOMPUTED = (None, "nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_qat+dynamic", "nvfp4_qat+learned", "nvfp4_4o6_qat")
+
+
+@pytest.mark.parametrize("recipe", RECOMPUTED)
+def test_inputs_computed_again_give_the_bits_of_those_kept(recipe: str | None) -> None:
+    """Logits, amaxes and every gradient, in three steps of a UNet with its own loss."""
+    torch.manual_seed(0)
+    plain = build_unet(5, 0.25)
+    plain = (prepare(plain, recipe) if recipe else plain).cuda().to(memory_format=torch.channels_last).train()
+    if recipe and "learned" in recipe:
+        calibrate_percentile(plain, [feature_map((2, 3, 64, 96), torch.float32, 9)], 99.0)
+    kept, again = fuse_unet(copy.deepcopy(plain)), fuse_unet(copy.deepcopy(plain), recompute=True)
+    masks = torch.randint(0, 5, (2, 64, 96), device="cuda")
+    with torch.backends.cudnn.flags(deterministic=True):
+        for seed in range(3):
+            images = feature_map((2, 3, 64, 96), torch.float32, seed)
+            logits = []
+            for each in (kept, again):
+                each.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    logits.append(each(images))
+                (SegmentationLoss()(logits[-1], masks) * 1024).backward()
+            assert torch.equal(*logits)
+            assert amaxes(kept) == amaxes(again)
+            for (name, one), two in zip(kept.named_parameters(), again.parameters(), strict=True):
+                assert torch.equal(one.grad, two.grad), name
 
 
 OTHER_RECIPES = ("nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat", "nvfp4_4o6_qat", "nvfp4_4o6_qat+delayed")

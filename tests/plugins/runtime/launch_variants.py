@@ -123,8 +123,11 @@ def _images(quantize: bool) -> None:
     channels_last._group_norm_relu(x, c, c, c, 4, 1e-5, amax, None, 0.9, quantize)
     statistics = torch.zeros(2, 2, 32), torch.zeros(2, 4, 2), torch.zeros(2, 32)
     channels_last._group_norm_relu_backward(x, x, *statistics, c, c, amax, quantize)
+    channels_last._group_norm_relu_backward_in_place(x, x, *statistics, c, c, amax, quantize, quantize)
     channels_last._pool(x, amax if quantize else None)
-    channels_last._pool_backward(x, x, x[:, :, :2, :2], amax if quantize else None)
+    for ab in (None, statistics[0]):
+        channels_last._pool_backward(x, x, x[:, :, :2, :2], amax if quantize else None, ab)
+        channels_last._concat(x, x, amax if quantize else None, ab=ab)
     out, inside = channels_last._concat(x, x, amax if quantize else None, amax, amax, 0.9)
     channels_last._separate(out, inside if quantize else None, 32)
     channels_last._track_amax(x, None, amax, 0.9, True)

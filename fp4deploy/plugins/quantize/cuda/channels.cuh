@@ -77,6 +77,21 @@ struct Walk {
     __device__ bool has(int trip) const { return active && pixel(trip) < last; }
 };
 
+// relu(scale x + shift) of this thread's channels in the batch item blockIdx.y: what a GroupNorm with ReLU gives.
+struct Normalized {
+    float scale[VECTOR] = {}, shift[VECTOR] = {};
+
+    __device__ __forceinline__ void load(const float* ab, int channels_, int channel) {  // ab: [N, 2, channels]
+        channels::load(ab + blockIdx.y * 2LL * channels_ + channel, scale);
+        channels::load(ab + (blockIdx.y * 2LL + 1) * channels_ + channel, shift);
+    }
+    // Rounded to T, as if it had been written.
+    template <typename T> __device__ __forceinline__ void apply(float (&x)[VECTOR]) const {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) x[i] = float(T(fp4::nan_max(__fmaf_rn(scale[i], x[i], shift[i]), 0.f)));
+    }
+};
+
 // The largest magnitude of the block of 16 in this lane and its neighbour.
 __device__ __forceinline__ float block_amax(const float (&values)[VECTOR]) {
     float amax = 0.f;

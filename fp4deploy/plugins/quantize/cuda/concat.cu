@@ -6,22 +6,35 @@
 // given, it is updated with the largest finite |b| and *other, the amax of a, and *amax is the value before the update.
 // cell and counter are scratch, zero before and after.
 //
-// Launch: block 256, grid (chunks, 1). a: DTYPE [pixels, CA]; b: DTYPE [pixels, CB]; out: DTYPE [pixels, CA + CB];
-// in_range: uint8 [pixels, (CA + CB) / 8].
+// With NORMALIZED a is what a GroupNorm reads, and relu(scale a + shift) is copied, as `apply` of group_norm.cu writes it;
+// ab: float32 [N, 2, CA]. A backward that computes the concatenation again so needs no copy of the first part.
+//
+// Launch: block 256, grid (chunks, 1) with the pixels of all items, (chunks, N) with those of one and NORMALIZED. a: DTYPE
+// [pixels, CA]; b: DTYPE [pixels, CB]; out: DTYPE [pixels, CA + CB]; in_range: uint8 [pixels, (CA + CB) / 8].
 #include "channels.cuh"
+
+#ifndef NORMALIZED
+#define NORMALIZED 0
+#endif
 
 using channels::VECTOR;
 using channels::Walk;
 
 extern "C" __global__ void __launch_bounds__(256) concat(
-    const DTYPE* a, const DTYPE* b, const float* amax, DTYPE* out, unsigned char* in_range, const float* other,
-    float* tracked, int* cell, unsigned* counter, float decay, long long pixels, int CA, int CB, long long per_chunk) {
+    const DTYPE* a, const DTYPE* b, const float* ab, const float* amax, DTYPE* out, unsigned char* in_range,
+    const float* other, float* tracked, int* cell, unsigned* counter, float decay, long long pixels, int CA, int CB,
+    long long per_chunk) {
     int C = CA + CB;
     Walk walk(pixels, C, per_chunk);
+    const long long before = blockIdx.y * pixels;  // of other items
     // A thread has the same channels in all its pixels, so it reads one input only.
     bool first = walk.channel < CA;
     const DTYPE* source = first ? a + walk.channel : b + walk.channel - CA;
     int width = first ? CA : CB;
+#if NORMALIZED
+    channels::Normalized normalized;
+    if (first && walk.active) normalized.load(ab, CA, walk.channel);
+#endif
 #if QUANTIZE
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
     const bool measures = tracked && !first;
@@ -30,8 +43,12 @@ extern "C" __global__ void __launch_bounds__(256) concat(
 #pragma unroll 4
     for (int trip = 0; trip < walk.trips; ++trip) {
         bool has = walk.has(trip);
+        const long long pixel = before + walk.pixel(trip);
         float v[VECTOR] = {};
-        if (has) channels::load(source + walk.pixel(trip) * width, v);
+        if (has) channels::load(source + pixel * width, v);
+#if NORMALIZED
+        if (first) normalized.apply<DTYPE>(v);
+#endif
 #if QUANTIZE
         if (measures) {
 #pragma unroll
@@ -45,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(256) concat(
             bits |= (fabsf(v[i]) * block.encode <= 6.f ? 1u : 0u) << i;
             v[i] = fp4::fake_quantize(v[i], block);
         }
-        if (has && in_range) in_range[(walk.pixel(trip) * C + walk.channel) / VECTOR] = (unsigned char)bits;
+        if (has && in_range) in_range[(pixel * C + walk.channel) / VECTOR] = (unsigned char)bits;
 #endif
-        if (has) channels::store(out + walk.pixel(trip) * C + walk.channel, v);
+        if (has) channels::store(out + pixel * C + walk.channel, v);
     }
 #if QUANTIZE
     if (!tracked) return;

@@ -9,9 +9,16 @@
 // Moments are sums of x - k and (x - k)^2, where k is the channel's first pixel, combined by Chan's formula: no
 // cancellation, whatever the mean. Sums are added in a fixed order, so that two runs give the same bits.
 //
+// With AGAIN `gradient` also writes y, which the gradient of the weight of the convolution behind it reads: as it is (1) or
+// quantised (2). Both outputs may overwrite the inputs, y that of x and dx that of dy.
+//
 // Launch: block 256; moments, apply, sums, gradient: grid (chunks, N); combine, coefficients: grid (groups, N);
 // parameters: grid ceil(C / 256). C is a multiple of 8, of 16 with quantisation; x, y, dy, dx: DTYPE [N, pixels, C].
 #include "channels.cuh"
+
+#ifndef AGAIN
+#define AGAIN 0
+#endif
 
 using channels::VECTOR;
 using channels::Walk;
@@ -281,10 +288,25 @@ extern "C" __global__ void __launch_bounds__(256) parameters(const float* channe
     out[c] = total;
 }
 
+// y as `apply` writes it.
+__device__ __forceinline__ void write_again(
+    const float (&x)[VECTOR], const float (&a)[VECTOR], const float (&b)[VECTOR], const fp4::GlobalScale& scale, bool has,
+    DTYPE* to) {
+    float y[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) y[i] = fp4::nan_max(__fmaf_rn(a[i], x[i], b[i]), 0.f);
+    if (AGAIN == 2) {
+        const fp4::BlockScale block = fp4::block_scale(channels::block_amax(y), scale);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) y[i] = fp4::fake_quantize(y[i], block);
+    }
+    if (has) channels::store(to, y);
+}
+
 // dx = p dy + q x + r, with dy only where the gradient passes.
 extern "C" __global__ void __launch_bounds__(256) gradient(
-    const DTYPE* x, const DTYPE* dy, const float* ab, const float* pqr, const float* amax, DTYPE* dx, long long pixels,
-    int C, long long per_chunk) {
+    const DTYPE* x, const DTYPE* dy, const float* ab, const float* pqr, const float* amax, DTYPE* dx, DTYPE* again,
+    long long pixels, int C, long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
     long long item = (long long)blockIdx.y * pixels * C + walk.channel;
     float a[VECTOR], b[VECTOR], p[VECTOR], q[VECTOR], r[VECTOR];
@@ -295,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
         channels::load(pqr + (blockIdx.y * 3LL + 1) * C + walk.channel, q);
         channels::load(pqr + (blockIdx.y * 3LL + 2) * C + walk.channel, r);
     }
-#if QUANTIZE
+#if QUANTIZE || AGAIN == 2
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
 #else
     const fp4::GlobalScale scale{};
@@ -308,6 +330,7 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
             channels::load(x + item + walk.pixel(trip) * C, v);
             channels::load(dy + item + walk.pixel(trip) * C, g);
         }
+        if (AGAIN) write_again(v, a, b, scale, has, again + item + walk.pixel(trip) * C);
         pass_gradient(v, g, a, b, scale);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) g[i] = __fmaf_rn(p[i], g[i], __fmaf_rn(q[i], v[i], r[i]));

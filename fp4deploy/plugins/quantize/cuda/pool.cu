@@ -3,9 +3,16 @@
 // In a UNet two layers read y: the pooling and the skip connection. The backward adds both gradients in one pass: dy =
 // dskip, plus dpooled at the position of the maximum (the first of equals, row by row), unless quantisation clipped it.
 //
+// With NORMALIZED `pool_gradient` reads what a GroupNorm reads instead of y = relu(scale x + shift), and computes y again,
+// as `apply` of group_norm.cu rounds it; ab: float32 [N, 2, C].
+//
 // Launch: block 256, grid (chunks of output pixels, N). y: DTYPE [N, 2 H, 2 W, C]; pooled: DTYPE [N, H, W, C]; C a
 // multiple of 8, of 16 with quantisation.
 #include "channels.cuh"
+
+#ifndef NORMALIZED
+#define NORMALIZED 0
+#endif
 
 using channels::VECTOR;
 using channels::Walk;
@@ -53,9 +60,19 @@ extern "C" __global__ void __launch_bounds__(256) pool(
 }
 
 extern "C" __global__ void __launch_bounds__(256) pool_gradient(
-    const DTYPE* y, const DTYPE* dskip, const DTYPE* dpooled, const float* amax, DTYPE* dy, int W, long long pixels, int C,
-    long long per_chunk) {
+    const DTYPE* y, const float* ab, const DTYPE* dskip, const DTYPE* dpooled, const float* amax, DTYPE* dy, int W,
+    long long pixels, int C, long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
+#if NORMALIZED
+    channels::Normalized normalized;
+    if (walk.active) normalized.load(ab, C, walk.channel);
+#endif
+    const auto read = [&](long long at, float (&v)[VECTOR]) {
+        channels::load(y + at, v);
+#if NORMALIZED
+        normalized.apply<DTYPE>(v);
+#endif
+    };
     long long item = blockIdx.y * pixels * 4 * C + walk.channel;
     const DTYPE* in = dpooled + blockIdx.y * pixels * C + walk.channel;
 #if QUANTIZE
@@ -68,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
         Corner corner(has ? walk.pixel(trip) : 0, W, C);
         if (has) {
             channels::load(in + walk.pixel(trip) * C, g);
-            channels::load(y + item + corner.base, best);
+            read(item + corner.base, best);
 #pragma unroll
             for (int tap = 1; tap < 4; ++tap) {
                 float v[VECTOR];
-                channels::load(y + item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
+                read(item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
 #pragma unroll
                 for (int i = 0; i < VECTOR; ++i)
                     if (v[i] > best[i] || v[i] != v[i]) {
