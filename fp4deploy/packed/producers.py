@@ -22,7 +22,20 @@ from typing import Any
 import torch
 
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.packed.graph import Activation, Affine, Arithmetic, Concat, Form, Graph, Input, Node, Norm, Resize, named
+from fp4deploy.packed.graph import (
+    Activation,
+    Affine,
+    Arithmetic,
+    Concat,
+    Form,
+    Graph,
+    GroupNormReLU,
+    Input,
+    Node,
+    Norm,
+    Resize,
+    named,
+)
 from fp4deploy.packed.operators import Context, compute
 from fp4deploy.packed.shapes import Shapes, shapes_of
 from fp4deploy.plugins.quantize.channels_last import channels_fit
@@ -80,6 +93,16 @@ def moved(node: Resize | Concat, inputs: Sequence[Nvfp4Tensor], context: Context
     new_codes, new_scales = (x.contiguous() for x in resized)
     shape = (*new_codes.shape[:-1], first.shape[-1])
     return replace(first, codes=new_codes, scales=new_scales.view(e4m3), shape=torch.Size(shape))
+
+
+def normalized(steps: Sequence[Step]) -> set[str]:
+    """Activations whose statistics a kernel takes: what wrote one may give its moments."""
+    norms = [step for step in steps if isinstance(step, GroupNormReLU) or _has_norm(step)]
+    return {step.inputs[0] for step in norms}
+
+
+def _has_norm(step: Step) -> bool:
+    return isinstance(step, Produce) and isinstance(step.first, Norm)
 
 
 def label(step: Step) -> str:
