@@ -13,9 +13,9 @@ import torch
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.export.verify.packed import leaves
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
-from fp4deploy.packed.graph import Activation, Affine, Concat, Node, Norm, Resize
+from fp4deploy.packed.graph import Activation, Affine, Concat, Conv2d, GroupNormReLU, Node, Norm, Resize
 from fp4deploy.packed.network import packed_form
-from fp4deploy.packed.producers import Move, Produce, plan
+from fp4deploy.packed.producers import Move, Produce, normalized, plan
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import packed
 
@@ -72,6 +72,21 @@ def test_norms_and_activations_are_one_step() -> None:
     assert len(produced) == 10
     assert all(isinstance(step.first, Norm) and step.activation == "leaky_relu" and step.slope for step in produced)
     assert not [step for step in found if isinstance(step, (Norm, Activation))]
+
+
+def test_norms_read_what_one_convolution_writes() -> None:
+    """In one plain form, so that it gives the moments with it; a transposed convolution gives none."""
+    found = steps("InstanceNorm UNet")
+    names = normalized(found)
+    assert len(names) == 10
+    writers = [step for step in found if any(form.name in names for form in step.outputs)]
+    assert len(writers) == 10
+    for step in writers:
+        assert isinstance(step, Conv2d)
+        assert [form.amax for form in step.outputs] == [None]
+    assert normalized(packed_network("InstanceNorm UNet")[0].graph.nodes) == set()
+    ours = packed()[1].graph
+    assert normalized(ours.nodes) == {node.inputs[0] for node in ours.nodes if isinstance(node, GroupNormReLU)} != set()
 
 
 def test_a_concatenation_of_packed_parts() -> None:

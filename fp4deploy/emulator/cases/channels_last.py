@@ -152,14 +152,13 @@ def tracking(setting: Setting, outcome: Outcome) -> None:
 
 
 def norm_statistics(*shape: int, groups: int = 8) -> Callable[[Setting, Outcome], None]:
-    """a and b of a GroupNorm for inference are near those of float64, from chunks and from tiles of two batch items."""
+    """a and b of a norm for inference are near those of float64: from chunks, tiles of two batch items, tiles of pixels."""
 
     def case(setting: Setting, outcome: Outcome) -> None:
         x, channels = _image(setting, *shape).permute(0, 2, 3, 1).contiguous(), shape[1]
         bias, weight, beta = (normal(setting, channels, seed=seed) for seed in (3, 4, 5))
         exact = norm_pack.affine(x.double(), bias.double(), weight.double(), beta.double(), groups, 1e-5)
-        for rows in (0, 16, 32):
-            tiles = _tile_moments(x, rows) if rows else None
+        for tiles in (None, _run_moments(x, 16), _run_moments(x, 32), _tile_moments(x, 4, 8)):
             with emulated(setting, outcome):
                 moments = tiles or statistics.chunk_moments(x)
                 ab = statistics.combine(moments, x.shape, bias, weight, beta, groups, 1e-5)
@@ -169,8 +168,21 @@ def norm_statistics(*shape: int, groups: int = 8) -> Callable[[Setting, Outcome]
     return case
 
 
-def _tile_moments(x: torch.Tensor, rows: int) -> statistics.Moments:
-    """Moments of runs of `rows` pixels of the whole batch, as a convolution's tiles have them."""
+def _tile_moments(x: torch.Tensor, height: int, width: int) -> statistics.Moments:
+    """Moments of tiles of each feature map, as a convolution that works in tiles has them."""
+    parts = [
+        torch.stack([tile.mean(0), (tile - tile.mean(0)).square().sum(0)])
+        for item in x.double()
+        for rows in item.split(height)
+        for tile in (each.flatten(0, 1) for each in rows.split(width, 1))
+    ]
+    found = torch.full((len(parts), 2, 2, x.shape[-1]), float("nan"))
+    found[:, 0] = torch.stack(parts)
+    return statistics.Moments(found, height * width, len(parts) // len(x), (height, width))
+
+
+def _run_moments(x: torch.Tensor, rows: int) -> statistics.Moments:
+    """Moments of runs of `rows` pixels of the whole batch, as the tiles of an implicit GEMM have them."""
     n, h, w, c = x.shape
     flat, item = x.double().reshape(-1, c), torch.arange(n * h * w) // (h * w)
     parts = torch.full((-(-len(flat) // rows), 2, 2, c), float("nan"))
@@ -226,4 +238,5 @@ CASES = (
     Case("elementwise layers and pack", "norm and pack", elementwise_layers),
     Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),
     Case("statistics of GroupNorm, 6 channels a group", "statistics", norm_statistics(1, 48, 9, 13)),
+    Case("statistics of InstanceNorm", "statistics", norm_statistics(2, 16, 6, 11, groups=16)),
 )
