@@ -5,8 +5,8 @@
     concat     of codes and scales, where no block of 16 spans two parts     the same
 
 A graph has one node for each of these layers, and a node on its own reads and writes a feature map in FP16. `plan`
-goes over the nodes twice. First, packing moves in front of nearest resizing and concatenation, which only move
-elements: a block is 16 channels of one pixel. Then every activation function, addition and affine map takes in the
+goes over the nodes three times. Nodes that change nothing, a padding of no pixels, are left out. Packing moves in front of nearest resizing and concatenation, which only move
+elements: a block is 16 channels of one pixel. Last, every activation function, addition and affine map takes in the
 nodes before it whose result nobody else reads. The values are those of the nodes one by one, bit for bit, but for the
 sums of a norm.
 
@@ -33,6 +33,7 @@ from fp4deploy.packed.graph import (
     Input,
     Node,
     Norm,
+    Pad,
     Resize,
     named,
 )
@@ -73,11 +74,10 @@ Step = Node | Produce | Move
 
 def plan(graph: Graph) -> tuple[list[Input], list[Step]]:
     """The inputs, with the forms that steps read, and the steps."""
-    shapes = shapes_of(graph)
-    writers: list[Any] = [*graph.inputs, *graph.nodes]
-    moved = _pack_early(writers, shapes, {each.activation for each in graph.outputs})
+    shapes, kept = shapes_of(graph), {each.activation for each in graph.outputs}
+    moved = _pack_early(_without_copies([*graph.inputs, *graph.nodes], kept), shapes, kept)
     inputs = [each for each in moved if isinstance(each, Input)]
-    return inputs, _fuse(moved[len(inputs) :], shapes, {each.activation for each in graph.outputs})
+    return inputs, _fuse(moved[len(inputs) :], shapes, kept)
 
 
 def moved(node: Resize | Concat, inputs: Sequence[Nvfp4Tensor], context: Context) -> Nvfp4Tensor:
@@ -108,6 +108,32 @@ def _has_norm(step: Step) -> bool:
 def label(step: Step) -> str:
     """The layer of a step, or the first activation it writes."""
     return named(step.node if isinstance(step, (Produce, Move)) else step)
+
+
+def _without_copies(writers: Sequence[Any], kept: set[str]) -> list[Any]:
+    """Without paddings of no pixels: what writes their source writes it in their forms as well."""
+    found = list(writers)
+    for node in reversed(writers):
+        plain = {form.name for form in node.outputs if form.amax is None}
+        packed = [form for form in node.outputs if form.amax is not None]
+        if (
+            not isinstance(node, Pad)
+            or any(node.pad)
+            or plain & kept
+            or any(form.axis != "channels" for form in packed)
+        ):
+            continue
+        (source,) = node.inputs
+        at = next(at for at, each in enumerate(found) if any(form.name == source for form in each.outputs))
+        pooled = next(form.pooled for form in found[at].outputs if form.name == source)
+        more = [form.model_copy(update={"pooled": pooled}) for form in packed]
+        found[at] = _with_forms(found[at], [*found[at].outputs, *more])
+        found.remove(node)
+        for place, each in enumerate(found):
+            if not isinstance(each, Input) and plain & {*each.inputs}:
+                names = [source if name in plain else name for name in each.inputs]
+                found[place] = each.model_copy(update={"inputs": names})
+    return found
 
 
 def _pack_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[Any]:

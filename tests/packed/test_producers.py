@@ -9,11 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.export.verify.packed import leaves
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
-from fp4deploy.packed.graph import Activation, Affine, Concat, Conv2d, GroupNormReLU, Node, Norm, Resize
+from fp4deploy.packed.graph import (
+    Activation,
+    Affine,
+    Concat,
+    Conv2d,
+    ConvTranspose2d,
+    GroupNormReLU,
+    Node,
+    Norm,
+    Pad,
+    Resize,
+)
 from fp4deploy.packed.network import packed_form
 from fp4deploy.packed.producers import Move, Produce, normalized, plan
 from tests.export.packable_networks import NETWORKS, deployed
@@ -92,6 +105,43 @@ def test_norms_read_what_one_convolution_writes() -> None:
 def test_a_concatenation_of_packed_parts() -> None:
     concats = [step for step in steps("ASPP") if isinstance(step, Move) and isinstance(step.node, Concat)]
     assert [len(step.inputs) for step in concats] == [4]
+
+
+class Padded(nn.Module):
+    """Skips of a UNet whose upsampled side is padded by what it lacks: here nothing, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, 2, 1)
+        self.up, self.join = nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(32, 16, 3, padding=1)
+        self.head = nn.Conv2d(16, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.first(x).relu()
+        y = F.pad(self.up(F.pad(self.down(skip).relu(), (0, 0, 0, 0))), (0, 0, 0, 0), "replicate")
+        y = self.join(torch.cat([skip, y], 1))
+        return F.pad(self.head(F.pad(y, (0, 0, 0, 0), "replicate")), (0, 0, 0, 0), "replicate")
+
+
+def padded() -> tuple[PackedFile, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 32, 48)
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(Padded(), x), x)), x
+
+
+def test_a_padding_of_no_pixels_is_no_step() -> None:
+    """A transposed convolution writes what the next one reads, packed; only an output of the network stays."""
+    file, x = padded()
+    assert len([node for node in file.graph.nodes if isinstance(node, Pad)]) == 4
+    inputs, found = plan(file.graph)
+    (last,) = [step for step in found if isinstance(step, Pad)]
+    assert last is found[-1]
+    (up,) = [step for step in found if isinstance(step, ConvTranspose2d)]
+    assert [form.amax is not None for form in up.outputs] == [True]
+    network, planned = PackedNetwork(file), PackedNetwork(file)
+    planned.schedule(inputs, found)
+    planned.pack = packed_form
+    assert torch.equal(leaves(planned(x))[0], leaves(network(x))[0])
 
 
 def test_every_form_is_written_once_and_before_it_is_read() -> None:
