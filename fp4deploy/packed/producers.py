@@ -5,9 +5,9 @@
     concat     of codes and scales, where no block of 16 spans two parts     the same
 
 A graph has one node for each of these layers, and a node on its own reads and writes a feature map in FP16. `plan`
-goes over the nodes three times. Nodes that change nothing, a padding of no pixels, are left out. Packing moves in front of nearest resizing and concatenation, which only move
-elements: a block is 16 channels of one pixel. Last, every activation function, addition and affine map takes in the
-nodes before it whose result nobody else reads. The values are those of the nodes one by one, bit for bit, but for the
+goes over the nodes three times. First, paddings of no pixels are left out. Then packing moves in front of nearest
+resizing and concatenation, which only move elements: a block is 16 channels of one pixel. Last, every activation
+function, addition and affine map takes in the nodes before it whose result nobody else reads. The values are those of the nodes one by one, bit for bit, but for the
 sums of a norm.
 
 The file and its graph are as before; a plan is made when a network is loaded.

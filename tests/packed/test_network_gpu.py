@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fp4deploy.export.to_packed import pack_model
@@ -25,6 +26,7 @@ from fp4deploy.plugins.runtime import pdl
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.export.test_packed_operators import FUNCTIONS, Around
 from tests.packed.small_networks import CLASSES, images, packed
+from tests.packed.test_producers import padded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -198,6 +200,17 @@ def test_steps_of_several_nodes(name: str) -> None:
             exact = not isinstance(step, Produce) or not isinstance(step.first, Norm)
             different = float((values(one).nan_to_num(7) != values(other).nan_to_num(7)).float().mean())
             assert different == 0 if exact else different < 0.02, step
+
+
+def test_a_padding_of_no_pixels_is_no_step() -> None:
+    """The bytes of the nodes one by one, though a transposed convolution packs what it writes."""
+    file, x = padded()
+    network, nodes = PackedNetwork(file, "cuda"), PackedNetwork(file, "cuda")
+    nodes.schedule(nodes.graph.inputs, list(nodes.graph.nodes))
+    assert len(network.steps) < len(nodes.steps)
+    for size in ((32, 48), (70, 34)):
+        image = F.interpolate(x, size).cuda()
+        assert torch.equal(leaves(network(image))[0], leaves(nodes(image))[0])
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {

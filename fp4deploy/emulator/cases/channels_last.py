@@ -152,7 +152,7 @@ def tracking(setting: Setting, outcome: Outcome) -> None:
 
 
 def norm_statistics(*shape: int, groups: int = 8) -> Callable[[Setting, Outcome], None]:
-    """a and b of a norm for inference are near those of float64: from chunks, tiles of two batch items, tiles of pixels."""
+    """a and b of a norm for inference are near those of float64: from chunks, from runs of pixels and from tiles."""
 
     def case(setting: Setting, outcome: Outcome) -> None:
         x, channels = _image(setting, *shape).permute(0, 2, 3, 1).contiguous(), shape[1]
