@@ -7,8 +7,8 @@
 A graph has one node for each of these layers, and a node on its own reads and writes a feature map in FP16. `plan`
 goes over the nodes three times. First, paddings of no pixels are left out. Then packing moves in front of nearest
 resizing and concatenation, which only move elements: a block is 16 channels of one pixel. Last, every activation
-function, addition and affine map takes in the nodes before it whose result nobody else reads. The values are those of the nodes one by one, bit for bit, but for the
-sums of a norm.
+function, addition and affine map takes in the nodes before it whose result nobody else reads. The values are those of
+the nodes one by one, bit for bit, but for the sums of a norm.
 
 The file and its graph are as before; a plan is made when a network is loaded.
 """
@@ -113,27 +113,28 @@ def label(step: Step) -> str:
 def _without_copies(writers: Sequence[Any], kept: set[str]) -> list[Any]:
     """Without paddings of no pixels: what writes their source writes it in their forms as well."""
     found = list(writers)
-    for node in reversed(writers):
+    for place in reversed(range(len(found))):
+        node = found[place]
+        if not isinstance(node, Pad) or any(node.pad):
+            continue
         plain = {form.name for form in node.outputs if form.amax is None}
         packed = [form for form in node.outputs if form.amax is not None]
-        if (
-            not isinstance(node, Pad)
-            or any(node.pad)
-            or plain & kept
-            or any(form.axis != "channels" for form in packed)
-        ):
+        if plain & kept or any(form.axis != "channels" for form in packed):
             continue
         (source,) = node.inputs
         at = next(at for at, each in enumerate(found) if any(form.name == source for form in each.outputs))
         pooled = next(form.pooled for form in found[at].outputs if form.name == source)
         more = [form.model_copy(update={"pooled": pooled}) for form in packed]
         found[at] = _with_forms(found[at], [*found[at].outputs, *more])
-        found.remove(node)
-        for place, each in enumerate(found):
-            if not isinstance(each, Input) and plain & {*each.inputs}:
-                names = [source if name in plain else name for name in each.inputs]
-                found[place] = each.model_copy(update={"inputs": names})
+        found[place:] = [_reading(each, source, plain) for each in found[place + 1 :]]
     return found
+
+
+def _reading(node: Node, source: str, names: set[str]) -> Node:
+    """A node that reads `source` where it read one of these names."""
+    if not names & {*node.inputs}:
+        return node
+    return node.model_copy(update={"inputs": [source if name in names else name for name in node.inputs]})
 
 
 def _pack_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[Any]:
