@@ -66,7 +66,7 @@ from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
-from fp4deploy.plugins.quantize.statistics import Moments
+from fp4deploy.plugins.quantize.statistics import Moments, taken
 from fp4deploy.plugins.runtime.availability import available
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
@@ -121,8 +121,8 @@ class PackedNetwork:
             if isinstance(node, Layer):
                 names.update(weight_names(node))
                 self._load_weight(node, tuple(shapes[name][_axis(node)] for name in node.inputs))
-        taken = partial(small_k_kernel, weights=self._plain, device=self.device)
-        self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, taken)
+        small_k = partial(small_k_kernel, weights=self._plain, device=self.device)
+        self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
         others = {name: tensor for name, tensor in file.tensors.items() if name not in names}
         self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
 
@@ -211,7 +211,7 @@ class PackedNetwork:
             moments: by activation; a convolution adds those of what a norm reads in `steps`, the norm takes them.
             pack: makes the packed forms on the CPU.
         """
-        given = _taken(moments, node.inputs[0]) if isinstance(node, (GroupNormReLU, Norm)) else None
+        given = taken(moments, node.inputs[0]) if isinstance(node, (GroupNormReLU, Norm)) else None
         if isinstance(node, GroupNormReLU):
             return self._norm(node, cast(torch.Tensor, inputs[0]), given, pack)
         if isinstance(node, Layer):
@@ -266,9 +266,12 @@ class PackedNetwork:
         other_ab = None if step.second is None else self._affine(step.second)
         ab = self._affine(step.first) if isinstance(step.first, Affine) else None
         if isinstance(step.first, Norm):
-            ab = self._normalizing(step.first, x, _taken(moments, step.inputs[0]))
+            ab = self._normalizing(step.first, x, taken(moments, step.inputs[0]))
         work = Pointwise(ab, others[0] if others else None, other_ab, step.activation, step.slope)
-        written = pointwise_pack(x, work, [OutputForm(self.amax(form)) for form in step.outputs])
+        if any(form.pooled for form in step.outputs) and (x.shape[1] % 2 or x.shape[2] % 2):
+            (y,) = cast("list[torch.Tensor]", pointwise_pack(x, work, [OutputForm()]))
+            return self._pooled_of_odd_size(y.permute(0, 3, 1, 2), step.outputs, packed_form)
+        written = pointwise_pack(x, work, [OutputForm(self.amax(form), form.pooled) for form in step.outputs])
         return [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
 
     def _affine(self, node: Affine) -> torch.Tensor:
@@ -310,9 +313,11 @@ class PackedNetwork:
     def _norm_of_odd_size(self, node: GroupNormReLU, x: torch.Tensor, pack: Pack) -> list[FeatureMap]:
         """Pooling that leaves out a last row or column: not in the pass of the normalisation."""
         once = node.model_copy(update={"outputs": [Form(name=node.outputs[0].name)]})
-        y = cast(torch.Tensor, self._norm(once, x)[0])
+        return self._pooled_of_odd_size(cast(torch.Tensor, self._norm(once, x)[0]), node.outputs, pack)
+
+    def _pooled_of_odd_size(self, y: torch.Tensor, wanted: Sequence[Form], pack: Pack) -> list[FeatureMap]:
         pooled = torch.nn.functional.max_pool2d(y, 2)
-        return self._each_form([pooled if form.pooled else y for form in node.outputs], node.outputs, pack)
+        return self._each_form([pooled if form.pooled else y for form in wanted], wanted, pack)
 
     def _each_form(self, written: Sequence[torch.Tensor], wanted: Sequence[Form], pack: Pack) -> list[FeatureMap]:
         """Plain activations, one for each form, in their forms."""
@@ -458,11 +463,6 @@ class PackedNetwork:
                 self._fits.clear()
             self._fits[shapes] = {f"{name}.{axis}": size for name, s in given.items() for axis, size in enumerate(s)}
         return self._fits[shapes]
-
-
-def _taken(moments: dict[str, Moments] | None, name: str) -> Moments | None:
-    """Those of an activation, no longer kept."""
-    return None if moments is None else moments.pop(name, None)
 
 
 def _nvtx_range(step: Step) -> AbstractContextManager[Any]:

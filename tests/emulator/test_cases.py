@@ -16,7 +16,15 @@ from fp4deploy.plugins.runtime import nvcc
 
 FILES = {90: "emulated_h200", 100: "emulated_cpu", 120: "emulated_cpu"}
 # Kernels that are younger than the last run there.
-AFTER_THE_H200 = {"joined", "normalized", "pooled", "direct_conv", "small_k_conv", "warpgroup_conv"}
+AFTER_THE_H200 = {
+    "joined",
+    "normalized",
+    "pooled",
+    "direct_conv",
+    "small_k_conv",
+    "warpgroup_conv",
+    "pointwise_pool_pack",
+}
 BEFORE_BLACKWELL = {"decoded_conv_kernel", "split_sum_kernel", "direct_conv", "warpgroup_conv"}
 CUDA_ENTRY = re.compile(r"__global__ void\s+(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\(")
 TRITON_ENTRY = re.compile(r"^def (\w+_(?:kernel|entry))\(", re.MULTILINE)

@@ -26,7 +26,7 @@ from fp4deploy.plugins.runtime import pdl
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.export.test_packed_operators import FUNCTIONS, Around
 from tests.packed.small_networks import CLASSES, images, packed
-from tests.packed.test_producers import padded
+from tests.packed.test_producers import padded, pooled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -202,15 +202,17 @@ def test_steps_of_several_nodes(name: str) -> None:
             assert different == 0 if exact else different < 0.02, step
 
 
-def test_a_padding_of_no_pixels_is_no_step() -> None:
-    """The bytes of the nodes one by one, though a transposed convolution packs what it writes."""
-    file, x = padded()
+@pytest.mark.parametrize("made", [padded, pooled], ids=lambda made: made.__name__)
+def test_steps_without_paddings_and_pooling(made: Callable[[], Any]) -> None:
+    """The bytes of the nodes one by one: a transposed convolution packs what it writes, a step pools what it writes."""
+    file, x = made()
     network, nodes = PackedNetwork(file, "cuda"), PackedNetwork(file, "cuda")
     nodes.schedule(nodes.graph.inputs, list(nodes.graph.nodes))
     assert len(network.steps) < len(nodes.steps)
-    for size in ((32, 48), (70, 34)):
+    for size in ((32, 48), (70, 34), (96, 130)):
         image = F.interpolate(x, size).cuda()
-        assert torch.equal(leaves(network(image))[0], leaves(nodes(image))[0])
+        for one, other in zip(leaves(network(image)), leaves(nodes(image)), strict=True):
+            assert torch.equal(one, other)
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {

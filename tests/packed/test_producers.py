@@ -25,6 +25,7 @@ from fp4deploy.packed.graph import (
     Node,
     Norm,
     Pad,
+    Pool,
     Resize,
 )
 from fp4deploy.packed.network import packed_form
@@ -142,6 +143,49 @@ def test_a_padding_of_no_pixels_is_no_step() -> None:
     planned.schedule(inputs, found)
     planned.pack = packed_form
     assert torch.equal(leaves(planned(x))[0], leaves(network(x))[0])
+
+
+class Pooled(nn.Module):
+    """Maxima of 2x2 pixels of what steps write, with and without a skip, and of what they do not write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(c, 16, 3, padding=1, bias=False) for c in (3, 16, 16, 16, 16, 16)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(16) for _ in range(4)])
+        self.pool, self.wide, self.head = nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.Conv2d(16, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        skip = F.leaky_relu(self.norms[0](self.convs[0](x)), 0.1)  # read as it is, and pooled
+        side = self.convs[1](skip)
+        y = self.norms[1](self.convs[2](self.pool(skip)))
+        y = self.convs[3](F.relu(self.pool(y)) + 1)  # pooled between the norm and the activation
+        y = self.pool(F.silu(self.norms[2](y) + y))  # a sum
+        y = self.wide(self.convs[4](y)) + self.pool(torch.sigmoid(y))  # torch's: another window, no kernel
+        y = self.pool(F.relu(y))
+        return self.head(y), self.pool(F.relu6(self.norms[3](side)))
+
+
+def pooled(height: int = 64, width: int = 96) -> tuple[PackedFile, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, height, width)
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(Pooled(), x), x)), x
+
+
+@pytest.mark.parametrize("size", [(64, 96), (50, 70)])
+def test_pooling_is_a_form_of_what_a_step_writes(size: tuple[int, int]) -> None:
+    """Also where sizes are odd: then it leaves out a last row or column."""
+    file, x = pooled(*size)
+    inputs, found = plan(file.graph)
+    kinds = [step.kernel for step in found if isinstance(step, Pool)]
+    assert kinds == [[3, 3], [2, 2]]
+    assert len([node for node in file.graph.nodes if isinstance(node, Pool)]) == 7
+    forms = [[form.pooled for form in step.outputs] for step in found if isinstance(step, Produce)]
+    assert forms == [[False, True], [True], [True, True], [True], [True]]
+    network, planned = PackedNetwork(file), PackedNetwork(file)
+    planned.schedule(inputs, found)
+    planned.pack = packed_form
+    for one, other in zip(leaves(planned(x)), leaves(network(x)), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_every_form_is_written_once_and_before_it_is_read() -> None:

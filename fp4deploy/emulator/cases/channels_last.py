@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -202,13 +201,17 @@ def norm_packing(setting: Setting, outcome: Outcome) -> None:
     for forms in ([form(amax), form(None)], [form(amax), form(torch.tensor(4.0), pooled=True)]):
         with emulated(setting, outcome):
             got = norm_pack.apply_kernels(x, ab, forms)
-        for mine, expected in zip(got, norm_pack.apply_reference(x, ab, forms), strict=True):
-            if isinstance(mine, formats.Nvfp4Tensor) and isinstance(expected, formats.Nvfp4Tensor):
-                outcome.compare_packed(mine, expected)
-            else:
-                assert isinstance(mine, torch.Tensor)
-                assert isinstance(expected, torch.Tensor)
-                outcome.compare(mine, expected)
+        _compare_forms(got, norm_pack.apply_reference(x, ab, forms), outcome)
+
+
+def _compare_forms(got: list[norm_pack.FeatureMap], wanted: list[norm_pack.FeatureMap], outcome: Outcome) -> None:
+    for mine, expected in zip(got, wanted, strict=True):
+        if isinstance(mine, formats.Nvfp4Tensor) and isinstance(expected, formats.Nvfp4Tensor):
+            outcome.compare_packed(mine, expected)
+        else:
+            assert isinstance(mine, torch.Tensor)
+            assert isinstance(expected, torch.Tensor)
+            outcome.compare(mine, expected)
 
 
 def elementwise_layers(setting: Setting, outcome: Outcome) -> None:
@@ -220,9 +223,20 @@ def elementwise_layers(setting: Setting, outcome: Outcome) -> None:
         forms = [form(torch.tensor(AMAX)), form(None)]
         with emulated(setting, outcome):
             got = pointwise_pack.apply_kernels(x, each, forms)
-        mine, plain = pointwise_pack.apply_reference(x, each, forms)
-        outcome.compare_packed(cast(formats.Nvfp4Tensor, got[0]), cast(formats.Nvfp4Tensor, mine))
-        outcome.compare(cast(torch.Tensor, got[1]), cast(torch.Tensor, plain))
+        _compare_forms(got, pointwise_pack.apply_reference(x, each, forms), outcome)
+
+
+def pooled_layers(setting: Setting, outcome: Outcome) -> None:
+    """A leaky ReLU of a x + b, and a sum, with their maxima of 2 x 2 pixels; -0 and 0 are among the values."""
+    x, other = (_image(setting, 2, 32, 4, 6, seed=seed).permute(0, 2, 3, 1).contiguous() for seed in (0, 1))
+    x[0, :2, :2, :16] = torch.tensor([[-0.0, 0.0], [0.0, -0.0]])[..., None]
+    ab, form, amax = normal(setting, 2, 2, 32, seed=3), norm_pack.OutputForm, torch.tensor(AMAX)
+    work = pointwise_pack.Pointwise
+    for each in (work(ab, None, None, "leaky_relu", 0.1), work(None, other), work()):
+        for forms in ([form(amax), form(amax, pooled=True)], [form(None), form(None, pooled=True)]):
+            with emulated(setting, outcome):
+                got = pointwise_pack.apply_kernels(x, each, forms)
+            _compare_forms(got, pointwise_pack.apply_reference(x, each, forms), outcome)
 
 
 MAPS = "channels_last"
@@ -236,6 +250,7 @@ CASES = (
     Case("gradient of a learned amax", MAPS, learned_amax),
     Case("GroupNorm and pack", "norm and pack", norm_packing),
     Case("elementwise layers and pack", "norm and pack", elementwise_layers),
+    Case("elementwise layers, pool and pack", "norm and pack", pooled_layers),
     Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),
     Case("statistics of GroupNorm, 6 channels a group", "statistics", norm_statistics(1, 48, 9, 13)),
     Case("statistics of InstanceNorm", "statistics", norm_statistics(2, 16, 6, 11, groups=16)),
