@@ -57,7 +57,7 @@ from fp4deploy.packed.graph import (
 from fp4deploy.packed.on_cpu import convolution
 from fp4deploy.packed.operators import Context, channels_last, compute, convolve
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
-from fp4deploy.packed.producers import Move, Produce, Step, label, moved, plan
+from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
 from fp4deploy.plugins.gemm import decoded, plain
 from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, decode_weight, fits
@@ -66,7 +66,7 @@ from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.quantize.norm_pack import FeatureMap, OutputForm, coefficients, norm_relu_pack
 from fp4deploy.plugins.quantize.pointwise_pack import Pointwise, pointwise_pack
-from fp4deploy.plugins.quantize.statistics import Moments
+from fp4deploy.plugins.quantize.statistics import Moments, taken
 from fp4deploy.plugins.runtime.availability import available
 
 Result = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
@@ -121,10 +121,8 @@ class PackedNetwork:
             if isinstance(node, Layer):
                 names.update(weight_names(node))
                 self._load_weight(node, tuple(shapes[name][_axis(node)] for name in node.inputs))
-        norms = [node for node in self.graph.nodes if isinstance(node, GroupNormReLU)]
-        self._normed = {name for node in norms for name in node.inputs}
-        taken = partial(small_k_kernel, weights=self._plain, device=self.device)
-        self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, taken)
+        small_k = partial(small_k_kernel, weights=self._plain, device=self.device)
+        self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
         others = {name: tensor for name, tensor in file.tensors.items() if name not in names}
         self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
 
@@ -167,6 +165,7 @@ class PackedNetwork:
     def schedule(self, inputs: Sequence[Input], steps: Sequence[Step]) -> None:
         """Run these steps from now on: those of `producers.plan`, or the nodes of the graph."""
         self.inputs, self.steps = inputs, steps
+        self._normed = normalized(steps)
         last = {name: number for number, step in enumerate(steps) for name in step.inputs}
         last |= {each.activation: len(steps) for each in self.graph.outputs}
         self._last_read = [  # by each step; freed after it
@@ -190,7 +189,7 @@ class PackedNetwork:
     ) -> list[FeatureMap]:
         """`run_node` for what this device runs instead of nodes."""
         if isinstance(step, Produce):
-            return self._produce(step, cast("list[torch.Tensor]", inputs))
+            return self._produce(step, cast("list[torch.Tensor]", inputs), moments)
         if isinstance(step, Move):
             context = Context(self._vectors.__getitem__, sizes)
             return [moved(step.node, cast("list[Nvfp4Tensor]", inputs), context)]
@@ -209,11 +208,11 @@ class PackedNetwork:
         Args:
             inputs: packed ones as codes and scales, or on the CPU as `round_trip_nvfp4` makes them.
             sizes: of the network's inputs ("<input>.<axis>"); needed where a node has a size that depends on them.
-            moments: by activation; a convolution adds those of what it writes, a GroupNorm takes them.
+            moments: by activation; a convolution adds those of what a norm reads in `steps`, the norm takes them.
             pack: makes the packed forms on the CPU.
         """
+        given = taken(moments, node.inputs[0]) if isinstance(node, (GroupNormReLU, Norm)) else None
         if isinstance(node, GroupNormReLU):
-            given = moments.pop(node.inputs[0], None) if moments is not None else None
             return self._norm(node, cast(torch.Tensor, inputs[0]), given, pack)
         if isinstance(node, Layer):
             return self._layer(node, inputs, moments, pack)
@@ -260,13 +259,19 @@ class PackedNetwork:
         """What a form is packed with; None for a plain one."""
         return self._vectors[form.amax] if form.amax else None
 
-    def _produce(self, step: Produce, inputs: list[torch.Tensor]) -> list[FeatureMap]:
+    def _produce(
+        self, step: Produce, inputs: list[torch.Tensor], moments: dict[str, Moments] | None
+    ) -> list[FeatureMap]:
         x, *others = [channels_last(x).permute(0, 2, 3, 1) for x in inputs]
         other_ab = None if step.second is None else self._affine(step.second)
-        first = self._normalizing(step.first, x) if isinstance(step.first, Norm) else step.first
-        ab = self._affine(first) if isinstance(first, Affine) else first
+        ab = self._affine(step.first) if isinstance(step.first, Affine) else None
+        if isinstance(step.first, Norm):
+            ab = self._normalizing(step.first, x, taken(moments, step.inputs[0]))
         work = Pointwise(ab, others[0] if others else None, other_ab, step.activation, step.slope)
-        written = pointwise_pack(x, work, [OutputForm(self.amax(form)) for form in step.outputs])
+        if any(form.pooled for form in step.outputs) and (x.shape[1] % 2 or x.shape[2] % 2):
+            (y,) = cast("list[torch.Tensor]", pointwise_pack(x, work, [OutputForm()]))
+            return self._pooled_of_odd_size(y.permute(0, 3, 1, 2), step.outputs, packed_form)
+        written = pointwise_pack(x, work, [OutputForm(self.amax(form), form.pooled) for form in step.outputs])
         return [y if isinstance(y, Nvfp4Tensor) else y.permute(0, 3, 1, 2) for y in written]
 
     def _affine(self, node: Affine) -> torch.Tensor:
@@ -276,8 +281,8 @@ class PackedNetwork:
             self._affines[node.layer] = torch.stack(pair)[None]
         return self._affines[node.layer]
 
-    def _normalizing(self, node: Norm, x: torch.Tensor) -> torch.Tensor:
-        """The affine map, float32 [N, 2, C], that normalises `x` [N, H, W, C]."""
+    def _normalizing(self, node: Norm, x: torch.Tensor, moments: Moments | None) -> torch.Tensor:
+        """The affine map, float32 [N, 2, C], that normalises `x` [N, H, W, C]; from its moments if they are given."""
         channels = x.shape[-1]
         groups = channels if node.op == "instance_norm" else node.groups
         if node.layer is None:
@@ -285,7 +290,7 @@ class PackedNetwork:
             weight, bias = ones, torch.zeros_like(ones)
         else:
             weight, bias = (self._vectors[f"{node.layer}.{part}"] for part in ("weight", "bias"))
-        return coefficients(x, None, weight, bias, groups, node.eps)
+        return coefficients(x, None, weight, bias, groups, node.eps, moments)
 
     def _norm(
         self, node: GroupNormReLU, x: torch.Tensor, moments: Moments | None = None, pack: Pack = packed_form
@@ -308,9 +313,11 @@ class PackedNetwork:
     def _norm_of_odd_size(self, node: GroupNormReLU, x: torch.Tensor, pack: Pack) -> list[FeatureMap]:
         """Pooling that leaves out a last row or column: not in the pass of the normalisation."""
         once = node.model_copy(update={"outputs": [Form(name=node.outputs[0].name)]})
-        y = cast(torch.Tensor, self._norm(once, x)[0])
+        return self._pooled_of_odd_size(cast(torch.Tensor, self._norm(once, x)[0]), node.outputs, pack)
+
+    def _pooled_of_odd_size(self, y: torch.Tensor, wanted: Sequence[Form], pack: Pack) -> list[FeatureMap]:
         pooled = torch.nn.functional.max_pool2d(y, 2)
-        return self._each_form([pooled if form.pooled else y for form in node.outputs], node.outputs, pack)
+        return self._each_form([pooled if form.pooled else y for form in wanted], wanted, pack)
 
     def _each_form(self, written: Sequence[torch.Tensor], wanted: Sequence[Form], pack: Pack) -> list[FeatureMap]:
         """Plain activations, one for each form, in their forms."""
@@ -355,7 +362,7 @@ class PackedNetwork:
     def _convolve_small_k(
         self, node: Conv2d, x: torch.Tensor, bias: torch.Tensor | None, moments: dict[str, Moments] | None
     ) -> torch.Tensor | None:
-        """A layer in FP16 by the kernel for small K, if it runs; with the moments of what a GroupNorm reads next."""
+        """A layer in FP16 by the kernel for small K, if it runs; with the moments of what a norm reads next."""
         wanted = moments is not None and len(node.outputs) == 1 and node.outputs[0].name in self._normed
         result = convolve_small_k(node, x, self._plain[node.layer], bias, wanted)
         if result is not None and result[1] is not None and moments is not None:
@@ -408,7 +415,7 @@ class PackedNetwork:
         bias: torch.Tensor | None,
         moments: dict[str, Moments] | None,
     ) -> list[FeatureMap]:
-        """By the kernel of decoded weights, with the moments of what a GroupNorm reads next."""
+        """By the kernel of decoded weights, with the moments of what a norm reads next."""
         amax = self.amax(node.outputs[0]) if len(node.outputs) == 1 else None
         wanted = moments is not None and amax is None and node.outputs[0].name in self._normed
         up = isinstance(node, ConvTranspose2d)

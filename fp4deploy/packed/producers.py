@@ -1,14 +1,16 @@
 """What a GPU runs instead of the nodes of a graph: fewer steps, each of which writes what convolutions read.
 
-    produce    affine or norm, + residual branch, activation, packing       one kernel: x is read once
+    produce    affine or norm, + residual branch, activation, 2x2 maximum   one kernel: x is read once
+               pooling, packing
     resize     nearest, of codes and scales                                  0.56 bytes an element instead of 2
     concat     of codes and scales, where no block of 16 spans two parts     the same
 
 A graph has one node for each of these layers, and a node on its own reads and writes a feature map in FP16. `plan`
-goes over the nodes twice. First, packing moves in front of nearest resizing and concatenation, which only move
-elements: a block is 16 channels of one pixel. Then every activation function, addition and affine map takes in the
-nodes before it whose result nobody else reads. The values are those of the nodes one by one, bit for bit, but for the
-sums of a norm.
+goes over the nodes four times. First, paddings of no pixels are left out. Then packing moves in front of nearest
+resizing and concatenation, which only move elements: a block is 16 channels of one pixel. Pooling by 2x2 becomes a form
+of what it reads. Last, every activation function, addition and affine map takes in the nodes before it whose result
+nobody else reads. The values are those of
+the nodes one by one, bit for bit, but for the sums of a norm.
 
 The file and its graph are as before; a plan is made when a network is loaded.
 """
@@ -22,7 +24,22 @@ from typing import Any
 import torch
 
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.packed.graph import Activation, Affine, Arithmetic, Concat, Form, Graph, Input, Node, Norm, Resize, named
+from fp4deploy.packed.graph import (
+    Activation,
+    Affine,
+    Arithmetic,
+    Concat,
+    Form,
+    Graph,
+    GroupNormReLU,
+    Input,
+    Node,
+    Norm,
+    Pad,
+    Pool,
+    Resize,
+    named,
+)
 from fp4deploy.packed.operators import Context, compute
 from fp4deploy.packed.shapes import Shapes, shapes_of
 from fp4deploy.plugins.quantize.channels_last import channels_fit
@@ -31,7 +48,7 @@ from fp4deploy.plugins.quantize.pointwise_pack import ACTIVATIONS
 
 @dataclass(frozen=True, eq=False)
 class Produce:
-    """y = f(first(x) + second(other)) in the forms of `outputs`.
+    """y = f(first(x) + second(other)) in the forms of `outputs`, of which some may be pooled by 2 x 2.
 
     node: the last of the nodes that this is, for messages.
     inputs: x, and where there is a residual branch the other.
@@ -60,11 +77,11 @@ Step = Node | Produce | Move
 
 def plan(graph: Graph) -> tuple[list[Input], list[Step]]:
     """The inputs, with the forms that steps read, and the steps."""
-    shapes = shapes_of(graph)
-    writers: list[Any] = [*graph.inputs, *graph.nodes]
-    moved = _pack_early(writers, shapes, {each.activation for each in graph.outputs})
+    shapes, kept = shapes_of(graph), {each.activation for each in graph.outputs}
+    moved = _pack_early(_without_copies([*graph.inputs, *graph.nodes], kept), shapes, kept)
+    moved = _pool_early(moved, shapes, kept)
     inputs = [each for each in moved if isinstance(each, Input)]
-    return inputs, _fuse(moved[len(inputs) :], shapes, {each.activation for each in graph.outputs})
+    return inputs, _fuse(moved[len(inputs) :], shapes, kept)
 
 
 def moved(node: Resize | Concat, inputs: Sequence[Nvfp4Tensor], context: Context) -> Nvfp4Tensor:
@@ -82,9 +99,46 @@ def moved(node: Resize | Concat, inputs: Sequence[Nvfp4Tensor], context: Context
     return replace(first, codes=new_codes, scales=new_scales.view(e4m3), shape=torch.Size(shape))
 
 
+def normalized(steps: Sequence[Step]) -> set[str]:
+    """Activations whose statistics a kernel takes: what wrote one may give its moments."""
+    norms = [step for step in steps if isinstance(step, GroupNormReLU) or _has_norm(step)]
+    return {step.inputs[0] for step in norms}
+
+
+def _has_norm(step: Step) -> bool:
+    return isinstance(step, Produce) and isinstance(step.first, Norm)
+
+
 def label(step: Step) -> str:
     """The layer of a step, or the first activation it writes."""
     return named(step.node if isinstance(step, (Produce, Move)) else step)
+
+
+def _without_copies(writers: Sequence[Any], kept: set[str]) -> list[Any]:
+    """Without paddings of no pixels: what writes their source writes it in their forms as well."""
+    found = list(writers)
+    for place in reversed(range(len(found))):
+        node = found[place]
+        if not isinstance(node, Pad) or any(node.pad):
+            continue
+        plain = {form.name for form in node.outputs if form.amax is None}
+        packed = [form for form in node.outputs if form.amax is not None]
+        if plain & kept or any(form.axis != "channels" for form in packed):
+            continue
+        (source,) = node.inputs
+        at = next(at for at, each in enumerate(found) if any(form.name == source for form in each.outputs))
+        pooled = next(form.pooled for form in found[at].outputs if form.name == source)
+        more = [form.model_copy(update={"pooled": pooled}) for form in packed]
+        found[at] = _with_forms(found[at], [*found[at].outputs, *more])
+        found[place:] = [_reading(each, source, plain) for each in found[place + 1 :]]
+    return found
+
+
+def _reading(node: Node, source: str, names: set[str]) -> Node:
+    """A node that reads `source` where it read one of these names."""
+    if not names & {*node.inputs}:
+        return node
+    return node.model_copy(update={"inputs": [source if name in names else name for name in node.inputs]})
 
 
 def _pack_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[Any]:
@@ -106,6 +160,30 @@ def _pack_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[Any]
             steps.append(Move(node, names, [form]))
         found[at : at + 1] = steps
     return found
+
+
+def _pool_early(writers: list[Any], shapes: Shapes, kept: set[str]) -> list[Any]:
+    """Without 2x2 maximum pooling of what a `Produce` writes: the step writes that as well."""
+    found = list(writers)
+    for place in reversed(range(len(found))):
+        node = found[place]
+        if not isinstance(node, Pool) or not _halves(node) or any(form.axis != "channels" for form in node.outputs):
+            continue
+        (source,) = node.inputs
+        at = next(at for at, each in enumerate(found) if any(form.name == source for form in each.outputs))
+        read = next(form for form in found[at].outputs if form.name == source)
+        if read.pooled or not _fusible(found[at], shapes):
+            continue
+        forms = [form.model_copy(update={"pooled": True}) for form in node.outputs]
+        found[at] = _with_forms(found[at], [*found[at].outputs, *forms])
+        del found[place]
+        found[at] = _without_unread(found[at], found, kept)
+    return found
+
+
+def _halves(node: Pool) -> bool:
+    pairs = (node.kernel, node.stride, node.padding, node.dilation)
+    return node.op == "max_pool" and pairs == ([2, 2], [2, 2], [0, 0], [1, 1]) and not node.ceil_mode
 
 
 def _without_unread(writer: Any, writers: list[Any], kept: set[str]) -> Any:
@@ -144,9 +222,11 @@ def _fuse(nodes: list[Any], shapes: Shapes, kept: set[str]) -> list[Step]:
 
     def before(name: str, *kinds: type[Any]) -> Any:
         """The node that writes an activation, if it is of these kinds and nobody else reads what it writes."""
-        node = writers.get(name)
+        node: Any = writers.get(name)
         alone = node is not None and len(node.outputs) == 1 and reads[name] == 1 and name not in kept
-        return node if alone and isinstance(node, kinds) and id(node) not in taken and _fusible(node, shapes) else None
+        if not alone or any(form.pooled for form in node.outputs):
+            return None
+        return node if isinstance(node, kinds) and id(node) not in taken and _fusible(node, shapes) else None
 
     for node in reversed(nodes):
         if id(node) in taken:
@@ -182,7 +262,8 @@ def _group(node: Any, before: Any) -> tuple[Produce, list[Any]] | None:
     x = first.inputs[0] if first is not None else x
     other = second.inputs[0] if second is not None else other
     inside = [each for each in inside if each is not node]
-    if not inside and not any(form.amax for form in node.outputs) and not isinstance(node, (Affine, Norm)):
+    more = any(form.amax or form.pooled for form in node.outputs)
+    if not inside and not more and not isinstance(node, (Affine, Norm)):
         return None
     inputs = [x] if other is None else [x, other]
     return Produce(node, inputs, list(node.outputs), first, second, activation, slope), inside
@@ -192,7 +273,7 @@ def _fusible(node: Any, shapes: Shapes) -> bool:
     """The kernel computes this node."""
     if not isinstance(node, (Activation, Arithmetic, Affine, Norm)):
         return False
-    result = shapes[node.outputs[0].name]
+    result = shapes[node.inputs[0]]
     if len(result) != 4 or not channels_fit(result[1]) or any(form.axis != "channels" for form in node.outputs):
         return False
     if isinstance(node, Activation):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.export.verify.tensors import leaves
@@ -17,11 +20,13 @@ from fp4deploy.packed.capture import CapturedNetwork
 from fp4deploy.packed.graph import GroupNormReLU, Norm
 from fp4deploy.packed.producers import Produce
 from fp4deploy.plugins.gemm import reference
-from fp4deploy.plugins.quantize import norm_pack
+from fp4deploy.plugins.quantize import norm_pack, statistics
+from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime import pdl
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.export.test_packed_operators import FUNCTIONS, Around
 from tests.packed.small_networks import CLASSES, images, packed
+from tests.packed.test_producers import padded, pooled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -195,6 +200,85 @@ def test_steps_of_several_nodes(name: str) -> None:
             exact = not isinstance(step, Produce) or not isinstance(step.first, Norm)
             different = float((values(one).nan_to_num(7) != values(other).nan_to_num(7)).float().mean())
             assert different == 0 if exact else different < 0.02, step
+
+
+@pytest.mark.parametrize("made", [padded, pooled], ids=lambda made: made.__name__)
+def test_steps_without_paddings_and_pooling(made: Callable[[], Any]) -> None:
+    """The bytes of the nodes one by one: a transposed convolution packs what it writes, a step pools what it writes."""
+    file, x = made()
+    network, nodes = PackedNetwork(file, "cuda"), PackedNetwork(file, "cuda")
+    nodes.schedule(nodes.graph.inputs, list(nodes.graph.nodes))
+    assert len(network.steps) < len(nodes.steps)
+    for size in ((32, 48), (70, 34), (96, 130)):
+        image = F.interpolate(x, size).cuda()
+        for one, other in zip(leaves(network(image)), leaves(nodes(image)), strict=True):
+            assert torch.equal(one, other)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "InstanceNorm, LeakyReLU": lambda c: nn.Sequential(nn.InstanceNorm2d(c, affine=True), nn.LeakyReLU(0.1)),
+    "InstanceNorm without parameters": lambda c: nn.InstanceNorm2d(c),
+    "GroupNorm, SiLU": lambda c: nn.Sequential(nn.GroupNorm(4, c), nn.SiLU()),
+    "GroupNorm": lambda c: nn.GroupNorm(8, c),
+}
+
+
+def normed(norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Convolutions of every kernel that gives moments, a norm after each but the last."""
+    sizes = ((3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 1))
+    layers = [nn.Sequential(nn.Conv2d(before, after, 3, stride, 1), norm(after)) for before, after, stride in sizes]
+    return nn.Sequential(*layers, nn.Conv2d(128, 5, 1))
+
+
+@pytest.mark.parametrize("size", [(37, 53), (203, 301)])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_take_the_moments_of_convolutions(
+    name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass of their own over a feature map, and the results of the nodes; also in a CUDA graph."""
+    torch.manual_seed(0)
+    example = torch.randn(2, 3, 32, 48)
+    model = deployed(normed(NORMS[name]), example)
+    network = PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, example)), "cuda")
+    if not network._decodes:
+        pytest.skip("only kernels of decoded weights give moments")
+    read: list[torch.Size] = []
+
+    def chunk_moments(x: torch.Tensor) -> Moments:
+        read.append(x.shape)
+        return statistics.chunk_moments(x)
+
+    monkeypatch.setattr(norm_pack, "chunk_moments", chunk_moments)
+    x = torch.randn(2, 3, *size, device="cuda")
+    graph, sizes = network.graph, {f"{network.graph.inputs[0].name}.{axis}": each for axis, each in enumerate(x.shape)}
+    live: dict[str, Any] = {}
+    for inputs in (graph.inputs[0], network.inputs[0]):
+        live.update(zip([form.name for form in inputs.outputs], network.read_input(inputs, x), strict=True))
+    moments: dict[str, Any] = {}
+    for node in graph.nodes:
+        got = network.run_node(node, [live[each] for each in node.inputs], sizes, moments)
+        live.update(zip([form.name for form in node.outputs], got, strict=True))
+    assert not moments
+    produced = 0
+    for step in network.steps:
+        got = network.run_step(step, [live[each] for each in step.inputs], sizes, moments)
+        takes = isinstance(step, Produce) and isinstance(step.first, Norm)
+        produced += takes
+        for form, one in zip(step.outputs, got, strict=True):
+            assert (form.name in moments) == (form.name in network._normed)
+            different = float((values(one).nan_to_num(7) != values(live[form.name]).nan_to_num(7)).float().mean())
+            assert different < 0.02 if takes else different == 0, step
+            if not isinstance(one, Nvfp4Tensor):
+                difference = values(one) - values(live[form.name])
+                assert float(difference.norm()) < 2e-3 * float(values(one).norm()), step
+    assert produced == 5
+    assert not moments
+    assert read == []
+    expected = leaves(network(x))[0]
+    captured = CapturedNetwork(network)
+    assert torch.equal(leaves(captured(x))[0], expected)
+    assert read == []
+    assert expected.isfinite().all()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

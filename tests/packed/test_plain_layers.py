@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,17 @@ import torch
 from fp4deploy.emulator.cases.case import Outcome, Setting
 from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.errors import UnavailableError
-from fp4deploy.packed import PackedNetwork, plain_layers
-from fp4deploy.packed.graph import Conv2d, GroupNormReLU
+from fp4deploy.export.to_packed import pack_model
+from fp4deploy.formats import Nvfp4Tensor
+from fp4deploy.packed import PackedNetwork, packed_file, plain_layers
+from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Norm
 from fp4deploy.packed.operators import channels_last, convolve
+from fp4deploy.packed.producers import Produce, plan
 from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.quantize import norm_pack, pointwise_pack
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.nvcc import find_nvcc
+from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import images, packed
 
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
@@ -67,9 +73,7 @@ def test_nowhere_without_the_kernel() -> None:
 def test_a_layer_of_a_network(which: int) -> None:
     """The reference to a rounding of FP16, and moments exactly where a GroupNorm follows."""
     network = PackedNetwork(packed("nvfp4_qat", 0.25)[1])
-    network.dtype = torch.float16
-    for name, weight in network._plain.items():
-        network._plain[name] = weight.half()
+    halve(network)
     node = plain(network)[which]
     channels = network._plain[node.layer].shape[1]
     x = torch.randn(2, channels, 19, 37).contiguous(memory_format=torch.channels_last)
@@ -87,6 +91,75 @@ def test_a_layer_of_a_network(which: int) -> None:
     torch.testing.assert_close(y.permute(0, 2, 3, 1), wanted, rtol=2e-3, atol=1e-4)
     normed = any(isinstance(each, GroupNormReLU) and y_name(node) in each.inputs for each in network.graph.nodes)
     assert (y_name(node) in moments) == normed == (which == 0)
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("anywhere")
+def test_a_step_takes_the_moments_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """InstanceNorm and LeakyReLU after a convolution that works in tiles, at an odd size: x is not read for them."""
+    network, _ = instance_norms()
+    halve(network)
+    image, (inputs, steps) = images(2)[..., :19, :27], plan(network.graph)
+    first, second = steps[:2]
+    assert isinstance(first, Conv2d)
+    assert isinstance(second, Produce)
+    network.schedule(inputs, steps)
+    monkeypatch.setattr(norm_pack, "_runs", lambda _: True)
+    monkeypatch.setattr(pointwise_pack, "runs", lambda _: True)
+    moments: dict[str, Any] = {}
+    outcome = Outcome()
+    with emulated(Setting(arch="sm_90"), outcome):
+        (x,) = network.run_step(first, [image], {}, moments)
+        assert list(moments) == second.inputs == [y_name(first)]
+        assert moments[y_name(first)].tile != (0, 0)
+        (y,) = network.run_step(second, [x], {}, moments)
+        assert not moments
+        assert outcome.statistics.entries == {"small_k_conv", "combine_moments", "pointwise_pack"}
+        (again,) = network.run_step(second, [x], {})
+    assert "chunk_moments" in outcome.statistics.entries
+    monkeypatch.setattr(norm_pack, "_runs", lambda _: False)
+    monkeypatch.setattr(pointwise_pack, "runs", lambda _: False)
+    (expected,) = network.run_step(second, [x], {})
+    assert isinstance(expected, Nvfp4Tensor)
+    assert isinstance(x, torch.Tensor)
+    weight, bias = network._plain[first.layer].permute(0, 2, 3, 1), network._vectors[str(first.bias)]
+    wanted = small_k.conv2d_reference(image.permute(0, 2, 3, 1), weight, bias, (1, 1), (1, 1))
+    torch.testing.assert_close(x.permute(0, 2, 3, 1), wanted, rtol=2e-3, atol=1e-3)
+    for each in (y, again):
+        assert isinstance(each, Nvfp4Tensor)
+        assert float((each.codes != expected.codes).float().mean()) < 2e-3
+
+
+def test_nodes_one_by_one_leave_no_moments() -> None:
+    """A norm that torch computes takes those that a convolution gave."""
+    network, x = instance_norms()
+    (node, *_) = [node for node in network.graph.nodes if isinstance(node, Norm)]
+    moments: dict[str, Any] = {node.inputs[0]: "of a convolution", "another": "stays"}
+    y = torch.randn(2, 16, 7, 9, dtype=network.dtype)
+    network.run_node(node, [y], moments=moments)
+    assert list(moments) == ["another"]
+    assert network._normed == set()
+    network.schedule(*plan(network.graph))
+    norms = [each for each in network.graph.nodes if isinstance(each, Norm)]
+    assert network._normed == {name for each in norms for name in each.inputs}
+    network.schedule(network.graph.inputs, list(network.graph.nodes))
+    assert network._normed == set()
+    assert isinstance(network(x), torch.Tensor)
+
+
+def instance_norms() -> tuple[PackedNetwork, torch.Tensor]:
+    """A network of convolutions, InstanceNorm and LeakyReLU, and what it reads."""
+    torch.manual_seed(0)
+    factory, size = NETWORKS["InstanceNorm UNet"]
+    x = torch.randn(2, 3, *size)
+    return PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(deployed(factory(), x), x))), x
+
+
+def halve(network: PackedNetwork) -> None:
+    """Activations and weights of layers as on a GPU."""
+    network.dtype = torch.float16
+    for name, weight in network._plain.items():
+        network._plain[name] = weight.half()
 
 
 def y_name(node: Conv2d) -> str:

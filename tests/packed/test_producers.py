@@ -9,13 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.export.verify.packed import leaves
 from fp4deploy.packed import PackedFile, PackedNetwork, packed_file
-from fp4deploy.packed.graph import Activation, Affine, Concat, Node, Norm, Resize
+from fp4deploy.packed.graph import (
+    Activation,
+    Affine,
+    Concat,
+    Conv2d,
+    ConvTranspose2d,
+    GroupNormReLU,
+    Node,
+    Norm,
+    Pad,
+    Pool,
+    Resize,
+)
 from fp4deploy.packed.network import packed_form
-from fp4deploy.packed.producers import Move, Produce, plan
+from fp4deploy.packed.producers import Move, Produce, normalized, plan
 from tests.export.packable_networks import NETWORKS, deployed
 from tests.packed.small_networks import packed
 
@@ -74,9 +88,104 @@ def test_norms_and_activations_are_one_step() -> None:
     assert not [step for step in found if isinstance(step, (Norm, Activation))]
 
 
+def test_norms_read_what_one_convolution_writes() -> None:
+    """In one plain form, so that it gives the moments with it; a transposed convolution gives none."""
+    found = steps("InstanceNorm UNet")
+    names = normalized(found)
+    assert len(names) == 10
+    writers = [step for step in found if any(form.name in names for form in step.outputs)]
+    assert len(writers) == 10
+    for step in writers:
+        assert isinstance(step, Conv2d)
+        assert [form.amax for form in step.outputs] == [None]
+    assert normalized(packed_network("InstanceNorm UNet")[0].graph.nodes) == set()
+    ours = packed()[1].graph
+    assert normalized(ours.nodes) == {node.inputs[0] for node in ours.nodes if isinstance(node, GroupNormReLU)} != set()
+
+
 def test_a_concatenation_of_packed_parts() -> None:
     concats = [step for step in steps("ASPP") if isinstance(step, Move) and isinstance(step.node, Concat)]
     assert [len(step.inputs) for step in concats] == [4]
+
+
+class Padded(nn.Module):
+    """Skips of a UNet whose upsampled side is padded by what it lacks: here nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, 2, 1)
+        self.up, self.join = nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(32, 16, 3, padding=1)
+        self.head = nn.Conv2d(16, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.first(x).relu()
+        y = F.pad(self.up(F.pad(self.down(skip).relu(), (0, 0, 0, 0))), (0, 0, 0, 0), "replicate")
+        y = F.pad(self.join(torch.cat([skip, y], 1)), (0, 0, 0, 0))
+        return F.pad(self.head(F.pad(y, (0, 0, 0, 0), "replicate")), (0, 0, 0, 0), "replicate")
+
+
+def padded() -> tuple[PackedFile, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 32, 48)
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(Padded(), x), x)), x
+
+
+def test_a_padding_of_no_pixels_is_no_step() -> None:
+    """A transposed convolution writes what the next one reads, packed; only an output of the network stays."""
+    file, x = padded()
+    assert len([node for node in file.graph.nodes if isinstance(node, Pad)]) == 5
+    inputs, found = plan(file.graph)
+    (last,) = [step for step in found if isinstance(step, Pad)]
+    assert last is found[-1]
+    (up,) = [step for step in found if isinstance(step, ConvTranspose2d)]
+    assert [form.amax is not None for form in up.outputs] == [True]
+    network, planned = PackedNetwork(file), PackedNetwork(file)
+    planned.schedule(inputs, found)
+    planned.pack = packed_form
+    assert torch.equal(leaves(planned(x))[0], leaves(network(x))[0])
+
+
+class Pooled(nn.Module):
+    """Maxima of 2x2 pixels of what steps write, with and without a skip, and of what they do not write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(c, 16, 3, padding=1, bias=False) for c in (3, 16, 16, 16, 16, 16)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(16) for _ in range(4)])
+        self.pool, self.wide, self.head = nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.Conv2d(16, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        skip = F.leaky_relu(self.norms[0](self.convs[0](x)), 0.1)  # read as it is, and pooled
+        side = self.convs[1](skip)
+        y = self.norms[1](self.convs[2](self.pool(skip)))
+        y = self.convs[3](F.relu(self.pool(y)) + 1)  # pooled between the norm and the activation
+        y = self.pool(F.silu(self.norms[2](y) + y))  # a sum
+        y = self.wide(self.convs[4](y)) + self.pool(torch.sigmoid(y))  # torch's: another window, no kernel
+        y = self.pool(F.relu(y))
+        return self.head(y), self.pool(F.relu6(self.norms[3](side)))
+
+
+def pooled(height: int = 64, width: int = 96) -> tuple[PackedFile, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, height, width)
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(Pooled(), x), x)), x
+
+
+@pytest.mark.parametrize("size", [(64, 96), (50, 70)])
+def test_pooling_is_a_form_of_what_a_step_writes(size: tuple[int, int]) -> None:
+    """Also where sizes are odd: then it leaves out a last row or column."""
+    file, x = pooled(*size)
+    inputs, found = plan(file.graph)
+    kinds = [step.kernel for step in found if isinstance(step, Pool)]
+    assert kinds == [[3, 3], [2, 2]]
+    assert len([node for node in file.graph.nodes if isinstance(node, Pool)]) == 7
+    forms = [[form.pooled for form in step.outputs] for step in found if isinstance(step, Produce)]
+    assert forms == [[False, True], [True], [True, True], [True], [True]]
+    network, planned = PackedNetwork(file), PackedNetwork(file)
+    planned.schedule(inputs, found)
+    planned.pack = packed_form
+    for one, other in zip(leaves(planned(x)), leaves(network(x)), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_every_form_is_written_once_and_before_it_is_read() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -171,14 +170,13 @@ def tracking(setting: Setting, outcome: Outcome) -> None:
 
 
 def norm_statistics(*shape: int, groups: int = 8) -> Callable[[Setting, Outcome], None]:
-    """a and b of a GroupNorm for inference are near those of float64, from chunks and from tiles of two batch items."""
+    """a and b of a norm for inference are near those of float64: from chunks, from runs of pixels and from tiles."""
 
     def case(setting: Setting, outcome: Outcome) -> None:
         x, channels = _image(setting, *shape).permute(0, 2, 3, 1).contiguous(), shape[1]
         bias, weight, beta = (normal(setting, channels, seed=seed) for seed in (3, 4, 5))
         exact = norm_pack.affine(x.double(), bias.double(), weight.double(), beta.double(), groups, 1e-5)
-        for rows in (0, 16, 32):
-            tiles = _tile_moments(x, rows) if rows else None
+        for tiles in (None, _run_moments(x, 16), _run_moments(x, 32), _tile_moments(x, 4, 8)):
             with emulated(setting, outcome):
                 moments = tiles or statistics.chunk_moments(x)
                 ab = statistics.combine(moments, x.shape, bias, weight, beta, groups, 1e-5)
@@ -188,8 +186,21 @@ def norm_statistics(*shape: int, groups: int = 8) -> Callable[[Setting, Outcome]
     return case
 
 
-def _tile_moments(x: torch.Tensor, rows: int) -> statistics.Moments:
-    """Moments of runs of `rows` pixels of the whole batch, as a convolution's tiles have them."""
+def _tile_moments(x: torch.Tensor, height: int, width: int) -> statistics.Moments:
+    """Moments of tiles of each feature map, as a convolution that works in tiles has them."""
+    parts = [
+        torch.stack([tile.mean(0), (tile - tile.mean(0)).square().sum(0)])
+        for item in x.double()
+        for rows in item.split(height)
+        for tile in (each.flatten(0, 1) for each in rows.split(width, 1))
+    ]
+    found = torch.full((len(parts), 2, 2, x.shape[-1]), float("nan"))
+    found[:, 0] = torch.stack(parts)
+    return statistics.Moments(found, height * width, len(parts) // len(x), (height, width))
+
+
+def _run_moments(x: torch.Tensor, rows: int) -> statistics.Moments:
+    """Moments of runs of `rows` pixels of the whole batch, as the tiles of an implicit GEMM have them."""
     n, h, w, c = x.shape
     flat, item = x.double().reshape(-1, c), torch.arange(n * h * w) // (h * w)
     parts = torch.full((-(-len(flat) // rows), 2, 2, c), float("nan"))
@@ -209,13 +220,17 @@ def norm_packing(setting: Setting, outcome: Outcome) -> None:
     for forms in ([form(amax), form(None)], [form(amax), form(torch.tensor(4.0), pooled=True)]):
         with emulated(setting, outcome):
             got = norm_pack.apply_kernels(x, ab, forms)
-        for mine, expected in zip(got, norm_pack.apply_reference(x, ab, forms), strict=True):
-            if isinstance(mine, formats.Nvfp4Tensor) and isinstance(expected, formats.Nvfp4Tensor):
-                outcome.compare_packed(mine, expected)
-            else:
-                assert isinstance(mine, torch.Tensor)
-                assert isinstance(expected, torch.Tensor)
-                outcome.compare(mine, expected)
+        _compare_forms(got, norm_pack.apply_reference(x, ab, forms), outcome)
+
+
+def _compare_forms(got: list[norm_pack.FeatureMap], wanted: list[norm_pack.FeatureMap], outcome: Outcome) -> None:
+    for mine, expected in zip(got, wanted, strict=True):
+        if isinstance(mine, formats.Nvfp4Tensor) and isinstance(expected, formats.Nvfp4Tensor):
+            outcome.compare_packed(mine, expected)
+        else:
+            assert isinstance(mine, torch.Tensor)
+            assert isinstance(expected, torch.Tensor)
+            outcome.compare(mine, expected)
 
 
 def elementwise_layers(setting: Setting, outcome: Outcome) -> None:
@@ -227,9 +242,20 @@ def elementwise_layers(setting: Setting, outcome: Outcome) -> None:
         forms = [form(torch.tensor(AMAX)), form(None)]
         with emulated(setting, outcome):
             got = pointwise_pack.apply_kernels(x, each, forms)
-        mine, plain = pointwise_pack.apply_reference(x, each, forms)
-        outcome.compare_packed(cast(formats.Nvfp4Tensor, got[0]), cast(formats.Nvfp4Tensor, mine))
-        outcome.compare(cast(torch.Tensor, got[1]), cast(torch.Tensor, plain))
+        _compare_forms(got, pointwise_pack.apply_reference(x, each, forms), outcome)
+
+
+def pooled_layers(setting: Setting, outcome: Outcome) -> None:
+    """A leaky ReLU of a x + b, and a sum, with their maxima of 2 x 2 pixels; -0 and 0 are among the values."""
+    x, other = (_image(setting, 2, 32, 4, 6, seed=seed).permute(0, 2, 3, 1).contiguous() for seed in (0, 1))
+    x[0, :2, :2, :16] = torch.tensor([[-0.0, 0.0], [0.0, -0.0]])[..., None]
+    ab, form, amax = normal(setting, 2, 2, 32, seed=3), norm_pack.OutputForm, torch.tensor(AMAX)
+    work = pointwise_pack.Pointwise
+    for each in (work(ab, None, None, "leaky_relu", 0.1), work(None, other), work()):
+        for forms in ([form(amax), form(amax, pooled=True)], [form(None), form(None, pooled=True)]):
+            with emulated(setting, outcome):
+                got = pointwise_pack.apply_kernels(x, each, forms)
+            _compare_forms(got, pointwise_pack.apply_reference(x, each, forms), outcome)
 
 
 MAPS = "channels_last"
@@ -243,6 +269,8 @@ CASES = (
     Case("gradient of a learned amax", MAPS, learned_amax),
     Case("GroupNorm and pack", "norm and pack", norm_packing),
     Case("elementwise layers and pack", "norm and pack", elementwise_layers),
+    Case("elementwise layers, pool and pack", "norm and pack", pooled_layers),
     Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),
     Case("statistics of GroupNorm, 6 channels a group", "statistics", norm_statistics(1, 48, 9, 13)),
+    Case("statistics of InstanceNorm", "statistics", norm_statistics(2, 16, 6, 11, groups=16)),
 )

@@ -144,6 +144,11 @@ CASES = tuple(
             Convolution(channels=(32, 32), outputs=64, image=(1, 8, 9), dilation=2, dtype=torch.bfloat16),
         ),
         (
+            "decoded weights, dilation 12, rows of padding",
+            WEIGHTS,
+            Convolution(image=(1, 24, 12), dilation=12),
+        ),
+        (
             "decoded weights, two sources, moments",
             WEIGHTS,
             Convolution(channels=(64, 64), size=1, image=(2, 12, 16), moments=True),

@@ -260,6 +260,11 @@ def directly(weight: DecodedWeight, pixels: Size3, stride: int, dilation: int, u
     return direct.fills(direct.variant(weight.channels, outputs, (kh, kw), up), pixels, device)
 
 
+def leaves_out_rows(tile: Tile, taps: tuple[int, int], width: int, dilation: int) -> bool:
+    """Whether many tiles of an output of this width have rows of taps that read padding alone."""
+    return taps[0] > 1 and dilation > 1 and dilation * width > tile.bm
+
+
 def _moments_of_rows(pixels: Size3, channels: int, tall: int, device: torch.device) -> tuple[Moments | None, int]:
     """Where moments of runs of `tall` pixels go, and how many batch items a run may touch; None for more than two."""
     n, pixels_of_item = pixels[0], pixels[1] * pixels[2]
@@ -315,6 +320,7 @@ def conv_call(
         "QUANTIZE": scales is not None and not split,
         "MOMENTS": 0 if split else items,
         "SPLIT": split,
+        "ROWS": not up and cb % tile.bk == 0 and leaves_out_rows(tile, taps, pixels[2], geometry[2]),
         "FULL": outputs % tile.bn == 0,
         "BF16": dtype == torch.bfloat16,
         "BM": tile.bm,

@@ -90,11 +90,12 @@ def coefficients(
     beta: torch.Tensor,
     groups: int,
     eps: float,
+    moments: Moments | None = None,
 ) -> torch.Tensor:
-    """`affine` by kernels where they run."""
+    """`affine` by kernels where they run; moments: of x, as of `norm_relu_pack`."""
     if _runs(x) and weight.numel() <= groups * THREADS:
         try:
-            return combine(chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
+            return combine(moments or chunk_moments(x), x.shape, bias, weight, beta, groups, eps)
         except UnavailableError as error:
             fallback.refuse(x.device, error)
     return affine(x, bias, weight, beta, groups, eps)

@@ -3,6 +3,7 @@
     v = round(a x + b)             an affine map of each channel: a BatchNorm, or a norm with its statistics
     v = round(v + r)               a residual branch, r = other or round(c other + d)
     y = round(f(v))                an activation function
+    p                              the maximum of y over 2 x 2 pixels
 
 Each line may be missing. Layer by layer each of them reads and writes a feature map in FP16, and packing reads it
 again; here x is read once and y is written at 4.5 bits an element. Every line is rounded to the dtype of x, so that the
@@ -30,7 +31,8 @@ from fp4deploy.plugins.runtime.pdl import launch_secondary
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, THREADS
 
 ACTIVATIONS = ("", "relu", "leaky_relu", "silu", "hardswish", "gelu", "relu6")  # by their number in the kernel
-SOURCE, NAME, SIGNATURE = "pointwise_pack.cu", "pointwise_pack", "PPqPPqfPPPPqiq"
+SOURCE = "pointwise_pack.cu"
+KERNEL, POOLING = ("pointwise_pack", "PPqPPqfPPPPqiq"), ("pointwise_pool_pack", "PPqPPqfPPPPPPPPiqiq")
 
 fallback = Fallback("Elementwise layers of packed networks", "torch")
 
@@ -56,7 +58,8 @@ def pointwise_pack(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]
 
     Args:
         x: [N, H, W, C], contiguous.
-        forms: none of them pooled. Packed ones give `Nvfp4Tensor` [N, H, W, C], plain ones tensors.
+        forms: packed ones give `Nvfp4Tensor` [N, H, W, C], plain ones tensors; pooled ones [N, H/2, W/2, C], for which
+            H and W must be even.
     """
     if not runs(x):
         return apply_reference(x, work, forms)
@@ -82,7 +85,12 @@ def apply_reference(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm
         v = F.leaky_relu(v, work.slope)
     elif work.activation:
         v = getattr(F, work.activation)(v)
-    return [v if form.amax is None else formats.quantize_nvfp4(v, amax=form.amax) for form in forms]
+    pooled = F.max_pool2d(v.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1) if any(each.pooled for each in forms) else v
+    return [_form(pooled.contiguous() if each.pooled else v, each.amax) for each in forms]
+
+
+def _form(y: torch.Tensor, amax: torch.Tensor | None) -> FeatureMap:
+    return y if amax is None else formats.quantize_nvfp4(y, amax=amax)
 
 
 def _affine(x: torch.Tensor, ab: torch.Tensor) -> torch.Tensor:
@@ -91,7 +99,7 @@ def _affine(x: torch.Tensor, ab: torch.Tensor) -> torch.Tensor:
 
 
 def apply_kernels(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm]) -> list[FeatureMap]:
-    """`apply_reference` by the kernel; a launch serves one packed and one plain form.
+    """`apply_reference` by kernels; a launch serves one packed and one plain form of y and of p.
 
     Raises:
         UnavailableError: the kernel does not compile or launch here.
@@ -99,17 +107,19 @@ def apply_kernels(x: torch.Tensor, work: Pointwise, forms: Sequence[OutputForm])
     results: list[FeatureMap] = [empty(x, form) for form in forms]
     waiting = list(range(len(forms)))
     while waiting:
-        served: dict[bool, int] = {}
+        served: dict[tuple[bool, bool], int] = {}
         for at in waiting:
-            served.setdefault(forms[at].amax is None, at)
-        _launch(x, work, {(False, plain): results[at] for plain, at in served.items()})
+            served.setdefault((forms[at].pooled, forms[at].amax is None), at)
+        _launch(x, work, {kind: results[at] for kind, at in served.items()})
         waiting = [at for at in waiting if at not in served.values()]
     return results
 
 
 def _launch(x: torch.Tensor, work: Pointwise, results: dict[tuple[bool, bool], FeatureMap]) -> None:
     n, h, w, c = x.shape
-    count, per_chunk = chunks(h * w, c, n)
+    pooling = any(pooled for pooled, _ in results)
+    pixels = h * w // 4 if pooling else h * w
+    count, per_chunk = chunks(pixels, c, n)
     second = 0 if work.other is None else 1 if work.other_ab is None else 2
     macros: dict[str, str | int] = {
         "DTYPE": CUDA_TYPES[x.dtype],
@@ -118,9 +128,11 @@ def _launch(x: torch.Tensor, work: Pointwise, results: dict[tuple[bool, bool], F
         "ACTIVATION": ACTIVATIONS.index(work.activation),
     }
     affine = (work.ab, _item(work.ab), work.other, work.other_ab, _item(work.other_ab))
-    targets = pointers(results, False)
-    run = kernel(SOURCE, NAME, SIGNATURE, macros, x.device)
-    launch_secondary(run, (count, n), THREADS, x, *affine, work.slope, *targets, h * w, c, per_chunk)
+    targets: tuple[object, ...] = pointers(results, False)
+    if pooling:
+        targets = (*targets, *pointers(results, True), w // 2)
+    run = kernel(SOURCE, *(POOLING if pooling else KERNEL), macros, x.device)
+    launch_secondary(run, (count, n), THREADS, x, *affine, work.slope, *targets, pixels, c, per_chunk)
 
 
 def _item(ab: torch.Tensor | None) -> int:

@@ -39,6 +39,11 @@ class Moments:
     tile: tuple[int, int] = (0, 0)
 
 
+def taken(moments: dict[str, Moments] | None, name: str) -> Moments | None:
+    """Those of an activation, if there are any; they are not kept."""
+    return None if moments is None else moments.pop(name, None)
+
+
 def chunk_moments(x: torch.Tensor) -> Moments:
     """Moments of a feature map [N, H, W, C], contiguous, float16 or bfloat16, on a GPU.
 

@@ -79,6 +79,25 @@ def test_tiles_of_one_step_give_the_same_bits_as_each_other_and_as_packed_weight
         assert torch.equal(one, former)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dilation", [12, 24, 36])
+def test_rows_of_padding_change_no_bits(dilation: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out or multiplied, as in atrous pyramids; their tiles touch one or two batch items."""
+    sources, weight = operands(3, 44, 60, (256,), 128, 3)
+    planes, bias, chosen = decode_weight(weight, (256,)), torch.randn(128, device="cuda"), Plan(decoded.LARGE, splits)
+    assert decoded.leaves_out_rows(decoded.LARGE, (3, 3), 60, dilation)
+    geometry = {"padding": dilation, "dilation": dilation, "chosen": chosen}
+    y, _ = decoded.conv2d(tuple(sources), planes, bias, **geometry)
+    monkeypatch.setattr(decoded, "leaves_out_rows", lambda *_: False)
+    whole, _ = decoded.conv2d(tuple(sources), planes, bias, **geometry)
+    expected = conv2d_reference(tuple(sources), weight, bias, 1, dilation, dilation, False, torch.float32)
+    assert isinstance(y, torch.Tensor)
+    assert isinstance(whole, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert torch.equal(y, whole)
+    assert float((y.float() - expected).norm() / expected.norm()) < 6e-4
+
+
 @pytest.mark.parametrize("tile", [decoded.SMALL, Tile(256, 64, 32, 4, 3), Tile(256, 128, 32, 8, 3)], ids=str)
 def test_every_run_gives_the_same_bits_on_a_busy_gpu(tile: Tile) -> None:
     """Registers that wgmma reads must not be reused (`triton.decode.finished`): what is wrong then depends on time."""

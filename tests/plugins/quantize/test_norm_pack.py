@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.plugins.quantize.norm_pack import OutputForm, affine, apply_reference, group_moments, norm_relu_pack
+from fp4deploy.plugins.quantize import norm_pack
+from fp4deploy.plugins.quantize.norm_pack import (
+    OutputForm,
+    affine,
+    apply_reference,
+    coefficients,
+    group_moments,
+    norm_relu_pack,
+)
+from fp4deploy.plugins.quantize.statistics import Moments
 
 GROUPS, EPS = 8, 1e-5
 EPSILON = torch.finfo(torch.float32).eps
@@ -68,6 +77,29 @@ def test_the_affine_map_rounds_once() -> None:
     (y,) = apply_reference(x, ab, [OutputForm()])
     assert isinstance(y, torch.Tensor)
     assert y.flatten()[0].item() == 2.0**-11 + 2.0**-24
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_coefficients_of_given_moments_do_not_read_the_feature_map(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, _, weight, beta = inputs((2, 5, 7, 16), torch.float16)
+    own, moments = Moments(torch.zeros(1), 1), Moments(torch.ones(1), 2)
+    combined: list[tuple[Moments, torch.Size, int]] = []
+
+    def combine(
+        taken: Moments, shape: torch.Size, bias: object, weight: object, beta: object, groups: int, eps: float
+    ) -> torch.Tensor:
+        combined.append((taken, shape, groups))
+        return x
+
+    monkeypatch.setattr(norm_pack, "_runs", lambda _: True)
+    monkeypatch.setattr(norm_pack, "combine", combine)
+    monkeypatch.setattr(norm_pack, "chunk_moments", lambda _: own)
+    assert coefficients(x, None, weight, beta, 16, EPS, moments if given else None) is x
+    assert combined == [(moments if given else own, x.shape, 16)]
+    monkeypatch.setattr(norm_pack, "_runs", lambda _: False)
+    assert torch.equal(coefficients(x, None, weight, beta, 16, EPS, moments), affine(x, None, weight, beta, 16, EPS))
 
 
 @pytest.mark.parametrize(("shape", "groups"), [((1, 64, 64, 16), 4), ((3, 20, 50, 24), 3), ((1, 1, 1, 8), 2)])

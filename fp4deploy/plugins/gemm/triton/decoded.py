@@ -11,6 +11,9 @@ says why), in the order in which the main loop reads them. The elements are the 
 divided among `splits` programs, each writes its sum in float32, and `split_sum_kernel` adds them in ascending order.
 The result depends on `splits` and BK, as on any order of a sum, and never on which program ends first.
 
+**Rows of padding.** With a large dilation most tiles of a small feature map read nothing but padding for the upper or
+the lower taps. With ROWS the K steps of such rows of taps are left out: they would add zeros, so that the bits stay.
+
 **Moments.** GroupNorm needs mean and variance of what a convolution writes. With MOMENTS the epilogue stores both for
 each tile and channel, of the rounded values, so that no further pass reads the feature map:
 
@@ -66,6 +69,7 @@ def decoded_conv_kernel(
     QUANTIZE: tl.constexpr,
     MOMENTS: tl.constexpr,  # 0; batch items a tile may touch: 1 or 2
     SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of taps that a tile does not need are left out; with TAPS 1
     FULL: tl.constexpr,  # BN divides outputs
     BF16: tl.constexpr,
     BM: tl.constexpr,
@@ -104,12 +108,15 @@ def decoded_conv_kernel(
     total = steps + _steps(CB2, KH * KW, TAPS, BK) if TWO else steps
     low = (total * split) // splits if SPLIT else 0
     high = (total * (split + 1)) // splits if SPLIT else total
+    upper, lower = 0, KH
+    if ROWS:
+        upper, lower = _rows_of_taps(tile, M, OH, OW, H, stride, padding, dilation, KH, BM)
     if SECONDARY:
         begin_after_primary()
     acc = tl.zeros((BM, BN), tl.float32)
     acc = _accumulate(
         acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, 0, tl.minimum(low, steps), tl.minimum(high, steps),
-        W, dilation, KH, KW, TAPS, FULL, BM, BN, BK, ASM,
+        upper, lower, W, dilation, KH, KW, TAPS, ROWS, FULL, BM, BN, BK, ASM,
     )  # fmt: skip
     factor = tl.load(x_amax) / x_range
     if TWO:
@@ -119,7 +126,7 @@ def decoded_conv_kernel(
         acc = _accumulate(
             acc * (factor / second), x2, x2_scales, CB2, pixel, tap_mask, even, odd, has, padded,
             tl.maximum(low, steps) - steps, tl.maximum(high, steps) - steps,
-            W, dilation, KH, KW, TAPS, FULL, BM, BN, BK, ASM,
+            upper, lower, W, dilation, KH, KW, TAPS, ROWS, FULL, BM, BN, BK, ASM,
         )  # fmt: skip
         factor = second
     acc = acc * (factor * (tl.load(w_amax) / w_range) * (SCALED * SCALED))
@@ -219,9 +226,23 @@ def _steps(CB, FILTER: tl.constexpr, TAPS: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _rows_of_taps(tile, M, OH, OW, H, stride, padding, dilation, KH: tl.constexpr, BM: tl.constexpr):
+    """The rows of taps, `upper` to `lower` exclusively, that read a pixel for any of a tile's output pixels."""
+    first, last = tile * BM, tl.minimum(tile * BM + BM, M) - 1
+    one = first // (OH * OW) == last // (OH * OW)  # batch item; of two all rows are taken
+    top = tl.where(one, (first // OW) % OH, 0) * stride - padding
+    bottom = tl.where(one, (last // OW) % OH, OH - 1) * stride - padding
+    upper, lower = tile * 0, tile * 0
+    for row in tl.static_range(KH):
+        upper += (bottom + row * dilation < 0).to(tl.int32)
+        lower += (top + row * dilation < H).to(tl.int32)
+    return upper, lower
+
+
+@triton.jit
 def _accumulate(
-    acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, begin, low, high,
-    W, dilation, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr, FULL: tl.constexpr,
+    acc, x, x_scales, CB, pixel, tap_mask, even, odd, has, begin, low, high, upper, lower,
+    W, dilation, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc + K steps `low` to `high` of one source, whose elements begin at `begin` in a row of the planes."""
@@ -231,6 +252,8 @@ def _accumulate(
         xp = x + (pixel * CB)[:, None] + byte[None, :]
         xsp = x_scales + (pixel * SB)[:, None] + scale[None, :]
         depth = CB // BK
+        if ROWS:
+            low, high = tl.maximum(low, upper * KW * depth), tl.minimum(high, lower * KW * depth)
         tap, c = low // depth, (low % depth) * BK
         for step in range(low, high):
             offset = ((tap // KW) * W + tap % KW) * dilation

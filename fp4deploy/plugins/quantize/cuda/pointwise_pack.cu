@@ -1,17 +1,19 @@
 // The layers between two convolutions that work on each element alone, in one pass: an affine map of each channel, the
 // addition of a residual branch with an affine map of its own, an activation function. The output is written packed,
-// plain or both (`pack_target.cuh`).
+// plain or both (`pack_target.cuh`), and so is its maximum over 2 x 2 pixels.
 //
 //   v = round(a x + b)                          FIRST 1; FIRST 0: v = x
 //   v = round(v + r), r = other                 SECOND 1; SECOND 2: r = round(c other + d); SECOND 0: nothing
 //   y = round(f(v))                             ACTIVATION 0 none, 1 relu, 2 leaky_relu, 3 silu, 4 hardswish, 5 gelu,
 //                                               6 relu6
+//   p = the maximum of y over 2 x 2 pixels      pointwise_pool_pack
 //
 // Every operation is in float32 and every line is rounded to DTYPE, so that the bytes are those of the layers one by
 // one. a and b are float32 [items, 2, C] with items 1 or N: `ab_item` floats lie between two items of a batch.
 //
 // Launch: block 256, grid (chunks, N). x, other, values: DTYPE [N, pixels, C]; codes: 8 bytes and scales: 1 byte for
-// each 16 channels. C is a multiple of 16.
+// each 16 channels. C is a multiple of 16. pointwise_pool_pack: x, other, values: DTYPE [N, 4 pixels, C], chunks of pooled
+// pixels, W of the pooled feature map; outputs that are not written are null pointers.
 #include "pack_target.cuh"
 
 using channels::VECTOR;
@@ -50,26 +52,35 @@ __device__ __forceinline__ float activation(float v, float slope) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256) pointwise_pack(
-    const DTYPE* x, const float* ab, long long ab_item, const DTYPE* other, const float* other_ab,
-    long long other_ab_item, float slope, const float* amax, uint32_t* codes, uint8_t* scales, DTYPE* values,
-    long long pixels, int C, long long per_chunk) {
-    const Walk walk(pixels, C, per_chunk);
-    begin_after_primary();
+// y of 8 channels of a pixel.
+struct Pointwise {
+    const DTYPE *x, *other;
+    float slope;
 #if FIRST
-    const Affine first(ab, ab_item, walk, C);
+    Affine first;
 #endif
 #if SECOND == 2
-    const Affine second(other_ab, other_ab_item, walk, C);
+    Affine second;
 #endif
-    const Target target{codes, scales, values};
-    const fp4::GlobalScale global = target.global(amax);
-    const long long item = (long long)blockIdx.y * pixels * C + walk.channel;
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        const bool has = walk.has(trip);
-        const long long at = item + walk.pixel(trip) * C;
-        float v[VECTOR] = {};
+
+    __device__ Pointwise(
+        const DTYPE* x, const float* ab, long long ab_item, const DTYPE* other, const float* other_ab,
+        long long other_ab_item, float slope, const Walk& walk, int C)
+        : x(x),
+          other(other),
+          slope(slope)
+#if FIRST
+          ,
+          first(ab, ab_item, walk, C)
+#endif
+#if SECOND == 2
+          ,
+          second(other_ab, other_ab_item, walk, C)
+#endif
+    {
+    }
+
+    __device__ __forceinline__ void operator()(float (&v)[VECTOR], long long at, bool has) const {
         if (has) channels::load(x + at, v);
 #if FIRST
         first(v);
@@ -85,6 +96,56 @@ extern "C" __global__ void __launch_bounds__(256) pointwise_pack(
 #endif
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(activation(v[i], slope)));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256) pointwise_pack(
+    const DTYPE* x, const float* ab, long long ab_item, const DTYPE* other, const float* other_ab,
+    long long other_ab_item, float slope, const float* amax, uint32_t* codes, uint8_t* scales, DTYPE* values,
+    long long pixels, int C, long long per_chunk) {
+    const Walk walk(pixels, C, per_chunk);
+    begin_after_primary();
+    const Pointwise pointwise(x, ab, ab_item, other, other_ab, other_ab_item, slope, walk, C);
+    const Target target{codes, scales, values};
+    const fp4::GlobalScale global = target.global(amax);
+    const long long item = (long long)blockIdx.y * pixels * C + walk.channel;
+#pragma unroll 4
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        const bool has = walk.has(trip);
+        const long long at = item + walk.pixel(trip) * C;
+        float v[VECTOR] = {};
+        pointwise(v, at, has);
         target.put(v, global, at, has);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) pointwise_pool_pack(
+    const DTYPE* x, const float* ab, long long ab_item, const DTYPE* other, const float* other_ab,
+    long long other_ab_item, float slope, const float* amax, uint32_t* codes, uint8_t* scales, DTYPE* values,
+    const float* pooled_amax, uint32_t* pooled_codes, uint8_t* pooled_scales, DTYPE* pooled_values, int W,
+    long long pixels, int C, long long per_chunk) {
+    const Walk walk(pixels, C, per_chunk);
+    begin_after_primary();
+    const Pointwise pointwise(x, ab, ab_item, other, other_ab, other_ab_item, slope, walk, C);
+    const Target full{codes, scales, values}, pooled{pooled_codes, pooled_scales, pooled_values};
+    const fp4::GlobalScale global = full.global(amax), pooled_global = pooled.global(pooled_amax);
+    const long long out = (long long)blockIdx.y * pixels * C + walk.channel, item = 4 * out - 3 * walk.channel;
+    for (int trip = 0; trip < walk.trips; ++trip) {
+        const bool has = walk.has(trip);
+        const long long pixel = has ? walk.pixel(trip) : 0, row = pixel / W, column = pixel - row * W;
+        const long long corner = item + (row * 4 * W + column * 2) * C;
+        float best[VECTOR];
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap) {
+            const long long at = corner + ((tap >> 1) * 2 * W + (tap & 1)) * (long long)C;
+            float v[VECTOR] = {};
+            pointwise(v, at, has);
+            full.put(v, global, at, has);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) {  // of -0 and 0 the first, as torch
+                best[i] = !tap || v[i] > best[i] || v[i] != v[i] ? v[i] : best[i];
+            }
+        }
+        pooled.put(best, pooled_global, out + pixel * C, has);
     }
 }
