@@ -132,6 +132,7 @@ class FusedUNet(UNet):
         if isinstance(encoder[0].conv1, QuantizedLayer):  # by default it stays as it is
             x = encoder[0].conv1.quantized_input(x)
         for level, block in enumerate(encoder):
+            x = convolve(x, weights[block.conv1], None, SAME)  # its input is not held while the block goes on
             x, bias = self._block(block, x, weights)
             if level < deepest:
                 x = self._downwards(block, x, bias, encoder[level + 1].conv1, skips)
@@ -139,13 +140,13 @@ class FusedUNet(UNet):
         for up, block in zip(ups, decoder, strict=True):
             x = self._convolved(x, bias, before.norm2, up, weights, _cast(up.bias, x), UPWARDS)
             x = self._joined(x, *skips.pop(), block.conv1)
+            x = convolve(x, weights[block.conv1], None, SAME)
             x, bias = self._block(block, x, weights)
             before = block
         return self._convolved(x, bias, before.norm2, self.head, weights, _cast(self.head.bias, x), POINTWISE)
 
     def _block(self, block: Block, x: torch.Tensor, weights: dict[nn.Module, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """From the input of a block to the output of its second convolution, whose bias is still to be added."""
-        x = convolve(x, weights[block.conv1], None, SAME)
+        """From the output of the first convolution to that of the second, whose bias is still to be added."""
         return self._convolved(x, block.conv1.bias, block.norm1, block.conv2, weights, None, SAME), block.conv2.bias
 
     def _convolved(
