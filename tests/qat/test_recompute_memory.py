@@ -1,4 +1,4 @@
-"""Peak memory of a step that computes activations again, counted without a GPU: tensors without data, their storages."""
+"""Peak memory of a step that computes activations again, counted without a GPU: storages of tensors without data."""
 
 from __future__ import annotations
 
