@@ -97,6 +97,20 @@ def recomputed_steps() -> str:
     return markdown(["", "launched, ms", "in a CUDA graph, ms", "peak GB", "time", "memory"], rows)
 
 
+def recipe_ratios() -> str:
+    """Time of a step of each recipe over that of FP16, both in CUDA graphs."""
+    found = {case: row["graph_ms"] for (_, case), row in _steps("training_step_recipes_h200").items()}
+    names = {
+        "": "`nvfp4_qat`",
+        ", dynamic": "`nvfp4_qat+dynamic`",
+        ", learned": "`nvfp4_qat+learned`",
+        ", 2-D": "`nvfp4_qat_2d`",
+        ", 4/6": "`nvfp4_4o6_qat`",
+    }
+    ratios = [f"{found[f'nvfp4 fused{key}'] / found['fp16 fused']:.2f} ({name})" for key, name in names.items()]
+    return ", ".join(ratios[:-1]) + " and " + ratios[-1]
+
+
 def captured_recipe() -> str:
     """Images a second of a training that quantises gradients, in the epochs after the first: replayed and launched."""
     found = {row["cuda_graph"]: row["epochs"][1:] for row in result("captured_recipe_h200")["rows"]}
@@ -512,6 +526,13 @@ def coco_samples() -> str:
         seeds = ", ".join(map(_seeds, models))
         rows.append([row["note"], seeds, *(spread(each["best"]) for each in models), gap(row["gap_best"])])
     return markdown(["classes", "seeds", "FP16", "FP16 control", "NVFP4 QAT", "gap"], rows)
+
+
+def instances_of_samples(key: str) -> str:
+    """AP of the FP16 models of COCO samples, the best epoch of each seed, in points."""
+    runs = result("coco_samples_instance_h200")["variants"]["fp16"]["runs"].values()
+    scores = [100 * run["best" if key == "ap" else key] for run in runs]
+    return f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}"
 
 
 PLACEMENTS = {"default": "21 of 23 layers", "all": "every layer, multi-term input", "rgb": "every layer, plain image"}
@@ -1045,7 +1066,7 @@ def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
         table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
-        captured_recipe, claim_growth, image_loss, first_input_share,
+        captured_recipe, recipe_ratios, instances_of_samples, claim_growth, image_loss, first_input_share,
     ):  # fmt: skip
         env.macro(function)
 
