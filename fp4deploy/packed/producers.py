@@ -9,8 +9,7 @@ A graph has one node for each of these layers, and a node on its own reads and w
 goes over the nodes four times. First, paddings of no pixels are left out. Then packing moves in front of nearest
 resizing and concatenation, which only move elements: a block is 16 channels of one pixel. Pooling by 2x2 becomes a form
 of what it reads. Last, every activation function, addition and affine map takes in the nodes before it whose result
-nobody else reads. The values are those of
-the nodes one by one, bit for bit, but for the sums of a norm.
+nobody else reads. The values are those of the nodes one by one, bit for bit, but for the sums of a norm.
 
 The file and its graph are as before; a plan is made when a network is loaded.
 """
