@@ -333,7 +333,11 @@ class _SkipAndPool(torch.autograd.Function):
         y, ab, amax, largest = ctx.saved_tensors
         dskip, dpooled = gradients
         damax = ops.pool_damax(y, dpooled, amax, largest).reshape(amax.shape) if ctx.needs_input_grad[1] else None
-        return ops.pool_backward(y, dskip, dpooled, amax, ab), damax, None, None, None
+        if ab is None:
+            dy = ops.pool_backward(y, dskip, dpooled, amax)
+        else:
+            dy = ops.pool_backward_again(y, ab, dskip, dpooled, amax)
+        return dy, damax, None, None, None
 
 
 class _Concat(torch.autograd.Function):
@@ -531,7 +535,7 @@ class _ConcatAgain:
     def values(self, x: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor) -> torch.Tensor:
         """[relu(norm(x)), b] as the layer reads it."""
         joined: torch.Tensor
-        joined, in_range = ops.concat(x, b, amax, ab=ab)
+        joined, in_range = ops.concat_again(x, ab, b, amax)
         self._in_range = in_range if self._masks else None
         return joined
 

@@ -104,8 +104,7 @@ def pool(y: Any, amax: Any) -> torch.Tensor:
     return pooled if amax is None else clipped(pooled, amax)[0]
 
 
-def pool_backward(y: Any, dskip: Any, dpooled: Any, amax: Any, ab: Any = None) -> torch.Tensor:
-    y = y if ab is None else affine_relu(y, ab)
+def pool_backward(y: Any, dskip: Any, dpooled: Any, amax: Any) -> torch.Tensor:
     dpooled = dpooled.contiguous(memory_format=torch.channels_last)
     with torch.enable_grad():
         given = y.detach().requires_grad_()
@@ -124,13 +123,19 @@ def previous_amax(x: Any, other: Any, tracked: Any) -> torch.Tensor:
     return (tracked if tracked > 0 else torch.maximum(x.abs().amax(), other)).reshape(1).clone()
 
 
-def concat(
-    a: Any, b: Any, amax: Any, other: Any = None, tracked: Any = None, decay: Any = 0.0, ab: Any = None
-) -> Any:  # fmt: skip
-    out = torch.cat([a if ab is None else affine_relu(a, ab), b], 1)
+def concat(a: Any, b: Any, amax: Any, other: Any = None, tracked: Any = None, decay: Any = 0.0) -> Any:
+    out = torch.cat([a, b], 1)
     if tracked is not None:
         follow(torch.maximum(b.abs().amax(), other).reshape(()), tracked, decay, False)
     return (out, torch.zeros(0, dtype=torch.uint8)) if amax is None else clipped(out, amax)
+
+
+def concat_again(x: Any, ab: Any, b: Any, amax: Any) -> Any:
+    return concat(affine_relu(x, ab), b, amax)
+
+
+def pool_backward_again(x: Any, ab: Any, dskip: Any, dpooled: Any, amax: Any) -> torch.Tensor:
+    return pool_backward(affine_relu(x, ab), dskip, dpooled, amax)
 
 
 def separate(gradient: Any, inside: Any, first: Any) -> Any:
@@ -175,7 +180,7 @@ def _order(weight: torch.Tensor) -> tuple[int, ...]:
 KERNELS = (
     *(group_norm_relu, group_norm_relu_backward, pool, pool_backward, track_amax, previous_amax, concat, separate),
     *(group_norm_relu_damax, pool_damax, concat_damax, fake_quantize_weights, group_norm_relu_again),
-    group_norm_relu_backward_,
+    *(group_norm_relu_backward_, concat_again, pool_backward_again),
 )
 
 

@@ -59,7 +59,7 @@ def estimate(
             max=1.0,
             callback=finite,
             help="Assumed share of the ideal speed of several GPUs.",
-            show_default="0.85, what four GPUs reached",
+            show_default="0.94, what four GPUs reached",
         ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to measure.")] = 30,

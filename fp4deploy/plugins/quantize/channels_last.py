@@ -5,6 +5,7 @@
 | `group_norm_relu` | bias of the convolution + GroupNorm + ReLU + fake quantisation | all of it in two passes |
 | `group_norm_relu_again` | the same output from the coefficients of the first time | - |
 | `group_norm_relu_backward_` | - | the output again in place of x, and the gradient in place of dy |
+| `concat_again`, `pool_backward_again` | the results of `concat` and `pool_backward` from what a GroupNorm read | - |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
 | `concat` | concatenation + fake quantisation | split, zero where an element was clipped |
 | `track_amax` | amax of a tensor, and the running amax of a static scale | - |
@@ -14,8 +15,6 @@ The input of the next convolution is fake-quantised to NVFP4 in blocks of 16 cha
 `formats.fake_quantize_nvfp4`. The kernels are in `cuda/group_norm.cu`, `pool.cu`, `concat.cu` and
 `track_amax.cu`. They are torch operators (`torch.ops.fp4deploy.*`) with fake implementations, so that `torch.compile`
 and CUDA graphs take them; nothing synchronises, and nothing but outputs and small scratch is allocated.
-
-`pool_backward` and `concat` take what a GroupNorm read, with its coefficients `ab`, in place of what it wrote.
 
 Feature maps are float16 or bfloat16 [N, C, H, W], contiguous in channels_last; C a multiple of 16, at most 2048.
 """
@@ -115,11 +114,13 @@ LIBRARY.define(
 )
 LIBRARY.define("previous_amax(Tensor x, Tensor? other, Tensor tracked) -> Tensor")
 LIBRARY.define("pool(Tensor y, Tensor? amax) -> Tensor")
-LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax, Tensor? ab=None) -> Tensor")
+LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
+LIBRARY.define("pool_backward_again(Tensor x, Tensor ab, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
 LIBRARY.define(
-    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0, "
-    "Tensor? ab=None) -> (Tensor, Tensor)"
+    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0) "
+    "-> (Tensor, Tensor)"
 )
+LIBRARY.define("concat_again(Tensor x, Tensor ab, Tensor b, Tensor? amax) -> (Tensor, Tensor)")
 LIBRARY.define("separate(Tensor gradient, Tensor? inside, int first) -> (Tensor, Tensor)")
 
 
@@ -339,8 +340,20 @@ def _normalized(x: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor | N
 
 
 @torch.library.register_fake("fp4deploy::pool_backward", lib=LIBRARY)
-def _(y, dskip, dpooled, amax, ab=None):  # type: ignore[no-untyped-def]
+def _(y, dskip, dpooled, amax):  # type: ignore[no-untyped-def]
     return torch.empty_like(y)
+
+
+@torch.library.impl(LIBRARY, "pool_backward_again", "CUDA")
+def _pool_backward_again(
+    x: torch.Tensor, ab: torch.Tensor, dskip: torch.Tensor | None, dpooled: torch.Tensor, amax: torch.Tensor | None
+) -> torch.Tensor:
+    return _pool_backward(x, dskip, dpooled, amax, ab)
+
+
+@torch.library.register_fake("fp4deploy::pool_backward_again", lib=LIBRARY)
+def _(x, ab, dskip, dpooled, amax):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
 
 
 @torch.library.impl(LIBRARY, "concat", "CUDA")
@@ -375,8 +388,20 @@ def _concat_outputs(a: torch.Tensor, b: torch.Tensor, quantize: bool) -> tuple[t
 
 
 @torch.library.register_fake("fp4deploy::concat", lib=LIBRARY)
-def _(a, b, amax, other=None, tracked=None, decay=0.0, ab=None):  # type: ignore[no-untyped-def]
+def _(a, b, amax, other=None, tracked=None, decay=0.0):  # type: ignore[no-untyped-def]
     return _concat_outputs(a, b, amax is not None)
+
+
+@torch.library.impl(LIBRARY, "concat_again", "CUDA")
+def _concat_again(
+    x: torch.Tensor, ab: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _concat(x, b, amax, ab=ab)
+
+
+@torch.library.register_fake("fp4deploy::concat_again", lib=LIBRARY)
+def _(x, ab, b, amax):  # type: ignore[no-untyped-def]
+    return _concat_outputs(x, b, amax is not None)
 
 
 @torch.library.impl(LIBRARY, "separate", "CUDA")
