@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import FORMS, forward, machine, measured
+from peers import FORMS, command, forward, machine, measured
 from torch import nn
 
 from fp4deploy.errors import Fp4DeployError
@@ -56,7 +56,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
     rows: dict[str, dict[str, Any]] = {case: {"case": case, "runs": {}} for case in arguments.cases}
-    found = {"command": "python benchmarks/packed_latency.py", "machine": machine(), "recipe": RECIPE}
+    found = {"command": command("--seconds"), "machine": machine(), "recipe": RECIPE}
     for name in ("packed nvfp4", "packed fp16", NODES, *(f"fp16, {form}" for form in arguments.forms)):
         for case, row in rows.items():
             if name == NODES and case[0].isdecimal():

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import copy
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,17 @@ from torch import nn
 Run = Callable[[], Any]
 COMPILED = {"compiled": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 FORMS = ("eager, NCHW", "eager, channels_last", *COMPILED)
+
+
+def command(*left_out: str) -> str:
+    """The command line of this process, as results name it: without --json, nor other options with one value."""
+    told, arguments = ["python", f"benchmarks/{Path(sys.argv[0]).name}"], iter(sys.argv[1:])
+    for argument in arguments:
+        if argument in ("--json", *left_out):
+            next(arguments, None)
+        else:
+            told.append(argument)
+    return shlex.join(told)
 
 
 def forward(model: nn.Module, form: str, x: torch.Tensor) -> Run:

@@ -135,8 +135,12 @@ def described(arguments: argparse.Namespace, scale: float) -> dict[str, Any]:
 
 
 def resume(report: dict[str, Any], older: dict[str, Any]) -> None:
-    """Take over what an older run measured with the same options but for the number of GPUs, and its all-reduce."""
-    fixed = [re.sub(r"--gpus \S+", "", each["command"]) + str(each["machine"]) for each in (report, older)]
+    """Take over what an older run measured with the same options but for the number of GPUs, and its all-reduce.
+
+    The repetitions of a case that the older run has not measured may differ, too."""
+    shared = any(row["kind"] == "same share" for row in older["rows"])
+    free = r"--gpus \S+" if shared else r"--(gpus|share-repeat) \S+"
+    fixed = [re.sub(free, "", each["command"]) + str(each["machine"]) for each in (report, older)]
     if fixed[0] != fixed[1]:
         sys.exit(f"--resume: the file was made by {older['command']!r} on {older['machine']}")
     report["rows"], report["all_reduce_ms"] = older["rows"], older["all_reduce_ms"]

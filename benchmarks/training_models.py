@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import machine
+from peers import command, machine
 from torch import nn
 from training_step import median_ms
 
@@ -173,7 +173,7 @@ def main() -> None:
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))]
     for row in rows:
         print(json.dumps(row), flush=True)
-    report = {"command": "python benchmarks/training_models.py", "machine": machine(), "rows": rows}
+    report = {"command": command("--profiles", "--compile-seconds", "--seconds"), "machine": machine(), "rows": rows}
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

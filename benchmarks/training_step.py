@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import captured, machine
+from peers import captured, command, machine
 from torch import nn
 
 from fp4deploy.models import build_unet
@@ -200,7 +200,7 @@ def main() -> None:
             break
         rows.append(measure(scale, cases(scale)[index], arguments.repeats))
         if arguments.json:  # after each: a run that is cut off keeps what it has
-            report = {"command": "python benchmarks/training_step.py", "machine": machine(), "rows": rows}
+            report = {"command": command(), "machine": machine(), "rows": rows}
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     times = {(row["scale"], row["case"]): row.get("ms") for row in rows}

@@ -8,8 +8,9 @@ FP16 where the unfused model holds FP32 between GroupNorm and the next convoluti
 the same path without the quantisers.
 
 Activations in plain NVFP4, static, dynamic or with a learned amax, are quantised inside these kernels. With 4/6 the
-kernels write FP16 and find the amax, and the kernel of 4/6 quantises. The gradient of a learned amax takes one more
-pass over what the layer's gradient reads, in a step in which a block exceeds the amax (`plugins.quantize.learned`).
+kernels write FP16 and find the amax, the kernel of 4/6 quantises, and those of the backward read its in-range mask. The
+gradient of a learned amax takes one more pass over what the layer's gradient reads, in a step in which a block exceeds
+the amax (`plugins.quantize.learned`).
 Weights are quantised in two launches together, or layer by layer where their format is not the plain one.
 
 The fused forward does not call the submodules. Whenever that would matter (a hook on one of them, a calibration, a
@@ -245,26 +246,32 @@ class _NormReLU(torch.autograd.Function):
         quantize: bool,
         delayed: bool,
         clips: bool,
+        spec: QuantSpec | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = x.contiguous(memory_format=torch.channels_last)
         y, ab, mean_rstd, channel_mean, largest = ops.group_norm_relu(
             x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed
         )
         used = largest if amax is None else amax
-        ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used, largest)
+        y, inside = quantize_operand(y, spec, (1,), used.reshape(()) if clips else None)
+        ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used, largest, inside)
         ctx.masks = quantize and clips
         ctx.mark_non_differentiable(largest, ab)
         return y, largest, ab
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, ab, mean_rstd, channel_mean, bias, weight, used, largest = ctx.saved_tensors
+        x, ab, mean_rstd, channel_mean, bias, weight, used, largest, inside = ctx.saved_tensors
         dy, damax = gradients[0], None
-        dx, sums = ops.group_norm_relu_backward(x, dy, ab, mean_rstd, channel_mean, bias, weight, used, ctx.masks)
+        saved = (ab, mean_rstd, channel_mean, bias, weight)
+        if inside is None:
+            dx, sums = ops.group_norm_relu_backward(x, dy, *saved, used, ctx.masks)
+        else:
+            dx, sums = ops.group_norm_relu_backward_clipped(x, dy, *saved, inside)
         if ctx.needs_input_grad[6]:
             damax = ops.group_norm_relu_damax(x, dy, ab, used, largest).reshape(used.shape)
         dgamma, dbeta, dbias = sums.unbind()
-        return dx, None if bias is None else dbias, dgamma, dbeta, None, None, damax, *[None] * 5
+        return dx, None if bias is None else dbias, dgamma, dbeta, None, None, damax, *[None] * 6
 
 
 class _NormConvolution(torch.autograd.Function):
@@ -349,12 +356,13 @@ class _Concat(torch.autograd.Function):
         amax: torch.Tensor | None,
         clips: bool,
         source: Source | None,
+        spec: QuantSpec | None,
         *tracking: Any,
     ) -> torch.Tensor:
-        out, in_range = ops.concat(a, b, amax, *tracking)
-        masks, ctx.arguments = clips and amax is not None, 5 + len(tracking)
+        out, in_range = _concatenated(ops.concat(a, b, amax if spec is None else None, *tracking), spec, amax, clips)
+        masks, ctx.arguments = clips and amax is not None, 6 + len(tracking)
         if source is not None:
-            again, (x, ab) = _ConcatAgain(masks), source
+            again, (x, ab) = _ConcatAgain(masks, spec), source
             computed_by(out, again.values, x, b, amax, ab)
             if masks:
                 computed_by(in_range, again.in_range, x, b, amax, ab)
@@ -374,18 +382,29 @@ class _Concat(torch.autograd.Function):
         return da, db, damax, *[None] * (ctx.arguments - 3)
 
 
+def _concatenated(
+    found: tuple[torch.Tensor, torch.Tensor], spec: QuantSpec | None, amax: torch.Tensor | None, clips: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the kernel of a concatenation returned, quantised by `spec` where it did not do that, with its mask."""
+    if spec is None:
+        return found
+    return quantize_operand(found[0], spec, (1,), cast(torch.Tensor, amax).reshape(()) if clips else None)
+
+
 def _norm(
     x: torch.Tensor, bias: torch.Tensor | None, norm: nn.GroupNorm, after: nn.Module | None
 ) -> tuple[torch.Tensor, torch.Tensor, Source | None]:
     """(relu(norm(x + bias)) as the layer `after` reads it, its amax, what it is computed again from)."""
     amax, *how = _quantization(x, after)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _NormReLU.apply(x, bias, *_of_norm(norm), amax, *how)
+    spec = _left(after)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    result = _NormReLU.apply(x, bias, *_of_norm(norm), amax, *how, spec)
     y, largest, ab = result
     _remember(after, largest)
     used = largest if amax is None else amax
-    computed_by(y, _norm_again, x, ab, used, _in_kernel(after))
+    computed_by(y, _norm_again, x, ab, used, _in_kernel(after), spec, _clips(after))
     source = (x.detach().contiguous(memory_format=torch.channels_last), ab) if is_recomputing() else None
-    return _quantized(y, after, used), largest, source
+    return y, largest, source
 
 
 def _norm_convolution(
@@ -431,15 +450,23 @@ def _remember(after: nn.Module | None, largest: torch.Tensor) -> None:
         after.remember(largest)
 
 
-def _norm_again(x: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor, quantize: bool) -> torch.Tensor:
+def _norm_again(
+    x: torch.Tensor, ab: torch.Tensor, amax: torch.Tensor, quantize: bool, spec: QuantSpec | None, clips: bool
+) -> torch.Tensor:
     x = x.contiguous(memory_format=torch.channels_last)
     y: torch.Tensor = ops.group_norm_relu_again(x, ab, amax, quantize)
-    return y
+    return quantize_operand(y, spec, (1,), amax.reshape(()) if clips else None)[0]
 
 
 def _in_kernel(after: nn.Module | None) -> bool:
     """The kernel that writes the input of the layer `after` quantises it."""
     return isinstance(after, QuantizedLayer) and cast(QuantSpec, after.recipe.activation).four_over_six is None
+
+
+def _left(after: nn.Module | None) -> QuantSpec | None:
+    """The format in which the input of the layer `after` is quantised where the kernel that writes it does not."""
+    quantized = isinstance(after, QuantizedLayer) and not _in_kernel(after)
+    return cast(QuantizedLayer, after).recipe.activation if quantized else None
 
 
 def _clips(after: nn.Module | None) -> bool:
@@ -449,11 +476,12 @@ def _clips(after: nn.Module | None) -> bool:
 
 def _quantized(y: torch.Tensor, after: nn.Module | None, amax: torch.Tensor | None) -> torch.Tensor:
     """The input of `after`, which a kernel wrote in FP16, quantised where that is still to be done."""
-    if not isinstance(after, QuantizedLayer) or _in_kernel(after):
+    spec = _left(after)
+    if spec is None:
         return y
-    used = cast(torch.Tensor, amax).reshape(()) if after.is_static else None
-    quantized = fake_quantize(y, after.recipe.activation, (1,), used)
-    computed_by(quantized, _quantized_again, y, after.recipe.activation, used)
+    used = cast(torch.Tensor, amax).reshape(()) if _clips(after) else None
+    quantized = fake_quantize(y, spec, (1,), used)
+    computed_by(quantized, _quantized_again, y, spec, used)
     return quantized
 
 
@@ -514,28 +542,26 @@ def _concat(
 ) -> torch.Tensor:
     """[a, b] as the layer `after` reads it; `largest` is the amax of a. Delayed, only the copy itself reads b."""
     tracking: tuple[Any, ...] = ()
-    inside = _in_kernel(after)
-    if inside and isinstance(after, QuantizedLayer) and after.moves_amax and after.is_delayed:
+    if isinstance(after, QuantizedLayer) and _in_kernel(after) and after.moves_amax and after.is_delayed:
         amax: torch.Tensor | None = after.remember(ops.previous_amax(b.detach(), largest, after.input_amax))
         tracking = (largest, after.input_amax, after.recipe.amax_decay)
     else:
         amax = _track(b, largest, after, read=True)
-    used = amax if inside else None
-    result: torch.Tensor = _Concat.apply(a, b, used, _clips(after), source, *tracking)
-    return _quantized(result, after, amax)
+    result: torch.Tensor = _Concat.apply(a, b, amax, _clips(after), source, _left(after), *tracking)
+    return result
 
 
 class _ConcatAgain:
     """Both results of one concatenation; the convolution's weight gradient needs one right before the other is read."""
 
-    def __init__(self, masks: bool) -> None:
-        self._masks = masks
+    def __init__(self, masks: bool, spec: QuantSpec | None) -> None:
+        self._masks, self._spec = masks, spec
         self._in_range: torch.Tensor | None = None
 
     def values(self, x: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor) -> torch.Tensor:
         """[relu(norm(x)), b] as the layer reads it."""
-        joined: torch.Tensor
-        joined, in_range = ops.concat_again(x, ab, b, amax)
+        found = ops.concat_again(x, ab, b, amax if self._spec is None else None)
+        joined, in_range = _concatenated(found, self._spec, amax, self._masks)
         self._in_range = in_range if self._masks else None
         return joined
 

@@ -91,6 +91,13 @@ def group_norm_relu_backward(
     return dx, torch.stack([*others, dbias])
 
 
+def group_norm_relu_backward_clipped(
+    x: Any, dy: Any, ab: Any, settings: Any, beta: Any, bias: Any, weight: Any, inside: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    return group_norm_relu_backward(x, dy * inside, ab, settings, beta, bias, weight, None, False)
+
+
 def group_norm_relu_backward_(x: Any, dy: Any, ab: Any, *how: Any) -> torch.Tensor:
     *settings, clips, quantize = how
     dx, sums = group_norm_relu_backward(x, dy, ab, *settings, clips)
@@ -180,7 +187,7 @@ def _order(weight: torch.Tensor) -> tuple[int, ...]:
 KERNELS = (
     *(group_norm_relu, group_norm_relu_backward, pool, pool_backward, track_amax, previous_amax, concat, separate),
     *(group_norm_relu_damax, pool_damax, concat_damax, fake_quantize_weights, group_norm_relu_again),
-    *(group_norm_relu_backward_, concat_again, pool_backward_again),
+    *(group_norm_relu_backward_, group_norm_relu_backward_clipped, concat_again, pool_backward_again),
 )
 
 

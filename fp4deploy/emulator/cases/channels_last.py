@@ -55,6 +55,12 @@ def group_norm_gradient(setting: Setting, outcome: Outcome) -> None:
     y = torch.relu(F.group_norm(exact[0] + exact[3][:, None, None], 8, exact[1], exact[2], 1e-5))
     y.backward(dy.double() * inside)
     outcome.compare(_near(dx, exact[0].grad, 2**-10), torch.ones(dx.shape, dtype=torch.uint8))
+    in_range = _bits(inside)
+    with emulated(setting, outcome):
+        how = (ab, mean_rstd, channel_mean, bias, weight)
+        dx, _ = channels_last._group_norm_relu_backward_clipped(x, dy, *how, in_range)
+        wanted, _ = channels_last._group_norm_relu_backward(x, torch.where(inside, dy, 0), *how, amax, False)
+    outcome.compare(dx, wanted)
     for clips, quantize in ((True, True), (False, True), (False, False)):
         given, gradient = x.clone(), dy.clone()
         saved = (ab, mean_rstd, channel_mean, bias, weight, amax)
@@ -66,6 +72,12 @@ def group_norm_gradient(setting: Setting, outcome: Outcome) -> None:
         outcome.compare(gradient, wanted)
     for got, each in zip(sums, exact[1:], strict=True):
         outcome.compare(_near(got, each.grad, 1e-5), torch.ones(32, dtype=torch.uint8))
+
+
+def _bits(inside: torch.Tensor) -> torch.Tensor:
+    """A mask [N, C, H, W] as the kernels write it: uint8, a bit an element, channels last."""
+    eights = inside.permute(0, 2, 3, 1).unflatten(-1, (-1, 8)).to(torch.uint8)
+    return (eights << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
 def _near(got: torch.Tensor, exact: torch.Tensor | None, share: float) -> torch.Tensor:

@@ -5,6 +5,7 @@
 | `group_norm_relu` | bias of the convolution + GroupNorm + ReLU + fake quantisation | all of it in two passes |
 | `group_norm_relu_again` | the same output from the coefficients of the first time | - |
 | `group_norm_relu_backward_` | - | the output again in place of x, and the gradient in place of dy |
+| `group_norm_relu_backward_clipped` | - | the same passes where another kernel quantised, with its in-range mask |
 | `concat_again`, `pool_backward_again` | the results of `concat` and `pool_backward` from what a GroupNorm read | - |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
 | `concat` | concatenation + fake quantisation | split, zero where an element was clipped |
@@ -110,6 +111,10 @@ LIBRARY.define(
     "Tensor? bias, Tensor weight, Tensor amax, bool clips, bool quantize) -> Tensor"
 )
 LIBRARY.define(
+    "group_norm_relu_backward_clipped(Tensor x, Tensor dy, Tensor ab, Tensor mean_rstd, Tensor channel_mean, "
+    "Tensor? bias, Tensor weight, Tensor inside) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
     "track_amax(Tensor x, Tensor? other, Tensor(a!)? tracked, float decay, bool read, bool delayed=False) -> Tensor"
 )
 LIBRARY.define("previous_amax(Tensor x, Tensor? other, Tensor tracked) -> Tensor")
@@ -184,6 +189,27 @@ def _group_norm_relu_backward(
     return dx, _gradients(x, dy, ab, mean_rstd, channel_mean, bias, weight, amax, quantize, dx)
 
 
+@torch.library.impl(LIBRARY, "group_norm_relu_backward_clipped", "CUDA")
+def _group_norm_relu_backward_clipped(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    ab: torch.Tensor,
+    mean_rstd: torch.Tensor,
+    channel_mean: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    inside: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    dx = torch.empty_like(x)
+    return dx, _gradients(x, dy, ab, mean_rstd, channel_mean, bias, weight, None, False, dx, inside=inside)
+
+
+@torch.library.register_fake("fp4deploy::group_norm_relu_backward_clipped", lib=LIBRARY)
+def _(x, dy, ab, mean_rstd, channel_mean, bias, weight, inside):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), _float(x, 3, x.shape[1])
+
+
 @torch.library.impl(LIBRARY, "group_norm_relu_backward_", "CUDA")
 def _group_norm_relu_backward_in_place(
     x: torch.Tensor,
@@ -208,13 +234,17 @@ def _gradients(
     channel_mean: torch.Tensor,
     bias: torch.Tensor | None,
     weight: torch.Tensor,
-    amax: torch.Tensor,
+    amax: torch.Tensor | None,
     masks: bool,
     dx: torch.Tensor,
     y: torch.Tensor | None = None,
     again: int = 0,
+    inside: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write dx, and y where `again` says how; the sums for gamma, beta and the bias [3, C]."""
+    """Write dx, and y where `again` says how; the sums for gamma, beta and the bias [3, C].
+
+    inside: the in-range mask, bits in the order of memory, of what another kernel quantised; `masks` is False then.
+    """
     n, c, h, w = x.shape
     groups, pixels = mean_rstd.shape[1], h * w
     macros, (chunks, per_chunk), device = _macros(x, masks), chunks_of(pixels, c, n), x.device
@@ -225,11 +255,11 @@ def _gradients(
         _float(x, n, 3, c),
         _float(x, 3, c),
     )
-    sums = kernel("group_norm.cu", "sums", "PPPPPPPqiiq", macros, device)
+    sums = kernel("group_norm.cu", "sums", "PPPPPPPPqiiq", macros, device)
     sums.launch(
         (chunks, n),
         THREADS,
-        *(x, dy, ab, mean_rstd, bias, amax, partial, pixels, c, groups, per_chunk),
+        *(x, dy, ab, mean_rstd, bias, amax, inside, partial, pixels, c, groups, per_chunk),
         shared=4 * rows * c,
     )
     coefficients = kernel("group_norm.cu", "coefficients", "PPPPPPPqiii", macros, device)
@@ -241,9 +271,9 @@ def _gradients(
     parameters = kernel("group_norm.cu", "parameters", "PPii", macros, device)
     parameters.launch(-(-3 * c // THREADS), THREADS, channel_sums, out, n, c)
     gradient = kernel(
-        "group_norm.cu", "gradient", "PPPPPPPqiq", {**macros, "AGAIN": again} if again else macros, device
+        "group_norm.cu", "gradient", "PPPPPPPPqiq", {**macros, "AGAIN": again} if again else macros, device
     )
-    gradient.launch((chunks, n), THREADS, x, dy, ab, pqr, amax, dx, y, pixels, c, per_chunk)
+    gradient.launch((chunks, n), THREADS, x, dy, ab, pqr, amax, inside, dx, y, pixels, c, per_chunk)
     return out
 
 

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fp4deploy.formats import fake_quantize_nvfp4
+from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.plugins import available
+from fp4deploy.plugins.quantize.dispatch import mask_gradient
 from fp4deploy.plugins.quantize.weights import fake_quantize_weights
-from fp4deploy.qat import calibrate_percentile, prepare, quantized_layers
+from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet
+from fp4deploy.qat.operators.quantizers import quantize_operand
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 pytestmark = [
@@ -103,6 +105,22 @@ def test_gradient_of_the_quantised_output_stops_where_it_saturates() -> None:
     exact = x.double().requires_grad_()
     torch.relu(F.group_norm(exact, 8, weight.double(), beta.double(), 1e-5)).backward(dy.double() * inside)
     assert relative(dx, exact.grad) < 2e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradient_with_the_mask_of_another_kernel(shape: tuple[int, ...]) -> None:
+    x, dy, given = feature_map(shape), feature_map(shape, seed=1), torch.tensor(0.8, device="cuda")
+    weight, beta = vector(shape[1], 3), vector(shape[1], 4)
+    y, *saved, largest = torch.ops.fp4deploy.group_norm_relu(x, None, weight, beta, 8, 1e-5, None, None, 0.0, False)
+    spec = QuantSpec(scale="static", four_over_six=FourOverSix())
+    _, inside = quantize_operand(y, spec, (1,), given)
+    assert inside is not None
+    masked = mask_gradient(dy, inside, y.stride(), 1)
+    assert not torch.equal(masked, dy) or y.max() < 0.8
+    poison()
+    found = torch.ops.fp4deploy.group_norm_relu_backward_clipped(x, dy, *saved, None, weight, inside)
+    wanted = torch.ops.fp4deploy.group_norm_relu_backward(x, masked, *saved, None, weight, largest, False)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("amax", [None, 2.0])

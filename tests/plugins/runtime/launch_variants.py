@@ -123,6 +123,7 @@ def _images(quantize: bool) -> None:
     channels_last._group_norm_relu(x, c, c, c, 4, 1e-5, amax, None, 0.9, quantize)
     statistics = torch.zeros(2, 2, 32), torch.zeros(2, 4, 2), torch.zeros(2, 32)
     channels_last._group_norm_relu_backward(x, x, *statistics, c, c, amax, quantize)
+    channels_last._group_norm_relu_backward_clipped(x, x, *statistics, c, c, torch.zeros(128, dtype=torch.uint8))
     channels_last._group_norm_relu_backward_in_place(x, x, *statistics, c, c, amax, quantize, quantize)
     channels_last._pool(x, amax if quantize else None)
     for ab in (None, statistics[0]):

@@ -12,6 +12,9 @@
 // With AGAIN `gradient` also writes y, which the gradient of the weight of the convolution behind it reads: as it is (1) or
 // quantised (2). Both outputs may overwrite the inputs, y that of x and dx that of dy.
 //
+// Where another kernel quantised y (4/6), `sums` and `gradient` read its in-range mask: uint8 [N, pixels, C / 8], a bit an
+// element, nullptr if nothing is clipped.
+//
 // Launch: block 256; moments, apply, sums, gradient: grid (chunks, N); combine, coefficients: grid (groups, N);
 // parameters: grid ceil(C / 256). C is a multiple of 8, of 16 with quantisation; x, y, dy, dx: DTYPE [N, pixels, C].
 #include "channels.cuh"
@@ -172,10 +175,11 @@ extern "C" __global__ void __launch_bounds__(256) apply(
     }
 }
 
-// dy where the gradient passes: y > 0 and, with QUANTIZE, not clipped (straight-through estimator). y is recomputed.
+// dy where the gradient passes: y > 0 and not clipped (straight-through estimator). y is recomputed; with QUANTIZE, so is
+// what is clipped, otherwise `bits` say it.
 __device__ __forceinline__ void pass_gradient(
     const float (&x)[VECTOR], float (&dy)[VECTOR], const float (&a)[VECTOR], const float (&b)[VECTOR],
-    const fp4::GlobalScale& scale) {
+    const fp4::GlobalScale& scale, unsigned bits) {
     float y[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) y[i] = fp4::nan_max(__fmaf_rn(a[i], x[i], b[i]), 0.f);
@@ -187,14 +191,14 @@ __device__ __forceinline__ void pass_gradient(
 #else
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i)
-        if (!(y[i] > 0.f)) dy[i] = 0.f;
+        if (!(y[i] > 0.f) || !(bits >> i & 1)) dy[i] = 0.f;
 #endif
 }
 
 // partial [N, chunks, 2, C]: sums of dy and of dy * xhat over the pixels where the gradient passes.
 extern "C" __global__ void __launch_bounds__(256) sums(
     const DTYPE* x, const DTYPE* dy, const float* ab, const float* mean_rstd, const float* bias, const float* amax,
-    float* partial, long long pixels, int C, int groups, long long per_chunk) {
+    const unsigned char* in_range, float* partial, long long pixels, int C, int groups, long long per_chunk) {
     extern __shared__ float shared[];
     Walk walk(pixels, C, per_chunk);
     long long item = (long long)blockIdx.y * pixels * C + walk.channel;
@@ -220,11 +224,13 @@ extern "C" __global__ void __launch_bounds__(256) sums(
 #pragma unroll 2
     for (int trip = 0; trip < walk.trips; ++trip) {
         float v[VECTOR] = {}, g[VECTOR] = {};
+        unsigned bits = 0xFFu;
         if (walk.has(trip)) {
             channels::load(x + item + walk.pixel(trip) * C, v);
             channels::load(dy + item + walk.pixel(trip) * C, g);
+            if (!QUANTIZE && in_range) bits = in_range[(item + walk.pixel(trip) * C) / VECTOR];
         }
-        pass_gradient(v, g, a, b, scale);
+        pass_gradient(v, g, a, b, scale, bits);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
             one[i] += g[i];
@@ -305,8 +311,8 @@ __device__ __forceinline__ void write_again(
 
 // dx = p dy + q x + r, with dy only where the gradient passes.
 extern "C" __global__ void __launch_bounds__(256) gradient(
-    const DTYPE* x, const DTYPE* dy, const float* ab, const float* pqr, const float* amax, DTYPE* dx, DTYPE* again,
-    long long pixels, int C, long long per_chunk) {
+    const DTYPE* x, const DTYPE* dy, const float* ab, const float* pqr, const float* amax,
+    const unsigned char* in_range, DTYPE* dx, DTYPE* again, long long pixels, int C, long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
     long long item = (long long)blockIdx.y * pixels * C + walk.channel;
     float a[VECTOR], b[VECTOR], p[VECTOR], q[VECTOR], r[VECTOR];
@@ -326,12 +332,14 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
     for (int trip = 0; trip < walk.trips; ++trip) {
         bool has = walk.has(trip);
         float v[VECTOR] = {}, g[VECTOR] = {};
+        unsigned bits = 0xFFu;
         if (has) {
             channels::load(x + item + walk.pixel(trip) * C, v);
             channels::load(dy + item + walk.pixel(trip) * C, g);
+            if (!QUANTIZE && in_range) bits = in_range[(item + walk.pixel(trip) * C) / VECTOR];
         }
         if (AGAIN) write_again(v, a, b, scale, has, again + item + walk.pixel(trip) * C);
-        pass_gradient(v, g, a, b, scale);
+        pass_gradient(v, g, a, b, scale, bits);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) g[i] = __fmaf_rn(p[i], g[i], __fmaf_rn(q[i], v[i], r[i]));
         if (has) channels::store(dx + item + walk.pixel(trip) * C, g);
