@@ -4,10 +4,11 @@
 
 Batch 16, 352 x 480, 12 classes, channels_last, FP16 autocast over FP32 weights, the loss and the optimiser of
 `fp4deploy train`, gradients clipped; random input that stays on the GPU. "compiled" is torch.compile alone, "fused" is
-`fp4deploy.fuse`, "recomputed" the same with `recompute`. All processes compile at the same time; those that are not
-done in time are ended. Then one after another takes its median of whole steps by CUDA events, while the others wait.
-Peak memory is PyTorch's, of the timed steps; `first_step_s` is with compiling beside the others; `kernels_ms` and
-`kernels` are the sum and the number of the kernels of one step.
+`fp4deploy.fuse` without, "recomputed" with `recompute`. All processes compile at the same time; those that are not
+done in time are ended. Then one after another takes its median of whole steps by CUDA events, while the others wait:
+`ms` launched from Python, `graph_ms` replayed as one CUDA graph, the default of `fp4deploy train` (`graph_error`: why a
+step cannot be captured). Peak memory is PyTorch's, of the launched steps; `first_step_s` is with compiling beside the
+others; `kernels_ms` and `kernels` are the sum and the number of the kernels of one step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from peers import command, machine
 from torch import nn
-from training_step import median_ms
+from training_step import graph_ms, median_ms
 
 from fp4deploy.models import build_unet
 from fp4deploy.models.sources import SOURCES
@@ -55,7 +56,7 @@ def make_step(model: nn.Module) -> Callable[[], None]:
     images = images.to(memory_format=torch.channels_last)
     masks = torch.randint(0, CLASSES, (BATCH, HEIGHT, WIDTH), device="cuda", generator=generator)
     loss: Any = SegmentationLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=True)
     scaler = torch.amp.GradScaler("cuda")
 
     def step() -> None:
@@ -113,6 +114,7 @@ def measure(case: str, folder: Path, place: int) -> None:
             torch.cuda.reset_peak_memory_stats()
             row["ms"] = median_ms(step, 15, 0)
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            row |= graph_ms(step, 15)
             row |= profile(step, folder / f"{case}.txt".replace("/", "_").replace(":", "_"))
     except Exception as error:  # one case must not end the others
         row["error"] = f"{type(error).__name__}: {error}"[:600]

@@ -85,6 +85,18 @@ def training_step() -> str:
     return markdown(["", *head], rows)
 
 
+def network_steps() -> str:
+    """Steps of networks that torch.compile fuses, as the tool picks: inputs kept as FP4 codes, in a CUDA graph."""
+    found = {(row["network"], row["way"]): row for row in result("training_models_h200")["rows"] if row["run"] == 6}
+    rows = []
+    for network in dict.fromkeys(name for name, _ in found):
+        plain, ours = found[network, "compiled"], found[network, "recomputed"]
+        cells = [f"{row['graph_ms']:.1f} ({row['peak_gb']:.2f})" for row in (plain, ours)]
+        ratios = [f"{ours[key] / plain[key]:.2f}" for key in ("graph_ms", "peak_gb")]
+        rows.append([f"`{network}`", *cells, *ratios])
+    return markdown(["network", "FP16, torch.compile, ms (GB)", "NVFP4, ms (GB)", "time", "memory"], rows)
+
+
 def recomputed_steps() -> str:
     """Steps that keep the inputs of convolutions and steps that do not."""
     found, rows = _steps("training_step_recipes_h200"), []
@@ -530,9 +542,12 @@ def coco_samples() -> str:
     return markdown(["classes", "seeds", "FP16", "FP16 control", "NVFP4 QAT", "gap"], rows)
 
 
-def instances_of_samples(key: str) -> str:
-    """AP of the FP16 models of COCO samples, the best epoch of each seed, in points."""
-    runs = result("coco_samples_instance_h200")["variants"]["fp16"]["runs"].values()
+def instances_of_samples(key: str, variant: str = "fp16") -> str:
+    """AP of the models of COCO samples, the best epoch of each seed, in points; "gap": to the variant's control."""
+    row = result("coco_samples_instance_h200")["variants"][variant]
+    if key == "gap":
+        return gap(row["gap_best"])
+    runs = row["runs"].values()
     scores = [100 * run["best" if key == "ap" else key] for run in runs]
     return f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}"
 
@@ -991,7 +1006,7 @@ def camvid_models() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        training_step, recomputed_steps, four_over_six_training,
+        training_step, recomputed_steps, network_steps, four_over_six_training,
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
         packed_network, packed_latency, packed_own_networks, cpu_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, detection_closer,

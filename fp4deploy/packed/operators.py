@@ -53,6 +53,7 @@ from fp4deploy.packed.graph import (
     Variance,
     Where,
 )
+from fp4deploy.plugins.quantize.window import max_pool
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,10 @@ def _concat(node: Concat, inputs: list[torch.Tensor], _: Context) -> torch.Tenso
 
 def _pool(node: Pool, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
     x, stride, pool = inputs[0], node.stride, POOLS[node.op][len(node.kernel) - 1]
+    if node.op == "max_pool" and len(node.kernel) == 2:
+        windows = (node.kernel, node.stride, node.padding, node.dilation)
+        kernel, steps, padding, dilation = ((each[0], each[1]) for each in windows)
+        return max_pool(x, kernel, steps, padding, dilation, node.ceil_mode)
     if node.op == "max_pool":
         return pool(x, node.kernel, stride, node.padding, node.dilation, node.ceil_mode)
     return pool(x, node.kernel, stride, node.padding, node.ceil_mode, node.count_padding)

@@ -39,10 +39,11 @@ from fp4deploy.packed.graph import (
     Resize,
     named,
 )
-from fp4deploy.packed.operators import Context, compute
+from fp4deploy.packed.operators import Context
 from fp4deploy.packed.shapes import Shapes, shapes_of
 from fp4deploy.plugins.quantize.channels_last import channels_fit
 from fp4deploy.plugins.quantize.pointwise_pack import ACTIVATIONS
+from fp4deploy.plugins.quantize.window import resize_nearest
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +86,13 @@ def plan(graph: Graph) -> tuple[list[Input], list[Step]]:
 
 def moved(node: Resize | Concat, inputs: Sequence[Nvfp4Tensor], context: Context) -> Nvfp4Tensor:
     """The result of a `Move` from packed inputs [N, H, W, C]."""
-    codes, scales = ([part(x) for x in inputs] for part in (lambda x: x.codes, lambda x: x.scales.view(torch.uint8)))
-    (first, *_), e4m3 = inputs, torch.float8_e4m3fn
-    if isinstance(node, Concat):
-        shape = (*first.shape[:-1], sum(x.shape[-1] for x in inputs))
-        return replace(
-            first, codes=torch.cat(codes, -1), scales=torch.cat(scales, -1).view(e4m3), shape=torch.Size(shape)
-        )
-    resized = [compute(node, [x[0].permute(0, 3, 1, 2)], context).permute(0, 2, 3, 1) for x in (codes, scales)]
-    new_codes, new_scales = (x.contiguous() for x in resized)
-    shape = (*new_codes.shape[:-1], first.shape[-1])
-    return replace(first, codes=new_codes, scales=new_scales.view(e4m3), shape=torch.Size(shape))
+    if isinstance(node, Resize):
+        size = None if node.size is None else context.sizes_of(node.size)
+        return resize_nearest(inputs[0], size, node.scale, node.mode == "nearest-exact")
+    shape = (*inputs[0].shape[:-1], sum(x.shape[-1] for x in inputs))
+    codes = torch.cat([x.codes for x in inputs], -1)
+    scales = torch.cat([x.scales.view(torch.uint8) for x in inputs], -1).view(torch.float8_e4m3fn)
+    return replace(inputs[0], codes=codes, scales=scales, shape=torch.Size(shape))
 
 
 def normalized(steps: Sequence[Step]) -> set[str]:

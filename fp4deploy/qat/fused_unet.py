@@ -364,7 +364,7 @@ class _Concat(torch.autograd.Function):
         if source is not None:
             again, (x, ab) = _ConcatAgain(masks, spec), source
             computed_by(out, again.values, x, b, amax, ab)
-            if masks:
+            if masks and in_range is not None:
                 computed_by(in_range, again.in_range, x, b, amax, ab)
         inputs = (a, b, amax) if ctx.needs_input_grad[2] else ()
         ctx.save_for_backward(in_range if masks else None, *inputs)

@@ -94,7 +94,7 @@ class Trainer:
         fused = bool(settings.fused) and not settings.checkpointing and available(self.device)
         self.kernels = "cuda" if fused else "torch"
         if fused and (settings.fused is True or has_kernels(model)):
-            fuse_unet(model, settings.recompute)
+            fuse_unet(model, recompute=settings.recompute is True)
         if settings.checkpointing:
             checkpoint_blocks(model)
         self.fuses = fused and not isinstance(model, FusedUNet) and self._compiling_pays()
@@ -121,7 +121,7 @@ class Trainer:
             self.loss = torch.compile(self.loss)
         if self.fuses:
             mark_fusible(self.bare)
-            self.model = torch.compile(self.model, backend=backend(keep_codes=settings.recompute), dynamic=False)
+            self.model = torch.compile(self.model, backend=backend(keep_codes=bool(settings.recompute)), dynamic=False)
         elif self.compiled:
             self.model = torch.compile(self.model)
         self.telemetry = Telemetry(

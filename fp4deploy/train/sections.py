@@ -133,10 +133,10 @@ class TrainSection(Section):
     checkpointing: bool = Field(
         False, description="compute blocks again in the backward pass, for less memory; not on the fused path"
     )
-    recompute: bool = Field(
-        False,
-        description="on the fused path, keep no input of a convolution for the backward that a kernel can compute "
-        "again: less memory, the same numbers",
+    recompute: bool | Literal["auto"] = Field(
+        "auto",
+        description="on the fused path, keep no 16-bit input of a quantised convolution for the backward: less memory, "
+        "a longer step, the same numbers; auto: FP4 codes instead where torch.compile fuses",
     )
     cuda_graph: bool = Field(True, description="replay the whole step as one CUDA graph where possible")
     products: Literal["emulated", "fp4"] = Field(

@@ -11,7 +11,7 @@ from fp4deploy import formats
 from fp4deploy.emulator.cases.case import Case, Outcome, Setting, normal
 from fp4deploy.emulator.cases.cuda import AMAX, HALF, emulated
 from fp4deploy.emulator.faults import Fault
-from fp4deploy.plugins.quantize import channels_last, learned, norm_pack, pointwise_pack, statistics
+from fp4deploy.plugins.quantize import channels_last, learned, norm_pack, pointwise_pack, statistics, window
 
 
 def _image(setting: Setting, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -270,6 +270,30 @@ def pooled_layers(setting: Setting, outcome: Outcome) -> None:
             _compare_forms(got, pointwise_pack.apply_reference(x, each, forms), outcome)
 
 
+def windows(setting: Setting, outcome: Outcome) -> None:
+    """Maximum pooling over windows that overlap, reach beyond the image, have gaps, or end with `ceil_mode`."""
+    x = _image(setting, 2, 16, 7, 9)
+    x[0, :8, :2, :3], x[1, 0, 3, 4], x[1, 1, :3, :3] = 0.0, float("nan"), float("-inf")
+    x[0, :8, 0, 1] = -0.0
+    for how in (((3, 3), (2, 2), (1, 1), (1, 1), False), ((2, 3), (1, 2), (0, 1), (2, 1), True)):
+        with emulated(setting, outcome):
+            got = window.max_pool_kernel(x, *how)
+        outcome.compare(got, F.max_pool2d(x.float(), *how).to(HALF))
+
+
+def nearest(setting: Setting, outcome: Outcome) -> None:
+    """Nearest resizing of codes and scales, to sizes and by factors."""
+    x = formats.quantize_nvfp4(normal(setting, 2, 5, 3, 32))
+    parts = [part.permute(0, 3, 1, 2) for part in (x.codes, x.scales.view(torch.uint8))]
+    for size, scale in ((None, [2.0, 2.0]), (None, [1.7, 0.6]), ([7, 11], None)):
+        for exact in (False, True):
+            with emulated(setting, outcome):
+                got = window.resize_kernel(x, size, scale, exact)
+            mode = "nearest-exact" if exact else "nearest"
+            for one, part in zip((got.codes, got.scales.view(torch.uint8)), parts, strict=True):
+                outcome.compare(one, F.interpolate(part, size, scale, mode).permute(0, 2, 3, 1))
+
+
 MAPS = "channels_last"
 CASES = (
     Case("GroupNorm, ReLU, fake quantisation", MAPS, group_norm),
@@ -282,6 +306,8 @@ CASES = (
     Case("GroupNorm and pack", "norm and pack", norm_packing),
     Case("elementwise layers and pack", "norm and pack", elementwise_layers),
     Case("elementwise layers, pool and pack", "norm and pack", pooled_layers),
+    Case("maximum over windows", "norm and pack", windows),
+    Case("nearest resizing of packed maps", "norm and pack", nearest),
     Case("statistics of GroupNorm", "statistics", norm_statistics(3, 32, 5, 7)),
     Case("statistics of GroupNorm, 6 channels a group", "statistics", norm_statistics(1, 48, 9, 13)),
     Case("statistics of InstanceNorm", "statistics", norm_statistics(2, 16, 6, 11, groups=16)),

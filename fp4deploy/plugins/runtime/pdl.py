@@ -83,6 +83,7 @@ class _Record:
 
 
 _functions: dict[Kernel, ctypes.c_void_p] = {}
+_dynamic: dict[Kernel, int] = {}  # bytes of dynamic shared memory that a function was allowed
 _records: dict[int, _Record] = {}  # frozen weights, by id
 
 
@@ -165,10 +166,12 @@ def launch_in_order(
 
 
 def _ready(kernel: Kernel, code: Callable[[], bytes], shared: int) -> None:
-    """Load it before the first launch, because loading may synchronise with the GPU."""
+    """Load it before the first launch, because loading may synchronise with the GPU, and allow it its shared memory."""
     if kernel not in _functions:
         refuse_capture(kernel.device, kernel.label)
-        _functions[kernel] = _load(kernel, code(), shared)
+        _functions[kernel] = _load(kernel, code())
+    if shared > _dynamic.get(kernel, 0):  # launches of one kernel differ in it
+        _allow(kernel, shared)
 
 
 def _record(weight: Nvfp4Tensor) -> _Record | None:
@@ -194,19 +197,28 @@ def _capturing(device: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _load(kernel: Kernel, code: bytes, shared: int) -> ctypes.c_void_p:
+def _load(kernel: Kernel, code: bytes) -> ctypes.c_void_p:
     what = f"The kernel {kernel.label} was not loaded on cuda:{kernel.device}"
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     kernel.gpu.context.push()
     try:
         _check(library().cuModuleLoadData(ctypes.byref(module), code), what)
         _check(library().cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), what)
-        if shared:  # the limit without the attribute is that of static and dynamic shared memory together
-            _check(library().cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared), what)
-            _check(library().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
     finally:
         kernel.gpu.driver.Context.pop()
     return function
+
+
+def _allow(kernel: Kernel, shared: int) -> None:
+    """Let a launch ask for so much dynamic shared memory; without it, static and dynamic share a limit."""
+    what = f"The kernel {kernel.label} was not given {shared} bytes of shared memory on cuda:{kernel.device}"
+    kernel.gpu.context.push()
+    try:
+        _check(library().cuFuncSetAttribute(_functions[kernel], _DYNAMIC_SHARED, shared), what)
+        _check(library().cuFuncSetAttribute(_functions[kernel], _CARVEOUT, 100), what)
+    finally:
+        kernel.gpu.driver.Context.pop()
+    _dynamic[kernel] = shared
 
 
 def _submit(kernel: Kernel, config: _Config, buffer: bytes) -> None:

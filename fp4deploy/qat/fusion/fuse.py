@@ -23,7 +23,7 @@ from fp4deploy.qat.fusion.compiler import backend
 from fp4deploy.qat.prepare import quantized_layers
 
 
-def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool = False) -> nn.Module:
+def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool | None = None) -> nn.Module:
     """Fuse quantisation with the layers around it, in place; without a GPU the model is returned as it is.
 
     Args:
@@ -33,7 +33,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool = False) 
             generators are as before.
         recompute: keep no input of a convolution for the backward: our UNet computes it again
             (`qat.operators.recompute`), of other networks quantised ones are kept as codes and scales (`codes`). Less
-            memory, a longer step.
+            memory, a longer step, the same bits. None: for other networks than ours.
 
     >>> model = fd.prepare(nn.Sequential(nn.Linear(64, 32)), include="0")
     >>> fd.fuse(model) is model
@@ -41,9 +41,9 @@ def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool = False) 
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if not available(device) or has_kernels(model):
-        return fuse_unet(model, recompute)
+        return fuse_unet(model, bool(recompute))
     mark_fusible(model)
-    model.compile(backend=backend(keep_codes=recompute), dynamic=False)
+    model.compile(backend=backend(keep_codes=recompute is not False), dynamic=False)
     if example_inputs is not None:
         _warm_up(model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
     return model

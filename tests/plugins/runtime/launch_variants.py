@@ -28,6 +28,7 @@ from fp4deploy.plugins.quantize import (
     statistics,
     unfolded,
     weights,
+    window,
 )
 from fp4deploy.plugins.runtime import pdl
 from fp4deploy.plugins.runtime.launch import substituted
@@ -159,6 +160,14 @@ def _elementwise_layers() -> None:
         pointwise_pack.apply_kernels(x, work, [form(_amax())])
 
 
+def _windows() -> None:
+    x, packed = torch.zeros(1, 32, 4, 4, dtype=HALF), quantize_nvfp4(torch.zeros(1, 4, 4, 32))
+    for dtype in (HALF, BFLOAT):
+        own = x.to(dtype, memory_format=torch.channels_last)
+        window.max_pool_kernel(own, (3, 3), (2, 2), (1, 1), (1, 1), False)
+    window.resize_kernel(packed, None, [2.0, 2.0], False)
+
+
 def _unfolded(dtype: torch.dtype, *form: Any, **options: Any) -> Callable[[], object]:
     taps = unfolded.Unfolding((3, 3), (1, 1), (1, 1), (1, 1), (6, 6))
     return lambda: list(unfolded.pack_unfolded(torch.zeros(2, 4, 6, 6, dtype=dtype), taps, *form, **options))
@@ -264,6 +273,7 @@ EXERCISES: list[Callable[[], object]] = [
     _learned_amax,
     _packed_norms,
     _elementwise_layers,
+    _windows,
     _unfolded(HALF, None, "stochastic", hadamard=True),
     _unfolded(BFLOAT, "ceil", "stochastic"),
     _unfolded(FLOAT),

@@ -45,7 +45,8 @@ class Library:
         attributes = [(given.attributes[i].id, given.attributes[i].value) for i in range(given.count)]
         values = [ctypes.string_at(place, size) for place, size in zip(parameters, (128, 8, 4), strict=True)]
         self.launched.append((*given.grid, *given.block, given.shared, given.stream or 0, attributes, values))
-        return 1 if given.block[0] == 2048 else self.result
+        allowed = max((value for attribute, value in self.attributes if attribute == 8), default=0)
+        return 1 if given.block[0] == 2048 or given.shared > allowed else self.result
 
     def cuGetErrorString(self, result: int, text: Any) -> int:
         text._obj.value = b"said the driver"
@@ -57,6 +58,7 @@ def library(pycuda: Pycuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library
     found = Library()
     monkeypatch.setattr(pdl, "library", lambda: found)
     monkeypatch.setattr(pdl, "_functions", {})
+    monkeypatch.setattr(pdl, "_dynamic", {})
     monkeypatch.setattr(pdl, "_records", {})
     return found
 
@@ -79,10 +81,10 @@ class Launches:
         self.library, self.pycuda, self.monkeypatch = library, pycuda, monkeypatch
         self.kernel = cuda_launch.kernel("gemv_tma.cu", "add", "128sPi", device="cuda:1")
 
-    def go(self, weight: Nvfp4Tensor, stream: int = 0, block: int = 416) -> str:
+    def go(self, weight: Nvfp4Tensor, stream: int = 0, block: int = 416, shared: int = 50_000) -> str:
         self.monkeypatch.setattr(pdl, "raw_stream", lambda _: stream)
         before = len(self.library.launched)
-        pdl.launch(self.kernel, lambda: b"code", weight, 6, block, (MAP, Tensor(8, 1), 3), 50_000)
+        pdl.launch(self.kernel, lambda: b"code", weight, 6, block, (MAP, Tensor(8, 1), 3), shared)
         assert not getattr(self.pycuda.stack, "devices", [])
         assert len(self.library.launched) == before + 1
         return "secondary" if self.library.launched[-1][-2] else "in order"
@@ -107,6 +109,14 @@ def test_the_first_launch_on_a_stream_is_in_order(launches: Launches, weight: Nv
     pdl.freeze(weight)  # again
     assert launches.go(weight) == "secondary"
     assert [launches.go(frozen()) for _ in range(2)] == ["in order", "in order"]
+
+
+def test_launches_of_one_kernel_differ_in_shared_memory(launches: Launches, weight: Nvfp4Tensor) -> None:
+    for shared in (16_128, 16_384, 16_128, 90_000):
+        launches.go(weight, shared=shared)
+    asked = [value for attribute, value in launches.library.attributes if attribute == 8]
+    assert asked == [16_128, 16_384, 90_000]
+    assert launches.library.loaded == [b"code"]
 
 
 def test_what_the_driver_gets(launches: Launches, weight: Nvfp4Tensor) -> None:

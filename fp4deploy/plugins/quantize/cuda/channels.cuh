@@ -27,9 +27,8 @@ template <typename T> struct Pair;
 template <> struct Pair<__half> { using type = __half2; };
 template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
 
-template <typename T> __device__ __forceinline__ void load(const T* source, float (&values)[VECTOR]) {
+template <typename T> __device__ __forceinline__ void widen(const uint4& raw, float (&values)[VECTOR]) {
     using P = typename Pair<T>::type;
-    uint4 raw = *reinterpret_cast<const uint4*>(source);
     const P* pairs = reinterpret_cast<const P*>(&raw);
 #pragma unroll
     for (int i = 0; i < VECTOR / 2; ++i) {
@@ -39,19 +38,27 @@ template <typename T> __device__ __forceinline__ void load(const T* source, floa
     }
 }
 
+template <typename T> __device__ __forceinline__ void load(const T* source, float (&values)[VECTOR]) {
+    widen<T>(*reinterpret_cast<const uint4*>(source), values);
+}
+
 __device__ __forceinline__ void load(const float* source, float (&values)[VECTOR]) {
     float4 low = reinterpret_cast<const float4*>(source)[0], high = reinterpret_cast<const float4*>(source)[1];
     values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
     values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-template <typename T> __device__ __forceinline__ void store(T* target, const float (&values)[VECTOR]) {
+template <typename T> __device__ __forceinline__ uint4 narrowed(const float (&values)[VECTOR]) {
     using P = typename Pair<T>::type;
     uint4 raw;
     P* pairs = reinterpret_cast<P*>(&raw);
 #pragma unroll
     for (int i = 0; i < VECTOR / 2; ++i) narrow(make_float2(values[2 * i], values[2 * i + 1]), pairs[i]);
-    *reinterpret_cast<uint4*>(target) = raw;
+    return raw;
+}
+
+template <typename T> __device__ __forceinline__ void store(T* target, const float (&values)[VECTOR]) {
+    *reinterpret_cast<uint4*>(target) = narrowed<T>(values);
 }
 
 // The channels of this thread, and its pixels in the chunk.

@@ -12,20 +12,21 @@
 // Launch: block 256, grid (chunks, N). x, y: DTYPE [N, pixels, C], p: DTYPE [N, pixels / 4, C]; codes: 8 bytes and
 // scales: 1 byte for each 16 channels. C is a multiple of 16. norm_pool_pack: chunks of pooled pixels, W of the pooled
 // feature map.
-#include "pack_target.cuh"
-
-using channels::VECTOR;
-using channels::Walk;
+#include "pack_pixels.cuh"
 
 struct Affine {
+    using Raw = uint4;
+    const DTYPE* x;
     float a[VECTOR], b[VECTOR];
 
-    __device__ Affine(const float* ab, const Walk& walk, int C) {
+    __device__ Affine(const DTYPE* x, const float* ab, const Walk& walk, int C) : x(x) {
         if (!walk.active) return;
         channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
         channels::load(ab + (blockIdx.y * 2LL + 1) * C + walk.channel, b);
     }
-    __device__ __forceinline__ void operator()(float (&v)[VECTOR]) const {
+    __device__ __forceinline__ Raw fetch(long long at) const { return *reinterpret_cast<const uint4*>(x + at); }
+    __device__ __forceinline__ void operator()(const Raw& raw, float (&v)[VECTOR]) const {
+        channels::widen<DTYPE>(raw, v);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) v[i] = float(DTYPE(fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f)));
     }
@@ -36,18 +37,12 @@ extern "C" __global__ void __launch_bounds__(256) norm_pack(
     long long pixels, int C, long long per_chunk) {
     const Walk walk(pixels, C, per_chunk);
     begin_after_primary();
-    const Affine affine(ab, walk, C);
+    const Affine affine(x, ab, walk, C);
     const Target target{codes, scales, values};
-    const fp4::GlobalScale global = target.global(amax);
-    const long long item = (long long)blockIdx.y * pixels * C + walk.channel;
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        const bool has = walk.has(trip);
-        float v[VECTOR] = {};
-        if (has) channels::load(x + item + walk.pixel(trip) * C, v);
-        affine(v);
-        target.put(v, global, item + walk.pixel(trip) * C, has);
-    }
+    __shared__ GlobalScale shared;
+    share_scale(target, amax, &shared);
+    __syncthreads();
+    put_pixels(affine, target, &shared, walk, (long long)blockIdx.y * pixels * C + walk.channel, C);
 }
 
 extern "C" __global__ void __launch_bounds__(256) norm_pool_pack(
@@ -56,26 +51,35 @@ extern "C" __global__ void __launch_bounds__(256) norm_pool_pack(
     long long pixels, int C, long long per_chunk) {
     const Walk walk(pixels, C, per_chunk);
     begin_after_primary();
-    const Affine affine(ab, walk, C);
+    const Affine affine(x, ab, walk, C);
     const Target full{codes, scales, values}, pooled{pooled_codes, pooled_scales, pooled_values};
-    const fp4::GlobalScale global = full.global(amax), pooled_global = pooled.global(pooled_amax);
+    __shared__ GlobalScale shared[2];
+    share_scale(full, amax, shared);
+    share_scale(pooled, pooled_amax, shared + 1);
+    __syncthreads();
     const long long out = (long long)blockIdx.y * pixels * C + walk.channel, item = 4 * out - 3 * walk.channel;
     for (int trip = 0; trip < walk.trips; ++trip) {
         const bool has = walk.has(trip);
         // A pooled pixel and its four inputs, each of which is also written in full resolution.
         const long long pixel = has ? walk.pixel(trip) : 0, row = pixel / W, column = pixel - row * W;
         const long long corner = item + (row * 4 * W + column * 2) * C;
+        uint4 raw[4] = {};
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap)
+            if (has) raw[tap] = affine.fetch(corner + ((tap >> 1) * 2 * W + (tap & 1)) * (long long)C);
         float best[VECTOR];
 #pragma unroll
-        for (int tap = 0; tap < 4; ++tap) {
-            const long long at = corner + ((tap >> 1) * 2 * W + (tap & 1)) * (long long)C;
-            float v[VECTOR] = {};
-            if (has) channels::load(x + at, v);
-            affine(v);
-            full.put(v, global, at, has);
+        for (int line = 0; line < 2; ++line) {
+            const long long at = corner + line * 2 * W * (long long)C;
+            float v[2][VECTOR];
+            affine(raw[2 * line], v[0]), affine(raw[2 * line + 1], v[1]);
+            put_two(full, shared, v[0], at, has, v[1], at + C, has);
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) best[i] = tap ? fp4::nan_max(best[i], v[i]) : v[i];
+            for (int i = 0; i < VECTOR; ++i) {
+                const float larger = fp4::nan_max(v[0][i], v[1][i]);
+                best[i] = line ? fp4::nan_max(best[i], larger) : larger;
+            }
         }
-        pooled.put(best, pooled_global, out + pixel * C, has);
+        pooled.put(best, shared[1], out + pixel * C, has);
     }
 }

@@ -14,10 +14,7 @@
 // Launch: block 256, grid (chunks, N). x, other, values: DTYPE [N, pixels, C]; codes: 8 bytes and scales: 1 byte for
 // each 16 channels. C is a multiple of 16. pointwise_pool_pack: x, other, values: DTYPE [N, 4 pixels, C], chunks of pooled
 // pixels, W of the pooled feature map; outputs that are not written are null pointers.
-#include "pack_target.cuh"
-
-using channels::VECTOR;
-using channels::Walk;
+#include "pack_pixels.cuh"
 
 struct Affine {
     float a[VECTOR], b[VECTOR];
@@ -54,6 +51,12 @@ __device__ __forceinline__ float activation(float v, float slope) {
 
 // y of 8 channels of a pixel.
 struct Pointwise {
+    struct Raw {
+        uint4 x;
+#if SECOND
+        uint4 other;
+#endif
+    };
     const DTYPE *x, *other;
     float slope;
 #if FIRST
@@ -80,14 +83,22 @@ struct Pointwise {
     {
     }
 
-    __device__ __forceinline__ void operator()(float (&v)[VECTOR], long long at, bool has) const {
-        if (has) channels::load(x + at, v);
+    __device__ __forceinline__ Raw fetch(long long at) const {
+        Raw raw;
+        raw.x = *reinterpret_cast<const uint4*>(x + at);
+#if SECOND
+        raw.other = *reinterpret_cast<const uint4*>(other + at);
+#endif
+        return raw;
+    }
+    __device__ __forceinline__ void operator()(const Raw& raw, float (&v)[VECTOR]) const {
+        channels::widen<DTYPE>(raw.x, v);
 #if FIRST
         first(v);
 #endif
 #if SECOND
-        float r[VECTOR] = {};
-        if (has) channels::load(other + at, r);
+        float r[VECTOR];
+        channels::widen<DTYPE>(raw.other, r);
 #if SECOND == 2
         second(r);
 #endif
@@ -107,16 +118,10 @@ extern "C" __global__ void __launch_bounds__(256) pointwise_pack(
     begin_after_primary();
     const Pointwise pointwise(x, ab, ab_item, other, other_ab, other_ab_item, slope, walk, C);
     const Target target{codes, scales, values};
-    const fp4::GlobalScale global = target.global(amax);
-    const long long item = (long long)blockIdx.y * pixels * C + walk.channel;
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        const bool has = walk.has(trip);
-        const long long at = item + walk.pixel(trip) * C;
-        float v[VECTOR] = {};
-        pointwise(v, at, has);
-        target.put(v, global, at, has);
-    }
+    __shared__ GlobalScale shared;
+    share_scale(target, amax, &shared);
+    __syncthreads();
+    put_pixels(pointwise, target, &shared, walk, (long long)blockIdx.y * pixels * C + walk.channel, C);
 }
 
 extern "C" __global__ void __launch_bounds__(256) pointwise_pool_pack(
@@ -128,24 +133,33 @@ extern "C" __global__ void __launch_bounds__(256) pointwise_pool_pack(
     begin_after_primary();
     const Pointwise pointwise(x, ab, ab_item, other, other_ab, other_ab_item, slope, walk, C);
     const Target full{codes, scales, values}, pooled{pooled_codes, pooled_scales, pooled_values};
-    const fp4::GlobalScale global = full.global(amax), pooled_global = pooled.global(pooled_amax);
+    __shared__ GlobalScale shared[2];
+    share_scale(full, amax, shared);
+    share_scale(pooled, pooled_amax, shared + 1);
+    __syncthreads();
     const long long out = (long long)blockIdx.y * pixels * C + walk.channel, item = 4 * out - 3 * walk.channel;
     for (int trip = 0; trip < walk.trips; ++trip) {
         const bool has = walk.has(trip);
         const long long pixel = has ? walk.pixel(trip) : 0, row = pixel / W, column = pixel - row * W;
         const long long corner = item + (row * 4 * W + column * 2) * C;
+        Pointwise::Raw raw[4] = {};
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap)
+            if (has) raw[tap] = pointwise.fetch(corner + ((tap >> 1) * 2 * W + (tap & 1)) * (long long)C);
         float best[VECTOR];
 #pragma unroll
-        for (int tap = 0; tap < 4; ++tap) {
-            const long long at = corner + ((tap >> 1) * 2 * W + (tap & 1)) * (long long)C;
-            float v[VECTOR] = {};
-            pointwise(v, at, has);
-            full.put(v, global, at, has);
+        for (int line = 0; line < 2; ++line) {
+            const long long at = corner + line * 2 * W * (long long)C;
+            float v[2][VECTOR];
+            pointwise(raw[2 * line], v[0]), pointwise(raw[2 * line + 1], v[1]);
+            put_two(full, shared, v[0], at, has, v[1], at + C, has);
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) {  // of -0 and 0 the first, as torch
-                best[i] = !tap || v[i] > best[i] || v[i] != v[i] ? v[i] : best[i];
+            for (int tap = 0; tap < 2; ++tap) {
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i)  // of -0 and 0 the first, as torch
+                    best[i] = (!line && !tap) || v[tap][i] > best[i] || v[tap][i] != v[tap][i] ? v[tap][i] : best[i];
             }
         }
-        pooled.put(best, pooled_global, out + pixel * C, has);
+        pooled.put(best, shared[1], out + pixel * C, has);
     }
 }

@@ -143,11 +143,9 @@ __device__ __forceinline__ uint2 encode(const uint32_t (&w)[8], const float (&v)
     return make_uint2(codes_of(v, 0.5f * encode, signs_of(signs)), codes_of(v + 8, 0.5f * encode, signs_of(signs + 4)));
 }
 
-// Any group, element by element. Read again and not inlined, so that the fast path does not keep registers for it.
+// Any group, element by element.
 template <bool FourOverSix, bool Squared, bool Fast>
-__device__ __noinline__ Packed with_care(const uint4* first, const uint4* second, const GlobalScale* shared) {
-    const Group group = {*first, *second};
-    const GlobalScale global = *shared;
+__device__ __forceinline__ Packed each_element(const Group& group, const GlobalScale& global) {
     const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
                            group.second.x, group.second.y, group.second.z, group.second.w};
     constexpr DTYPE* tag = nullptr;
@@ -168,4 +166,27 @@ __device__ __noinline__ Packed with_care(const uint4* first, const uint4* second
 #pragma unroll
     for (int i = 0; i < 16; ++i) packed[i / 8] += fp4::encode_nearest(v[i] * block.encode) << (4 * (i % 8));
     return {block.encode == block.encode ? make_uint2(packed[0], packed[1]) : make_uint2(0u, 0u), block.d8};
+}
+
+// Read again and not inlined, so that the fast path does not keep registers for it.
+template <bool FourOverSix, bool Squared, bool Fast>
+__device__ __noinline__ Packed with_care(const uint4* first, const uint4* second, const GlobalScale* shared) {
+    return each_element<FourOverSix, Squared, Fast>({*first, *second}, *shared);
+}
+
+// A group of NVFP4; `slow` gives what is not ordinary.
+template <typename Slow>
+__device__ __forceinline__ Packed pack(const Group& group, const GlobalScale& global, Slow slow) {
+    const uint32_t w[8] = {group.first.x,  group.first.y,  group.first.z,  group.first.w,
+                           group.second.x, group.second.y, group.second.z, group.second.w};
+    constexpr DTYPE* tag = nullptr;
+    const float largest = largest_of(w);
+    const BlockScale block = light_scale(largest * global.sixth, global);
+    // All zeros are common (padding, ReLU) and need no codes. Everything unusual takes the slow path.
+    if (largest == 0.f && is_ordinary(global)) return {make_uint2(0u, 0u), 0.f};
+    if (!is_ordinary(global) || !is_ordinary(block, largest)) return slow();
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) widen(w[i], v[2 * i], v[2 * i + 1], tag);
+    return {encode(w, v, block.encode), block.d8};
 }
