@@ -86,7 +86,7 @@ def training_step() -> str:
 
 
 def network_steps() -> str:
-    """Steps of networks that torch.compile fuses, as the tool picks: inputs kept as FP4 codes, in a CUDA graph."""
+    """Steps of networks that torch.compile fuses, all inputs kept as FP4 codes, in a CUDA graph."""
     found = {(row["network"], row["way"]): row for row in result("training_models_h200")["rows"] if row["run"] == 6}
     rows = []
     for network in dict.fromkeys(name for name, _ in found):

@@ -32,7 +32,7 @@ from fp4deploy.plugins import available
 from fp4deploy.plugins.runtime.cache import keep_compiled_private
 from fp4deploy.qat import quantized_layers
 from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
-from fp4deploy.qat.fusion.compiler import backend
+from fp4deploy.qat.fusion.compiler import backend, codes_kept
 from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.operators.learned import keep_positive
 from fp4deploy.qat.oscillation import OscillationResets
@@ -121,7 +121,8 @@ class Trainer:
             self.loss = torch.compile(self.loss)
         if self.fuses:
             mark_fusible(self.bare)
-            self.model = torch.compile(self.model, backend=backend(keep_codes=bool(settings.recompute)), dynamic=False)
+            kept = codes_kept(None if settings.recompute == "auto" else settings.recompute)
+            self.model = torch.compile(self.model, backend=backend(keep_codes=kept), dynamic=False)
         elif self.compiled:
             self.model = torch.compile(self.model)
         self.telemetry = Telemetry(

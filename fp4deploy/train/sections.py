@@ -136,7 +136,7 @@ class TrainSection(Section):
     recompute: bool | Literal["auto"] = Field(
         "auto",
         description="on the fused path, keep no 16-bit input of a quantised convolution for the backward: less memory, "
-        "a longer step, the same numbers; auto: FP4 codes instead where torch.compile fuses",
+        "a longer step, the same numbers; auto: FP4 codes of a quarter of them where torch.compile fuses",
     )
     cuda_graph: bool = Field(True, description="replay the whole step as one CUDA graph where possible")
     products: Literal["emulated", "fp4"] = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, finite_amax
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 from fp4deploy.qat.fusion import norms, operators, traced
 from fp4deploy.qat.fusion.codes import keep_codes
-from fp4deploy.qat.fusion.compiler import backend
+from fp4deploy.qat.fusion.compiler import BALANCED, backend, codes_kept
 from fp4deploy.qat.fusion.expand import expand
 from fp4deploy.qat.fusion.fuse import mark_fusible
 from fp4deploy.qat.operators.learned import fake_quantize_learned
@@ -328,6 +329,24 @@ def test_the_backward_keeps_codes_and_computes_the_same_bits(recipe: str) -> Non
             assert torch.equal(one, other)
     assert {each.dtype for each in codes} - {each.dtype for each in kept} == {torch.int64, torch.float16}
     assert sum(each.nbytes for each in codes) < 0.75 * sum(each.nbytes for each in kept)
+
+
+def test_a_share_of_the_inputs_is_kept_as_codes() -> None:
+    """The default keeps no more than the values alone take, without the bits of the quantisers."""
+    plain = prepared(nn.BatchNorm2d, nn.ReLU, "nvfp4_qat")
+    models = {share: copy.deepcopy(plain) for share in (0.0, BALANCED, 1.0)}
+    kept, results = {}, []
+    for share, model in models.items():
+        forward, found = compiled_and_kept(model, partial(keep_codes, share=share))
+        results.append(step(model, images(), forward))
+        kept[share] = sum(each.nbytes for each in found)
+    assert kept[1.0] < kept[BALANCED] < kept[0.0]
+    assert all(torch.equal(*pair) for found in results[1:] for pair in zip(found, results[0], strict=True))
+
+
+@pytest.mark.parametrize(("recompute", "share"), [(None, BALANCED), (True, 1.0), (False, 0.0)])
+def test_the_setting_decides_on_the_share(recompute: bool | None, share: float) -> None:
+    assert codes_kept(recompute) == share
 
 
 def compiled_and_kept(model: nn.Module, change: Any) -> tuple[Any, list[torch.Tensor]]:

@@ -35,23 +35,56 @@ MOVES = (
 class KeepCodes(CustomGraphPass):
     """The pass, on the graph of forward and backward."""
 
+    def __init__(self, share: float = 1.0) -> None:
+        self.share = share
+
     def __call__(self, graph: fx.Graph) -> None:
-        keep_codes(graph)
+        keep_codes(graph, self.share)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, operators.__file__))
+        return get_hash_for_files((__file__, operators.__file__), str(self.share))
 
 
-def keep_codes(graph: fx.Graph) -> None:
-    """Let every multiplication of the backward read decoded codes where it reads quantised values."""
+def keep_codes(graph: fx.Graph, share: float = 1.0) -> None:
+    """Let multiplications of the backward read decoded codes where they read quantised values.
+
+    share: of the quantised elements, at least; those that the backward reads last are kept longest and come first.
+    """
     backward = _after_tangents(graph)
-    for node in [each for each in graph.nodes if each.target in MULTIPLIES and each in backward]:
+    multiplications = [each for each in graph.nodes if each.target in MULTIPLIES and each in backward]
+    chosen = _chosen(multiplications, backward, share)
+    for node in multiplications:
         known: dict[fx.Node, fx.Node | None] = {}
         with graph.inserting_before(node):
             for read in node.all_input_nodes:
-                decoded = _decoded(graph, read, known) if read not in backward else None
+                wanted = read not in backward and _sources(read) <= chosen
+                decoded = _decoded(graph, read, known) if wanted else None
                 if decoded is not None:
                     node.replace_input_with(read, decoded)
+
+
+def _chosen(multiplications: list[fx.Node], backward: set[fx.Node], share: float) -> set[fx.Node]:
+    """The quantisers whose codes are kept."""
+    reads = [read for node in reversed(multiplications) for read in node.all_input_nodes if read not in backward]
+    sizes = {source: source.meta["val"][0].numel() for read in reads for source in _sources(read)}
+    found: dict[fx.Node, int] = {}
+    for read in reads:
+        if sum(found.values()) >= share * sum(sizes.values()):
+            break
+        found |= {source: sizes[source] for source in _sources(read)}
+    return set(found)
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The quantisers that a tensor's values come from, if they are only moved on the way; else nothing."""
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        quantizes = source.target in (ops.traced_quantize.default, ops.traced_keep.default)
+        return {source} if quantizes and node.args[1] == 0 else set()
+    if node.op != "call_function" or node.target not in MOVES:
+        return set()
+    parts = [_sources(each) for each in node.all_input_nodes]
+    return set().union(*parts) if all(parts) else set()
 
 
 def _after_tangents(graph: fx.Graph) -> set[fx.Node]:

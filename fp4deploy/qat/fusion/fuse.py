@@ -19,7 +19,7 @@ from torch import nn
 
 from fp4deploy.plugins import available
 from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
-from fp4deploy.qat.fusion.compiler import backend
+from fp4deploy.qat.fusion.compiler import backend, codes_kept
 from fp4deploy.qat.prepare import quantized_layers
 
 
@@ -33,7 +33,8 @@ def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool | None = 
             generators are as before.
         recompute: keep no input of a convolution for the backward: our UNet computes it again
             (`qat.operators.recompute`), of other networks quantised ones are kept as codes and scales (`codes`). Less
-            memory, a longer step, the same bits. None: for other networks than ours.
+            memory, a longer step, the same bits. None: of other networks as many as make up for the bits that
+            quantisers keep (`compiler.BALANCED`).
 
     >>> model = fd.prepare(nn.Sequential(nn.Linear(64, 32)), include="0")
     >>> fd.fuse(model) is model
@@ -43,7 +44,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool | None = 
     if not available(device) or has_kernels(model):
         return fuse_unet(model, bool(recompute))
     mark_fusible(model)
-    model.compile(backend=backend(keep_codes=recompute is not False), dynamic=False)
+    model.compile(backend=backend(keep_codes=codes_kept(recompute)), dynamic=False)
     if example_inputs is not None:
         _warm_up(model, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
     return model
