@@ -27,7 +27,7 @@ template <typename T> struct Pair;
 template <> struct Pair<__half> { using type = __half2; };
 template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
 
-template <typename T> __device__ __forceinline__ void widen(const uint4& raw, float (&values)[VECTOR]) {
+template <typename T> __device__ __forceinline__ void widen(uint4 raw, float (&values)[VECTOR]) {
     using P = typename Pair<T>::type;
     const P* pairs = reinterpret_cast<const P*>(&raw);
 #pragma unroll
