@@ -15,7 +15,8 @@ from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.runtime import nvcc
 
 FILES = {90: "emulated_h200", 100: "emulated_cpu", 120: "emulated_cpu"}
-# Executed for SM90 by `make emulate`, not yet beside a GPU. TODO: benchmarks/emulated.py "norm and pack" --arch sm90 --gpu --add
+# Executed for SM90 by `make emulate`; `benchmarks/emulated.py "norm and pack" --arch sm90 --gpu --add` puts them
+# beside a GPU.
 WITHOUT_GPU = {"max_window", "nearest_groups"}
 BEFORE_BLACKWELL = {"decoded_conv_kernel", "split_sum_kernel", "direct_conv", "warpgroup_conv"}
 CUDA_ENTRY = re.compile(r"__global__ void\s+(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\(")
