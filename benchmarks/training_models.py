@@ -4,11 +4,12 @@
 
 Batch 16, 352 x 480, 12 classes, channels_last, FP16 autocast over FP32 weights, the loss and the optimiser of
 `fp4deploy train`, gradients clipped; random input that stays on the GPU. "compiled" is torch.compile alone, "fused" is
-`fp4deploy.fuse` without, "recomputed" with `recompute`. All processes compile at the same time; those that are not
-done in time are ended. Then one after another takes its median of whole steps by CUDA events, while the others wait:
-`ms` launched from Python, `graph_ms` replayed as one CUDA graph, the default of `fp4deploy train` (`graph_error`: why a
-step cannot be captured). Peak memory is PyTorch's, of the launched steps; `first_step_s` is with compiling beside the
-others; `kernels_ms` and `kernels` are the sum and the number of the kernels of one step.
+`fp4deploy.fuse` without, "recomputed" with `recompute`, "default" as the library chooses. All processes compile at the
+same time; those that are not done in time are ended. Then one after another takes its median of whole steps by CUDA
+events, while the others wait: `ms` launched from Python, `graph_ms` replayed as one CUDA graph, the default of
+`fp4deploy train` (`graph_error`: why a step cannot be captured). Peak memory is PyTorch's, of the launched steps;
+`first_step_s` is with compiling beside the others; `kernels_ms` and `kernels` are the sum and the number of the kernels
+of one step.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from fp4deploy.qat.fusion.fuse import fuse
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
+RECOMPUTE = {"fused": False, "recomputed": True, "default": None}
 RECIPES = ("fp16", "nvfp4_qat", "nvfp4_qat+dynamic", "nvfp4_qat+learned", "nvfp4_qat_2d", "nvfp4_4o6_qat")
 CASES = (
     *(
         f"{network},{recipe},{way}"
         for network in ("smp:Unet/resnet34", "monai:BasicUNet", "torchvision:deeplabv3_resnet50")
         for recipe, way in (
-            *(("nvfp4_qat", "fused"), ("nvfp4_qat", "recomputed")),
+            *(("nvfp4_qat", "fused"), ("nvfp4_qat", "recomputed"), ("nvfp4_qat", "default")),
             *(("fp16", "compiled"), ("fp16", "eager")),
         )
     ),
@@ -126,8 +128,8 @@ def _first_step(row: dict[str, Any]) -> Callable[[], None]:
     model = build(row["network"], row["recipe"])
     if row["way"] == "compiled":
         model.compile(dynamic=False)
-    elif row["way"] in ("fused", "recomputed"):
-        fuse(model, recompute=row["way"] == "recomputed")
+    elif row["way"] in RECOMPUTE:
+        fuse(model, recompute=RECOMPUTE[row["way"]])
     step = make_step(model)
     if row["recipe"].endswith("+learned"):
         calibrate_percentile(model, [torch.randn(2, 3, HEIGHT, WIDTH, device="cuda")], 99.9)
