@@ -10,12 +10,13 @@ there are few:
 * x e is rounded as the decomposed graph rounds it (`export.onnx.decomposed_quantize`): with M = max(floor |u|, 1) K and
   K = 1.25 * 2^22, q = (u + M) - M. The product with K is exact, hence part of the sum.
 * Signs are put back only where there are negative elements: there are none behind a ReLU.
-* The largest of 16 neighbours comes from maxima of the array and itself shifted, which torch vectorises, unlike a
-  reduction of a short axis.
+* The largest of 16 neighbours is a pooling window's: torch vectorises no reduction of so short an axis.
+* Factors are tensors [] that are kept: a Python number becomes one in each call, with a copy.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -25,7 +26,7 @@ from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
 from fp4deploy.formats.scales import block_step, constant, encoding_scale, round_scales
 
 PIECE = 1 << 15  # blocks: temporaries that stay in the cache
-FEW = 1 << 11  # blocks for which one slow reduction beats several short operations
+ROWS = 64  # that a pooling of blocks is split into: for threads, and each stays in the L1 cache
 ROUNDER = 1.25 * 2**22
 
 
@@ -48,24 +49,23 @@ def round_trip_nvfp4(x: torch.Tensor, amax: torch.Tensor, rectified: bool = Fals
     return crop(values, x.shape)
 
 
-def _round_trip(blocks: torch.Tensor, sixth: float, table: torch.Tensor, out: torch.Tensor, rectified: bool) -> None:
-    magnitude = torch.empty_like(blocks)
-    largest = _block_amax(blocks if rectified else torch.abs(blocks, out=out), magnitude)
-    encode, step = _look_up(largest, sixth, table)
+def _round_trip(
+    blocks: torch.Tensor, sixth: torch.Tensor, table: torch.Tensor, out: torch.Tensor, rectified: bool
+) -> None:
+    encode, step = _look_up(_block_amax(blocks if rectified else torch.abs(blocks, out=out)), sixth, table)
     if rectified:
         scaled = torch.mul(blocks, encode, out=out).clamp_(max=E2M1_MAX)
-        torch.clamp(scaled, min=1.0, out=magnitude)
+        magnitude = scaled.clamp(min=1.0).floor_()
     else:  # a negative element that underflows has code 0, without a sign: 0 + -0.0 is 0.0
-        scaled = torch.addcmul(constant(0.0, blocks), blocks, encode).clamp_(-E2M1_MAX, E2M1_MAX)
-        torch.abs(scaled, out=magnitude).clamp_(min=1.0)
-    magnitude.floor_()
+        scaled = torch.addcmul(_zero(), blocks, encode).clamp_(-E2M1_MAX, E2M1_MAX)
+        magnitude = scaled.abs().clamp_(min=1.0).floor_()
     torch.add(scaled, magnitude, alpha=ROUNDER, out=out).sub_(magnitude, alpha=ROUNDER)
     if not rectified:
         out.copysign_(scaled)
     out.mul_(step)
 
 
-def _look_up(block_amax: torch.Tensor, sixth: float, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _look_up(block_amax: torch.Tensor, sixth: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e and step of each block, float32 [M, 1]; `block_amax` [M] is overwritten."""
     block_amax.nan_to_num_(torch.nan, torch.nan)  # an Inf damages its block as a NaN does
     scales = block_amax.mul_(sixth).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
@@ -76,14 +76,14 @@ def _look_up(block_amax: torch.Tensor, sixth: float, table: torch.Tensor) -> tup
 
 
 @lru_cache(maxsize=1024)
-def _scale_table(amax: float) -> tuple[float, torch.Tensor]:
+def _scale_table(amax: float) -> tuple[torch.Tensor, torch.Tensor]:
     """S * fp32(1/6), and (e, step) of each of 256 scale bytes as one float64, by the rules of `scales`.
 
     Where A is 0 every scale is 0, so that the factor is.
     """
     whole = torch.tensor(amax)
     scale = encoding_scale(whole)
-    sixth = (scale * constant(1 / E2M1_MAX, scale)).item() if amax > 0 else 0.0
+    sixth = scale * constant(1 / E2M1_MAX, scale) if amax > 0 else torch.tensor(0.0)
     magnitude = torch.arange(256, dtype=torch.uint8).bitwise_and_(0x7F)
     d8 = magnitude.view(torch.float8_e4m3fn).to(torch.float32)
     _, encode = round_scales(d8, d8, torch.tensor(1.0), scale)
@@ -91,13 +91,12 @@ def _scale_table(amax: float) -> tuple[float, torch.Tensor]:
     return sixth, pairs.view(torch.float64).flatten()
 
 
-def _block_amax(magnitude: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """The largest of each block, [M]; NaN where one is. `scratch` has the shape of `magnitude`, 16 elements a block."""
-    if len(magnitude) < FEW:
-        return magnitude.amax(1)
-    half, other = (each.view(-1) for each in scratch.view(2, -1, NVFP4_BLOCK // 2))
-    torch.maximum(*magnitude.chunk(2, 1), out=half.view(-1, NVFP4_BLOCK // 2))
-    # after each shift the first of every 8 has the largest of twice as many; the rest is not read
-    torch.maximum(half[:-4], half[4:], out=other[:-4])
-    torch.maximum(other[:-6], other[2:-4], out=half[:-6])
-    return torch.maximum(half[0::8], half[1::8])
+@lru_cache(maxsize=1)
+def _zero() -> torch.Tensor:
+    return torch.tensor(0.0)
+
+
+def _block_amax(magnitude: torch.Tensor) -> torch.Tensor:
+    """The largest of each block [M, 16], M above 0, as [M]; NaN where one is."""
+    rows = magnitude.view(1, math.gcd(len(magnitude), ROWS), -1)
+    return torch.max_pool1d(rows, NVFP4_BLOCK).view(-1)

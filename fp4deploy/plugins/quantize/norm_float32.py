@@ -13,6 +13,7 @@ by more moves codes of the next layer, and those the classes of pixels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -49,24 +50,44 @@ def _normalized(
 ) -> torch.Tensor:
     """y of x [N, pixels, C]."""
     n, pixels, channels = x.shape
-    means = x.sum(1).div_(max(1, pixels))
-    offset = _of_groups(means if bias is None else means.add_(bias), groups)
+    count = pixels * channels // groups
+    means = x.sum(1)
+    if bias is not None:
+        means.add_(bias, alpha=pixels)
+    offset = _of_groups(means, groups, count)
     if bias is not None:
         offset = offset - bias
     y = torch.empty_like(x)
     step = max(1, PIECE // max(1, n * channels))
     outs = (y,) if pixels <= step else y.split(step, 1)
     parts = (x,) if pixels <= step else x.split(step, 1)
-    squares = [torch.sub(part, offset, out=out).square().sum(1) for part, out in zip(parts, outs, strict=True)]
-    variance = _of_groups(sum(squares[1:], squares[0]).div_(max(1, pixels)), groups)
-    slope = variance.add_(eps).rsqrt_().mul_(weight)
+    squares = [_squares(torch.sub(part, offset, out=out)) for part, out in zip(parts, outs, strict=True)]
+    variance = _of_groups(sum(squares[1:], squares[0]), groups, count)
+    slope = variance.add_(_float32(eps)).rsqrt_().mul_(weight)
     for out in outs:
         torch.addcmul(beta, slope, out, out=out).relu_()
     return y
 
 
-def _of_groups(values: torch.Tensor, groups: int) -> torch.Tensor:
-    """The mean of a group's channels at each of them: [N, C] -> [N, 1, C]."""
-    n, channels = values.shape
-    grouped = values.view(n, groups, channels // groups)
-    return grouped.mean(2, keepdim=True).expand_as(grouped).reshape(n, 1, channels)
+def _squares(d: torch.Tensor) -> torch.Tensor:
+    """The sum of d^2 over the pixels: [N, pixels, C] -> [N, C]."""
+    return torch.mul(d, d).sum(1)  # not `square`, which torch computes as a power
+
+
+def _of_groups(sums: torch.Tensor, groups: int, count: int) -> torch.Tensor:
+    """Sums [N, C] over a group's channels, divided by its elements, at each of the channels: [N, 1, C]."""
+    n, channels = sums.shape
+    size = channels // groups
+    return (sums.view(n * groups, size) @ _averaging(size, count)).view(n, 1, channels)
+
+
+@lru_cache(maxsize=256)
+def _averaging(size: int, count: int) -> torch.Tensor:
+    """A matrix [size, size] whose product has the same sum in every column, divided by `count` elements (0: not)."""
+    return torch.full((size, size), 1 / max(1, count))
+
+
+@lru_cache(maxsize=64)
+def _float32(value: float) -> torch.Tensor:
+    """A number as a tensor [], which torch need not make of it in each call."""
+    return torch.tensor(value, dtype=torch.float32)
