@@ -133,6 +133,7 @@ def measured(case: str, folder: Path, options: argparse.Namespace) -> list[dict[
 def compiled(model: nn.Module, eager: Run, batch: int, size: str) -> dict[str, Run]:
     """torch.compile beside torch eager."""
     height, width = (int(part) for part in size.split("x"))
+    torch.compiler.reset()  # after eight compilations of one `forward` torch runs it eager
     x, made = torch.randn(batch, 3, height, width), torch.compile(model, dynamic=False)
     return {EAGER: eager, COMPILED: lambda: made(x)}
 

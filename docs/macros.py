@@ -341,6 +341,21 @@ def cpu_latency() -> str:
     return markdown(["network", "images", "threads", "torch eager FP32, ms", *CPU_FORMS], rows, 2)
 
 
+def cpu_slowest() -> str:
+    """The artefact with the largest ratio to torch eager, and its ratio to torch eager in channels_last."""
+    rows = [row for row in result("cpu_latency_cpu")["rows"] if row["form"] in CPU_FORMS[2:] and _settled(row)]
+    slowest = max(rows, key=lambda row: float(row["ratio"]))
+    place = {key: slowest[key] for key in ("case", "batch", "threads")}
+    (peer,) = (
+        row for row in result("cpu_latency_cpu")["rows"] if row["form"] == CPU_FORMS[0] and place.items() <= row.items()
+    )
+    return (
+        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {slowest['form']} at {slowest['case']}, "
+        f"batch {slowest['batch']}, {slowest['threads']} thread{'s' * (slowest['threads'] > 1)}, which is "
+        f"{slowest['ms'] / peer['ms']:.2f} times torch eager in channels_last"
+    )
+
+
 def _settled(row: dict[str, Any] | None) -> bool:
     """Whether the quartiles of a ratio lie within half of it."""
     return row is not None and float(row["high"]) < 1.5 * float(row["low"])
@@ -1083,7 +1098,7 @@ def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
         table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
-        captured_recipe, recipe_ratios, instances_of_samples, claim_growth, image_loss, first_input_share,
+        captured_recipe, recipe_ratios, cpu_slowest, instances_of_samples, claim_growth, image_loss, first_input_share,
     ):  # fmt: skip
         env.macro(function)
 
