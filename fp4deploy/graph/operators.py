@@ -213,9 +213,12 @@ def _reversed_subtraction(call: Call) -> list[Step]:
 
 
 def _concat(call: Call) -> list[Step]:
-    if len(call.tensors) == 1:  # a dense block's first layer
-        return []
-    return [Step("concat", {"dim": int(call.arguments["dim"]) % len(call.shape)})]
+    """Without parts that have no elements, as of an encoder that has no features of the first resolution."""
+    parts = [role for role in call.tensors if 0 not in call.shapes[role]] or list(call.tensors)
+    if len(parts) == 1:  # a dense block's first layer
+        return [Step(ALIAS, {}, {"input": parts[0]})]
+    roles = {f"tensors.{at}": role for at, role in enumerate(parts)}
+    return [Step("concat", {"dim": int(call.arguments["dim"]) % len(call.shape)}, roles)]
 
 
 def _filled(call: Call) -> list[Step] | None:

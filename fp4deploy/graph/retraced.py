@@ -9,7 +9,8 @@ export before. Here only what changes is touched:
   calls of one operator on like tensors once.
 
 Both say False, with a program that computes the same as before, where they cannot do it: views that are read after
-their base was changed, changed inputs, control flow. `run_decompositions` is for those. Names that are private to torch
+their base was changed, changed inputs, control flow, regions with an autocast of their own. `run_decompositions` is for
+those. Names that are private to torch
 may be missing in a version; then it is False, too.
 """
 
@@ -23,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
 OF_THE_VALUE = ("val", "tensor_meta", "original_aten", "eager_input_vals")  # meta that a new node does not take over
@@ -33,6 +34,8 @@ Table = Mapping[Any, Callable[..., Any]]
 def made_functional(program: torch.export.ExportedProgram) -> bool:
     """Replace all calls in place; False: none is left to do so safely, and the program is as it was."""
     order = {node: at for at, node in enumerate(program.graph.nodes)}
+    if any(isinstance(node.target, HigherOrderOperator) for node in order):  # calls in a graph of its own
+        return False
     calls = [node for node in order if changes_in_place(node)]
     if not calls:
         return True

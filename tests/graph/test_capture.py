@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.to_packed import pack_model
 from fp4deploy.graph import Graph, UnsettledSizes, capture, evaluate
 from fp4deploy.models import build_unet
+from fp4deploy.packed import PackedNetwork, packed_file
 from fp4deploy.qat import prepare, restore
 
 
@@ -321,3 +323,31 @@ def test_sizes_that_torch_cannot_decide_on() -> None:
     with pytest.raises(UnsettledSizes, match="RoundedInTwoWays joins tensors.* rounded down.* without --dynamic-size"):
         export_graph(model, (3, 64, 64), dynamic_size=True)
     assert export_graph(model, (3, 64, 64)).graph
+
+
+class WithRegions(nn.Module):
+    """Autocast switched off for some layers, calls in place among them, and a part without channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 1), nn.Conv2d(64, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.inner(x).relu_()
+            with torch.enable_grad():
+                y = y * 2
+        return self.last(torch.cat([x.new_zeros(x.shape[0], 0, *x.shape[2:]), x, y], 1))  # type: ignore[no-any-return]
+
+
+def test_regions_with_modes_of_their_own_and_empty_parts(tmp_path: Path) -> None:
+    model, x = WithRegions().eval(), torch.randn(2, 3, 8, 8)
+    graph = capture(model, x)
+    assert [node.layer for node in graph.nodes if node.op == "conv"] == ["first", "inner", "last"]
+    (concat,) = (node for node in graph.nodes if node.op == "concat")
+    assert len(concat.inputs) == 2
+    assert export_graph(model, (3, 8, 8)).graph
+    packed = PackedNetwork(packed_file(tmp_path / "net.fp4", None, *pack_model(model, x)))
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), model(x), rtol=1e-2, atol=1e-2)
