@@ -333,12 +333,18 @@ def cpu_latency() -> str:
         found.setdefault((row["case"], row["batch"], row["threads"]), {})[row["form"]] = row
     rows = []
     for (case, batch, threads), forms in found.items():
-        name, _, size = case.rpartition(":")
-        label = f"UNet, scale {name}" if ":" not in name else name.partition(":")[2].replace("/", ", ")
+        label, size = _network_and_size(case)
         ratios = [f"{forms[form]['ratio']:.2f}" if _settled(forms.get(form)) else "–" for form in CPU_FORMS]
         eager = f"{forms['torch eager']['ms']:.1f}"
-        rows.append([label, f"{batch} x {size.replace('x', ' x ')}", str(threads), eager, *ratios])
+        rows.append([label, f"{batch} x {size}", str(threads), eager, *ratios])
     return markdown(["network", "images", "threads", "torch eager FP32, ms", *CPU_FORMS], rows, 2)
+
+
+def _network_and_size(case: str) -> tuple[str, str]:
+    """ "0.25:96x96" as ("UNet, scale 0.25", "96 x 96")."""
+    name, _, size = case.rpartition(":")
+    label = f"UNet, scale {name}" if ":" not in name else name.partition(":")[2].replace("/", ", ")
+    return label, size.replace("x", " x ")
 
 
 def cpu_slowest() -> str:
@@ -349,9 +355,10 @@ def cpu_slowest() -> str:
     (peer,) = (
         row for row in result("cpu_latency_cpu")["rows"] if row["form"] == CPU_FORMS[0] and place.items() <= row.items()
     )
+    label, size = _network_and_size(slowest["case"])
     return (
-        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {slowest['form']} at {slowest['case']}, "
-        f"batch {slowest['batch']}, {slowest['threads']} thread{'s' * (slowest['threads'] > 1)}, which is "
+        f"the largest ratio of an artefact is the {slowest['ratio']:.2f} of {slowest['form']} ({label}, "
+        f"{slowest['batch']} x {size}, {slowest['threads']} thread{'s' * (slowest['threads'] > 1)}), which is "
         f"{slowest['ms'] / peer['ms']:.2f} times torch eager in channels_last"
     )
 

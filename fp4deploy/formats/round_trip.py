@@ -23,7 +23,7 @@ import torch
 
 from fp4deploy.formats.blocks import crop, pad_to_blocks
 from fp4deploy.formats.constants import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
-from fp4deploy.formats.scales import block_step, constant, encoding_scale, round_scales
+from fp4deploy.formats.scales import block_step, constant, encoding_scale, kept, round_scales
 
 PIECE = 1 << 15  # blocks: temporaries that stay in the cache
 ROWS = 64  # that a pooling of blocks is split into: for threads, and each stays in the L1 cache
@@ -57,7 +57,7 @@ def _round_trip(
         scaled = torch.mul(blocks, encode, out=out).clamp_(max=E2M1_MAX)
         magnitude = scaled.clamp(min=1.0).floor_()
     else:  # a negative element that underflows has code 0, without a sign: 0 + -0.0 is 0.0
-        scaled = torch.addcmul(_zero(), blocks, encode).clamp_(-E2M1_MAX, E2M1_MAX)
+        scaled = torch.addcmul(kept(0.0), blocks, encode).clamp_(-E2M1_MAX, E2M1_MAX)
         magnitude = scaled.abs().clamp_(min=1.0).floor_()
     torch.add(scaled, magnitude, alpha=ROUNDER, out=out).sub_(magnitude, alpha=ROUNDER)
     if not rectified:
@@ -83,17 +83,12 @@ def _scale_table(amax: float) -> tuple[torch.Tensor, torch.Tensor]:
     """
     whole = torch.tensor(amax)
     scale = encoding_scale(whole)
-    sixth = scale * constant(1 / E2M1_MAX, scale) if amax > 0 else torch.tensor(0.0)
+    sixth = scale * constant(1 / E2M1_MAX, scale) if amax > 0 else kept(0.0)
     magnitude = torch.arange(256, dtype=torch.uint8).bitwise_and_(0x7F)
     d8 = magnitude.view(torch.float8_e4m3fn).to(torch.float32)
     _, encode = round_scales(d8, d8, torch.tensor(1.0), scale)
     pairs = torch.stack([encode, block_step(d8, whole)], dim=1)
     return sixth, pairs.view(torch.float64).flatten()
-
-
-@lru_cache(maxsize=1)
-def _zero() -> torch.Tensor:
-    return torch.tensor(0.0)
 
 
 def _block_amax(magnitude: torch.Tensor) -> torch.Tensor:

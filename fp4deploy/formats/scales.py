@@ -19,6 +19,7 @@ this project's contract, checked bitwise against public references.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -38,6 +39,12 @@ def constant(value: float, like: torch.Tensor) -> torch.Tensor:
     reciprocal, and on CUDA tensor / number too: one rounding more than the contract has.
     """
     return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+@lru_cache(maxsize=1024)
+def kept(value: float) -> torch.Tensor:
+    """float32 [] on the CPU, the same in every call: not to be written to. Of a number torch makes one in each call."""
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def encoding_scale(amax: torch.Tensor, e4m3_max: float = E4M3_MAX) -> torch.Tensor:

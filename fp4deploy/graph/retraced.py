@@ -10,8 +10,7 @@ export before. Here only what changes is touched:
 
 Both say False, with a program that computes the same as before, where they cannot do it: views that are read after
 their base was changed, changed inputs, control flow, regions with an autocast of their own. `run_decompositions` is for
-those. Names that are private to torch
-may be missing in a version; then it is False, too.
+those. Names that are private to torch may be missing in a version; then it is False, too.
 """
 
 from __future__ import annotations

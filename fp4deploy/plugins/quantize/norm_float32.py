@@ -17,6 +17,8 @@ from functools import lru_cache
 
 import torch
 
+from fp4deploy.formats.scales import kept
+
 PIECE = 1 << 18  # elements: temporaries that stay in a cache
 
 
@@ -63,7 +65,7 @@ def _normalized(
     parts = (x,) if pixels <= step else x.split(step, 1)
     squares = [_squares(torch.sub(part, offset, out=out)) for part, out in zip(parts, outs, strict=True)]
     variance = _of_groups(sum(squares[1:], squares[0]), groups, count)
-    slope = variance.add_(_float32(eps)).rsqrt_().mul_(weight)
+    slope = variance.add_(kept(eps)).rsqrt_().mul_(weight)
     for out in outs:
         torch.addcmul(beta, slope, out, out=out).relu_()
     return y
@@ -84,10 +86,4 @@ def _of_groups(sums: torch.Tensor, groups: int, count: int) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def _averaging(size: int, count: int) -> torch.Tensor:
     """A matrix [size, size] whose product has the same sum in every column, divided by `count` elements (0: not)."""
-    return torch.full((size, size), 1 / max(1, count))
-
-
-@lru_cache(maxsize=64)
-def _float32(value: float) -> torch.Tensor:
-    """A number as a tensor [], which torch need not make of it in each call."""
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.full((size, size), 1 / max(1, count), dtype=torch.float32)
