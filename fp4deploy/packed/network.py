@@ -111,7 +111,7 @@ class PackedNetwork:
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._decoded: dict[str, DecodedWeight] = {}
-        self._wide: dict[str, torch.Tensor] = {}  # on the CPU: decoded to FP32
+        self._wide: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # on the CPU: decoded
         self._taps: dict[str, list[int]] = {}
         self._plain: dict[str, torch.Tensor] = {}
         self._affines: dict[str, torch.Tensor] = {}
@@ -344,7 +344,7 @@ class PackedNetwork:
         if node.precision == "nvfp4":
             axis = _axis(node)
             sources = [decoded_form(x, self.dtype).movedim(-1, axis) for x in inputs]
-            weight = self._decoded_weight(node)
+            weight = self._decoded_weight(node, self.dtype)
             weight = weight.permute(weight_order(node, weight.ndim))
         else:
             sources, weight = cast("list[torch.Tensor]", inputs), self._plain[node.layer]
@@ -389,23 +389,24 @@ class PackedNetwork:
     def _multiply_on_cpu(
         self, node: Layer, inputs: list[FeatureMap], bias: torch.Tensor | None, pack: Pack
     ) -> list[FeatureMap]:
-        """By torch, of decoded operands."""
-        weight = self._decoded_weight(node)
+        """By torch, of operands decoded to FP32, which loses nothing; the output is rounded once."""
+        weight = self._decoded_weight(node, torch.float32)
         y: Any
         if isinstance(node, Linear):
             y = matmul_reference(inputs[0], weight, bias, node.relu, self.dtype)
         else:
             place = cast("Conv2d | ConvTranspose2d", node)
-            y = convolution(place, [decoded_form(x, self.dtype) for x in inputs], weight, bias)
+            sources = [decoded_form(x, torch.float32).float() for x in inputs]
+            y = convolution(place, sources, weight, bias).to(self.dtype)
         return self.forms(y, node.outputs, pack)
 
-    def _decoded_weight(self, node: Layer) -> torch.Tensor:
+    def _decoded_weight(self, node: Layer, dtype: torch.dtype) -> torch.Tensor:
         """A weight in the file's order of axes; on the CPU it is decoded once and kept."""
-        weight = self._wide.get(node.layer)
+        weight = self._wide.get((node.layer, dtype))
         if weight is None:
-            weight = self._packed[node.layer].dequantize(self.dtype)
+            weight = self._packed[node.layer].dequantize(dtype)
             if self.device.type == "cpu":
-                self._wide[node.layer] = weight
+                self._wide[node.layer, dtype] = weight
         return weight
 
     def _multiply_decoded(

@@ -24,21 +24,19 @@ def convolution(
     Args:
         node: one that has a kernel for packed operands (`network.has_kernel`).
         weight: as the file has it, [O, KH, KW, C].
-        bias: float32 [O].
-
-    FP16 operands are summed in FP32 and rounded once, whatever torch does with them on the CPU at hand.
+        sources, weight, bias: float32; bias [O].
     """
     if not all(weight.shape) or not all(all(x.shape) for x in sources):
         return _empty(node, sources, weight, bias)
     joined = sources[0] if len(sources) == 1 else torch.cat(sources, -1)
-    x, weight, dtype = joined.permute(0, 3, 1, 2).float(), weight.float(), joined.dtype
+    x = joined.permute(0, 3, 1, 2)
     if isinstance(node, ConvTranspose2d):
         y = F.conv_transpose2d(x, weight.permute(3, 0, 1, 2), bias, 2)
     else:
         y = F.conv2d(x, weight.permute(0, 3, 1, 2), bias, node.stride, node.padding, node.dilation)
         if node.relu:
             y = y.relu_()
-    return channels_last(y.to(dtype))
+    return channels_last(y)
 
 
 def _empty(

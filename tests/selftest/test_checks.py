@@ -15,7 +15,8 @@ from fp4deploy import formats
 from fp4deploy.errors import GateError, UnavailableError
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.packed import PackedNetwork
-from fp4deploy.packed.graph import Layer
+from fp4deploy.packed.graph import ConvTranspose2d, Layer
+from fp4deploy.plugins.gemm.reference import conv_transpose2d_reference
 from fp4deploy.selftest import engines, kernels, latency, networks, reference
 from fp4deploy.selftest.context import Context, Size
 from fp4deploy.selftest.proof import require_same_bytes
@@ -143,6 +144,26 @@ def test_nodes_are_compared_one_by_one(context: Context) -> None:
     assert max(right.values()) < 4e-4
     assert {name for name, error in errors.items() if error > 1e-3} == {wrong}
     assert errors[wrong] == pytest.approx(0.01, rel=0.05)
+
+
+def test_the_reference_of_a_node_rounds_only_what_it_writes(context: Context) -> None:
+    """As a GPU's kernel: operands are what their codes stand for, however many digits that takes."""
+    file = context.packed.file
+    network, reference = PackedNetwork(file), PackedNetwork(file)
+    image, compared = network.graph.inputs[0], 0
+    read = network.read_input(image, context.images[:1])
+    held: dict[str, Any] = {form.name: networks.half(x) for form, x in zip(image.outputs, read, strict=True)}
+    for node in network.graph.nodes:
+        inputs = [held[name] for name in node.inputs]
+        found = [networks.half(x) for x in networks.on_cpu(reference, node, inputs)]
+        held.update(zip([form.name for form in node.outputs], found, strict=True))
+        if isinstance(node, ConvTranspose2d) and isinstance(found[0], Nvfp4Tensor):
+            weight, bias = network._packed[node.layer], file.tensors[f"{node.layer}.bias"]
+            amax = network.amax(node.outputs[0])
+            expected: Any = conv_transpose2d_reference(inputs[0], weight, bias, out_amax=amax, accumulate=torch.float64)
+            assert torch.equal(found[0].codes, expected.codes)
+            compared += 1
+    assert compared == 3
 
 
 @pytest.mark.usefixtures("pretended")
