@@ -37,7 +37,10 @@ SLOWEST = 1.6  # estimates above the smallest one, of variants that are measured
 LEVELS = (64, 128, 256, 512, 1024)
 IMAGES = ((16, 352, 480), (4, 512, 512), (1, 352, 480), (1, 1024, 2048))
 OTHERS = (  # N, H, W, channels, outputs, kernel, dilation
+    (16, 88, 120, 64, 256, 1, 1),
     (16, 44, 60, 512, 128, 1, 1),
+    (16, 44, 60, 512, 2048, 1, 1),
+    (16, 44, 60, 2048, 512, 1, 1),
     (16, 44, 60, 256, 256, 3, 2),
     (1, 44, 60, 256, 256, 3, 2),
     (16, 44, 60, 512, 512, 3, 4),
@@ -141,7 +144,7 @@ def variants(layer: Layer) -> list[warpgroup.Variant]:
 
 def compile_all(found: list[tuple[Layer, warpgroup.Variant]]) -> None:
     """Several compilers at a time."""
-    macros = {tuple(each.macros(torch.float16, not layer[-1]).items()) for layer, each in found}
+    macros = {tuple(each.macros(torch.float16, not layer[-1], layer[-1]).items()) for layer, each in found}
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda each: compile_cubin("warpgroup_conv.cu", "sm_90a", dict(each)), macros))
 

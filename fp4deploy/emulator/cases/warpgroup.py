@@ -92,9 +92,10 @@ CASES = tuple(
         ("divided channels", Convolution(True, 4, 2, channels=(64, 128), outputs=128, image=(2, 4, 9), bias=False,
                                          relu=False)),
         ("1x1, packed output", Convolution(True, 12, outputs=128, size=1, channels=(128,), amax=24.0)),
+        ("1x1, two sources", Convolution(True, 20, outputs=128, size=1, channels=(192, 64), image=(1, 21, 9))),
         ("dilation 2, packed output", Convolution(False, 8, dilation=2, image=(1, 8, 17), amax=24.0)),
         ("transposed 2x2", Convolution(False, 8, channels=(128,), up=True, image=(1, 5, 20))),
         ("transposed, packed output", Convolution(True, 4, outputs=128, up=True, image=(2, 3, 5), amax=24.0)),
-        ("height 32, moments", Convolution(True, 32, outputs=128, size=1, image=(1, 33, 9), moments=True)),
+        ("height 24, moments", Convolution(True, 24, outputs=128, size=1, image=(1, 25, 9), moments=True)),
     )
 )  # fmt: skip

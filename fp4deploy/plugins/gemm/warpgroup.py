@@ -39,8 +39,8 @@ SOURCE = "warpgroup_conv.cu"
 SM = 90  # wgmma exists on this architecture alone
 CHUNK = 64  # channels that are decoded at a time
 WIDTH = 8  # pixels across the tile of a consumer
-HEIGHTS = (4, 8, 12, 16, 20, 24, 28, 32)  # of a tile
-THREADS, PRODUCERS, CONSUMERS = 384, 128, 2  # of a block; threads that decode; warpgroups that multiply
+HEIGHTS = (4, 8, 12, 16, 20, 24)  # of a tile
+THREADS, DECODERS, CONSUMERS = 512, 192, 2  # of a block; threads that decode; warpgroups that multiply
 SHARED = 232_448  # bytes that a thread block can have
 SCRATCH = 8 * 1024  # bytes
 MOST_STAGES, FEWEST_STAGES = 20, 3
@@ -79,7 +79,8 @@ class Variant:
     """How a convolution is computed.
 
     joint: both consumers have one tile and 128 outputs, else two tiles and 64 outputs; height: of a tile; splits: of
-    the chunks; stages: of weights; buffers: of decoded pixels; resident: the stages keep all weights of a program.
+    the chunks; stages: of weights, each of a step; buffers: of decoded pixels; resident: the stages keep all weights of
+    a program.
     """
 
     taps: Pair
@@ -105,13 +106,13 @@ class Variant:
 
     @property
     def stage_bytes(self) -> int:
-        """Weights of one tap and chunk."""
+        """Weights of one tap and chunk, of all consumers."""
         return 2 * CHUNK * self.outputs
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        barriers = 16 * (self.stages + self.buffers)
+        barriers = 16 * (self.stages * (CONSUMERS if self.joint else 1) + self.buffers) + 8
         return self.stages * self.stage_bytes + self.buffers * 2 * CHUNK * self.pixels + SCRATCH + barriers
 
     def tiles(self, oh: int, ow: int) -> Pair:
@@ -134,9 +135,10 @@ class Variant:
         programs = min(works, multiprocessors)
         return programs // columns * columns if self.resident else programs
 
-    def macros(self, dtype: torch.dtype, moments: bool) -> dict[str, str | int]:
+    def macros(self, dtype: torch.dtype, moments: bool, packed: bool = False) -> dict[str, str | int]:
         """Of `warpgroup_conv.cu`."""
         flags = {"JOINT": self.joint, "RESIDENT": self.resident, "UP": self.up, "SPLIT": self.splits > 1}
+        flags["PACKED"] = packed and self.splits == 1
         numbers = {"HEIGHT": self.height, "KH": self.taps[0], "KW": self.taps[1], "DILATION": self.dilation}
         numbers |= {"STAGES": self.stages, "BUFFERS": self.buffers, "MOMENTS": int(moments and self.splits == 1)}
         return {"DTYPE": CUDA_TYPES[dtype], **numbers, **{name: int(flag) for name, flag in flags.items()}}
@@ -216,22 +218,23 @@ def cycles(each: Variant, shape: Shape, multiprocessors: int) -> float:
     """An estimate of the time in cycles, fitted to what was measured on an H100 (`benchmarks/warpgroup_conv.py`).
 
     A step multiplies one tap of one chunk: at the rate of tensor cores, of reading its weights from L2, or of its
-    barriers. A chunk takes no less than decoding it. A unit of work adds a start and an epilogue, which nothing
-    overlaps.
+    barriers. A chunk takes no less than decoding it. A unit of work adds an epilogue, which costs more in a tall tile;
+    joint consumers with several taps are out of phase (LAG in the kernel), so that one multiplies while the other
+    writes.
     """
     works, programs = each.works(shape), each.programs(shape, multiprocessors)
-    rounds = -(-works // programs)
-    step = max(4 * WIDTH * each.height / (1.03 if each.joint else 0.76), 410)
+    rounds, taps = -(-works // programs), math.prod(each.taps)
+    step = max(4 * WIDTH * each.height / 1.03, 407)
     if not (each.resident and rounds > 1):
-        step = max(step, each.stage_bytes / 24)
+        step = max(step, each.stage_bytes / 32)
     chunks = -(-sum(shape.chunks) // each.splits)
-    chunk = max(math.prod(each.taps) * step, 500 * -(-each.pixels // PRODUCERS))
-    written = CONSUMERS * CHUNK * WIDTH * each.height * (0.34 if shape.packed and each.splits == 1 else 0.09)
-    late = 1.4 * each.pixels if each.pixels > 4 * PRODUCERS else 0
-    total = 8000 + rounds * (chunks * chunk + written + late + 3000)
+    chunk = max(taps * step, 220 + 395 * -(-2 * each.pixels // DECODERS))
+    written = CONSUMERS * CHUNK * WIDTH * each.height * (0.26 if shape.packed and each.splits == 1 else 0.1)
+    written *= (0.6 if each.joint and taps > 1 and each.splits == 1 else 1) * (0.52 + 0.03 * each.height)
+    total = 11500 + rounds * (chunks * chunk + written + 1150)
     if each.splits > 1:
         n, oh, ow = shape.pixels
-        total += 4500 + 5e-3 * each.splits * n * oh * ow * shape.outputs * 132 / multiprocessors
+        total += 14600 + 3.25e-3 * each.splits * n * oh * ow * shape.outputs * 132 / multiprocessors
     return total
 
 
@@ -287,7 +290,9 @@ def conv2d(
     if moments and not up and chosen.splits == 1:
         parts = torch.empty(n * math.prod(tiles), 2, 2, outputs, dtype=torch.float32, device=device)
         found = Moments(parts, chosen.height * WIDTH, math.prod(tiles), (chosen.height, WIDTH))
-    run = kernel(SOURCE, "warpgroup_conv", SIGNATURE, chosen.macros(dtype, found is not None), device)
+    run = kernel(
+        SOURCE, "warpgroup_conv", SIGNATURE, chosen.macros(dtype, found is not None, scales is not None), device
+    )
     two = len(sources) == 2
     first_width = -(-math.prod(shape.taps) * CHUNK // 2 * shape.chunks[0] // PAD) * PAD
     launch_secondary(
@@ -312,7 +317,7 @@ def weight_boxes(
     rows, k = weight.planes.shape[1:]
     places = 4 if chosen.up else 1
     sizes, strides = (2 * k, places, 2 * rows // places), (2 * k, 2 * k * places)
-    return weight.planes, sizes, strides, (CHUNK, 1, chosen.outputs), CHUNK
+    return weight.planes, sizes, strides, (CHUNK, 1, CHUNK), CHUNK
 
 
 def _bytes(x: Nvfp4Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from fp4deploy.plugins.runtime import nvcc
 from fp4deploy.plugins.runtime.cubin import resources
 
 NVCC = nvcc.find_nvcc()
-REGISTERS = 168  # of 384 threads: what producers keep and consumers take is three times as much
+REGISTERS = 128  # of 512 threads: what producers keep and consumers take is twice as much
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_boxes_are_the_weights_of_a_step(up: bool) -> None:
     weight = decode_weight(quantize_nvfp4(torch.randn(outputs, taps, taps, sum(channels))), channels, up)
     chosen = warpgroup.Variant((1, 1) if up else (3, 3), 1, up, True, 8, 1, 4, 2, False)
     tensor, sizes, strides, box, width = warpgroup.weight_boxes(weight, chosen)
-    assert (box, width) == ((64, 1, 128), 64)
+    assert (box, width) == ((64, 1, 64), 64)
     assert math.prod(sizes) == tensor.nbytes
     whole = torch.as_strided(tensor.view(torch.uint8).flatten(), sizes[::-1], (*strides[::-1], 1))
     planes = tensor.unflatten(1, (outputs, -1)).transpose(1, 2)  # [2, places, outputs, K]
@@ -102,7 +102,7 @@ def test_boxes_are_the_weights_of_a_step(up: bool) -> None:
 
 
 @pytest.mark.skipif(NVCC is None, reason=f"no nvcc here; {nvcc.INSTALL_NVCC}")
-@pytest.mark.parametrize(("joint", "height", "size"), [(True, 32, 3), (False, 20, 3), (True, 24, 1)])
+@pytest.mark.parametrize(("joint", "height", "size"), [(True, 24, 3), (False, 20, 3), (True, 24, 1)])
 def test_registers_that_warpgroups_exchange(joint: bool, height: int, size: int) -> None:
     """With fewer registers at its start than consumers will ask for, the kernel would wait for ever."""
     shape = warpgroup.Shape((1, 64, 64), (2,), 128, (size, size))

@@ -32,7 +32,7 @@ SHAPES = [  # N, H, W, channels of each source, outputs, kernel, dilation
     (1, 5, 300, (128,), 256, 1, 1),
     (5, 9, 70, (64,), 128, 5, 1),
 ]
-TILES = [(True, 32), (False, 32), (True, 24), (False, 16), (True, 8), (False, 4)]
+TILES = [(True, 24), (False, 24), (True, 20), (False, 16), (True, 8), (False, 4)]
 
 
 @pytest.fixture(scope="module", autouse=True)

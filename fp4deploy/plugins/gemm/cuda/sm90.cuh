@@ -76,10 +76,10 @@ __device__ __forceinline__ bool elect_one() {
     return chosen != 0;
 }
 __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
-// Named barrier 1: waits for COUNT threads of the block, those that call this. (__syncthreads is barrier 0.)
-template <int COUNT>
+// Named barrier NUMBER: waits for COUNT threads of the block, those that call this. (__syncthreads is barrier 0.)
+template <int COUNT, int NUMBER = 1>
 __device__ __forceinline__ void named_barrier_sync() {
-    asm volatile("barrier.sync 1, %0;" ::"n"(COUNT) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory");
 }
 // All threads of the cluster. `relaxed` is enough: only mbarriers were written, and `fence_mbarrier_init` published
 // them.

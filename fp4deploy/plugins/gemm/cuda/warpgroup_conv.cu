@@ -3,20 +3,22 @@
 //   out[y, x, n] = round(relu(sum over sources, channels, taps of in[y + ky dilation - padding, x + kx dilation - padding, c]
 //                             w[n, ky, kx, c] + bias[n]))
 //
-// A tile of output pixels, 8 wide and HEIGHT high, and 64 or 128 outputs. For each chunk of 64 channels, four producer
-// warps decode the tile's input with its border once into shared memory, and two consumer warpgroups multiply all taps
-// from there. A tap is another address: the pixels of a wgmma operand are read through a matrix descriptor whose groups
-// of 8 rows are rows of the image.
+// A tile of output pixels, 8 wide and HEIGHT high, and 64 or 128 outputs. For each chunk of 64 channels, six warps decode
+// the tile's input with its border once into shared memory, and two consumer warpgroups multiply all taps from there. A
+// tap is another address: the pixels of a wgmma operand are read through a matrix descriptor whose groups of 8 rows are
+// rows of the image. Two more warps load weights by TMA.
 //
 // The product is transposed. Weights are the operand of 64 rows, pixels the one of N = 8 HEIGHT columns, so that a
 // thread has two outputs of many pixels: bias and moments of an output are those of four threads.
 //
-//   JOINT     both consumers have the same 8 x HEIGHT pixels and 64 of 128 outputs each
+//   JOINT     both consumers have the same 8 x HEIGHT pixels and 64 of 128 outputs each. The second one begins LAG steps
+//             later and stays behind, so that one multiplies while the other writes its outputs
 //   not       each consumer has 8 of 16 x HEIGHT pixels, and all of 64 outputs
 //
-// Shared memory: STAGES of weights [2 planes, OUTPUTS, 32] FP16 for one tap and chunk, by TMA with a swizzle of 64
-// bytes; BUFFERS of decoded pixels [8 columns of 8 channels, PIXELS] of 16 bytes; 1 KiB for each consumer warp, where an
-// output tile is transposed; mbarriers. With RESIDENT all weights of a block of outputs stay in the stages.
+// Shared memory: a ring of STAGES of weights [2 planes, 64 outputs, 32] FP16 for one tap and chunk, with a swizzle of 64
+// bytes, for each consumer if JOINT, else for both; BUFFERS of decoded pixels [8 columns of 8 channels, PIXELS] of 16
+// bytes; 4 KiB for each consumer, where an output tile is transposed; mbarriers. With RESIDENT all weights of a block of
+// outputs stay in the stages.
 //
 // The order of a sum: chunks of 64 channels ascending, source after source; in a chunk taps ascending; in a tap four
 // wgmma of 16 elements: those of the first plane (even channels) at positions 0 to 15 and 16 to 31, then those of the
@@ -26,22 +28,22 @@
 // Two sources are read as their concatenation, one after the other. With UP the weight is that of a transposed
 // convolution of kernel and stride 2: a 1 x 1 convolution with four times the outputs, each of which has its place in
 // 2 x 2 pixels. With MOMENTS the epilogue writes mean and squared deviations of each channel over the tile of each
-// consumer, of the rounded values (norm_statistics.cu). With `scales` the output is packed.
+// consumer, of the rounded values (norm_statistics.cu).
 //
-// Macros: DTYPE of the output; HEIGHT a multiple of 4 up to 32; KH, KW, DILATION; JOINT, RESIDENT, UP, SPLIT, MOMENTS 0
-// or 1; STAGES; BUFFERS.
-// weights: a tensor map of bytes [2 O, places, 2 K] in boxes of OUTPUTS x 1 x 64 with a swizzle of 64 bytes; places: 4
+// Macros: DTYPE of the output; HEIGHT a multiple of 4 up to 24; KH, KW, DILATION; JOINT, RESIDENT, UP, SPLIT, PACKED,
+// MOMENTS 0 or 1; STAGES; BUFFERS.
+// weights: a tensor map of bytes [2 O, places, 2 K] in boxes of 64 x 1 x 64 with a swizzle of 64 bytes; places: 4
 // with UP, else 1. x, x2: codes uint8 [N, H, W, 32 chunks]; their scales: E4M3 uint8 [N, H, W, 4 chunks]; amax:
 // float32 []; bias: float32 [O] or null; out: DTYPE [N, OH, OW, O], or codes, with SPLIT float32 [splits, N, OH, OW, O];
-// scales: of a packed output, or null; moments: float32 [N tiles, 2, 2, O].
+// scales: with PACKED those of the output; moments: float32 [N tiles, 2, 2, O].
 // begin2: where the second source begins in a row of a plane, in elements. tiles_y, tiles_x: of 8 x HEIGHT pixels.
-// Launch: block 384, a grid of any size, with RESIDENT a multiple of all blocks of outputs and splits; dynamic shared
+// Launch: block 512, a grid of any size, with RESIDENT a multiple of all blocks of outputs and splits; dynamic shared
 // memory `shared_bytes` of warpgroup.py.
 #include "pack_target.cuh"
 #include "wgmma.cuh"
 
 #ifndef HEIGHT
-#define HEIGHT 32
+#define HEIGHT 24
 #endif
 #ifndef KH
 #define KH 3
@@ -64,6 +66,9 @@
 #ifndef SPLIT
 #define SPLIT 0
 #endif
+#ifndef PACKED
+#define PACKED 0
+#endif
 #ifndef MOMENTS
 #define MOMENTS 0
 #endif
@@ -76,18 +81,21 @@
 
 namespace {
 
-constexpr int PRODUCERS = 128, CONSUMER_WARPS = 8, THREADS = PRODUCERS + 32 * CONSUMER_WARPS;
+// Warps 0 and 1 load weights, 2 to 7 decode pixels, 8 to 15 multiply.
+constexpr int LOADERS = 64, DECODERS = 192, PRODUCERS = LOADERS + DECODERS, CONSUMER_WARPS = 8;
+constexpr int THREADS = PRODUCERS + 32 * CONSUMER_WARPS;
 constexpr int OUTPUTS = JOINT ? 128 : 64, WIDTH = JOINT ? 8 : 16;
 constexpr int BORDERED = WIDTH + (KW - 1) * DILATION, PIXELS = (HEIGHT + (KH - 1) * DILATION) * BORDERED;
 constexpr int TAPS = KH * KW, PLACES = UP ? 4 : 1;
 constexpr int COLUMN = 16 * PIXELS, BUFFER = 8 * COLUMN;           // bytes of 8 and of 64 channels of all pixels
-constexpr int PLANE = 64 * OUTPUTS, STAGE = 2 * PLANE;             // bytes of weights
-constexpr int SCRATCH = 1024;                                      // bytes of a consumer warp
-constexpr int LOADS = (PIXELS + PRODUCERS - 1) / PRODUCERS;        // pixels of a producer
-constexpr int AHEAD = LOADS <= 4 ? 2 : 1;                          // chunks that are loaded before they are decoded
-// 120 + 2 * 192 = 3 * 168, what 384 threads of a kernel with a bound of one block have at its start.
-constexpr bool MOVES_REGISTERS = HEIGHT > 16;
-constexpr int PRODUCER_REGISTERS = 120, CONSUMER_REGISTERS = 192;
+constexpr int PLANE = 64 * 64, STAGE = 2 * PLANE;                  // bytes of weights
+constexpr int RINGS = JOINT ? 2 : 1, RING = STAGES * STAGE;        // of weights, in bytes
+constexpr int SCRATCH = 4096;                                      // bytes of a consumer warpgroup
+constexpr int LOADS = (2 * PIXELS + DECODERS - 1) / DECODERS;      // halves of a pixel's chunk, of a thread
+constexpr int AHEAD = LOADS <= 2 ? 3 : LOADS == 3 ? 2 : 1;        // chunks that are loaded before they are decoded
+// Steps by which the second consumer of JOINT is behind: one multiplies while the other writes what it has.
+constexpr int LAG = JOINT && !SPLIT && TAPS > 1 ? (TAPS < 6 ? TAPS : 6) : 0;
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 200;  // together what two threads have at the start
 
 struct Problem {
     int H, W, OH, OW, O, padding_h, padding_w, tiles_y, tiles_x, chunks, chunks2, begin2, splits, works;
@@ -136,17 +144,47 @@ struct Cursor {
     }
 };
 
+// The first of each: weights arrived, were read; pixels were decoded, were read; the second consumer may begin.
 struct Barriers {
-    uint32_t loaded, freed, decoded, read;  // the first of each: weights arrived, were read; pixels decoded, were read
+    uint32_t loaded, freed, decoded, read, begin;
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// ---- producers ----
+// ---- weights ----
 
+// Those of a ring, one step after the other, each a tap of a chunk; all lanes of a warp. With RESIDENT once.
+// row: the first of the ring in a block of outputs.
+__device__ __forceinline__ void load_weights(
+    const TensorMap& weights, uint32_t ring, int row, const Barriers& barriers, const Problem& p) {
+    Cursor cursor(p);
+    const int steps = RESIDENT ? (cursor.work.end - cursor.work.begin) * TAPS : 0;
+    int tap = 0;
+#pragma unroll 1
+    for (int step = 0; cursor.work.valid(p) && (!RESIDENT || step < steps); ++step) {
+        const int stage = step % STAGES;
+        if (!RESIDENT) mbarrier_wait(barriers.freed + 8 * stage, (step / STAGES & 1) ^ 1);
+        const bool second = cursor.chunk >= p.chunks;
+        const int chunks = second ? p.chunks2 : p.chunks, chunk = cursor.chunk - (second ? p.chunks : 0);
+        const int element = (second ? p.begin2 : 0) + 32 * (tap * chunks + chunk), first = cursor.work.first + row;
+        if (elect_one()) {
+            const uint32_t bar = barriers.loaded + 8 * stage, to = ring + STAGE * stage;
+            mbarrier_arrive_expect_tx(bar, STAGE);
+            tma_load_box(to, weights, 2 * element, cursor.work.position, first, bar);
+            tma_load_box(to + PLANE, weights, 2 * element, cursor.work.position, p.O + first, bar);
+        }
+        if (++tap < TAPS) continue;
+        tap = 0;
+        cursor.next(p);
+    }
+}
+
+// ---- pixels ----
+
+// Halves of a chunk of some pixels: two neighbouring lanes have a pixel, and read it in one access.
 struct Raw {
-    uint4 low[LOADS], high[LOADS];
-    uint32_t scales[LOADS];
+    uint4 codes[LOADS];
+    uint32_t scales[LOADS];  // of the whole chunk
 };
 
 // Which pixels this thread decodes: indices in the feature map of the batch, -1 outside of the image.
@@ -154,7 +192,8 @@ __device__ __forceinline__ void find_pixels(int (&pixels)[LOADS], const Work& wo
     const int top = work.ty * HEIGHT - p.padding_h, left = work.tx * 8 - p.padding_w;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-        const int index = i * PRODUCERS + threadIdx.x, y = top + index / BORDERED, x = left + index % BORDERED;
+        const int index = (i * DECODERS + threadIdx.x - LOADERS) / 2;
+        const int y = top + index / BORDERED, x = left + index % BORDERED;
         const bool has = index < PIXELS && y >= 0 && y < p.H && x >= 0 && x < p.W;
         pixels[i] = has ? (work.item * p.H + y) * p.W + x : -1;
     }
@@ -163,13 +202,11 @@ __device__ __forceinline__ void find_pixels(int (&pixels)[LOADS], const Work& wo
 __device__ __forceinline__ void fetch(Raw& raw, const int (&pixels)[LOADS], const Source& source, int chunk) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-        raw.low[i] = raw.high[i] = make_uint4(0u, 0u, 0u, 0u);
+        raw.codes[i] = make_uint4(0u, 0u, 0u, 0u);
         raw.scales[i] = 0u;
         if (pixels[i] < 0) continue;
         const long long at = (long long)pixels[i] * source.chunks + chunk;
-        const uint4* from = reinterpret_cast<const uint4*>(source.codes) + 2 * at;
-        raw.low[i] = from[0];
-        raw.high[i] = from[1];
+        raw.codes[i] = reinterpret_cast<const uint4*>(source.codes)[2 * at + threadIdx.x % 2];
         raw.scales[i] = reinterpret_cast<const uint32_t*>(source.scales)[at];
     }
 }
@@ -193,18 +230,19 @@ __device__ __forceinline__ void spread(uint32_t word, uint32_t (&out)[4]) {
 }
 
 // The order of elements is that of the weight's planes: column 4 parity + 2 a + b of a pixel has, for t = 0 to 3 and
-// c = 0 to 1, channel 16 t + 8 a + 4 b + 2 c + parity, so two elements of each of the four blocks.
-__device__ __forceinline__ void decode(const Raw& raw, uint4* buffer) {
+// c = 0 to 1, channel 16 t + 8 a + 4 b + 2 c + parity, so two elements of each of the four blocks. A thread has the
+// blocks t = 0, 1 or 2, 3: one half of each column.
+__device__ __forceinline__ void decode(const Raw& raw, uint2* buffer) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-        const int pixel = i * PRODUCERS + threadIdx.x;
-        if (PIXELS % PRODUCERS && pixel >= PIXELS) continue;
-        const uint32_t words[8] = {raw.low[i].x,  raw.low[i].y,  raw.low[i].z,  raw.low[i].w,
-                                   raw.high[i].x, raw.high[i].y, raw.high[i].z, raw.high[i].w};
-        uint32_t columns[8][4];
+        const int unit = i * DECODERS + threadIdx.x - LOADERS;
+        if (2 * PIXELS % DECODERS && unit >= 2 * PIXELS) continue;
+        const uint32_t words[4] = {raw.codes[i].x, raw.codes[i].y, raw.codes[i].z, raw.codes[i].w};
+        const uint32_t scales = raw.scales[i] >> (threadIdx.x % 2 * 16);
+        uint32_t columns[8][2];
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            const __half2 scale = __half2half2(scale_of(raw.scales[i], t));
+        for (int t = 0; t < 2; ++t) {
+            const __half2 scale = __half2half2(scale_of(scales, t));
 #pragma unroll
             for (int a = 0; a < 2; ++a) {
                 uint32_t pairs[4];
@@ -218,46 +256,13 @@ __device__ __forceinline__ void decode(const Raw& raw, uint4* buffer) {
         }
 #pragma unroll
         for (int column = 0; column < 8; ++column)
-            buffer[column * PIXELS + pixel] =
-                make_uint4(columns[column][0], columns[column][1], columns[column][2], columns[column][3]);
+            buffer[column * 2 * PIXELS + unit] = make_uint2(columns[column][0], columns[column][1]);
     }
 }
 
-// Weights of one step after the other, each a tap of a chunk. All lanes of a warp keep it.
-struct WeightLoader {
-    Cursor cursor;
-    int tap = 0, issued = 0;
-
-    __device__ __forceinline__ explicit WeightLoader(const Problem& p) : cursor(p) {}
-    __device__ __forceinline__ void load_until(
-        int steps, const TensorMap& weights, uint32_t stages, const Barriers& barriers, const Problem& p) {
-#pragma unroll 1
-        for (; issued < steps && cursor.work.valid(p); ++issued) {
-            const int stage = issued % STAGES;
-            if (!RESIDENT) mbarrier_wait(barriers.freed + 8 * stage, (issued / STAGES & 1) ^ 1);
-            const bool second = cursor.chunk >= p.chunks;
-            const int chunks = second ? p.chunks2 : p.chunks, chunk = cursor.chunk - (second ? p.chunks : 0);
-            const int element = (second ? p.begin2 : 0) + 32 * (tap * chunks + chunk);
-            if (elect_one()) {
-                const uint32_t bar = barriers.loaded + 8 * stage, to = stages + STAGE * stage;
-                mbarrier_arrive_expect_tx(bar, STAGE);
-                tma_load_box(to, weights, 2 * element, cursor.work.position, cursor.work.first, bar);
-                tma_load_box(to + PLANE, weights, 2 * element, cursor.work.position, p.O + cursor.work.first, bar);
-            }
-            if (++tap < TAPS) continue;
-            tap = 0;
-            cursor.next(p);
-        }
-    }
-};
-
-__device__ __forceinline__ void produce(
-    const Source& x, const Source& x2, const TensorMap& weights, uint8_t* buffers, uint32_t stages,
-    const Barriers& barriers, const Problem& p) {
-    const int warp = warp_uniform(threadIdx.x / 32);
+__device__ __forceinline__ void decode_pixels(
+    const Source& x, const Source& x2, uint8_t* buffers, const Barriers& barriers, const Problem& p) {
     Cursor now(p), next(p);
-    WeightLoader loader(p);
-    const int steps = (now.work.end - now.work.begin) * TAPS;  // of a work, with RESIDENT
     int pixels[LOADS];
     Raw raw[AHEAD];
     const auto load = [&](Raw& to) {
@@ -268,7 +273,6 @@ __device__ __forceinline__ void produce(
         if (next.next(p)) find_pixels(pixels, next.work, p);
     };
     find_pixels(pixels, next.work, p);
-    if (warp == 0) loader.load_until(RESIDENT ? steps : STAGES, weights, stages, barriers, p);
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load(raw[i]);
     int count = 0;
@@ -279,13 +283,12 @@ __device__ __forceinline__ void produce(
             if (!now.work.valid(p)) break;
             const int buffer = count % BUFFERS;
             mbarrier_wait(barriers.read + 8 * buffer, (count / BUFFERS & 1) ^ 1);
-            decode(raw[i], reinterpret_cast<uint4*>(buffers + BUFFER * buffer));
-            load(raw[i]);
+            decode(raw[i], reinterpret_cast<uint2*>(buffers + BUFFER * buffer));
             fence_shared_for_async();
             __syncwarp();
             if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.decoded + 8 * buffer);
+            load(raw[i]);
             ++count;
-            if (!RESIDENT && warp == 0) loader.load_until(count * TAPS, weights, stages, barriers, p);
             now.next(p);
         }
     }
@@ -311,12 +314,12 @@ struct Reading {
 // The sum of a work's chunks. step, count: steps and chunks that this program has had; `ratio`: what sums of the first
 // source are multiplied by before those of the second are added.
 __device__ __forceinline__ void accumulate(
-    Sums& sums, const Work& work, int& step, int& count, float ratio, uint32_t buffers, uint32_t stages,
+    Sums& sums, const Work& work, int& step, int& count, float ratio, uint32_t buffers, uint32_t ring,
     const Barriers& barriers, const Problem& p) {
-    const int group = warp_uniform(threadIdx.x / 128) - 1;
+    const int group = warp_uniform(threadIdx.x / 128) - 2;
     constexpr uint64_t WEIGHTS = wgmma::descriptor(wgmma::SWIZZLE_64, 16, 512);
     constexpr uint64_t INPUT = wgmma::descriptor(wgmma::SWIZZLE_NONE, COLUMN, 16 * BORDERED);
-    const uint32_t rows = stages + (JOINT ? 64 * 64 * group : 0), pixels = buffers + (JOINT ? 0 : 16 * 8 * group);
+    const uint32_t pixels = buffers + (JOINT ? 0 : 16 * 8 * group);
     Reading before;
     int adds = 0;
     if (RESIDENT) step = 0;
@@ -338,7 +341,7 @@ __device__ __forceinline__ void accumulate(
             for (int kx = 0; kx < KW; ++kx, ++step) {
                 const int stage = step % STAGES;
                 mbarrier_wait(barriers.loaded + 8 * stage, RESIDENT ? 0 : step / STAGES & 1);
-                const uint32_t a = rows + STAGE * stage;
+                const uint32_t a = ring + STAGE * stage;
                 const uint32_t b = pixels + BUFFER * buffer + 16 * DILATION * (ky * BORDERED + kx);
                 wgmma::fence();
 #pragma unroll
@@ -352,6 +355,8 @@ __device__ __forceinline__ void accumulate(
                 wgmma::wait<1>();
                 before.free(barriers);
                 before.stage = stage;
+                if (LAG && group == 0 && count * TAPS + ky * KW + kx + 1 == LAG && threadIdx.x % 128 == 0)
+                    mbarrier_arrive(barriers.begin);
             }
         }
         before.buffer = buffer;
@@ -360,30 +365,60 @@ __device__ __forceinline__ void accumulate(
     before.free(barriers);
 }
 
+using Pair = channels::Pair<DTYPE>::type;
+// The rounded outputs of a thread: of each row of pixels two outputs (lane / 4, and 8 more), each of two pixels.
+using Rounded = Pair[HEIGHT][2];
+
+__device__ __forceinline__ void round_sums(
+    const Sums& sums, float factor, const float* bias, int output, int relu, Rounded& out) {
+    // Neither addition nor maximum is conditional: a branch for each number would cost more.
+    const float added[2] = {bias ? bias[output] : 0.f, bias ? bias[output + 8] : 0.f};
+    const float lowest = relu ? 0.f : __int_as_float(0xFF800000);
+#pragma unroll
+    for (int i = 0; i < HEIGHT; ++i) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            float v[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) v[j] = fp4::nan_max(sums[i][2 * row + j] * factor + added[row], lowest);
+            channels::narrow(make_float2(v[0], v[1]), out[i][row]);
+        }
+    }
+}
+
 // Mean and squared deviations of this thread's two outputs over the pixels of the tile, in all four threads that have
 // them. rows, columns: of the tile that lie in the image; WHOLE: all of them.
 template <bool WHOLE>
-__device__ __forceinline__ void measure(const Sums& sums, int rows, int columns, float (&mean)[2], float (&square)[2]) {
+__device__ __forceinline__ void measure(
+    const Rounded& values, int rows, int columns, float (&mean)[2], float (&square)[2]) {
     const int x = threadIdx.x % 4 * 2;
-    const auto total = [&](auto&& value) {
-        float sum = 0.f;
+    // Of both outputs at a time, columns apart: four sums that do not wait for each other.
+    const auto total = [&](float (&sum)[2], auto&& term) {
+        float parts[2][2] = {};
 #pragma unroll
-        for (int i = 0; i < HEIGHT; ++i)
+        for (int i = 0; i < HEIGHT; ++i) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                if (WHOLE || (i < rows && x + j < columns)) sum = value(sum, i, j);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+            for (int row = 0; row < 2; ++row) {
+                const float2 pair = channels::widen(values[i][row]);
+                if (WHOLE || (i < rows && x < columns)) parts[row][0] = term(parts[row][0], pair.x, row);
+                if (WHOLE || (i < rows && x + 1 < columns)) parts[row][1] = term(parts[row][1], pair.y, row);
+            }
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            sum[row] = parts[row][0] + parts[row][1];
+            sum[row] += __shfl_xor_sync(0xffffffffu, sum[row], 1);
+            sum[row] += __shfl_xor_sync(0xffffffffu, sum[row], 2);
+        }
     };
+    total(mean, [](float sum, float value, int) { return sum + value; });
     const float count = WHOLE ? float(8 * HEIGHT) : float(rows * columns);
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        mean[row] = total([&](float sum, int i, int j) { return sum + sums[i][2 * row + j]; }) / count;
-        square[row] = total([&](float sum, int i, int j) {
-            const float d = sums[i][2 * row + j] - mean[row];
-            return __fmaf_rn(d, d, sum);
-        });
-    }
+    for (int row = 0; row < 2; ++row) mean[row] /= count;
+    total(square, [&](float sum, float value, int row) {
+        const float d = value - mean[row];
+        return __fmaf_rn(d, d, sum);
+    });
 }
 
 struct Epilogue {
@@ -398,7 +433,7 @@ struct Epilogue {
 __device__ __forceinline__ void write_parts(
     const Sums& sums, const Work& work, int ty, int tx, float factor, float* out, const Problem& p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int output = work.first + (JOINT ? 64 * (threadIdx.x / 128 - 1) : 0) + 16 * warp + lane / 4;
+    const int output = work.first + (JOINT ? 64 * (threadIdx.x / 128 - 2) : 0) + 16 * warp + lane / 4;
     const long long per_item = (long long)p.OH * p.OW, items = p.works / p.splits / (p.O / OUTPUTS) / p.tiles_y /
                                                               (JOINT ? p.tiles_x : (p.tiles_x + 1) / 2);
     const long long base = (work.split * items + work.item) * per_item;
@@ -416,29 +451,81 @@ __device__ __forceinline__ void write_parts(
     }
 }
 
+// Waits for the threads of a consumer, 2 or 3.
+__device__ __forceinline__ void group_sync(int group) {
+    if (group == 2) {
+        named_barrier_sync<128, 1>();
+    } else {
+        named_barrier_sync<128, 2>();
+    }
+}
+
+// Four rows of 8 pixels at a time, by the warpgroup: 64 outputs of a pixel are 128 bytes of scratch, and eight lanes of
+// its store. Columns of 8 outputs are permuted by the pixel, so that no two rows of a matrix have the same banks.
+__device__ __forceinline__ void store(
+    const Rounded& values, const Work& work, int ty, int tx, int first, const fp4::GlobalScale& global,
+    const Epilogue& to, uint8_t* scratch, const Problem& p) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = warp_uniform(threadIdx.x / 128);
+    const uint32_t address = shared_address(scratch) + (lane / 16 * 8 + lane % 8) * 128 +
+                             ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
+    // Where the first row of this warp lies, in eighths of outputs, and how far the next ones are from it.
+    const int y = ty * HEIGHT + warp, x = tx * 8 + lane / 8;
+    const long long pixel = (long long)work.item * p.OH * p.OW * PLACES +
+                            (UP ? (2LL * y + work.position / 2) * 2 * p.OW + 2 * x + work.position % 2
+                                : (long long)y * p.OW + x);
+    const int eighths = p.O / 8, right = (UP ? 8 : 4) * eighths;
+    const long long down = (UP ? 16LL : 4LL) * p.OW * eighths;
+    unsigned long long at = pixel * eighths + first / 8 + lane % 8;
+    const Target target{PACKED ? static_cast<uint32_t*>(to.out) : nullptr, PACKED ? to.scales : nullptr,
+                        PACKED ? nullptr : static_cast<DTYPE*>(to.out)};
+#pragma unroll
+    for (int i = 0; i < HEIGHT; i += 4) {
+        group_sync(group);  // what lies there was read
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                pairs[j] = *reinterpret_cast<const uint32_t*>(&values[i + 2 * half + j / 2][j % 2]);
+            store_transposed(address + 2048 * half, pairs);
+        }
+        group_sync(group);
+        uint4 words[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int column = 4 * half + lane / 8;  // of the row of this warp
+            words[half] = reinterpret_cast<const uint4*>(scratch)[64 * warp + 8 * column + ((lane % 8) ^ column)];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const bool has = y + i < p.OH && x + 4 * half < p.OW;
+            const unsigned long long place = 8 * (at + half * right);
+            if (PACKED) {
+                float v[channels::VECTOR];
+                channels::widen<DTYPE>(words[half], v);
+                target.put(v, global, place, has);
+            } else if (has) {
+                *reinterpret_cast<uint4*>(target.values + place) = words[half];
+            }
+        }
+        at += down;
+    }
+}
+
 __device__ __forceinline__ void finish(
-    Sums& sums, const Work& work, int ty, int tx, float factor, const fp4::GlobalScale& global, const Epilogue& to,
+    const Sums& sums, const Work& work, int ty, int tx, float factor, const fp4::GlobalScale& global, const Epilogue& to,
     uint8_t* scratch, const Problem& p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int first = work.first + (JOINT ? 64 * (threadIdx.x / 128 - 1) : 0) + 16 * warp, output = first + lane / 4;
-    const float low = to.bias ? to.bias[output] : 0.f, high = to.bias ? to.bias[output + 8] : 0.f;
-#pragma unroll
-    for (int i = 0; i < HEIGHT; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            float value = sums[i][j] * factor;
-            if (to.bias) value += j < 2 ? low : high;
-            if (to.relu) value = value > 0.f ? value : value != value ? value : 0.f;
-            sums[i][j] = float(DTYPE(value));
-        }
-    }
+    const int first = work.first + (JOINT ? 64 * (threadIdx.x / 128 - 2) : 0), output = first + 16 * warp + lane / 4;
+    Rounded values;
+    round_sums(sums, factor, to.bias, output, to.relu, values);
     const int rows = min(HEIGHT, p.OH - ty * HEIGHT), columns = min(8, p.OW - tx * 8);
     if (MOMENTS) {
         float mean[2], square[2];
         if (rows == HEIGHT && columns == 8) {
-            measure<true>(sums, rows, columns, mean, square);
+            measure<true>(values, rows, columns, mean, square);
         } else {
-            measure<false>(sums, rows, columns, mean, square);
+            measure<false>(values, rows, columns, mean, square);
         }
         if (lane % 4 == 0) {
             const long long part = ((long long)work.item * p.tiles_y + ty) * p.tiles_x + tx;
@@ -451,55 +538,7 @@ __device__ __forceinline__ void finish(
         __syncwarp();
     }
 
-    // Four rows of 8 pixels at a time: 16 outputs of a pixel are 32 bytes of scratch, and two lanes of its store.
-    using Pair = channels::Pair<DTYPE>::type;
-    const uint32_t address = shared_address(scratch) + (lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16;
-    const int x = tx * 8 + lane % 16 / 2;
-    const long long base = (long long)work.item * p.OH * p.OW * PLACES;
-    const Target target{static_cast<uint32_t*>(to.scales ? to.out : nullptr), to.scales,
-                        static_cast<DTYPE*>(to.scales ? nullptr : to.out)};
-#pragma unroll
-    for (int i = 0; i < HEIGHT; i += 4) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint32_t pairs[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float* const two = &sums[i + 2 * half + j / 2][j % 2 * 2];
-                Pair pair;
-                channels::narrow(make_float2(two[0], two[1]), pair);
-                pairs[j] = *reinterpret_cast<const uint32_t*>(&pair);
-            }
-            store_transposed(address + 512 * half, pairs);
-        }
-        __syncwarp();
-        uint4 words[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) words[half] = reinterpret_cast<const uint4*>(scratch)[32 * half + lane];
-        __syncwarp();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int y = ty * HEIGHT + i + 2 * half + lane / 16;
-            long long pixel = (long long)y * p.OW + x;
-            if (UP) pixel = (2LL * y + work.position / 2) * 2 * p.OW + 2 * x + work.position % 2;
-            const long long at = (base + pixel) * p.O + first + 8 * (lane % 2);
-            const bool has = y < p.OH && x < p.OW;
-            if (!to.scales) {
-                if (has) *reinterpret_cast<uint4*>(static_cast<DTYPE*>(to.out) + at) = words[half];
-                continue;
-            }
-            float v[channels::VECTOR];
-            const Pair* const pairs = reinterpret_cast<const Pair*>(&words[half]);
-#pragma unroll
-            for (int j = 0; j < channels::VECTOR / 2; ++j) {
-                const float2 pair = channels::widen(pairs[j]);
-                v[2 * j] = pair.x;
-                v[2 * j + 1] = pair.y;
-            }
-            target.put(v, global, at, has);
-        }
-    }
-    __syncwarp();
+    store(values, work, ty, tx, first, global, to, scratch, p);
 }
 
 }  // namespace
@@ -511,49 +550,64 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) warpgroup_conv(
     int padding_w, int relu, int tiles_y, int tiles_x, int chunks, int chunks2, int begin2, int splits, int works,
     float x_range, float x2_range, float w_range) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint8_t* const buffers = shared + STAGES * STAGE;
+    uint8_t* const buffers = shared + RINGS * RING;
     uint8_t* const scratch = buffers + BUFFERS * BUFFER;
-    const uint32_t stages = shared_address(shared), bars = shared_address(scratch + CONSUMER_WARPS * SCRATCH);
-    const Barriers barriers{bars, bars + 8 * STAGES, bars + 16 * STAGES, bars + 16 * STAGES + 8 * BUFFERS};
+    const uint32_t rings = shared_address(shared), bars = shared_address(scratch + 2 * SCRATCH);
+    Barriers barriers{bars, bars + 8 * RINGS * STAGES, bars + 16 * RINGS * STAGES};
+    barriers.read = barriers.decoded + 8 * BUFFERS;
+    barriers.begin = barriers.read + 8 * BUFFERS;
     const Problem p{H, W, OH, OW, O, padding_h, padding_w, tiles_y, tiles_x, chunks, chunks2, begin2, splits, works};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
+        for (int i = 0; i < RINGS * STAGES; ++i) {
             mbarrier_init(barriers.loaded + 8 * i, 1);
-            mbarrier_init(barriers.freed + 8 * i, CONSUMER_WARPS);
+            mbarrier_init(barriers.freed + 8 * i, CONSUMER_WARPS / RINGS);
         }
         for (int i = 0; i < BUFFERS; ++i) {
-            mbarrier_init(barriers.decoded + 8 * i, PRODUCERS / 32);
+            mbarrier_init(barriers.decoded + 8 * i, DECODERS / 32);
             mbarrier_init(barriers.read + 8 * i, CONSUMER_WARPS);
         }
+        mbarrier_init(barriers.begin, 1);
         fence_mbarrier_init();
     }
     __syncthreads();
     begin_after_primary();
+    const int warp = warp_uniform(threadIdx.x / 32);
+    // Each consumer of JOINT has a ring of its own: neither waits for the other.
+    const int number = JOINT ? (warp < LOADERS / 32 ? warp : warp / 4 - 2) : 0;
+    const uint32_t ring = rings + RING * number;
+    barriers.loaded += 8 * STAGES * number;
+    barriers.freed += 8 * STAGES * number;
     if (threadIdx.x < PRODUCERS) {
-        if (MOVES_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-        produce({x, x_scales, chunks}, {x2, x2_scales, chunks2}, weights, buffers, stages, barriers, p);
+        give_registers<PRODUCER_REGISTERS>();
+        if (warp < RINGS) {
+            load_weights(weights, ring, 64 * number, barriers, p);
+        } else if (warp >= LOADERS / 32) {
+            decode_pixels({x, x_scales, chunks}, {x2, x2_scales, chunks2}, buffers, barriers, p);
+        }
     } else {
-        if (MOVES_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+        take_registers<CONSUMER_REGISTERS>();
         const float first_factor = *x_amax / x_range, second_factor = chunks2 ? *x2_amax / x2_range : first_factor;
         // No division by zero; an amax of 0 means that all values of the source are 0.
         const float divisor = chunks2 && second_factor == 0.f ? 1.f : second_factor;
         const float scale = *w_amax / w_range * 16384.f;  // elements of both operands are times 2^-7
-        const fp4::GlobalScale global = scales ? fp4::global_scale(*out_amax) : fp4::GlobalScale{};
+        const fp4::GlobalScale global = PACKED ? fp4::global_scale(*out_amax) : fp4::GlobalScale{};
         const Epilogue to{out, scales, bias, out_amax, moments, relu};
-        const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - PRODUCERS / 32;
+        const int group = warp / 4 - 2;
+        if (LAG && group == 1) mbarrier_wait(barriers.begin, 0);
         int step = 0, count = 0;
 #pragma unroll 1
         for (Work work(blockIdx.x, p); work.valid(p); work = Work(work.index + gridDim.x, p)) {
             Sums sums;
-            accumulate(sums, work, step, count, first_factor / divisor, shared_address(buffers), stages, barriers, p);
+            accumulate(sums, work, step, count, first_factor / divisor, shared_address(buffers), ring, barriers, p);
             const float factor = (work.end > chunks ? divisor : first_factor) * scale;
             const int tx = work.tx + (JOINT ? 0 : group);
             if (tx >= tiles_x) continue;
             if (SPLIT) {
                 write_parts(sums, work, work.ty, tx, factor, static_cast<float*>(out), p);
             } else {
-                finish(sums, work, work.ty, tx, factor, global, to, scratch + SCRATCH * warp, p);
+                finish(sums, work, work.ty, tx, factor, global, to, scratch + SCRATCH * group, p);
             }
         }
+        if (LAG && threadIdx.x == PRODUCERS && count * TAPS < LAG) mbarrier_arrive(barriers.begin);
     }
 }

@@ -21,9 +21,10 @@ struct Target {
         uint32_t packed = fp4::encode_eight(scaled);
         if (block.encode != block.encode) packed = 0u;  // a block with NaN or Inf: codes 0, scale NaN
         if (!has) return;
-        codes[at / channels::VECTOR] = packed;
+        const auto place = (unsigned long long)at;  // divided by a shift
+        codes[place / channels::VECTOR] = packed;
         // Two adjacent lanes have a block; one of them writes its scale.
-        if (threadIdx.x % 2 == 0) scales[at / fp4::GROUP] = uint8_t(fp4::encode_e4m3(block.d8));
+        if (threadIdx.x % 2 == 0) scales[place / fp4::GROUP] = uint8_t(fp4::encode_e4m3(block.d8));
     }
     __device__ __forceinline__ fp4::GlobalScale global(const float* amax) const {
         return codes ? fp4::global_scale(*amax) : fp4::GlobalScale{};
