@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from fp4deploy.graph.folded import fold_parameters
 from fp4deploy.graph.retraced import decomposed, made_functional
 
 aten = torch.ops.aten
@@ -59,6 +60,7 @@ def _copied(table: Any) -> Any:
 
 def _decompose_where_needed(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def short(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        fold_parameters(program)
         known = frozenset(functions[0].fx_target for functions in registry.functions.values() if functions)
 
         def stays(called: Any) -> bool:

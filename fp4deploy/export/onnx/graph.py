@@ -53,6 +53,7 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.qat.computed import masters, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
 
@@ -281,7 +282,7 @@ def _traceable(
     model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError]
 ) -> nn.Module:
     """An FP16 copy on the CPU whose quantised layers leave markers, or raise what is `refused`."""
-    quantized = {f"{name}.weight" for name in (*constants, *refused)}
+    quantized = masters(model)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not _fits_fp16(tensor) and name not in quantized:
             raise InputError(f"{name} holds NaN, Inf or a value beyond FP16's largest, 65504; it cannot be exported.")
@@ -323,7 +324,8 @@ def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn
 
     def convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
         x, weight = operands(x)
-        product: torch.Tensor = self._conv_forward(x, weight, self.bias)
+        kind: Any = torch_class(self)  # a subclass may compute its weight there
+        product: torch.Tensor = kind._conv_forward(self, x, weight, self.bias)
         return product
 
     def transposed_convolution(self: QuantConvTranspose2d, x: torch.Tensor) -> torch.Tensor:
