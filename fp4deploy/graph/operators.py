@@ -24,7 +24,7 @@
 | `take` | index_select, index with one constant list of positions | dim, and the constant "index" |
 | `pad` | pad, constant_pad_nd, reflection_pad2d, ... | pad (last axis first, as in torch), mode, value |
 | `matmul`, `softmax`, `log_softmax`, `attention` | matmul, bmm, softmax, ... | dim; is_causal, scale |
-| `cast` | to a type of floating point numbers; to bool is `ne`, to whole numbers `sign`, `abs`, `floor`, `mul` | dtype |
+| `cast` | to floating point numbers; to bool it is `ne`, to whole numbers `sign`, `abs`, `floor` and `mul` | dtype |
 
 What changes no value (dropout in evaluation, contiguous, clone, a cast to the same type) is left out. Any other call is
 decomposed by torch's own table where that has it (einsum, glu, stack, channel_shuffle, ...), and else a node with
