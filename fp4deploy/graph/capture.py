@@ -30,7 +30,7 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
-from fp4deploy.graph.retraced import decomposed, made_functional
+from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 from fp4deploy.graph.unpooling import Unpooling
 
@@ -60,6 +60,7 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
     positional, named = arguments(example_inputs)
     program = _export(model, positional, named, dynamic_size)
     with quiet():
+        inline_regions(program)
         if not made_functional(program):
             program = program.run_decompositions({})
     return _Reader(_decomposed(program)).graph()

@@ -24,7 +24,7 @@
 | `take` | index_select, index with one constant list of positions | dim, and the constant "index" |
 | `pad` | pad, constant_pad_nd, reflection_pad2d, ... | pad (last axis first, as in torch), mode, value |
 | `matmul`, `softmax`, `log_softmax`, `attention` | matmul, bmm, softmax, ... | dim; is_causal, scale |
-| `cast` | to, to dtype | dtype |
+| `cast` | to floating point numbers; to bool it is `ne`, to whole numbers `sign`, `abs`, `floor` and `mul` | dtype |
 
 What changes no value (dropout in evaluation, contiguous, clone, a cast to the same type) is left out. Any other call is
 decomposed by torch's own table where that has it (einsum, glu, stack, channel_shuffle, ...), and else a node with
@@ -481,7 +481,13 @@ def _attention(call: Call) -> list[Step]:
 
 
 def _cast(call: Call) -> list[Step]:
-    return [Step("cast", {"dtype": call.dtype}, {"input": "self"})]
+    """To a truth value: not 0; to a whole number: towards 0, sign x floor of the magnitude."""
+    if call.dtype == torch.bool:
+        return [Step("ne", {"number": 0}, {"input": "self"})]
+    if call.dtype.is_floating_point or call.dtype.is_complex:
+        return [Step("cast", {"dtype": call.dtype}, {"input": "self"})]
+    whole = [Step("sign", {}, {"input": "self"}), Step("abs", {}, {"input": "self"}), Step("floor", {}, {"input": 1})]
+    return [*whole, Step("mul", {}, {"input": 0, "other": 2})]
 
 
 def _expand(call: Call) -> list[Step]:

@@ -54,6 +54,50 @@ def made_functional(program: torch.export.ExportedProgram) -> bool:
     return True
 
 
+def inline_regions(program: torch.export.ExportedProgram) -> None:
+    """Put the calls of regions without gradients, or without autocast, into the graph around them.
+
+    torch.export keeps such a region as one call of a graph of its own. An exported program has neither gradients nor,
+    outside of regions, autocast, so that its calls mean the same without it.
+    """
+    for node in list(program.graph.nodes):
+        body = _region(program, node)
+        if body is None:
+            continue
+        read = node.args[-len(_placeholders(body)) :] if _placeholders(body) else ()
+        of: dict[fx.Node, Any] = dict(zip(_placeholders(body), read, strict=True))
+        with program.graph.inserting_before(node):
+            for each in body.nodes:
+                if each.op == "call_function":
+                    of[each] = program.graph.node_copy(each, of.__getitem__)
+        results = _result(body)
+        for user in list(node.users):
+            found = of[results[user.args[1]]]
+            user.replace_all_uses_with(found)
+            _rename_output(program, user, found)
+            program.graph.erase_node(user)
+        program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    program.graph_module.delete_all_unused_submodules()
+    program.graph_module.recompile()
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [each for each in graph.nodes if each.op == "placeholder"]
+
+
+def _region(program: torch.export.ExportedProgram, node: fx.Node) -> fx.Graph | None:
+    """The graph of a region that can be inlined; None for any other node."""
+    name = node.target.name() if isinstance(node.target, HigherOrderOperator) else ""
+    inlined = name == "wrap_with_set_grad_enabled" or (name == "wrap_with_autocast" and node.args[2] is False)
+    if not inlined or any(user.target is not operator.getitem for user in node.users):
+        return None
+    graphs = [each for each in node.all_input_nodes if each.op == "get_attr"]
+    body = getattr(program.graph_module, str(graphs[0].target)).graph
+    several = isinstance(_result(body), (list, tuple)) and all(isinstance(each, fx.Node) for each in _result(body))
+    return body if several and not any(each.op == "get_attr" for each in body.nodes) else None
+
+
 def changes_in_place(node: fx.Node) -> bool:
     """Whether a node is a call that changes one of its arguments."""
     return node.op == "call_function" and bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))

@@ -59,8 +59,12 @@ class WeightMatrix:
 
 
 def fp4_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """The layers of a prepared model whose weights have codes and block scales to choose: all but those in FP8."""
-    return {name: layer for name, layer in quantized_layers(model).items() if not is_fp8(layer.recipe)}
+    """The layers of a prepared model whose weights have codes and block scales to choose.
+
+    Not those in FP8, nor those whose weights are computed from other parameters (`qat.computed`): they are rounded.
+    """
+    layers = quantized_layers(model).items()
+    return {name: layer for name, layer in layers if layer.holds_weight and not is_fp8(layer.recipe)}
 
 
 def blocks(rows: Tensor) -> Tensor:

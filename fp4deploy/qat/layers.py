@@ -46,6 +46,7 @@ class QuantizedLayer(nn.Module):
     delayed_amax: torch.Tensor | None  # what the last training step quantised with, where that is not input_amax
     observing: bool
     quantizing: bool  # off, a training step multiplies as the plain layer does, and the tracked amax follows
+    holds_weight = True  # its weight is a parameter, which methods may change; else it is computed (`computed`)
     fusible = False  # `fuse` compiles this layer
     fake_quantized = True  # `graph.capture` refuses it
     products: str  # how the GEMMs of a recipe that quantises gradients are computed, one of `fp4_gemms`' PRODUCTS

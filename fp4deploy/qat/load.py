@@ -19,6 +19,7 @@ from fp4deploy.formats import deployed_amax
 from fp4deploy.graph.copied import copied
 from fp4deploy.models import ModelCard, load_weights, read_card
 from fp4deploy.models.checkpoint import QUANTIZER_BUFFERS, network_of
+from fp4deploy.qat.computed import masters
 from fp4deploy.qat.prepare import prepare, quantized_layers
 
 FP16_MAX = 65504.0
@@ -94,7 +95,7 @@ def round_to_deployed(model: nn.Module) -> None:
     Raises:
         InputError: a parameter is beyond FP16's range, naming it.
     """
-    quantized = {f"{name}.weight" for name in quantized_layers(model)}
+    quantized = masters(model)
     for name, parameter in model.named_parameters():
         if name in quantized or name.endswith(QUANTIZER_BUFFERS):  # a learned amax is a parameter
             continue
@@ -104,7 +105,7 @@ def round_to_deployed(model: nn.Module) -> None:
             )
         parameter.copy_(parameter.half())
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and not name.endswith(QUANTIZER_BUFFERS):
+        if buffer.is_floating_point() and name not in quantized and not name.endswith(QUANTIZER_BUFFERS):
             buffer.copy_(buffer.half())
     for layer in quantized_layers(model).values():
         if layer.input_amax is not None:

@@ -43,7 +43,8 @@ class OscillationResets:
 
     def __init__(self, layers: Mapping[str, QuantizedLayer], steps: int) -> None:
         """For `layers` by name; `steps`: the optimiser steps of the whole training."""
-        self._layers = {name: layer for name, layer in layers.items() if layer.recipe.weight_reset is not None}
+        resets = {name: layer for name, layer in layers.items() if layer.recipe.weight_reset is not None}
+        self._layers = {name: layer for name, layer in resets.items() if layer.holds_weight}
         self._steps = steps
         self._windows: dict[str, _Window] = {}
 

@@ -4,8 +4,8 @@ Kept in high precision by default: the first layer with weights (it reads the im
 `models.input_encoding` has not encoded it as 13 channels), the last one (its error goes straight into the logits, with
 no normalisation after it; of several outputs the one that produces each, see `qat.output_layers`), layers of at most
 four input channels (as one that reads a second image), and everything that is not a GEMM (normalisation, pooling,
-activation functions). A layer that no quantised class implements (a subclass with a forward of its own, an embedding)
-says so.
+activation functions). A subclass with a forward of its own is quantised where that is still one product (`computed`).
+A layer that no quantised class implements (another subclass, an embedding) says so.
 
 Of the layers that are quantised, those that `fp8` names are FP8; by default the recipe decides (`Recipe.fp8`).
 """
@@ -22,6 +22,7 @@ from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
+from fp4deploy.qat.computed import plain_class, quantized_class, torch_class, why_not_plain
 from fp4deploy.qat.fp4_gemms.requirements import PRODUCTS, require_packed
 from fp4deploy.qat.layers import QUANTIZED, QuantizedLayer
 from fp4deploy.qat.output_layers import output_layers
@@ -140,19 +141,19 @@ def prepare(
     plans = {plan.name: plan for plan in layer_plan(model, chosen, include, exclude, fp8)}
     names = [name for name, plan in plans.items() if plan.precision != "FP16"]
     if not names:
-        raise InputError(_nothing_to_quantize(plans))
+        raise InputError(_nothing_to_quantize(model, plans))
     calibrated = {name: layer.input_amax for name, layer in quantized_layers(model).items()}
     restore(model)
     for name in names:
         layer = model.get_submodule(name)
-        layer.__class__ = QUANTIZED[type(layer)]
+        layer.__class__ = quantized_class(layer)
         layer.attach(recipe_of(chosen, name, layer, fp8), calibrated.get(name))  # type: ignore[operator]
     return model
 
 
-def _nothing_to_quantize(plans: Mapping[str, LayerPlan]) -> str:
+def _nothing_to_quantize(model: nn.Module, plans: Mapping[str, LayerPlan]) -> str:
     """Why `prepare` has nothing to do, layer by layer, and what would change that."""
-    possible = [plan for plan in plans.values() if plan.kind in {kind.__name__ for kind in QUANTIZED}]
+    possible = [plans[name] for name, layer in model.named_modules() if name in plans and _is_gemm(layer)]
     if not possible:
         kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
         return f"This model has no layer that FP4 could compute: it needs one of {kinds}."
@@ -192,10 +193,9 @@ def restore(model: nn.Module) -> nn.Module:
     >>> restore(model)[0]
     Linear(in_features=64, out_features=32, bias=True)
     """
-    plain: dict[type[nn.Module], type[nn.Module]] = {quantized: kind for kind, quantized in QUANTIZED.items()}
     for layer in quantized_layers(model).values():
         layer.detach()
-        layer.__class__ = plain[type(layer)]  # type: ignore[assignment]
+        layer.__class__ = plain_class(layer)  # type: ignore[assignment]
     return model
 
 
@@ -243,12 +243,12 @@ def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, layer)
         for name, layer in model.named_modules()
-        if _is_gemm(layer) or any(True for _ in layer.parameters(recurse=False))
+        if torch_class(layer) is not None or any(True for _ in layer.parameters(recurse=False))
     ]
 
 
 def _is_gemm(layer: nn.Module) -> bool:
-    return type(layer) in QUANTIZED or isinstance(layer, QuantizedLayer)
+    return torch_class(layer) is not None and why_not_plain(layer) is None
 
 
 def _kind(layer: nn.Module) -> str:
@@ -283,13 +283,12 @@ def _reason_to_keep(
 
 def _reason_impossible(layer: nn.Module) -> str | None:
     """Why no recipe can quantise this layer; None where one can."""
-    if isinstance(layer, NORMS) or (not _is_gemm(layer) and "norm" in type(layer).__name__.lower()):
-        return "normalisation: sums over many values and few parameters, kept in high precision"
-    if _is_gemm(layer):
-        return None
-    parent = next((kind for kind in QUANTIZED if isinstance(layer, kind)), None)
+    parent = torch_class(layer)
     if parent is not None:
-        return f"a subclass of {parent.__name__}: its own forward would be lost"
+        reason = why_not_plain(layer)
+        return reason and f"a subclass of {parent.__name__}: {reason}"
+    if isinstance(layer, NORMS) or "norm" in type(layer).__name__.lower():
+        return "normalisation: sums over many values and few parameters, kept in high precision"
     if isinstance(layer, nn.MultiheadAttention):
         return "multiplies its weights itself; write its projections as Linear layers to quantise them"
     return f"{type(layer).__name__} is none of {', '.join(kind.__name__ for kind in QUANTIZED)}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp4deploy.graph.retraced import changes_in_place, decomposed, made_functional
+from fp4deploy.graph.retraced import changes_in_place, decomposed, inline_regions, made_functional
 
 
 class Changes(nn.Module):
@@ -157,3 +157,35 @@ def test_a_decomposition_that_is_not_accepted_changes_nothing() -> None:
     table = torch.export.default_decompositions()
     assert not decomposed(program, lambda node: node.op == "call_function", table, lambda _: False)
     assert str(program.graph) == before
+
+
+class Regions(nn.Module):
+    """Without autocast, with gradients, and a region that has an autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.one(x)
+            z = y.relu()
+        with torch.enable_grad():
+            y = self.two(y)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.three(y).float(), z
+
+
+def test_regions_become_part_of_the_graph_and_keep_their_modules() -> None:
+    torch.manual_seed(0)
+    model, x = Regions().eval(), torch.randn(3, 4)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), strict=False)
+        inline_regions(program)
+        program.validate()
+        assert all(map(torch.equal, program.module()(x), model(x)))
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    modules = [list(node.meta["nn_module_stack"].values())[-1][0] for node in calls if "linear" in str(node.target)]
+    assert modules == ["one", "two"]
+    regions = [str(node.target) for node in calls if isinstance(node.target, torch._ops.HigherOrderOperator)]
+    assert regions == ["wrap_with_autocast"]  # one that changes what is computed

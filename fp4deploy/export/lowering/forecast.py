@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from fp4deploy.export.lowering.decode import NO_GEMM, SINGLE_BLOCK
@@ -73,7 +74,7 @@ def forecast(layer: nn.Module, conv: str) -> Forecast:
 
 def forecast_fp8(layer: nn.Module) -> Forecast:
     """The forecast of a layer that is FP8 in the model, under any `--conv` mode."""
-    assert isinstance(layer.weight, nn.Parameter)
+    assert isinstance(layer.weight, torch.Tensor)
     if problem := why_not_fp8(layer.weight.shape[2:], isinstance(layer, nn.ConvTranspose2d)):
         return Forecast("FP16", "FP8", problem)
     return Forecast("FP8", "FP8", "FP8 as the model has it")
@@ -97,7 +98,7 @@ def _has_phases(layer: nn.Module) -> bool:
 def _is_single_block(layer: nn.Module) -> bool:
     """As `decode.is_single_block`: one output, one tap, channels that fill one block at most."""
     weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
+    assert isinstance(weight, torch.Tensor)
     channels, outputs = weight.shape[:2] if isinstance(layer, nn.ConvTranspose2d) else weight.shape[1::-1]
     return outputs == 1 and channels <= NVFP4_BLOCK and math.prod(weight.shape[2:]) == 1
 

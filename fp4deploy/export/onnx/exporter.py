@@ -21,7 +21,8 @@ from unittest import mock
 
 import torch
 
-from fp4deploy.graph.retraced import decomposed, made_functional
+from fp4deploy.graph.folded import fold_parameters
+from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 
 aten = torch.ops.aten
 ASSERTIONS = {aten._assert_scalar.default, aten._assert_tensor_metadata.default}  # the exporter removes them
@@ -59,6 +60,8 @@ def _copied(table: Any) -> Any:
 
 def _decompose_where_needed(decompose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def short(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        inline_regions(program)
+        fold_parameters(program)
         known = frozenset(functions[0].fx_target for functions in registry.functions.values() if functions)
 
         def stays(called: Any) -> bool:

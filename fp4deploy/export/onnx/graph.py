@@ -38,6 +38,7 @@ from fp4deploy.errors import InputError
 from fp4deploy.export.onnx.canonical import IR_VERSION, LAYERS_KEY, OPSET
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.layer_constants import CONVOLUTIONS, Fp8Constants, LayerConstants, layer_constants
+from fp4deploy.export.onnx.mixed_types import MixedTypes
 from fp4deploy.export.onnx.naming import ForgetTracing, NameAfterModules
 from fp4deploy.export.onnx.qdq import ACTIVATION_MARKER, MARKER_DOMAIN, WEIGHT_MARKER, LowerMarkers, marked_layers
 from fp4deploy.graph.capture import (
@@ -53,6 +54,7 @@ from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
+from fp4deploy.qat.computed import masters, torch_class
 from fp4deploy.qat.layers import QuantConvTranspose2d, QuantLinear
 from fp4deploy.qat.prepare import layer_plan, quantized_layers
 
@@ -188,7 +190,7 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
 
     bound = BoundedSizes()
     try:
-        with quiet(), short_export(), bound if dynamic_size else nullcontext(), Unpooling():
+        with quiet(), short_export(), bound if dynamic_size else nullcontext(), Unpooling(), MixedTypes():
             try:
                 program = export()
             except Exception as error:
@@ -281,7 +283,7 @@ def _traceable(
     model: nn.Module, constants: dict[str, LayerConstants | Fp8Constants], refused: dict[str, InputError]
 ) -> nn.Module:
     """An FP16 copy on the CPU whose quantised layers leave markers, or raise what is `refused`."""
-    quantized = {f"{name}.weight" for name in (*constants, *refused)}
+    quantized = masters(model)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not _fits_fp16(tensor) and name not in quantized:
             raise InputError(f"{name} holds NaN, Inf or a value beyond FP16's largest, 65504; it cannot be exported.")
@@ -315,6 +317,7 @@ def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn
     shape = layer.shape if isinstance(layer, Fp8Constants) else tuple(layer.shape[axis] for axis in layer.order)
 
     def operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.half()  # of code that computes in FP32
         if isinstance(layer, Fp8Constants):
             return _marker(ACTIVATION_MARKER, [x], name, tuple(x.shape)), _marker(WEIGHT_MARKER, [], name, shape)
         axis = layer.channel_axis % x.ndim
@@ -323,7 +326,8 @@ def _marking_forward(name: str, layer: LayerConstants | Fp8Constants, module: nn
 
     def convolution(self: Any, x: torch.Tensor) -> torch.Tensor:
         x, weight = operands(x)
-        product: torch.Tensor = self._conv_forward(x, weight, self.bias)
+        kind: Any = torch_class(self)  # a subclass may compute its weight there
+        product: torch.Tensor = kind._conv_forward(self, x, weight, self.bias)
         return product
 
     def transposed_convolution(self: QuantConvTranspose2d, x: torch.Tensor) -> torch.Tensor:
@@ -355,11 +359,11 @@ def _marker(kind: str, inputs: list[torch.Tensor], layer: str, shape: tuple[Any,
 
 def _group_norm(self: nn.GroupNorm, x: torch.Tensor) -> torch.Tensor:
     attributes = cast(Any, {"num_groups": self.num_groups, "epsilon": self.eps})
-    inputs = [x, self.weight, self.bias]
+    inputs = [x, self.weight.to(x.dtype), self.bias.to(x.dtype)]
     return torch.onnx.ops.symbolic("GroupNormalization", inputs, attributes, dtype=x.dtype, shape=x.shape)
 
 
 def _instance_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     weight, bias = (self.weight, self.bias) if self.affine else (x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]))
-    inputs = [x, weight, bias]
+    inputs = [x, weight.to(x.dtype), bias.to(x.dtype)]
     return torch.onnx.ops.symbolic("InstanceNormalization", inputs, {"epsilon": self.eps}, dtype=x.dtype, shape=x.shape)

@@ -116,6 +116,8 @@ class Writer:
         if node.op not in ("conv", "conv_transpose", "linear") or "weight" not in node.parameters:
             return None
         module = self.modules.get(owner(node))
+        if node.parameters["weight"].startswith(ir.COMPUTED):
+            module = self.modules.get(node.layer)
         return module if isinstance(module, QuantizedLayer) else None
 
     def _name_forms(self) -> None:
@@ -305,9 +307,9 @@ class Writer:
 
     def layer(self, node: ir.Node, with_bias: bool) -> dict[str, Any]:
         """Fields of a layer; its tensors are added to the file."""
-        name = owner(node)
         bias = self.bias(node) if with_bias else None
         if self._quantized(node) is None:
+            name = owner(node)
             weight = self.state[node.parameters["weight"]]
             if node.op != "linear":
                 weight = weight.movedim(1 if node.op == "conv" else 0, -1)  # O, taps, C
@@ -316,6 +318,7 @@ class Writer:
             else:
                 self.half(f"{name}.weight", weight)
             return {"layer": name, "precision": "fp16", "bias": bias}
+        name = node.layer
         constants = self.constants[name]
         rows = constants.shape[:-1]
         codes, scales = torch.from_numpy(constants.codes), torch.from_numpy(constants.scales.view("uint8"))

@@ -5,11 +5,14 @@
 A file of FP16 operators has FP16 constants. The parameters of the torch model that it is compared with are rounded to
 FP16 beforehand (`qat.deployed`); a number that stands in `forward` is rounded here, while the model runs. A relative
 difference of 1e-4 before a softmax changes more codes of the layers behind it than the comparison allows.
+
+So is what the code computes from parameters alone, such as a standardised weight, where it meets an activation: the
+file holds the result (`graph.folded`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4deploy.qat import quantized_layers
 
@@ -30,19 +35,36 @@ ARITHMETIC = {
 
 
 class _Fp16Numbers(TorchFunctionMode):
-    """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`)."""
+    """Sums, differences, products and quotients of a tensor and a number, outside of quantised layers (`inside`).
 
-    def __init__(self) -> None:
+    computed: the tensors that are computed from `parameters`, which has buffers, too, and from nothing else.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.inside = 0
+        self.parameters = WeakTensorKeyDictionary(dict.fromkeys(parameters, True))
+        self.computed = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call, with a number in FP16."""
-        if not self.inside and func in ARITHMETIC and any(_is_floating(each) for each in args):
+        """Call, with a number or computed tensors in FP16."""
+        if self.inside:
+            return func(*args, **(kwargs or {}))
+        read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if read and all(each in self.parameters or each in self.computed for each in read):
+            result = func(*args, **(kwargs or {}))
+            self.computed.update({each: True for each in tree_leaves(result) if _is_floating(each)})
+            return result
+        if func in ARITHMETIC and any(_is_floating(each) for each in args):
             args = tuple(in_fp16(each) if isinstance(each, float) else each for each in args)
+        if any(each in self.computed for each in read):
+            args, kwargs = tree_map_only(torch.Tensor, self._in_fp16, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+    def _in_fp16(self, x: torch.Tensor) -> torch.Tensor:
+        return x.half().to(x.dtype) if x in self.computed else x
 
     def enter(self, *_: Any) -> None:
         """The first hook of a quantised layer, whose formulas are not the network's code."""
@@ -56,7 +78,7 @@ class _Fp16Numbers(TorchFunctionMode):
 @contextmanager
 def fp16_numbers(model: nn.Module) -> Iterator[None]:
     """Inside, the code of a model computes with FP16 numbers."""
-    mode, handles = _Fp16Numbers(), []
+    mode, handles = _Fp16Numbers([*model.parameters(), *model.buffers()]), []
     for layer in quantized_layers(model).values():
         handles.append(layer.register_forward_pre_hook(mode.enter, prepend=True))
         handles.append(layer.register_forward_hook(mode.leave, always_call=True))

@@ -1,0 +1,49 @@
+"""Layers that read FP32 in a network traced in FP16: they compute in FP32, as the code asks.
+
+    with torch.autocast(x.device.type, enabled=False):
+        x = self.conv(x.float())
+
+Trained in FP32, or under autocast, this convolution computes in FP32. Traced in FP16 its parameters are FP16, and torch
+refuses operands of unequal types. Inside `MixedTypes` layers and products with operands of FP16 and FP32 are given
+FP32. Like torch's arithmetic of both types they give FP32, which lasts until the code casts back (`x.to(y.dtype)`) or a
+quantised layer reads it, whose result is FP16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+OF_ONE_TYPE = (
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.bilinear,
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.einsum,
+    torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.addmm, torch.baddbmm, F.scaled_dot_product_attention,
+    F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.prelu,  # norms of both are torch's alone, not ONNX's
+)  # fmt: skip
+
+
+class MixedTypes(TorchFunctionMode):
+    """Inside, what needs operands of one type is given FP32 where some are FP16 and some FP32."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call, with operands of one type where it needs them."""
+        given: tuple[Any, ...] = (args, kwargs or {})
+        if func in OF_ONE_TYPE and _is_mixed(given):
+            given = tree_map_only(torch.Tensor, _in_fp32, given)
+        return func(*given[0], **given[1])
+
+
+def _is_mixed(arguments: Any) -> bool:
+    found = {each.dtype for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)}
+    return found >= {torch.float16, torch.float32}
+
+
+def _in_fp32(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype == torch.float16 else x

@@ -1,0 +1,92 @@
+"""What a network's code computes from its parameters alone, computed once in FP32: constants of an exported program.
+
+    w = (self.weight - mean) * gain; F.conv2d(x, w)           a constant w, rounded to FP16 once
+
+A network in FP16 would compute it in FP16, operator by operator and on every run. `fold_parameters` puts in the place
+of such a value a constant of its type, where it is no larger than the parameters that it is made of: a position
+embedding of a thousand numbers that is enlarged to each pixel stays code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+
+from fp4deploy.graph.ir import COMPUTED
+
+
+def fold_parameters(program: torch.export.ExportedProgram) -> None:
+    """Replace, in place, what calls compute from parameters and buffers alone."""
+    made_of: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in _parameters(program)}
+    viewed = set(made_of)  # their numbers as they are, in another shape
+    for node in program.graph.nodes:
+        if _is_computable(node) and all(each in made_of for each in node.all_input_nodes):
+            made_of[node] = frozenset().union(*(made_of[each] for each in node.all_input_nodes))
+            if _is_view(node) and viewed.issuperset(node.all_input_nodes):
+                viewed.add(node)
+    values: dict[fx.Node, Any] = {node: _in_fp32(value) for node, value in _parameters(program).items()}
+    for node, sources in made_of.items():
+        if node in viewed or made_of.keys() >= node.users.keys() or not isinstance(node.meta["val"], torch.Tensor):
+            continue
+        if 0 < node.meta["val"].numel() <= sum(each.meta["val"].numel() for each in sources):
+            _replace(program, node, _value(node, values).to(node.meta["val"].dtype))
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _parameters(program: torch.export.ExportedProgram) -> dict[fx.Node, torch.Tensor]:
+    """Placeholder -> its tensor."""
+    signature = program.graph_signature
+    names: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names |= signature.inputs_to_lifted_tensor_constants
+    held = {**program.constants, **program.state_dict}
+    placeholders = (node for node in program.graph.nodes if node.op == "placeholder" and node.name in names)
+    return {node: held[names[node.name]].detach() for node in placeholders}
+
+
+def _is_computable(node: fx.Node) -> bool:
+    called = node.target
+    if node.op != "call_function" or not isinstance(called, OpOverload) or called.namespace != "aten":
+        return False
+    return not called._schema.is_mutable and torch.Tag.nondeterministic_seeded not in called.tags
+
+
+def _is_view(node: fx.Node) -> bool:
+    return any(each.alias_info for each in node.target._schema.returns)  # type: ignore[union-attr]
+
+
+def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """What a node computes, floating point numbers in FP32."""
+    if node not in values:
+        for each in node.all_input_nodes:
+            _value(each, values)
+        arguments, named = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        with torch.no_grad():
+            values[node] = _in_fp32(node.target(*arguments, **named))  # type: ignore[operator]
+    return values[node]
+
+
+def _in_fp32(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_in_fp32(each) for each in value)
+    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if narrow else value
+
+
+def _replace(program: torch.export.ExportedProgram, node: fx.Node, value: torch.Tensor) -> None:
+    """Put a constant in the place of a node."""
+    name = f"{COMPUTED}{node.name}"
+    signature, graph = program.graph_signature, program.graph
+    of_user = [each for each in graph.nodes if each.op == "placeholder"]
+    held = [spec for spec in signature.input_specs if spec.kind is not InputKind.USER_INPUT]
+    with graph.inserting_before(of_user[len(held)]):
+        constant = graph.placeholder(name.replace(".", "_"))
+    constant.meta = {"val": node.meta["val"]}
+    node.replace_all_uses_with(constant)
+    spec = InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(constant.name), name, None)
+    signature.input_specs.insert(len(held), spec)
+    program.constants[name] = value.contiguous()
