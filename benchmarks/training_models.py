@@ -1,6 +1,6 @@
 """One training step of any network: FP16 and NVFP4, eager, compiled and fused, a process for each case.
 
-    python benchmarks/training_models.py --json benchmarks/results/training_models_h200.json
+    python benchmarks/training_models.py --json benchmarks/results/training_models_h100.json
 
 Batch 16, 352 x 480, 12 classes, channels_last, FP16 autocast over FP32 weights, the loss and the optimiser of
 `fp4deploy train`, gradients clipped; random input that stays on the GPU. "compiled" is torch.compile alone, "fused" is

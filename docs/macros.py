@@ -85,21 +85,36 @@ def training_step() -> str:
     return markdown(["", *head], rows)
 
 
+KEPT_AS_CODES = {"default": "a quarter (default)", "fused": "none", "recomputed": "all"}
+
+
 def network_steps() -> str:
-    """Steps of networks that torch.compile fuses, all inputs kept as FP4 codes, in a CUDA graph."""
-    found = {(row["network"], row["way"]): row for row in result("training_models_h200")["rows"] if row["run"] == 6}
+    """Steps of networks that torch.compile fuses, in a CUDA graph, by the share of inputs kept as FP4 codes."""
+    found = {(row["network"], row["way"]): row for row in result("training_models_h100")["rows"]}
     rows = []
-    for network in dict.fromkeys(name for name, _ in found):
-        plain, ours = found[network, "compiled"], found[network, "recomputed"]
+    for (network, way), ours in found.items():
+        if way == "compiled":
+            continue
+        plain = found[network, "compiled"]
         cells = [f"{row['graph_ms']:.1f} ({row['peak_gb']:.2f})" for row in (plain, ours)]
         ratios = [f"{ours[key] / plain[key]:.2f}" for key in ("graph_ms", "peak_gb")]
-        rows.append([f"`{network}`", *cells, *ratios])
-    return markdown(["network", "FP16, torch.compile, ms (GB)", "NVFP4, ms (GB)", "time", "memory"], rows)
+        rows.append([f"`{network}`", KEPT_AS_CODES[way], *cells, *ratios])
+    head = ["network", "inputs as codes", "FP16, torch.compile, ms (GB)", "NVFP4, ms (GB)", "time", "memory"]
+    return markdown(head, rows, 2)
+
+
+def first_steps() -> str:
+    """How long first steps of compiled networks take, NVFP4 and FP16."""
+    found = result("training_models_h100")["rows"]
+    ours, plain = (
+        [row["first_step_s"] for row in found if (row["way"] == "compiled") is fp16] for fp16 in (False, True)
+    )
+    return f"{min(ours):.0f} to {max(ours):.0f} s in NVFP4 and {min(plain):.0f} to {max(plain):.0f} s in FP16"
 
 
 def recomputed_steps() -> str:
     """Steps that keep the inputs of convolutions and steps that do not."""
-    found, rows = _steps("training_step_recipes_h200"), []
+    found, rows = _steps("training_step_recipes_h100"), []
     for (scale, case), row in found.items():
         if f"{case.removesuffix(', recomputed')}, recomputed" not in {name for _, name in found}:
             continue
@@ -113,7 +128,7 @@ def recomputed_steps() -> str:
 
 def recipe_ratios() -> str:
     """Time of a step of each recipe over that of FP16, both in CUDA graphs."""
-    found = {case: row["graph_ms"] for (_, case), row in _steps("training_step_recipes_h200").items()}
+    found = {case: row["graph_ms"] for (_, case), row in _steps("training_step_recipes_h100").items()}
     names = {
         "": "`nvfp4_qat`",
         ", dynamic": "`nvfp4_qat+dynamic`",
@@ -270,9 +285,9 @@ LATENCY_FORMS = {
 }
 
 
-def packed_latency() -> str:
+def packed_latency(where: str = "h200") -> str:
     """Packed networks beside FP16 of torch in every form, each as one CUDA graph."""
-    return _latencies("packed_latency_h200", LATENCY_FORMS)
+    return _latencies(f"packed_latency_{where}", LATENCY_FORMS)
 
 
 def packed_own_networks() -> str:
@@ -280,7 +295,7 @@ def packed_own_networks() -> str:
     names = ("FP16 eager channels_last", "torch.compile", "packed FP16", "**packed NVFP4**")
     forms = {name: LATENCY_FORMS[name] for name in names}
     forms["NVFP4, node by node"] = "packed nvfp4, node by node"
-    return _latencies("packed_own_networks_h200", forms)
+    return _latencies("packed_own_networks_h100", forms)
 
 
 def _latencies(name: str, forms: dict[str, str]) -> str:
@@ -307,11 +322,18 @@ def direct_convolutions() -> str:
 def warpgroup_convolutions() -> str:
     """Convolutions of whole chunks of 64 channels: implicit GEMM, wgmma, cuDNN in FP16."""
     rows = []
-    for row in result("warpgroup_conv_h200")["rows"]:
+    for row in result("warpgroup_conv_h100")["rows"]:
         times = [f"{row[f'{form}_us']:.0f}" for form in ("triton", "wgmma", "cudnn", "bytes_floor", "operations_floor")]
         rows.append([row["case"], *times, f"{row['cudnn_us'] / row['wgmma_us']:.2f}"])
     head = ["images, channels", "implicit GEMM, us", "wgmma, us", "cuDNN FP16, us", "bytes, us", "operations, us"]
     return markdown([*head, "speed against cuDNN"], rows, 1)
+
+
+def wgmma_share(kind: str, median: bool = False) -> str:
+    """Speed of the convolutions by wgmma that have `kind` in their name, over cuDNN's: from and to, or the median."""
+    rows = (row for row in result("warpgroup_conv_h100")["rows"] if kind in row["case"])
+    found = sorted(row["cudnn_us"] / row["wgmma_us"] for row in rows)
+    return f"{statistics.median(found):.2f}" if median else f"{found[0]:.2f} to {found[-1]:.2f}"
 
 
 def small_k_convolutions() -> str:
@@ -673,7 +695,7 @@ def _drop(row: dict[str, Any] | None) -> str:
 def scaling() -> str:
     """Training on several GPUs."""
     rows = []
-    for name in ("scaling_h200", "scaling_quarter_h200"):
+    for name in ("scaling_h200", "scaling_quarter_h100"):
         found = result(name)
         for row in found["rows"]:
             distance = ", ".join(f"{100 * part:.2f} %" for part in row.get("relative_distance", ()))
@@ -1105,7 +1127,8 @@ def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
         table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
-        captured_recipe, recipe_ratios, cpu_slowest, instances_of_samples, claim_growth, image_loss, first_input_share,
+        captured_recipe, recipe_ratios, first_steps, cpu_slowest, instances_of_samples, claim_growth, image_loss,
+        first_input_share, wgmma_share,
     ):  # fmt: skip
         env.macro(function)
 

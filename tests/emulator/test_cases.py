@@ -14,10 +14,7 @@ from fp4deploy.emulator.cases.decoded import before_blackwell
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.runtime import nvcc
 
-FILES = {90: "emulated_h200", 100: "emulated_cpu", 120: "emulated_cpu"}
-# Executed for SM90 by `make emulate`; `benchmarks/emulated.py "norm and pack" --arch sm90 --gpu --add` puts them
-# beside a GPU.
-WITHOUT_GPU = {"max_window", "nearest_groups"}
+FILES = {90: "emulated_h100", 100: "emulated_cpu", 120: "emulated_cpu"}
 BEFORE_BLACKWELL = {"decoded_conv_kernel", "split_sum_kernel", "direct_conv", "warpgroup_conv"}
 CUDA_ENTRY = re.compile(r"__global__ void\s+(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\(")
 TRITON_ENTRY = re.compile(r"^def (\w+_(?:kernel|entry))\(", re.MULTILINE)
@@ -41,7 +38,7 @@ def recorded(capability: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("capability", FILES)
 def test_every_kernel_was_executed(capability: int) -> None:
     ran = {name for row in recorded(capability) for name in row["entries"]}
-    lacking = WITHOUT_GPU if before_blackwell(capability) else BEFORE_BLACKWELL
+    lacking = set() if before_blackwell(capability) else BEFORE_BLACKWELL
     assert entries() - ran == lacking, "python benchmarks/emulated.py NAME --add --json FILE executes a new case"
 
 

@@ -218,9 +218,9 @@ def cycles(each: Variant, shape: Shape, multiprocessors: int) -> float:
     """An estimate of the time in cycles, fitted to what was measured on an H100 (`benchmarks/warpgroup_conv.py`).
 
     A step multiplies one tap of one chunk: at the rate of tensor cores, of reading its weights from L2, or of its
-    barriers. A chunk takes no less than decoding it. A unit of work adds an epilogue, which costs more in a tall tile;
-    joint consumers with several taps are out of phase (LAG in the kernel), so that one multiplies while the other
-    writes.
+    barriers. A chunk takes no less than decoding it. A unit of work adds an epilogue, which costs more in a tall tile
+    where outputs are not packed; joint consumers with several taps are out of phase (LAG in the kernel), so that one
+    multiplies while the other writes.
     """
     works, programs = each.works(shape), each.programs(shape, multiprocessors)
     rounds, taps = -(-works // programs), math.prod(each.taps)
@@ -228,9 +228,11 @@ def cycles(each: Variant, shape: Shape, multiprocessors: int) -> float:
     if not (each.resident and rounds > 1):
         step = max(step, each.stage_bytes / 32)
     chunks = -(-sum(shape.chunks) // each.splits)
-    chunk = max(taps * step, 220 + 395 * -(-2 * each.pixels // DECODERS))
-    written = CONSUMERS * CHUNK * WIDTH * each.height * (0.26 if shape.packed and each.splits == 1 else 0.1)
-    written *= (0.6 if each.joint and taps > 1 and each.splits == 1 else 1) * (0.52 + 0.03 * each.height)
+    chunk = max(taps * step, 350 + 330 * -(-2 * each.pixels // DECODERS))
+    packs = shape.packed and each.splits == 1
+    written = CONSUMERS * CHUNK * WIDTH * each.height * (0.23 if packs else 0.1 * (0.52 + 0.03 * each.height))
+    if each.joint and taps > 1 and each.splits == 1:
+        written *= 0.6
     total = 11500 + rounds * (chunks * chunk + written + 1150)
     if each.splits > 1:
         n, oh, ow = shape.pixels
