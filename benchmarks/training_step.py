@@ -51,11 +51,13 @@ RECIPES = {
 }
 
 
-def make_step(model: nn.Module, compiled_loss: bool, layout: torch.memory_format) -> Callable[[], None]:
+def make_step(
+    model: nn.Module, compiled_loss: bool, layout: torch.memory_format, batch: int = BATCH
+) -> Callable[[], None]:
     """A whole training step of `model` on one random batch."""
     generator = torch.Generator("cuda").manual_seed(0)
-    images = torch.randn(BATCH, 3, HEIGHT, WIDTH, device="cuda", generator=generator).to(memory_format=layout)
-    masks = torch.randint(0, CLASSES, (BATCH, HEIGHT, WIDTH), device="cuda", generator=generator)
+    images = torch.randn(batch, 3, HEIGHT, WIDTH, device="cuda", generator=generator).to(memory_format=layout)
+    masks = torch.randint(0, CLASSES, (batch, HEIGHT, WIDTH), device="cuda", generator=generator)
     loss: Any = SegmentationLoss()
     if compiled_loss:
         loss = torch.compile(loss.__call__)
