@@ -20,6 +20,16 @@ from fp4deploy.terminal import printable
 LONGEST_MESSAGE = 3000  # characters
 
 
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The first line of what an exception says, up to `most` characters; its class if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most]
+
+
+def named_cause(error: BaseException, most: int = 200) -> str:
+    """The class of an exception and the first line of what it says: "RuntimeError: no such size"."""
+    return f"{type(error).__name__}: {first_line(error, most)}" if str(error).strip() else type(error).__name__
+
+
 class Fp4DeployError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the command line returns.
 

@@ -27,7 +27,7 @@ import torch
 from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, first_line
 from fp4deploy.export.onnx.canonical import GEMM_OPS, foreign_graph, read_onnx
 from fp4deploy.interop.onnx_layers import WeightedNode, call_layer, layer_of
 from fp4deploy.interop.onnx_operators import FLOATS, MOST_HOST, OPERATORS, Call, as_tensor, host
@@ -152,8 +152,7 @@ class OnnxNetwork(nn.Module):
             except FAILURES as error:
                 if torch.compiler.is_compiling() or isinstance(error, torch.OutOfMemoryError):
                     raise
-                cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                raise ready.refuse(f"it cannot take its inputs ({cause[:160]})") from error
+                raise ready.refuse(f"it cannot take its inputs ({first_line(error, 160)})") from error
             results = found if isinstance(found, tuple) else (found,)
             values.update(zip(outputs, results, strict=False))
             for name in inputs:

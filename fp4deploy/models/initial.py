@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from fp4deploy.errors import InputError, counted
+from fp4deploy.errors import InputError, counted, first_line
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 PARALLEL = "module."
@@ -107,7 +107,7 @@ def read_containers(path: Path) -> Any:
         MemoryError,
         zipfile.BadZipFile,
     ) as error:
-        raise InputError(f"{path} cannot be read as weights: {_first_line(error)}") from error
+        raise InputError(f"{path} cannot be read as weights: {first_line(error)}") from error
     except Exception as error:  # pickle's own errors: something that is no tensor
         raise InputError(
             f"{path} holds more than tensors, and loading it would run code. Save model.state_dict() instead, best as "
@@ -139,7 +139,3 @@ def _difference(missing: list[str], unknown: list[str], differing: list[str]) ->
         if names
     ]
     return ", ".join(parts) or "only output layers of other classes"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4deploy.errors import Fp4DeployError, InputError
+from fp4deploy.errors import Fp4DeployError, InputError, named_cause
 
 USUAL = ("out", "logits")
 
@@ -58,14 +58,13 @@ class LogitsOutput:
         except Exception as error:
             from fp4deploy.graph.capture import place_of
 
-            first = next(iter(str(error).strip().splitlines()), "no message")[:300].rstrip(".")
             advice = "Try another size (--size HxW) or batch (--batch-size), or change the network."
             if isinstance(error, ImportError):
                 advice = "Install the package that it imports."
             mode = "training" if self.training else "evaluation"  # type: ignore[attr-defined]
             raise InputError(
                 f"{self.logits_spec} fails in {mode} on images {list(x.shape)}{place_of(error)}: "
-                f"{type(error).__name__}: {first}. {advice}"
+                f"{named_cause(error, 300).rstrip('.')}. {advice}"
             ) from error
 
 

@@ -11,13 +11,12 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp4deploy.errors import InputError, suggest
+from fp4deploy.errors import InputError, named_cause, suggest
 from fp4deploy.models.boxes import DetectionHead
 from fp4deploy.models.pyramid import PyramidSegmenter
 from fp4deploy.models.torchvision_detectors import METHODS, with_raw_output
@@ -46,7 +45,7 @@ def call_factory(factory: Callable[..., Any], name: str, channels: int, argument
         network = factory(**given)
     except Exception as error:
         raise InputError(
-            f"{name} cannot be built with {_listed(given)}: {type(error).__name__}: {_first_line(error)}. "
+            f"{name} cannot be built with {_listed(given)}: {named_cause(error, 300)}. "
             f"Its parameters: {', '.join(parameters) or 'not known'}. Set one with --set model.args.NAME=VALUE."
         ) from error
     if not isinstance(network, nn.Module):
@@ -220,7 +219,3 @@ def _keys(value: Any) -> list[str]:
 
 def _listed(given: Arguments) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in given.items()) or "no arguments"
-
-
-def _first_line(error: Exception) -> str:
-    return shorten(next(iter(str(error).strip().splitlines()), "no message"), 300, placeholder=" ...")

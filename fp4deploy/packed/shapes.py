@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, first_line
 from fp4deploy.formats import NVFP4_BLOCK
 from fp4deploy.graph.sizes import SizeError
 from fp4deploy.models.input_encoding import ENCODED_CHANNELS
@@ -77,8 +77,7 @@ def shapes_of(graph: Graph, inputs: Mapping[str, Shape] | None = None) -> Shapes
         except (InputError, SizeError) as error:
             raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {error}") from None
         except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError) as error:
-            cause = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {cause}") from None
+            raise InputError(f"Node {number} of the graph ({node.op} '{named(node)}'): {first_line(error)}") from None
     return found
 
 

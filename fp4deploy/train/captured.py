@@ -22,6 +22,8 @@ from collections.abc import Callable
 
 import torch
 
+from fp4deploy.errors import named_cause
+
 Batch = tuple[torch.Tensor, ...]
 LAUNCHED_FIRST = 4
 LAUNCHED_FIRST_OF_SEVERAL = 12  # DistributedDataParallel needs 11, and the last one is watched
@@ -143,6 +145,5 @@ class CapturedStep:
             ):
                 self._step(*buffers)
         except Exception as error:  # whatever the network calls
-            lines = str(error).strip().splitlines() or [""]
-            return None, f"the step cannot be captured ({type(error).__name__}: {lines[0][:200]})"
+            return None, f"the step cannot be captured ({named_cause(error)})"
         return graph, None

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, named_cause
 from fp4deploy.experiments.sweep.parallel import Task
 from fp4deploy.experiments.sweep.spec import Sweep, Variant
 from fp4deploy.experiments.sweep.variant import Started, train_logged
@@ -40,7 +40,7 @@ class RayWorker:
 
     def cause(self, error: BaseException) -> str:
         """Why the run was lost, in Ray's words."""
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return named_cause(error)
 
     def interrupt(self) -> None:
         """Let the running training save its state and end."""

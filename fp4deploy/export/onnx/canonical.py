@@ -20,7 +20,7 @@ from onnx.external_data_helper import (
     uses_external_data,
 )
 
-from fp4deploy.errors import Fp4DeployError, InputError
+from fp4deploy.errors import Fp4DeployError, InputError, first_line, named_cause
 from fp4deploy.schema import parse_json
 
 OPSET = 23  # the first with FLOAT4E2M1
@@ -45,10 +45,9 @@ def foreign_graph(source: object) -> Iterator[None]:
     except Fp4DeployError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        cause = f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
         raise InputError(
-            f"{source} is not a graph that can be used here ({cause}). Write one with: fp4deploy export"
+            f"{source} is not a graph that can be used here ({named_cause(error, 160)}). "
+            "Write one with: fp4deploy export"
         ) from error
 
 
@@ -152,9 +151,8 @@ def metadata_object(model: onnx.ModelProto, key: str) -> dict[str, Any] | None:
 
 def not_onnx(path: Path, error: Exception) -> InputError:
     """The error for a file that cannot be parsed or breaks ONNX's rules."""
-    cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return InputError(
-        f"{path} is not an ONNX file, or not a whole one ({cause[:120]}). Write one with: fp4deploy export"
+        f"{path} is not an ONNX file, or not a whole one ({first_line(error, 120)}). Write one with: fp4deploy export"
     )
 
 

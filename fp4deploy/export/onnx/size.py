@@ -14,7 +14,7 @@ import onnx.shape_inference
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from fp4deploy.errors import InputError
+from fp4deploy.errors import InputError, first_line
 from fp4deploy.export.onnx.canonical import metadata_object
 from fp4deploy.models.card import CARD_KEY
 
@@ -50,8 +50,8 @@ def fix_size(model: onnx.ModelProto, size: tuple[int, int]) -> onnx.ModelProto:
     try:
         fixed.graph.value_info.extend(_inferred(fixed))
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise InputError(f"The network does not take images of {size[0]}x{size[1]} pixels: {first[:200]}") from error
+        cause = first_line(error)
+        raise InputError(f"The network does not take images of {size[0]}x{size[1]} pixels: {cause}") from error
     graph_model = ir.from_proto(fixed)
     _fold_shapes(graph_model.graph)
     RemoveUnusedNodesPass()(graph_model)

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import fx
 
+from fp4deploy.errors import named_cause
+
 Compiled = Callable[..., Any]
 
 # Of the quantised elements kept as codes by default. A quantiser adds one or two bits an element to what FP16 keeps;
@@ -42,9 +44,8 @@ def backend(
         try:
             compiled: Compiled = compiler(module, inputs)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            text = f"{type(error).__name__}: {lines[0][:200]}"
-            warnings.warn(f"A part of the network could not be compiled and runs uncompiled ({text}).", stacklevel=2)
+            text = f"A part of the network could not be compiled and runs uncompiled ({named_cause(error)})."
+            warnings.warn(text, stacklevel=2)
             return module.forward
         return compiled
 
