@@ -131,7 +131,7 @@ void round_nearest(const float* u, int64_t count, float* q, uint8_t* from_value,
 // Codes of 0 <= u < 7 without a clamp, as the packing kernel takes them from the rounded sum.
 void codes_of_sums(const float* u, int64_t count, uint8_t* codes) {
     for (int64_t i = 0; i < count; ++i)
-        codes[i] = uint8_t(fp4::code_of(std::fmaf(fp4::rounder_of(u[i]), 4194304.f, u[i])) - fp4::CODE_BIAS);
+        codes[i] = uint8_t(fp4::code_of(std::fmaf(fp4::binade_of(u[i]), fp4::ROUNDER, u[i])) - fp4::CODE_BIAS);
 }
 
 void divide_by_range(const float* v, int64_t count, int largest, float* quotient, float* expected) {

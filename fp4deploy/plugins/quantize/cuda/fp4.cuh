@@ -61,12 +61,16 @@ FP4_FUNCTION float nan_max(float a, float b) {
 
 FP4_FUNCTION float clamp_e2m1(float u) { return fminf(fmaxf(u, -6.f), 6.f); }
 
-// Nearest E2M1 value, ties to even. NaN is left to the caller: the scale of its block is NaN. Adding and subtracting
-// 1.5 * 2^22 times the binade of u leaves one mantissa bit: float addition does the rounding, without a branch.
+// The binade of a magnitude, a power of two from 1 up. Adding ROUNDER times it, and subtracting that, leaves one mantissa
+// bit of an E2M1 value: float addition does the rounding, ties to even, without a branch.
+constexpr float ROUNDER = 6291456.f;  // 1.5 * 2^22
+FP4_FUNCTION float binade_of(float u) { return from_bits(bits(fmaxf(fabsf(u), 1.f)) & 0x7F800000u); }
+
+// Nearest E2M1 value, ties to even. NaN is left to the caller: the scale of its block is NaN.
 FP4_FUNCTION float round_e2m1(float u) {
     u = clamp_e2m1(u);
-    float rounder = from_bits((bits(fmaxf(fabsf(u), 1.f)) & 0x7F800000u) | 0x00400000u);
-    return fmaf(rounder, -4194304.f, fmaf(rounder, 4194304.f, u));
+    const float binade = binade_of(u);
+    return fmaf(binade, -ROUNDER, fmaf(binade, ROUNDER, u));
 }
 
 FP4_FUNCTION float step_e2m1(float magnitude) { return magnitude >= 4.f ? 2.f : magnitude >= 2.f ? 1.f : 0.5f; }
@@ -90,13 +94,12 @@ FP4_FUNCTION uint32_t encode_e2m1(float q, float u) {
 // For 0 <= u < 7, the float u + 1.5 * 2^22 binades contains the code: its low bits count half binades, its bits from
 // bit 22 up are twice the exponent. `code_of` adds both, which is the code plus CODE_BIAS.
 constexpr uint32_t CODE_BIAS = 299u;
-FP4_FUNCTION float rounder_of(float u) { return from_bits((bits(fmaxf(u, 1.f)) & 0x7F800000u) | 0x00400000u); }
 FP4_FUNCTION uint32_t code_of(float rounded) { return (bits(rounded) & 7u) + (bits(rounded) >> 22); }
 
 // The code of u rounded to nearest; NaN is left to the caller.
 FP4_FUNCTION uint32_t encode_nearest(float u) {
     float magnitude = fminf(fabsf(u), 6.f);
-    float rounded = fmaf(rounder_of(magnitude), 4194304.f, magnitude);
+    float rounded = fmaf(binade_of(magnitude), ROUNDER, magnitude);
     return code_of(rounded) - CODE_BIAS + ((bits(u + 0.f) >> 28) & 8u);
 }
 
@@ -123,11 +126,26 @@ FP4_FUNCTION uint32_t encode_eight(const float* u) {
         : "=r"(codes)
         : "f"(u[0] + 0.f), "f"(u[1] + 0.f), "f"(u[2] + 0.f), "f"(u[3] + 0.f), "f"(u[4] + 0.f), "f"(u[5] + 0.f),
           "f"(u[6] + 0.f), "f"(u[7] + 0.f));
+#elif defined(__CUDA_ARCH__)
+    // Magnitudes are added in pairs, signs are the top bytes of even and of odd elements.
+    uint32_t code[8], sign[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float magnitude = fminf(fabsf(u[i]), 6.f);
+        code[i] = code_of(fmaf(binade_of(magnitude), ROUNDER, magnitude));
+        sign[i] = bits(u[i] + 0.f);
+    }
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 8; i += 2 * step) code[i] += code[i + step] << (4 * step);
+    const auto tops = [&](int i) {
+        const uint32_t low = __byte_perm(sign[i], sign[i + 2], 0x73), high = __byte_perm(sign[i + 4], sign[i + 6], 0x73);
+        return __byte_perm(low, high, 0x5410) & 0x80808080u;
+    };
+    const uint32_t codes = code[0] - CODE_BIAS * 0x11111111u + (tops(0) >> 4) + tops(1);
 #else
     uint32_t codes = 0u;
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#endif
     for (int i = 0; i < 8; ++i) codes += encode_nearest(u[i]) << (4 * i);
 #endif
     return codes;
@@ -244,7 +262,7 @@ FP4_FUNCTION float divide_by_range(float v, const GlobalScale& global) {
 template <bool Squared, bool Fast, bool Divide>
 FP4_FUNCTION float element_error(float magnitude, const BlockScale& block, const GlobalScale& global) {
     float u = fminf(magnitude * block.encode, 6.f);
-    float rounder = rounder_of(u), q = fmaf(rounder, -4194304.f, fmaf(rounder, 4194304.f, u)), difference;
+    float binade = binade_of(u), q = fmaf(binade, -ROUNDER, fmaf(binade, ROUNDER, u)), difference;
     if (Fast) {
         difference = fmaf(q, block.d8, -(magnitude * global.scale));
     } else {
