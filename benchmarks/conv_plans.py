@@ -3,10 +3,10 @@
     python benchmarks/conv_plans.py --json benchmarks/results/conv_plans_h200.json --plans plans.json
 
 For each layer of each case (SCALE:BATCHxHEIGHTxWIDTH): the time of every candidate, with the kernel that adds the
-parts of a division of K, of `plugins.gemm.decoded.plan`'s choice, of the kernel that decodes both operands
+parts of a division of K, of `plugins.gemm.convolution.decoded.plan`'s choice, of the kernel that decodes both operands
 (`plugins.gemm.dispatch`), and of cuDNN in FP16. Ten launches are replayed from one CUDA graph, so that no launch
 overhead of the host counts. Several processes compile the variants first (`--compile-only`: and nothing else).
-`--plans` writes the fastest of each shape in the form of `fp4deploy/plugins/gemm/plans.json`.
+`--plans` writes the fastest of each shape in the form of `fp4deploy/plugins/gemm/convolution/plans.json`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from peers import machine
 
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models.unet import channel_widths
-from fp4deploy.plugins.gemm import decoded, dispatch
-from fp4deploy.plugins.gemm.decoded import Plan
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm import dispatch
+from fp4deploy.plugins.gemm.convolution import decoded
+from fp4deploy.plugins.gemm.convolution.decoded import Plan
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4 as pack
 

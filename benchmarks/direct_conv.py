@@ -19,8 +19,8 @@ import torch
 from peers import captured, machine, median_ms
 
 from fp4deploy.formats import NVFP4_BLOCK
-from fp4deploy.plugins.gemm import decoded, direct
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.convolution import decoded, direct
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 
 BANDWIDTH = 3e12  # bytes a second

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from peers import captured, machine, median_ms
 
-from fp4deploy.plugins.gemm import plain
+from fp4deploy.plugins.gemm.convolution import plain
 
 LAYERS = {  # scale -> channels of the first layer's output, and of the head's input
     0.25: 16,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from peers import captured, machine, median_ms
 
-from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.quantize.statistics import chunk_moments
 
 BANDWIDTH = 3e12  # bytes a second

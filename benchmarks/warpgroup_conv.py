@@ -27,8 +27,8 @@ import torch
 from peers import captured, machine, median_ms
 
 from fp4deploy.formats import NVFP4_BLOCK, Nvfp4Tensor
-from fp4deploy.plugins.gemm import decoded, direct, warpgroup
-from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, decode_weight
+from fp4deploy.plugins.gemm.convolution import decoded, direct, warpgroup
+from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4
 from fp4deploy.plugins.runtime.nvcc import compile_cubin
 

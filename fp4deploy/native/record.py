@@ -27,9 +27,9 @@ from fp4deploy.packed.graph import Concat, Conv2d, ConvTranspose2d, Form, GroupN
 from fp4deploy.packed.network import has_kernel
 from fp4deploy.packed.plain_layers import plain_geometry, plain_kernel
 from fp4deploy.packed.shapes import Shape, fitting, weight_shape
-from fp4deploy.plugins.gemm import decoded, plain
 from fp4deploy.plugins.gemm.arguments import launch_gemm
-from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, fits, planes_shape
+from fp4deploy.plugins.gemm.convolution import decoded, plain
+from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, fits, planes_shape
 from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM
 from fp4deploy.plugins.quantize import operators

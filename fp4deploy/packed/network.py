@@ -12,12 +12,14 @@ told otherwise, since that is what a comparison reads.
     logits = network(images)                       [N, 3, H, W] -> [N, classes, H, W]
 
 **Weights.** Tensor cores before Blackwell take no FP4. With `weights="decoded"`, the default there, convolution weights
-are decoded to FP16 once, at load, for kernels that decode activations only (`plugins.gemm.decoded`): faster, and 16
-bits an element of GPU memory instead of 4.5. `weights="packed"` keeps the codes. Both compute with the same elements.
+are decoded to FP16 once, at load, for kernels that decode activations only (`plugins.gemm.convolution.decoded`):
+faster, and 16 bits an element of GPU memory instead of 4.5. `weights="packed"` keeps the codes. Both compute with the
+same elements.
 
 **Layers in FP16.** Convolutions whose sum has few elements, the first and the last layer of most networks, come from
-`plugins.gemm.small_k` on a GPU; torch (cuDNN) computes the others. With `plain="kernel"` convolutions of one group come
-from `plugins.gemm.plain`, whose bytes do not depend on a library: those that the C library gives (`fp4deploy.native`).
+`plugins.gemm.convolution.small_k` on a GPU; torch (cuDNN) computes the others. With `plain="kernel"` convolutions of
+one group come from `plugins.gemm.convolution.plain`, whose bytes do not depend on a library: those that the C library
+gives (`fp4deploy.native`).
 
 With FP4DEPLOY_NVTX=on every node is an NVTX range, for Nsight Systems; FP4DEPLOY_GRAPHS=off launches node by node, so
 that kernels lie in their ranges.
@@ -59,8 +61,8 @@ from fp4deploy.packed.operators import Context, channels_last, compute, convolve
 from fp4deploy.packed.plain_layers import convolve_small_k, plain_geometry, plain_kernel, read_as_given, small_k_kernel
 from fp4deploy.packed.producers import Move, Produce, Step, label, moved, normalized, plan
 from fp4deploy.packed.shapes import Shape, expected, fitting, shapes_of, weight_order, weight_shape
-from fp4deploy.plugins.gemm import decoded, plain
-from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight, decode_weight, fits
+from fp4deploy.plugins.gemm.convolution import decoded, plain
+from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight, decode_weight, fits
 from fp4deploy.plugins.gemm.dispatch import TAPS, conv2d, conv_transpose2d, matmul
 from fp4deploy.plugins.gemm.reference import matmul_reference
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4

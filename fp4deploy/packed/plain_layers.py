@@ -1,4 +1,4 @@
-"""Which layers in FP16 kernels of this package compute: `plugins.gemm.small_k` and `plugins.gemm.plain`.
+"""Which layers in FP16 kernels of this package compute: `small_k` and `plain` of `plugins.gemm.convolution`.
 
 Convolutions whose sum has few elements, the first and the last layer of most networks, come from `small_k` on a GPU;
 where it does not take a layer, does not compile or does not launch, torch computes it.
@@ -13,14 +13,14 @@ import torch
 
 from fp4deploy.errors import UnavailableError
 from fp4deploy.packed.graph import Conv2d, Graph, Input, Layer
-from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.quantize.statistics import Moments
 
 Pair = tuple[int, int]
 
 
 def plain_kernel(node: Layer) -> bool:
-    """Whether `plugins.gemm.plain` computes a layer in FP16."""
+    """Whether `plugins.gemm.convolution.plain` computes a layer in FP16."""
     single = isinstance(node, Conv2d) and node.op == "conv2d" and node.groups == 1 and len(node.inputs) == 1
     return single and node.precision == "fp16"
 
@@ -32,7 +32,7 @@ def plain_geometry(node: Conv2d) -> tuple[Pair, Pair, Pair]:
 
 
 def small_k_kernel(node: Any, weights: dict[str, torch.Tensor], device: torch.device) -> bool:
-    """Whether `plugins.gemm.small_k` computes a node on a device.
+    """Whether `plugins.gemm.convolution.small_k` computes a node on a device.
 
     weights: of layers in FP16, with torch's axes.
     """

@@ -76,7 +76,7 @@ private:
     std::vector<Ready> stages_[STAGES];
 };
 
-// The planes of fp4deploy/plugins/gemm/decoded.py: float16 [2, rows, K] of a packed weight.
+// The planes of fp4deploy/plugins/gemm/convolution/decoded.py: float16 [2, rows, K] of a packed weight.
 void decode_planes(const Model& model, const Constant& constant, uint8_t* into);
 
 }  // namespace fp4d

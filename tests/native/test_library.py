@@ -30,7 +30,7 @@ from fp4deploy.native.plan import Buffer, Constant
 from fp4deploy.packed import PackedFile, read_packed
 from fp4deploy.packed import file as packed_format
 from fp4deploy.packed.graph import Layer, Node
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from tests.fuzz import loaders
 from tests.fuzz.mutate import of_safetensors, of_tree
 from tests.native.builds import ROOT, run

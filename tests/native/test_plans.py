@@ -22,7 +22,7 @@ from fp4deploy.native.plan import Buffer, CudaKernel
 from fp4deploy.packed import PackedFile, packed_file
 from fp4deploy.packed.graph import GroupNormReLU, Layer
 from fp4deploy.packed.shapes import shapes_of
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight, planes_shape
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, planes_shape
 from tests.native.conftest import GPU, SHAPES
 from tests.packed.small_networks import packed
 

@@ -21,7 +21,7 @@ from fp4deploy.packed import PackedNetwork, packed_file, plain_layers
 from fp4deploy.packed.graph import Conv2d, GroupNormReLU, Norm
 from fp4deploy.packed.operators import channels_last, convolve
 from fp4deploy.packed.producers import Produce, plan
-from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.quantize import norm_pack, pointwise_pack
 from fp4deploy.plugins.runtime.fallback import Fallback
 from fp4deploy.plugins.runtime.nvcc import find_nvcc

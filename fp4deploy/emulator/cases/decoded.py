@@ -16,8 +16,8 @@ from fp4deploy.emulator.cases.case import Case, Outcome, Setting, multiples, pac
 from fp4deploy.emulator.launch import emulate_triton
 from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.plugins.aot.spec import Call
-from fp4deploy.plugins.gemm import decoded
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.convolution import decoded
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments

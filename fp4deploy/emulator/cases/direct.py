@@ -14,8 +14,8 @@ from fp4deploy.emulator.cases.case import Case, Outcome, Setting, multiples, pac
 from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.emulator.cases.decoded import NEAR, before_blackwell
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.plugins.gemm import direct
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.convolution import direct
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.quantize.statistics import Moments
 

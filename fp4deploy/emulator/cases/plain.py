@@ -12,7 +12,7 @@ import torch
 from fp4deploy.emulator.cases.case import Case, Outcome, Setting, normal
 from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.models.input_encoding import encode_input
-from fp4deploy.plugins.gemm import plain
+from fp4deploy.plugins.gemm.convolution import plain
 
 Pair = tuple[int, int]
 FAMILY = "FP16 layers"

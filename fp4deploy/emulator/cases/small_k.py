@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fp4deploy.emulator.cases.case import Case, Outcome, Setting, multiples
 from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.emulator.cases.direct import compare_moments
-from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.gemm.convolution import small_k
 
 Pair = tuple[int, int]
 FAMILY = "convolutions of small K"

@@ -14,8 +14,8 @@ from fp4deploy.emulator.cases.case import Case, Outcome, Setting, multiples, pac
 from fp4deploy.emulator.cases.cuda import emulated
 from fp4deploy.emulator.cases.direct import compare_moments
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.plugins.gemm import warpgroup
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.convolution import warpgroup
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 
 FAMILY = "warpgroup convolution"

@@ -18,8 +18,8 @@ from benchmarks.tiles import representatives
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
 from fp4deploy.plugins.aot.compile import compile_launch, triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
-from fp4deploy.plugins.gemm import decoded
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.convolution import decoded
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 
 LABEL = re.compile(r"\s*(\.L_x_\d+):")

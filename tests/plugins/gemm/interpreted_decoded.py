@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor, quantize_nvfp4
-from fp4deploy.plugins.gemm import decoded
 from fp4deploy.plugins.gemm.arguments import just_in_time
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.convolution import decoded
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.plugins.quantize.statistics import Moments

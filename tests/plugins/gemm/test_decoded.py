@@ -10,8 +10,8 @@ import torch
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins.gemm import decoded
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight, fits
+from fp4deploy.plugins.gemm.convolution import decoded
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, fits
 
 
 @pytest.mark.parametrize(("channels", "up"), [((32,), False), ((48, 16), False), ((64,), True)])

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fp4deploy.formats import Nvfp4Tensor
-from fp4deploy.plugins.gemm import decoded, dispatch
-from fp4deploy.plugins.gemm.decoded import Plan
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight, fits
+from fp4deploy.plugins.gemm import dispatch
+from fp4deploy.plugins.gemm.convolution import decoded
+from fp4deploy.plugins.gemm.convolution.decoded import Plan
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight, fits
 from fp4deploy.plugins.gemm.reference import conv2d_reference, conv_transpose2d_reference
 from fp4deploy.plugins.gemm.triton.tiles import Tile
 from fp4deploy.plugins.quantize.dispatch import quantize_nvfp4

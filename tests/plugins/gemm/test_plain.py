@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4deploy.plugins.gemm import plain
+from fp4deploy.plugins.gemm.convolution import plain
 
 PLACES = {"stride": (1, 2), "padding": (1, 0), "dilation": (2, 1)}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4deploy.errors import UnavailableError
-from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.runtime.fallback import Fallback
 
 SHARED = 227 * 1024, 163 * 1024, 99 * 1024  # shared memory of a multiprocessor of SM90, SM80, SM86

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4deploy.architecture import Architecture
-from fp4deploy.plugins.gemm import small_k
+from fp4deploy.plugins.gemm.convolution import small_k
 from fp4deploy.plugins.quantize.norm_pack import affine
 from fp4deploy.plugins.quantize.statistics import combine
 from fp4deploy.plugins.runtime import nvcc

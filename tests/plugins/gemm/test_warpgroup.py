@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins.gemm import warpgroup
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm.convolution import warpgroup
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.runtime import nvcc
 from fp4deploy.plugins.runtime.cubin import resources
 

@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 
 from fp4deploy.formats import quantize_nvfp4
-from fp4deploy.plugins.gemm import direct, gemv, plain, small_k, warpgroup
-from fp4deploy.plugins.gemm.decoded_weight import decode_weight
+from fp4deploy.plugins.gemm import gemv
+from fp4deploy.plugins.gemm.convolution import direct, plain, small_k, warpgroup
+from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
 from fp4deploy.plugins.quantize import (
     channels_last,
     learned,

@@ -31,7 +31,8 @@ import pytest
 from fp4deploy.emulator import instructions  # noqa: F401  registers what `machine` executes
 from fp4deploy.emulator.machine import compiled
 from fp4deploy.emulator.ptx import parse
-from fp4deploy.plugins.gemm import gemv, warpgroup
+from fp4deploy.plugins.gemm import gemv
+from fp4deploy.plugins.gemm.convolution import warpgroup
 from fp4deploy.plugins.runtime import nvcc
 from tests.plugins.runtime.launch_variants import BESIDES, Variant, launched
 

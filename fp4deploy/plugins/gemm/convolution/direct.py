@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
-from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight
+from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.fallback import Fallback

@@ -21,8 +21,8 @@ import torch
 
 from fp4deploy.architecture import Architecture
 from fp4deploy.formats import E2M1_MAX, Nvfp4Tensor
-from fp4deploy.plugins.gemm.decoded_weight import PAD, DecodedWeight
-from fp4deploy.plugins.gemm.direct import processors
+from fp4deploy.plugins.gemm.convolution.decoded_weight import PAD, DecodedWeight
+from fp4deploy.plugins.gemm.convolution.direct import processors
 from fp4deploy.plugins.quantize.statistics import Moments
 from fp4deploy.plugins.runtime.availability import available
 from fp4deploy.plugins.runtime.context import library

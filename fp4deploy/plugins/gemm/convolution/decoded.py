@@ -35,9 +35,9 @@ from fp4deploy.formats import E2M1_MAX, NVFP4_BLOCK, Nvfp4Tensor
 from fp4deploy.plugins.aot import load as aot
 from fp4deploy.plugins.aot.compile import triton_version
 from fp4deploy.plugins.aot.spec import Call, Launch
-from fp4deploy.plugins.gemm import direct, warpgroup
 from fp4deploy.plugins.gemm.arguments import TYPES, require_offsets, run
-from fp4deploy.plugins.gemm.decoded_weight import DecodedWeight
+from fp4deploy.plugins.gemm.convolution import direct, warpgroup
+from fp4deploy.plugins.gemm.convolution.decoded_weight import DecodedWeight
 from fp4deploy.plugins.gemm.reference import output_size
 from fp4deploy.plugins.gemm.triton.tiles import NATIVE_FROM, Tile
 from fp4deploy.plugins.quantize.statistics import Moments
