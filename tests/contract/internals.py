@@ -135,18 +135,18 @@ def triton_version() -> str | None:
     return triton_version()
 
 
-def cuda_variants() -> list[tuple[str, dict[str, Any]]]:
-    """(source, macros) of every compilation that the tests of the CUDA kernels list, each once."""
+def cuda_variants(arch: str) -> list[tuple[str, dict[str, Any]]]:
+    """(source, macros) of every compilation that the tests of the CUDA kernels list, each once, for "sm_90a"."""
     from tests.plugins.runtime.launch_variants import BESIDES, launched
 
-    return [(each.source, dict(each.macros)) for each in (*launched(), *BESIDES)]
+    return [(each.source, dict(each.macros)) for each in (*launched(), *BESIDES) if each.runs_on(arch)]
 
 
-def smallest_cuda_variant() -> tuple[str, dict[str, Any]]:
+def smallest_cuda_variant(arch: str) -> tuple[str, dict[str, Any]]:
     """The variant with the shortest source, which compiles in about a second."""
     from fp4deploy.plugins.runtime import nvcc as compiler
 
-    return min(cuda_variants(), key=lambda variant: compiler.source_path(variant[0]).stat().st_size)
+    return min(cuda_variants(arch), key=lambda variant: compiler.source_path(variant[0]).stat().st_size)
 
 
 def triton_variants(arch: str) -> list[Any]:

@@ -73,7 +73,7 @@ def kernels(cubin: bytes, more: str = "") -> dict[str, str]:
     return digests
 
 
-def nvcc_digests(variants: list[tuple[str, dict[str, Any]]], architectures: list[str], jobs: int) -> Digests:
+def nvcc_digests(variants: dict[str, list[tuple[str, dict[str, Any]]]], jobs: int) -> Digests:
     """Compile variants for architectures such as "sm_90a"."""
 
     def one(task: tuple[str, tuple[str, dict[str, Any]]]) -> tuple[str, list[str]]:
@@ -82,8 +82,8 @@ def nvcc_digests(variants: list[tuple[str, dict[str, Any]]], architectures: list
         found = kernels(compile_cubin(source, arch, macros))
         return arch, [f"{digest} {name} of {label}" for name, digest in found.items()]
 
-    digests: Digests = {arch: [] for arch in architectures}
-    tasks = [(arch, variant) for arch in architectures for variant in variants]
+    digests: Digests = {arch: [] for arch in variants}
+    tasks = [(arch, variant) for arch, some in variants.items() for variant in some]
     with ThreadPoolExecutor(jobs) as pool:
         for arch, lines in pool.map(one, tasks):
             digests[arch] += lines
@@ -129,7 +129,7 @@ def compiled_by_nvcc(jobs: int) -> tuple[str, Digests]:
     if program is None:
         raise SystemExit("There is no nvcc here.")
     known = [arch for arch in internals.CAPABILITIES.values() if internals.supported(program, arch)]
-    return internals.nvcc_version(program), nvcc_digests(internals.cuda_variants(), known, jobs)
+    return internals.nvcc_version(program), nvcc_digests({arch: internals.cuda_variants(arch) for arch in known}, jobs)
 
 
 def compiled_by_triton(jobs: int, stride: int) -> tuple[str, Digests]:

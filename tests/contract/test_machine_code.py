@@ -26,7 +26,7 @@ def test_a_kernel_of_nvcc(arch: str, tmp_path: Path) -> None:
     if version not in RECORDED["nvcc"]:
         pytest.skip(f"no machine code of nvcc {version} was recorded")
     with internals.empty_cache(tmp_path):
-        now = machine_code.nvcc_digests([internals.smallest_cuda_variant()], [arch], 1)[arch]
+        now = machine_code.nvcc_digests({arch: [internals.smallest_cuda_variant(arch)]}, 1)[arch]
     assert now
     assert unknown(RECORDED["nvcc"][version][arch], now) == []
 

@@ -49,6 +49,20 @@ class Variant:
     def __str__(self) -> str:
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.macros if value != 0)])
 
+    def runs_on(self, arch: str) -> bool:
+        """Whether it is launched on an architecture such as "sm_90a"."""
+        if self.source == warpgroup.SOURCE:
+            return capability(arch) == warpgroup.SM
+        if self.source != gemv.SOURCE:
+            return True
+        multicast = dict(self.macros).get("CLUSTER") == 2
+        return capability(arch) in (gemv.MULTICAST if multicast else range(gemv.TMA_FROM, 1000))
+
+
+def capability(arch: str) -> int:
+    """90 of "sm_90a"."""
+    return int(arch.removeprefix("sm_").rstrip("a"))
+
 
 class Recorder:
     def __init__(self) -> None:

@@ -31,10 +31,8 @@ import pytest
 from fp4deploy.emulator import instructions  # noqa: F401  registers what `machine` executes
 from fp4deploy.emulator.machine import compiled
 from fp4deploy.emulator.ptx import parse
-from fp4deploy.plugins.gemm import gemv
-from fp4deploy.plugins.gemm.convolution import warpgroup
 from fp4deploy.plugins.runtime import nvcc
-from tests.plugins.runtime.launch_variants import BESIDES, Variant, launched
+from tests.plugins.runtime.launch_variants import BESIDES, Variant, capability, launched
 
 # nvcc 13.0 is the first for sm_110, 13.4 for sm_107.
 BLACKWELL = ("sm_100a", "sm_120a", "sm_103a", "sm_121a", "sm_110a", "sm_107a")
@@ -71,17 +69,7 @@ def known(requested: tuple[str, ...], variant: Variant | None = None) -> list[st
     """The architectures that this nvcc has, and that a variant is launched on."""
     assert NVCC is not None
     found = [arch for arch in requested if nvcc.supported(NVCC, arch)]
-    if variant is not None and variant.source == warpgroup.SOURCE:
-        return [arch for arch in found if capability(arch) == warpgroup.SM]
-    if variant is None or variant.source != gemv.SOURCE:
-        return found
-    multicast = dict(variant.macros).get("CLUSTER") == 2
-    launched_on = gemv.MULTICAST if multicast else range(gemv.TMA_FROM, 1000)
-    return [arch for arch in found if capability(arch) in launched_on]
-
-
-def capability(arch: str) -> int:
-    return int(arch.removeprefix("sm_").rstrip("a"))
+    return [arch for arch in found if variant is None or variant.runs_on(arch)]
 
 
 def macros(variant: Variant) -> set[tuple[str, str, object]]:
