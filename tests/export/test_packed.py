@@ -147,6 +147,14 @@ def test_nan_weights_are_refused(name: str) -> None:
         pack_model(model, images(1, SHAPE), False)
 
 
+def test_activations_beyond_fp16_are_refused() -> None:
+    model = small("nvfp4_qat")
+    layer = model.get_submodule("3")
+    layer.input_amax.fill_(87590.4)  # type: ignore[union-attr, operator]
+    with pytest.raises(InputError, match=r"3\.input_amax is 87590\.4, beyond FP16's largest, 65504"):
+        pack_model(model, torch.randn(1, 3, 16, 16))
+
+
 def test_layers_kept_in_fp16_by_choice() -> None:
     """Any mixture of precisions: what an FP16 layer reads is plain, and concatenated for it."""
     torch.manual_seed(0)

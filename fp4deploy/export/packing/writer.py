@@ -266,8 +266,15 @@ class Writer:
 
     def _amaxes(self, forms: list[Form]) -> None:
         for form in forms:
-            if form.amax is not None:
-                self.tensors[form.amax] = torch.tensor(self.constants[form.amax.removesuffix(".input_amax")].input_amax)
+            if form.amax is None:
+                continue
+            amax = self.constants[form.amax.removesuffix(".input_amax")].input_amax
+            if not amax <= FP16_MAX:  # NaN, too
+                raise InputError(
+                    f"{form.amax} is {amax:g}, beyond FP16's largest, {FP16_MAX:g}: packed networks compute with FP16 "
+                    "activations. Train the network under autocast, or calibrate it again."
+                )
+            self.tensors[form.amax] = torch.tensor(amax)
 
     def reads(self, node: ir.Node, order: tuple[str, ...] = ()) -> list[str]:
         """The activations that a node reads, in the order of its roles; parameters become constants."""
