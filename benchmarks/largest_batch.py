@@ -41,14 +41,20 @@ def run(case: Case, batch: int) -> float | None:
     _, make, compiled_loss, layout, kernels = case
     os.environ["FP4DEPLOY_KERNELS"] = kernels
     try:
-        step = make_step(make().train().to(memory_format=layout), compiled_loss, layout, batch)
-        return median_ms(step, 3, 3)
+        return median_ms(make_step(make().train().to(memory_format=layout), compiled_loss, layout, batch), 3, 3)
     except torch.OutOfMemoryError:
         return None
     finally:
-        step = None  # type: ignore[assignment]
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def measure(case: Case, scale: float) -> dict[str, Any]:
+    """One row: the largest batch that fits, and its speed."""
+    batch = STEP * largest(lambda count: run(case, STEP * count) is not None)
+    row: dict[str, Any] = {"scale": scale, "case": case[0], "batch": batch}
+    ms = run(case, batch) if batch else None
+    return row | ({"ms": ms, "images_per_s": 1000 * batch / ms} if ms else {})
 
 
 def main() -> None:
@@ -61,17 +67,7 @@ def main() -> None:
     for case in cases(arguments.scale):
         if case[0] not in arguments.cases:
             continue
-        times: dict[int, float | None] = {}
-
-        def fits(count: int, case: Case = case, times: dict[int, float | None] = times) -> bool:
-            times[count] = run(case, STEP * count)
-            return times[count] is not None
-
-        count = largest(fits)
-        row: dict[str, Any] = {"scale": arguments.scale, "case": case[0], "batch": STEP * count}
-        if ms := times.get(count):
-            row |= {"ms": ms, "images_per_s": 1000 * STEP * count / ms}
-        rows.append(row)
+        rows.append(measure(case, arguments.scale))
         print(json.dumps(rows[-1]), flush=True)
         if arguments.json:
             report = {"command": command(), "machine": machine(), "rows": rows}

@@ -21,14 +21,15 @@ from fp4deploy.graph.ir import COMPUTED
 
 def fold_parameters(program: torch.export.ExportedProgram) -> None:
     """Replace, in place, what calls compute from parameters and buffers alone."""
-    made_of: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in _parameters(program)}
+    parameters = _parameters(program)
+    made_of: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in parameters}
     viewed = set(made_of)  # their numbers as they are, in another shape
     for node in program.graph.nodes:
         if _is_computable(node) and all(each in made_of for each in node.all_input_nodes):
             made_of[node] = frozenset().union(*(made_of[each] for each in node.all_input_nodes))
             if _is_view(node) and viewed.issuperset(node.all_input_nodes):
                 viewed.add(node)
-    values: dict[fx.Node, Any] = {node: _in_fp32(value) for node, value in _parameters(program).items()}
+    values: dict[fx.Node, Any] = {node: _in_fp32(value) for node, value in parameters.items()}
     for node, sources in made_of.items():
         if node in viewed or made_of.keys() >= node.users.keys() or not isinstance(node.meta["val"], torch.Tensor):
             continue

@@ -76,9 +76,11 @@ def layer_plan(
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
-    gemms = [name for name, layer in layers if _is_gemm(layer)]
-    outputs = output_layers(model, _is_gemm) if include is None else ()
-    _check_include(include, layers)
+    impossible = {name: _reason_impossible(layer) for name, layer in layers}  # once: it tries a subclass's forward
+    gemms = [name for name, reason in impossible.items() if reason is None]
+    known = {id(layer) for name, layer in layers if impossible[name] is None}
+    outputs = output_layers(model, lambda layer: id(layer) in known) if include is None else ()
+    _check_include(include, impossible)
     for selection in (exclude, fp8):
         _check_patterns(selection, [name for name, _ in layers])
     as_it_is = include is None and exclude is None and fp8 is None
@@ -86,7 +88,8 @@ def layer_plan(
     hidden = _hidden_children(model)
     plans = []
     for name, layer in layers:
-        kept = hidden.get(name) or _reason_to_keep(name, layer, (gemms[:1], outputs), include, exclude)
+        kept = hidden.get(name) or impossible[name]
+        kept = kept or _reason_to_keep(name, layer, (gemms[:1], outputs), include, exclude)
         if prepared and isinstance(layer, QuantizedLayer):
             kept = None
         elif prepared and kept is None:
@@ -258,9 +261,6 @@ def _kind(layer: nn.Module) -> str:
 def _reason_to_keep(
     name: str, layer: nn.Module, ends: tuple[Sequence[str], Sequence[str]], include: Selection, exclude: Selection
 ) -> str | None:
-    reason = _reason_impossible(layer)
-    if reason:
-        return reason
     if _selected(exclude, name, layer):
         return "excluded by name"
     if include is not None:
@@ -339,12 +339,12 @@ def _selected(selection: Selection, name: str, layer: nn.Module) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in selection)
 
 
-def _check_include(include: Selection, layers: list[tuple[str, nn.Module]]) -> None:
-    _check_patterns(include, [name for name, _ in layers])
+def _check_include(include: Selection, impossible: Mapping[str, str | None]) -> None:
+    _check_patterns(include, list(impossible))
     if include is None or callable(include):
         return
     for pattern in include:
-        reasons = {name: _reason_impossible(layer) for name, layer in layers if fnmatchcase(name, pattern)}
+        reasons = {name: reason for name, reason in impossible.items() if fnmatchcase(name, pattern)}
         if all(reasons.values()):
             name, reason = next(iter(reasons.items()))
             raise InputError(f"'{pattern}' includes nothing that can be quantised. {name}: {reason}.")

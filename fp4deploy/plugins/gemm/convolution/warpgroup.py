@@ -105,6 +105,11 @@ class Variant:
         return (self.height + (kh - 1) * self.dilation) * (width + (kw - 1) * self.dilation)
 
     @property
+    def rings(self) -> int:
+        """Of weights: joint consumers have one each."""
+        return CONSUMERS if self.joint else 1
+
+    @property
     def stage_bytes(self) -> int:
         """Weights of one tap and chunk, of all consumers."""
         return 2 * CHUNK * self.outputs
@@ -112,7 +117,7 @@ class Variant:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        barriers = 16 * (self.stages * (CONSUMERS if self.joint else 1) + self.buffers) + 8
+        barriers = 16 * (self.stages * self.rings + self.buffers) + 8
         return self.stages * self.stage_bytes + self.buffers * 2 * CHUNK * self.pixels + SCRATCH + barriers
 
     def tiles(self, oh: int, ow: int) -> Pair:
@@ -202,7 +207,7 @@ def fitted(shape: Shape, joint: bool, height: int, splits: int, multiprocessors:
     taps = math.prod(shape.taps)
     buffers = 4 if taps == 1 else 2
     empty = Variant(shape.taps, shape.dilation, shape.up, joint, height, splits, 0, buffers, False)
-    room = (SHARED - empty.shared_bytes) // (empty.stage_bytes + 16)
+    room = (SHARED - empty.shared_bytes) // (empty.stage_bytes + 16 * empty.rings)
     columns = empty.columns(shape.outputs)
     resident = splits == 1 and shape.steps <= min(room, MOST_STAGES) and columns <= multiprocessors
     if resident and empty.works(shape) >= columns:

@@ -92,7 +92,7 @@ constexpr int PLANE = 64 * 64, STAGE = 2 * PLANE;                  // bytes of w
 constexpr int RINGS = JOINT ? 2 : 1, RING = STAGES * STAGE;        // of weights, in bytes
 constexpr int SCRATCH = 4096;                                      // bytes of a consumer warpgroup
 constexpr int LOADS = (2 * PIXELS + DECODERS - 1) / DECODERS;      // halves of a pixel's chunk, of a thread
-constexpr int AHEAD = LOADS <= 2 ? 3 : LOADS == 3 ? 2 : 1;        // chunks that are loaded before they are decoded
+constexpr int AHEAD = LOADS <= 2 ? 3 : LOADS == 3 ? 2 : 1;         // chunks that are loaded before they are decoded
 // Steps by which the second consumer of JOINT is behind: one multiplies while the other writes what it has.
 constexpr int LAG = JOINT && !SPLIT && TAPS > 1 ? (TAPS < 6 ? TAPS : 6) : 0;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 200;  // together what two threads have at the start
@@ -424,7 +424,7 @@ __device__ __forceinline__ void measure(
 struct Epilogue {
     void* out;
     uint8_t* scales;
-    const float *bias, *out_amax;
+    const float* bias;
     float* moments;
     int relu;
 };
@@ -591,7 +591,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) warpgroup_conv(
         const float divisor = chunks2 && second_factor == 0.f ? 1.f : second_factor;
         const float scale = *w_amax / w_range * 16384.f;  // elements of both operands are times 2^-7
         const fp4::GlobalScale global = PACKED ? fp4::global_scale(*out_amax) : fp4::GlobalScale{};
-        const Epilogue to{out, scales, bias, out_amax, moments, relu};
+        const Epilogue to{out, scales, bias, moments, relu};
         const int group = warp / 4 - 2;
         if (LAG && group == 1) mbarrier_wait(barriers.begin, 0);
         int step = 0, count = 0;

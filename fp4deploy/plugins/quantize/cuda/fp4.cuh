@@ -96,12 +96,14 @@ FP4_FUNCTION uint32_t encode_e2m1(float q, float u) {
 constexpr uint32_t CODE_BIAS = 299u;
 FP4_FUNCTION uint32_t code_of(float rounded) { return (bits(rounded) & 7u) + (bits(rounded) >> 22); }
 
-// The code of u rounded to nearest; NaN is left to the caller.
-FP4_FUNCTION uint32_t encode_nearest(float u) {
-    float magnitude = fminf(fabsf(u), 6.f);
-    float rounded = fmaf(binade_of(magnitude), ROUNDER, magnitude);
-    return code_of(rounded) - CODE_BIAS + ((bits(u + 0.f) >> 28) & 8u);
+// The code of |u| rounded to nearest, plus CODE_BIAS.
+FP4_FUNCTION uint32_t biased_code(float u) {
+    const float magnitude = fminf(fabsf(u), 6.f);
+    return code_of(fmaf(binade_of(magnitude), ROUNDER, magnitude));
 }
+
+// The code of u rounded to nearest; NaN is left to the caller.
+FP4_FUNCTION uint32_t encode_nearest(float u) { return biased_code(u) - CODE_BIAS + ((bits(u + 0.f) >> 28) & 8u); }
 
 // Blackwell converts in hardware, but the instruction exists only in code for one architecture or family ("sm_100a",
 // "sm_120f").
@@ -131,8 +133,7 @@ FP4_FUNCTION uint32_t encode_eight(const float* u) {
     uint32_t code[8], sign[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float magnitude = fminf(fabsf(u[i]), 6.f);
-        code[i] = code_of(fmaf(binade_of(magnitude), ROUNDER, magnitude));
+        code[i] = biased_code(u[i]);
         sign[i] = bits(u[i] + 0.f);
     }
 #pragma unroll
