@@ -78,8 +78,7 @@ def layer_plan(
     chosen = find_recipe(recipe)
     impossible = {name: _reason_impossible(layer) for name, layer in layers}  # once: it tries a subclass's forward
     gemms = [name for name, reason in impossible.items() if reason is None]
-    known = {id(layer) for name, layer in layers if impossible[name] is None}
-    outputs = output_layers(model, lambda layer: id(layer) in known) if include is None else ()
+    outputs = output_layers(model, _is_gemm) if include is None else ()  # it traces a copy
     _check_include(include, impossible)
     for selection in (exclude, fp8):
         _check_patterns(selection, [name for name, _ in layers])
