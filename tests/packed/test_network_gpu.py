@@ -285,14 +285,18 @@ def test_norms_take_the_moments_of_convolutions(
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_operators_in_half_precision(name: str) -> None:
-    """Those of `FUNCTIONS` agree with FP32 on the CPU, and replayed as a CUDA graph."""
+    """Those of `FUNCTIONS` agree with FP32 on the CPU, and replayed as a CUDA graph.
+
+    `casts` truncates: what FP16 rounds across an integer is 1 away.
+    """
+    tolerance = 5e-2 if name == "casts" else 1e-2
     torch.manual_seed(0)
     model, x = Around(FUNCTIONS[name]).eval(), torch.randn(2, 3, 8, 8)
     file = packed_file(Path("own.fp4"), None, *pack_model(model, x))
     network = PackedNetwork(file, "cuda")
     got, expected = leaves(network(x.cuda())), leaves(PackedNetwork(file)(x))
     for one, other in zip(got, expected, strict=True):
-        assert float((one.cpu().float() - other).norm()) <= 1e-2 * float(other.norm())
+        assert float((one.cpu().float() - other).norm()) <= tolerance * float(other.norm())
     for one, other in zip(leaves(CapturedNetwork(network)(x.cuda())), got, strict=True):
         assert torch.equal(one, other)
 

@@ -204,6 +204,8 @@ def _load(kernel: Kernel, code: bytes) -> ctypes.c_void_p:
     try:
         _check(library().cuModuleLoadData(ctypes.byref(module), code), what)
         _check(library().cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), what)
+        # The same for all kernels: a multiprocessor has to be idle to change its carveout.
+        _check(library().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
     finally:
         kernel.gpu.driver.Context.pop()
     return function
@@ -215,7 +217,6 @@ def _allow(kernel: Kernel, shared: int) -> None:
     kernel.gpu.context.push()
     try:
         _check(library().cuFuncSetAttribute(_functions[kernel], _DYNAMIC_SHARED, shared), what)
-        _check(library().cuFuncSetAttribute(_functions[kernel], _CARVEOUT, 100), what)
     finally:
         kernel.gpu.driver.Context.pop()
     _dynamic[kernel] = shared

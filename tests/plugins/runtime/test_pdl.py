@@ -122,7 +122,7 @@ def test_launches_of_one_kernel_differ_in_shared_memory(launches: Launches, weig
 def test_what_the_driver_gets(launches: Launches, weight: Nvfp4Tensor) -> None:
     launches.go(weight, 9)
     assert launches.library.loaded == [b"code"]  # before anything can be in front
-    assert launches.library.attributes == [(8, 50_000), (9, 100)]
+    assert launches.library.attributes == [(9, 100), (8, 50_000)]
     launches.go(weight, 9)
     values = [MAP, (8).to_bytes(8, "little"), (3).to_bytes(4, "little")]
     assert launches.library.launched == [

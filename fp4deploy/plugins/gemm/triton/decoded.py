@@ -166,11 +166,8 @@ def split_sum_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     ASM: tl.constexpr,
-    SECONDARY: tl.constexpr,
 ):
     """The epilogue of `decoded_conv_kernel` after a division of K: partial sums are added in ascending order."""
-    if SECONDARY:
-        begin_after_primary()
     tiles = tl.cdiv(outputs, BN)
     tile, first = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BN
     m, n = tile * BM + tl.arange(0, BM), first + tl.arange(0, BN)
