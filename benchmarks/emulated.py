@@ -1,7 +1,7 @@
 """Every kernel in the PTX emulator: bytes against the reference, and against those of the GPU at hand.
 
     python benchmarks/emulated.py --arch sm120 --arch sm100 --brief sm103 --json benchmarks/results/emulated_cpu.json
-    python benchmarks/emulated.py --arch sm90 --gpu --json benchmarks/results/emulated_h100.json
+    python benchmarks/emulated.py --arch sm90 --gpu --json benchmarks/results/emulated_h200.json
 
 Without a GPU: a line for each case, as `fp4deploy kernels --emulate` prints them, with seeds and times (CPU time of the
 emulating process, in which Triton compiles where the cache has nothing; nvcc and ptxas are processes of their own).

@@ -1,6 +1,6 @@
 """The largest batch that a training step of the UNet fits into the memory of one GPU, and its images a second.
 
-    python benchmarks/largest_batch.py --json benchmarks/results/largest_batch_h100.json
+    python benchmarks/largest_batch.py --json benchmarks/results/largest_batch_h200.json
 
 The step of `training_step.py`, launched, of the rows of --cases: batches of 8, 16, 24, ... images of 352 x 480. The
 size doubles until the step runs out of memory, then the largest one that does not is found by bisection. A size fits if

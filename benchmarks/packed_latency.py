@@ -1,10 +1,11 @@
 """Latency of packed networks against FP16 of torch in every form, batch by batch.
 
-    python benchmarks/packed_latency.py --json benchmarks/results/packed_latency_h100.json
+    python benchmarks/packed_latency.py --json benchmarks/results/packed_latency_h200.json
 
 Networks of random weights, calibrated on random images: latency and memory do not depend on the values (agreement of
 trained models: `packed_unet.py`). A case is MODEL:BATCHxHEIGHTxWIDTH, MODEL being the scale of our UNet, or a network
-of a library such as smp:Unet/resnet34. In one process, packed networks first, then form by form:
+of a library such as smp:Unet/resnet34. In one process, packed networks first, then form by form; with --gpus, each case
+in a process and on a GPU of its own, as many at a time:
 
 * `fp16, FORM`: torch's FP16 model, in all forms of `peers`, with and without a CUDA graph;
 * `packed fp16`: the same FP16 weights in a packed file (`unet-fp16.fp4`): our executor and norm kernels, convolutions
@@ -20,10 +21,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache, partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -51,12 +58,28 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="MODEL:NxHxW")
     parser.add_argument("--forms", nargs="*", default=list(reversed(FORMS)), choices=FORMS, help="of torch, in order")
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after so many")
+    parser.add_argument("--gpus", nargs="*", default=[], metavar="GPU", help="numbers of the GPUs to use")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {case: {"case": case, "runs": {}} for case in arguments.cases}
+    found: dict[str, Any] = {"command": command("--seconds"), "machine": machine(), "recipe": RECIPE}
+    (on_gpus if arguments.gpus else here)(arguments, rows, partial(keep, arguments.json, found, rows))
+    for case, row in rows.items():
+        ratios = {precision: row.get(f"ratio_{precision}") for precision in ("nvfp4", "fp16")}
+        print(f"{case:18s} best of torch: {row.get('best')}   packed / best: {ratios}")
+
+
+def keep(path: Path | None, found: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+    """Write what has been measured so far: a run that is cut off keeps it."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**found, "cases": list(rows.values())}, indent=1) + "\n")
+
+
+def here(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: Callable[[], None]) -> None:
+    """Measure every case in this process."""
     torch.backends.cudnn.benchmark = True
     began = time.perf_counter()
-    rows: dict[str, dict[str, Any]] = {case: {"case": case, "runs": {}} for case in arguments.cases}
-    found = {"command": command("--seconds"), "machine": machine(), "recipe": RECIPE}
     for name in ("packed nvfp4", "packed fp16", NODES, *(f"fp16, {form}" for form in arguments.forms)):
         for case, row in rows.items():
             if name == NODES and case[0].isdecimal():
@@ -65,12 +88,32 @@ def main() -> None:
                 continue
             row["runs"][name] = measure(case, name)
             compare(row)
-            if arguments.json:  # after each: a run that is cut off keeps what it has
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                arguments.json.write_text(json.dumps({**found, "cases": list(rows.values())}, indent=1) + "\n")
-    for case, row in rows.items():
-        ratios = {precision: row.get(f"ratio_{precision}") for precision in ("nvfp4", "fp16")}
-        print(f"{case:18s} best of torch: {row.get('best')}   packed / best: {ratios}")
+            kept()
+
+
+def on_gpus(arguments: argparse.Namespace, rows: dict[str, dict[str, Any]], kept: Callable[[], None]) -> None:
+    """Measure each case in a process of its own, on the first GPU that is free."""
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in arguments.gpus:
+        free.put(gpu)
+
+    def measure_alone(case: str) -> dict[str, Any]:
+        gpu = free.get()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "case.json")
+                options = ["--cases", case, "--forms", *arguments.forms, "--seconds", str(arguments.seconds)]
+                environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": folder}
+                subprocess.run([sys.executable, __file__, *options, "--json", path], env=environment, check=True)
+                row: dict[str, Any] = json.loads(path.read_text())["cases"][0]
+                return row
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(arguments.gpus)) as pool:
+        for done in as_completed([pool.submit(measure_alone, case) for case in arguments.cases]):
+            rows[done.result()["case"]] = done.result()
+            kept()
 
 
 @lru_cache

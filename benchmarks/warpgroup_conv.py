@@ -1,6 +1,6 @@
 """Convolutions of packed activations by wgmma, beside Triton's implicit GEMM and FP16 of cuDNN, layer by layer.
 
-    python benchmarks/warpgroup_conv.py --json benchmarks/results/warpgroup_conv_h100.json
+    python benchmarks/warpgroup_conv.py --json benchmarks/results/warpgroup_conv_h200.json
     python benchmarks/warpgroup_conv.py --variants FILE        every variant of every layer, to fit `warpgroup.cycles`
 
 Layers of our UNet at scale 1.0 and of a residual network. The kernels of this package read the same packed activations

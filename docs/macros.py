@@ -126,6 +126,15 @@ def recomputed_steps() -> str:
     return markdown(["", "launched, ms", "in a CUDA graph, ms", "peak GB", "time", "memory"], rows)
 
 
+def largest_batches() -> str:
+    """The largest batch of a training step that fits into the memory of a GPU, and its speed."""
+    rows = [
+        [f"{row['case']}, scale {row['scale']:g}", str(row["batch"]), f"{row['images_per_s']:.0f}"]
+        for row in result("largest_batch_h200")["rows"]
+    ]
+    return markdown(["", "largest batch", "images a second"], rows)
+
+
 def recipe_ratios() -> str:
     """Time of a step of each recipe over that of FP16, both in CUDA graphs."""
     found = {case: row["graph_ms"] for (_, case), row in _steps("training_step_recipes_h100").items()}
@@ -285,17 +294,21 @@ LATENCY_FORMS = {
 }
 
 
-def packed_latency(where: str = "h200") -> str:
+def packed_latency() -> str:
     """Packed networks beside FP16 of torch in every form, each as one CUDA graph."""
-    return _latencies(f"packed_latency_{where}", LATENCY_FORMS)
+    return _latencies("packed_latency_h200", LATENCY_FORMS)
+
+
+def packed_fp16_over_nvfp4() -> str:
+    """Time of our packed UNets with FP16 weights over NVFP4's, from and to."""
+    runs = [case["runs"] for case in result("packed_latency_h200")["cases"]]
+    found = sorted(run["packed fp16"]["graph_ms"] / run["packed nvfp4"]["graph_ms"] for run in runs)
+    return f"{found[0]:.2f} to {found[-1]:.2f}"
 
 
 def packed_own_networks() -> str:
     """The same of networks of other libraries."""
-    names = ("FP16 eager channels_last", "torch.compile", "packed FP16", "**packed NVFP4**")
-    forms = {name: LATENCY_FORMS[name] for name in names}
-    forms["NVFP4, node by node"] = "packed nvfp4, node by node"
-    return _latencies("packed_own_networks_h100", forms)
+    return _latencies("packed_own_networks_h200", LATENCY_FORMS | {"NVFP4, node by node": "packed nvfp4, node by node"})
 
 
 def _latencies(name: str, forms: dict[str, str]) -> str:
@@ -322,7 +335,7 @@ def direct_convolutions() -> str:
 def warpgroup_convolutions() -> str:
     """Convolutions of whole chunks of 64 channels: implicit GEMM, wgmma, cuDNN in FP16."""
     rows = []
-    for row in result("warpgroup_conv_h100")["rows"]:
+    for row in result("warpgroup_conv_h200")["rows"]:
         times = [f"{row[f'{form}_us']:.0f}" for form in ("triton", "wgmma", "cudnn", "bytes_floor", "operations_floor")]
         rows.append([row["case"], *times, f"{row['cudnn_us'] / row['wgmma_us']:.2f}"])
     head = ["images, channels", "implicit GEMM, us", "wgmma, us", "cuDNN FP16, us", "bytes, us", "operations, us"]
@@ -331,7 +344,7 @@ def warpgroup_convolutions() -> str:
 
 def wgmma_share(kind: str, median: bool = False) -> str:
     """Speed of the convolutions by wgmma that have `kind` in their name, over cuDNN's: from and to, or the median."""
-    rows = (row for row in result("warpgroup_conv_h100")["rows"] if kind in row["case"])
+    rows = (row for row in result("warpgroup_conv_h200")["rows"] if kind in row["case"])
     found = sorted(row["cudnn_us"] / row["wgmma_us"] for row in rows)
     return f"{statistics.median(found):.2f}" if median else f"{found[0]:.2f} to {found[-1]:.2f}"
 
@@ -1035,12 +1048,26 @@ def refusal(stage: dict[str, Any]) -> str:
     return " ".join(stage.get("error", "not run").split()).partition(". ")[0].replace("|", " ")[:120]
 
 
+OTHER_MODELS = ("unet_resnet34", "deeplabv3plus", "basicunet")  # of `configs/sweep_*_models.yaml`
+
+
 def camvid_models() -> str:
-    """CamVid for networks of other libraries: mIoU of three seeds, and gaps paired by seed."""
+    """CamVid for networks of other libraries."""
+    return _other_models({name: f"camvid_{name}_h200" for name in OTHER_MODELS})
+
+
+def dsb2018_models() -> str:
+    """Nuclei for the same networks."""
+    return _other_models(dict.fromkeys(OTHER_MODELS, "dsb2018_models_h200"))
+
+
+def _other_models(files: dict[str, str]) -> str:
+    """mIoU of three seeds, and gaps paired by seed. files: the result of each network."""
     rows = []
-    for name in ("unet_resnet34", "deeplabv3plus", "basicunet"):
-        found = result(f"camvid_{name}_h200")["variants"]
-        row, base = found[name], next(each for each in found.values() if each["model"] == "fp16" and each["best"])
+    for name, file in files.items():
+        found = result(file)["variants"]
+        row = found[name]
+        base = next(each for each in found.values() if (each["model"], each["settings"]) == ("fp16", row["settings"]))
         for label, each in (("FP16", base), ("FP16 control", found[f"{name}_control"]), ("NVFP4 QAT", row)):
             cells = [text for key in ("best", "test") for text in (spread(each[key]), gap(each.get(f"gap_{key}")))]
             rows.append([row["note"], label, _seeds(each), *cells])
@@ -1050,7 +1077,7 @@ def camvid_models() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        training_step, recomputed_steps, network_steps, four_over_six_training,
+        training_step, recomputed_steps, largest_batches, network_steps, four_over_six_training,
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
         packed_network, packed_latency, packed_own_networks, cpu_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, detection_closer,
@@ -1060,7 +1087,7 @@ TABLES: dict[str, Callable[..., str]] = {
         modelopt_peer, image_input, scaling, fp4_training, estimates, telemetry_cost,
         sensitivity, tiles, projected, digit_recipes, settings, fuzzed, mutants, engine_forms, emulated,
         emulated_architectures, emulated_on_gpu, self_test, native_library, large_images,
-        plain_convolutions, fuzzed_networks, architectures, camvid_models,
+        plain_convolutions, fuzzed_networks, architectures, camvid_models, dsb2018_models,
     )
 }  # fmt: skip
 
@@ -1128,7 +1155,7 @@ def define_env(env: Any) -> None:
     for function in (
         table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
         captured_recipe, recipe_ratios, first_steps, cpu_slowest, instances_of_samples, claim_growth, image_loss,
-        first_input_share, wgmma_share,
+        first_input_share, wgmma_share, packed_fp16_over_nvfp4,
     ):  # fmt: skip
         env.macro(function)
 

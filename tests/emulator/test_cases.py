@@ -14,7 +14,7 @@ from fp4deploy.emulator.cases.decoded import before_blackwell
 from fp4deploy.plugins.aot import store
 from fp4deploy.plugins.runtime import nvcc
 
-FILES = {90: "emulated_h100", 100: "emulated_cpu", 120: "emulated_cpu"}
+FILES = {90: "emulated_h200", 100: "emulated_cpu", 120: "emulated_cpu"}
 BEFORE_BLACKWELL = {"decoded_conv_kernel", "split_sum_kernel", "direct_conv", "warpgroup_conv"}
 CUDA_ENTRY = re.compile(r"__global__ void\s+(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\(")
 TRITON_ENTRY = re.compile(r"^def (\w+_(?:kernel|entry))\(", re.MULTILINE)
