@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,9 +58,11 @@ def _each_unet_is_captured_once() -> Iterator[None]:
     """The graph of a UNet does not depend on its weights, and packing captures the same few again and again."""
     kept: dict[tuple[str, torch.Size, bool], Graph] = {}
 
-    def captured(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False) -> Graph:
+    def captured(
+        model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False, layers: Collection[str] = ()
+    ) -> Graph:
         if type(model) is not UNet or not isinstance(example_inputs, torch.Tensor):
-            return capture(model, example_inputs, dynamic_size)
+            return capture(model, example_inputs, dynamic_size, layers)
         key = repr(model), example_inputs.shape, dynamic_size
         if key not in kept:
             kept[key] = capture(model, example_inputs, dynamic_size)

@@ -29,6 +29,7 @@ from fp4deploy.models.input_encoding import ENCODED_CHANNELS
 from fp4deploy.packed import Graph, PackedFile, packed_file, write_packed
 from fp4deploy.packed.file import SUFFIX
 from fp4deploy.qat import load_model, restore, round_to_deployed
+from fp4deploy.qat.layers import QuantizedLayer
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))
     plain = restore(copied(model))
+    quantised = {name for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, QuantizedLayer)}
     if digits:  # the graph begins with the encoded image
         plain.digits = False  # type: ignore[assignment]
         if not isinstance(example_inputs, torch.Tensor):
@@ -110,12 +112,12 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
         example_inputs = torch.zeros(n, ENCODED_CHANNELS, *size)
     if dynamic_size:
         try:
-            return packed_graph(capture(plain, example_inputs, True), model, digits)
+            return packed_graph(capture(plain, example_inputs, True, quantised), model, digits)
         except UnsettledSizes as error:
             warnings.warn(f"{error.cause} The packed network takes inputs of the example's size alone.", stacklevel=2)
         except InputError:  # such as positions of pixels that the code makes for each size
             pass
-    return packed_graph(capture(plain, example_inputs), model, digits)
+    return packed_graph(capture(plain, example_inputs, False, quantised), model, digits)
 
 
 def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool) -> PackedResult:

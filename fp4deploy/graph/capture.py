@@ -17,7 +17,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, cast
@@ -34,11 +34,12 @@ from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
 from fp4deploy.graph.unpooling import Unpooling
 
+PRODUCTS = ("linear", *(f"{kind}{axes}d" for kind in ("conv", "conv_transpose") for axes in (1, 2, 3)))
 DECOMPOSITIONS = 4  # rounds: a decomposition may give calls that are to be decomposed as well
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
-def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False) -> Graph:
+def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False, kept: Collection[str] = ()) -> Graph:
     """The graph of a module in evaluation mode; the module is not changed.
 
     Args:
@@ -46,6 +47,8 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
         example_inputs: a tensor, several in the order of its forward, or by the names of its arguments. Shapes and
             types are read, values are not. The first axis is the batch, which is dynamic.
         dynamic_size: height and width are dynamic too.
+        kept: layers whose products are nodes even where no input of the network has a part in them; else these are
+            constants.
 
     Raises:
         InputError: fake-quantised layers; no such inputs; control flow that depends on values, with the line it is in;
@@ -63,7 +66,7 @@ def capture(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = False
         inline_regions(program)
         if not made_functional(program):
             program = program.run_decompositions({})
-    return _Reader(_decomposed(program)).graph()
+    return _Reader(_decomposed(program), kept).graph()
 
 
 def _refuse_fake_quantized(model: nn.Module) -> None:
@@ -198,8 +201,8 @@ def _name(operator: torch._ops.OpOverload) -> str:
 class _Reader:
     """From an exported program to nodes."""
 
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
-        self.program = program
+    def __init__(self, program: torch.export.ExportedProgram, kept: Collection[str]) -> None:
+        self.program, self.kept = program, kept
         signature = program.graph_signature
         self.parameters: dict[str, str] = {
             **signature.inputs_to_parameters,
@@ -309,7 +312,7 @@ class _Reader:
 
     def _computed(self, node: fx.Node) -> bool:
         """Compute a call that depends on no input of the network: its result is a constant."""
-        if any(each.name not in self.known for each in node.all_input_nodes):
+        if any(each.name not in self.known for each in node.all_input_nodes) or self._is_kept(node):
             return False
         if node.target is not operator.getitem:
             drawn = torch.Tag.nondeterministic_seeded
@@ -326,6 +329,13 @@ class _Reader:
             self.tensors[node.name] = name, False
             self.constants[name] = value
         return True
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Whether a call is the product of a kept layer."""
+        if not self.kept or getattr(node.target, "__name__", "").partition(".")[0] not in PRODUCTS:
+            return False
+        read = (self.tensors[each.name][0] for each in node.all_input_nodes if each.name in self.tensors)
+        return any(name.removesuffix(".weight") in self.kept for name in read if name.endswith(".weight"))
 
     def _bound(self, node: fx.Node, schema: Any, name: str) -> Call:
         tensors: dict[str, tuple[str, bool]] = {}
@@ -448,9 +458,9 @@ def _default(argument: Any) -> Any:
 
 
 def _layer(node: fx.Node, parameters: Mapping[str, str]) -> str:
-    owned = [name for name in parameters.values() if not name.startswith(COMPUTED)]
-    if owned:
-        return owned[0].rpartition(".")[0]
+    owned = {role: name for role, name in parameters.items() if not name.startswith(COMPUTED)}
+    if owned:  # the input of a layer can be a parameter, too
+        return owned.get("weight", next(iter(owned.values()))).rpartition(".")[0]
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return str(paths[-1]) if paths else ""

@@ -4,6 +4,8 @@ convolution              output elements x input channels of a group x taps
 transposed convolution   input elements x output channels of a group x taps
 linear, matmul           output elements x length of the contraction
 attention                N heads x (query x key x (E + Ev))
+
+A product whose operand here is a parameter of the network is not counted: its input has no part in it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,12 @@ from collections.abc import Mapping
 
 from fp4deploy.graph.ir import Graph, Node
 from fp4deploy.graph.sizes import evaluate
+
+OPERANDS = {
+    **dict.fromkeys(("conv", "conv_transpose", "linear"), ("input",)),
+    "matmul": ("input", "other"),
+    "attention": ("query", "key", "value"),
+}
 
 
 def macs_of(graph: Graph, sizes: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -38,13 +46,15 @@ def _macs(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
     def shape(name: str) -> list[int]:
         return [evaluate(size, sizes) for size in graph.values[name].shape]
 
+    if not set(OPERANDS.get(node.op, ())) <= set(node.inputs):
+        return 0
     if node.op in ("conv", "conv_transpose"):
         weight = node.attributes["weight_shape"]  # [O, C / groups, taps...], transposed [C, O / groups, taps...]
         counted = node.name if node.op == "conv" else node.inputs["input"]
         return math.prod(shape(counted)) * math.prod(weight[1:])
     if node.op == "linear":
         return math.prod(shape(node.name)) * node.attributes["weight_shape"][1]
-    if node.op == "matmul" and len(node.inputs) == 2:
+    if node.op == "matmul":
         return math.prod(shape(node.name)) * shape(node.inputs["input"])[-1]
     if node.op == "attention":
         query, key, value = (shape(node.inputs[role]) for role in ("query", "key", "value"))

@@ -16,12 +16,13 @@
 | `mean`, `sum`, `amax`, `amin`, `norm`, `var`, `cumsum` | over axes; max, min, vector_norm, ... | dim, keepdim |
 | `resize` | upsample_nearest1d/2d/3d, upsample_bilinear2d, ... | mode, size or scale, align_corners |
 | `pixel_shuffle`, `pixel_unshuffle` | the same | factor |
+| `unfold`, `fold` | im2col, col2im of a batch | kernel_size, stride, padding, dilation; output_size |
 | `reshape` | view, reshape, flatten, unflatten, squeeze, unsqueeze | shape |
 | `expand` | expand, broadcast_to; copy; full, zeros_like, new_ones, ... of the inputs' sizes, from one number | shape |
-| `permute` | permute, transpose, movedim, t, mT | dims |
+| `permute` | permute, transpose, movedim, t, mT; last of the nodes of Tensor.unfold | dims |
 | `slice` | slice, split, chunk, narrow, select (and a reshape) | dim, start, end, step |
 | `roll`, `flip`, `repeat` | the same | shifts, dims; dims; repeats |
-| `take` | index_select, index with one constant list of positions | dim, and the constant "index" |
+| `take` | index_select, index with one constant tensor of positions (and a reshape) | dim, and the constant "index" |
 | `pad` | pad, constant_pad_nd, reflection_pad2d, ... | pad (last axis first, as in torch), mode, value |
 | `matmul`, `softmax`, `log_softmax`, `attention` | matmul, bmm, softmax, ... | dim; is_causal, scale |
 | `cast` | to floating point numbers; to bool it is `ne`, to whole numbers `sign`, `abs`, `floor` and `mul` | dtype |
@@ -33,9 +34,10 @@ ATen's name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 
@@ -357,14 +359,59 @@ def _flip(call: Call) -> list[Step]:
 
 
 def _take(call: Call) -> list[Step] | None:
-    """index_select, or x[:, :, positions] with one list of positions."""
+    """index_select, or x[:, :, positions] with one tensor of positions, whose axes take the place of that axis."""
     found = {role: at for role, at in call.shapes.items() if role == "index" or role.startswith("indices")}
-    if len(found) != 1 or len(next(iter(found.values()))) != 1 or "self" not in call.tensors:
+    if len(found) != 1 or "self" not in call.tensors:
         return None
-    (role,) = found
-    axis = int(call.arguments["dim"]) if role == "index" else int(role.rpartition(".")[2])
-    attributes = {"dim": axis % len(call.shapes["self"])}
-    return [Step("take", attributes, {"input": "self", "index": role})]
+    ((role, places),) = found.items()
+    shape = call.shapes["self"]
+    axis = (int(call.arguments["dim"]) if role == "index" else int(role.rpartition(".")[2])) % len(shape)
+    take = Step("take", {"dim": axis}, {"input": "self", "index": role})
+    if len(places) == 1:
+        return [take]
+    if call.tensors[role][1] or any(not isinstance(size, int) for size in places):
+        return None  # positions that depend on values, or on a size
+    flat = (*shape[:axis], math.prod(cast("tuple[int, ...]", places)), *shape[axis + 1 :])
+    return [replace(take, shape=flat), Step("reshape", {"shape": call.shape}, {}, after=True)]
+
+
+def _windows_of_axis(call: Call) -> list[Step] | None:
+    """Tensor.unfold: positions of all windows, a reshape, and the axis of a window's elements moved to the end."""
+    shape, size, step = call.shapes["self"], int(call.arguments["size"]), int(call.arguments["step"])
+    axis = int(call.arguments["dimension"]) % len(shape)
+    before, count, after = shape[:axis], call.shape[axis], shape[axis + 1 :]
+    if size == step:
+        flat: Size = count * size if isinstance(count, int) else (*count, size, "*")
+        part = Step(
+            "slice", {"dim": axis, "start": 0, "end": flat, "step": 1}, {"input": "self"}, (*before, flat, *after)
+        )
+    elif isinstance(count, int):
+        positions = (torch.arange(count)[:, None] * step + torch.arange(size)).flatten()
+        flat = count * size
+        part = Step("take", {"dim": axis}, {"input": "self"}, (*before, flat, *after), constants={"index": positions})
+    else:
+        return None
+    windows = (*before, count, size, *after)
+    order = (*range(axis + 1), *range(axis + 2, len(windows)), axis + 1)
+    return [
+        part,
+        Step("reshape", {"shape": windows}, {}, windows, after=True),
+        Step("permute", {"dims": order}, {}, after=True),
+    ]
+
+
+def _unfold(call: Call) -> list[Step] | None:
+    return [Step("unfold", _blocks(call), {"input": "self"})] if len(call.shapes["self"]) == 4 else None
+
+
+def _fold(call: Call) -> list[Step] | None:
+    attributes = {"output_size": tuple(call.arguments["output_size"]), **_blocks(call)}
+    return [Step("fold", attributes, {"input": "self"})] if len(call.shapes["self"]) == 3 else None
+
+
+def _blocks(call: Call) -> dict[str, Any]:
+    names = ("kernel_size", "stride", "padding", "dilation")
+    return {name: tuple(int(each) for each in call.arguments[name]) for name in names}
 
 
 def _where(call: Call) -> list[Step] | None:
@@ -536,6 +583,9 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
         ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"), _resize
     ),
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _shuffle),
+    "unfold": _windows_of_axis,
+    "im2col": _unfold,
+    "col2im": _fold,
     **dict.fromkeys(("permute", "transpose", "t", "mT", "numpy_T", "swapaxes", "movedim"), _permute),
     **dict.fromkeys(("slice", "narrow"), _slice),
     "select": _select,

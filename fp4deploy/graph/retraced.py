@@ -242,7 +242,7 @@ def _traced(node: fx.Node, table: Table) -> fx.Graph | None:
 
     values = [each.meta["val"] for each in read]
     try:
-        with detect_fake_mode(values) or nullcontext():
+        with detect_fake_mode([node.meta.get("val"), *values]) or nullcontext():  # torch.eye reads none
             traced = make_fx(call, decomposition_table=dict(table))(*values).graph
     except Exception:  # tracing the whole program works, or says what is wrong
         return None

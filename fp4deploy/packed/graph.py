@@ -16,6 +16,7 @@ in blocks along the channels or along the last axis), or pooled 2 x 2. Two reade
 | `concat`, `slice`, `select`, `reshape`, `expand`, `permute`, `pad`, `constant` | layout | torch |
 | `roll`, `flip`, `repeat`, `take` | positions of an axis in another order, or several times | torch |
 | `max_pool`, `avg_pool`, `adaptive_pool`, `resize`, `pixel_shuffle` | sizes | torch |
+| `unfold`, `fold` | windows as columns, and columns added up | torch |
 | `reduce`, `variance`, `cumulative_sum` | over axes | torch |
 | `matmul`, `softmax`, `log_softmax`, `attention` | products of activations | torch |
 
@@ -56,6 +57,8 @@ Size = Whole | Tokens
 Shape = Annotated[list[Size], Field(min_length=1, max_length=6)]
 Extents = Annotated[list[Extent], Field(min_length=1, max_length=3)]  # one for each spatial axis
 Strides = Annotated[list[Steps], Field(min_length=1, max_length=3)]
+Pair = Annotated[list[Steps], Field(min_length=2, max_length=2)]  # height and width
+PairOfExtents = Annotated[list[Extent], Field(min_length=2, max_length=2)]
 Spatial = Annotated[list[Size], Field(min_length=1, max_length=3)]
 One = Annotated[list[Name], Field(min_length=1, max_length=1)]
 OneOrTwo = Annotated[list[Name], Field(min_length=1, max_length=2)]
@@ -303,6 +306,27 @@ class PixelShuffle(Step):
     factor: Annotated[int, Field(ge=1, le=64)]
 
 
+class Unfold(Step):
+    """[N, C, H, W] -> [N, C x taps, windows]: the pixels of each window, as torch orders them."""
+
+    op: Literal["unfold"] = "unfold"
+    kernel: Pair
+    stride: Pair
+    padding: PairOfExtents
+    dilation: Pair
+
+
+class Fold(Step):
+    """[N, C x taps, windows] -> [N, C, H, W] of this size: the sum of all windows at each pixel."""
+
+    op: Literal["fold"] = "fold"
+    size: Annotated[list[Size], Field(min_length=2, max_length=2)]
+    kernel: Pair
+    stride: Pair
+    padding: PairOfExtents
+    dilation: Pair
+
+
 class Reshape(Step):
     """The same elements in another shape, or repeated to it."""
 
@@ -400,7 +424,8 @@ class Attention(Step):
 Node = Annotated[
     Conv2d | ConvTranspose2d | Linear | GroupNormReLU | Affine | Norm | Activation | PReLU | Arithmetic | Compare
     | Where | Constant | Concat | Pool | AdaptivePool | Reduce | Variance | CumulativeSum | Resize | PixelShuffle
-    | Reshape | Permute | Slice | Select | Roll | Flip | Repeat | Take | Pad | Matmul | Softmax | Attention,
+    | Unfold | Fold | Reshape | Permute | Slice | Select | Roll | Flip | Repeat | Take | Pad | Matmul | Softmax
+    | Attention,
     Field(discriminator="op"),
 ]  # fmt: skip
 
@@ -421,7 +446,7 @@ class Graph(Strict):
 
 def in_packed_3(node: Node) -> bool:
     """Whether the format `packed/3` has a node of this kind."""
-    later = (PReLU, Compare, Where, Variance, CumulativeSum, Roll, Flip, Repeat, Take)
+    later = (PReLU, Compare, Where, Variance, CumulativeSum, Roll, Flip, Repeat, Take, Unfold, Fold)
     if isinstance(node, later) or (isinstance(node, Activation) and node.function in LATER_FUNCTIONS):
         return False
     if isinstance(node, Conv2d | ConvTranspose2d):

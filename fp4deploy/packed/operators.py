@@ -29,6 +29,7 @@ from fp4deploy.packed.graph import (
     ConvTranspose2d,
     CumulativeSum,
     Flip,
+    Fold,
     GroupNormReLU,
     Layer,
     Linear,
@@ -50,6 +51,7 @@ from fp4deploy.packed.graph import (
     Softmax,
     Step,
     Take,
+    Unfold,
     Variance,
     Where,
 )
@@ -246,6 +248,15 @@ def _shuffle(node: PixelShuffle, inputs: list[torch.Tensor], _: Context) -> torc
     return function(inputs[0], node.factor)
 
 
+def _unfold(node: Unfold, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    return torch.ops.aten.im2col(inputs[0], node.kernel, node.dilation, node.padding, node.stride)
+
+
+def _fold(node: Fold, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
+    size = context.sizes_of(node.size)
+    return torch.ops.aten.col2im(inputs[0], size, node.kernel, node.dilation, node.padding, node.stride)
+
+
 def _reshape(node: Reshape, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     shape = context.sizes_of(node.shape)
     return inputs[0].expand(shape) if node.op == "expand" else inputs[0].reshape(shape)
@@ -326,6 +337,8 @@ _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     CumulativeSum: _cumulative_sum,
     Resize: _resize,
     PixelShuffle: _shuffle,
+    Unfold: _unfold,
+    Fold: _fold,
     Reshape: _reshape,
     Permute: _permute,
     Slice: _slice,

@@ -15,6 +15,7 @@ import fp4deploy as fd
 from fp4deploy.errors import InputError
 from fp4deploy.packed import PackedNetwork
 from fp4deploy.packed.file import KEY, read_packed
+from fp4deploy.packed.graph import Layer
 
 Function = Callable[["Around", torch.Tensor], torch.Tensor]
 
@@ -90,8 +91,20 @@ def casts(_: Around, x: torch.Tensor) -> torch.Tensor:
     return x + rows[:, None] + (4 * x).int().float() + (-9 * x).to(torch.int64) * (x > 0).to(torch.uint8)
 
 
+def windows(net: Around, x: torch.Tensor) -> torch.Tensor:
+    n, c, h, w = x.shape
+    columns = F.unfold(x, 3, padding=1).view(n, c, 9, h, w)  # as involution and CARAFE do
+    weights = F.softmax(columns.mean(1, keepdim=True), 2)
+    x = (columns * weights).sum(2) + F.fold(F.unfold(x, (4, 2), stride=(4, 2)).square(), (h, w), (4, 2), stride=(4, 2))
+    parts = x.unfold(2, 2, 2).unfold(3, 2, 2).amax((4, 5)) + F.pad(x, (1, 0, 0, 0)).unfold(3, 3, 2).mean(4)[:, :, ::2]
+    places = x[:, torch.tensor([[3, 1, 0, 2], [7, 6, 5, 4]])].flatten(1, 2).repeat(1, 2, 1, 1)
+    position = F.interpolate(net.slopes.view(1, 4, 2, 2), size=(h, w), mode="bicubic").repeat(1, 4, 1, 1)
+    return x + F.interpolate(parts, (h, w)) + places + position
+
+
 FUNCTIONS: dict[str, Function] = {
-    each.__name__: each for each in (statistics, choices, elementwise, places, computed, volumes, written, casts)
+    each.__name__: each
+    for each in (statistics, choices, elementwise, places, computed, volumes, written, casts, windows)
 }
 
 
@@ -122,8 +135,9 @@ def deployed(model: nn.Module) -> nn.Module:
         (lambda _, x: x * x.argmax(1, keepdim=True), "argmax"),
         (lambda _, x: x + torch.view_as_real(x.to(torch.complex64))[..., 0], "a cast to complex64"),
         (lambda _, x: torch.where(x == float("inf"), x, -x), "number is inf"),
+        (lambda _, x: F.conv2d(x, x.mean((0, 2, 3)).expand(16, 16)[..., None, None]), "its weight depends on the"),
     ],
-    ids=["argmax", "complex numbers", "infinity"],
+    ids=["argmax", "complex numbers", "infinity", "computed weight"],
 )
 def test_what_no_node_computes_is_named(function: Function, operator: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=operator) as caught:
@@ -198,3 +212,29 @@ def test_convolutions_over_one_or_three_axes(axes: int, size: tuple[int, ...], t
     (body,) = [node for node in result.file.graph.nodes if getattr(node, "layer", None) == "body"]
     assert (body.op, getattr(body, "precision", None)) == (f"conv{axes}d", "nvfp4")
     assert fd.verify(model, fd.export_graph(model, x), x).passed
+
+
+class Queries(nn.Module):
+    """Learned queries, projected by a layer that no input of the network reaches, select channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 1), nn.Conv2d(8, 4, 1)
+        self.queries, self.project = nn.Parameter(torch.randn(8, 32)), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(torch.relu(self.stem(x)))
+        return self.head(torch.einsum("qc,bchw->bqhw", self.project(self.queries), x))
+
+
+def test_a_quantised_layer_of_parameters_alone_is_quantised_in_the_file(tmp_path: Path) -> None:
+    """Its product is no constant of the plain layer: the network was trained with the quantised one."""
+    torch.manual_seed(0)
+    model, x = Queries().eval(), torch.randn(2, 3, 8, 8)
+    fd.prepare(model, include=["body", "project"])
+    fd.calibrate(model, x)
+    file = fd.pack(model, tmp_path / "own.fp4", example_inputs=x).file
+    layers = {node.layer: node.precision for node in file.graph.nodes if isinstance(node, Layer)}
+    assert layers == {"stem": "fp16", "body": "nvfp4", "project": "nvfp4", "head": "fp16"}
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedNetwork(file)(x), deployed(model)(x), rtol=1e-4, atol=1e-5)

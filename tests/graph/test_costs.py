@@ -39,3 +39,19 @@ def test_linear_matmul_and_attention() -> None:
 
     counts = sorted(macs_of(capture(Attention(), torch.zeros(1, 5, 16))).values())
     assert counts == [5 * 5 * 16, 5 * 5 * 16, 5 * 5 * 16 * 2, 5 * 16 * 48]
+
+
+def test_products_of_parameters_are_not_counted() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.image = nn.Parameter(torch.randn(6, 16)), nn.Parameter(torch.randn(1, 16, 2, 2))
+            self.project, self.up = nn.Linear(16, 16), nn.ConvTranspose2d(16, 16, 2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.project(self.queries) @ x + self.up(self.image).mean()
+
+    graph = capture(Constant(), torch.zeros(1, 16, 5), kept=("project", "up"))
+    assert [node.layer for node in graph.nodes if node.op in ("linear", "conv_transpose")] == ["project", "up"]
+    assert list(macs_of(graph).values()) == [6 * 5 * 16]
+    assert not {"linear", "conv_transpose"} & {node.op for node in capture(Constant(), torch.zeros(1, 16, 5)).nodes}

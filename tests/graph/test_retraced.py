@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp4deploy.graph.retraced import changes_in_place, decomposed, inline_regions, made_functional
 
@@ -130,6 +131,20 @@ def test_calls_are_decomposed_alone_as_in_a_whole_trace(monkeypatch: pytest.Monk
     assert sorted(set(calls)) == sorted(set(others))
     assert len(traced) == 3  # three norms of one shape are traced once
     torch.testing.assert_close(program.module()(x), expected)
+
+
+def test_a_call_that_reads_nothing_is_decomposed_with_the_sizes_of_the_program() -> None:
+    class Identity(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.eye(x.shape[-1], device=x.device)
+
+    program, x = exported(Identity())
+    eye = torch.ops.aten.eye.default
+    assert decomposed(program, lambda node: node.target is eye, torch.export.default_decompositions())
+    assert eye not in {node.target for node in program.graph.nodes}
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    assert len({each.fake_mode for each in values if isinstance(each, FakeTensor)}) == 1
+    assert torch.equal(program.run_decompositions({}).module()(x), x)
 
 
 def test_a_size_that_the_program_has_is_not_read_again() -> None:

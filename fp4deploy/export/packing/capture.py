@@ -55,6 +55,8 @@ WRITERS: dict[str, Write] = {
     **dict.fromkeys(("mean", "sum", "amax", "amin", "norm"), operators.write_reduce),
     "resize": operators.write_resize,
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), operators.write_shuffle),
+    "unfold": operators.write_unfold,
+    "fold": operators.write_fold,
     **dict.fromkeys(("reshape", "expand"), operators.write_reshape),
     "permute": operators.write_permute,
     "slice": operators.write_slice,

@@ -18,12 +18,12 @@ def write_group_norm(writer: Writer, node: ir.Node, forms: list[Form]) -> packed
     groups, eps = node.attributes["num_groups"], node.attributes["eps"]
     if not writer.relu(node):
         return _norm(writer, node, forms, groups=groups)
-    before = writer.producers.get(node.inputs["input"])
+    before = writer.producers.get(node.inputs.get("input", ""))
     bias = writer.bias(before) if before is not None and writer.gives_bias(before) is node else None
     layer = owner(node)
     for part in ("weight", "bias"):
         writer.half(f"{layer}.{part}", writer.state[node.parameters[part]])
-    inputs = [writer.read(node.inputs["input"], node)]
+    inputs = [writer.source(node)]
     return packed.GroupNormReLU(layer=layer, inputs=inputs, outputs=forms, groups=groups, eps=eps, bias=bias)
 
 
@@ -35,7 +35,7 @@ def _norm(writer: Writer, node: ir.Node, forms: list[Form], **more: Any) -> pack
         bias = writer.state[node.parameters["bias"]] if "bias" in node.parameters else torch.zeros_like(weight)
         writer.half(f"{layer}.weight", weight)
         writer.half(f"{layer}.bias", bias)
-    inputs = [writer.read(node.inputs["input"], node)]
+    inputs = [writer.source(node)]
     op = cast(Any, node.op)
     return packed.Norm(op=op, layer=layer, inputs=inputs, outputs=forms, eps=node.attributes["eps"], **more)
 
@@ -65,4 +65,4 @@ def write_batch_norm(writer: Writer, node: ir.Node, forms: list[Form]) -> packed
         if not torch.isfinite(value).all():
             raise InputError(f"{layer} holds NaN or Inf. Export an earlier checkpoint.")
         writer.tensors[f"{layer}.{part}"] = value.float()
-    return packed.Affine(layer=layer, inputs=[writer.read(node.inputs["input"], node)], outputs=forms)
+    return packed.Affine(layer=layer, inputs=[writer.source(node)], outputs=forms)

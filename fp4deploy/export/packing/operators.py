@@ -14,11 +14,11 @@ from fp4deploy.packed.graph import Form
 
 def write_conv(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A convolution; its bias may be the business of the norm that follows."""
-    source = node.inputs["input"]
+    source = node.inputs.get("input", "")
     if (source, node.name) in writer.joined:
         inputs = [writer.read(value, node) for value in writer.producers[source].inputs.values()]
     else:
-        inputs = [writer.read(source, node)]
+        inputs = [writer.source(node)]
     attributes = node.attributes
     return packed.Conv2d(
         op=cast(Any, f"conv{_axes(node)}d"),
@@ -38,7 +38,7 @@ def write_conv_transpose(writer: Writer, node: ir.Node, forms: list[Form]) -> pa
     attributes = node.attributes
     return packed.ConvTranspose2d(
         op=cast(Any, f"conv_transpose{_axes(node)}d"),
-        inputs=[writer.read(node.inputs["input"], node)],
+        inputs=[writer.source(node)],
         outputs=forms,
         stride=list(attributes["stride"]),
         padding=list(attributes["padding"]),
@@ -56,7 +56,7 @@ def _axes(node: ir.Node) -> int:
 
 def write_linear(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A linear layer over the last axis."""
-    inputs = [writer.read(node.inputs["input"], node)]
+    inputs = [writer.source(node)]
     return packed.Linear(inputs=inputs, outputs=forms, relu=writer.relu(node), **writer.layer(node, with_bias=True))
 
 
@@ -80,7 +80,7 @@ def write_activation(writer: Writer, node: ir.Node, forms: list[Form]) -> packed
     function = "clamp" if node.op == "hardtanh" else node.op
     if node.op == "gelu" and node.attributes.get("approximate", "none") == "tanh":
         function = "gelu_tanh"
-    inputs = [writer.read(node.inputs["input"], node)]
+    inputs = [writer.source(node)]
     return packed.Activation(function=cast(Any, function), parameters=numbers, inputs=inputs, outputs=forms)
 
 
@@ -90,7 +90,7 @@ def write_prelu(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node
         raise refuse(node, "a PReLU with computed slopes")
     tensor = node.parameters["weight"]
     writer.half(tensor, writer.state[tensor])
-    return packed.PReLU(tensor=tensor, inputs=[writer.read(node.inputs["input"], node)], outputs=forms)
+    return packed.PReLU(tensor=tensor, inputs=[writer.source(node)], outputs=forms)
 
 
 COMPARISONS = {
@@ -122,7 +122,7 @@ def write_variance(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.N
         dims=[int(dim) for dim in node.attributes["dim"]],
         keep=node.attributes["keepdim"],
         correction=node.attributes["correction"],
-        inputs=[writer.read(node.inputs["input"], node)],
+        inputs=[writer.source(node)],
         outputs=forms,
     )
 
@@ -155,12 +155,12 @@ def write_take(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
         raise refuse(node, "positions that depend on values")
     axis = node.attributes["dim"]
     size = writer.captured.values[node.inputs["input"]].shape[axis]
-    positions = [int(each) for each in writer.state[node.parameters["index"]].tolist()]
+    positions = [int(each) for each in writer.state[node.parameters["index"]].flatten().tolist()]
     if any(each < 0 for each in positions):
         if not isinstance(size, int):
             raise refuse(node, "negative positions of an axis without a fixed size")
         positions = [each % size for each in positions]
-    inputs = [writer.read(node.inputs["input"], node)]
+    inputs = [writer.source(node)]
     return packed.Take(dim=axis, indices=positions, inputs=inputs, outputs=forms)
 
 
@@ -197,7 +197,7 @@ def write_pool(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
         raise refuse(node, "an average over another count")
     return packed.Pool(
         op=cast(Any, node.op),
-        inputs=[writer.read(node.inputs["input"], node)],
+        inputs=[writer.source(node)],
         outputs=forms,
         kernel=list(attributes["kernel_size"]),
         stride=list(attributes["stride"]),
@@ -211,7 +211,7 @@ def write_pool(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
 def write_adaptive(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A pooling to a given size."""
     function: Any = "avg" if node.op == "adaptive_avg_pool" else "max"
-    inputs = [writer.read(node.inputs["input"], node)]
+    inputs = [writer.source(node)]
     return packed.AdaptivePool(
         function=function, inputs=inputs, outputs=forms, size=size_values(node.attributes["output_size"])
     )
@@ -219,7 +219,7 @@ def write_adaptive(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.N
 
 def write_reduce(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A reduction over axes."""
-    inputs = [writer.read(node.inputs["input"], node)]
+    inputs = [writer.source(node)]
     dims = [int(dim) for dim in node.attributes["dim"]]
     function = cast(Any, node.op)
     return packed.Reduce(function=function, dims=dims, keep=node.attributes["keepdim"], inputs=inputs, outputs=forms)
@@ -230,7 +230,7 @@ def write_resize(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Nod
     size, scale = node.attributes["size"], node.attributes["scale"]
     return packed.Resize(
         mode=node.attributes["mode"],
-        inputs=[writer.read(node.inputs["input"], node)],
+        inputs=[writer.source(node)],
         outputs=forms,
         size=None if size is None else size_values(size),
         scale=None if scale is None else list(scale),
@@ -240,8 +240,24 @@ def write_resize(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Nod
 
 def write_shuffle(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A pixel shuffle or unshuffle."""
-    inputs = [writer.read(node.inputs["input"], node)]
+    inputs = [writer.source(node)]
     return packed.PixelShuffle(op=cast(Any, node.op), factor=node.attributes["factor"], inputs=inputs, outputs=forms)
+
+
+def write_unfold(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Windows as columns."""
+    return packed.Unfold(**_window(node), inputs=[writer.source(node)], outputs=forms)
+
+
+def write_fold(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """Columns added up where their windows lie."""
+    size = size_values(node.attributes["output_size"])
+    return packed.Fold(size=size, **_window(node), inputs=[writer.source(node)], outputs=forms)
+
+
+def _window(node: ir.Node) -> dict[str, Any]:
+    names = {"kernel": "kernel_size", "stride": "stride", "padding": "padding", "dilation": "dilation"}
+    return {name: list(node.attributes[attribute]) for name, attribute in names.items()}
 
 
 def write_reshape(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
@@ -281,7 +297,7 @@ def write_pad(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
         pad=size_values(attributes["pad"]),
         mode=attributes["mode"],
         value=attributes["value"],
-        inputs=[writer.read(node.inputs["input"], node)],
+        inputs=[writer.source(node)],
         outputs=forms,
     )
 

@@ -22,6 +22,7 @@ from fp4deploy.qat.layers import QuantizedLayer
 Tensors = dict[str, torch.Tensor]
 POINTWISE = (*ARITHMETIC, "where")
 HOLDING = ("reshape", "expand", "resize", "slice", "select", "pad", "take", "roll")  # nodes that may hold sizes
+PARAMETERS = ("weight", "bias", "running_mean", "running_var")  # roles that tensors of the file have
 LOGITS = "logits"
 FP16_MAX = 65504.0
 Write = Callable[["Writer", ir.Node, list[Form]], packed.Node]
@@ -257,6 +258,9 @@ class Writer:
                 f"{node.described} has no packed form. Leave it out of the network, or export it as ONNX: "
                 "fp4deploy.export.export_graph"
             )
+        computed = next((role for role in PARAMETERS if role in node.inputs), None)
+        if computed is not None:
+            raise refuse(node, f"its {computed} depends on the network's input")
         try:
             self.nodes.append(writer(self, node, forms))
         except ValidationError as error:
@@ -276,19 +280,25 @@ class Writer:
                 )
             self.tensors[form.amax] = torch.tensor(amax)
 
+    def source(self, node: ir.Node) -> str:
+        """The activation that a node reads as its input; a parameter becomes a constant."""
+        return self.reads(node, ("input",))[0]
+
     def reads(self, node: ir.Node, order: tuple[str, ...] = ()) -> list[str]:
         """The activations that a node reads, in the order of its roles; parameters become constants."""
         given = {*node.inputs, *node.parameters}
         roles = [role for role in order if role in given] if order else sorted(given, key=_order)
         return [
-            self.read(node.inputs[role], node) if role in node.inputs else self.constant(node.parameters[role])
+            self.read(node.inputs[role], node) if role in node.inputs else self.constant(node.parameters[role], node)
             for role in roles
         ]
 
-    def constant(self, name: str) -> str:
-        """An activation that a tensor of the file is."""
+    def constant(self, name: str, reader: ir.Node) -> str:
+        """An activation that a tensor of the file is, in the form that its reader takes."""
         self.keep(name, self.state[name])
-        form = Form(name=self._name(name))
+        amax, axis = self._scale(reader)
+        form = Form(name=self._name(name if amax is None else f"{name}.packed"), amax=amax, axis=cast(Any, axis))
+        self._amaxes([form])
         self.nodes.append(packed.Constant(outputs=[form], tensor=name))
         return form.name
 

@@ -63,3 +63,24 @@ def test_quantised_layers_among_them_read_and_give_fp16() -> None:
     precisions = {layer.name: layer.precision for layer in layers_of(graph)}
     assert [name for name, precision in precisions.items() if precision == "FP4"] == ["inner", "up", "linear"]
     assert fd.verify(model, graph, images).passed
+
+
+def test_positions_in_fp32_sample_a_map_in_fp16() -> None:
+    class Warped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features, self.flow = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 2, 3, padding=1)
+            self.last = nn.Conv2d(32, 4, 1)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            x = self.features(image)
+            same = torch.eye(2, 3, device=x.device)[None].expand(x.shape[0], -1, -1)
+            at = nn.functional.affine_grid(same, list(x.shape), align_corners=False)
+            flow = 0.1 * torch.tanh(self.flow(x)).permute(0, 2, 3, 1)
+            return self.last(nn.functional.grid_sample(x, at + flow, align_corners=False, padding_mode="border"))
+
+    torch.manual_seed(0)
+    model, images = Warped().eval(), torch.rand(2, 3, 8, 8).half().float()
+    found = fd.verify(model, fd.export_graph(model, (3, 8, 8)), images)
+    assert found.share == 1
+    assert found.largest < 1e-2
