@@ -14,6 +14,7 @@
 | `max_pool`, `avg_pool` | max_pool1d/2d/3d, avg_pool1d/2d/3d | kernel_size, stride, padding, dilation, ceil_mode, ... |
 | `adaptive_avg_pool`, `adaptive_max_pool` | adaptive_..._pool1d/2d/3d | output_size |
 | `mean`, `sum`, `amax`, `amin`, `norm`, `var`, `cumsum` | over axes; max, min, vector_norm, ... | dim, keepdim |
+| `argmax` | argmax, argmin over an axis; logsumexp is `amax`, `sub`, `exp`, `sum`, `log` and `add` | dim, keepdim |
 | `resize` | upsample_nearest1d/2d/3d, upsample_bilinear2d, ... | mode, size or scale, align_corners |
 | `pixel_shuffle`, `pixel_unshuffle` | the same | factor |
 | `unfold`, `fold` | im2col, col2im of a batch | kernel_size, stride, padding, dilation; output_size |
@@ -321,6 +322,34 @@ def _extreme(call: Call) -> list[Step] | None:
     return [Step(f"a{call.op}", {"dim": axes, "keepdim": keep}, {"input": "self"})]
 
 
+def _position(call: Call) -> list[Step] | None:
+    """argmax and argmin over one axis."""
+    dim = call.arguments.get("dim")
+    if dim is None:
+        return None
+    attributes = {"dim": int(dim) % len(call.shapes["self"]), "keepdim": bool(call.arguments.get("keepdim"))}
+    if call.op == "argmax":
+        return [Step("argmax", attributes, {"input": "self"})]
+    return [Step("neg", {}, {"input": "self"}, call.shapes["self"]), Step("argmax", attributes, {}, after=True)]
+
+
+def _log_sum_exp(call: Call) -> list[Step]:
+    """max + log(sum(exp(x - max))), without an overflow."""
+    shape = call.shapes["self"]
+    dims = sorted(int(dim) % len(shape) for dim in _listed(call.arguments["dim"]))
+    one = tuple(1 if axis in dims else size for axis, size in enumerate(shape))
+    over = {"dim": tuple(dims), "keepdim": True}
+    steps = [
+        Step("amax", over, {"input": "self"}, one),
+        Step("sub", {}, {"input": "self", "other": 0}, shape),
+        Step("exp", {}, {"input": 1}, shape),
+        Step("sum", over, {"input": 2}, one),
+        Step("log", {}, {"input": 3}, one),
+        Step("add", {}, {"input": 4, "other": 0}, one),
+    ]
+    return steps if call.arguments.get("keepdim") else [*steps, Step("reshape", {"shape": call.shape}, {}, after=True)]
+
+
 def _variance(call: Call) -> list[Step] | None:
     if "correction" not in call.arguments and "unbiased" not in call.arguments:
         return None
@@ -565,6 +594,8 @@ _KNOWN: dict[str, Callable[[Call], list[Step] | None]] = {
     **{f"_adaptive_avg_pool{axes}d": _adaptive for axes in (2, 3)},
     **dict.fromkeys(("mean", "amax", "amin", "sum"), _mean),
     **dict.fromkeys(("max", "min"), _extreme),
+    **dict.fromkeys(("argmax", "argmin"), _position),
+    "logsumexp": _log_sum_exp,
     **dict.fromkeys(("var", "std"), _variance),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm_of),
     "cumsum": _scan,

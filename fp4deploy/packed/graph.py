@@ -17,7 +17,7 @@ in blocks along the channels or along the last axis), or pooled 2 x 2. Two reade
 | `roll`, `flip`, `repeat`, `take` | positions of an axis in another order, or several times | torch |
 | `max_pool`, `avg_pool`, `adaptive_pool`, `resize`, `pixel_shuffle` | sizes | torch |
 | `unfold`, `fold` | windows as columns, and columns added up | torch |
-| `reduce`, `variance`, `cumulative_sum` | over axes | torch |
+| `reduce`, `variance`, `cumulative_sum`, `argmax` | over axes | torch |
 | `matmul`, `softmax`, `log_softmax`, `attention` | products of activations | torch |
 
 Where a GPU runs several nodes as one kernel, `producers` says which.
@@ -44,6 +44,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MOST_NODES = 4096
 MOST_FORMS = 64
+MOST_POSITIONS = 2048
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=1, le=1 << 16)]
 Extent = Annotated[int, Field(ge=0, le=1 << 12)]
@@ -289,6 +290,14 @@ class CumulativeSum(Step):
     dim: Axis
 
 
+class ArgMax(Step):
+    """The position of the largest element of an axis, as a number: of at most `MOST_POSITIONS`, which FP16 holds."""
+
+    op: Literal["argmax"] = "argmax"
+    dim: Axis
+    keep: bool
+
+
 class Resize(Step):
     """Interpolation to a size, or by factors."""
 
@@ -423,9 +432,9 @@ class Attention(Step):
 
 Node = Annotated[
     Conv2d | ConvTranspose2d | Linear | GroupNormReLU | Affine | Norm | Activation | PReLU | Arithmetic | Compare
-    | Where | Constant | Concat | Pool | AdaptivePool | Reduce | Variance | CumulativeSum | Resize | PixelShuffle
-    | Unfold | Fold | Reshape | Permute | Slice | Select | Roll | Flip | Repeat | Take | Pad | Matmul | Softmax
-    | Attention,
+    | Where | Constant | Concat | Pool | AdaptivePool | Reduce | Variance | CumulativeSum | ArgMax | Resize
+    | PixelShuffle | Unfold | Fold | Reshape | Permute | Slice | Select | Roll | Flip | Repeat | Take | Pad | Matmul
+    | Softmax | Attention,
     Field(discriminator="op"),
 ]  # fmt: skip
 
@@ -446,7 +455,7 @@ class Graph(Strict):
 
 def in_packed_3(node: Node) -> bool:
     """Whether the format `packed/3` has a node of this kind."""
-    later = (PReLU, Compare, Where, Variance, CumulativeSum, Roll, Flip, Repeat, Take, Unfold, Fold)
+    later = (PReLU, Compare, Where, Variance, CumulativeSum, Roll, Flip, Repeat, Take, Unfold, Fold, ArgMax)
     if isinstance(node, later) or (isinstance(node, Activation) and node.function in LATER_FUNCTIONS):
         return False
     if isinstance(node, Conv2d | ConvTranspose2d):

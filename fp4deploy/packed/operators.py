@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from fp4deploy.graph.sizes import evaluate
 from fp4deploy.packed.graph import (
     LATER_FUNCTIONS,
+    MOST_POSITIONS,
     Activation,
     AdaptivePool,
     Affine,
+    ArgMax,
     Arithmetic,
     Attention,
     Compare,
@@ -237,6 +239,13 @@ def _cumulative_sum(node: CumulativeSum, inputs: list[torch.Tensor], _: Context)
     return torch.cumsum(inputs[0], node.dim)
 
 
+def _argmax(node: ArgMax, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+    x = inputs[0]
+    if x.shape[node.dim] > MOST_POSITIONS:
+        raise ValueError(f"an axis of {x.shape[node.dim]} has positions that FP16 does not hold")
+    return x.argmax(node.dim, node.keep).to(x.dtype)
+
+
 def _resize(node: Resize, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     corners = None if node.mode.startswith("nearest") else node.align_corners
     size = None if node.size is None else context.sizes_of(node.size)
@@ -335,6 +344,7 @@ _TABLE: dict[type[Step], Callable[..., torch.Tensor]] = {
     Reduce: _reduce,
     Variance: _variance,
     CumulativeSum: _cumulative_sum,
+    ArgMax: _argmax,
     Resize: _resize,
     PixelShuffle: _shuffle,
     Unfold: _unfold,

@@ -102,9 +102,14 @@ def windows(net: Around, x: torch.Tensor) -> torch.Tensor:
     return x + F.interpolate(parts, (h, w)) + places + position
 
 
+def positions(_: Around, x: torch.Tensor) -> torch.Tensor:
+    largest = x.argmax(1, keepdim=True) + (-x).argmin(1)[:, None].float() / 2
+    return x - x.logsumexp(1, keepdim=True) + x.logsumexp((2, 3))[..., None, None] / 4 + largest / 64
+
+
 FUNCTIONS: dict[str, Function] = {
     each.__name__: each
-    for each in (statistics, choices, elementwise, places, computed, volumes, written, casts, windows)
+    for each in (statistics, choices, elementwise, places, computed, volumes, written, casts, windows, positions)
 }
 
 
@@ -132,12 +137,12 @@ def deployed(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("function", "operator"),
     [
-        (lambda _, x: x * x.argmax(1, keepdim=True), "argmax"),
+        (lambda _, x: x * x.topk(2, 1)[0].sum(1, keepdim=True), "topk"),
         (lambda _, x: x + torch.view_as_real(x.to(torch.complex64))[..., 0], "a cast to complex64"),
         (lambda _, x: torch.where(x == float("inf"), x, -x), "number is inf"),
         (lambda _, x: F.conv2d(x, x.mean((0, 2, 3)).expand(16, 16)[..., None, None]), "its weight depends on the"),
     ],
-    ids=["argmax", "complex numbers", "infinity", "computed weight"],
+    ids=["topk", "complex numbers", "infinity", "computed weight"],
 )
 def test_what_no_node_computes_is_named(function: Function, operator: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=operator) as caught:
@@ -238,3 +243,9 @@ def test_a_quantised_layer_of_parameters_alone_is_quantised_in_the_file(tmp_path
     assert layers == {"stem": "fp16", "body": "nvfp4", "project": "nvfp4", "head": "fp16"}
     with torch.inference_mode():
         torch.testing.assert_close(PackedNetwork(file)(x), deployed(model)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_positions_that_fp16_does_not_hold_are_refused(tmp_path: Path) -> None:
+    model = Around(lambda _, x: x + x.flatten(1).argmax(1)[:, None, None, None])
+    with pytest.raises(InputError, match="an axis of 4096 has positions that FP16 does not hold"):
+        fd.pack(model, tmp_path / "own.fp4", example_inputs=torch.zeros(1, 3, 16, 16))

@@ -287,9 +287,9 @@ def test_norms_take_the_moments_of_convolutions(
 def test_operators_in_half_precision(name: str) -> None:
     """Those of `FUNCTIONS` agree with FP32 on the CPU, and replayed as a CUDA graph.
 
-    `casts` truncates: what FP16 rounds across an integer is 1 away.
+    Truncated numbers and positions are not continuous: what FP16 rounds across an integer or a tie is far away.
     """
-    tolerance = 5e-2 if name == "casts" else 1e-2
+    tolerance = 5e-2 if name in ("casts", "positions") else 1e-2
     torch.manual_seed(0)
     model, x = Around(FUNCTIONS[name]).eval(), torch.randn(2, 3, 8, 8)
     file = packed_file(Path("own.fp4"), None, *pack_model(model, x))

@@ -44,6 +44,7 @@ WRITERS: dict[str, Write] = {
     "where": operators.write_where,
     "var": operators.write_variance,
     "cumsum": operators.write_cumulative_sum,
+    "argmax": operators.write_argmax,
     "roll": operators.write_roll,
     "flip": operators.write_flip,
     "repeat": operators.write_repeat,

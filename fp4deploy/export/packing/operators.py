@@ -132,6 +132,12 @@ def write_cumulative_sum(writer: Writer, node: ir.Node, forms: list[Form]) -> pa
     return packed.CumulativeSum(dim=node.attributes["dim"], inputs=writer.reads(node), outputs=forms)
 
 
+def write_argmax(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
+    """The position of the largest element."""
+    axis, keep = node.attributes["dim"], node.attributes["keepdim"]
+    return packed.ArgMax(dim=axis, keep=keep, inputs=[writer.source(node)], outputs=forms)
+
+
 def write_roll(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """Turned axes."""
     shifts, dims = size_values(node.attributes["shifts"]), list(node.attributes["dims"])

@@ -53,12 +53,12 @@ def feed(inputs: Inputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
 def same_outputs(
     expected: Sequence[torch.Tensor], given: Sequence[torch.Tensor], head: Head | None = None
 ) -> list[torch.Tensor]:
-    """Where outputs mean the same, one tensor of bools each: the class of several channels (`heads.agreeing`), and of
-    one channel or none the value, to a hundredth of the largest.
+    """Where outputs mean the same, one tensor of bools each: the class of several channels (`heads.agreeing`), of whole
+    numbers the value, and of one channel or none the value to a hundredth of the largest.
     """
     found = []
     for one, other in zip(expected, given, strict=True):
-        classes = head is not None or (one.ndim > 1 and one.shape[1] > 1)
+        classes = head is not None or (one.is_floating_point() and one.ndim > 1 and one.shape[1] > 1)
         found.append(agreeing(one, other, head) if classes else _close(one, other))
     return found
 
