@@ -140,10 +140,7 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
             "decision with torch.where, or let it depend on shapes and settings of the module."
         )
     if fixed := re.match(r"Constraints violated \(([\w, ]+)\)", message):
-        return (
-            f"{kind} takes the size of an axis ({fixed[1]}) for a constant, and it may change. Read it from x.shape: "
-            "len(x), int(x.shape[0]) or a size written as a number fixes it."
-        )
+        return fixes_an_axis(kind, fixed[1])
     if "translating node return" in message:
         return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
     if untranslated := re.search(r"translating node .*target=torch\.ops\.(.+?)\]", message):
@@ -152,6 +149,14 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
     first = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
     cause = first.partition(" For more information")[0].rstrip(".!")[:300]
     return f"torch.export cannot capture {kind}{place}: {cause}. Check the example inputs' shapes and types."
+
+
+def fixes_an_axis(kind: str, axis: str) -> str:
+    """Of a network that was traced for one size of an axis."""
+    return (
+        f"{kind} takes the size of an axis ({axis}) for a constant, and it may change. Read it from x.shape: len(x), "
+        "int(x.shape[0]), a loop over it or a size written as a number fixes it."
+    )
 
 
 def place_of(error: BaseException) -> str:

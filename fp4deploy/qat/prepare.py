@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp4deploy.errors import InputError
 from fp4deploy.formats import MXFP4_BLOCK, NVFP4_BLOCK
@@ -73,6 +75,12 @@ def layer_plan(
     """
     include, exclude, fp8 = ([chosen] if isinstance(chosen, str) else chosen for chosen in (include, exclude, fp8))
     layers = _layers_with_weights(model)
+    lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
+    if lazy is not None:
+        raise InputError(
+            f"{lazy} of {type(model).__name__} is a lazy layer, without weights until it has seen an input. Run one "
+            "batch through the model before."
+        )
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
     chosen = find_recipe(recipe)
@@ -212,8 +220,12 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
 
     Args:
         batches: one batch as a tensor, such as [N, 3, H, W], or an iterable of batches, on the model's device. Of a
-            batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first element is the input.
-            An input that is a dict, or such an element that is a tuple, holds the arguments of a model with several.
+            batch that is a tuple or a list, such as (images, labels) of a DataLoader, the first elements are the
+            inputs: as many as the forward needs. An input that is a dict, or a first element that is a tuple, holds all
+            arguments.
+
+    Raises:
+        InputError: a batch has fewer elements than the forward needs.
 
     >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), "nvfp4_qat", include="0")
     >>> calibrate(model, [torch.ones(8, 64), torch.full((8, 64), 3.0)])
@@ -230,15 +242,32 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
         for layer in layers:
             layer.observing = True
         for batch in [batches] if isinstance(batches, torch.Tensor | Mapping) else batches:
-            given = batch[0] if isinstance(batch, tuple | list) else batch
+            given = _inputs_of(model, batch)
             if isinstance(given, Mapping):
                 model(**given)
             else:
-                model(*given if isinstance(given, tuple | list) else (given,))
+                model(*given)
     finally:
         for layer in layers:
             layer.observing = False
         model.train(was_training)
+
+
+def _inputs_of(model: nn.Module, batch: Any) -> tuple[Any, ...] | list[Any] | Mapping[str, Any]:
+    """The arguments of the forward among the elements of a batch."""
+    if not isinstance(batch, tuple | list):
+        return batch if isinstance(batch, Mapping) else (batch,)
+    first = batch[0] if batch else ()
+    if isinstance(first, tuple | list | Mapping):
+        return first
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = signature(model.forward).parameters.values()
+    needed = [each.name for each in arguments if each.kind in positional and each.default is Parameter.empty]
+    if len(needed) > len(batch):
+        raise InputError(
+            f"The forward of {type(model).__name__} needs {', '.join(needed)}, and the batch has {len(batch)} elements."
+        )
+    return batch[: max(1, len(needed))]
 
 
 def _layers_with_weights(model: nn.Module) -> list[tuple[str, nn.Module]]:

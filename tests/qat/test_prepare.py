@@ -340,6 +340,39 @@ def test_nothing_to_quantise_says_why() -> None:
         prepare(nn.GroupNorm(4, 16))
 
 
+def test_a_lazy_layer_is_named() -> None:
+    model = nn.Sequential(nn.LazyConv2d(16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1))
+    with pytest.raises(InputError, match=r"0 of Sequential is a lazy layer.*Run one batch"):
+        prepare(model)
+    model(torch.zeros(1, 3, 8, 8))
+    prepare(model)
+
+
+class Pair(nn.Module):
+    """Two inputs that are needed, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 8), nn.Linear(32, 8)
+
+    def forward(self, image: torch.Tensor, depth: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.one(image) + self.two(depth)
+        return y if more is None else y * more
+
+
+def test_a_batch_gives_as_many_inputs_as_the_forward_needs() -> None:
+    image, depth, labels = torch.full((4, 16), 2.0), torch.full((4, 32), 3.0), torch.zeros(4, dtype=torch.long)
+    for batch in ((image, depth), [image, depth, labels], ((image, depth), labels), {"image": image, "depth": depth}):
+        model = prepare(Pair(), include=["one", "two"])
+        calibrate(model, [batch])
+        assert [float(layer.input_amax) for layer in quantized_layers(model).values()] == [2, 3]
+    with pytest.raises(InputError, match="The forward of Pair needs image, depth, and the batch has 1 elements"):
+        calibrate(prepare(Pair(), include=["one", "two"]), [(image,)])
+    model = prepare(nn.Linear(16, 8))
+    calibrate(model, [(image, labels)])
+    assert float(model.input_amax) == 2  # type: ignore[arg-type]
+
+
 def test_what_was_trained_with_quantised_gradients_is_deployed_with_static_scales(tmp_path: Path) -> None:
     """The way of docs/recipes.md: weights keep their bits, activations get a static scale; the file can be exported."""
     names = ("background", "a", "b")

@@ -45,6 +45,7 @@ from fp4deploy.graph.capture import (
     Inputs,
     arguments,
     file_names,
+    fixes_an_axis,
     output_names,
     place_of,
     quiet,
@@ -216,8 +217,18 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         if "sizes of tensors" in why.lower():
             why += " Check the image size too (a UNet needs multiples of 16)."
         raise InputError(f"torch could not trace {type(model).__name__} with an input {given}: {why}") from error
+    _require_free(program.model.graph, type(model).__name__, dynamic_size)
     _name_outputs(program)
     return program.model
+
+
+def _require_free(graph: ir.Graph, kind: str, dynamic_size: bool) -> None:
+    """Refuse a network that needs one size of an axis: torch's exporter fixes the axis and says nothing."""
+    for value in graph.inputs:
+        assert value.shape is not None
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, int) and (axis == 0 or (dynamic_size and axis > 1)):
+                raise InputError(fixes_an_axis(kind, f"axis {axis} of {value.name}" if axis else BATCH))
 
 
 class AttentionOfFourAxes(TorchFunctionMode):

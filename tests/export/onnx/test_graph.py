@@ -13,10 +13,12 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from fp4deploy.errors import InputError
+from fp4deploy.export.onnx.decomposed import to_portable
 from fp4deploy.export.onnx.exporter import short_export
 from fp4deploy.export.onnx.graph import export_graph
 from fp4deploy.export.onnx.layers import layers_of
 from fp4deploy.export.onnx.quantize_function import QUANTIZE_OP
+from fp4deploy.export.onnx.session import portable_session
 from fp4deploy.export.to_onnx import export_onnx
 from fp4deploy.formats import global_amax, global_scale, quantize_nvfp4
 from fp4deploy.models import build_unet
@@ -242,6 +244,35 @@ def test_a_call_without_a_translation_is_named_with_its_line() -> None:
 
     with pytest.raises(InputError, match=r"does not know aten\._linalg_svd.*\(test_graph\.py, line \d+\)"):
         export_graph(Decomposing(3, 4, 1), (3, 8, 8))
+
+
+def test_a_size_that_the_code_takes_for_a_constant_is_named() -> None:
+    """torch's exporter fixes the axis without a word."""
+
+    class EachAlone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.conv(x[at : at + 1]) for at in range(x.shape[0])])
+
+    with pytest.raises(InputError, match=r"EachAlone takes the size of an axis \(N\) for a constant.*a loop over it"):
+        export_graph(EachAlone(), (3, 8, 8))
+
+
+def test_a_network_that_onnx_runtime_does_not_compute_is_named() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x) + torch.randn_like(x[:, :1])
+
+    graph = to_portable(export_graph(Noisy(), (3, 8, 8)))
+    with pytest.raises(InputError, match=r"does not compute this network on a CPU.*RandomNormalLike"):
+        portable_session(graph)
 
 
 def test_an_output_that_is_no_tensor_is_named() -> None:
