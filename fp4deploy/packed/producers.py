@@ -77,7 +77,9 @@ Step = Node | Produce | Move
 
 def plan(graph: Graph) -> tuple[list[Input], list[Step]]:
     """The inputs, with the forms that steps read, and the steps."""
-    shapes, kept = shapes_of(graph), {each.activation for each in graph.outputs}
+    # Of a batch of two: what a file holds once for all items has another shape than a feature map then.
+    shapes = shapes_of(graph, {each.name: (2, *each.shape[1:]) for each in graph.inputs})
+    kept = {each.activation for each in graph.outputs}
     moved = _pack_early(_without_copies([*graph.inputs, *graph.nodes], kept), shapes, kept)
     moved = _pool_early(moved, shapes, kept)
     inputs = [each for each in moved if isinstance(each, Input)]

@@ -73,7 +73,10 @@ EVERYWHERE = (
     "conv", "conv", "conv", "grouped", "depthwise", "norm", "norm", "act", "act", "add", "concat", "pool", "resize",
     "nearest", "up", "gate", "excite", "adaptive", "linear", "attention", "pad", "split", "scale",
 )  # fmt: skip
-IN_THE_PLANE = ("shuffle", "unshuffle", "layer_norm_2d", "unequal", "dilated_up", "padding_mode", "residual", "heads")
+IN_THE_PLANE = (
+    "shuffle", "unshuffle", "layer_norm_2d", "unequal", "dilated_up", "padding_mode", "residual", "heads", "involution",
+    "windows", "queries", "position",
+)  # fmt: skip
 Forward = Callable[[nn.Module, torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
 
@@ -82,6 +85,28 @@ class LayerNorm2d(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Queries(nn.Module):
+    """Learned queries, projected by a layer that no input reaches: each mixes all channels."""
+
+    def __init__(self, channels: int, count: int) -> None:
+        super().__init__()
+        self.queries, self.project = nn.Parameter(torch.randn(count, channels)), nn.Linear(channels, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("qc,nchw->nqhw", self.project(self.queries).softmax(-1), x)
+
+
+class Position(nn.Module):
+    """A learned map, resized to the image's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.map = nn.Parameter(torch.randn(1, channels, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.interpolate(self.map, x.shape[2:], mode="bilinear")
 
 
 class RandomNetwork(nn.Module):
@@ -133,6 +158,10 @@ class RandomNetwork(nn.Module):
             "linear": (lambda: nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, wide)), wide),
             "layer_norm_2d": (lambda: LayerNorm2d(channels), channels),
             "scale": (lambda: nn.Identity(), channels),
+            "involution": (lambda: conv(channels, 9, 1), channels),
+            "windows": (lambda: conv(4 * channels, wide, 1), wide),
+            "queries": (lambda: Queries(channels, wide), wide),
+            "position": (lambda: Position(channels), channels),
             "excite": (
                 lambda: nn.Sequential(
                     conv(channels, 16, 1), nn.ReLU(), conv(16, channels, 1), draw.choice([nn.Sigmoid, nn.Hardsigmoid])()
@@ -223,6 +252,14 @@ class RandomNetwork(nn.Module):
             q, k, v = tokens.unbind(0)
             mixed = ((q * (c // 2) ** -0.5) @ k.transpose(-2, -1)).softmax(-1) @ v
             return mixed.transpose(1, 2).reshape(n, -1, c).transpose(1, 2).reshape(n, c, *size)
+        if kind == "involution":  # the weights of a pixel's window are computed from the pixel
+            columns = F.unfold(x, 3, padding=1).view(n, c, 9, *size)
+            return (columns * layer(x).softmax(1)[:, None]).sum(2)
+        if kind == "windows":
+            even = x[:, :, : size[0] // 2 * 2, : size[1] // 2 * 2]
+            parts = even.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 1, 4, 5, 2, 3).flatten(1, 3)
+            y = layer(parts)
+            return F.fold(y.repeat(1, 4, 1, 1).flatten(2) / 2, even.shape[2:], 2, stride=2)
         if kind == "pad":
             return F.pad(x, (1, 0, 2, 1)[: 2 * min(self.axes, 2)])
         if kind == "split":

@@ -188,6 +188,32 @@ def test_pooling_is_a_form_of_what_a_step_writes(size: tuple[int, int]) -> None:
         assert torch.equal(one, other)
 
 
+class Position(nn.Module):
+    """A learned map of the size of the feature map, which a file holds once for all items of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 5, 1)
+        self.map = nn.Parameter(torch.randn(1, 16, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head(self.body(F.relu(x + F.interpolate(self.map, x.shape[2:]))))
+
+
+def test_what_all_items_of_a_batch_share_is_not_added_by_a_step() -> None:
+    """Its kernel reads a second feature map for each item."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, 8, 8)
+    file = packed_file(Path("own.fp4"), None, *pack_model(deployed(Position(), x), x))
+    inputs, found = plan(file.graph)
+    assert [(type(step.node), len(step.inputs)) for step in found if isinstance(step, Produce)] == [(Activation, 1)]
+    network, planned = PackedNetwork(file), PackedNetwork(file)
+    planned.schedule(inputs, found)
+    planned.pack = packed_form
+    assert torch.equal(leaves(planned(x))[0], leaves(network(x))[0])
+
+
 def test_every_form_is_written_once_and_before_it_is_read() -> None:
     for name in NETWORKS:
         inputs, found = plan(packed_network(name)[0].graph)

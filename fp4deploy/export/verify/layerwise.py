@@ -143,10 +143,11 @@ def with_reference_inputs(portable: onnx.ModelProto, layers: list[str]) -> CutGr
 
 
 def _layer_of(node: onnx.NodeProto, layers: list[str]) -> str | None:
-    """The quantised layer that `node` computes: its activation is named after it."""
-    if node.op_type not in GEMM_OPS:
+    """The quantised layer that `node` computes, or pads the input of: its activation is named after it."""
+    if node.op_type not in (*GEMM_OPS, "Pad"):
         return None
-    return next((layer for layer in layers if node.input[0].startswith(f"{layer}.input.")), None)
+    found = next((layer for layer in layers if node.input[0].startswith(f"{layer}.input.")), None)
+    return None if found is not None and node.output[0].startswith(f"{found}.input.") else found
 
 
 def _sources(graph: onnx.GraphProto, values: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
