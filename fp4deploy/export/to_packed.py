@@ -112,12 +112,12 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
         example_inputs = torch.zeros(n, ENCODED_CHANNELS, *size)
     if dynamic_size:
         try:
-            return packed_graph(capture(plain, example_inputs, True, quantised), model, digits)
+            return packed_graph(capture(plain, example_inputs, True, quantised), model, digits, free=False)
         except UnsettledSizes as error:
             warnings.warn(f"{error.cause} The packed network takes inputs of the example's size alone.", stacklevel=2)
         except InputError:  # such as positions of pixels that the code makes for each size
             pass
-    return packed_graph(capture(plain, example_inputs, False, quantised), model, digits)
+    return packed_graph(capture(plain, example_inputs, False, quantised), model, digits, free=not dynamic_size)
 
 
 def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool) -> PackedResult:

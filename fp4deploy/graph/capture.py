@@ -32,6 +32,7 @@ from fp4deploy.graph.ir import COMPUTED, Graph, Node, Value
 from fp4deploy.graph.operators import ALIAS, NO_OUTPUT, Call, Step, is_known, parts_of, steps_of
 from fp4deploy.graph.retraced import decomposed, inline_regions, made_functional
 from fp4deploy.graph.sizes import Size, SizeError, axes_of, size_of
+from fp4deploy.graph.specialized import fixed_axis
 from fp4deploy.graph.unpooling import Unpooling
 
 PRODUCTS = ("linear", *(f"{kind}{axes}d" for kind in ("conv", "conv_transpose") for axes in (1, 2, 3)))
@@ -114,7 +115,7 @@ def _export(
     bound = BoundedSizes()
     try:
         with quiet(), torch.no_grad(), bound if dynamic_size else nullcontext(), Unpooling():
-            return torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(plain, positional, named, dynamic_shapes=shapes, strict=False)
     except OSError:  # of the machine, such as no room for temporary files
         raise
     except Exception as error:
@@ -123,6 +124,9 @@ def _export(
             advice = "Capture it with a fixed size: dynamic_size=False."
             raise unsettled(type(model).__name__, place_of(ended), advice, ended is not unsolved) from error
         raise InputError(why_not_captured(model, error)) from error
+    if axis := fixed_axis(program):
+        raise InputError(fixes_an_axis(type(model).__name__, axis))
+    return program
 
 
 def why_not_captured(model: nn.Module, error: Exception) -> str:
@@ -141,6 +145,8 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
         )
     if fixed := re.match(r"Constraints violated \(([\w, ]+)\)", message):
         return fixes_an_axis(kind, fixed[1])
+    if "user-specified ranges and inferred ranges" in message or "inconsistencies were found" in message:
+        return fixes_an_axis(kind, "height or width")
     if "translating node return" in message:
         return f"{kind} returns something that is no tensor. Return tensors, or a tuple or dict of them."
     if untranslated := re.search(r"translating node .*target=torch\.ops\.(.+?)\]", message):
@@ -154,8 +160,8 @@ def why_not_captured(model: nn.Module, error: Exception) -> str:
 def fixes_an_axis(kind: str, axis: str) -> str:
     """Of a network that was traced for one size of an axis."""
     return (
-        f"{kind} takes the size of an axis ({axis}) for a constant, and it may change. Read it from x.shape: len(x), "
-        "int(x.shape[0]), a loop over it or a size written as a number fixes it."
+        f"{kind} takes the size of an axis ({axis}) for a constant, and it may change. Read it from x.shape. These fix "
+        "it: len(x), int(x.shape[0]), a loop over the axis, a window of its size, a size written as a number."
     )
 
 
@@ -340,7 +346,8 @@ class _Reader:
         if not self.kept or getattr(node.target, "__name__", "").partition(".")[0] not in PRODUCTS:
             return False
         read = (self.tensors[each.name][0] for each in node.all_input_nodes if each.name in self.tensors)
-        return any(name.removesuffix(".weight") in self.kept for name in read if name.endswith(".weight"))
+        owners = {name.removesuffix(".weight") for name in read if name.endswith(".weight")}
+        return any(each in self.kept for each in (*owners, _module(node)))
 
     def _bound(self, node: fx.Node, schema: Any, name: str) -> Call:
         tensors: dict[str, tuple[str, bool]] = {}
@@ -464,8 +471,14 @@ def _default(argument: Any) -> Any:
 
 def _layer(node: fx.Node, parameters: Mapping[str, str]) -> str:
     owned = {role: name for role, name in parameters.items() if not name.startswith(COMPUTED)}
-    if owned:  # the input of a layer can be a parameter, too
-        return owned.get("weight", next(iter(owned.values()))).rpartition(".")[0]
+    for role in ("weight", "bias", *owned):  # an input can be a parameter, too
+        if role in owned:
+            return owned[role].rpartition(".")[0]
+    return _module(node)
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the module whose forward made a call."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return str(paths[-1]) if paths else ""

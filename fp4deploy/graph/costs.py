@@ -5,7 +5,8 @@ transposed convolution   input elements x output channels of a group x taps
 linear, matmul           output elements x length of the contraction
 attention                N heads x (query x key x (E + Ev))
 
-A product whose operand here is a parameter of the network is not counted: its input has no part in it.
+A layer whose input is a parameter is not counted: the network's input has no part in it. Nor is a matmul or an attention
+with a parameter among its operands.
 """
 
 from __future__ import annotations

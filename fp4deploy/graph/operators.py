@@ -20,7 +20,7 @@
 | `unfold`, `fold` | im2col, col2im of a batch | kernel_size, stride, padding, dilation; output_size |
 | `reshape` | view, reshape, flatten, unflatten, squeeze, unsqueeze | shape |
 | `expand` | expand, broadcast_to; copy; full, zeros_like, new_ones, ... of the inputs' sizes, from one number | shape |
-| `permute` | permute, transpose, movedim, t, mT; last of the nodes of Tensor.unfold | dims |
+| `permute` | permute, transpose, movedim, t, mT; also the last node of Tensor.unfold | dims |
 | `slice` | slice, split, chunk, narrow, select (and a reshape) | dim, start, end, step |
 | `roll`, `flip`, `repeat` | the same | shifts, dims; dims; repeats |
 | `take` | index_select, index with one constant tensor of positions (and a reshape) | dim, and the constant "index" |
@@ -334,7 +334,7 @@ def _position(call: Call) -> list[Step] | None:
 
 
 def _log_sum_exp(call: Call) -> list[Step]:
-    """max + log(sum(exp(x - max))), without an overflow."""
+    """max + log(sum(exp(x - max))), whose exponentials do not overflow; the sum of more than 65504 may in FP16."""
     shape = call.shapes["self"]
     dims = sorted(int(dim) % len(shape) for dim in _listed(call.arguments["dim"]))
     one = tuple(1 if axis in dims else size for axis, size in enumerate(shape))

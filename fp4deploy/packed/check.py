@@ -8,6 +8,7 @@ A network that passes runs, whatever program wrote its file, and gives finite nu
 | W x KH x C of a packed convolution below 2^31 | 32-bit offsets of the kernels |
 | amax of an input from 2^-100 to 65504, of a weight from 0; block scales positive numbers | finite products |
 | every other number at most 65504, the range of FP16 | the same |
+| 2048 positions of an `argmax` | exact whole numbers in FP16 |
 
 A product may still leave the range of what it is computed in: FP16 on a GPU (65504), FP32 on a CPU (3.4e38). It is
 infinite then, as in torch, and a packed activation after it saturates.

@@ -78,8 +78,8 @@ def layer_plan(
     lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
     if lazy is not None:
         raise InputError(
-            f"{lazy} of {type(model).__name__} is a lazy layer, without weights until it has seen an input. Run one "
-            "batch through the model before."
+            f"{lazy or 'It'} of {type(model).__name__} is a lazy layer, without weights until it has seen an input. Run "
+            "one batch through the model first."
         )
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
@@ -255,17 +255,19 @@ def calibrate(model: nn.Module, batches: torch.Tensor | Iterable[Any]) -> None:
 
 def _inputs_of(model: nn.Module, batch: Any) -> tuple[Any, ...] | list[Any] | Mapping[str, Any]:
     """The arguments of the forward among the elements of a batch."""
+    if isinstance(batch, Mapping):
+        return batch
     if not isinstance(batch, tuple | list):
-        return batch if isinstance(batch, Mapping) else (batch,)
-    first = batch[0] if batch else ()
-    if isinstance(first, tuple | list | Mapping):
-        return first
+        batch = (batch,)
+    elif batch and isinstance(batch[0], tuple | list | Mapping):
+        return batch[0]
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    arguments = signature(model.forward).parameters.values()
+    inner = getattr(model, "_orig_mod", getattr(model, "module", model))  # of torch.compile, of DataParallel
+    arguments = signature(inner.forward).parameters.values()
     needed = [each.name for each in arguments if each.kind in positional and each.default is Parameter.empty]
-    if len(needed) > len(batch):
+    if len(batch) < max(1, len(needed)):
         raise InputError(
-            f"The forward of {type(model).__name__} needs {', '.join(needed)}, and the batch has {len(batch)} elements."
+            f"The forward of {type(inner).__name__} needs {', '.join(needed)}; elements of the batch: {len(batch)}."
         )
     return batch[: max(1, len(needed))]
 

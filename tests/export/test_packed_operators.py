@@ -140,7 +140,10 @@ def deployed(model: nn.Module) -> nn.Module:
         (lambda _, x: x * x.topk(2, 1)[0].sum(1, keepdim=True), "topk"),
         (lambda _, x: x + torch.view_as_real(x.to(torch.complex64))[..., 0], "a cast to complex64"),
         (lambda _, x: torch.where(x == float("inf"), x, -x), "number is inf"),
-        (lambda _, x: F.conv2d(x, x.mean((0, 2, 3)).expand(16, 16)[..., None, None]), "its weight depends on the"),
+        (
+            lambda _, x: F.conv2d(x, x.mean((0, 2, 3)).expand(16, 16)[..., None, None]),
+            "its weight is what other nodes compute",
+        ),
     ],
     ids=["topk", "complex numbers", "infinity", "computed weight"],
 )
@@ -232,10 +235,13 @@ class Queries(nn.Module):
         return self.head(torch.einsum("qc,bchw->bqhw", self.project(self.queries), x))
 
 
-def test_a_quantised_layer_of_parameters_alone_is_quantised_in_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_quantised_layer_of_parameters_alone_is_quantised_in_the_file(computed: bool, tmp_path: Path) -> None:
     """Its product is no constant of the plain layer: the network was trained with the quantised one."""
     torch.manual_seed(0)
     model, x = Queries().eval(), torch.randn(2, 3, 8, 8)
+    if computed:
+        nn.utils.parametrizations.weight_norm(model.project)
     fd.prepare(model, include=["body", "project"])
     fd.calibrate(model, x)
     file = fd.pack(model, tmp_path / "own.fp4", example_inputs=x).file
@@ -249,3 +255,23 @@ def test_positions_that_fp16_does_not_hold_are_refused(tmp_path: Path) -> None:
     model = Around(lambda _, x: x + x.flatten(1).argmax(1)[:, None, None, None])
     with pytest.raises(InputError, match="an axis of 4096 has positions that FP16 does not hold"):
         fd.pack(model, tmp_path / "own.fp4", example_inputs=torch.zeros(1, 3, 16, 16))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _, x: x * F.avg_pool2d(x, x.shape[2:]),
+        lambda _, x: F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1) + torch.zeros(8, 16),
+        lambda _, x: x / len(x[0, 0]) + torch.zeros(8, 16),
+    ],
+    ids=["window", "fold", "number"],
+)
+def test_a_network_that_holds_its_size_takes_no_other(function: Function, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Around(function).eval(), torch.randn(2, 3, 8, 16)
+    fd.pack(model, tmp_path / "own.fp4", example_inputs=x)
+    network = PackedNetwork(read_packed(tmp_path / "own.fp4"))
+    with torch.inference_mode():
+        torch.testing.assert_close(network(x), deployed(model)(x), rtol=1e-3, atol=1e-4)
+    with pytest.raises(InputError, match=r"\[N, 3, 8, 16\]"):
+        network(torch.randn(2, 3, 16, 8))

@@ -366,7 +366,7 @@ def test_a_batch_gives_as_many_inputs_as_the_forward_needs() -> None:
         model = prepare(Pair(), include=["one", "two"])
         calibrate(model, [batch])
         assert [float(layer.input_amax) for layer in quantized_layers(model).values()] == [2, 3]
-    with pytest.raises(InputError, match="The forward of Pair needs image, depth, and the batch has 1 elements"):
+    with pytest.raises(InputError, match="The forward of Pair needs image, depth; elements of the batch: 1"):
         calibrate(prepare(Pair(), include=["one", "two"]), [(image,)])
     model = prepare(nn.Linear(16, 8))
     calibrate(model, [(image, labels)])

@@ -53,6 +53,7 @@ from fp4deploy.graph.capture import (
 )
 from fp4deploy.graph.copied import copied
 from fp4deploy.graph.growth import BoundedSizes, undecided, unsettled
+from fp4deploy.graph.specialized import watched
 from fp4deploy.graph.unpooling import Unpooling
 from fp4deploy.models.card import CARD_KEY, ModelCard
 from fp4deploy.qat.computed import masters, torch_class
@@ -191,7 +192,14 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
 
     bound = BoundedSizes()
     try:
-        with quiet(), short_export(), bound if dynamic_size else nullcontext(), Unpooling(), MixedTypes():
+        with (
+            watched() as fixed,
+            quiet(),
+            short_export(),
+            bound if dynamic_size else nullcontext(),
+            Unpooling(),
+            MixedTypes(),
+        ):
             try:
                 program = export()
             except Exception as error:
@@ -217,13 +225,18 @@ def _trace(model: nn.Module, examples: Examples, dynamic_size: bool) -> ir.Model
         if "sizes of tensors" in why.lower():
             why += " Check the image size too (a UNet needs multiples of 16)."
         raise InputError(f"torch could not trace {type(model).__name__} with an input {given}: {why}") from error
-    _require_free(program.model.graph, type(model).__name__, dynamic_size)
+    _require_free(program.model.graph, type(model).__name__, dynamic_size, fixed[-1])
     _name_outputs(program)
     return program.model
 
 
-def _require_free(graph: ir.Graph, kind: str, dynamic_size: bool) -> None:
-    """Refuse a network that needs one size of an axis: torch's exporter fixes the axis and says nothing."""
+def _require_free(graph: ir.Graph, kind: str, dynamic_size: bool, fixed: str) -> None:
+    """Refuse a network that needs one size of an axis: torch's exporter fixes the axis, or not even that, in silence.
+
+    fixed: what `specialized.fixed_axis` gives of the program that was exported.
+    """
+    if fixed:
+        raise InputError(fixes_an_axis(kind, fixed))
     for value in graph.inputs:
         assert value.shape is not None
         for axis, size in enumerate(value.shape):

@@ -12,14 +12,19 @@ FATAL = 4  # log level: an error is raised as well, and the log prints names of 
 
 
 def portable_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    """An ONNX Runtime CPU session of a decomposed graph.
+    """An ONNX Runtime CPU session of a decomposed graph; raises ONNX Runtime's own errors."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = FATAL
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def verifying_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    """A session that is compared with torch.
 
     Raises:
         InputError: an operator that ONNX Runtime does not compute on a CPU, such as random numbers in FP16.
     """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = FATAL
     try:
-        return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return portable_session(model)
     except NOT_IMPLEMENTED as error:
         raise InputError(f"ONNX Runtime does not compute this network on a CPU: {first_line(error)}.") from error

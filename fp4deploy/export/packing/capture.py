@@ -11,19 +11,22 @@ from fp4deploy.graph.operators import UNARY
 from fp4deploy.packed.graph import Graph
 
 
-def packed_graph(captured: ir.Graph, model: nn.Module, digits: bool = False) -> tuple[Graph, Tensors]:
+def packed_graph(
+    captured: ir.Graph, model: nn.Module, digits: bool = False, free: bool = True
+) -> tuple[Graph, Tensors]:
     """The packed network of a model.
 
     Args:
         captured: the graph of the model with plain layers.
         model: the same model with its quantised layers, its parameters as deployed (`qat.round_to_deployed`).
         digits: its input is encoded as multi-term FP4 before the graph begins.
+        free: a graph of fixed sizes takes any height and width if none of its nodes holds one.
 
     Raises:
         InputError: an operation that no node computes, a layer whose recipe has no packed form, a value that is not
             finite.
     """
-    return Writer(captured, model, digits, WRITERS).write()
+    return Writer(captured, model, digits, WRITERS, free).write()
 
 
 WRITERS: dict[str, Write] = {

@@ -21,7 +21,18 @@ from fp4deploy.qat.layers import QuantizedLayer
 
 Tensors = dict[str, torch.Tensor]
 POINTWISE = (*ARITHMETIC, "where")
-HOLDING = ("reshape", "expand", "resize", "slice", "select", "pad", "take", "roll")  # nodes that may hold sizes
+HOLDING = (
+    "reshape",
+    "expand",
+    "resize",
+    "slice",
+    "select",
+    "pad",
+    "take",
+    "roll",
+    "repeat",
+    "fold",
+)  # nodes that may hold sizes
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")  # roles that tensors of the file have
 LOGITS = "logits"
 FP16_MAX = 65504.0
@@ -31,8 +42,10 @@ Write = Callable[["Writer", ir.Node, list[Form]], packed.Node]
 class Writer:
     """Nodes, forms and tensors as they are written; `operators` maps an operation to the function that writes it."""
 
-    def __init__(self, captured: ir.Graph, model: nn.Module, digits: bool, operators: Mapping[str, Write]) -> None:
-        self.captured, self.model, self.digits, self.operators = captured, model, digits, operators
+    def __init__(
+        self, captured: ir.Graph, model: nn.Module, digits: bool, operators: Mapping[str, Write], free: bool
+    ) -> None:
+        self.captured, self.model, self.digits, self.operators, self.free = captured, model, digits, operators, free
         self.modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
         owned = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.state = {**captured.constants, **dict(owned)}
@@ -205,7 +218,7 @@ class Writer:
         dynamic = any(not isinstance(size, int) for size in self.captured.values[name].shape[2:])
         holding = [node for node in self.captured.nodes if self._holds_sizes(node)]
         free = self._free(name)
-        if not dynamic and not holding and self._rank(name) == 4:
+        if self.free and not dynamic and not holding and self._rank(name) == 4:
             free = [0, 2, 3]
         forms = self.needed.get(name, [Form(name=self._name(name))])
         sizes[0] = 1
@@ -260,13 +273,13 @@ class Writer:
             )
         computed = next((role for role in PARAMETERS if role in node.inputs), None)
         if computed is not None:
-            raise refuse(node, f"its {computed} depends on the network's input")
+            raise refuse(node, f"its {computed} is what other nodes compute")
         try:
             self.nodes.append(writer(self, node, forms))
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
-            raise refuse(node, f"{field} is {first['input']!r} ({first['msg'].lower()})") from error
+            raise refuse(node, f"{field} is {first['input']!r:.80} ({first['msg'].lower()})") from error
 
     def _amaxes(self, forms: list[Form]) -> None:
         for form in forms:

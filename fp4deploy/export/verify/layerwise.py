@@ -28,7 +28,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from fp4deploy.export.onnx.canonical import GEMM_OPS
-from fp4deploy.export.onnx.session import portable_session
+from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.tensors import call, feed, same_outputs
 from fp4deploy.formats import NVFP4_BLOCK, pad_to_blocks
 from fp4deploy.graph.capture import Inputs
@@ -89,7 +89,7 @@ def compare_layerwise(
     """Compare on `images`, float32 [N, C, H, W] each, or several inputs; holds the activations of one batch."""
     layers = quantized_layers(model)
     cut = with_reference_inputs(portable, list(layers))
-    session = portable_session(cut.graph)
+    session = verifying_session(cut.graph)
     names = [value.name for value in session.get_inputs() if not value.name.endswith(REFERENCE)]
     pixels = differing = 0
     wrong, seen, blocks = (dict.fromkeys(cut.values, 0) for _ in range(3))

@@ -27,7 +27,7 @@ from fp4deploy.data import VAL
 from fp4deploy.detection import decode_boxes
 from fp4deploy.detection.decode import in_image, iou
 from fp4deploy.errors import GateError, InputError
-from fp4deploy.export.onnx.session import portable_session
+from fp4deploy.export.onnx.session import verifying_session
 from fp4deploy.export.verify.layerwise import LayerwiseAgreement, compare_layerwise
 from fp4deploy.export.verify.tensors import call, feed, largest_difference, same_outputs
 from fp4deploy.graph.capture import Inputs
@@ -86,7 +86,7 @@ def compare_with_torch(
     head: Head | None = None,
 ) -> Agreement:
     """Run both on `images` (float32 [N, C, H, W] each, or several inputs) and compare their outputs (`tensors`)."""
-    session = portable_session(portable)
+    session = verifying_session(portable)
     names = [value.name for value in session.get_inputs()]
     count = pixels = differing = 0
     largest = 0.0
@@ -150,7 +150,7 @@ def require_same_boxes(portable: onnx.ModelProto, card: ModelCard, images: Itera
         GateError: more than 1 % of the boxes have no match of the same class and score with an IoU of 0.99.
     """
     assert isinstance(card.head, DetectionHead)
-    session, size = portable_session(portable), (card.height, card.width)
+    session, size = verifying_session(portable), (card.height, card.width)
     (name,) = (value.name for value in session.get_inputs())
     count = unmatched = 0
     for batch in images:

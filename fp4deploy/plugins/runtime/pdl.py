@@ -204,7 +204,7 @@ def _load(kernel: Kernel, code: bytes) -> ctypes.c_void_p:
     try:
         _check(library().cuModuleLoadData(ctypes.byref(module), code), what)
         _check(library().cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), what)
-        # The same for all kernels: a multiprocessor has to be idle to change its carveout.
+        # The same for all that are launched here: a multiprocessor has to be idle to change its carveout.
         _check(library().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
     finally:
         kernel.gpu.driver.Context.pop()
