@@ -5,8 +5,8 @@ transposed convolution   input elements x output channels of a group x taps
 linear, matmul           output elements x length of the contraction
 attention                N heads x (query x key x (E + Ev))
 
-A layer whose input is a parameter is not counted: the network's input has no part in it. Nor is a matmul or an attention
-with a parameter among its operands.
+A layer whose input is a parameter is not counted, since the network's input has no part in it; nor is a matmul or an
+attention with a parameter among its operands.
 """
 
 from __future__ import annotations

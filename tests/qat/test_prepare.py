@@ -342,7 +342,7 @@ def test_nothing_to_quantise_says_why() -> None:
 
 def test_a_lazy_layer_is_named() -> None:
     model = nn.Sequential(nn.LazyConv2d(16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1))
-    with pytest.raises(InputError, match=r"0 of Sequential is a lazy layer.*Run one batch"):
+    with pytest.raises(InputError, match=r"0 is a lazy layer.*Run one batch"):
         prepare(model)
     model(torch.zeros(1, 3, 8, 8))
     prepare(model)
