@@ -78,8 +78,8 @@ def layer_plan(
     lazy = next((name for name, layer in layers if any(map(is_lazy, layer.parameters(recurse=False)))), None)
     if lazy is not None:
         raise InputError(
-            f"{lazy or type(model).__name__} is a lazy layer, without weights until it has seen an input. Run one batch "
-            "through the model first."
+            f"{lazy or type(model).__name__} is a lazy layer, without weights until it has seen an input. Run one "
+            "batch through the model first."
         )
     if recipe is None:
         return [LayerPlan(name, _kind(layer), "FP16", "FP16 model") for name, layer in layers]
