@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
+from torch import nn
 
 from fp4deploy.errors import InputError
 from fp4deploy.export.to_packed import pack_model
@@ -27,10 +29,25 @@ INTERESTING = (0, 1, -1, 2, 3, 7, 16, 49, 255, 1 << 16, 1 << 20, 1 << 31, 0.0, -
 CHEAP = 1 << 19  # elements of all activations that are still computed here
 
 
+class Windows(nn.Module):
+    """Windows as columns and back, and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        n, c, h, w = x.shape
+        columns = F.unfold(x, 3, padding=1).view(n, c, 9, h, w).amax(2)
+        x = self.body(columns + F.fold(F.unfold(x, 2, stride=2).square(), (h, w), 2, stride=2))
+        return self.head(x + x.argmax(1, keepdim=True) / 16)
+
+
 @cache
 def network(name: str) -> PackedFile:
     torch.manual_seed(0)
-    factory, _ = NETWORKS[name]
+    factory = Windows if name == "windows" else NETWORKS[name][0]
     x = torch.randn(1, 3, 16, 32)
     model = deployed(factory(), x)
     sizes = name != "MobileNet"  # whose nodes hold none
@@ -87,7 +104,7 @@ def outcome(file: PackedFile, graph: dict[str, Any], tensors: dict[str, torch.Te
     return "accepted"
 
 
-@pytest.mark.parametrize("name", ["MobileNet", "SegFormer block", "ASPP"])
+@pytest.mark.parametrize("name", ["MobileNet", "SegFormer block", "ASPP", "windows"])
 def test_changed_graphs(name: str) -> None:
     file = network(name)
     graph, draw = file.graph.model_dump(), random.Random(0)
