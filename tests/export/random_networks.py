@@ -106,7 +106,7 @@ class Position(nn.Module):
         self.map = nn.Parameter(torch.randn(1, channels, 4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.interpolate(self.map, x.shape[2:], mode="bilinear")
+        return x + F.interpolate(self.map, x.shape[2:])  # other modes differ by several last bits in ONNX Runtime
 
 
 class RandomNetwork(nn.Module):
