@@ -103,6 +103,7 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
         model = nn.Sequential(model)
     digits = bool(getattr(model, "digits", False))
     plain = restore(copied(model))
+    # Not `quantized_layers`, which names each once: a captured layer may have another of its names.
     quantised = {name for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, QuantizedLayer)}
     if digits:  # the graph begins with the encoded image
         plain.digits = False  # type: ignore[assignment]

@@ -12,8 +12,8 @@ constexpr size_t MOST_NODES = 4096, MOST_FORMS = 64, MOST_NAME = 200;
 const char* const OTHERS[] = {"conv1d", "conv3d", "conv_transpose1d", "conv_transpose3d", "linear", "affine", "group_norm", "instance_norm",
                               "layer_norm", "activation", "prelu", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "greater",
                               "greater_equal", "less", "less_equal", "equal", "not_equal", "where", "constant", "max_pool", "avg_pool",
-                              "adaptive_pool", "reduce", "variance", "cumulative_sum", "argmax", "resize", "pixel_shuffle", "pixel_unshuffle", "unfold", "fold", "reshape",
-                              "expand", "permute", "slice", "select", "roll", "flip", "repeat", "take", "pad", "matmul", "softmax",
+                              "adaptive_pool", "reduce", "variance", "cumulative_sum", "argmax", "resize", "pixel_shuffle", "pixel_unshuffle",
+                              "unfold", "fold", "reshape", "expand", "permute", "slice", "select", "roll", "flip", "repeat", "take", "pad", "matmul", "softmax",
                               "log_softmax", "attention"};
 
 class Fields {

@@ -86,8 +86,6 @@ def write_activation(writer: Writer, node: ir.Node, forms: list[Form]) -> packed
 
 def write_prelu(writer: Writer, node: ir.Node, forms: list[Form]) -> packed.Node:
     """A PReLU, whose slopes are a parameter."""
-    if "weight" not in node.parameters:
-        raise refuse(node, "a PReLU with computed slopes")
     tensor = node.parameters["weight"]
     writer.half(tensor, writer.state[tensor])
     return packed.PReLU(tensor=tensor, inputs=[writer.source(node)], outputs=forms)

@@ -21,18 +21,9 @@ from fp4deploy.qat.layers import QuantizedLayer
 
 Tensors = dict[str, torch.Tensor]
 POINTWISE = (*ARITHMETIC, "where")
-HOLDING = (
-    "reshape",
-    "expand",
-    "resize",
-    "slice",
-    "select",
-    "pad",
-    "take",
-    "roll",
-    "repeat",
-    "fold",
-)  # nodes that may hold sizes
+HOLDING = (  # nodes that may hold sizes
+    "reshape", "expand", "resize", "slice", "select", "pad", "take", "roll", "repeat", "fold",
+)  # fmt: skip
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")  # roles that tensors of the file have
 LOGITS = "logits"
 FP16_MAX = 65504.0

@@ -249,28 +249,21 @@ def test_a_call_without_a_translation_is_named_with_its_line() -> None:
 def test_a_size_that_the_code_takes_for_a_constant_is_named() -> None:
     """torch's exporter fixes the axis without a word."""
 
-    class EachAlone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
-
+    class EachAlone(nn.Conv2d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([self.conv(x[at : at + 1]) for at in range(x.shape[0])])
+            y = super().forward(x)
+            return torch.cat([y[at : at + 1] for at in range(x.shape[0])])
 
     with pytest.raises(InputError, match=r"EachAlone takes the size of an axis \(N\).*a loop over the axis"):
-        export_graph(EachAlone(), (3, 8, 8))
+        export_graph(EachAlone(3, 4, 1), (3, 8, 8))
 
 
 def test_a_network_that_onnx_runtime_does_not_compute_is_named() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
-
+    class Noisy(nn.Conv2d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.conv(x) + torch.randn_like(x[:, :1])
+            return super().forward(x) + torch.randn_like(x[:, :1])
 
-    graph = to_portable(export_graph(Noisy(), (3, 8, 8)))
+    graph = to_portable(export_graph(Noisy(3, 4, 1), (3, 8, 8)))
     with pytest.raises(InputError, match=r"does not compute this network on a CPU.*RandomNormalLike"):
         verifying_session(graph)
 
