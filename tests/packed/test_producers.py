@@ -201,11 +201,15 @@ class Position(nn.Module):
         return self.head(self.body(F.relu(x + F.interpolate(self.map, x.shape[2:]))))
 
 
-def test_what_all_items_of_a_batch_share_is_not_added_by_a_step() -> None:
-    """Its kernel reads a second feature map for each item."""
+def positioned() -> tuple[PackedFile, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(3, 3, 8, 8)
-    file = packed_file(Path("own.fp4"), None, *pack_model(deployed(Position(), x), x))
+    return packed_file(Path("own.fp4"), None, *pack_model(deployed(Position(), x), x)), x
+
+
+def test_what_all_items_of_a_batch_share_is_not_added_by_a_step() -> None:
+    """Its kernel reads a second feature map for each item."""
+    file, x = positioned()
     inputs, found = plan(file.graph)
     assert [(type(step.node), len(step.inputs)) for step in found if isinstance(step, Produce)] == [(Activation, 1)]
     network, planned = PackedNetwork(file), PackedNetwork(file)
