@@ -57,6 +57,22 @@ def test_a_lane_that_overwrites_what_another_reads_is_a_race() -> None:
         )
 
 
+OWN = "    st.shared.b32 [%r4], %r1;\n"
+HALF = "    .reg .pred %p<2>;\n    setp.lt.u32 %p1, %r1, 16;\n"
+
+
+def test_lanes_that_come_to_a_barrier_from_code_laid_out_behind_it() -> None:
+    """As nvcc lays out what it takes for a rare path: the barrier waits for the lanes that are still there."""
+    body = "    @%p1 bra $RARE;\n$BACK:\n    bar.sync 0;\n" + NEIGHBOUR.removesuffix("}\n")
+    out = execute(HALF + OWN + body + "$RARE:\n    mov.u32 %r8, 1;\n    bra $BACK;\n}\n")
+    assert np.array_equal(out.numpy(), np.arange(32) ^ 1)
+
+
+def test_a_barrier_in_a_branch_that_half_a_warp_takes() -> None:
+    with pytest.raises(Hazard, match="barrier: lanes wait for other lanes of their warp, which never come"):
+        execute(HALF + "    @%p1 bra $OTHER;\n    bar.sync 0;\n$OTHER:\n    st.global.b32 [%rd3], %r1;\n    ret;\n}\n")
+
+
 def test_a_lane_may_use_its_own_bytes_without_a_barrier() -> None:
     out = execute(
         "    st.shared.b32 [%r4], %r1;\n    ld.shared.b32 %r7, [%r4];\n    st.global.b32 [%rd3], %r7;\n    ret;\n}\n"

@@ -12,6 +12,7 @@
 | `cuda` | quantisers, weights, GEMV |
 | `plain` | FP16 convolutions and copies |
 | `channels_last` | feature maps in channels_last: GroupNorm, pooling, concatenation, gradients, packing |
+| `losses` | sums over the pixels of a segmentation, and their gradient |
 
 `case` says what a case is.
 """
@@ -26,6 +27,7 @@ from fp4deploy.emulator.cases import (
     decoded,
     direct,
     gemms,
+    losses,
     plain,
     plugins,
     small_k,
@@ -39,6 +41,7 @@ TRITON = (*gemms.CASES, *decoded.CASES, *training.GEMMS, *plugins.CASES)
 CUDA = (
     *cuda.CASES,
     *channels_last.CASES,
+    *losses.CASES,
     *plain.CASES,
     *small_k.CASES,
     *direct.CASES,

@@ -98,7 +98,9 @@ def barrier(entry: Entry, instruction: Instruction) -> Step:
 
     def run(m: Machine, active: Active) -> Continue:
         if aligned:
-            m.whole_warps(active, "bar.sync")
+            active = _whole_warps(m, active)
+            if not active.mask.any():
+                return []
         which = np.broadcast_to(number(m, active), (m.count,))
         if which[active.mask].min() != which[active.mask].max():
             raise Hazard("barrier", "threads of one instruction wait at different barriers")
@@ -110,6 +112,16 @@ def barrier(entry: Entry, instruction: Instruction) -> Step:
         return _arrive(m, active, name, needed, value, result, combine)
 
     return run
+
+
+def _whole_warps(m: Machine, active: Active) -> Active:
+    """The lanes here whose warps are complete; others are held, since those that lack may run code laid out behind."""
+    here = active.mask | m.held.pop(m.pc) if m.pc in m.held else active.mask
+    lanes, started = here.reshape(-1, WARP), m.started.reshape(-1, WARP)
+    ready = np.repeat((lanes == started).all(1), WARP) & here
+    if (here & ~ready).any():
+        m.held[m.pc] = here & ~ready
+    return active if np.array_equal(ready, active.mask) else Active(ready)
 
 
 def _arrive(

@@ -11,22 +11,22 @@ With label smoothing e the -log p of the true class weighs 1 - e, and the mean o
 processes the sums run over all of them (`distributed.summed`), so that the loss is that of the whole batch, however it
 is spread.
 
+So the loss is 2 + 3 C sums over the pixels, and then arithmetic of C numbers. `class_sums` computes them: on a GPU by
+a kernel that reads the logits once (`plugins.losses.segmentation`), elsewhere by torch.
+
 Absent classes are left out of Dice (their overlap would be s over their false positives, whatever the model does);
 cross-entropy still punishes those. Source: Milletari, Navab, Ahmadi, "V-Net", 2016, for the Dice loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from fp4deploy.data.sample import IGNORE
+from fp4deploy.plugins.losses.segmentation import fits, segmentation_sums
 from fp4deploy.train.distributed import summed
 from fp4deploy.train.losses.loss import Loss
-
-Share = Callable[[torch.Tensor], torch.Tensor]
 
 SMOOTH = 1.0
 TINY = 1e-12
@@ -43,14 +43,14 @@ def dice_loss(logits: torch.Tensor, target: torch.Tensor, class_weights: torch.T
     Returns:
         scalar in [0, 1], float32 (float64 for float64 logits); 0, with zero gradients, where no pixel is labelled.
     """
-    return _dice(_log_probability(logits), target, class_weights)
+    return _dice(class_sums(logits, target), class_weights)
 
 
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, class_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Mean cross-entropy of the labelled pixels; arguments and result as of `dice_loss`, without its upper bound."""
-    return _cross_entropy(_log_probability(logits), target, class_weights)
+    return _cross_entropy(class_sums(logits, target, class_weights))
 
 
 class SegmentationLoss(Loss):
@@ -71,10 +71,9 @@ class SegmentationLoss(Loss):
     def of(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Loss of logits [N, C, H, W] against int64 targets [N, H, W]; 0 where no pixel is labelled."""
         weights, balance = self._weights_on(logits.device)
-        log_probability = _log_probability(logits)
         for_entropy = balance if weights is None else weights if balance is None else weights * balance
-        entropy = _cross_entropy(log_probability, target, for_entropy, self.label_smoothing, summed)
-        return self.cross_entropy * entropy + self.dice * _dice(log_probability, target, weights, summed)
+        sums = summed(class_sums(logits, target, for_entropy, self.label_smoothing))
+        return self.cross_entropy * _cross_entropy(sums) + self.dice * _dice(sums, weights)
 
     def _weights_on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Class weights and `balance` on a device, copied once: a copy from the host cannot be in a CUDA graph."""
@@ -84,44 +83,43 @@ class SegmentationLoss(Loss):
         return self._placed[device]
 
 
-def _log_probability(logits: torch.Tensor) -> torch.Tensor:
+def class_sums(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, smoothing: float = 0.0
+) -> torch.Tensor:
+    """The sums over labelled pixels that both losses are made of.
+
+    Returns:
+        [2 + 3 C], float32 (float64 for float64 logits): w -log p[y], smoothed; w; then for each class c p_c where it
+        is the truth, p_c, and the pixels whose truth it is.
+    """
+    if fits(logits, target):
+        return segmentation_sums(logits, target, weight, smoothing, IGNORE)
     with torch.autocast(logits.device.type, enabled=False):
-        return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=1)
-
-
-def _cross_entropy(
-    log_probability: torch.Tensor,
-    target: torch.Tensor,
-    class_weights: torch.Tensor | None,
-    smoothing: float = 0.0,
-    share: Share = lambda sums: sums,
-) -> torch.Tensor:
+        log_probability = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=1)
     labelled = target != IGNORE
-    if class_weights is None:
-        mass = labelled.sum()
-    else:
-        class_weights = class_weights.to(log_probability.dtype)
-        mass = (class_weights[target.where(labelled, 0)] * labelled).sum()
-    total = F.nll_loss(log_probability, target, weight=class_weights, ignore_index=IGNORE, reduction="sum")
+    weights = None if weight is None else weight.to(log_probability.dtype)
+    counted = labelled if weights is None else weights[target.where(labelled, 0)] * labelled
+    entropy = F.nll_loss(log_probability, target, weight=weights, ignore_index=IGNORE, reduction="sum")
     if smoothing:
-        weight = labelled if class_weights is None else class_weights[target.where(labelled, 0)] * labelled
-        total = (1 - smoothing) * total - smoothing * (log_probability.mean(1) * weight).sum()
-    total, mass = share(torch.stack([total, mass.to(total.dtype)])).unbind()
-    return total / mass.clamp(min=TINY if class_weights is not None else 1)
-
-
-def _dice(
-    log_probability: torch.Tensor,
-    target: torch.Tensor,
-    class_weights: torch.Tensor | None,
-    share: Share = lambda sums: sums,
-) -> torch.Tensor:
+        entropy = (1 - smoothing) * entropy - smoothing * (log_probability.mean(1) * counted).sum()
     classes = torch.arange(log_probability.shape[1], device=target.device).view(1, -1, 1, 1)
     truth = target.unsqueeze(1) == classes  # bool [N, C, H, W]; 255 is no class
-    probability = log_probability.exp() * (target != IGNORE).unsqueeze(1)
+    probability = log_probability.exp() * labelled.unsqueeze(1)
     axes = (0, 2, 3)
-    sums = [(probability * truth).sum(axes), probability.sum(axes), truth.sum(axes).to(probability.dtype)]
-    overlap, mass, size = share(torch.stack(sums)).unbind()
+    sums = [
+        entropy.view(1),
+        counted.sum().view(1),
+        *(each.sum(axes) for each in (probability * truth, probability, truth)),
+    ]
+    return torch.cat([each.to(probability.dtype) for each in sums])
+
+
+def _cross_entropy(sums: torch.Tensor) -> torch.Tensor:
+    return sums[0] / sums[1].clamp(min=TINY)
+
+
+def _dice(sums: torch.Tensor, class_weights: torch.Tensor | None) -> torch.Tensor:
+    overlap, mass, size = sums[2:].view(3, -1)
     dice = (2 * overlap + SMOOTH) / (mass + size + SMOOTH)
     weight = (size > 0).to(dice.dtype)
     if class_weights is not None:

@@ -20,6 +20,7 @@ from fp4deploy.formats import quantize_nvfp4
 from fp4deploy.plugins.gemm import gemv
 from fp4deploy.plugins.gemm.convolution import direct, plain, small_k, warpgroup
 from fp4deploy.plugins.gemm.convolution.decoded_weight import decode_weight
+from fp4deploy.plugins.losses import segmentation
 from fp4deploy.plugins.quantize import (
     channels_last,
     learned,
@@ -158,6 +159,18 @@ def _learned_amax() -> None:
     learned._concat_damax(x, x, torch.cat([x, x], 1), _amax(), None)
 
 
+def _segmentation(classes: int, dtype: torch.dtype, layout: torch.memory_format) -> Callable[[], object]:
+    def exercise() -> None:
+        logits, target = (
+            torch.zeros(2, classes, 3, 4, dtype=dtype).to(memory_format=layout),
+            torch.zeros(2, 3, 4).long(),
+        )
+        segmentation._sums(logits, target, None, 0.0, 255)
+        segmentation._gradient(logits, target, None, torch.zeros(2 + 3 * classes), 0.0, 255)
+
+    return exercise
+
+
 def _packed_norms() -> None:
     x, ab, form = torch.zeros(2, 4, 4, 32, dtype=HALF), torch.zeros(2, 2, 32), norm_pack.OutputForm
     norm_pack.apply_kernels(x, ab, [form(_amax()), form(None)])
@@ -286,6 +299,10 @@ EXERCISES: list[Callable[[], object]] = [
     lambda: weights._fake_quantize_weights([torch.zeros(MATRIX)], [1], HALF),
     lambda: _images(True),
     _learned_amax,
+    _segmentation(12, HALF, torch.channels_last),
+    _segmentation(12, FLOAT, torch.contiguous_format),
+    _segmentation(81, BFLOAT, torch.channels_last),
+    _segmentation(300, HALF, torch.contiguous_format),
     _packed_norms,
     _elementwise_layers,
     _windows,
