@@ -46,7 +46,7 @@ def step_of(recipe: Recipe, scale: float) -> Callable[[], Any]:
     """A training step as a CUDA graph; as it is where it cannot be captured."""
     torch.manual_seed(0)
     model = prepare(build_unet(CLASSES, scale), recipe).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    step = make_step(fuse_unet(model).train(), False, torch.channels_last)
+    step = make_step(fuse_unet(model).train(), torch.channels_last)
     try:
         return captured(step)
     except Exception as error:

@@ -103,7 +103,7 @@ def class_sums(
     if smoothing:
         entropy = (1 - smoothing) * entropy - smoothing * (log_probability.mean(1) * counted).sum()
     classes = torch.arange(log_probability.shape[1], device=target.device).view(1, -1, 1, 1)
-    truth = target.unsqueeze(1) == classes  # bool [N, C, H, W]; 255 is no class
+    truth = target.where(labelled, -1).unsqueeze(1) == classes  # bool [N, C, H, W]
     probability = log_probability.exp() * labelled.unsqueeze(1)
     axes = (0, 2, 3)
     sums = [

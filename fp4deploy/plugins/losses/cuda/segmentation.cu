@@ -44,7 +44,7 @@ static_assert(LANES <= 32, "the lanes of a pixel are in one warp");
 
 struct Tile {
     float values[PIXELS * ROW];
-    int labels[PIXELS];  // -1 where nothing counts
+    int labels[PIXELS];  // -1: ignored; C: no class
 };
 
 // Where the logits of a tile are; the tile is within one image if they are not channels_last.
@@ -93,7 +93,7 @@ __device__ void load(Tile& tile, const Place& place, const DTYPE* logits, const 
     each(place, image, [&](int pixel, int c, long long at) { tile.values[pixel * ROW + c] = float(logits[at]); });
     if (threadIdx.x < PIXELS) {
         long long label = threadIdx.x < place.count ? target[place.first + threadIdx.x] : ignored;
-        tile.labels[threadIdx.x] = label == ignored ? -1 : (int)label;
+        tile.labels[threadIdx.x] = label == ignored ? -1 : label < 0 || label >= C ? C : (int)label;
     }
     __syncthreads();
 }
@@ -103,8 +103,7 @@ __device__ Pixel softmax(Tile& tile, int count, float smoothing) {
     int row = threadIdx.x / LANES;
     Pixel pixel{tile.values + row * ROW, (int)threadIdx.x % LANES, row < count ? C : 0, tile.labels[row], 0.f};
     // A class that does not exist gives NaN, which the loss shows; torch's loss would stop the process.
-    bool known = pixel.label >= 0 && pixel.label < C;
-    float chosen = known ? pixel.values[pixel.label] : __int_as_float(0x7FFFFFFF);
+    float chosen = pixel.label >= 0 && pixel.label < C ? pixel.values[pixel.label] : __int_as_float(0x7FFFFFFF);
     if (LANES > 1) __syncwarp();  // read before the lane that has this class writes it
     float highest = -INFINITY, total = 0.f, exponentials = 0.f;
     for (int c = pixel.lane; c < pixel.end; c += LANES) {
@@ -214,13 +213,12 @@ extern "C" __global__ void __launch_bounds__(256) segmentation_gradient(
         load(tile, place, logits, target, ignored, image);  // its barrier is that of the upstream gradients, too
         Pixel pixel = softmax(tile, place.count, smoothing);
         const int y = pixel.label;
-        const bool known = y >= 0 && y < C;
         float dot = 0.f;
         for (int c = pixel.lane; c < pixel.end; c += LANES)
             dot += pixel.values[c] * (of_probability[c] + (c == y ? of_overlap[c] : 0.f));
         dot = over_lanes(dot, add);
         // NaN also here, so that a loss scaler leaves out the step.
-        const float w = y >= C ? __int_as_float(0x7FFFFFFF) : of_entropy * (weight && known ? weight[y] : 1.f);
+        const float w = y == C ? __int_as_float(0x7FFFFFFF) : of_entropy * (weight && y >= 0 ? weight[y] : 1.f);
         for (int c = pixel.lane; c < pixel.end; c += LANES) {
             float p = pixel.values[c], g = of_probability[c] + (c == y ? of_overlap[c] : 0.f);
             float d = p * (g - dot) + w * (p - (c == y ? 1.f - smoothing : 0.f) - smoothing / C);

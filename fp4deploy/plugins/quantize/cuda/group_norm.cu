@@ -85,6 +85,31 @@ __device__ float block_sum(float value, float* shared) {
     return total;
 }
 
+// The chunks of a channel that a thread adds: where a group has fewer channels than a block has threads, `parts` threads
+// share them. `whole` sums up in a fixed order; the result is that of the first `width` threads.
+struct Parts {
+    int width, part, parts, channel;
+
+    __device__ explicit Parts(int width_) : width(width_) {
+        parts = blockDim.x / width;
+        part = threadIdx.x / width;
+        channel = threadIdx.x % width;
+    }
+    __device__ bool active() const { return part < parts; }
+    template <typename Combine> __device__ float whole(float value, float* shared, Combine combine) const {
+        __syncthreads();
+        shared[threadIdx.x] = value;
+        __syncthreads();
+        if (part == 0)
+            for (int other = 1; other < parts; ++other) value = combine(value, shared[other * width + channel]);
+        return value;
+    }
+};
+
+__device__ __forceinline__ float add(float a, float b) { return a + b; }
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ float smaller(float a, float b) { return fminf(a, b); }
+
 // From the partial moments of one (group, batch item): ab [N, 2, C]; mean_rstd [N, groups, 2]; channel_mean [N, C] (of
 // x + bias). amax[0] becomes the largest y of the batch; with `tracked` (the running amax) it is max(that, decay *
 // tracked), written to both; with `delayed`, amax[0] is the running amax before this update if that is not 0. cell and
@@ -93,26 +118,32 @@ extern "C" __global__ void __launch_bounds__(256) combine(
     const DTYPE* x, const float* partial, const float* bias, const float* gamma, const float* beta, float* ab,
     float* mean_rstd, float* channel_mean, float* tracked, float* amax, int* cell, unsigned* counter, float decay,
     float eps, long long pixels, int C, int groups, int chunks, int delayed) {
-    __shared__ float shared[32];
+    __shared__ float shared[256];
     int group = blockIdx.x, width = C / groups;
     long long n = blockIdx.y;
-    float own_mean = 0.f, own_m2 = 0.f, own_high = 0.f, own_low = 0.f;
-    int c = group * width + threadIdx.x;
-    bool has = threadIdx.x < width;
-    if (has) {
-        const float* in = partial + n * chunks * 4 * C + c;
-        float sum = 0.f, square = 0.f, high = -INFINITY, low = INFINITY;
-        for (int chunk = 0; chunk < chunks; ++chunk, in += 4 * C) {
+    float own_mean = 0.f, own_m2 = 0.f;
+    const Parts of(width);
+    const int c = group * width + of.channel;
+    const bool has = of.part == 0;
+    float sum = 0.f, square = 0.f, high = -INFINITY, low = INFINITY;
+    if (of.active()) {
+        const float* in = partial + (n * chunks + of.part) * 4 * C + c;
+#pragma unroll 4
+        for (int chunk = of.part; chunk < chunks; chunk += of.parts, in += of.parts * 4LL * C) {
             sum += in[0];
             square += in[C];
             high = fmaxf(high, in[2 * C]);
             low = fminf(low, in[3 * C]);
         }
+    }
+    sum = of.whole(sum, shared, add);
+    square = of.whole(square, shared, add);
+    high = of.whole(high, shared, larger);
+    low = of.whole(low, shared, smaller);
+    if (has) {
         float k = float(x[n * pixels * C + c]), shift = bias ? bias[c] : 0.f;
         own_mean = k + sum / float(pixels) + shift;
         own_m2 = fmaxf(square - sum * (sum / float(pixels)), 0.f);
-        own_high = high;
-        own_low = low;
         channel_mean[n * C + c] = own_mean;
     }
     float mean = block_sum(has ? own_mean : 0.f, shared) / float(width);
@@ -124,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(
         float a = gamma[c] * rstd, b = a * ((bias ? bias[c] : 0.f) - mean) + beta[c];
         ab[n * 2 * C + c] = a;
         ab[(n * 2 + 1) * C + c] = b;
-        top = fmaxf(fmaxf(__fmaf_rn(a, own_high, b), __fmaf_rn(a, own_low, b)), 0.f);
+        top = fmaxf(fmaxf(__fmaf_rn(a, high, b), __fmaf_rn(a, low, b)), 0.f);
 #if !QUANTIZE
         top = float(DTYPE(top));  // the amax of y as it is stored
 #endif
@@ -258,22 +289,28 @@ extern "C" __global__ void __launch_bounds__(256) sums(
 extern "C" __global__ void __launch_bounds__(256) coefficients(
     const float* partial, const float* mean_rstd, const float* channel_mean, const float* bias, const float* gamma,
     float* pqr, float* channel_sums, long long pixels, int C, int groups, int chunks) {
-    __shared__ float shared[32];
-    int group = blockIdx.x, width = C / groups, c = group * width + threadIdx.x;
+    __shared__ float shared[256];
+    int group = blockIdx.x, width = C / groups;
     long long n = blockIdx.y;
-    bool has = threadIdx.x < width;
+    const Parts of(width);
+    const int c = group * width + of.channel;
+    const bool has = of.part == 0;
     float mean = mean_rstd[(n * groups + group) * 2], rstd = mean_rstd[(n * groups + group) * 2 + 1];
-    float one = 0.f, two = 0.f, weight = 0.f;
-    if (has) {
-        weight = gamma[c];
-        const float* in = partial + n * chunks * 2 * C + c;
-        for (int chunk = 0; chunk < chunks; ++chunk, in += 2 * C) {
+    const float weight = has ? gamma[c] : 0.f;
+    float one = 0.f, two = 0.f;
+    if (of.active()) {
+        const float* in = partial + (n * chunks + of.part) * 2 * C + c;
+#pragma unroll 4
+        for (int chunk = of.part; chunk < chunks; chunk += of.parts, in += of.parts * 2LL * C) {
             one += in[0];
             two += in[C];
         }
     }
+    one = of.whole(one, shared, add);
+    two = of.whole(two, shared, add);
     float count = float(pixels) * float(width);
-    float c1 = block_sum(weight * one, shared) / count, c2 = block_sum(weight * two, shared) / count;
+    float c1 = block_sum(has ? weight * one : 0.f, shared) / count;
+    float c2 = block_sum(has ? weight * two : 0.f, shared) / count;
     if (!has) return;
     float offset = ((bias ? bias[c] : 0.f) - mean) * rstd;
     pqr[n * 3 * C + c] = rstd * weight;
