@@ -374,7 +374,7 @@ class _Concat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         in_range, *inputs = ctx.saved_tensors
-        da, db = ops.separate(gradients[0], in_range, ctx.first)
+        da, db, _ = ops.separate(gradients[0], in_range, ctx.first)
         damax = None
         if inputs:
             a, b, amax = inputs

@@ -148,7 +148,8 @@ def pool_backward_again(x: Any, ab: Any, dskip: Any, dpooled: Any, amax: Any) ->
 def separate(gradient: Any, inside: Any, first: Any) -> Any:
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     masked = gradient if inside is None else gradient * inside
-    return tuple(part.contiguous(memory_format=torch.channels_last) for part in (masked[:, :first], masked[:, first:]))
+    da, db = (part.contiguous(memory_format=torch.channels_last) for part in (masked[:, :first], masked[:, first:]))
+    return da, db, torch.empty(0)
 
 
 def damax(value: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor, largest: Any) -> torch.Tensor:
