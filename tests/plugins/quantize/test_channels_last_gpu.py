@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -420,6 +421,48 @@ def test_inputs_computed_again_give_the_bits_of_those_kept(recipe: str | None) -
             assert amaxes(kept) == amaxes(again)
             for (name, one), two in zip(kept.named_parameters(), again.parameters(), strict=True):
                 assert torch.equal(one.grad, two.grad), name
+
+
+class AddedBefore(FusedUNet):
+    """Torch adds the biases of the transposed convolutions."""
+
+    def _joined(self, upwards: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+        assert bias is not None
+        return super()._joined(with_bias(upwards, bias), None, *rest)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", RECOMPUTED)
+def test_biases_of_transposed_convolutions_have_the_bits_of_those_added_before(
+    recipe: str | None, recompute: bool
+) -> None:
+    """Logits, amaxes and every gradient but theirs."""
+    torch.manual_seed(0)
+    plain = build_unet(5, 0.25)
+    for up in plain.up:
+        torch.nn.init.normal_(up.bias)
+    plain = (prepare(plain, recipe) if recipe else plain).cuda().to(memory_format=torch.channels_last).train()
+    if recipe and "learned" in recipe:
+        calibrate_percentile(plain, [feature_map((2, 3, 64, 96), torch.float32, 9)], 99.0)
+    fused, before = (fuse_unet(copy.deepcopy(plain), recompute=recompute) for _ in range(2))
+    before.__class__ = AddedBefore
+    masks = torch.randint(0, 5, (2, 64, 96), device="cuda")
+    with torch.backends.cudnn.flags(deterministic=True):
+        for seed in range(3):
+            images = feature_map((2, 3, 64, 96), torch.float32, seed)
+            logits = []
+            for each in (fused, before):
+                each.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    logits.append(each(images))
+                (SegmentationLoss()(logits[-1], masks) * 1024).backward()
+            assert torch.equal(*logits)
+            assert amaxes(fused) == amaxes(before)
+            for (name, one), two in zip(fused.named_parameters(), before.parameters(), strict=True):
+                if name.startswith("up.") and name.endswith(".bias"):
+                    assert relative(one.grad, two.grad.double()) < 2e-3, name
+                else:
+                    assert torch.equal(one.grad, two.grad), name
 
 
 OTHER_RECIPES = ("nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat", "nvfp4_4o6_qat", "nvfp4_4o6_qat+delayed")
