@@ -3,6 +3,9 @@
     unfused   conv, + bias, GroupNorm, ReLU, amax, quantise, ...     each a pass over the activation, GroupNorm in FP32
     fused     conv, [+ bias + GroupNorm + ReLU + amax + quantise]    two reads and one write
 
+The bias of a transposed convolution is added by the kernels that read its output, those of the concatenation, and its
+gradient is summed in float32 by the kernel that splits the concatenation's.
+
 `fuse_unet` turns a UNet into a `FusedUNet` in place; parameters, names and results are the same, up to the rounding of
 FP16 where the unfused model holds FP32 between GroupNorm and the next convolution. An FP16 model gains as well: it is
 the same path without the quantisers.
@@ -139,8 +142,8 @@ class FusedUNet(UNet):
                 x = self._downwards(block, x, bias, encoder[level + 1].conv1, skips)
         before = encoder[-1]
         for up, block in zip(ups, decoder, strict=True):
-            x = self._convolved(x, bias, before.norm2, up, weights, _cast(up.bias, x), UPWARDS)
-            x = self._joined(x, *skips.pop(), block.conv1)
+            x = self._convolved(x, bias, before.norm2, up, weights, None, UPWARDS)
+            x = self._joined(x, up.bias, *skips.pop(), block.conv1)
             x = convolve(x, weights[block.conv1], None, SAME)
             x, bias = self._block(block, x, weights)
             before = block
@@ -179,11 +182,17 @@ class FusedUNet(UNet):
         return pooled
 
     def _joined(
-        self, upwards: torch.Tensor, skip: torch.Tensor, largest: torch.Tensor, source: Source | None, after: nn.Module
+        self,
+        upwards: torch.Tensor,
+        bias: torch.Tensor | None,
+        skip: torch.Tensor,
+        largest: torch.Tensor,
+        source: Source | None,
+        after: nn.Module,
     ) -> torch.Tensor:
-        """The input of a block of the decoder."""
-        joined = _concat(skip, upwards, largest, source, after)
-        self._observe_input(after, joined.shape, partial(_joined, skip, upwards))
+        """The input of a block of the decoder; `bias` is still to be added to `upwards`."""
+        joined = _concat(skip, upwards, bias, largest, source, after)
+        self._observe_input(after, joined.shape, partial(_joined, skip, upwards, bias))
         return joined
 
     def _weights(self, dtype: torch.dtype) -> dict[nn.Module, torch.Tensor]:
@@ -353,20 +362,24 @@ class _Concat(torch.autograd.Function):
         ctx: Any,
         a: torch.Tensor,
         b: torch.Tensor,
+        bias: torch.Tensor | None,
         amax: torch.Tensor | None,
         clips: bool,
         source: Source | None,
         spec: QuantSpec | None,
-        *tracking: Any,
+        other: torch.Tensor | None,
+        tracked: torch.Tensor | None,
+        decay: float,
     ) -> torch.Tensor:
-        out, in_range = _concatenated(ops.concat(a, b, amax if spec is None else None, *tracking), spec, amax, clips)
-        masks, ctx.arguments = clips and amax is not None, 6 + len(tracking)
+        found = ops.concat(a, b, amax if spec is None else None, other, tracked, decay, bias)
+        out, in_range = _concatenated(found, spec, amax, clips)
+        masks = clips and amax is not None
         if source is not None:
             again, (x, ab) = _ConcatAgain(masks, spec), source
-            computed_by(out, again.values, x, b, amax, ab)
+            computed_by(out, again.values, x, b, bias, amax, ab)
             if masks and in_range is not None:
-                computed_by(in_range, again.in_range, x, b, amax, ab)
-        inputs = (a, b, amax) if ctx.needs_input_grad[2] else ()
+                computed_by(in_range, again.in_range, x, b, bias, amax, ab)
+        inputs = (a, b, bias, amax) if ctx.needs_input_grad[3] else ()
         ctx.save_for_backward(in_range if masks else None, *inputs)
         ctx.first = a.shape[1]
         return out
@@ -374,12 +387,13 @@ class _Concat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         in_range, *inputs = ctx.saved_tensors
-        da, db = ops.separate(gradients[0], in_range, ctx.first)
+        sums = ctx.needs_input_grad[2]
+        da, db, dbias = ops.separate(gradients[0], in_range, ctx.first, sums)
         damax = None
         if inputs:
-            a, b, amax = inputs
-            damax = ops.concat_damax(a, b, gradients[0], amax, None).reshape(amax.shape)
-        return da, db, damax, *[None] * (ctx.arguments - 3)
+            a, b, bias, amax = inputs
+            damax = ops.concat_damax(a, b, gradients[0], amax, None, bias).reshape(amax.shape)
+        return da, db, dbias if sums else None, damax, *[None] * 6
 
 
 def _concatenated(
@@ -511,23 +525,28 @@ def _pooled(y: torch.Tensor, images: slice) -> torch.Tensor:
     return F.max_pool2d(y[images], 2)
 
 
-def _joined(skip: torch.Tensor, upwards: torch.Tensor, images: slice) -> torch.Tensor:
-    return torch.cat([skip[images], upwards[images]], 1)
+def _joined(skip: torch.Tensor, upwards: torch.Tensor, bias: torch.Tensor | None, images: slice) -> torch.Tensor:
+    second = upwards[images]
+    if bias is not None:
+        second = second + bias.to(second.dtype)[:, None, None]
+    return torch.cat([skip[images], second], 1)
 
 
-def _track(x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool) -> torch.Tensor | None:
+def _track(
+    x: torch.Tensor, largest: torch.Tensor, after: nn.Module, read: bool, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """The amax that the layer `after` quantises its input with; None where it does not.
 
-    largest: amax of the rest of the input; `read`: `x` itself counts too.
+    largest: amax of the rest of the input; `read`: `x` + `bias` itself counts too.
     """
     if not isinstance(after, QuantizedLayer):
         return None
     if not after.is_static:
-        return ops.track_amax(x.detach(), largest, None, 0.0, True) if read else largest
+        return ops.track_amax(x.detach(), largest, None, 0.0, True, False, bias) if read else largest
     if not after.moves_amax:
         return _fixed_amax(after, x)
     used: torch.Tensor = ops.track_amax(
-        x.detach(), largest, after.input_amax, after.recipe.amax_decay, read, after.is_delayed
+        x.detach(), largest, after.input_amax, after.recipe.amax_decay, read, after.is_delayed, bias
     )
     return after.remember(used) if after.is_delayed else used
 
@@ -538,16 +557,22 @@ def _fixed_amax(after: QuantizedLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 def _concat(
-    a: torch.Tensor, b: torch.Tensor, largest: torch.Tensor, source: Source | None, after: nn.Module
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    largest: torch.Tensor,
+    source: Source | None,
+    after: nn.Module,
 ) -> torch.Tensor:
-    """[a, b] as the layer `after` reads it; `largest` is the amax of a. Delayed, only the copy itself reads b."""
-    tracking: tuple[Any, ...] = ()
+    """[a, b + bias] as the layer `after` reads it; `largest` is the amax of a. Delayed, only the copy reads b."""
+    tracking: tuple[Any, ...] = (None, None, 0.0)
+    added = None if bias is None else bias.detach()
     if isinstance(after, QuantizedLayer) and _in_kernel(after) and after.moves_amax and after.is_delayed:
-        amax: torch.Tensor | None = after.remember(ops.previous_amax(b.detach(), largest, after.input_amax))
+        amax: torch.Tensor | None = after.remember(ops.previous_amax(b.detach(), largest, after.input_amax, added))
         tracking = (largest, after.input_amax, after.recipe.amax_decay)
     else:
-        amax = _track(b, largest, after, read=True)
-    result: torch.Tensor = _Concat.apply(a, b, amax, _clips(after), source, _left(after), *tracking)
+        amax = _track(b, largest, after, read=True, bias=added)
+    result: torch.Tensor = _Concat.apply(a, b, bias, amax, _clips(after), source, _left(after), *tracking)
     return result
 
 
@@ -558,17 +583,31 @@ class _ConcatAgain:
         self._masks, self._spec = masks, spec
         self._in_range: torch.Tensor | None = None
 
-    def values(self, x: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor) -> torch.Tensor:
-        """[relu(norm(x)), b] as the layer reads it."""
-        found = ops.concat_again(x, ab, b, amax if self._spec is None else None)
+    def values(
+        self,
+        x: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        amax: torch.Tensor | None,
+        ab: torch.Tensor,
+    ) -> torch.Tensor:
+        """[relu(norm(x)), b + bias] as the layer reads it."""
+        found = ops.concat_again(x, ab, b, amax if self._spec is None else None, bias)
         joined, in_range = _concatenated(found, self._spec, amax, self._masks)
         self._in_range = in_range if self._masks else None
         return joined
 
-    def in_range(self, x: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, ab: torch.Tensor) -> torch.Tensor:
+    def in_range(
+        self,
+        x: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        amax: torch.Tensor | None,
+        ab: torch.Tensor,
+    ) -> torch.Tensor:
         """The mask of elements that were not clipped."""
         if self._in_range is None:  # the weight has no gradient, or this is a second backward
-            self.values(x, b, amax, ab)
+            self.values(x, b, bias, amax, ab)
         found, self._in_range = cast(torch.Tensor, self._in_range), None
         return found
 

@@ -56,6 +56,13 @@ FAULTS = {
         "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
         "a misaligned load": planted.replaced(r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\]", r"\1+4]", 0),
     },
+    "concatenate and separate, with a bias": {
+        "a barrier is missing before the sums": planted.without_barrier(-1),
+        "a bias is read from another place": planted.replaced(
+            r"(ld\.global\.v4\.f32\s+[^\[]*\[%rd\d+)\]", r"\1+16]", None
+        ),
+        "sums are written to another place": planted.replaced(r"(st\.global\.f32\s+\[%rd\d+)\]", r"\1+4]", None),
+    },
     "GEMV, 16 rows, K = 4352": {
         "a stage is read before its bytes arrived": planted.replaced(r"@!done bra AGAIN;", "", -1),
         "a stage is filled before it was read": planted.replaced(r"@!done bra AGAIN;", "", 0),

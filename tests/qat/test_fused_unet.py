@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_layers, recipes
-from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
+from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
 from fp4deploy.qat.operators.learned import fake_quantize_learned
 from fp4deploy.qat.operators.recompute import Call, Recomputed, recomputing
 
@@ -121,34 +122,44 @@ def pool_backward(y: Any, dskip: Any, dpooled: Any, amax: Any) -> torch.Tensor:
     return dy if dskip is None else dy + dskip
 
 
-def track_amax(x: Any, other: Any, tracked: Any, decay: Any, read: Any, delayed: Any = False) -> torch.Tensor:
-    largest = torch.maximum(x.abs().amax(), other) if read else other.clone()
+def biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias.to(x.dtype)[:, None, None]
+
+
+def track_amax(
+    x: Any, other: Any, tracked: Any, decay: Any, read: Any, delayed: Any = False, bias: Any = None
+) -> torch.Tensor:
+    largest = torch.maximum(biased(x, bias).abs().amax(), other) if read else other.clone()
     return follow(largest.reshape(()), tracked, decay, delayed)
 
 
-def previous_amax(x: Any, other: Any, tracked: Any) -> torch.Tensor:
-    return (tracked if tracked > 0 else torch.maximum(x.abs().amax(), other)).reshape(1).clone()
+def previous_amax(x: Any, other: Any, tracked: Any, bias: Any = None) -> torch.Tensor:
+    return (tracked if tracked > 0 else torch.maximum(biased(x, bias).abs().amax(), other)).reshape(1).clone()
 
 
-def concat(a: Any, b: Any, amax: Any, other: Any = None, tracked: Any = None, decay: Any = 0.0) -> Any:
+def concat(
+    a: Any, b: Any, amax: Any, other: Any = None, tracked: Any = None, decay: Any = 0.0, bias: Any = None
+) -> Any:
+    b = biased(b, bias)
     out = torch.cat([a, b], 1)
     if tracked is not None:
         follow(torch.maximum(b.abs().amax(), other).reshape(()), tracked, decay, False)
     return (out, torch.zeros(0, dtype=torch.uint8)) if amax is None else clipped(out, amax)
 
 
-def concat_again(x: Any, ab: Any, b: Any, amax: Any) -> Any:
-    return concat(affine_relu(x, ab), b, amax)
+def concat_again(x: Any, ab: Any, b: Any, amax: Any, bias: Any = None) -> Any:
+    return concat(affine_relu(x, ab), b, amax, bias=bias)
 
 
 def pool_backward_again(x: Any, ab: Any, dskip: Any, dpooled: Any, amax: Any) -> torch.Tensor:
     return pool_backward(affine_relu(x, ab), dskip, dpooled, amax)
 
 
-def separate(gradient: Any, inside: Any, first: Any) -> Any:
+def separate(gradient: Any, inside: Any, first: Any, bias: Any = False) -> Any:
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     masked = gradient if inside is None else gradient * inside
-    return tuple(part.contiguous(memory_format=torch.channels_last) for part in (masked[:, :first], masked[:, first:]))
+    da, db = (part.contiguous(memory_format=torch.channels_last) for part in (masked[:, :first], masked[:, first:]))
+    return da, db, db.sum((0, 2, 3)) if bias else torch.empty(0)
 
 
 def damax(value: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor, largest: Any) -> torch.Tensor:
@@ -169,8 +180,8 @@ def pool_damax(y: Any, dpooled: Any, amax: Any, largest: Any) -> torch.Tensor:
     return damax(F.max_pool2d(y, 2), dpooled, amax, largest)
 
 
-def concat_damax(a: Any, b: Any, gradient: Any, amax: Any, largest: Any) -> torch.Tensor:
-    return damax(torch.cat([a, b], 1), gradient, amax, largest)
+def concat_damax(a: Any, b: Any, gradient: Any, amax: Any, largest: Any, bias: Any = None) -> torch.Tensor:
+    return damax(torch.cat([a, biased(b, bias)], 1), gradient, amax, largest)
 
 
 def fake_quantize_weights(weights: Any, axes: Any, dtype: Any) -> torch.Tensor:
@@ -263,6 +274,75 @@ def test_inputs_computed_again_give_the_same_bits(recipe: str | None) -> None:
             with torch.no_grad():
                 for each in model.parameters():
                     each -= 0.1 * each.grad
+
+
+class AddedBefore(FusedUNet):
+    """Torch adds the biases of the transposed convolutions."""
+
+    def _joined(self, upwards: Any, bias: Any, *rest: Any) -> torch.Tensor:
+        return super()._joined(upwards + bias.to(upwards.dtype)[:, None, None], None, *rest)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_biases_of_transposed_convolutions_have_the_bits_of_those_added_before(recipe: str | None, again: bool) -> None:
+    torch.manual_seed(0)
+    plain: Any = build_unet(3, 0.25)
+    fused: Any = fuse_unet((prepare(plain, recipe) if recipe else plain).train())
+    for up in fused.up:
+        torch.nn.init.normal_(up.bias)
+    x = torch.randn(2, 3, 32, 32)
+    if recipe and "learned" in recipe:
+        calibrate_percentile(fused, [x], 99.0)
+    before = copy.deepcopy(fused)
+    before.__class__ = AddedBefore
+    for _ in range(2):  # the second with a delayed amax
+        results = []
+        for model in (fused, before):
+            with recomputing() if again else nullcontext():
+                results.append(step(model, x, True))
+        (found, gradients), (expected, wanted) = results
+        assert torch.equal(found, expected)
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            if name.startswith("up.") and name.endswith(".bias"):
+                torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-7)
+            else:
+                assert torch.equal(gradient, wanted[name]), name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_transposed_convolutions_without_a_bias_or_with_a_frozen_one(frozen: bool) -> None:
+    torch.manual_seed(0)
+    plain: Any = prepare(build_unet(3, 0.25), "nvfp4_qat_delayed").train().double()
+    for up in plain.up:
+        up.bias = up.bias.requires_grad_(False) if frozen else None
+    fused: Any = fuse_unet(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 32, 32).double()
+    (logits, gradients), (expected, wanted) = step(fused, x, True), step(plain, x, False)
+    assert distance(logits, expected) < 1e-3
+    assert gradients.keys() == wanted.keys()
+    assert not any(name.startswith("up.") and name.endswith(".bias") for name in gradients)
+    assert max(distance(gradients[name], wanted[name]) for name in wanted) < 1e-3
+
+
+def test_observed_inputs_are_those_of_the_plain_forward() -> None:
+    torch.manual_seed(0)
+    plain: Any = build_unet(3, 0.25).double()
+    fused, x = copy.deepcopy(plain), torch.randn(2, 3, 32, 32).double()
+    expected: dict[torch.nn.Module, torch.Tensor] = {}
+    pairs = dict(zip(plain.modules(), fused.modules(), strict=True))
+    for layer in plain.modules():
+        layer.register_forward_pre_hook(lambda layer, read: expected.update({pairs[layer]: read[0]}))
+    fuse_unet(fused)
+    found: dict[torch.nn.Module, torch.Tensor] = {}
+    with torch.no_grad(), fused.observe_inputs(lambda layer, shape, read: found.update({layer: read(slice(None))})):
+        fused._fused(fused.read_image(x))
+        plain(x)
+    convolutions = torch.nn.Conv2d | torch.nn.ConvTranspose2d
+    assert found.keys() == {layer for layer in fused.modules() if isinstance(layer, convolutions)}
+    for layer, read in found.items():
+        torch.testing.assert_close(read, expected[layer])
 
 
 def test_a_second_backward_is_refused() -> None:

@@ -125,7 +125,7 @@ def concatenation(setting: Setting, outcome: Outcome) -> None:
     gradient, ab = _image(setting, 2, 80, 3, 5, seed=2), normal(setting, 2, 2, 32, seed=3)
     with emulated(setting, outcome):
         out, bits = channels_last._concat(a, b, amax)
-        da, db = channels_last._separate(gradient, bits, 32)
+        da, db, _ = channels_last._separate(gradient, bits, 32)
         again = (*channels_last._concat(a, b, amax, ab=ab), channels_last._concat(a, b, None, ab=ab)[0])
         written = _relu(a, ab).to(HALF)
         wanted = (*channels_last._concat(written, b, amax), torch.cat([written, b], 1))
@@ -138,15 +138,55 @@ def concatenation(setting: Setting, outcome: Outcome) -> None:
     outcome.compare(db, masked[:, 32:])
 
 
+def biased_concatenation(setting: Setting, outcome: Outcome) -> None:
+    """A bias of the second input has the bits of one that was added before; its gradient is near that of float64."""
+    amax, other, bias = torch.tensor([AMAX]), torch.tensor([0.5]), normal(setting, 48, seed=4)
+    bias[7], bias[8] = 2e4, -2e4
+    for n, h, w in ((2, 3, 5), (3, 7, 5)):  # one chunk of pixels, and two
+        a, b = _image(setting, n, 32, h, w), _image(setting, n, 48, h, w, seed=1)
+        gradient, ab = _image(setting, n, 80, h, w, seed=2), normal(setting, n, 2, 32, seed=3)
+        added, measured = _added(b, bias), b.clone()
+        measured[:, 7], measured[:, 8] = -1e4, 1e4  # a bias alone is larger than every sum
+        measured[0, 8, 0, 1], measured[-1, 3, 2, 2] = -6e4, float("nan")  # the first overflows with its bias
+        tracked = torch.tensor(0.5)
+        with emulated(setting, outcome):
+            for scale in (amax, None):
+                found = (
+                    channels_last._concat(a, b, scale, bias=bias),
+                    channels_last._concat_again(a, ab, b, scale, bias),
+                )
+                wanted = channels_last._concat(a, added, scale), channels_last._concat_again(a, ab, added, scale)
+                for got, each in zip(sum(found, ()), sum(wanted, ()), strict=True):
+                    outcome.compare(got, each)
+            channels_last._concat(a, measured, amax, other, tracked, 0.5, bias)
+            for bits in (channels_last._concat(a, b, amax)[1], None):
+                da, db, nothing = channels_last._separate(gradient, bits, 32)
+                *parts, dbias = channels_last._separate(gradient, bits, 32, True)
+                for got, each in zip(parts, (da, db), strict=True):
+                    outcome.compare(got, each)
+                exact = db.double().sum((0, 2, 3))
+                outcome.compare(_near(dbias, exact, 1e-6), torch.ones(48, dtype=torch.uint8))
+                outcome.compare(nothing, torch.empty(0))
+        outcome.compare(tracked, formats.finite_amax(_added(measured, bias)))
+
+
+def _added(b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """b + bias as a convolution in FP16 gives it."""
+    return (b.float() + bias.to(HALF).float()[:, None, None]).to(HALF)
+
+
 def learned_amax(setting: Setting, outcome: Outcome) -> None:
     """The gradient of a learned amax of all three, and 0 where nothing saturates."""
     x, b, ab = _image(setting, 2, 32, 4, 6), _image(setting, 2, 48, 4, 6, seed=1), normal(setting, 2, 2, 32, seed=3)
     dy, dpooled = _image(setting, 2, 32, 4, 6, seed=2), _image(setting, 2, 32, 2, 3, seed=3)
     gradient, amax, above = _image(setting, 2, 80, 4, 6, seed=4), torch.tensor([1.3]), torch.tensor([1e9])
+    bias = normal(setting, 48, seed=5)
     with emulated(setting, outcome):
         normalized = learned._group_norm_relu_damax(x, dy, ab, amax, above)
         pooled = learned._pool_damax(x, dpooled, amax, above)
         joined = learned._concat_damax(x, b, gradient, amax, None)
+        biased = learned._concat_damax(x, b, gradient, amax, None, bias)
+        added = learned._concat_damax(x, _added(b, bias), gradient, amax, None)
         nothing = learned._group_norm_relu_damax(x, dy, ab, amax, amax)
     parts = (
         (normalized, _relu(x, ab), dy),
@@ -157,6 +197,7 @@ def learned_amax(setting: Setting, outcome: Outcome) -> None:
         exact = _gradient_of_amax(value, upstream, amax)
         outcome.compare(torch.isclose(got.double(), exact, rtol=1e-4).byte(), torch.tensor(1, dtype=torch.uint8))
     outcome.compare(nothing, torch.tensor(0.0))
+    outcome.compare(biased, added)
 
 
 def _gradient_of_amax(value: torch.Tensor, upstream: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -169,7 +210,7 @@ def _gradient_of_amax(value: torch.Tensor, upstream: torch.Tensor, amax: torch.T
 
 
 def tracking(setting: Setting, outcome: Outcome) -> None:
-    """The running amax of a tensor."""
+    """The running amax of a tensor, and of a tensor with a bias."""
     x = _image(setting, 2, 16, 5, 3)
     tracked = torch.tensor(0.5)
     with emulated(setting, outcome):
@@ -179,6 +220,16 @@ def tracking(setting: Setting, outcome: Outcome) -> None:
     outcome.compare(amax[0], formats.finite_amax(x))
     outcome.compare(first[0], formats.finite_amax(x))
     outcome.compare(later[0], torch.tensor(0.25))
+    for shape in ((2, 16, 5, 3), (2, 48, 13, 17)):  # one block, and two that are made three for 48 channels
+        x, bias = _image(setting, *shape), normal(setting, shape[1], seed=1)
+        bias[5], bias[9] = -4e4, float("nan")
+        x[0, 5, 1, 1], x[0, 2, 1, 1], x[1, 3, 0, 0] = -6e4, float("inf"), float("nan")
+        wanted = formats.finite_amax(_added(x, bias))
+        with emulated(setting, outcome):
+            amax = channels_last._track_amax(x, None, None, 0.0, True, bias=bias)
+            first = channels_last._previous_amax(x, None, torch.tensor(0.0), bias)
+            later = channels_last._previous_amax(x, None, torch.tensor(0.25), bias)
+        outcome.compare(torch.cat([amax, first, later]), torch.stack([wanted, wanted, torch.tensor(0.25)]))
 
 
 def norm_statistics(*shape: int, groups: int = 8) -> Callable[[Setting, Outcome], None]:
@@ -303,6 +354,7 @@ CASES = (
     Case("pool", MAPS, pooling),
     Case("gradient of pool", MAPS, pooling_gradient),
     Case("concatenate and separate", MAPS, concatenation),
+    Case("concatenate and separate, with a bias", MAPS, biased_concatenation),
     Case("running amax", MAPS, tracking),
     Case("gradient of a learned amax", MAPS, learned_amax),
     Case("GroupNorm and pack", "norm and pack", norm_packing),

@@ -8,9 +8,13 @@
 | `group_norm_relu_backward_clipped` | - | the same passes where another kernel quantised, with its in-range mask |
 | `concat_again`, `pool_backward_again` | the results of `concat` and `pool_backward` from what a GroupNorm read | - |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
-| `concat` | concatenation + fake quantisation | split, zero where an element was clipped |
-| `track_amax` | amax of a tensor, and the running amax of a static scale | - |
+| `concat` | bias of the second input + concatenation + fake quantisation | `separate` |
+| `separate` | - | split, zero where an element was clipped, and the gradient of the bias |
+| `track_amax` | amax of a tensor + bias, and the running amax of a static scale | - |
 | `previous_amax` | the running amax of earlier steps; at the very first step the tensor's own | - |
+
+A bias is float32 [C], optional, and added as a convolution adds its own: rounded to the dtype of the feature map, the
+sum in float32 and rounded again.
 
 The input of the next convolution is fake-quantised to NVFP4 in blocks of 16 channels with a static global scale, as by
 `formats.fake_quantize_nvfp4`. The kernels are in `cuda/group_norm.cu`, `pool.cu`, `concat.cu` and
@@ -22,6 +26,7 @@ Feature maps are float16 or bfloat16 [N, C, H, W], contiguous in channels_last; 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -115,18 +120,19 @@ LIBRARY.define(
     "Tensor? bias, Tensor weight, Tensor inside) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
-    "track_amax(Tensor x, Tensor? other, Tensor(a!)? tracked, float decay, bool read, bool delayed=False) -> Tensor"
+    "track_amax(Tensor x, Tensor? other, Tensor(a!)? tracked, float decay, bool read, bool delayed=False, "
+    "Tensor? bias=None) -> Tensor"
 )
-LIBRARY.define("previous_amax(Tensor x, Tensor? other, Tensor tracked) -> Tensor")
+LIBRARY.define("previous_amax(Tensor x, Tensor? other, Tensor tracked, Tensor? bias=None) -> Tensor")
 LIBRARY.define("pool(Tensor y, Tensor? amax) -> Tensor")
 LIBRARY.define("pool_backward(Tensor y, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
 LIBRARY.define("pool_backward_again(Tensor x, Tensor ab, Tensor? dskip, Tensor dpooled, Tensor? amax) -> Tensor")
 LIBRARY.define(
-    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0) "
-    "-> (Tensor, Tensor)"
+    "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0, "
+    "Tensor? bias=None) -> (Tensor, Tensor)"
 )
-LIBRARY.define("concat_again(Tensor x, Tensor ab, Tensor b, Tensor? amax) -> (Tensor, Tensor)")
-LIBRARY.define("separate(Tensor gradient, Tensor? inside, int first) -> (Tensor, Tensor)")
+LIBRARY.define("concat_again(Tensor x, Tensor ab, Tensor b, Tensor? amax, Tensor? bias=None) -> (Tensor, Tensor)")
+LIBRARY.define("separate(Tensor gradient, Tensor? inside, int first, bool bias=False) -> (Tensor, Tensor, Tensor)")
 
 
 @torch.library.impl(LIBRARY, "group_norm_relu", "CUDA")
@@ -295,34 +301,50 @@ def _track_amax(
     decay: float,
     read: bool,
     delayed: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     amax = _float(x, 1)
-    cell, counter = _scratch(x)
-    count = x.numel() if read else 0
-    launch = kernel("track_amax.cu", "track_amax", "PqPPPPPfi", _macros(x, False), x.device).launch
-    launch(_blocks(count), THREADS, x, count, other, tracked, amax, cell, counter, decay, int(delayed))
+    reads, grid, macros = _measured(x, x.numel() if read else 0, bias)
+    launch = kernel("track_amax.cu", "track_amax", "PqPiPPPPPfi", macros, x.device).launch
+    launch(grid, THREADS, *reads, other, tracked, amax, *_scratch(x), decay, int(delayed))
     return amax
 
 
-def _blocks(count: int) -> int:
-    return max(1, min(BLOCKS, count // (THREADS * VECTOR * 4)))
+def _measured(
+    x: torch.Tensor, count: int, bias: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor | int | None, ...], int, dict[str, str | int]]:
+    """(x, elements, bias, channels) of a kernel of `track_amax.cu`, its grid and its macros."""
+    blocks, macros = max(1, min(BLOCKS, count // (THREADS * VECTOR * 4))), _biased(_macros(x, False), bias is not None)
+    if bias is None:
+        return (x, count, None, 0), blocks, macros
+    lanes = x.shape[1] // VECTOR
+    step = lanes // math.gcd(lanes, THREADS)  # of the grid, with which a thread keeps its channels
+    x = x.contiguous(memory_format=torch.channels_last)
+    return (x, count, bias, x.shape[1]), -(-blocks // step) * step, macros
+
+
+def _biased(macros: dict[str, str | int], biased: bool) -> dict[str, str | int]:
+    return {**macros, "BIASED": 1} if biased else macros
 
 
 @torch.library.register_fake("fp4deploy::track_amax", lib=LIBRARY)
-def _(x, other, tracked, decay, read, delayed=False):  # type: ignore[no-untyped-def]
+def _(x, other, tracked, decay, read, delayed=False, bias=None):  # type: ignore[no-untyped-def]
     return _float(x, 1)
 
 
 @torch.library.impl(LIBRARY, "previous_amax", "CUDA")
-def _previous_amax(x: torch.Tensor, other: torch.Tensor | None, tracked: torch.Tensor) -> torch.Tensor:
+def _previous_amax(
+    x: torch.Tensor, other: torch.Tensor | None, tracked: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     amax = _float(x, 1)
-    launch = kernel("track_amax.cu", "previous_amax", "PqPPPPP", _macros(x, False), x.device).launch
-    launch(_blocks(x.numel()), THREADS, x, x.numel(), other, tracked, amax, *_scratch(x))
+    reads, grid, macros = _measured(x, x.numel(), bias)
+    launch = kernel("track_amax.cu", "previous_amax", "PqPiPPPPP", macros, x.device).launch
+    launch(grid, THREADS, *reads, other, tracked, amax, *_scratch(x))
     return amax
 
 
 @torch.library.register_fake("fp4deploy::previous_amax", lib=LIBRARY)
-def _(x, other, tracked):  # type: ignore[no-untyped-def]
+def _(x, other, tracked, bias=None):  # type: ignore[no-untyped-def]
     return _float(x, 1)
 
 
@@ -394,6 +416,7 @@ def _concat(
     other: torch.Tensor | None = None,
     tracked: torch.Tensor | None = None,
     decay: float = 0.0,
+    bias: torch.Tensor | None = None,
     ab: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, inside = _concat_outputs(a, b, amax is not None)
@@ -402,10 +425,11 @@ def _concat(
     if ab is not None:  # its coefficients are those of one item
         pixels, items = a.shape[2] * a.shape[3], a.shape[0]
     chunks, per_chunk = chunks_of(pixels, out.shape[1], items)
-    launch = kernel("concat.cu", "concat", "PPPPPPPPPPfqiiq", _normalized(a, amax, ab), a.device).launch
-    bits = inside if inside.numel() else None
+    macros = _biased(_normalized(a, amax, ab), bias is not None)
+    launch = kernel("concat.cu", "concat", "PPPPPPPPPPPfqiiq", macros, a.device).launch
+    bits, sizes = inside if inside.numel() else None, (pixels, a.shape[1], b.shape[1], per_chunk)
     tracking = (other, tracked, *(_scratch(a) if tracked is not None else (None, None)), decay)
-    launch((chunks, items), THREADS, a, b, ab, amax, out, bits, *tracking, pixels, a.shape[1], b.shape[1], per_chunk)
+    launch((chunks, items), THREADS, a, b, ab, bias, amax, out, bits, *tracking, *sizes)
     return out, inside
 
 
@@ -418,32 +442,38 @@ def _concat_outputs(a: torch.Tensor, b: torch.Tensor, quantize: bool) -> tuple[t
 
 
 @torch.library.register_fake("fp4deploy::concat", lib=LIBRARY)
-def _(a, b, amax, other=None, tracked=None, decay=0.0):  # type: ignore[no-untyped-def]
+def _(a, b, amax, other=None, tracked=None, decay=0.0, bias=None):  # type: ignore[no-untyped-def]
     return _concat_outputs(a, b, amax is not None)
 
 
 @torch.library.impl(LIBRARY, "concat_again", "CUDA")
 def _concat_again(
-    x: torch.Tensor, ab: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None
+    x: torch.Tensor, ab: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _concat(x, b, amax, ab=ab)
+    return _concat(x, b, amax, bias=bias, ab=ab)
 
 
 @torch.library.register_fake("fp4deploy::concat_again", lib=LIBRARY)
-def _(x, ab, b, amax):  # type: ignore[no-untyped-def]
+def _(x, ab, b, amax, bias=None):  # type: ignore[no-untyped-def]
     return _concat_outputs(x, b, amax is not None)
 
 
 @torch.library.impl(LIBRARY, "separate", "CUDA")
-def _separate(gradient: torch.Tensor, inside: torch.Tensor | None, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _separate(
+    gradient: torch.Tensor, inside: torch.Tensor | None, first: int, bias: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """da, db, and with `bias` the sum of db over the pixels, float32 [channels of db]; else [0]."""
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     n, c, h, w = gradient.shape
     da, db = _separated(gradient, first)
-    pixels = n * h * w
+    pixels, second = n * h * w, c - first
     chunks, per_chunk = chunks_of(pixels, c, 1)
-    launch = kernel("concat.cu", "separate", "PPPPqiiq", _macros(gradient, False), gradient.device).launch
-    launch(chunks, THREADS, gradient, inside, da, db, pixels, first, c - first, per_chunk)
-    return da, db
+    partial = _float(gradient, chunks, second) if bias else None
+    shared = 4 * (THREADS // (c // VECTOR)) * second if bias else 0
+    macros = _biased(_macros(gradient, False), bias)
+    launch = kernel("concat.cu", "separate", "PPPPPqiiq", macros, gradient.device).launch
+    launch(chunks, THREADS, gradient, inside, da, db, partial, pixels, first, second, per_chunk, shared=shared)
+    return da, db, _float(gradient, 0) if partial is None else partial.sum(0)
 
 
 def _separated(gradient: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -453,5 +483,5 @@ def _separated(gradient: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.
 
 
 @torch.library.register_fake("fp4deploy::separate", lib=LIBRARY)
-def _(gradient, inside, first):  # type: ignore[no-untyped-def]
-    return _separated(gradient, first)
+def _(gradient, inside, first, bias=False):  # type: ignore[no-untyped-def]
+    return *_separated(gradient, first), _float(gradient, gradient.shape[1] - first if bias else 0)

@@ -4,7 +4,7 @@
 |---|---|---|
 | `group_norm_relu_damax` | `group_norm_relu` | relu(a x + b), computed again |
 | `pool_damax` | `pool` | the 2x2 maximum, found again |
-| `concat_damax` | `concat` | its inputs |
+| `concat_damax` | `concat` | its inputs, the second with its bias |
 
 `qat.operators.learned` has the definition. Each reads the two feature maps once, or nothing where the largest value
 does not exceed the amax: then no block saturates and the gradient is 0. The kernels are in `cuda/learned.cu`; sums are
@@ -22,7 +22,9 @@ from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
 
 LIBRARY.define("group_norm_relu_damax(Tensor x, Tensor dy, Tensor ab, Tensor amax, Tensor? largest) -> Tensor")
 LIBRARY.define("pool_damax(Tensor y, Tensor dpooled, Tensor amax, Tensor? largest) -> Tensor")
-LIBRARY.define("concat_damax(Tensor a, Tensor b, Tensor gradient, Tensor amax, Tensor? largest) -> Tensor")
+LIBRARY.define(
+    "concat_damax(Tensor a, Tensor b, Tensor gradient, Tensor amax, Tensor? largest, Tensor? bias=None) -> Tensor"
+)
 
 
 @torch.library.impl(LIBRARY, "group_norm_relu_damax", "CUDA")
@@ -45,23 +47,29 @@ def _pool_damax(
 
 @torch.library.impl(LIBRARY, "concat_damax", "CUDA")
 def _concat_damax(
-    a: torch.Tensor, b: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    gradient: torch.Tensor,
+    amax: torch.Tensor,
+    largest: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     n, _, h, w = gradient.shape
     gradient, b = (each.contiguous(memory_format=torch.channels_last) for each in (gradient, b))
-    sizes = (n * h * w, a.shape[1], b.shape[1])
-    return _gradient("joined", "PPPPPPqiiq", gradient, (a, b, gradient), sizes, 1, amax, largest)
+    maps, sizes = (a, b, gradient, bias), (n * h * w, a.shape[1], b.shape[1])
+    return _gradient("joined", "PPPPPPPqiiq", gradient, maps, sizes, 1, amax, largest, bias is not None)
 
 
 def _gradient(
     function: str,
     signature: str,
     gradient: torch.Tensor,
-    maps: tuple[torch.Tensor, ...],
+    maps: tuple[torch.Tensor | None, ...],
     sizes: tuple[int, ...],
     batch: int,
     amax: torch.Tensor,
     largest: torch.Tensor | None,
+    biased: bool = False,
 ) -> torch.Tensor:
     """Let a kernel of `learned.cu` sum over `maps` in chunks, and add the chunks.
 
@@ -70,7 +78,8 @@ def _gradient(
     channels = gradient.shape[1]
     chunks, per_chunk = chunks_of(gradient.numel() // channels // batch, channels, batch)
     partial = torch.empty((batch, chunks), dtype=torch.float32, device=gradient.device)
-    sums = kernel("learned.cu", function, signature, {"DTYPE": CUDA_TYPES[maps[0].dtype]}, gradient.device)
+    macros: dict[str, str | int] = {"DTYPE": CUDA_TYPES[gradient.dtype], **({"BIASED": 1} if biased else {})}
+    sums = kernel("learned.cu", function, signature, macros, gradient.device)
     sums.launch((chunks, batch), THREADS, *maps, amax, largest, partial, *sizes, per_chunk)
     return partial.sum() / (amax.reshape(()) * gradient.numel() ** 0.5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -155,8 +156,58 @@ def test_concatenation_and_its_gradient(amax: float | None) -> None:
         expected, inside = fake_quantize_nvfp4(expected, (1,), amax)
     assert torch.equal(out, expected)
     gradient = feature_map((2, 80, 5, 7), seed=2)
-    da, db = torch.ops.fp4deploy.separate(gradient, bits if amax is not None else None, 32)
+    da, db, _ = torch.ops.fp4deploy.separate(gradient, bits if amax is not None else None, 32)
     assert torch.equal(torch.cat([da, db], 1), gradient * inside)
+
+
+# N, channels of both parts, H, W.
+PARTS = [(2, 32, 48, 5, 7), (3, 64, 64, 64, 66), (1, 16, 16, 1, 1), (2, 1024, 1024, 3, 5), (1, 16, 240, 9, 11)]
+
+
+def with_bias(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return x + bias.to(x.dtype)[:, None, None]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("amax", [None, 2.0])
+def test_concatenation_with_a_bias(parts: tuple[int, ...], dtype: torch.dtype, amax: float | None) -> None:
+    """The bits of a bias that torch adds before, and the sums of the gradient in the same order each time."""
+    n, first, second, h, w = parts
+    a, b = feature_map((n, first, h, w), dtype), feature_map((n, second, h, w), dtype, 1)
+    bias, ab = vector(second, 2), vector(n * 2 * first, 3).view(n, 2, first)
+    scale, ops = None if amax is None else torch.tensor([amax], device="cuda"), torch.ops.fp4deploy
+    added = with_bias(b, bias)
+    poison()
+    found = (*ops.concat(a, b, scale, bias=bias), *ops.concat_again(a, ab, b, scale, bias))
+    poison()
+    wanted = (*ops.concat(a, added, scale), *ops.concat_again(a, ab, added, scale))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    gradient, bits = feature_map((n, first + second, h, w), dtype, 4), None if amax is None else found[1]
+    da, db, nothing = ops.separate(gradient, bits, first)
+    assert nothing.numel() == 0
+    sums = []
+    for _ in range(2):
+        poison()
+        *separated, dbias = ops.separate(gradient, bits, first, True)
+        assert torch.equal(separated[0], da)
+        assert torch.equal(separated[1], db)
+        assert relative(dbias, db.double().sum((0, 2, 3))) < 2e-6
+        sums.append(dbias)
+    assert torch.equal(*sums)
+    assert sums[0].shape == (second,)
+    assert sums[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bias_added_by_the_concatenation_has_the_bits_of_the_convolution(dtype: torch.dtype) -> None:
+    x, a, bias = feature_map((2, 64, 9, 11), dtype), feature_map((2, 32, 18, 22), dtype, 1), vector(48, 2)
+    weight = (feature_map((64, 48, 2, 2), torch.float32, 3) / 32).to(dtype)
+    with torch.backends.cudnn.flags(deterministic=True):
+        whole = F.conv_transpose2d(x, weight, bias.to(dtype), 2)
+        alone = F.conv_transpose2d(x, weight, None, 2)
+    out, _ = torch.ops.fp4deploy.concat(a, alone, None, bias=bias)
+    assert torch.equal(out, torch.cat([a, whole], 1))
 
 
 def test_weights_of_every_layout_in_one_launch() -> None:
@@ -188,6 +239,27 @@ def test_tracked_amax_skips_what_is_not_finite() -> None:
     assert torch.ops.fp4deploy.track_amax(x, None, tracked, 0.5, True)[0] == finite == tracked
     other = torch.tensor([99.0], device="cuda")
     assert torch.ops.fp4deploy.track_amax(x, other, None, 0.5, True)[0] == 99.0
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 5, 7), (2, 48, 64, 66), (1, 2032, 3, 3), (3, 64, 33, 35), (4, 80, 128, 160)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tracked_amax_of_a_sum_with_a_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, bias = feature_map(shape, dtype), vector(shape[1], 1)
+    bias[3], bias[5] = 4e4, float("nan")
+    x[0, 3, 2, 1], x[0, 4, 1, 1], x[-1, 6, 2, 2] = 6e4, float("inf"), float("nan")  # in FP16 the first overflows
+    added, ops = with_bias(x, bias), torch.ops.fp4deploy
+    finite = added[added.isfinite()].abs().max().float()
+    for given in (x, x.contiguous()):
+        tracked = torch.tensor(1.0, device="cuda")
+        poison()
+        assert ops.track_amax(given, None, tracked, 0.5, True, bias=bias)[0] == finite == tracked
+        assert ops.previous_amax(given, None, torch.tensor(0.0, device="cuda"), bias)[0] == finite
+        assert ops.previous_amax(given, None, torch.tensor(0.25, device="cuda"), bias)[0] == 0.25
+    for channel in (0, shape[1] - 1):  # of every channel its own bias
+        alone, bias = torch.zeros_like(x), torch.zeros_like(bias)
+        bias[channel] = 3.0
+        alone[-1, channel, -1, -1] = 4.0
+        assert ops.track_amax(alone, None, None, 0.0, True, bias=bias)[0] == 7.0
 
 
 # Tracked amax before, what a delayed step with an own maximum of 4 quantises with, the tracked amax after; decay 0.5.
@@ -251,6 +323,24 @@ def test_a_concatenation_moves_the_tracked_amax(shape: tuple[int, ...], dtype: t
         assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
         assert torch.equal(bits, expected_bits)
         assert tracked == max(finite, largest[0], torch.tensor(before / 2, device="cuda"))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 7), (3, 64, 66), (1, 1, 1)])
+def test_a_concatenation_with_a_bias_moves_the_tracked_amax(shape: tuple[int, ...]) -> None:
+    n, h, w = shape
+    a, b, bias = feature_map((n, 32, h, w)), feature_map((n, 48, h, w), seed=1), vector(48, 2)
+    b[:, 6], bias[6] = -1e4, 2e4  # the bias alone is larger than every sum
+    b[0, 5, 0, 0] = float("nan")
+    added, amax = with_bias(b, bias), torch.tensor([2.0], device="cuda")
+    for other, before in ((0.0, 0.0), (2e4, 1.0), (0.5, 1e5)):
+        largest, moved = torch.tensor([other], device="cuda"), []
+        for second, how in ((b, bias), (added, None)):
+            tracked = torch.tensor(before, device="cuda")
+            poison()
+            out, bits = torch.ops.fp4deploy.concat(a, second, amax, largest, tracked, 0.5, how)
+            moved.append((out.nan_to_num(7), bits, tracked))
+        assert all(torch.equal(one, two) for one, two in zip(*moved, strict=True))
+        assert moved[0][2] == max(1e4, other, before / 2)
 
 
 def amaxes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -331,6 +421,48 @@ def test_inputs_computed_again_give_the_bits_of_those_kept(recipe: str | None) -
             assert amaxes(kept) == amaxes(again)
             for (name, one), two in zip(kept.named_parameters(), again.parameters(), strict=True):
                 assert torch.equal(one.grad, two.grad), name
+
+
+class AddedBefore(FusedUNet):
+    """Torch adds the biases of the transposed convolutions."""
+
+    def _joined(self, upwards: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+        assert bias is not None
+        return super()._joined(with_bias(upwards, bias), None, *rest)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", RECOMPUTED)
+def test_biases_of_transposed_convolutions_have_the_bits_of_those_added_before(
+    recipe: str | None, recompute: bool
+) -> None:
+    """Logits, amaxes and every gradient but theirs."""
+    torch.manual_seed(0)
+    plain = build_unet(5, 0.25)
+    for up in plain.up:
+        torch.nn.init.normal_(up.bias)
+    plain = (prepare(plain, recipe) if recipe else plain).cuda().to(memory_format=torch.channels_last).train()
+    if recipe and "learned" in recipe:
+        calibrate_percentile(plain, [feature_map((2, 3, 64, 96), torch.float32, 9)], 99.0)
+    fused, before = (fuse_unet(copy.deepcopy(plain), recompute=recompute) for _ in range(2))
+    before.__class__ = AddedBefore
+    masks = torch.randint(0, 5, (2, 64, 96), device="cuda")
+    with torch.backends.cudnn.flags(deterministic=True):
+        for seed in range(3):
+            images = feature_map((2, 3, 64, 96), torch.float32, seed)
+            logits = []
+            for each in (fused, before):
+                each.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    logits.append(each(images))
+                (SegmentationLoss()(logits[-1], masks) * 1024).backward()
+            assert torch.equal(*logits)
+            assert amaxes(fused) == amaxes(before)
+            for (name, one), two in zip(fused.named_parameters(), before.parameters(), strict=True):
+                if name.startswith("up.") and name.endswith(".bias"):
+                    assert relative(one.grad, two.grad.double()) < 2e-3, name
+                else:
+                    assert torch.equal(one.grad, two.grad), name
 
 
 OTHER_RECIPES = ("nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat", "nvfp4_4o6_qat", "nvfp4_4o6_qat+delayed")

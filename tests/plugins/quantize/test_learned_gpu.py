@@ -43,14 +43,18 @@ def test_the_gradient_is_that_of_the_definition(shape: tuple[int, ...], amax: fl
     first, second = ab[..., None, None].unbind(1)
     normalized = torch.relu(first.double() * x.double() + second.double())
     poison()
+    bias = torch.randn(48, device="cuda", generator=torch.Generator("cuda").manual_seed(6))
+    added = b + bias.half()[:, None, None]
     pairs = (
         (ops.group_norm_relu_damax(x, dy, ab, scale, bound), expected(normalized, dy, amax)),
         (ops.pool_damax(x, dpooled, scale, bound), expected(F.max_pool2d(x, 2), dpooled, amax)),
         (ops.concat_damax(x, b, gradient, scale, None), expected(torch.cat([x, b], 1), gradient, amax)),
+        (ops.concat_damax(x, b, gradient, scale, None, bias), expected(torch.cat([x, added], 1), gradient, amax)),
     )
     for found, wanted in pairs:
         torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
     assert ops.pool_damax(x, dpooled, bound, scale) == 0
+    assert pairs[-1][0] == ops.concat_damax(x, added, gradient, scale, None)
 
 
 @pytest.mark.parametrize("name", ["encoder.1.conv2", "encoder.1.conv1", "decoder.1.conv1"])

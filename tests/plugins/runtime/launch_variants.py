@@ -145,18 +145,21 @@ def _images(quantize: bool) -> None:
     channels_last._pool(x, amax if quantize else None)
     for ab in (None, statistics[0]):
         channels_last._pool_backward(x, x, x[:, :, :2, :2], amax if quantize else None, ab)
-        channels_last._concat(x, x, amax if quantize else None, ab=ab)
+        for bias in (None, c):
+            channels_last._concat(x, x, amax if quantize else None, bias=bias, ab=ab)
     out, inside = channels_last._concat(x, x, amax if quantize else None, amax, amax, 0.9)
-    channels_last._separate(out, inside if quantize else None, 32)
-    channels_last._track_amax(x, None, amax, 0.9, True)
-    channels_last._previous_amax(x, amax, amax)
+    for bias in (None, c):
+        channels_last._separate(out, inside if quantize else None, 32, bias is not None)
+        channels_last._track_amax(x, None, amax, 0.9, True, bias=bias)
+        channels_last._previous_amax(x, amax, amax, bias)
 
 
 def _learned_amax() -> None:
     x = torch.zeros(2, 32, 4, 4, dtype=HALF).to(memory_format=torch.channels_last)
     learned._group_norm_relu_damax(x, x, torch.zeros(2, 2, 32), _amax(), None)
     learned._pool_damax(x, x[:, :, :2, :2], _amax(), None)
-    learned._concat_damax(x, x, torch.cat([x, x], 1), _amax(), None)
+    for bias in (None, torch.zeros(32)):
+        learned._concat_damax(x, x, torch.cat([x, x], 1), _amax(), None, bias)
 
 
 def _segmentation(classes: int, dtype: torch.dtype, layout: torch.memory_format) -> Callable[[], object]:

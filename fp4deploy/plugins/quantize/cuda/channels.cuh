@@ -99,6 +99,27 @@ struct Normalized {
     }
 };
 
+// x + bias of this thread's channels, where a convolution left out its bias. In T as the convolution adds it: two values of
+// T summed in float32 and rounded to T have the bits of one addition in T, since float32 has over twice the digits.
+template <typename T> struct Biased {
+    uint4 bias = {0x80008000u, 0x80008000u, 0x80008000u, 0x80008000u};  // -0, which changes nothing
+
+    __device__ __forceinline__ void set(const float* source) {  // 16-byte aligned
+        float values[VECTOR];
+        channels::load(source, values);
+        bias = narrowed<T>(values);
+    }
+    __device__ __forceinline__ void load(const T* source, float (&values)[VECTOR]) const {
+        using P = typename Pair<T>::type;
+        uint4 raw = *reinterpret_cast<const uint4*>(source);
+        P* pairs = reinterpret_cast<P*>(&raw);
+        const P* added = reinterpret_cast<const P*>(&bias);
+#pragma unroll
+        for (int i = 0; i < VECTOR / 2; ++i) pairs[i] = __hadd2(pairs[i], added[i]);
+        widen<T>(raw, values);
+    }
+};
+
 // The largest magnitude of the block of 16 in this lane and its neighbour.
 __device__ __forceinline__ float block_amax(const float (&values)[VECTOR]) {
     float amax = 0.f;

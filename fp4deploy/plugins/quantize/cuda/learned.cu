@@ -10,6 +10,10 @@
 // sum a block. x, y, a, b, gradients: DTYPE, channels_last; C a multiple of 16.
 #include "channels.cuh"
 
+#ifndef BIASED
+#define BIASED 0
+#endif
+
 using channels::VECTOR;
 using channels::Walk;
 
@@ -100,23 +104,31 @@ extern "C" __global__ void __launch_bounds__(256) pooled(
     write_sum(total, partial);
 }
 
-// v is [a, b], of `concat` in concat.cu; `largest` may be null.
+// v is [a, b], of `concat` in concat.cu, with BIASED [a, b + bias]; `largest` may be null.
 extern "C" __global__ void __launch_bounds__(256) joined(
-    const DTYPE* a, const DTYPE* b, const DTYPE* gradient, const float* amax, const float* largest, float* partial,
-    long long pixels, int CA, int CB, long long per_chunk) {
+    const DTYPE* a, const DTYPE* b, const DTYPE* gradient, const float* bias, const float* amax, const float* largest,
+    float* partial, long long pixels, int CA, int CB, long long per_chunk) {
     if (nothing_saturates(largest, amax)) return write_sum(0.f, partial);
     int C = CA + CB;
     Walk walk(pixels, C, per_chunk);
     bool first = walk.channel < CA;
     const DTYPE* source = first ? a + walk.channel : b + walk.channel - CA;
     int width = first ? CA : CB;
+#if BIASED
+    channels::Biased<DTYPE> biased;
+    if (!first && walk.active) biased.set(bias + walk.channel - CA);
+#endif
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
     float total = 0.f;
 #pragma unroll 2
     for (int trip = 0; trip < walk.trips; ++trip) {
         float v[VECTOR] = {}, g[VECTOR] = {};
         if (walk.has(trip)) {
+#if BIASED
+            biased.load(source + walk.pixel(trip) * width, v);
+#else
             channels::load(source + walk.pixel(trip) * width, v);
+#endif
             channels::load(gradient + walk.pixel(trip) * C + walk.channel, g);
         }
         total += sum_of(v, g, scale);

@@ -5,17 +5,31 @@
 //   0.
 // previous_amax: amax[0] becomes *tracked; if that is 0, the largest finite |x|, at least *other. Only then x is
 //   read; the decision is made on the device, so the host does not synchronise.
+// With BIASED x is the output of a convolution whose bias is still to be added: x + bias, rounded to DTYPE, counts.
 // cell and counter are scratch, zero before and after.
-// Launch: block 256, any grid; x: DTYPE [count], count a multiple of 8, 16-byte aligned.
+// Launch: block 256, any grid; x: DTYPE [count], count a multiple of 8, 16-byte aligned. With BIASED x is channels_last,
+// bias: float32 [C], and 8 times the threads of the grid are a multiple of C, so that a thread keeps its eight channels.
 #include "channels.cuh"
 
-__device__ __forceinline__ void find_largest(const DTYPE* x, long long count, int* cell) {
+#ifndef BIASED
+#define BIASED 0
+#endif
+
+__device__ __forceinline__ void find_largest(const DTYPE* x, long long count, const float* bias, int C, int* cell) {
     float largest = 0.f;
     long long stride = (long long)gridDim.x * blockDim.x * channels::VECTOR;
+#if BIASED
+    channels::Biased<DTYPE> biased;
+    biased.set(bias + (blockIdx.x * blockDim.x + threadIdx.x) % (C / channels::VECTOR) * channels::VECTOR);
+#endif
 #pragma unroll 4
     for (long long at = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * channels::VECTOR; at < count; at += stride) {
         float v[channels::VECTOR];
+#if BIASED
+        biased.load(x + at, v);
+#else
         channels::load(x + at, v);
+#endif
 #pragma unroll
         for (int i = 0; i < channels::VECTOR; ++i) {
             float magnitude = fabsf(v[i]);
@@ -29,9 +43,9 @@ __device__ __forceinline__ void find_largest(const DTYPE* x, long long count, in
 }
 
 extern "C" __global__ void __launch_bounds__(256) track_amax(
-    const DTYPE* x, long long count, const float* other, float* tracked, float* amax, int* cell, unsigned* counter,
-    float decay, int delayed) {
-    find_largest(x, count, cell);
+    const DTYPE* x, long long count, const float* bias, int C, const float* other, float* tracked, float* amax, int* cell,
+    unsigned* counter, float decay, int delayed) {
+    find_largest(x, count, bias, C, cell);
     // The last block to count itself finishes. atomicInc wraps to 0, so the counter is ready for the next launch.
     if (threadIdx.x == 0) {
         __threadfence();  // this block's maximum is visible before its count
@@ -41,15 +55,15 @@ extern "C" __global__ void __launch_bounds__(256) track_amax(
 }
 
 extern "C" __global__ void __launch_bounds__(256) previous_amax(
-    const DTYPE* x, long long count, const float* other, const float* tracked, float* amax, int* cell,
-    unsigned* counter) {
+    const DTYPE* x, long long count, const float* bias, int C, const float* other, const float* tracked, float* amax,
+    int* cell, unsigned* counter) {
     // The usual case: there is a running amax, and x is not read.
     const float previous = *tracked;
     if (previous > 0.f) {
         if (blockIdx.x == 0 && threadIdx.x == 0) *amax = previous;
         return;
     }
-    find_largest(x, count, cell);
+    find_largest(x, count, bias, C, cell);
     if (threadIdx.x == 0) {
         __threadfence();
         if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1) {
