@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from fp4deploy.formats import fake_quantize_nvfp4
 from fp4deploy.models import build_unet
 from fp4deploy.qat import QuantSpec, calibrate_percentile, prepare, quantized_layers, recipes
-from fp4deploy.qat.fused_unet import FusedUNet, fuse_unet, has_kernels
+from fp4deploy.qat.fused_unet import KEPT_CONCATENATIONS, FusedUNet, fuse_unet, has_kernels
 from fp4deploy.qat.operators.learned import fake_quantize_learned
 from fp4deploy.qat.operators.recompute import Call, Recomputed, recomputing
 
@@ -355,7 +355,7 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_no_input_of_a_convolution_but_images_and_pooled_ones_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_inputs_of_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, pack = [], Recomputed.pack
 
     def watched(self: Recomputed, x: torch.Tensor) -> torch.Tensor | Call:
@@ -373,13 +373,15 @@ def test_no_input_of_a_convolution_but_images_and_pooled_ones_is_kept(monkeypatc
     again = {x.data_ptr(): x.numel() for x, packed in maps if isinstance(packed, Call)}
     levels = [2 * 32 * 32 * 16 / 2**level for level in range(5)]
     images, pooled = 2 * 32 * 32 * 3, sum(levels[:4]) / 4
-    convolutions = 2 * sum(levels) + 2 * sum(levels[:4]) + sum(levels[:4])  # the last are the transposed ones'
-    assert sum(values.values()) == convolutions + images + pooled
-    # skip connections and concatenations; the input of a convolution behind a norm is never saved
-    assert sum(again.values()) == 3 * sum(levels[:4])
+    convolutions, transposed = 2 * sum(levels) + 2 * sum(levels[:4]), sum(levels[: 4 - KEPT_CONCATENATIONS])
+    concatenations = [2 * level for level in levels[:4]]
+    joined, joined_again = sum(concatenations[-KEPT_CONCATENATIONS:]), sum(concatenations[:-KEPT_CONCATENATIONS])
+    assert sum(values.values()) == convolutions + transposed + images + pooled + joined
+    # and skip connections; the input of a convolution behind a norm is never saved
+    assert sum(again.values()) == sum(levels[:4]) + joined_again
 
 
-def test_no_mask_of_clipped_elements_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_clipped_elements_are_kept_where_concatenations_are(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, pack = [], Recomputed.pack
 
     def watched(self: Recomputed, x: torch.Tensor) -> torch.Tensor | Call:
@@ -392,8 +394,7 @@ def test_no_mask_of_clipped_elements_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     with recomputing():
         model._fused(torch.randn(2, 3, 32, 32).to(**layout))
     masks = [packed for dtype, packed in kept if dtype == torch.bool]
-    assert len(masks) == 4
-    assert all(isinstance(packed, Call) for packed in masks)
+    assert [isinstance(packed, Call) for packed in masks] == [False] * KEPT_CONCATENATIONS + [True, True]
 
 
 WITH_KERNELS = ("nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_qat_2d", "nvfp4_4o6_qat", "nvfp4_4o6_weight_qat")
