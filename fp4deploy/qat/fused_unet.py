@@ -391,7 +391,7 @@ class _Concat(torch.autograd.Function):
             again, (x, ab) = _ConcatAgain(masks, spec), source
             computed_by(out, again.values, x, b, bias, amax, ab)
             if masks and in_range is not None:
-                computed_by(in_range, again.in_range, x, b, bias, amax, ab)
+                computed_by(in_range, again.in_range)
         inputs = (a, b, bias, amax) if ctx.needs_input_grad[3] else ()
         ctx.save_for_backward(in_range if masks else None, *inputs)
         ctx.first = a.shape[1]
@@ -610,18 +610,13 @@ class _ConcatAgain:
         self._in_range = in_range if self._masks else None
         return joined
 
-    def in_range(
-        self,
-        x: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        amax: torch.Tensor | None,
-        ab: torch.Tensor,
-    ) -> torch.Tensor:
-        """The mask of elements that were not clipped."""
-        if self._in_range is None:  # the weight has no gradient, or this is a second backward
-            self.values(x, b, bias, amax, ab)
-        found, self._in_range = cast(torch.Tensor, self._in_range), None
+    def in_range(self) -> torch.Tensor:
+        """The mask of elements that were not clipped.
+
+        It takes no arguments: they would live until the gradients of both inputs have been written.
+        """
+        found, self._in_range = self._in_range, None
+        assert found is not None, "the convolution that reads the concatenation has its gradient first"
         return found
 
 

@@ -17,6 +17,7 @@
 namespace channels {
 
 constexpr int VECTOR = 8;
+constexpr int BATCH = 4;  // pixels of a thread whose loads are on their way at once
 
 __device__ __forceinline__ float2 widen(__half2 pair) { return __half22float2(pair); }
 __device__ __forceinline__ float2 widen(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
@@ -61,6 +62,13 @@ template <typename T> __device__ __forceinline__ void store(T* target, const flo
     *reinterpret_cast<uint4*>(target) = narrowed<T>(values);
 }
 
+// Zeros where there is no pixel. Without a branch, so that several loads are on their way before the first is needed.
+template <typename T> __device__ __forceinline__ uint4 load_if(const T* source, bool has) {
+    uint4 raw = {0u, 0u, 0u, 0u};
+    if (has) raw = *reinterpret_cast<const uint4*>(source);
+    return raw;
+}
+
 // The channels of this thread, and its pixels in the chunk.
 struct Walk {
     int channel;    // first of the eight
@@ -68,6 +76,7 @@ struct Walk {
     int rows;
     long long first, last;  // pixels of the chunk
     int trips;      // the same in all threads of the block, because shuffles need all lanes
+    int own;        // those in which this thread has a pixel, the first ones
     bool active;
 
     __device__ Walk(long long pixels, int channels_, long long per_chunk) {
@@ -75,13 +84,41 @@ struct Walk {
         rows = blockDim.x / lanes;
         row = threadIdx.x / lanes;
         channel = (threadIdx.x % lanes) * VECTOR;
+        divide(pixels, per_chunk);
+    }
+    // Of two maps whose channels follow each other: the threads of the first come before those of the second, so that no
+    // warp but one does the work of both.
+    __device__ Walk(long long pixels, int first_channels, int second_channels, long long per_chunk) {
+        const int lanes = first_channels / VECTOR, others = second_channels / VECTOR;
+        rows = blockDim.x / (lanes + others);
+        const int thread = threadIdx.x < rows * lanes ? threadIdx.x : threadIdx.x - rows * lanes;
+        const bool second = threadIdx.x >= rows * lanes;
+        row = thread / (second ? others : lanes);
+        channel = second ? first_channels + thread % others * VECTOR : thread % lanes * VECTOR;
+        divide(pixels, per_chunk);
+    }
+    __device__ void divide(long long pixels, long long per_chunk) {
         active = row < rows;
         first = (long long)blockIdx.x * per_chunk;
         last = min(first + per_chunk, pixels);
-        trips = (int)((last - first + rows - 1) / rows);
+        const int count = (int)(last - first);
+        trips = (count + rows - 1) / rows;
+        own = active && row < count ? (count - row + rows - 1) / rows : 0;
     }
     __device__ long long pixel(int trip) const { return first + (long long)trip * rows + row; }
-    __device__ bool has(int trip) const { return active && pixel(trip) < last; }
+    __device__ bool has(int trip) const { return trip < own; }
+};
+
+// Eight channels of one pixel after the other, as a thread walks over a map.
+template <typename T> struct Stream {
+    T* at;     // in the current pixel
+    int step;  // to the next, at most 8 blockDim.x
+
+    // channel: of the map, which has `width` of them.
+    __device__ Stream(T* map, const Walk& walk, int width, int channel)
+        : at(map + (walk.first + walk.row) * width + channel), step(walk.rows * width) {}
+    __device__ T* ahead(int trips) const { return at + trips * step; }
+    __device__ void advance(int trips) { at += trips * step; }
 };
 
 // relu(scale x + shift) of this thread's channels in the batch item blockIdx.y: what a GroupNorm with ReLU gives.
@@ -95,7 +132,8 @@ struct Normalized {
     // Rounded to T, as if it had been written.
     template <typename T> __device__ __forceinline__ void apply(float (&x)[VECTOR]) const {
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) x[i] = float(T(fp4::nan_max(__fmaf_rn(scale[i], x[i], shift[i]), 0.f)));
+        for (int i = 0; i < VECTOR; ++i) x[i] = fp4::nan_max(__fmaf_rn(scale[i], x[i], shift[i]), 0.f);
+        widen<T>(narrowed<T>(x), x);
     }
 };
 
@@ -109,14 +147,13 @@ template <typename T> struct Biased {
         channels::load(source, values);
         bias = narrowed<T>(values);
     }
-    __device__ __forceinline__ void load(const T* source, float (&values)[VECTOR]) const {
+    __device__ __forceinline__ void widen(uint4 raw, float (&values)[VECTOR]) const {
         using P = typename Pair<T>::type;
-        uint4 raw = *reinterpret_cast<const uint4*>(source);
         P* pairs = reinterpret_cast<P*>(&raw);
         const P* added = reinterpret_cast<const P*>(&bias);
 #pragma unroll
         for (int i = 0; i < VECTOR / 2; ++i) pairs[i] = __hadd2(pairs[i], added[i]);
-        widen<T>(raw, values);
+        channels::widen<T>(raw, values);
     }
 };
 

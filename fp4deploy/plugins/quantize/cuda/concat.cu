@@ -24,6 +24,8 @@
 #define BIASED 0
 #endif
 
+using channels::BATCH;
+using channels::Stream;
 using channels::VECTOR;
 using channels::Walk;
 
@@ -31,13 +33,14 @@ extern "C" __global__ void __launch_bounds__(256) concat(
     const DTYPE* a, const DTYPE* b, const float* ab, const float* bias, const float* amax, DTYPE* out,
     unsigned char* in_range, const float* other, float* tracked, int* cell, unsigned* counter, float decay,
     long long pixels, int CA, int CB, long long per_chunk) {
-    int C = CA + CB;
-    Walk walk(pixels, C, per_chunk);
+    const int C = CA + CB;
+    const Walk walk(pixels, CA, CB, per_chunk);
     const long long before = blockIdx.y * pixels;  // of other items
     // A thread has the same channels in all its pixels, so it reads one input only.
-    bool first = walk.channel < CA;
-    const DTYPE* source = first ? a + walk.channel : b + walk.channel - CA;
-    int width = first ? CA : CB;
+    const bool first = walk.channel < CA;
+    const int width = first ? CA : CB;
+    Stream<const DTYPE> in((first ? a : b) + before * width, walk, width, first ? walk.channel : walk.channel - CA);
+    Stream<DTYPE> to(out + before * C, walk, C, walk.channel);
 #if NORMALIZED
     channels::Normalized normalized;
     if (first && walk.active) normalized.load(ab, CA, walk.channel);
@@ -50,36 +53,48 @@ extern "C" __global__ void __launch_bounds__(256) concat(
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
     const bool measures = tracked && !first;
     float largest = 0.f;
+    Stream<unsigned char> mask(in_range + before * (C / VECTOR), walk, C / VECTOR, walk.channel / VECTOR);
 #endif
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        bool has = walk.has(trip);
-        const long long pixel = before + walk.pixel(trip);
-        float v[VECTOR] = {};
+    for (int trip = 0; trip < walk.trips; trip += BATCH) {
+        uint4 raw[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) raw[k] = channels::load_if(in.ahead(k), walk.has(trip + k));
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            if (trip + k >= walk.trips) break;
+            const bool has = walk.has(trip + k);
+            float v[VECTOR];
 #if BIASED
-        if (has) biased.load(source + pixel * width, v);
+            biased.widen(raw[k], v);
 #else
-        if (has) channels::load(source + pixel * width, v);
+            channels::widen<DTYPE>(raw[k], v);
 #endif
 #if NORMALIZED
-        if (first) normalized.apply<DTYPE>(v);
+            if (first) normalized.apply<DTYPE>(v);
 #endif
 #if QUANTIZE
-        if (measures) {
+            if (measures && has) {
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) largest = fmaxf(largest, fabsf(v[i]) < INFINITY ? fabsf(v[i]) : 0.f);
-        }
-        // Threads without a pixel have zeros; they take part because `block_amax` shuffles.
-        fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
-        unsigned bits = 0;
+                for (int i = 0; i < VECTOR; ++i) largest = fmaxf(largest, fabsf(v[i]) < INFINITY ? fabsf(v[i]) : 0.f);
+            }
+            // Threads without a pixel take part because `block_amax` shuffles.
+            const fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
+            unsigned bits = 0;
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            bits |= (fabsf(v[i]) * block.encode <= 6.f ? 1u : 0u) << i;
-            v[i] = fp4::fake_quantize(v[i], block);
-        }
-        if (has && in_range) in_range[(pixel * C + walk.channel) / VECTOR] = (unsigned char)bits;
+            for (int i = 0; i < VECTOR; ++i) {
+                const float u = v[i] * block.encode;
+                bits |= (fabsf(u) <= 6.f ? 1u : 0u) << i;
+                v[i] = block.step * fp4::round_e2m1(u);
+            }
+            if (has && in_range) *mask.ahead(k) = (unsigned char)bits;
 #endif
-        if (has) channels::store(out + pixel * C + walk.channel, v);
+            if (has) channels::store(to.ahead(k), v);
+        }
+        in.advance(BATCH);
+        to.advance(BATCH);
+#if QUANTIZE
+        mask.advance(BATCH);
+#endif
     }
 #if QUANTIZE
     if (!tracked) return;
@@ -98,30 +113,41 @@ extern "C" __global__ void __launch_bounds__(256) concat(
 extern "C" __global__ void __launch_bounds__(256) separate(
     const DTYPE* gradient, const unsigned char* in_range, DTYPE* da, DTYPE* db, float* partial, long long pixels, int CA,
     int CB, long long per_chunk) {
-    int C = CA + CB;
-    Walk walk(pixels, C, per_chunk);
-    bool first = walk.channel < CA;
-    DTYPE* target = first ? da + walk.channel : db + walk.channel - CA;
-    int width = first ? CA : CB;
+    const int C = CA + CB;
+    const Walk walk(pixels, CA, CB, per_chunk);
+    const bool first = walk.channel < CA;
+    const int width = first ? CA : CB;
+    Stream<const DTYPE> in(gradient, walk, C, walk.channel);
+    Stream<DTYPE> to(first ? da : db, walk, width, first ? walk.channel : walk.channel - CA);
+    Stream<const unsigned char> mask(in_range, walk, C / VECTOR, walk.channel / VECTOR);
 #if BIASED
     float sum[VECTOR] = {};
 #endif
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        if (!walk.has(trip)) continue;
-        float g[VECTOR];
-        channels::load(gradient + walk.pixel(trip) * C + walk.channel, g);
-        if (in_range) {
-            unsigned bits = in_range[(walk.pixel(trip) * C + walk.channel) / VECTOR];
+    for (int trip = 0; trip < walk.trips; trip += BATCH) {
+        uint4 raw[BATCH];
+        unsigned bits[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            raw[k] = channels::load_if(in.ahead(k), walk.has(trip + k));
+            bits[k] = in_range && walk.has(trip + k) ? *mask.ahead(k) : 0xFFu;
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            if (!walk.has(trip + k)) break;
+            float g[VECTOR];
+            channels::widen<DTYPE>(raw[k], g);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i)
-                if (!(bits >> i & 1)) g[i] = 0.f;
-        }
-        channels::store(target + walk.pixel(trip) * width, g);
+                if (!(bits[k] >> i & 1)) g[i] = 0.f;
+            channels::store(to.ahead(k), g);
 #if BIASED
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum[i] += g[i];
+            for (int i = 0; i < VECTOR; ++i) sum[i] += g[i];
 #endif
+        }
+        in.advance(BATCH);
+        to.advance(BATCH);
+        mask.advance(BATCH);
     }
 #if BIASED
     extern __shared__ float shared[];

@@ -23,8 +23,12 @@
 #define AGAIN 0
 #endif
 
+using channels::BATCH;
+using channels::Stream;
 using channels::VECTOR;
 using channels::Walk;
+
+constexpr int PAIR = 2;  // as BATCH, where a pixel is read from two maps
 
 // partial [N, chunks, 4, C]: sum of x - k, sum of (x - k)^2, max, min.
 extern "C" __global__ void __launch_bounds__(256) moments(
@@ -40,18 +44,24 @@ extern "C" __global__ void __launch_bounds__(256) moments(
         high[i] = -INFINITY;
         low[i] = INFINITY;
     }
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        if (!walk.has(trip)) continue;
-        float v[VECTOR];
-        channels::load(item + walk.pixel(trip) * C, v);
+    Stream<const DTYPE> in(x + (long long)blockIdx.y * pixels * C, walk, C, walk.channel);
+    for (int trip = 0; trip < walk.own; trip += BATCH, in.advance(BATCH)) {
+        uint4 raw[BATCH];
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            float d = v[i] - k[i];
-            sum[i] += d;
-            square[i] = __fmaf_rn(d, d, square[i]);
-            high[i] = fmaxf(high[i], v[i]);
-            low[i] = fminf(low[i], v[i]);
+        for (int at = 0; at < BATCH; ++at) raw[at] = channels::load_if(in.ahead(at), walk.has(trip + at));
+#pragma unroll
+        for (int at = 0; at < BATCH; ++at) {
+            if (!walk.has(trip + at)) break;
+            float v[VECTOR];
+            channels::widen<DTYPE>(raw[at], v);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) {
+                float d = v[i] - k[i];
+                sum[i] += d;
+                square[i] = __fmaf_rn(d, d, square[i]);
+                high[i] = fmaxf(high[i], v[i]);
+                low[i] = fminf(low[i], v[i]);
+            }
         }
     }
     float* out = partial + ((long long)blockIdx.y * gridDim.x + blockIdx.x) * 4 * C;
@@ -181,7 +191,9 @@ extern "C" __global__ void __launch_bounds__(256) combine(
 extern "C" __global__ void __launch_bounds__(256) apply(
     const DTYPE* x, const float* ab, const float* amax, DTYPE* y, long long pixels, int C, long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
-    long long item = (long long)blockIdx.y * pixels * C + walk.channel;
+    const long long item = (long long)blockIdx.y * pixels * C;
+    Stream<const DTYPE> in(x + item, walk, C, walk.channel);
+    Stream<DTYPE> to(y + item, walk, C, walk.channel);
     float a[VECTOR], b[VECTOR];
     if (walk.active) {
         channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
@@ -190,19 +202,24 @@ extern "C" __global__ void __launch_bounds__(256) apply(
 #if QUANTIZE
     const fp4::GlobalScale scale = fp4::global_scale(*amax);
 #endif
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        bool has = walk.has(trip);
-        float v[VECTOR] = {};
-        if (has) channels::load(x + item + walk.pixel(trip) * C, v);
+    for (int trip = 0; trip < walk.trips; trip += BATCH, in.advance(BATCH), to.advance(BATCH)) {
+        uint4 raw[BATCH];
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f);
+        for (int at = 0; at < BATCH; ++at) raw[at] = channels::load_if(in.ahead(at), walk.has(trip + at));
+#pragma unroll
+        for (int at = 0; at < BATCH; ++at) {
+            if (trip + at >= walk.trips) break;
+            float v[VECTOR];
+            channels::widen<DTYPE>(raw[at], v);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) v[i] = fp4::nan_max(__fmaf_rn(a[i], v[i], b[i]), 0.f);
 #if QUANTIZE
-        fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
+            fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) v[i] = fp4::fake_quantize(v[i], block);
+            for (int i = 0; i < VECTOR; ++i) v[i] = fp4::fake_quantize(v[i], block);
 #endif
-        if (has) channels::store(y + item + walk.pixel(trip) * C, v);
+            if (walk.has(trip + at)) channels::store(to.ahead(at), v);
+        }
     }
 }
 
@@ -226,13 +243,44 @@ __device__ __forceinline__ void pass_gradient(
 #endif
 }
 
+// What the backward reads: x, dy and, of what another kernel quantised, the in-range mask.
+struct Gradients {
+    Stream<const DTYPE> x, dy;
+    Stream<const unsigned char> in_range;
+    uint4 values[PAIR], gradients[PAIR];
+    unsigned bits[PAIR];
+
+    __device__ Gradients(const DTYPE* x_, const DTYPE* dy_, const unsigned char* in_range_, const Walk& walk, int C)
+        : x(x_, walk, C, walk.channel), dy(dy_, walk, C, walk.channel),
+          in_range(in_range_, walk, C / VECTOR, walk.channel / VECTOR) {}
+    __device__ __forceinline__ void fetch(const Walk& walk, int trip, bool masked) {
+#pragma unroll
+        for (int at = 0; at < PAIR; ++at) {
+            const bool has = walk.has(trip + at);
+            values[at] = channels::load_if(x.ahead(at), has);
+            gradients[at] = channels::load_if(dy.ahead(at), has);
+            bits[at] = masked && has ? *in_range.ahead(at) : 0xFFu;
+        }
+    }
+    __device__ __forceinline__ void widen(int at, float (&v)[VECTOR], float (&g)[VECTOR]) const {
+        channels::widen<DTYPE>(values[at], v);
+        channels::widen<DTYPE>(gradients[at], g);
+    }
+    __device__ __forceinline__ void advance() {
+        x.advance(PAIR);
+        dy.advance(PAIR);
+        in_range.advance(PAIR);
+    }
+};
+
 // partial [N, chunks, 2, C]: sums of dy and of dy * xhat over the pixels where the gradient passes.
 extern "C" __global__ void __launch_bounds__(256) sums(
     const DTYPE* x, const DTYPE* dy, const float* ab, const float* mean_rstd, const float* bias, const float* amax,
     const unsigned char* in_range, float* partial, long long pixels, int C, int groups, long long per_chunk) {
     extern __shared__ float shared[];
     Walk walk(pixels, C, per_chunk);
-    long long item = (long long)blockIdx.y * pixels * C + walk.channel;
+    const long long item = (long long)blockIdx.y * pixels * C;
+    Gradients in(x + item, dy + item, in_range + item / VECTOR, walk, C);
     float a[VECTOR], b[VECTOR], rstd[VECTOR], offset[VECTOR], one[VECTOR], two[VECTOR];
     if (walk.active) {
         channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
@@ -252,20 +300,19 @@ extern "C" __global__ void __launch_bounds__(256) sums(
 #else
     const fp4::GlobalScale scale{};
 #endif
-#pragma unroll 2
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        float v[VECTOR] = {}, g[VECTOR] = {};
-        unsigned bits = 0xFFu;
-        if (walk.has(trip)) {
-            channels::load(x + item + walk.pixel(trip) * C, v);
-            channels::load(dy + item + walk.pixel(trip) * C, g);
-            if (!QUANTIZE && in_range) bits = in_range[(item + walk.pixel(trip) * C) / VECTOR];
-        }
-        pass_gradient(v, g, a, b, scale, bits);
+    for (int trip = 0; trip < walk.trips; trip += PAIR, in.advance()) {
+        in.fetch(walk, trip, !QUANTIZE && in_range);
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            one[i] += g[i];
-            two[i] = __fmaf_rn(g[i], __fmaf_rn(v[i], rstd[i], offset[i]), two[i]);
+        for (int at = 0; at < PAIR; ++at) {
+            if (trip + at >= walk.trips) break;
+            float v[VECTOR], g[VECTOR];
+            in.widen(at, v, g);
+            pass_gradient(v, g, a, b, scale, in.bits[at]);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) {
+                one[i] += g[i];
+                two[i] = __fmaf_rn(g[i], __fmaf_rn(v[i], rstd[i], offset[i]), two[i]);
+            }
         }
     }
     float* out = partial + ((long long)blockIdx.y * gridDim.x + blockIdx.x) * 2 * C;
@@ -351,7 +398,9 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
     const DTYPE* x, const DTYPE* dy, const float* ab, const float* pqr, const float* amax,
     const unsigned char* in_range, DTYPE* dx, DTYPE* again, long long pixels, int C, long long per_chunk) {
     Walk walk(pixels, C, per_chunk);
-    long long item = (long long)blockIdx.y * pixels * C + walk.channel;
+    const long long item = (long long)blockIdx.y * pixels * C;
+    Gradients in(x + item, dy + item, in_range + item / VECTOR, walk, C);
+    Stream<DTYPE> to(dx + item, walk, C, walk.channel), to_again(again + item, walk, C, walk.channel);
     float a[VECTOR], b[VECTOR], p[VECTOR], q[VECTOR], r[VECTOR];
     if (walk.active) {
         channels::load(ab + blockIdx.y * 2LL * C + walk.channel, a);
@@ -365,20 +414,22 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
 #else
     const fp4::GlobalScale scale{};
 #endif
-#pragma unroll 2
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        bool has = walk.has(trip);
-        float v[VECTOR] = {}, g[VECTOR] = {};
-        unsigned bits = 0xFFu;
-        if (has) {
-            channels::load(x + item + walk.pixel(trip) * C, v);
-            channels::load(dy + item + walk.pixel(trip) * C, g);
-            if (!QUANTIZE && in_range) bits = in_range[(item + walk.pixel(trip) * C) / VECTOR];
-        }
-        if (AGAIN) write_again(v, a, b, scale, has, again + item + walk.pixel(trip) * C);
-        pass_gradient(v, g, a, b, scale, bits);
+    for (int trip = 0; trip < walk.trips; trip += PAIR) {
+        in.fetch(walk, trip, !QUANTIZE && in_range);
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) g[i] = __fmaf_rn(p[i], g[i], __fmaf_rn(q[i], v[i], r[i]));
-        if (has) channels::store(dx + item + walk.pixel(trip) * C, g);
+        for (int at = 0; at < PAIR; ++at) {
+            if (trip + at >= walk.trips) break;
+            const bool has = walk.has(trip + at);
+            float v[VECTOR], g[VECTOR];
+            in.widen(at, v, g);
+            if (AGAIN) write_again(v, a, b, scale, has, to_again.ahead(at));
+            pass_gradient(v, g, a, b, scale, in.bits[at]);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) g[i] = __fmaf_rn(p[i], g[i], __fmaf_rn(q[i], v[i], r[i]));
+            if (has) channels::store(to.ahead(at), g);
+        }
+        in.advance();
+        to.advance(PAIR);
+        to_again.advance(PAIR);
     }
 }

@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(256) joined(
         float v[VECTOR] = {}, g[VECTOR] = {};
         if (walk.has(trip)) {
 #if BIASED
-            biased.load(source + walk.pixel(trip) * width, v);
+            biased.widen(*reinterpret_cast<const uint4*>(source + walk.pixel(trip) * width), v);
 #else
             channels::load(source + walk.pixel(trip) * width, v);
 #endif

@@ -17,6 +17,7 @@
 // the block has threads.
 #include "channels.cuh"
 
+using channels::BATCH;
 using channels::VECTOR;
 using channels::Walk;
 
@@ -29,16 +30,22 @@ extern "C" __global__ void __launch_bounds__(256) chunk_moments(
     const DTYPE* item = x + (long long)blockIdx.y * pixels * C;
     float k[VECTOR] = {}, sum[VECTOR] = {}, square[VECTOR] = {};
     if (walk.active) channels::load(item + walk.first * C + walk.channel, k);
-#pragma unroll 4
-    for (int trip = 0; trip < walk.trips; ++trip) {
-        if (!walk.has(trip)) continue;
-        float v[VECTOR];
-        channels::load(item + walk.pixel(trip) * C + walk.channel, v);
+    channels::Stream<const DTYPE> in(item, walk, C, walk.channel);
+    for (int trip = 0; trip < walk.own; trip += BATCH, in.advance(BATCH)) {
+        uint4 raw[BATCH];
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            const float d = v[i] - k[i];
-            sum[i] += d;
-            square[i] = __fmaf_rn(d, d, square[i]);
+        for (int at = 0; at < BATCH; ++at) raw[at] = channels::load_if(in.ahead(at), walk.has(trip + at));
+#pragma unroll
+        for (int at = 0; at < BATCH; ++at) {
+            if (!walk.has(trip + at)) break;
+            float v[VECTOR];
+            channels::widen<DTYPE>(raw[at], v);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) {
+                const float d = v[i] - k[i];
+                sum[i] += d;
+                square[i] = __fmaf_rn(d, d, square[i]);
+            }
         }
     }
     float* sums = shared;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void find_largest(const DTYPE* x, long long count, co
     for (long long at = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * channels::VECTOR; at < count; at += stride) {
         float v[channels::VECTOR];
 #if BIASED
-        biased.load(x + at, v);
+        biased.widen(*reinterpret_cast<const uint4*>(x + at), v);
 #else
         channels::load(x + at, v);
 #endif
