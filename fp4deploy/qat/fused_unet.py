@@ -388,10 +388,7 @@ class _Concat(torch.autograd.Function):
         out, in_range = _concatenated(found, spec, amax, clips)
         masks = clips and amax is not None
         if source is not None:
-            again, (x, ab) = _ConcatAgain(masks, spec), source
-            computed_by(out, again.values, x, b, bias, amax, ab)
-            if masks and in_range is not None:
-                computed_by(in_range, again.in_range)
+            computed_by(out, _concat_again, *source, b, bias, amax, spec, masks)
         inputs = (a, b, bias, amax) if ctx.needs_input_grad[3] else ()
         ctx.save_for_backward(in_range if masks else None, *inputs)
         ctx.first = a.shape[1]
@@ -410,7 +407,7 @@ class _Concat(torch.autograd.Function):
 
 
 def _concatenated(
-    found: tuple[torch.Tensor, torch.Tensor], spec: QuantSpec | None, amax: torch.Tensor | None, clips: bool
+    found: tuple[torch.Tensor, torch.Tensor | None], spec: QuantSpec | None, amax: torch.Tensor | None, clips: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the kernel of a concatenation returned, quantised by `spec` where it did not do that, with its mask."""
     if spec is None:
@@ -589,35 +586,18 @@ def _concat(
     return result
 
 
-class _ConcatAgain:
-    """Both results of one concatenation; the convolution's weight gradient needs one right before the other is read."""
-
-    def __init__(self, masks: bool, spec: QuantSpec | None) -> None:
-        self._masks, self._spec = masks, spec
-        self._in_range: torch.Tensor | None = None
-
-    def values(
-        self,
-        x: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        amax: torch.Tensor | None,
-        ab: torch.Tensor,
-    ) -> torch.Tensor:
-        """[relu(norm(x)), b + bias] as the layer reads it."""
-        found = ops.concat_again(x, ab, b, amax if self._spec is None else None, bias)
-        joined, in_range = _concatenated(found, self._spec, amax, self._masks)
-        self._in_range = in_range if self._masks else None
-        return joined
-
-    def in_range(self) -> torch.Tensor:
-        """The mask of elements that were not clipped.
-
-        It takes no arguments: they would live until the gradients of both inputs have been written.
-        """
-        found, self._in_range = self._in_range, None
-        assert found is not None, "the convolution that reads the concatenation has its gradient first"
-        return found
+def _concat_again(
+    x: torch.Tensor,
+    ab: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    spec: QuantSpec | None,
+    clips: bool,
+) -> torch.Tensor:
+    """[relu(a x + b), b + bias] as the layer reads it."""
+    joined: torch.Tensor = ops.concat_again(x, ab, b, amax if spec is None else None, bias)
+    return _concatenated((joined, None), spec, amax, clips)[0]
 
 
 def _cast(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -126,9 +126,9 @@ def concatenation(setting: Setting, outcome: Outcome) -> None:
     with emulated(setting, outcome):
         out, bits = channels_last._concat(a, b, amax)
         da, db, _ = channels_last._separate(gradient, bits, 32)
-        again = (*channels_last._concat(a, b, amax, ab=ab), channels_last._concat(a, b, None, ab=ab)[0])
+        again = [channels_last._concat_again(a, ab, b, scale) for scale in (amax, None)]
         written = _relu(a, ab).to(HALF)
-        wanted = (*channels_last._concat(written, b, amax), torch.cat([written, b], 1))
+        wanted = channels_last._concat(written, b, amax)[0], torch.cat([written, b], 1)
     for got, each in zip(again, wanted, strict=True):
         outcome.compare(got, each)
     expected, inside = formats.fake_quantize_nvfp4(torch.cat([a, b], 1).float(), (1,), amax[0])
@@ -152,11 +152,11 @@ def biased_concatenation(setting: Setting, outcome: Outcome) -> None:
         with emulated(setting, outcome):
             for scale in (amax, None):
                 found = (
-                    channels_last._concat(a, b, scale, bias=bias),
+                    *channels_last._concat(a, b, scale, bias=bias),
                     channels_last._concat_again(a, ab, b, scale, bias),
                 )
-                wanted = channels_last._concat(a, added, scale), channels_last._concat_again(a, ab, added, scale)
-                for got, each in zip(sum(found, ()), sum(wanted, ()), strict=True):
+                wanted = *channels_last._concat(a, added, scale), channels_last._concat_again(a, ab, added, scale)
+                for got, each in zip(found, wanted, strict=True):
                     outcome.compare(got, each)
             channels_last._concat(a, measured, amax, other, tracked, 0.5, bias)
             for bits in (channels_last._concat(a, b, amax)[1], None):

@@ -6,7 +6,7 @@
 | `group_norm_relu_again` | the same output from the coefficients of the first time | - |
 | `group_norm_relu_backward_` | - | the output again in place of x, and the gradient in place of dy |
 | `group_norm_relu_backward_clipped` | - | the same passes where another kernel quantised, with its in-range mask |
-| `concat_again`, `pool_backward_again` | the results of `concat` and `pool_backward` from what a GroupNorm read | - |
+| `concat_again`, `pool_backward_again` | what `concat` and `pool_backward` write, without a mask, from what a GroupNorm read | - |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
 | `concat` | bias of the second input + concatenation + fake quantisation | `separate` |
 | `separate` | - | split, zero where an element was clipped, and the gradient of the bias |
@@ -131,7 +131,7 @@ LIBRARY.define(
     "concat(Tensor a, Tensor b, Tensor? amax, Tensor? other=None, Tensor(a!)? tracked=None, float decay=0.0, "
     "Tensor? bias=None) -> (Tensor, Tensor)"
 )
-LIBRARY.define("concat_again(Tensor x, Tensor ab, Tensor b, Tensor? amax, Tensor? bias=None) -> (Tensor, Tensor)")
+LIBRARY.define("concat_again(Tensor x, Tensor ab, Tensor b, Tensor? amax, Tensor? bias=None) -> Tensor")
 LIBRARY.define("separate(Tensor gradient, Tensor? inside, int first, bool bias=False) -> (Tensor, Tensor, Tensor)")
 
 
@@ -419,7 +419,7 @@ def _concat(
     bias: torch.Tensor | None = None,
     ab: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, inside = _concat_outputs(a, b, amax is not None)
+    out, inside = _concat_outputs(a, b, amax is not None and ab is None)
     b = b.contiguous(memory_format=torch.channels_last)
     pixels, items = a.shape[0] * a.shape[2] * a.shape[3], 1
     if ab is not None:  # its coefficients are those of one item
@@ -449,13 +449,13 @@ def _(a, b, amax, other=None, tracked=None, decay=0.0, bias=None):  # type: igno
 @torch.library.impl(LIBRARY, "concat_again", "CUDA")
 def _concat_again(
     x: torch.Tensor, ab: torch.Tensor, b: torch.Tensor, amax: torch.Tensor | None, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _concat(x, b, amax, bias=bias, ab=ab)
+) -> torch.Tensor:
+    return _concat(x, b, amax, bias=bias, ab=ab)[0]
 
 
 @torch.library.register_fake("fp4deploy::concat_again", lib=LIBRARY)
 def _(x, ab, b, amax, bias=None):  # type: ignore[no-untyped-def]
-    return _concat_outputs(x, b, amax is not None)
+    return _concat_outputs(x, b, False)[0]
 
 
 @torch.library.impl(LIBRARY, "separate", "CUDA")

@@ -25,8 +25,14 @@ __device__ __forceinline__ void narrow(float2 pair, __half2& out) { out = __floa
 __device__ __forceinline__ void narrow(float2 pair, __nv_bfloat162& out) { out = __float22bfloat162_rn(pair); }
 
 template <typename T> struct Pair;
-template <> struct Pair<__half> { using type = __half2; };
-template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
+template <> struct Pair<__half> {
+    using type = __half2;
+    static constexpr unsigned INFINITE = 0x7C007C00u;
+};
+template <> struct Pair<__nv_bfloat16> {
+    using type = __nv_bfloat162;
+    static constexpr unsigned INFINITE = 0x7F807F80u;
+};
 
 template <typename T> __device__ __forceinline__ void widen(uint4 raw, float (&values)[VECTOR]) {
     using P = typename Pair<T>::type;
@@ -134,6 +140,23 @@ struct Normalized {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) x[i] = fp4::nan_max(__fmaf_rn(scale[i], x[i], shift[i]), 0.f);
         widen<T>(narrowed<T>(x), x);
+    }
+};
+
+// The largest and the smallest value of each of this thread's channels; NaN does not count.
+template <typename T> struct Range {
+    static constexpr unsigned TOP = Pair<T>::INFINITE, BOTTOM = TOP | 0x80008000u;
+    uint4 high = {BOTTOM, BOTTOM, BOTTOM, BOTTOM}, low = {TOP, TOP, TOP, TOP};
+
+    __device__ __forceinline__ void add(uint4 raw) {
+        using P = typename Pair<T>::type;
+        const P* values = reinterpret_cast<const P*>(&raw);
+        P *highest = reinterpret_cast<P*>(&high), *lowest = reinterpret_cast<P*>(&low);
+#pragma unroll
+        for (int i = 0; i < VECTOR / 2; ++i) {
+            highest[i] = __hmax2(highest[i], values[i]);
+            lowest[i] = __hmin2(lowest[i], values[i]);
+        }
     }
 };
 

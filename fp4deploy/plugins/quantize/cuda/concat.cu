@@ -79,14 +79,18 @@ extern "C" __global__ void __launch_bounds__(256) concat(
             }
             // Threads without a pixel take part because `block_amax` shuffles.
             const fp4::BlockScale block = fp4::block_scale(channels::block_amax(v), scale);
-            unsigned bits = 0;
+            float u[VECTOR];
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
-                const float u = v[i] * block.encode;
-                bits |= (fabsf(u) <= 6.f ? 1u : 0u) << i;
-                v[i] = block.step * fp4::round_e2m1(u);
+                u[i] = v[i] * block.encode;
+                v[i] = block.step * fp4::round_e2m1(u[i]);
             }
-            if (has && in_range) *mask.ahead(k) = (unsigned char)bits;
+            if (has && in_range) {
+                unsigned bits = 0;
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i) bits |= (fabsf(u[i]) <= 6.f ? 1u : 0u) << i;
+                *mask.ahead(k) = (unsigned char)bits;
+            }
 #endif
             if (has) channels::store(to.ahead(k), v);
         }

@@ -36,14 +36,11 @@ extern "C" __global__ void __launch_bounds__(256) moments(
     extern __shared__ float shared[];
     Walk walk(pixels, C, per_chunk);
     const DTYPE* item = x + (long long)blockIdx.y * pixels * C + walk.channel;
-    float k[VECTOR], sum[VECTOR], square[VECTOR], high[VECTOR], low[VECTOR];
+    float k[VECTOR], sum[VECTOR], square[VECTOR];
+    channels::Range<DTYPE> range;
     if (walk.active) channels::load(item, k);
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) {
-        sum[i] = square[i] = 0.f;
-        high[i] = -INFINITY;
-        low[i] = INFINITY;
-    }
+    for (int i = 0; i < VECTOR; ++i) sum[i] = square[i] = 0.f;
     Stream<const DTYPE> in(x + (long long)blockIdx.y * pixels * C, walk, C, walk.channel);
     for (int trip = 0; trip < walk.own; trip += BATCH, in.advance(BATCH)) {
         uint4 raw[BATCH];
@@ -52,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(256) moments(
 #pragma unroll
         for (int at = 0; at < BATCH; ++at) {
             if (!walk.has(trip + at)) break;
+            range.add(raw[at]);
             float v[VECTOR];
             channels::widen<DTYPE>(raw[at], v);
 #pragma unroll
@@ -59,11 +57,12 @@ extern "C" __global__ void __launch_bounds__(256) moments(
                 float d = v[i] - k[i];
                 sum[i] += d;
                 square[i] = __fmaf_rn(d, d, square[i]);
-                high[i] = fmaxf(high[i], v[i]);
-                low[i] = fminf(low[i], v[i]);
             }
         }
     }
+    float high[VECTOR], low[VECTOR];
+    channels::widen<DTYPE>(range.high, high);
+    channels::widen<DTYPE>(range.low, low);
     float* out = partial + ((long long)blockIdx.y * gridDim.x + blockIdx.x) * 4 * C;
 #pragma unroll
     for (int kind = 0; kind < 4; ++kind) {
@@ -223,25 +222,34 @@ extern "C" __global__ void __launch_bounds__(256) apply(
     }
 }
 
-// dy where the gradient passes: y > 0 and not clipped (straight-through estimator). y is recomputed; with QUANTIZE, so is
-// what is clipped, otherwise `bits` say it.
-__device__ __forceinline__ void pass_gradient(
-    const float (&x)[VECTOR], float (&dy)[VECTOR], const float (&a)[VECTOR], const float (&b)[VECTOR],
-    const fp4::GlobalScale& scale, unsigned bits) {
+// y of one pixel, computed again, and with QUANTIZE or AGAIN how its blocks are quantised.
+struct Output {
     float y[VECTOR];
+    fp4::BlockScale block;
+
+    __device__ __forceinline__ Output(
+        const float (&x)[VECTOR], const float (&a)[VECTOR], const float (&b)[VECTOR], const fp4::GlobalScale& scale) {
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) y[i] = fp4::nan_max(__fmaf_rn(a[i], x[i], b[i]), 0.f);
-#if QUANTIZE
-    float encode = fp4::block_scale(channels::block_amax(y), scale).encode;
+        for (int i = 0; i < VECTOR; ++i) y[i] = fp4::nan_max(__fmaf_rn(a[i], x[i], b[i]), 0.f);
+        if (QUANTIZE || AGAIN == 2) block = fp4::block_scale(channels::block_amax(y), scale);
+    }
+    // dy where the gradient passes: y > 0 and not clipped (straight-through estimator). What is clipped is found again with
+    // QUANTIZE, otherwise `bits` say it.
+    __device__ __forceinline__ void pass_gradient(float (&dy)[VECTOR], unsigned bits) const {
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-        if (!(y[i] > 0.f) || !(y[i] * encode <= 6.f)) dy[i] = 0.f;
-#else
+        for (int i = 0; i < VECTOR; ++i) {
+            const bool inside = QUANTIZE ? y[i] * block.encode <= 6.f : (bits >> i & 1) != 0;
+            if (!(y[i] > 0.f) || !inside) dy[i] = 0.f;
+        }
+    }
+    // As `apply` writes it.
+    __device__ __forceinline__ void write(DTYPE* to) const {
+        float out[VECTOR];
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-        if (!(y[i] > 0.f) || !(bits >> i & 1)) dy[i] = 0.f;
-#endif
-}
+        for (int i = 0; i < VECTOR; ++i) out[i] = AGAIN == 2 ? fp4::fake_quantize(y[i], block) : y[i];
+        channels::store(to, out);
+    }
+};
 
 // What the backward reads: x, dy and, of what another kernel quantised, the in-range mask.
 struct Gradients {
@@ -307,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(256) sums(
             if (trip + at >= walk.trips) break;
             float v[VECTOR], g[VECTOR];
             in.widen(at, v, g);
-            pass_gradient(v, g, a, b, scale, in.bits[at]);
+            Output(v, a, b, scale).pass_gradient(g, in.bits[at]);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
                 one[i] += g[i];
@@ -378,21 +386,6 @@ extern "C" __global__ void __launch_bounds__(256) parameters(const float* channe
     out[c] = total;
 }
 
-// y as `apply` writes it.
-__device__ __forceinline__ void write_again(
-    const float (&x)[VECTOR], const float (&a)[VECTOR], const float (&b)[VECTOR], const fp4::GlobalScale& scale, bool has,
-    DTYPE* to) {
-    float y[VECTOR];
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) y[i] = fp4::nan_max(__fmaf_rn(a[i], x[i], b[i]), 0.f);
-    if (AGAIN == 2) {
-        const fp4::BlockScale block = fp4::block_scale(channels::block_amax(y), scale);
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) y[i] = fp4::fake_quantize(y[i], block);
-    }
-    if (has) channels::store(to, y);
-}
-
 // dx = p dy + q x + r, with dy only where the gradient passes.
 extern "C" __global__ void __launch_bounds__(256) gradient(
     const DTYPE* x, const DTYPE* dy, const float* ab, const float* pqr, const float* amax,
@@ -422,8 +415,9 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
             const bool has = walk.has(trip + at);
             float v[VECTOR], g[VECTOR];
             in.widen(at, v, g);
-            if (AGAIN) write_again(v, a, b, scale, has, to_again.ahead(at));
-            pass_gradient(v, g, a, b, scale, in.bits[at]);
+            const Output output(v, a, b, scale);
+            if (AGAIN && has) output.write(to_again.ahead(at));
+            output.pass_gradient(g, in.bits[at]);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) g[i] = __fmaf_rn(p[i], g[i], __fmaf_rn(q[i], v[i], r[i]));
             if (has) channels::store(to.ahead(at), g);
