@@ -6,7 +6,7 @@
 | `group_norm_relu_again` | the same output from the coefficients of the first time | - |
 | `group_norm_relu_backward_` | - | the output again in place of x, and the gradient in place of dy |
 | `group_norm_relu_backward_clipped` | - | the same passes where another kernel quantised, with its in-range mask |
-| `concat_again`, `pool_backward_again` | what `concat` and `pool_backward` write, without a mask, from what a GroupNorm read | - |
+| `concat_again`, `pool_backward_again` | as `concat`, `pool_backward`, from what a GroupNorm read; no mask | - |
 | `pool` | 2x2 maximum + fake quantisation | added to the gradient of the skip connection |
 | `concat` | bias of the second input + concatenation + fake quantisation | `separate` |
 | `separate` | - | split, zero where an element was clipped, and the gradient of the bias |

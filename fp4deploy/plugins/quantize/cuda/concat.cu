@@ -24,10 +24,12 @@
 #define BIASED 0
 #endif
 
-using channels::BATCH;
 using channels::Stream;
 using channels::VECTOR;
 using channels::Walk;
+
+// A norm's coefficients take registers; with fewer pixels at once more warps have room.
+constexpr int BATCH = NORMALIZED ? 2 : channels::BATCH;
 
 extern "C" __global__ void __launch_bounds__(256) concat(
     const DTYPE* a, const DTYPE* b, const float* ab, const float* bias, const float* amax, DTYPE* out,

@@ -28,8 +28,6 @@ using channels::Stream;
 using channels::VECTOR;
 using channels::Walk;
 
-constexpr int PAIR = 2;  // as BATCH, where a pixel is read from two maps
-
 // partial [N, chunks, 4, C]: sum of x - k, sum of (x - k)^2, max, min.
 extern "C" __global__ void __launch_bounds__(256) moments(
     const DTYPE* x, float* partial, long long pixels, int C, long long per_chunk) {
@@ -255,15 +253,15 @@ struct Output {
 struct Gradients {
     Stream<const DTYPE> x, dy;
     Stream<const unsigned char> in_range;
-    uint4 values[PAIR], gradients[PAIR];
-    unsigned bits[PAIR];
+    uint4 values[BATCH], gradients[BATCH];
+    unsigned bits[BATCH];
 
     __device__ Gradients(const DTYPE* x_, const DTYPE* dy_, const unsigned char* in_range_, const Walk& walk, int C)
         : x(x_, walk, C, walk.channel), dy(dy_, walk, C, walk.channel),
           in_range(in_range_, walk, C / VECTOR, walk.channel / VECTOR) {}
     __device__ __forceinline__ void fetch(const Walk& walk, int trip, bool masked) {
 #pragma unroll
-        for (int at = 0; at < PAIR; ++at) {
+        for (int at = 0; at < BATCH; ++at) {
             const bool has = walk.has(trip + at);
             values[at] = channels::load_if(x.ahead(at), has);
             gradients[at] = channels::load_if(dy.ahead(at), has);
@@ -275,9 +273,9 @@ struct Gradients {
         channels::widen<DTYPE>(gradients[at], g);
     }
     __device__ __forceinline__ void advance() {
-        x.advance(PAIR);
-        dy.advance(PAIR);
-        in_range.advance(PAIR);
+        x.advance(BATCH);
+        dy.advance(BATCH);
+        in_range.advance(BATCH);
     }
 };
 
@@ -308,10 +306,10 @@ extern "C" __global__ void __launch_bounds__(256) sums(
 #else
     const fp4::GlobalScale scale{};
 #endif
-    for (int trip = 0; trip < walk.trips; trip += PAIR, in.advance()) {
+    for (int trip = 0; trip < walk.trips; trip += BATCH, in.advance()) {
         in.fetch(walk, trip, !QUANTIZE && in_range);
 #pragma unroll
-        for (int at = 0; at < PAIR; ++at) {
+        for (int at = 0; at < BATCH; ++at) {
             if (trip + at >= walk.trips) break;
             float v[VECTOR], g[VECTOR];
             in.widen(at, v, g);
@@ -407,10 +405,10 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
 #else
     const fp4::GlobalScale scale{};
 #endif
-    for (int trip = 0; trip < walk.trips; trip += PAIR) {
+    for (int trip = 0; trip < walk.trips; trip += BATCH) {
         in.fetch(walk, trip, !QUANTIZE && in_range);
 #pragma unroll
-        for (int at = 0; at < PAIR; ++at) {
+        for (int at = 0; at < BATCH; ++at) {
             if (trip + at >= walk.trips) break;
             const bool has = walk.has(trip + at);
             float v[VECTOR], g[VECTOR];
@@ -423,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(256) gradient(
             if (has) channels::store(to.ahead(at), g);
         }
         in.advance();
-        to.advance(PAIR);
-        to_again.advance(PAIR);
+        to.advance(BATCH);
+        to_again.advance(BATCH);
     }
 }

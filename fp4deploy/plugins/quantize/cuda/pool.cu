@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
     channels::Normalized normalized;
     if (walk.active) normalized.load(ab, C, walk.channel);
 #endif
-    const auto read = [&](long long at, float (&v)[VECTOR]) {
-        channels::load(y + at, v);
+    const auto widen = [&](uint4 raw, float (&v)[VECTOR]) {
+        channels::widen<DTYPE>(raw, v);
 #if NORMALIZED
         normalized.apply<DTYPE>(v);
 #endif
@@ -80,23 +80,28 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
 #endif
     for (int trip = 0; trip < walk.trips; ++trip) {
         bool has = walk.has(trip);
-        float best[VECTOR] = {}, g[VECTOR] = {};
+        float best[VECTOR], g[VECTOR];
         int from[VECTOR] = {};  // which of the four pixels was the maximum; found again instead of stored
         Corner corner(has ? walk.pixel(trip) : 0, W, C);
-        if (has) {
-            channels::load(in + walk.pixel(trip) * C, g);
-            read(item + corner.base, best);
+        uint4 taps[4], skips[4];  // all on their way before the first is needed
 #pragma unroll
-            for (int tap = 1; tap < 4; ++tap) {
-                float v[VECTOR];
-                read(item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below, v);
+        for (int tap = 0; tap < 4; ++tap) {
+            const long long at = item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below;
+            taps[tap] = channels::load_if(y + at, has);
+            skips[tap] = channels::load_if(dskip + at, has && dskip);
+        }
+        channels::widen<DTYPE>(channels::load_if(in + walk.pixel(trip) * C, has), g);
+        widen(taps[0], best);
 #pragma unroll
-                for (int i = 0; i < VECTOR; ++i)
-                    if (v[i] > best[i] || v[i] != v[i]) {
-                        best[i] = v[i];
-                        from[i] = tap;
-                    }
-            }
+        for (int tap = 1; tap < 4; ++tap) {
+            float v[VECTOR];
+            widen(taps[tap], v);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i)
+                if (v[i] > best[i] || v[i] != v[i]) {
+                    best[i] = v[i];
+                    from[i] = tap;
+                }
         }
 #if QUANTIZE
         // Straight-through estimator: no gradient where the pooled value was clipped.
@@ -109,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(256) pool_gradient(
 #pragma unroll
         for (int tap = 0; tap < 4; ++tap) {
             long long at = item + corner.base + (tap & 1) * corner.right + (tap >> 1) * corner.below;
-            float d[VECTOR] = {};
-            if (dskip) channels::load(dskip + at, d);
+            float d[VECTOR];
+            channels::widen<DTYPE>(skips[tap], d);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i)
                 if (from[i] == tap) d[i] += g[i];
