@@ -118,7 +118,7 @@ Case = tuple[str, Callable[[], nn.Module], str, torch.memory_format, str]
 def cases(scale: float) -> list[Case]:
     """Rows: name, how its model is made, whose loss, memory format, FP4DEPLOY_KERNELS.
 
-    The row that takes longest to compile stands last.
+    Rows that take longest stand last: a run that is cut off lacks them.
     """
 
     def plain(
@@ -140,26 +140,25 @@ def cases(scale: float) -> list[Case]:
 
     nhwc, nchw = torch.channels_last, torch.contiguous_format
     return [
-        ("fp16 unfused, NCHW", lambda: plain("fp16", False, layout=nchw), OURS, nchw, "on"),
-        ("fp16 compiled", lambda: compiled("default"), OURS, nhwc, "on"),
-        ("fp16 unfused", lambda: plain("fp16", False), OURS, nhwc, "on"),
         ("fp16 fused", lambda: plain("fp16", True), OURS, nhwc, "on"),
         ("fp16 fused, recomputed", lambda: plain("fp16", True, recompute=True), OURS, nhwc, "on"),
-        ("fp16 fused, torch's loss", lambda: plain("fp16", True), TORCH, nhwc, "on"),
-        ("fp16 fused, torch's loss compiled", lambda: plain("fp16", True), COMPILED, nhwc, "on"),
-        ("nvfp4 unfused, reference", lambda: plain("nvfp4", False), OURS, nhwc, "off"),
-        ("nvfp4 unfused", lambda: plain("nvfp4", False), OURS, nhwc, "on"),
-        ("nvfp4 unfused, delayed", lambda: plain("nvfp4", False, "nvfp4_qat_delayed"), OURS, nhwc, "on"),
         ("nvfp4 fused", lambda: plain("nvfp4", True), OURS, nhwc, "on"),
         ("nvfp4 fused, recomputed", lambda: plain("nvfp4", True, recompute=True), OURS, nhwc, "on"),
         *(
             (f"nvfp4 fused, {name}", partial(plain, "nvfp4", True, recipe), OURS, nhwc, "on")
             for name, recipe in RECIPES.items()
         ),
+        ("fp16 fused, torch's loss", lambda: plain("fp16", True), TORCH, nhwc, "on"),
         ("nvfp4 fused, torch's loss", lambda: plain("nvfp4", True), TORCH, nhwc, "on"),
-        ("nvfp4 fused, torch's loss compiled", lambda: plain("nvfp4", True), COMPILED, nhwc, "on"),
+        ("fp16 unfused, NCHW", lambda: plain("fp16", False, layout=nchw), OURS, nchw, "on"),
+        ("fp16 unfused", lambda: plain("fp16", False), OURS, nhwc, "on"),
+        ("fp16 compiled", lambda: compiled("default"), OURS, nhwc, "on"),
+        ("nvfp4 unfused", lambda: plain("nvfp4", False), OURS, nhwc, "on"),
+        ("nvfp4 unfused, delayed", lambda: plain("nvfp4", False, "nvfp4_qat_delayed"), OURS, nhwc, "on"),
         ("peer: ModelOpt NVFP4 QAT", lambda: modelopt_model(scale), OURS, nchw, "on"),
         ("peer: ModelOpt NVFP4 QAT, channels_last", lambda: modelopt_model(scale), OURS, nhwc, "on"),
+        ("fp16 fused, torch's loss compiled", lambda: plain("fp16", True), COMPILED, nhwc, "on"),
+        ("nvfp4 unfused, reference", lambda: plain("nvfp4", False), OURS, nhwc, "off"),
         ("peer: ModelOpt NVFP4 QAT, compiled", lambda: torch.compile(modelopt_model(scale)), OURS, nchw, "on"),
         ("fp16 max-autotune", lambda: compiled("max-autotune-no-cudagraphs"), OURS, nhwc, "on"),
     ]
@@ -217,7 +216,7 @@ def main() -> None:
             break
         rows.append(measure(scale, cases(scale)[index], arguments.repeats))
         if arguments.json:  # after each: a run that is cut off keeps what it has
-            report = {"command": command(), "machine": machine(), "rows": rows}
+            report = {"command": command("--seconds"), "machine": machine(), "rows": rows}
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     times = {(row["scale"], row["case"]): row.get("ms") for row in rows}
