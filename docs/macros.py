@@ -58,14 +58,18 @@ STEP_ROWS = {
     "FP16, torch eager, channels_last": "fp16 unfused",
     "FP16, torch eager, NCHW": "fp16 unfused, NCHW",
     "FP16, torch.compile, channels_last": "fp16 compiled",
+    "FP16, fused, torch's loss": "fp16 fused, torch's loss",
     "FP16, fused": "fp16 fused",
-    "FP16, fused, loss compiled": "fp16 fused, compiled loss",
+    "NVFP4, fused, torch's loss": "nvfp4 fused, torch's loss",
+    "**NVFP4, fused**": "nvfp4 fused",
+    "NVFP4, fused, delayed amax": "nvfp4 fused, delayed",
+}
+UNFUSED_ROWS = {
+    "FP16, fused": "fp16 fused",
     "NVFP4, torch reference": "nvfp4 unfused, reference",
     "NVFP4, kernels but not fused": "nvfp4 unfused",
     "NVFP4, kernels but not fused, delayed amax": "nvfp4 unfused, delayed",
-    "**NVFP4, fused**": "nvfp4 fused",
-    "NVFP4, fused, delayed amax": "nvfp4 fused, delayed",
-    "**NVFP4, fused, loss compiled**": "nvfp4 fused, compiled loss",
+    "NVFP4, fused": "nvfp4 fused",
     "ModelOpt 0.47 NVFP4 QAT, eager, NCHW (blocks along image width)": "peer: ModelOpt NVFP4 QAT",
     "ModelOpt 0.47 NVFP4 QAT, eager, channels_last": "peer: ModelOpt NVFP4 QAT, channels_last",
 }
@@ -77,8 +81,17 @@ def _steps(name: str = "training_step_h200") -> dict[tuple[float, str], dict[str
 
 def training_step() -> str:
     """A training step of the UNet by scale: time launched from Python and in a CUDA graph, and peak memory."""
-    found, rows = _steps(), []
-    for label, case in STEP_ROWS.items():
+    return _step_table(STEP_ROWS, _steps())
+
+
+def unfused_step() -> str:
+    """The same in the forms that are not fused, and of ModelOpt."""
+    return _step_table(UNFUSED_ROWS, _steps("training_step_unfused_h200"))
+
+
+def _step_table(labels: dict[str, str], found: dict[tuple[float, str], dict[str, Any]]) -> str:
+    rows = []
+    for label, case in labels.items():
         cells = [f"{found[scale, case][key]:.1f}" for scale in (1.0, 0.25) for key in ("ms", "graph_ms", "peak_gb")]
         rows.append([label, *cells])
     head = [cell for scale in (1.0, 0.25) for cell in (f"scale {scale}, ms", "in a CUDA graph, ms", "peak GB")]
@@ -114,7 +127,7 @@ def first_steps() -> str:
 
 def recomputed_steps() -> str:
     """Steps that keep the inputs of convolutions and steps that do not."""
-    found, rows = _steps("training_step_recipes_h100"), []
+    found, rows = _steps(), []
     for (scale, case), row in found.items():
         if f"{case.removesuffix(', recomputed')}, recomputed" not in {name for _, name in found}:
             continue
@@ -137,7 +150,7 @@ def largest_batches() -> str:
 
 def recipe_ratios() -> str:
     """Time of a step of each recipe over that of FP16, both in CUDA graphs."""
-    found = {case: row["graph_ms"] for (_, case), row in _steps("training_step_recipes_h100").items()}
+    found = {case: row["graph_ms"] for (scale, case), row in _steps().items() if scale == 1.0}
     names = {
         "": "`nvfp4_qat`",
         ", dynamic": "`nvfp4_qat+dynamic`",
@@ -157,8 +170,8 @@ def captured_recipe() -> str:
     return f"{min(replayed):.0f} to {max(replayed):.0f}, {min(launched):.0f} to {max(launched):.0f}, {times:.1f} times"
 
 
-def step_ratio(case: str, other: str, scale: float = 1.0, key: str = "ms") -> str:
-    """Time of one row of that table over another's."""
+def step_ratio(case: str, other: str, scale: float = 1.0, key: str = "graph_ms") -> str:
+    """Time of one row of that table over another's, in CUDA graphs."""
     found = _steps()
     return f"{found[scale, case][key] / found[scale, other][key]:.2f}"
 
@@ -1077,7 +1090,7 @@ def _other_models(files: dict[str, str]) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        training_step, recomputed_steps, largest_batches, network_steps, four_over_six_training,
+        training_step, unfused_step, recomputed_steps, largest_batches, network_steps, four_over_six_training,
         kernels, four_over_six_ties, convolutions, few_channels, gemms,
         packed_network, packed_latency, packed_own_networks, cpu_latency,
         packed_input_encoding, camvid, camvid_quarter, ablation, dsb2018, detection, detection_closer,
@@ -1096,6 +1109,11 @@ def input_encoding_cost(batch: int) -> float:
     """Milliseconds that the multi-term input encoding adds: batch 1 (0), batch 16 (1)."""
     row = result("packed_digits_h200")["batches"][batch]
     return float(row["all, digits"]["ms"] - row["all"]["ms"])
+
+
+def step_images_per_s() -> str:
+    """Images a second of the fused FP16 step of scale 1.0 in a CUDA graph."""
+    return f"{1000 * 16 / _steps()[1.0, 'fp16 fused']['graph_ms']:.0f}"
 
 
 def loading_rates() -> str:
@@ -1154,6 +1172,7 @@ def define_env(env: Any) -> None:
     """What pages may use; called by mkdocs-macros."""
     for function in (
         table, result, spread, points, gap, machine, step_ratio, four_over_six_cost, input_encoding_cost, loading_rates,
+        step_images_per_s,
         captured_recipe, recipe_ratios, first_steps, cpu_slowest, instances_of_samples, claim_growth, image_loss,
         first_input_share, wgmma_share, packed_fp16_over_nvfp4,
     ):  # fmt: skip
