@@ -56,6 +56,14 @@ FAULTS = {
         "a wrong atomic": planted.replaced(r"atom\.global\.max\.s32", "atom.global.min.s32", 0),
         "a misaligned load": planted.replaced(r"(ld\.global\.v4\.u32\s+[^\[]*\[%rd\d+)\]", r"\1+4]", 0),
     },
+    "segmentation loss": {
+        "a barrier is missing behind the logits": planted.without_barrier(0),
+        "a barrier is missing before classes are added": planted.without_barrier(1),
+        "a barrier is missing behind them": planted.without_barrier(2),
+        "an exponential is scaled wrongly": planted.replaced(r"shl\.b32(\s+%r\d+, %r\d+, )23;", r"shl.b32\g<1>22;", 0),
+        "a logit is of another class": planted.replaced(r"(ld\.global\.u16\s+\S+\s+\[%rd\d+)\]", r"\1+2]", 0),
+        "gradients are shifted": planted.replaced(r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", None),
+    },
     "concatenate and separate, with a bias": {
         "a barrier is missing before the sums": planted.without_barrier(-1),
         "a bias is read from another place": planted.replaced(

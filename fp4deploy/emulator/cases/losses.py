@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -16,7 +17,10 @@ IGNORED = 255
 def segmentation_loss(
     shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format, smoothing: float = 0.0
 ) -> Callable[[Setting, Outcome], None]:
-    """Sums of cross-entropy and Dice, and the gradient of a weighted sum of them, against autograd in float64."""
+    """Sums of cross-entropy and Dice, and the gradient of a weighted sum of them, against autograd in float64.
+
+    By two blocks, so that one has several tiles where the map is larger than two.
+    """
 
     def case(setting: Setting, outcome: Outcome) -> None:
         n, classes, h, w = shape
@@ -25,7 +29,7 @@ def segmentation_loss(
         target[0, 0, : w // 2] = IGNORED
         weight, upstream = normal(setting, classes, seed=2).abs(), normal(setting, 2 + 3 * classes, seed=3)
         for weights in (None, weight):
-            with emulated(setting, outcome):
+            with emulated(setting, outcome), mock.patch.object(segmentation, "BLOCKS", 2):
                 sums = segmentation._sums(logits, target, weights, smoothing, IGNORED)
                 gradient = segmentation._gradient(logits, target, weights, upstream, smoothing, IGNORED)
             exact = logits.double().requires_grad_()
@@ -58,8 +62,8 @@ def _true(like: torch.Tensor) -> torch.Tensor:
 
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 CASES = (
-    Case("segmentation loss", "losses", segmentation_loss((2, 12, 5, 7), HALF, LAST)),
-    Case("segmentation loss, NCHW, smoothed", "losses", segmentation_loss((2, 3, 3, 5), FLOAT, FIRST, 0.1)),
+    Case("segmentation loss", "losses", segmentation_loss((2, 12, 17, 31), HALF, LAST)),
+    Case("segmentation loss, NCHW, smoothed", "losses", segmentation_loss((3, 3, 13, 19), FLOAT, FIRST, 0.1)),
     Case("segmentation loss, 81 classes", "losses", segmentation_loss((1, 81, 3, 5), BFLOAT, LAST, 0.1)),
     Case("segmentation loss, 300 classes", "losses", segmentation_loss((1, 300, 2, 3), HALF, FIRST)),
     Case("segmentation loss, one class", "losses", segmentation_loss((1, 1, 3, 3), HALF, LAST)),
