@@ -2,11 +2,11 @@
 
     python benchmarks/convergence.py --json benchmarks/results/convergence_h200.json
 
-`kernels` and `reference` run the same unfused forward with deterministic convolutions and differ only in who quantises:
-their losses are equal bit by bit as far as those of two reference runs are. `fused` rounds at other places (to FP16
-once between GroupNorm and a convolution) and sums in another order; `reference, seed 1` shows how far apart two
-reference runs from other initial weights are. The task: tell which of four brightness bands the neighbourhood of a
-pixel is in, from noise.
+`kernels` and `reference` run the same unfused forward with deterministic convolutions and torch's loss, and differ only
+in who quantises: their losses are equal bit by bit as far as those of two reference runs are. `fused` rounds at other
+places (to FP16 once between GroupNorm and a convolution) and sums in another order; `reference, seed 1` shows how far
+apart two reference runs from other initial weights are. The task: tell which of four brightness bands the neighbourhood
+of a pixel is in, from noise.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peers import torch_loss
 from torch import nn
 
 from fp4deploy.models import build_unet
@@ -52,7 +53,8 @@ def losses(kernels: str, fused: bool, seed: int = 0) -> list[float]:
         images, masks = batch(step)
         with torch.autocast("cuda", dtype=torch.float16):
             logits = model(images)
-        loss = loss_of(logits, masks)
+        with torch_loss():
+            loss = loss_of(logits, masks)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -32,16 +32,14 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from peers import captured, command, machine
+from peers import captured, command, machine, torch_loss
 from torch import nn
 
 from fp4deploy.models import build_unet
 from fp4deploy.qat import prepare
 from fp4deploy.qat.fused_unet import fuse_unet
-from fp4deploy.train.losses import segmentation
 from fp4deploy.train.losses.segmentation import SegmentationLoss
 
 BATCH, HEIGHT, WIDTH, CLASSES = 16, 352, 480, 12
@@ -164,15 +162,11 @@ def cases(scale: float) -> list[Case]:
     ]
 
 
-def no_kernels(*_: Any) -> bool:
-    return False
-
-
 def measure(scale: float, case: Case, repeats: int) -> dict[str, Any]:
     """One row: times and peak memory. The model is freed at the end."""
     name, make, loss, layout, kernels = case
     os.environ["FP4DEPLOY_KERNELS"] = kernels
-    how = nullcontext() if loss == OURS else mock.patch.object(segmentation, "fits", no_kernels)
+    how = nullcontext() if loss == OURS else torch_loss()
     row: dict[str, Any] = {"scale": scale, "case": name}
     try:
         step = make_step(make().train().to(memory_format=layout), layout, compiled_loss=loss == COMPILED)

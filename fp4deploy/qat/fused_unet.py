@@ -50,8 +50,8 @@ SIMPLE_INPUT = QuantSpec(scale="static")
 SIMPLE_WEIGHT = QuantSpec()
 SAME = ConvGemms((3, 3), (1, 1), (1, 1), (1, 1), 1)
 POINTWISE = ConvGemms((1, 1), (1, 1), (0, 0), (1, 1), 1)
-# Recomputing, the inputs of so many decoder blocks are kept all the same, the deepest. Each is half as large as the
-# next: of four, three are half of what would be copied again, for 9 % more memory.
+# With recomputation the concatenations of so many decoder blocks, the deepest, are kept. Each is half as large as the
+# next: three of four are half of what would be copied again and less than the fourth, for 9 % more memory.
 KEPT_CONCATENATIONS = 3
 UPWARDS = ConvGemms((2, 2), (2, 2), (0, 0), (1, 1), 1, transposed=True)
 
@@ -64,7 +64,8 @@ Observe = Callable[[nn.Module, torch.Size, Callable[[slice], torch.Tensor]], Non
 def fuse_unet(model: nn.Module, recompute: bool = False) -> nn.Module:
     """Give a UNet the fused forward, in place; any other model is returned as it is.
 
-    recompute: keep no input of a convolution for the backward that can be computed again (`recompute`).
+    recompute: compute inputs of convolutions again in the backward (`recompute`), but for images, pooled ones and the
+        deepest concatenations.
     """
     if type(model) is UNet:
         model.__class__ = FusedUNet

@@ -375,7 +375,7 @@ class Trainer:
             if self.auxiliary is not None:
                 share = self.progress.step / self.steps
                 loss = self.auxiliary(loss, images, logits, self.layers, share, self.accelerator.autocast)
-            del logits  # gone when the gradient of the loss is computed
+            del logits  # freed once their gradient has been computed
             self.statistics.add_loss(loss.detach())
             self.accelerator.backward(loss / group)
         if last:

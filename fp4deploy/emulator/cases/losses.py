@@ -64,7 +64,7 @@ LAST, FIRST = torch.channels_last, torch.contiguous_format
 CASES = (
     Case("segmentation loss", "losses", segmentation_loss((2, 12, 17, 31), HALF, LAST)),
     Case("segmentation loss, NCHW, smoothed", "losses", segmentation_loss((3, 3, 13, 19), FLOAT, FIRST, 0.1)),
-    Case("segmentation loss, 81 classes", "losses", segmentation_loss((1, 81, 3, 5), BFLOAT, LAST, 0.1)),
-    Case("segmentation loss, 300 classes", "losses", segmentation_loss((1, 300, 2, 3), HALF, FIRST)),
+    Case("segmentation loss, 81 classes", "losses", segmentation_loss((1, 81, 9, 17), BFLOAT, LAST, 0.1)),
+    Case("segmentation loss, 300 classes", "losses", segmentation_loss((1, 300, 5, 8), HALF, FIRST)),
     Case("segmentation loss, one class", "losses", segmentation_loss((1, 1, 3, 3), HALF, LAST)),
 )

@@ -115,7 +115,10 @@ def barrier(entry: Entry, instruction: Instruction) -> Step:
 
 
 def _whole_warps(m: Machine, active: Active) -> Active:
-    """The lanes here whose warps are complete; others are held, since those that lack may run code laid out behind."""
+    """The lanes here whose warps are complete; others are held, since those that lack may run code laid out behind.
+
+    Lanes that come in different iterations of a loop are taken for those of one.
+    """
     here = active.mask | m.held.pop(m.pc) if m.pc in m.held else active.mask
     lanes, started = here.reshape(-1, WARP), m.started.reshape(-1, WARP)
     ready = np.repeat((lanes == started).all(1), WARP) & here

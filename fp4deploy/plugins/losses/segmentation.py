@@ -24,7 +24,7 @@ from fp4deploy.plugins.runtime.launch import kernel
 from fp4deploy.plugins.runtime.torch_library import CUDA_TYPES, LIBRARY, THREADS
 
 SOURCE = "segmentation.cu"
-BLOCKS = 132 * 4  # what a large GPU runs at once, twice
+BLOCKS = 132 * 4  # at most what a large GPU runs at once
 PIXELS = 256  # of a block at a time, fewer where there are many classes
 MOST_CLASSES = 1024
 
@@ -37,14 +37,16 @@ LIBRARY.define(
 )
 
 
-def fits(logits: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the kernels run on these: logits [N, C, H, W] and int64 targets [N, H, W] on a GPU, C at most 1024."""
+def fits(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
+    """Whether the kernels take these, as `segmentation_sums` describes them."""
     return (
         logits.dtype in CUDA_TYPES
         and logits.ndim == 4
         and 0 < logits.shape[1] <= MOST_CLASSES
         and logits.numel() > 0
+        and target.shape == (logits.shape[0], *logits.shape[2:])
         and (target.dtype, target.device) == (torch.int64, logits.device)
+        and (weight is None or (weight.shape, weight.device) == (logits.shape[1:2], logits.device))
         and available(logits.device)
     )
 
@@ -55,7 +57,7 @@ def segmentation_sums(
     """float32 [2 + 3 C]: sums over the pixels whose target is not `ignored`, with a gradient for the logits.
 
     Args:
-        logits: float16, bfloat16 or float32 [N, C, H, W] on a GPU.
+        logits: float16, bfloat16 or float32 [N, C, H, W] on a GPU, C at most 1024.
         target: int64 [N, H, W]; a class that does not exist makes the sums NaN.
         weight: float32 [C] of the classes in the first two sums; 1 by default.
         smoothing: share of the target that all classes have in equal parts.
@@ -63,6 +65,9 @@ def segmentation_sums(
     Returns:
         -w log p of the smoothed target, w; then for each class c: p_c where c is the target, p_c, and the number of
         pixels whose target it is.
+
+    Raises:
+        RuntimeError: in the backward of a backward; their gradient has none.
     """
     if weight is not None:
         weight = weight.detach().float().contiguous()
@@ -72,13 +77,14 @@ def segmentation_sums(
 
 def _arguments(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, str | int]]:
     """Both as the kernels read them, and the macros."""
-    last = logits.is_contiguous(memory_format=torch.channels_last)
+    last = logits.stride(1) == 1  # also of a slice
     macros: dict[str, str | int] = {
         "DTYPE": CUDA_TYPES[logits.dtype],
         "CLASSES": logits.shape[1],
         "CHANNELS_LAST": int(last),
     }
-    return logits if last else logits.contiguous(), target.contiguous(), macros
+    layout = torch.channels_last if last else torch.contiguous_format
+    return logits.contiguous(memory_format=layout), target.contiguous(), macros
 
 
 def _grid(pixels: int) -> int:
@@ -121,7 +127,7 @@ def _gradient(
 
 @torch.library.register_fake("fp4deploy::segmentation_gradient", lib=LIBRARY)
 def _(logits, target, weight, upstream, smoothing, ignored):  # type: ignore[no-untyped-def]
-    return torch.empty_like(logits)
+    return torch.empty_like(_arguments(logits, target)[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -134,4 +140,9 @@ def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return gradient, None, None, None, None
 
 
+def _no_backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+    raise RuntimeError("The loss by its kernels has no second derivatives. FP4DEPLOY_KERNELS=off computes it by torch.")
+
+
 torch.library.register_autograd("fp4deploy::segmentation_sums", _backward, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd("fp4deploy::segmentation_gradient", _no_backward, lib=LIBRARY)

@@ -31,7 +31,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, recompute: bool | None = 
         example_inputs: a batch, or a tuple of the forward's arguments. Given, a training step's forward and backward
             run at once, so that the time to compile is spent here; gradients, buffers and the state of random
             generators are as before.
-        recompute: keep no input of a convolution for the backward: our UNet computes it again
+        recompute: keep few inputs of convolutions for the backward: our UNet computes them again
             (`qat.operators.recompute`), of other networks quantised ones are kept as codes and scales (`codes`). Less
             memory, a longer step, the same bits. None: of other networks as many as make up for the bits that
             quantisers keep (`compiler.BALANCED`).

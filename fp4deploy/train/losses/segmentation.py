@@ -92,7 +92,7 @@ def class_sums(
         [2 + 3 C], float32 (float64 for float64 logits): w -log p[y], smoothed; w; then for each class c p_c where it
         is the truth, p_c, and the pixels whose truth it is.
     """
-    if fits(logits, target):
+    if fits(logits, target, weight):
         return segmentation_sums(logits, target, weight, smoothing, IGNORE)
     with torch.autocast(logits.device.type, enabled=False):
         log_probability = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=1)

@@ -9,6 +9,7 @@ from fp4deploy.plugins import available
 from fp4deploy.plugins.losses import segmentation
 from fp4deploy.train import SegmentationLoss
 from fp4deploy.train.losses.segmentation import class_sums, cross_entropy, dice_loss
+from tests.plugins.losses.test_segmentation import pieces
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +19,7 @@ pytestmark = [
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 SHAPES = [(2, 12, 37, 53), (1, 1, 1, 1), (3, 2, 1, 7), (1, 33, 64, 64), (1, 81, 19, 23), (2, 171, 9, 11)]
-SHAPES += [(1, 300, 5, 7), (1, 1024, 3, 3), (4, 12, 352, 480)]
+SHAPES += [(1, 255, 5, 7), (1, 256, 5, 7), (1, 300, 5, 7), (1, 1024, 3, 3), (4, 12, 352, 480)]
 ROUNDING = {FLOAT: 5e-5, HALF: 2**-10, BFLOAT: 2**-7}
 
 
@@ -132,6 +133,17 @@ def test_numbers_that_are_not_finite() -> None:
     with torch.no_grad():
         logits[0, 2, 0, 2] = torch.nan
     assert SegmentationLoss()(logits, target).isnan()
+
+
+@pytest.mark.parametrize("name", ["NHWC", "channels of NHWC", "a part of an NHWC image", "channels of NCHW", "turned"])
+def test_compiled(name: str) -> None:
+    """A compiler is told the strides of the gradient, whatever those of the logits."""
+    torch.compiler.reset()
+    logits = pieces()[name].cuda().requires_grad_()
+    target = torch.randint(0, logits.shape[1], (2, *logits.shape[2:]), device="cuda")
+    expected = torch.autograd.grad(SegmentationLoss()(logits, target), logits)[0]
+    found = torch.autograd.grad(torch.compile(SegmentationLoss().of)(logits, target), logits)[0]
+    torch.testing.assert_close(found, expected)
 
 
 def test_replayed_from_a_graph() -> None:

@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(256) segmentation_gradient(
             pixel.values[c] = y < 0 ? 0.f : d;
         }
         __syncthreads();
+        // The next tile needs no barrier: a thread loads what it stores here.
         each(place, image, [&](int from, long long to) { dlogits[to] = DTYPE(tile.values[from]); });
-        __syncthreads();
     }
 }

@@ -68,7 +68,7 @@ template <typename T> __device__ __forceinline__ void store(T* target, const flo
     *reinterpret_cast<uint4*>(target) = narrowed<T>(values);
 }
 
-// Zeros where there is no pixel. Without a branch, so that several loads are on their way before the first is needed.
+// Zeros where there is no pixel: a predicated load, no branch, so that several are on their way before the first is needed.
 template <typename T> __device__ __forceinline__ uint4 load_if(const T* source, bool has) {
     uint4 raw = {0u, 0u, 0u, 0u};
     if (has) raw = *reinterpret_cast<const uint4*>(source);

@@ -236,8 +236,8 @@ struct Output {
     __device__ __forceinline__ void pass_gradient(float (&dy)[VECTOR], unsigned bits) const {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const bool inside = QUANTIZE ? y[i] * block.encode <= 6.f : (bits >> i & 1) != 0;
-            if (!(y[i] > 0.f) || !inside) dy[i] = 0.f;
+            const bool in_range = QUANTIZE ? y[i] * block.encode <= 6.f : (bits >> i & 1) != 0;
+            if (!(y[i] > 0.f) || !in_range) dy[i] = 0.f;
         }
     }
     // As `apply` writes it.
