@@ -124,6 +124,11 @@ template <typename T> struct Stream {
     __device__ Stream(T* map, const Walk& walk, int width, int channel)
         : at(map + (walk.first + walk.row) * width + channel), step(walk.rows * width) {}
     __device__ T* ahead(int trips) const { return at + trips * step; }
+    // The current pixel and those behind it, of this trip of the walk and the next ones.
+    template <int Count> __device__ __forceinline__ void fetch(uint4 (&raw)[Count], const Walk& walk, int trip) const {
+#pragma unroll
+        for (int k = 0; k < Count; ++k) raw[k] = load_if(ahead(k), walk.has(trip + k));
+    }
     __device__ void advance(int trips) { at += trips * step; }
 };
 

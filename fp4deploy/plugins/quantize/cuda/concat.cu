@@ -59,8 +59,7 @@ extern "C" __global__ void __launch_bounds__(256) concat(
 #endif
     for (int trip = 0; trip < walk.trips; trip += BATCH) {
         uint4 raw[BATCH];
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) raw[k] = channels::load_if(in.ahead(k), walk.has(trip + k));
+        in.fetch(raw, walk, trip);
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
             if (trip + k >= walk.trips) break;

@@ -33,8 +33,7 @@ extern "C" __global__ void __launch_bounds__(256) chunk_moments(
     channels::Stream<const DTYPE> in(item, walk, C, walk.channel);
     for (int trip = 0; trip < walk.own; trip += BATCH, in.advance(BATCH)) {
         uint4 raw[BATCH];
-#pragma unroll
-        for (int at = 0; at < BATCH; ++at) raw[at] = channels::load_if(in.ahead(at), walk.has(trip + at));
+        in.fetch(raw, walk, trip);
 #pragma unroll
         for (int at = 0; at < BATCH; ++at) {
             if (!walk.has(trip + at)) break;
