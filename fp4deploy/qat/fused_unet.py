@@ -276,7 +276,7 @@ class _NormReLU(torch.autograd.Function):
             x, bias, weight, beta, groups, eps, amax, tracked, decay, quantize, delayed
         )
         used = largest if amax is None else amax
-        y, inside = quantize_operand(y, spec, (1,), used.reshape(()) if clips else None)
+        y, inside = _by_format(y, spec, used, clips)
         ctx.save_for_backward(x, ab, mean_rstd, channel_mean, bias, weight, used, largest, inside)
         ctx.masks = quantize and clips
         ctx.mark_non_differentiable(largest, ab)
@@ -386,8 +386,8 @@ class _Concat(torch.autograd.Function):
         decay: float,
     ) -> torch.Tensor:
         found = ops.concat(a, b, amax if spec is None else None, other, tracked, decay, bias)
-        out, in_range = _concatenated(found, spec, amax, clips)
         masks = clips and amax is not None
+        out, in_range = found if spec is None else _by_format(found[0], spec, amax, masks)
         if source is not None:
             computed_by(out, _concat_again, *source, b, bias, amax, spec, masks)
         inputs = (a, b, bias, amax) if ctx.needs_input_grad[3] else ()
@@ -407,13 +407,11 @@ class _Concat(torch.autograd.Function):
         return da, db, dbias if sums else None, damax, *[None] * 6
 
 
-def _concatenated(
-    found: tuple[torch.Tensor, torch.Tensor | None], spec: QuantSpec | None, amax: torch.Tensor | None, clips: bool
+def _by_format(
+    y: torch.Tensor, spec: QuantSpec | None, amax: torch.Tensor | None, clips: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the kernel of a concatenation returned, quantised by `spec` where it did not do that, with its mask."""
-    if spec is None:
-        return found
-    return quantize_operand(found[0], spec, (1,), cast(torch.Tensor, amax).reshape(()) if clips else None)
+    """What a kernel wrote, quantised by `spec` where the kernel did not do that, with its in-range mask."""
+    return quantize_operand(y, spec, (1,), cast(torch.Tensor, amax).reshape(()) if clips else None)
 
 
 def _norm(
@@ -480,7 +478,7 @@ def _norm_again(
 ) -> torch.Tensor:
     x = x.contiguous(memory_format=torch.channels_last)
     y: torch.Tensor = ops.group_norm_relu_again(x, ab, amax, quantize)
-    return quantize_operand(y, spec, (1,), amax.reshape(()) if clips else None)[0]
+    return _by_format(y, spec, amax, clips)[0]
 
 
 def _in_kernel(after: nn.Module | None) -> bool:
@@ -598,7 +596,7 @@ def _concat_again(
 ) -> torch.Tensor:
     """[relu(a x + b), b + bias] as the layer reads it."""
     joined: torch.Tensor = ops.concat_again(x, ab, b, amax if spec is None else None, bias)
-    return _concatenated((joined, None), spec, amax, clips)[0]
+    return _by_format(joined, spec, amax, clips)[0]
 
 
 def _cast(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

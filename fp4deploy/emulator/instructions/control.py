@@ -98,7 +98,7 @@ def barrier(entry: Entry, instruction: Instruction) -> Step:
 
     def run(m: Machine, active: Active) -> Continue:
         if aligned:
-            active = _whole_warps(m, active)
+            active = _complete_warps(m, active)
             if not active.mask.any():
                 return []
         which = np.broadcast_to(number(m, active), (m.count,))
@@ -114,7 +114,7 @@ def barrier(entry: Entry, instruction: Instruction) -> Step:
     return run
 
 
-def _whole_warps(m: Machine, active: Active) -> Active:
+def _complete_warps(m: Machine, active: Active) -> Active:
     """The lanes here whose warps are complete; others are held, since those that lack may run code laid out behind.
 
     Lanes that come in different iterations of a loop are taken for those of one.

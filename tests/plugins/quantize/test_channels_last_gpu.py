@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -398,29 +399,45 @@ def test_the_fused_unet_recomputes_what_it_computed(recipe: str, reentrant: bool
 RECOMPUTED = (None, "nvfp4_qat", "nvfp4_qat_delayed", "nvfp4_qat+dynamic", "nvfp4_qat+learned", "nvfp4_4o6_qat")
 
 
-@pytest.mark.parametrize("recipe", RECOMPUTED)
-def test_inputs_computed_again_give_the_bits_of_those_kept(recipe: str | None) -> None:
-    """Logits, amaxes and every gradient, in three steps of a UNet with its own loss."""
+def unet_of(recipe: str | None) -> torch.nn.Module:
+    """On the GPU, in training; its transposed convolutions have biases."""
     torch.manual_seed(0)
-    plain = build_unet(5, 0.25)
-    plain = (prepare(plain, recipe) if recipe else plain).cuda().to(memory_format=torch.channels_last).train()
+    model = build_unet(5, 0.25)
+    for up in model.up:
+        torch.nn.init.normal_(up.bias)
+    model = (prepare(model, recipe) if recipe else model).cuda().to(memory_format=torch.channels_last).train()
     if recipe and "learned" in recipe:
-        calibrate_percentile(plain, [feature_map((2, 3, 64, 96), torch.float32, 9)], 99.0)
-    kept, again = fuse_unet(copy.deepcopy(plain)), fuse_unet(copy.deepcopy(plain), recompute=True)
+        calibrate_percentile(model, [feature_map((2, 3, 64, 96), torch.float32, 9)], 99.0)
+    return model
+
+
+def gradients_of_steps(
+    one: torch.nn.Module, other: torch.nn.Module
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Of every parameter in three steps with the UNet's own loss, whose logits and amaxes are the same bits."""
     masks = torch.randint(0, 5, (2, 64, 96), device="cuda")
     with torch.backends.cudnn.flags(deterministic=True):
         for seed in range(3):
             images = feature_map((2, 3, 64, 96), torch.float32, seed)
             logits = []
-            for each in (kept, again):
+            for each in (one, other):
                 each.zero_grad()
                 with torch.autocast("cuda", dtype=torch.float16):
                     logits.append(each(images))
                 (SegmentationLoss()(logits[-1], masks) * 1024).backward()
             assert torch.equal(*logits)
-            assert amaxes(kept) == amaxes(again)
-            for (name, one), two in zip(kept.named_parameters(), again.parameters(), strict=True):
-                assert torch.equal(one.grad, two.grad), name
+            assert amaxes(one) == amaxes(other)
+            for (name, mine), others in zip(one.named_parameters(), other.parameters(), strict=True):
+                yield name, mine.grad, others.grad
+
+
+@pytest.mark.parametrize("recipe", RECOMPUTED)
+def test_inputs_computed_again_give_the_bits_of_those_kept(recipe: str | None) -> None:
+    """Logits, amaxes and every gradient."""
+    plain = unet_of(recipe)
+    kept, again = fuse_unet(copy.deepcopy(plain)), fuse_unet(copy.deepcopy(plain), recompute=True)
+    for name, one, two in gradients_of_steps(kept, again):
+        assert torch.equal(one, two), name
 
 
 class AddedBefore(FusedUNet):
@@ -437,32 +454,14 @@ def test_biases_of_transposed_convolutions_have_the_bits_of_those_added_before(
     recipe: str | None, recompute: bool
 ) -> None:
     """Logits, amaxes and every gradient but theirs."""
-    torch.manual_seed(0)
-    plain = build_unet(5, 0.25)
-    for up in plain.up:
-        torch.nn.init.normal_(up.bias)
-    plain = (prepare(plain, recipe) if recipe else plain).cuda().to(memory_format=torch.channels_last).train()
-    if recipe and "learned" in recipe:
-        calibrate_percentile(plain, [feature_map((2, 3, 64, 96), torch.float32, 9)], 99.0)
+    plain = unet_of(recipe)
     fused, before = (fuse_unet(copy.deepcopy(plain), recompute=recompute) for _ in range(2))
     before.__class__ = AddedBefore
-    masks = torch.randint(0, 5, (2, 64, 96), device="cuda")
-    with torch.backends.cudnn.flags(deterministic=True):
-        for seed in range(3):
-            images = feature_map((2, 3, 64, 96), torch.float32, seed)
-            logits = []
-            for each in (fused, before):
-                each.zero_grad()
-                with torch.autocast("cuda", dtype=torch.float16):
-                    logits.append(each(images))
-                (SegmentationLoss()(logits[-1], masks) * 1024).backward()
-            assert torch.equal(*logits)
-            assert amaxes(fused) == amaxes(before)
-            for (name, one), two in zip(fused.named_parameters(), before.parameters(), strict=True):
-                if name.startswith("up.") and name.endswith(".bias"):
-                    assert relative(one.grad, two.grad.double()) < 2e-3, name
-                else:
-                    assert torch.equal(one.grad, two.grad), name
+    for name, one, two in gradients_of_steps(fused, before):
+        if name.startswith("up.") and name.endswith(".bias"):
+            assert relative(one, two.double()) < 2e-3, name
+        else:
+            assert torch.equal(one, two), name
 
 
 OTHER_RECIPES = ("nvfp4_qat+dynamic", "nvfp4_qat_2d", "nvfp4_4o6_weight_qat", "nvfp4_4o6_qat", "nvfp4_4o6_qat+delayed")
