@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from fp4deploy.qat.fusion import norms, operators, traced
 from fp4deploy.qat.fusion.codes import keep_codes
 from fp4deploy.qat.fusion.compiler import BALANCED, backend, codes_kept
 from fp4deploy.qat.fusion.expand import expand
-from fp4deploy.qat.fusion.fuse import mark_fusible
+from fp4deploy.qat.fusion.fuse import _warm_up, mark_fusible
 from fp4deploy.qat.operators.learned import fake_quantize_learned
 from fp4deploy.qat.recipes import QuantSpec
 
@@ -410,3 +411,28 @@ def test_without_a_gpu_fuse_changes_nothing() -> None:
     model = prepared(nn.BatchNorm2d, nn.ReLU, "nvfp4_qat")
     assert fd.fuse(model) is model
     assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_warming_up_leaves_no_trace(fails: bool) -> None:
+    """Gradients, by value and by identity, also those of the inputs; buffers; and where the forward raises."""
+    model = prepared(nn.BatchNorm2d, nn.ReLU, "nvfp4_qat").train()
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    model(x).sum().backward()
+    leaves = [x, *model.parameters()]
+    *gradients, _ = [leaf.grad for leaf in leaves]
+    leaves[-1].grad = None
+    values = [gradient.clone() for gradient in gradients if gradient is not None]
+    assert len(values) == len(gradients) > 4
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if fails:
+        model.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        _warm_up(model, (x,))
+    assert all(leaf.grad is each for leaf, each in zip(leaves, [*gradients, None], strict=True))
+    assert all(map(torch.equal, values, gradients))
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError

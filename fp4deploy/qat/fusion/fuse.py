@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fp4deploy.plugins import available
 from fp4deploy.qat.fused_unet import fuse_unet, has_kernels
@@ -59,13 +60,19 @@ def mark_fusible(model: nn.Module) -> None:
 def _warm_up(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Compile forward and backward, and leave no trace."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    gradients = [parameter.grad for parameter in model.parameters()]
-    with torch.random.fork_rng(), torch.enable_grad():
-        outputs = torch.utils._pytree.tree_leaves(model(*inputs))
-        tensors = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
-        torch.autograd.backward([each.float().sum() for each in tensors])
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    given = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.is_leaf]
+    leaves = [*model.parameters(), *given]
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None  # backward adds to a gradient in place
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            outputs = tree_leaves(model(*inputs))
+            tensors = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
+            torch.autograd.backward([each.float().sum() for each in tensors])
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
