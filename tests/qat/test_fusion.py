@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fp4deploy as fd
-from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, finite_amax
+from fp4deploy.formats import FourOverSix, fake_quantize_nvfp4, finite_amax, quantize_nvfp4
 from fp4deploy.qat import calibrate, prepare, quantized_layers
 from fp4deploy.qat.fusion import norms, operators, traced
 from fp4deploy.qat.fusion.codes import keep_codes
@@ -104,8 +104,26 @@ def test_codes_give_the_values_back(shape: tuple[int, ...]) -> None:
         values, _, codes, scales = operators.quantize_and_keep(x, torch.tensor(amax), axis, 1, True, False)
         again = operators.decode(codes, scales, torch.tensor(amax), axis, shape[1], dtype)
         assert same(again, values)
-        assert not torch.signbit(again[again == 0]).any()
         assert again.stride() == values.stride()
+
+
+@pytest.mark.parametrize("rectified", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_codes_are_the_references_bytes(dtype: torch.dtype, rectified: bool) -> None:
+    """Also of negative values that round to zero, of -0.0, NaN and Inf; and the zeros that they decode to."""
+    for size, amax in ((64, 2.7), (24, 300.0), (16, 0.0)):
+        x = hard_values((5, 7, size), dtype)
+        x[0, :3] = -x[0, :3].abs() * 1e-6
+        x[0, 3] = -0.0
+        static = torch.tensor(amax)
+        _, _, codes, scales = operators.quantize_and_keep(x, static, -1, 1, True, rectified)
+        reference = quantize_nvfp4(torch.relu(x) if rectified else x, amax=static)
+        assert torch.equal(codes[..., 0, :].contiguous().view(torch.uint8), reference.codes)
+        assert same(scales[..., 0, :].float(), reference.scales.float())
+        again = operators.decode(codes, scales, static, -1, size, dtype)
+        expected = reference.dequantize(dtype)
+        assert same(again, expected)
+        assert torch.equal(torch.signbit(again.nan_to_num(0)), torch.signbit(expected.nan_to_num(0)))
 
 
 def test_every_e4m3_scale_and_tie() -> None:

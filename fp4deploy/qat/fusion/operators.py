@@ -72,21 +72,22 @@ def quantize_and_keep(
     x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, clips: bool, rectified: bool
 ) -> tuple[torch.Tensor, ...]:
     """`quantize`, and x' as it is kept: codes int64 and scales float16 [..., groups, blocks]."""
-    values, bits, units, scales = _quantized_units(x, amax, axis, groups, clips, rectified)
-    return values, bits, _pack_units(units), scales.squeeze(-1).to(torch.float16)
+    values, bits, units, scales, scaled = _quantized_units(x, amax, axis, groups, clips, rectified)
+    return values, bits, _pack_units(units, scaled), scales.squeeze(-1).to(torch.float16)
 
 
 def _quantized_units(
     x: torch.Tensor, amax: torch.Tensor, axis: int, groups: int, clips: bool, rectified: bool
 ) -> tuple[torch.Tensor, ...]:
-    """`quantize`, and the E2M1 values and E4M3 scales of the blocks."""
+    """`quantize`, and what `_in_units` gives."""
     y = torch.relu(x) if rectified else x
-    units, scales, in_range = _in_units(y, amax, axis, groups)
+    units, scales, scaled = _in_units(y, amax, axis, groups)
     values = _from_units(units, scales, amax, axis, x.shape[axis], x.dtype)
     if not (clips or rectified):
-        return values, torch.empty(0, dtype=torch.int16, device=x.device), units, scales
+        return values, torch.empty(0, dtype=torch.int16, device=x.device), units, scales, scaled
+    in_range = scaled.abs() <= E2M1_MAX
     positive = split(x, axis, groups) > 0 if rectified else in_range
-    return values, pack(positive & in_range if clips and rectified else positive), units, scales
+    return values, pack(positive & in_range if clips and rectified else positive), units, scales, scaled
 
 
 def decode(
@@ -188,18 +189,18 @@ def unpack(bits: torch.Tensor, like: torch.Tensor, axis: int, groups: int) -> to
 
 def quantized(x: torch.Tensor, global_amax: torch.Tensor, axis: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(x' like `x`, in-range mask in blocks)."""
-    units, scales, in_range = _in_units(x, global_amax, axis, groups)
-    return _from_units(units, scales, global_amax, axis, x.shape[axis], x.dtype), in_range
+    units, scales, scaled = _in_units(x, global_amax, axis, groups)
+    return _from_units(units, scales, global_amax, axis, x.shape[axis], x.dtype), scaled.abs() <= E2M1_MAX
 
 
 def _in_units(
     x: torch.Tensor, global_amax: torch.Tensor, axis: int, groups: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks of E2M1 values in float32, their E4M3 scales [..., 1], and the in-range mask."""
+    """Blocks of E2M1 values in float32, their E4M3 scales [..., 1], and what was rounded to the values."""
     blocks = split(x, axis, groups)
     encode, scales = _block_scales(blocks.abs().amax(-1, keepdim=True), global_amax.to(torch.float32))
     scaled = blocks * encode
-    return _round_e2m1(scaled), scales, scaled.abs() <= E2M1_MAX
+    return _round_e2m1(scaled), scales, scaled
 
 
 def _from_units(
@@ -211,10 +212,13 @@ def _from_units(
     return values.movedim(axis, -1).contiguous().movedim(-1, axis)
 
 
-def _pack_units(units: torch.Tensor) -> torch.Tensor:
-    """E2M1 values [..., 16] as int64 [...]: four bits each, sign above magnitude, element i from bit 4 i on."""
+def _pack_units(units: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+    """E2M1 values [..., 16] as int64 [...]: four bits each, sign above magnitude, element i from bit 4 i on.
+
+    scaled: what was rounded to them: a negative value that rounds to zero keeps its sign.
+    """
     size = units.abs()
-    code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size * 0.5 + 4)) + 8.0 * (units < 0)
+    code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size * 0.5 + 4)) + 8.0 * (scaled < 0)
     place = 4 * torch.arange(NVFP4_BLOCK, dtype=torch.int64, device=units.device)
     return (torch.nan_to_num(code).to(torch.int64) << place).sum(-1)
 
