@@ -30,6 +30,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -47,31 +48,31 @@ SIGNATURE = re.compile(r"(?:[PqQiIfd?bBhH]|0q|\d+s)*")
 _lock = threading.Lock()
 _gpus: dict[int, Gpu] = {}
 _kernels: dict[tuple, Kernel] = {}
-_substitute: Callable[..., Any] | None = None
-_assumed_processors = 1
+# Each thread has its own: while one records launches, another may run kernels.
+_substitute: ContextVar[Callable[..., Any] | None] = ContextVar("substitute", default=None)
+_assumed_processors: ContextVar[int] = ContextVar("assumed_processors", default=1)
 
 
 @contextmanager
 def substituted(factory: Callable[..., Any], processors: int = 1) -> Iterator[None]:
     """Let `kernel` return what `factory(source, name, signature, macros)` returns: for launches without a GPU.
 
-    For one thread: other threads launch through it as well.
+    Other threads launch as before.
 
     Args:
         processors: multiprocessors of the GPU that the launches are for.
     """
-    global _substitute, _assumed_processors
-    before = _substitute, _assumed_processors
-    _substitute, _assumed_processors = factory, processors
+    substitute, assumed = _substitute.set(factory), _assumed_processors.set(processors)
     try:
         yield
     finally:
-        _substitute, _assumed_processors = before
+        _substitute.reset(substitute)
+        _assumed_processors.reset(assumed)
 
 
 def assumed_processors() -> int:
     """Multiprocessors of the GPU that launches are recorded for."""
-    return _assumed_processors
+    return _assumed_processors.get()
 
 
 def kernel(
@@ -91,8 +92,9 @@ def kernel(
         UnavailableError: kernels cannot run here (see `why_unavailable`).
         KernelError: it does not compile or load, or a CUDA graph is being captured and it was not loaded before.
     """
-    if _substitute is not None:
-        return _substitute(source, name, signature, macros)
+    substitute = _substitute.get()
+    if substitute is not None:
+        return substitute(source, name, signature, macros)
     index = device_index(device)
     key = (source, name, signature, index, *(macros.items() if macros else ()))
     found = _kernels.get(key)

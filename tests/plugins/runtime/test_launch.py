@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp4deploy.errors import InputError, UnavailableError
-from fp4deploy.plugins import KernelError, available, kernel, why_unavailable
+from fp4deploy.plugins import Kernel, KernelError, available, kernel, why_unavailable
 from fp4deploy.plugins.runtime import availability
 from fp4deploy.plugins.runtime import launch as cuda_launch
 from fp4deploy.tracing import constant_when_compiled
@@ -228,3 +228,28 @@ def test_threads_load_a_kernel_once(pycuda: Pycuda, source: Path) -> None:
     assert len(set(map(id, found))) == 1
     assert pycuda.calls.count("load") == 1
     assert len(pycuda.calls) == 6
+
+
+def test_other_threads_launch_while_one_records(pycuda: Pycuda, source: Path) -> None:
+    recorded, found = [], {}
+
+    def record(*given: object) -> object:
+        recorded.append(given)
+        return None
+
+    def work(at: int) -> None:
+        found[at] = kernel(source, "add", "P", None, 0), cuda_launch.assumed_processors()
+
+    with cuda_launch.substituted(record, processors=132):
+        together(2, work)
+        assert not recorded
+        assert [processors for _, processors in found.values()] == [1, 1]
+        assert all(isinstance(each, Kernel) for each, _ in found.values())
+        work(2)
+        assert found[2] == (None, 132)
+        with cuda_launch.substituted(lambda *_: "inner"):
+            assert kernel(source, "add", "P") == "inner"  # type: ignore[comparison-overlap]
+        work(2)
+    assert recorded == [(source, "add", "P", None)] * 2
+    assert kernel(source, "add", "P", None, 0) is found[0][0]
+    assert cuda_launch.assumed_processors() == 1
