@@ -27,7 +27,7 @@ import torch
 from fp4deploy.bench.latency import time_cpu, time_cuda
 from fp4deploy.errors import InputError
 from fp4deploy.packed import PackedNetwork, read_packed
-from fp4deploy.packed.capture import CapturedNetwork, graphs_enabled
+from fp4deploy.packed.capture import CapturedNetwork, Replay, graphs_enabled
 from fp4deploy.packed.graph import ConvTranspose2d, Layer, Linear, Node, named, tensors_of
 from fp4deploy.packed.memory import feature_map_bytes, input_shapes
 from fp4deploy.packed.shapes import Shapes, fitting, weight_shape
@@ -141,7 +141,7 @@ def _repeated(run: Callable[[], object], device: torch.device) -> Callable[[], o
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         several()
-    return graph.replay
+    return Replay(graph, run)
 
 
 def _median_ms(run: Callable[[], object], device: torch.device, iterations: int) -> float:

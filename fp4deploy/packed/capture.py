@@ -13,6 +13,8 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -37,35 +39,54 @@ def graphs_enabled() -> bool:
     return value != "off"
 
 
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A CUDA graph and what it reads and writes: `graph` alone knows addresses, whose memory would be freed.
+
+    owned: whatever holds the tensors that the captured kernels read.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    owned: Any
+    outputs: Any = None
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.outputs
+
+
 class CapturedNetwork:
     """A network on a GPU, captured once for each shape of its inputs."""
 
     def __init__(self, network: PackedNetwork, enabled: bool = True) -> None:
         self.network = network
         self.enabled = enabled and network.device.type == "cuda"
-        self._runs: dict[Shapes, Callable[[], Result]] = {}
-        self._inputs: dict[Shapes, tuple[torch.Tensor, ...]] = {}
+        self._runs: dict[Shapes, tuple[tuple[torch.Tensor, ...], Callable[[], Result]]] = {}  # static inputs, run
 
     def __call__(self, *inputs: torch.Tensor) -> Result:
         """Outputs for `inputs`, in memory of their own."""
         return tree_map(torch.Tensor.clone, self.prepared(*inputs)())
 
     def prepared(self, *inputs: torch.Tensor) -> Callable[[], Result]:
-        """What computes the outputs for `inputs`, with nothing left to prepare; the next run overwrites its result."""
+        """What computes the outputs for `inputs`, with nothing left to prepare; the next run overwrites its result.
+
+        It owns all that it reads: it can be called after this object has dropped the shape, or is gone itself.
+        """
         device, dtype = self.network.device, self.network.dtype
         if not self.enabled:
             on_device = [x.to(device) for x in inputs]
             return lambda: self.network(*on_device)
         shapes = tuple(tuple(x.shape) for x in inputs)
         if shapes not in self._runs:
+            self.network.sizes(inputs)  # refused before another shape is dropped for it
             if len(self._runs) >= SHAPES:
-                oldest = next(iter(self._runs))
-                del self._runs[oldest], self._inputs[oldest]
-            self._inputs[shapes] = tuple(x.to(device, dtype).clone() for x in inputs)
-            self._runs[shapes] = self._record(self._inputs[shapes])
-        for static, x in zip(self._inputs[shapes], inputs, strict=True):
-            static.copy_(x)
-        return self._runs[shapes]
+                del self._runs[next(iter(self._runs))]
+            static = tuple(x.to(device, dtype).clone() for x in inputs)
+            self._runs[shapes] = static, self._record(static)
+        static, run = self._runs[shapes]
+        for held, x in zip(static, inputs, strict=True):
+            held.copy_(x)
+        return run
 
     def _record(self, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
         stream = torch.cuda.Stream(self.network.device)
@@ -85,12 +106,7 @@ class CapturedNetwork:
             )
             _end_recording(self.network.device)
             return lambda: self.network(*inputs)
-
-        def replay() -> Result:
-            graph.replay()
-            return outputs
-
-        return replay
+        return Replay(graph, (self.network, inputs), outputs)
 
 
 def _end_recording(device: torch.device) -> None:

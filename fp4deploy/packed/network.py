@@ -136,7 +136,7 @@ class PackedNetwork:
         Raises:
             InputError: inputs that are not the graph's, or of a size that the network cannot take.
         """
-        sizes = self._sizes(inputs)
+        sizes = self.sizes(inputs)
         with torch.inference_mode():
             live: dict[str, FeatureMap] = {}
             moments: dict[str, Moments] = {}
@@ -450,8 +450,12 @@ class PackedNetwork:
                 return
         self._packed[node.layer] = weight
 
-    def _sizes(self, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
-        """Sizes of the inputs' axes, after they were found to fit."""
+    def sizes(self, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+        """Sizes of the inputs' axes ("<input>.<axis>"), after they were found to fit.
+
+        Raises:
+            InputError: inputs that are not the graph's, or of a size that the network cannot take.
+        """
         wanted = self.graph.inputs
         if len(inputs) != len(wanted):
             raise InputError(f"The network takes {len(wanted)} inputs, not {len(inputs)}.")

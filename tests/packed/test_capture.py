@@ -1,0 +1,133 @@
+"""CUDA graphs of packed networks without a GPU: what a run owns, which shapes are kept, what a refusal leaves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from fp4deploy.bench import layers
+from fp4deploy.errors import InputError
+from fp4deploy.packed.capture import SHAPES, CapturedNetwork
+
+
+class Graph:
+    """In place of a CUDA graph: a replay does what the real one does with freed memory, nothing."""
+
+    def replay(self) -> None:
+        return
+
+
+class Network:
+    """x + 1 of images of up to 64 pixels, on a "GPU"; remembers what it was run on."""
+
+    device, dtype = torch.device("cuda"), torch.float32
+
+    def __init__(self) -> None:
+        self.read: list[weakref.ref[torch.Tensor]] = []
+
+    def sizes(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].shape[-1] > 64:
+            raise InputError("too large")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes((x,))
+        self.read.append(weakref.ref(x))
+        return x + 1
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = MagicMock(CUDAGraph=Graph, device=nullcontext, stream=nullcontext)
+    cuda.graph = lambda *_, **__: nullcontext()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, *given: to(x, *given))
+
+
+def captured(network: Any) -> CapturedNetwork:
+    return CapturedNetwork(network)
+
+
+def image(size: int = 8) -> torch.Tensor:
+    return torch.zeros(1, 3, size, size)
+
+
+def static(network: Network) -> Callable[[], torch.Tensor | None]:
+    """The tensor that the last run of a network read, if it is still alive."""
+    return network.read[-1]
+
+
+def test_a_run_outlives_what_prepared_it() -> None:
+    network = Network()
+    run = captured(network).prepared(image())
+    held, alive = static(network), weakref.ref(network)
+    del network
+    gc.collect()
+    assert held() is not None
+    assert alive() is not None  # and with it the weights
+    assert torch.equal(run(), image() + 1)  # type: ignore[arg-type]
+    del run
+    gc.collect()
+    assert held() is None
+
+
+def test_a_run_outlives_its_place_among_the_shapes() -> None:
+    network = Network()
+    many = captured(network)
+    first = many.prepared(image(8))
+    held = static(network)
+    for size in range(9, 9 + SHAPES):
+        many.prepared(image(size))
+    gc.collect()
+    assert len(many._runs) == SHAPES
+    assert held() is not None
+    assert first is not many.prepared(image(8))
+
+
+def test_a_refused_shape_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network()
+    many = captured(network)
+    runs = [many.prepared(image(8 + at)) for at in range(SHAPES)]
+    with pytest.raises(InputError, match="too large"):
+        many.prepared(image(65))
+    assert [many.prepared(image(8 + at)) for at in range(SHAPES)] == runs
+
+    def out_of_memory(x: torch.Tensor) -> torch.Tensor:
+        network.read.append(weakref.ref(x))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Network, "__call__", lambda self, x: out_of_memory(x))
+    with pytest.raises(torch.OutOfMemoryError):
+        many.prepared(image(32))
+    gc.collect()
+    assert static(network)() is None
+    assert len(many._runs) == SHAPES - 1
+
+
+def test_where_capture_fails_kernels_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", refused)
+    network = Network()
+    with pytest.warns(UserWarning, match="one by one"):
+        run = captured(network).prepared(image())
+    assert torch.equal(run(), image() + 1)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_is_timed_keeps_what_it_reads() -> None:
+    x = image()
+    held = weakref.ref(x)
+    run = layers._repeated(partial(torch.add, x, 1), torch.device("cuda"))
+    del x
+    gc.collect()
+    assert held() is not None
+    run()
