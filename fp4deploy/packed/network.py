@@ -54,6 +54,7 @@ from fp4deploy.packed.graph import (
     Linear,
     Node,
     Norm,
+    Take,
     weight_names,
 )
 from fp4deploy.packed.on_cpu import convolution
@@ -127,6 +128,8 @@ class PackedNetwork:
         self._as_given = set[str]() if self._own else read_as_given(self.graph, inputs, steps, small_k)
         others = {name: tensor for name, tensor in file.tensors.items() if name not in names}
         self._vectors = {name: tensor.to(self.device, torch.float32) for name, tensor in others.items()}
+        takes = {tuple(node.indices) for node in self.graph.nodes if isinstance(node, Take)}
+        self._positions = {indices: torch.tensor(indices, device=self.device) for indices in takes}
 
     def __call__(self, *inputs: torch.Tensor) -> Result:
         """The outputs for inputs in the order of the graph: of one RGB input [N, 3, H, W] usually [N, classes, H, W].
@@ -193,7 +196,7 @@ class PackedNetwork:
         if isinstance(step, Produce):
             return self._produce(step, cast("list[torch.Tensor]", inputs), moments)
         if isinstance(step, Move):
-            context = Context(self._vectors.__getitem__, sizes)
+            context = self._context(sizes)
             return [moved(step.node, cast("list[Nvfp4Tensor]", inputs), context)]
         return self.run_node(step, inputs, sizes, moments, self.pack)
 
@@ -218,9 +221,11 @@ class PackedNetwork:
             return self._norm(node, cast(torch.Tensor, inputs[0]), given, pack)
         if isinstance(node, Layer):
             return self._layer(node, inputs, moments, pack)
-        context = Context(self._vectors.__getitem__, sizes or {})
-        y = compute(node, cast("list[torch.Tensor]", inputs), context)
+        y = compute(node, cast("list[torch.Tensor]", inputs), self._context(sizes or {}))
         return self.forms(y.to(self.dtype), node.outputs, pack)
+
+    def _context(self, sizes: dict[str, int]) -> Context:
+        return Context(self._vectors.__getitem__, sizes, self._positions)
 
     @property
     def weights_bytes(self) -> int:

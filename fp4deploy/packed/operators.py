@@ -6,9 +6,8 @@ executor gets. Nodes that multiply packed operands by kernels are in `network`; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,11 +63,13 @@ from fp4deploy.plugins.quantize.window import max_pool
 class Context:
     """What a node reads besides activations.
 
-    tensor: name -> float32 tensor of the file. sizes: "<input>.<axis>" -> its size.
+    tensor: name -> float32 tensor of the file. sizes: "<input>.<axis>" -> its size. positions: those of `Take`, on the
+    device; a CUDA graph cannot copy them from the host, and reads them as long as it is replayed.
     """
 
     tensor: Callable[[str], torch.Tensor]
     sizes: dict[str, int]
+    positions: Mapping[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def size(self, size: Size) -> int:
         """The value of a size."""
@@ -297,17 +298,12 @@ def _repeat(node: Repeat, inputs: list[torch.Tensor], context: Context) -> torch
     return inputs[0].repeat(context.sizes_of(node.counts))
 
 
-def _take(node: Take, inputs: list[torch.Tensor], _: Context) -> torch.Tensor:
+def _take(node: Take, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:
     x = inputs[0]
     if max(node.indices) >= x.shape[node.dim]:
         raise ValueError(f"position {max(node.indices)} of an axis of {x.shape[node.dim]}")
-    return x.index_select(node.dim, _positions(tuple(node.indices), x.device))
-
-
-@lru_cache(maxsize=256)
-def _positions(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """On the device; kept, because a CUDA graph cannot copy them from the host."""
-    return torch.tensor(indices, device=device)
+    positions = context.positions.get(tuple(node.indices))
+    return x.index_select(node.dim, torch.tensor(node.indices, device=x.device) if positions is None else positions)
 
 
 def _pad(node: Pad, inputs: list[torch.Tensor], context: Context) -> torch.Tensor:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fp4deploy.data import EvalTransform, generate_shapes, open_dataset
 from fp4deploy.errors import InputError
@@ -14,8 +19,9 @@ from fp4deploy.formats import Nvfp4Tensor
 from fp4deploy.models import build_unet
 from fp4deploy.models.input_encoding import encode_input as written
 from fp4deploy.packed import PackedNetwork, packed_file
-from fp4deploy.packed.graph import Concat, Conv2d, Layer
+from fp4deploy.packed.graph import Concat, Conv2d, Form, Layer, Take
 from fp4deploy.packed.network import packed_form
+from fp4deploy.packed.operators import Context, compute
 from fp4deploy.qat import calibrate, prepare, round_to_deployed
 from tests.packed.small_networks import CLASSES, SIZE, images, packed
 
@@ -158,3 +164,42 @@ def test_a_broken_image_shows(bad: float, digits: bool, everything: bool) -> Non
     broken = images(1)
     broken[0, 1, 5, 5] = bad
     assert PackedNetwork(packed("nvfp4_qat", 0.25, digits, everything)[1])(broken).isnan().any()
+
+
+class Reordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x)[:, [2, 0, 1]]
+
+
+class Selected(TorchFunctionMode):
+    """Remembers the positions of each `index_select` of tensors with data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.index_select and args[2].device.type == "cpu":
+            self.positions.append(weakref.ref(args[2]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_positions_live_as_long_as_the_network() -> None:
+    """A CUDA graph reads them wherever they were, however many other networks were run since."""
+    x = images(2)
+    model = Reordered().eval()
+    round_to_deployed(model)
+    network = PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x)))
+    with Selected() as selected:
+        torch.testing.assert_close(network(x), model(x))
+        for at in range(300):
+            node = Take(dim=1, indices=[at % 3] * (at + 2), inputs=["x"], outputs=[Form(name="y")])
+            compute(node, [x], Context(network._vectors.__getitem__, {}))
+        network(x)
+    first, *_, last = [each() for each in selected.positions]
+    assert first is not None
+    assert first is last
