@@ -114,7 +114,7 @@ class PackedNetwork:
         self._own = plain == "kernel" and self.device.type == "cuda"
         self._packed: dict[str, Nvfp4Tensor] = {}
         self._decoded: dict[str, DecodedWeight] = {}
-        self._wide: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # on the CPU: decoded
+        self._wide: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # decoded, in the file's order of axes
         self._taps: dict[str, list[int]] = {}
         self._plain: dict[str, torch.Tensor] = {}
         self._affines: dict[str, torch.Tensor] = {}
@@ -241,6 +241,8 @@ class PackedNetwork:
             return self._decoded[node.layer].nbytes
         if node.layer in self._plain:
             return self._plain[node.layer].nbytes
+        if node.layer not in self._packed:
+            return self._wide[node.layer, self.dtype].nbytes
         weight = self._packed[node.layer]
         return weight.codes.nbytes + weight.scales.nbytes
 
@@ -408,13 +410,11 @@ class PackedNetwork:
         return self.forms(y, node.outputs, pack)
 
     def _decoded_weight(self, node: Layer, dtype: torch.dtype) -> torch.Tensor:
-        """A weight in the file's order of axes; on the CPU it is decoded once and kept."""
-        weight = self._wide.get((node.layer, dtype))
-        if weight is None:
-            weight = self._packed[node.layer].dequantize(dtype)
-            if self.device.type == "cpu":
-                self._wide[node.layer, dtype] = weight
-        return weight
+        """A weight in the file's order of axes, decoded once: at load where no kernel reads the codes."""
+        key = node.layer, dtype
+        if key not in self._wide:
+            self._wide[key] = self._packed[node.layer].dequantize(dtype)
+        return self._wide[key]
 
     def _multiply_decoded(
         self,
@@ -448,7 +448,10 @@ class PackedNetwork:
         shape = torch.Size(weight_shape(self.graph, node, sum(sources)))
         weight = Nvfp4Tensor(codes, scales, amax, shape, node.e4m3_max)
         taps = self._taps[node.layer] = list(shape[1:-1])
-        if self._decodes and not isinstance(node, Linear) and has_kernel(node, taps):
+        if not has_kernel(node, taps):
+            self._wide[node.layer, self.dtype] = weight.dequantize(self.dtype)
+            return
+        if self._decodes and not isinstance(node, Linear):
             up = isinstance(node, ConvTranspose2d)
             if fits(sources, 1 if up else math.prod(taps)):
                 self._decoded[node.layer] = decode_weight(weight, sources, up)

@@ -88,7 +88,8 @@ def decoded_weights(path: Path) -> dict[str, torch.Tensor]:
 
     network = PackedNetwork(read_packed(path))
     packed = {name: weight.dequantize(torch.float32) for name, weight in network._packed.items()}
-    return packed | {name: weight.float() for name, weight in network._plain.items()}
+    decoded = {name: weight.float() for (name, _), weight in network._wide.items()}  # of layers without a kernel
+    return packed | decoded | {name: weight.float() for name, weight in network._plain.items()}
 
 
 @contextmanager

@@ -203,3 +203,37 @@ def test_positions_live_as_long_as_the_network() -> None:
     first, *_, last = [each() for each in selected.positions]
     assert first is not None
     assert first is last
+
+
+class WithoutKernels(nn.Module):
+    """Quantised layers that no kernel multiplies: in groups, of uneven strides, transposed by another stride than 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.grouped = nn.Conv2d(3, 32, 1), nn.Conv2d(32, 64, 3, padding=1, groups=2)
+        self.uneven, self.up = nn.Conv2d(64, 32, 3, (2, 1), 1), nn.ConvTranspose2d(32, 16, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(torch.relu(self.uneven(torch.relu(self.grouped(torch.relu(self.stem(x)))))))
+
+
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_weights_without_a_kernel_are_decoded_once(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any device, at load: no node decodes one, the codes are freed, and the decoded weights counted."""
+    torch.manual_seed(0)
+    model, x = WithoutKernels().eval(), images(1)
+    prepare(model, "nvfp4_qat", include=["grouped", "uneven", "up"])
+    calibrate(model, x)
+    round_to_deployed(model)
+    network = PackedNetwork(packed_file(Path("own.fp4"), None, *pack_model(model, x)))
+    nodes = [node for node in network.graph.nodes if isinstance(node, Layer) and node.precision == "nvfp4"]
+    assert [node.layer for node in nodes] == ["grouped", "uneven", "up"]
+    network.device = torch.device(on)  # as far as the choice of what runs a layer goes
+    monkeypatch.setattr(Nvfp4Tensor, "dequantize", None)
+    for node in nodes:
+        layer = model.get_submodule(node.layer)
+        given = torch.randn(1, layer.in_channels, 8, 8)
+        (y,) = network.run_node(node.model_copy(update={"outputs": [Form(name="y")]}), [given.movedim(1, -1)])
+        assert y.shape[1] == layer.out_channels  # type: ignore[union-attr]
+        assert network.weight_bytes(node) == 4 * layer.weight.numel()
+    assert network._packed == {}
