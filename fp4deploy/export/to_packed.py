@@ -92,8 +92,8 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
     """Graph and tensors of a module, prepared or plain, with its parameters as deployed.
 
     Args:
-        dynamic_size: capture height and width as free sizes, where every node can be packed so; else as they are. A
-            network whose nodes hold no sizes, such as our UNet, takes any size without.
+        dynamic_size: capture height and width as free sizes, where every node can be packed so; else as they are, with
+            a warning that says why. A network whose nodes hold no sizes, such as our UNet, takes any size without.
 
     Raises:
         InputError: a module that cannot be captured, an operation or recipe without packed form, a value that is not
@@ -111,14 +111,24 @@ def pack_model(model: nn.Module, example_inputs: Inputs, dynamic_size: bool = Tr
             raise InputError("The FP4 input encoding reads one image [N, 3, H, W].")
         n, _, *size = example_inputs.shape
         example_inputs = torch.zeros(n, ENCODED_CHANNELS, *size)
-    if dynamic_size:
-        try:
-            return packed_graph(capture(plain, example_inputs, True, quantised), model, digits, free=False)
-        except UnsettledSizes as error:
-            warnings.warn(f"{error.cause} The packed network takes inputs of the example's size alone.", stacklevel=2)
-        except InputError:  # such as positions of pixels that the code makes for each size
-            pass
-    return packed_graph(capture(plain, example_inputs, False, quantised), model, digits, free=not dynamic_size)
+
+    def written(dynamic: bool) -> tuple[Graph, Tensors]:
+        return packed_graph(capture(plain, example_inputs, dynamic, quantised), model, digits, free=not dynamic_size)
+
+    if not dynamic_size:
+        return written(False)
+    try:
+        return written(True)
+    except InputError as error:  # such as positions of pixels that the code makes for each size
+        refused = error
+    fixed = written(False)  # an error that is no matter of sizes is raised again
+    warnings.warn(f"{_cause(refused)} The packed network takes inputs of the example's size alone.", stacklevel=2)
+    return fixed
+
+
+def _cause(error: InputError) -> str:
+    """Why sizes do not stay free, without advice that is of the other case."""
+    return error.cause if isinstance(error, UnsettledSizes) else f"With free sizes: {str(error).partition('. ')[0]}."
 
 
 def _pack_module(model: nn.Module, out: Path, example_inputs: Inputs | None, verify: bool) -> PackedResult:

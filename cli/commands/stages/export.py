@@ -153,11 +153,17 @@ def _packed(checkpoint: Path, target: Path, data: Path | None, images: int, veri
     from fp4deploy.bench.tables import size
     from fp4deploy.export.to_packed import pack
     from fp4deploy.packed import plain_bytes
+    from fp4deploy.packed.shapes import expected
 
     result = pack(checkpoint, target, data, images, verify)
-    weights, plain = result.file.weight_bytes, plain_bytes(result.file.graph)
+    graph = result.file.graph
+    weights, plain = result.file.weight_bytes, plain_bytes(graph)
+    fixed = [expected(graph, each) for each in graph.inputs if not {*range(2, len(each.shape))} <= {*each.free}]
+    only = f", for {' and '.join(fixed)} alone" if fixed else ""
     agreed = f", {result.verification.sentence()}" if result.verification else ""
-    return f"{shown(target)} (weights {size(weights)}, in FP16 {size(plain)}: ratio {weights / plain:.3f}){agreed}"
+    return (
+        f"{shown(target)} (weights {size(weights)}, in FP16 {size(plain)}: ratio {weights / plain:.3f}){only}{agreed}"
+    )
 
 
 def describe(result: ExportResult) -> str:
